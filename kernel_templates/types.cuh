@@ -1,0 +1,67 @@
+// Storage types, conversions and the decay maps. Arithmetic is always fp32; these types only name how a
+// tensor is stored. Written without CUDA headers, so NVRTC needs nothing but this text.
+#pragma once
+
+struct fp16 { unsigned short bits; };
+struct bf16 { unsigned short bits; };
+using fp32 = float;
+using i64 = long long;
+
+enum class Decay { raw, sigmoid, log, direct };
+enum class StateLayout { vk, kv };
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
+__device__ inline float to_float(fp32 x) { return x; }
+__device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ inline float to_float(fp16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// Round to nearest even, as torch does.
+template <typename T> __device__ T from_float(float x);
+template <> __device__ inline fp32 from_float<fp32>(float x) { return x; }
+template <> __device__ inline fp16 from_float<fp16>(float x) {
+    fp16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> __device__ inline bf16 from_float<bf16>(float x) {
+    bf16 y;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    // The conversion instruction starts with sm_80. A NaN stays a NaN: adding the rounding bias could carry it to inf.
+    const unsigned bits = __float_as_uint(x);
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    y.bits = is_nan ? 0x7fffu : static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
+    return y;
+}
+
+// COUNT neighbours moved by one instruction; the address must be a multiple of COUNT * sizeof(T).
+template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Pack { T at[COUNT]; };
+
+// The per-step factor d(w) that multiplies the state, and its slope dd/dw.
+constexpr float SIGMOID_RATE = 0.6065306597126334f;  // e^(-1/2)
+
+template <Decay DECAY> __device__ inline float decay_factor(float w) {
+    if constexpr (DECAY == Decay::raw) return expf(-expf(w));
+    if constexpr (DECAY == Decay::sigmoid) return expf(-SIGMOID_RATE / (1.0f + expf(-w)));
+    if constexpr (DECAY == Decay::log) return expf(w);
+    return w;
+}
+
+template <Decay DECAY> __device__ inline float decay_slope(float w) {
+    // e^w e^(-e^w) as one exponential: the product of the two overflows where the result is an honest zero.
+    if constexpr (DECAY == Decay::raw) return -expf(fminf(w, 88.0f) - expf(w));
+    if constexpr (DECAY == Decay::sigmoid) {
+        const float sigma = 1.0f / (1.0f + expf(-w));
+        return -SIGMOID_RATE * sigma / (1.0f + expf(w)) * expf(-SIGMOID_RATE * sigma);
+    }
+    if constexpr (DECAY == Decay::log) return expf(w);
+    return 1.0f;
+}

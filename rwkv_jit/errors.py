@@ -1,0 +1,28 @@
+"""Errors that `rwkv_jit` raises beside plain ``TypeError`` and ``ValueError`` for wrong arguments.
+
+RwkvJitError (RuntimeError)
+├── CompileError             NVRTC refused a kernel: options, numbered source lines and log are in the message
+├── NvrtcNotFoundError       CuPy or NVRTC is missing or doubled: the message ends with the command to type
+├── UnsupportedConfigError   (also ValueError) no kernel for these parameters: the rule and the nearest legal value
+└── CacheError               an explicit cache command could not do its work
+"""
+
+
+class RwkvJitError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class CompileError(RwkvJitError):
+    """NVRTC refused a kernel."""
+
+
+class NvrtcNotFoundError(RwkvJitError):
+    """CuPy or NVRTC cannot be used; the message ends with the command that mends it."""
+
+
+class UnsupportedConfigError(RwkvJitError, ValueError):
+    """No kernel exists for these parameters, or not on this device."""
+
+
+class CacheError(RwkvJitError):
+    """An explicit cache command failed."""

@@ -1,0 +1,119 @@
+"""RWKV-6 time mixing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rwkv_jit.ops import boundary
+from rwkv_jit.reference import wkv6_ref
+
+OP = boundary.define("wkv6", ("r", "k", "v", "w"), ("u",), wkv6_ref)
+
+
+def wkv6(
+    r: Any,
+    k: Any,
+    v: Any,
+    w: Any,
+    u: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    scale: float = 1.0,
+    decay: str = "raw",
+    decay_bound: float | None = None,
+    state_layout: str = "vk",
+    checkpoint_interval: int = 64,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""RWKV-6 time mixing over sequences, with gradients to every input and to the initial state.
+
+        y_t = scale (S_{t-1} r_t + (sum_j u_j r_tj k_tj) v_t);   S_t = S_{t-1} diag(d(w_t)) + v_t k_t^T
+
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
+    equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    r, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Receptance and key. Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in
+        through DLPack.
+    v : torch.Tensor, shape (B, T, H, V), dtype of r
+        Value.
+    w : torch.Tensor, shape (B, T, H, K), dtype of r or float32
+        Decay before the map that `decay` names.
+    u : torch.Tensor, shape (H, K), dtype of r or float32
+        Bonus of the current token.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the kv layout the last two sizes are (K, V).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
+        none. Its values are checked once per tensor, with one copy to the host.
+    scale : float, default 1.0
+        Factor of y.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
+    decay_bound : float, optional
+        A promise that every log d is at least this negative number. The recurrent kernels are right for any decay
+        and need no promise.
+    state_layout : {"vk", "kv"}, default "vk"
+        Order of the last two dimensions of the states.
+    checkpoint_interval : int, default 64
+        Tokens between the states that are saved for the backward.
+    chunk_len : int, optional
+        Tokens that a block stages at once: 1, 2, 4, 8 or 16. Chosen by the head size by default.
+    num_threads : int, optional
+        Threads of a block: 32, 64, 128 or 256. Chosen by the head size by default.
+    backend : {"auto", "recurrent", "reference"}, default "auto"
+        "recurrent" are the CUDA kernels, "reference" is plain torch; "auto" takes the kernels for CUDA tensors.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`; with the nearest legal value.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    Arithmetic, state and saved states are float32. Relative L2 error against float64 on the same rounded inputs, y and
+    gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the rounding of the outputs.
+    Results are the same bit for bit from run to run. du is added over tokens and sequences in float32.
+
+    The backward recomputes the states forward from the saved ones and never divides by the decay, so any decay is
+    safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes. A second derivative is an error.
+
+    The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
+    run the reference, with one notice.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> r, k, w = (torch.randn(2, 128, 4, 48, device="cuda") for _ in range(3))
+    >>> v, u = torch.randn(2, 128, 4, 96, device="cuda"), torch.randn(4, 48, device="cuda")
+    >>> y, state = rwkv_jit.wkv6(r, k, v, w, u, output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
+    """
+    return boundary.call(
+        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
+        checkpoint_interval, chunk_len, num_threads, backend,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""RWKV-7 time mixing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rwkv_jit.ops import boundary
+from rwkv_jit.reference import wkv7_ref
+
+OP = boundary.define("wkv7", ("r", "w", "k", "v", "a", "b"), (), wkv7_ref)
+
+
+def wkv7(
+    r: Any,
+    w: Any,
+    k: Any,
+    v: Any,
+    a: Any,
+    b: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    scale: float = 1.0,
+    decay: str = "raw",
+    decay_bound: float | None = None,
+    state_layout: str = "vk",
+    checkpoint_interval: int = 64,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""RWKV-7 time mixing over sequences, with gradients to every input and to the initial state.
+
+        u_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + u_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
+
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
+    usually equal), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    r, k, a, b : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Receptance, key, and the two sides of the state's rank-one correction (in the model a = -kk, b = kk * a').
+        Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in through DLPack.
+    w : torch.Tensor, shape (B, T, H, K), dtype of r or float32
+        Decay before the map that `decay` names.
+    v : torch.Tensor, shape (B, T, H, V), dtype of r
+        Value.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the kv layout the last two sizes are (K, V).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
+        none. Its values are checked once per tensor, with one copy to the host.
+    scale : float, default 1.0
+        Factor of y.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
+    decay_bound : float, optional
+        A promise that every log d is at least this negative number. The recurrent kernels are right for any decay
+        and need no promise.
+    state_layout : {"vk", "kv"}, default "vk"
+        Order of the last two dimensions of the states.
+    checkpoint_interval : int, default 64
+        Tokens between the states that are saved for the backward.
+    chunk_len : int, optional
+        Tokens that a block stages at once: 1, 2, 4, 8 or 16. Chosen by the head size by default.
+    num_threads : int, optional
+        Threads of a block: 32, 64, 128 or 256. Chosen by the head size by default.
+    backend : {"auto", "recurrent", "reference"}, default "auto"
+        "recurrent" are the CUDA kernels, "reference" is plain torch; "auto" takes the kernels for CUDA tensors.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`; with the nearest legal value.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    Arithmetic, state and saved states are float32. Relative L2 error against float64 on the same rounded inputs, y and
+    gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the rounding of the outputs.
+    Results are the same bit for bit from run to run.
+
+    The backward recomputes the states forward from the saved ones and never divides by the decay, so any decay is
+    safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes. A second derivative is an error.
+
+    The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
+    run the reference, with one notice.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+
+    Examples
+    --------
+    >>> r, w, k, v, a, b = (torch.randn(2, 128, 4, 40, device="cuda") * 0.2 for _ in range(6))
+    >>> y, state = rwkv_jit.wkv7(r, w, k, v, a, b, output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 40]), torch.Size([2, 4, 40, 40]))
+    """
+    return boundary.call(
+        OP, (r, w, k, v, a, b), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
+        checkpoint_interval, chunk_len, num_threads, backend,
+    )  # fmt: skip

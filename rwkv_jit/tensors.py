@@ -1,0 +1,202 @@
+"""The torch side of a launch: arrays in, argument checks, DLPack on first sight, raw addresses and streams after."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import cuda, env
+
+STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def from_any(name: str, array: Any) -> Tensor:
+    """Return a tensor over `array`: itself, or a view through DLPack of CuPy, NumPy, JAX and other arrays."""
+    if isinstance(array, Tensor):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name}: expected a torch.Tensor or an array with __dlpack__, got {type(array).__name__}")
+    flags = getattr(array, "flags", None)
+    if getattr(flags, "writeable", True) is False:
+        array = array.copy()  # DLPack has no read-only arrays
+    return torch.from_dlpack(array)
+
+
+def check_inputs(inputs: Mapping[str, Tensor], like: str, value: str, decay: str, wide: bool) -> None:
+    """Check the [B, T, H, K] inputs of an op; the one named `value` may have its own last size.
+
+    `wide` admits float64, which only the reference computes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was expected and what came.
+    """
+    first = inputs[like]
+    dtypes = [*STORAGE, torch.float64] if wide else list(STORAGE)
+    for name, x in inputs.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [B, T, H, head size], got shape {tuple(x.shape)}")
+        if x.device != first.device:
+            raise ValueError(f"{name}: expected device {first.device} like {like}, got {x.device}")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+        if x.dtype != first.dtype and not (name == decay and x.dtype == torch.float32):
+            also = " or torch.float32" if name == decay else ""
+            raise TypeError(f"{name}: expected {first.dtype} like {like}{also}, got {x.dtype}")
+        same = x.shape[:3] == first.shape[:3] and (name == value or x.shape[3] == first.shape[3])
+        if not same:
+            want = [*first.shape[:3], "value size" if name == value else first.shape[3]]
+            raise ValueError(f"{name}: expected shape [{', '.join(map(str, want))}] like {like}, got {list(x.shape)}")
+        if x.shape[3] < 1:
+            raise ValueError(f"{name}: expected a head size of at least 1, got shape {list(x.shape)}")
+
+
+def check_state(state: Tensor, sequences: int, heads: int, sizes: tuple[int, int], like: Tensor, wide: bool) -> None:
+    """Check an initial state [N, H, *sizes] or [H, *sizes]."""
+    want = (sequences, heads, *sizes)
+    if tuple(state.shape) not in (want, want[1:]):
+        raise ValueError(f"initial_state: expected shape {list(want)} or {list(want[1:])}, got {list(state.shape)}")
+    if state.device != like.device:
+        raise ValueError(f"initial_state: expected device {like.device}, got {state.device}")
+    if state.dtype not in STORAGE and not (wide and state.dtype == torch.float64):
+        raise TypeError(f"initial_state: expected {' or '.join(map(str, STORAGE))}, got {state.dtype}")
+
+
+def check_packing(cu_seqlens: Tensor, like: Tensor) -> None:
+    """Check what can be said of cu_seqlens without reading its values."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected shape [sequences + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected torch.int32 or torch.int64, got {cu_seqlens.dtype}")
+    if like.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected a batch of 1 with packed sequences, got a batch of {like.shape[0]}")
+    if cu_seqlens.device != like.device:
+        raise ValueError(f"cu_seqlens: expected device {like.device}, got {cu_seqlens.device}")
+
+
+_checked_packings: dict[int, tuple[Any, int, int, Tensor]] = {}
+
+
+def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return cu_seqlens as int64, its values checked once per tensor: that takes a copy to the host.
+
+    Raises
+    ------
+    ValueError
+        It does not start at 0, end at `tokens` and never fall.
+    """
+    version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _checked_packings.get(id(cu_seqlens))
+    if known and known[0]() is cu_seqlens and known[1:3] == (version, tokens):
+        return known[3]
+    bounds = cu_seqlens.to(torch.int64)
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return bounds  # no copy to the host in a capture; the kernels clamp every bound
+    values = bounds.cpu()
+    if values[0] != 0 or values[-1] != tokens or bool((values.diff() < 0).any()):
+        raise ValueError(
+            f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {values.tolist()[:20]}"
+        )
+    if version >= 0:
+        index = id(cu_seqlens)
+        gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
+        # The same object must not keep itself alive through its own converted copy.
+        _checked_packings[index] = (gone, version, tokens, bounds if bounds is not cu_seqlens else bounds.detach())
+    return bounds
+
+
+# ---- devices and addresses ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=None)
+def _capability(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def arch(device: int) -> str:
+    """Return the architecture to compile for on a device."""
+    return env.arch() or _capability(device)
+
+
+@lru_cache(maxsize=None)
+def multiprocessors(device: int) -> int:
+    """Return the number of streaming multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def stream(device: int) -> int:
+    """Return torch's current stream of a device as the driver's handle."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def capturing() -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def needs_copy(x: Tensor) -> bool:
+    """Return whether a kernel cannot read `x` in place.
+
+    Kernels take any stride but need neighbouring channels, and 16-byte reads where the head size allows them.
+    """
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return True
+    return x.shape[-1] % 4 == 0 and any(s % 4 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+
+
+def misaligned(x: Tensor) -> bool:
+    """Return whether 16-byte reads of `x` are impossible because of where it starts."""
+    return x.data_ptr() % 16 != 0 and x.shape[-1] % 4 == 0
+
+
+class _Capsule:
+    """A tensor's DLPack capsule without the stream handshake, which would wait for CuPy's stream."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+def validate(name: str, x: Tensor) -> None:
+    """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature.
+
+    16-bit tensors travel as int16, since CuPy reads bfloat16 only with another package.
+    """
+    seen = x.detach()
+    seen = seen.view(torch.int16) if seen.element_size() == 2 else seen
+    array = cuda.from_dlpack(_Capsule(seen))
+    strides = tuple(s * seen.element_size() for s in seen.stride())
+    wrong = array.shape != tuple(seen.shape) or array.device.id != seen.device.index
+    wrong = wrong or (seen.numel() > 0 and (array.data.ptr != seen.data_ptr() or not _same_strides(array, strides)))
+    if wrong:
+        raise ValueError(
+            f"{name}: DLPack shows shape {array.shape}, strides {array.strides} at {array.data.ptr:#x} on device "
+            f"{array.device.id}; torch shows {tuple(seen.shape)}, {strides} at {seen.data_ptr():#x} on {seen.device}"
+        )
+
+
+def _same_strides(array: Any, strides: tuple[int, ...]) -> bool:
+    """Strides of a dimension of size 1 have no meaning."""
+    return all(a == b or n == 1 for a, b, n in zip(array.strides, strides, array.shape, strict=True))
+
+
+def check_fixed(name: str, x: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    """Check an input that is the same for every token, [H, K], in the dtype of the streamed ones or float32."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)} [heads, head size], got {list(x.shape)}")
+    if x.dtype not in (like.dtype, torch.float32):
+        raise TypeError(f"{name}: expected {like.dtype} or torch.float32, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {x.device}")
