@@ -26,7 +26,22 @@ _MODULES = {
     "UnsupportedConfigError": "rwkv_jit.errors",
     "CacheError": "rwkv_jit.errors",
 }
-__all__ = sorted(_MODULES)
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "NvrtcNotFoundError",
+    "RwkvJitError",
+    "UnsupportedConfigError",
+    "cache_info",
+    "clear_cache",
+    "env_report",
+    "is_available",
+    "specialize",
+    "wkv6",
+    "wkv6_ref",
+    "wkv7",
+    "wkv7_ref",
+]
 
 if TYPE_CHECKING:
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError

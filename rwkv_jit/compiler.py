@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -80,7 +80,8 @@ def target_for(arch: str) -> str:
     if number > max(known):
         target = f"compute_{max(known)}"
         stats.say_once(
-            f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}; the driver makes the machine code"
+            f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}, from which the driver "
+            "makes the machine code"
         )
         return target
     raise UnsupportedConfigError(
@@ -180,9 +181,9 @@ def version() -> str:
     return ".".join(str(part) for part in cuda.nvrtc().getVersion())
 
 
-@lru_cache(maxsize=None)
+@cache
 def identity() -> str:
-    """Return what tells this compiler build from any other: version and the build-ids of the libraries really loaded."""
+    """Return what tells compiler builds apart: version and build-ids of the libraries really loaded."""
     libraries = _libraries()
     parts = [version(), *(_build_id(path) for path in libraries)]
     name = " ".join(parts)

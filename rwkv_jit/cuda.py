@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -26,7 +26,7 @@ def installed_cupy() -> list[str]:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def cupy() -> Any:
     """Import CuPy, or say which command installs it.
 
@@ -60,7 +60,7 @@ def _creatable(path: str) -> bool:
     return os.access(path, os.W_OK | os.X_OK)
 
 
-@lru_cache(maxsize=None)
+@cache
 def nvrtc() -> Any:
     """Return CuPy's NVRTC module with the library loaded.
 

@@ -202,7 +202,7 @@ class Plan:
         self._blocks = threading.local()
 
     def _block(self) -> tuple[Any, int]:
-        """This thread's addresses (an array to write to) and the driver's table of arguments."""
+        """Return this thread's addresses (an array to write to) and the driver's table of arguments."""
         try:
             made: tuple[Any, int, Any] = self._blocks.made
         except AttributeError:

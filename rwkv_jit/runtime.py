@@ -34,6 +34,7 @@ def specialize(
     Parameters
     ----------
     op : {"wkv6", "wkv7"}
+        The op.
     head_size : int
         K, from 1.
     value_size : int, optional
@@ -42,9 +43,12 @@ def specialize(
         Of r, k, v and the gradients: float16, bfloat16 or float32.
     arch : str, optional
         E.g. "sm_90a", or "compute_80" for PTX; RWKVJIT_ARCH or this machine's GPU by default.
-    direction : {"forward", "backward"}
-    backend : {"auto", "recurrent"}
-    decay : {"raw", "sigmoid", "log", "direct"}
+    direction : {"forward", "backward"}, default "forward"
+        Which kernels.
+    backend : {"auto", "recurrent"}, default "auto"
+        Which algorithm.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        The map from w to the per-step factor.
     chunk_len, num_threads : int, optional
         Chosen by the head size by default.
     **parameters

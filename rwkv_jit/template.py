@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from rwkv_jit.errors import UnsupportedConfigError
@@ -36,7 +36,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in directory().glob("*.cu"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _read(file_name: str) -> str:
     return (directory() / file_name).read_text(encoding="utf-8")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def from_any(name: str, array: Any) -> Tensor:
     flags = getattr(array, "flags", None)
     if getattr(flags, "writeable", True) is False:
         array = array.copy()  # DLPack has no read-only arrays
-    return torch.from_dlpack(array)
+    return torch.from_dlpack(array)  # type: ignore[attr-defined]
 
 
 def check_inputs(inputs: Mapping[str, Tensor], like: str, value: str, decay: str, wide: bool) -> None:
@@ -114,7 +114,7 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
 # ---- devices and addresses ---------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device: int) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
@@ -125,7 +125,7 @@ def arch(device: int) -> str:
     return env.arch() or _capability(device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: int) -> int:
     """Return the number of streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -163,7 +163,7 @@ class _Capsule:
         self.tensor = tensor
 
     def __dlpack__(self, **_: Any) -> Any:
-        return torch.utils.dlpack.to_dlpack(self.tensor)
+        return self.tensor.__dlpack__(stream=-1)
 
     def __dlpack_device__(self) -> Any:
         return self.tensor.__dlpack_device__()

@@ -1,0 +1,1 @@
+"""The ops: one module each, over a shared boundary and backend."""

@@ -20,7 +20,7 @@ SHARED_LIMIT = 48 * 1024  # what every GPU gives a block without asking
 
 
 class Staging(NamedTuple):
-    """Floats of shared memory a template needs per token and key channel, per token and value row, and per warp and channel."""
+    """Floats of shared memory per token and key channel, per token and value row, per warp and key channel."""
 
     keys: int
     values: int

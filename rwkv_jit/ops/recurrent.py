@@ -151,8 +151,11 @@ def backward(
     options: Options,
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Launch the backward; return the gradients of the streamed inputs, of the fixed ones per sequence (fp32), and of
-    the initial state (fp32, empty unless asked for)."""
+    """Launch the backward.
+
+    Return the gradients of the streamed inputs, of the fixed ones per sequence (fp32), and of
+    the initial state (fp32, empty unless asked for).
+    """
     v = inputs["v"]
     tokens, heads, value_size = v.shape[1:]
     head_size = inputs["r"].shape[3]
@@ -252,7 +255,7 @@ def _prepare_forward(inputs: Inputs, state_dtype: torch.dtype, options: Options,
 
 
 def _prepare_backward(inputs: Inputs, dy: Tensor, options: Options) -> _Prepared:
-    device, (tokens, heads, value_size) = inputs["v"].device.index, inputs["v"].shape[1:]
+    device, (tokens, heads, _) = inputs["v"].device.index, inputs["v"].shape[1:]
     entry = f"{inputs.op}_backward"
     with torch.cuda.device(device):
         (found,) = _find(inputs, ["backward"], options, torch.float32)

@@ -1,0 +1,46 @@
+"""What a GPU run covers: one digest per op, over what decides its results and nothing else."""
+
+import ast
+import hashlib
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = Path(__file__).with_name("record.json")
+OWED = Path(__file__).with_name("owed.json")
+OPS = ("wkv6", "wkv7")
+# The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
+LAUNCHING = ("compiler.py", "kernel.py", "tensors.py", "ops/boundary.py", "ops/geometry.py", "ops/recurrent.py")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_INCLUDE = re.compile(r'#include "([\w.]+)"')
+
+
+def template_text(name: str, seen: set[str]) -> str:
+    """A template and what it includes, without comments and with single spaces."""
+    text = (ROOT / "kernel_templates" / name).read_text(encoding="utf-8")
+    included = [n for n in _INCLUDE.findall(text) if not (n in seen or seen.add(n))]
+    own = " ".join(_COMMENT.sub(" ", text).split())
+    return own + "".join(template_text(n, seen) for n in included)
+
+
+def module_tree(name: str) -> str:
+    """A module's syntax tree without docstrings, comments and positions."""
+    tree = ast.parse((ROOT / "rwkv_jit" / name).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            del body[0]
+    return ast.dump(tree)
+
+
+def digest(op: str) -> str:
+    """The digest of what a GPU run of `op` covers."""
+    templates = sorted(path.name for path in (ROOT / "kernel_templates").glob(f"{op}_*.cu"))
+    parts = [template_text(name, {"types.cuh"}) for name in templates]
+    parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, f"ops/{op}.py"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -1,0 +1,447 @@
+"""wkv6 and wkv7 on the GPU against the float64 recurrence on the same rounded inputs, values and gradients."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import runtime
+from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.ops import geometry, recurrent
+
+OPS = ("wkv6", "wkv7")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+GATE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-3}
+NAMES = {"wkv6": "rkvwu", "wkv7": "rwkvab"}
+# Log-decay per step: none at all, what models have, so fast that a division by it would overflow, and all together.
+DECAY_RANGES = {"none": (-1e-6, 0.0), "usual": (-0.6, -0.01), "fast": (-20.0, -15.0), "mixed": (-20.0, 0.0)}
+
+
+def make_inputs(
+    op, dtype, batch=2, tokens=65, heads=3, head_size=64, value_size=None, decays="usual", decay="raw", w_dtype=None
+):
+    """Model-like inputs: for wkv7 a = -kk and b = kk * eta with unit kk, so that states stay bounded."""
+    value_size = value_size or head_size
+    shape = (batch, tokens, heads, head_size)
+    r, k = (torch.randn(shape, device="cuda") * 0.5 for _ in range(2))
+    v = torch.randn(batch, tokens, heads, value_size, device="cuda")
+    low, high = DECAY_RANGES[decays]
+    log_decay = low + (high - low) * torch.rand(shape, device="cuda", dtype=torch.float64)
+    w = {
+        "raw": lambda g: torch.log(-g + 1e-12),
+        "sigmoid": lambda g: torch.logit((-g / 0.6065306597126334).clamp(1e-6, 1 - 1e-3)),
+        "log": lambda g: g,
+        "direct": torch.exp,
+    }[decay](log_decay)
+    if op == "wkv6":
+        given = {"r": r, "k": k, "v": v, "w": w, "u": torch.randn(heads, head_size, device="cuda") * 0.5}
+    else:
+        kk = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1)
+        given = {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * torch.rand(shape, device="cuda")}
+    return {n: x.to(w_dtype if n == "w" and w_dtype else dtype).requires_grad_() for n, x in given.items()}
+
+
+def relative(x, reference):
+    x, reference = x.detach().double(), reference.detach().double()
+    assert x.shape == reference.shape
+    assert torch.isfinite(x).all()
+    return float((x - reference).norm() / reference.norm().clamp_min(1e-300)) if x.numel() else 0.0
+
+
+def run(op, given, state=None, weights=None, function=None, **options):
+    """y, final state and the gradients of a random weighting of both."""
+    leaves = [*given.values(), *([state] if state is not None else [])]
+    y, final = (function or getattr(rwkv_jit, op))(
+        *given.values(), initial_state=state, output_final_state=True, **options
+    )
+    if weights is None:
+        weights = (
+            torch.randn(y.shape, device=y.device).to(y.dtype),
+            torch.randn(final.shape, device=y.device).to(final.dtype),
+        )
+    grads = torch.autograd.grad([y, final], leaves, [w.to(o.dtype) for w, o in zip(weights, (y, final), strict=True)])
+    return y, final, grads, weights
+
+
+def reference(op, given, state, weights, **options):
+    """The same in float64."""
+    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
+    exact_state = None if state is None else state.detach().double().requires_grad_()
+    return run(op, exact, exact_state, weights, getattr(rwkv_jit, f"{op}_ref"), **options)
+
+
+def check(op, given, state=None, options=(), exact_options=(), gate=None):
+    dtype = given["r"].dtype
+    gate = gate or GATE[dtype]
+    y, final, grads, weights = run(op, given, state, **dict(options))
+    want_y, want_final, want_grads, _ = reference(op, given, state, weights, **dict(exact_options))
+    errors = {"y": relative(y, want_y), "state": relative(final, want_final)}
+    names = [*given, "initial_state"]
+    errors |= {f"d{n}": relative(g, want) for n, g, want in zip(names, grads, want_grads, strict=False)}
+    state_gate = gate if final.dtype != torch.float32 else GATE[torch.float32]
+    limits = {name: state_gate if name == "state" else gate for name in errors}
+    assert all(errors[name] <= limits[name] for name in errors), errors
+    return errors
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 63, 65, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_length(op, dtype, tokens):
+    check(op, make_inputs(op, DTYPES[dtype], tokens=tokens))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [1, 2, 3, 7, 8, 16, 24, 25, 32, 40, 48, 80, 96, 100, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_head_size(op, dtype, head_size):
+    check(op, make_inputs(op, DTYPES[dtype], tokens=70, heads=2, head_size=head_size))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("sizes", [(64, 128), (40, 24), (100, 7), (5, 300), (320, 320)])
+@pytest.mark.parametrize("op", OPS)
+def test_keys_and_values_of_different_size(op, sizes):
+    check(op, make_inputs(op, torch.float32, tokens=37, head_size=sizes[0], value_size=sizes[1]))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("decays", DECAY_RANGES)
+@pytest.mark.parametrize("decay", ["raw", "sigmoid", "log", "direct"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_decay(op, decay, decays, dtype):
+    given = make_inputs(op, DTYPES[dtype], tokens=130, decays=decays, decay=decay, w_dtype=torch.float32)
+    check(op, given, options={"decay": decay}, exact_options={"decay": decay})
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("state_dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("op", OPS)
+def test_state_in_and_out(op, layout, state_dtype):
+    given = make_inputs(op, torch.float32, head_size=24, value_size=40)
+    sizes = (40, 24) if layout == "vk" else (24, 40)
+    state = torch.randn(2, 3, *sizes, device="cuda").to(DTYPES[state_dtype]).requires_grad_()
+    errors = check(op, given, state, {"state_layout": layout}, {"state_layout": layout}, gate=GATE[DTYPES[state_dtype]])
+    assert errors["dinitial_state"] <= GATE[DTYPES[state_dtype]]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_state_shared_by_all_sequences(op):
+    given = make_inputs(op, torch.float32, batch=3, head_size=16)
+    state = torch.randn(3, 16, 16, device="cuda", requires_grad=True)
+    check(op, given, state)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_tokens_copy_the_state(op):
+    given = make_inputs(op, torch.float32, tokens=0, head_size=16)
+    state = torch.randn(2, 3, 16, 16, device="cuda", requires_grad=True)
+    y, final, grads, weights = run(op, given, state)
+    assert y.numel() == 0
+    assert torch.equal(final, state)
+    assert torch.equal(grads[-1], weights[1])
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("op", OPS)
+def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
+    bounds = [0, 0, 5, 69, 70, 70, 198, 200]
+    given = make_inputs(op, torch.bfloat16, batch=1, tokens=200, head_size=40)
+    state = torch.randn(len(bounds) - 1, 3, 40, 40, device="cuda", requires_grad=True)
+    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
+    pinned = {"chunk_len": 4, "num_threads": 64}
+    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **pinned)
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        part = {n: (x[:, begin:end] if n != "u" else x).detach().requires_grad_() for n, x in given.items()}
+        own_state = state[i : i + 1].detach().requires_grad_()
+        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **pinned)
+        assert torch.equal(own[0], y[:, begin:end])
+        assert torch.equal(own[1], final[i : i + 1])
+        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
+        for name, one, whole in zip(given, own[2], grads, strict=False):
+            assert name == "u" or torch.equal(one, whole[:, begin:end]), name
+    check(op, given, state, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": cu_seqlens})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_seventy_thousand_sequences(op):
+    count = 70_000
+    given = make_inputs(op, torch.float32, batch=1, tokens=count, heads=1, head_size=4)
+    cu_seqlens = torch.arange(count + 1, device="cuda")
+    y, final, grads, weights = run(op, given, cu_seqlens=cu_seqlens)
+    by_row = {n: (x.detach().transpose(0, 1) if n != "u" else x.detach()).requires_grad_() for n, x in given.items()}
+    by_row_weights = weights[0].transpose(0, 1), weights[1]
+    want_y, want_final, want_grads, _ = reference(op, by_row, None, by_row_weights)
+    assert relative(y, want_y.transpose(0, 1)) < 5e-6
+    assert relative(final, want_final) < 5e-6
+    for name, grad, want in zip(given, grads, want_grads, strict=True):
+        assert relative(grad, want if name == "u" else want.transpose(0, 1)) < 5e-6, name
+
+
+MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+
+@pytest.mark.parametrize("op", OPS if MEMORY > 100 * 2**30 else ())
+def test_more_than_two_billion_elements(op):
+    batch, tokens, heads, head_size = 132, 4096, 64, 64
+    assert batch * tokens * heads * head_size > 2**31
+    first = make_inputs(op, torch.bfloat16, batch=1, tokens=tokens, heads=heads, head_size=head_size)
+    # The same sequence in every row: rows that differ from the first show an address that wrapped.
+    given = {
+        n: (x.detach().expand(batch, -1, -1, -1) if n != "u" else x.detach()).contiguous() for n, x in first.items()
+    }
+    for x in given.values():
+        x.requires_grad_()
+    pinned = {"chunk_len": 4, "num_threads": 128}
+    y, _ = getattr(rwkv_jit, op)(*given.values(), **pinned)
+    dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
+    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
+    want, _ = getattr(rwkv_jit, op)(*first.values(), **pinned)
+    want_grads = torch.autograd.grad(want, list(first.values()), dy)
+    for row in (0, 65, batch - 1):
+        assert torch.equal(y[row], want[0])
+        for name, grad, one in zip(given, grads, want_grads, strict=True):
+            assert name == "u" or torch.equal(grad[row], one[0]), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_repeat_bit_for_bit(op):
+    given = make_inputs(op, torch.bfloat16, batch=4, tokens=300, heads=8)
+    y, final, grads, weights = run(op, given)
+    for _ in range(3):
+        again = run(op, given, weights=weights)
+        assert torch.equal(again[0], y)
+        assert torch.equal(again[1], final)
+        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_batch_around_a_sequence_changes_nothing(op):
+    """Also across the two tiles the forward takes for few and for many heads."""
+    given = make_inputs(op, torch.float32, batch=64, tokens=40, heads=8)
+    many, _ = getattr(rwkv_jit, op)(*given.values())
+    few, _ = getattr(rwkv_jit, op)(*[x if n == "u" else x[5:6] for n, x in given.items()])
+    assert torch.equal(many[5:6], few)
+
+
+@pytest.mark.parametrize("split", [1, 33, 64])
+@pytest.mark.parametrize("op", OPS)
+def test_a_prompt_continues_from_its_state(op, split):
+    given = make_inputs(op, torch.float32, tokens=100)
+    function = getattr(rwkv_jit, op)
+    whole, last = function(*given.values(), output_final_state=True)
+    head = [x if n == "u" else x[:, :split] for n, x in given.items()]
+    tail = [x if n == "u" else x[:, split:] for n, x in given.items()]
+    y_head, state = function(*head, output_final_state=True)
+    y_tail, final = function(*tail, initial_state=state, output_final_state=True)
+    assert torch.equal(torch.cat([y_head, y_tail], 1), whole)
+    assert torch.equal(final, last)
+
+
+def _strided(x, how):
+    if how == "heads first":
+        return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "channels last but one":
+        return x.detach().transpose(2, 3).contiguous().transpose(2, 3)
+    if how == "a slice at an odd address":
+        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
+        wide[..., 1:-2] = x.detach()
+        return wide[..., 1:-2]
+    return x.detach()[:, :1].expand_as(x)
+
+
+@pytest.mark.parametrize("how", ["heads first", "channels last but one", "a slice at an odd address", "expanded"])
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_of_any_stride(op, how):
+    given = make_inputs(op, torch.bfloat16, head_size=24)
+    odd = {n: (x.detach() if n == "u" else _strided(x, how)).requires_grad_() for n, x in given.items()}
+    assert not odd["r"].is_contiguous()
+    check(op, odd)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_expanded_output_gradient(op):
+    given = make_inputs(op, torch.float32)
+    y, _ = getattr(rwkv_jit, op)(*given.values())
+    grads = torch.autograd.grad(y.sum(), list(given.values()))
+    _, _, want, _ = reference(op, given, None, (torch.ones_like(y), torch.zeros(2, 3, 64, 64, device="cuda")))
+    assert max(relative(g, w) for g, w in zip(grads, want, strict=True)) < 5e-6
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("chunk_len", geometry.VARIANTS["chunk_len"])
+@pytest.mark.parametrize("num_threads", geometry.VARIANTS["num_threads"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_chunk_length_and_block_size(op, num_threads, chunk_len):
+    given = make_inputs(op, torch.float32, batch=1, tokens=37, heads=2, head_size=40, value_size=24)
+    check(op, given, options={"chunk_len": chunk_len, "num_threads": num_threads})
+
+
+@pytest.mark.parametrize("interval", [1, 3, 16, 64, 100, 5000])
+@pytest.mark.parametrize("op", OPS)
+def test_every_checkpoint_interval(op, interval):
+    given = make_inputs(op, torch.float32, tokens=150, head_size=40)
+    check(op, given, options={"checkpoint_interval": interval})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scale(op):
+    check(op, make_inputs(op, torch.float32), options={"scale": 0.37}, exact_options={"scale": 0.37})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float32_decay_beside_half_inputs(op):
+    given = make_inputs(op, torch.float16, w_dtype=torch.float32)
+    check(op, given)
+    y, _ = getattr(rwkv_jit, op)(*given.values())
+    assert torch.autograd.grad(y.sum(), given["w"])[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_specialisation_serves_every_length(op):
+    before = rwkv_jit.cache_info()["compiled"]
+    for tokens in (1, 40, 2000):
+        check(op, make_inputs(op, torch.float32, batch=40, tokens=tokens, heads=4, head_size=12))
+    assert rwkv_jit.cache_info()["compiled"] - before <= 2
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradient_of_the_final_state_alone(op):
+    given = make_inputs(op, torch.float32, head_size=16)
+    _, final = getattr(rwkv_jit, op)(*given.values(), output_final_state=True)
+    weight = torch.randn_like(final)
+    grads = torch.autograd.grad(final, list(given.values()), weight)
+    zeros = torch.zeros_like(given["v"])
+    _, _, want, _ = reference(op, given, None, (zeros, weight))
+    errors = [relative(g, w) for g, w in zip(grads, want, strict=True) if float(w.norm()) > 0]
+    assert max(errors) < 5e-6
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_side_stream_is_followed(op):
+    """The inputs are made on the side stream behind long work: a launch on any other stream would read zeros."""
+    given = make_inputs(op, torch.float32, batch=1, tokens=20, heads=1)
+    want, _ = getattr(rwkv_jit, op)(*given.values())
+    late = {n: torch.zeros_like(x) for n, x in given.items()}
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        for n, x in given.items():
+            late[n].copy_(x.detach())
+        y, _ = getattr(rwkv_jit, op)(*late.values())
+    side.synchronize()
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_two_head_sizes_in_one_process(op):
+    for head_size in (64, 128, 64):
+        check(op, make_inputs(op, torch.float32, tokens=20, head_size=head_size))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_cuda_graph_replays(op):
+    given = {n: x.detach() for n, x in make_inputs(op, torch.bfloat16).items()}
+    want, _ = getattr(rwkv_jit, op)(*given.values())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = getattr(rwkv_jit, op)(*given.values())
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_first_use_in_a_capture_is_a_clear_error(op):
+    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=11).items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            with pytest.raises(RwkvJitError, match="capture"):
+                getattr(rwkv_jit, op)(*given.values())
+        finally:
+            graph.capture_end()
+    check(op, make_inputs(op, torch.float32, head_size=11))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fullgraph_compile(op):
+    given = make_inputs(op, torch.float32)
+    y, final, grads, weights = run(op, given)
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True)
+    again = run(op, given, None, weights, compiled)
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    given = [x.detach() for x in make_inputs(op, torch.float32, head_size=16).values()]
+    state = torch.randn(2, 3, 16, 16, device="cuda")
+    options = (1.0, "raw", "vk", 64, None, None, "recurrent")
+    forward = (*given, state, None, *options, True, True)
+    torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
+    y, final, checkpoints = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
+    backward = (y, final, *given, state, None, *options, checkpoints)
+    torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cupy_arrays_come_in_through_dlpack(op):
+    import cupy
+
+    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=16).items()}
+    want, _ = getattr(rwkv_jit, op)(*given.values())
+    y, _ = getattr(rwkv_jit, op)(*[cupy.from_dlpack(x) for x in given.values()])
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80"])
+@pytest.mark.parametrize("op", OPS)
+def test_older_architectures_through_ptx(op, arch, monkeypatch):
+    """The code that sm_75 and sm_80 get, compiled to PTX and made to run here by the driver."""
+    monkeypatch.setenv("RWKVJIT_ARCH", arch)
+    monkeypatch.setattr(recurrent, "_prepared", {})
+    for dtype in DTYPES.values():
+        check(op, make_inputs(op, dtype, tokens=40, head_size=40))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_second_process_finds_the_kernels_on_disk(op, tmp_path):
+    program = (
+        "import torch, rwkv_jit\n"
+        f"given = [torch.randn(1, 4, 2, 20, device='cuda').requires_grad_() for _ in range({len(NAMES[op])})]\n"
+        + ("given[4] = torch.randn(2, 20, device='cuda').requires_grad_()\n" if op == "wkv6" else "")
+        + f"y, _ = rwkv_jit.{op}(*given)\ny.sum().backward()\ntorch.cuda.synchronize()\n"
+        "print(rwkv_jit.cache_info())"
+    )
+    env = {**os.environ, "RWKVJIT_CACHE_DIR": str(tmp_path)}
+    first = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    env["RWKVJIT_ASSERT_CACHED"] = "1"
+    second = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert "'compiled': 2" in first.stdout
+    assert "'disk': 2" in second.stdout
+    assert "'compiled': 0" in second.stdout
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_available_here(op):
+    assert runtime.is_available()
+    assert op in runtime.OPS
