@@ -1,0 +1,7 @@
+"""`python -m rwkv_jit` is the program `rwkv-jit`."""
+
+import sys
+
+from rwkv_jit.cli import main
+
+sys.exit(main())

@@ -1,0 +1,253 @@
+"""The main job on this machine: compile wkv6 and wkv7, run them, compare with float64, and time them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+from rwkv_jit import compiler, env, kernel, runtime
+from rwkv_jit.errors import NvrtcNotFoundError
+from rwkv_jit.ops.wkv6 import wkv6
+from rwkv_jit.ops.wkv7 import wkv7
+from rwkv_jit.reference import wkv6_ref, wkv7_ref
+
+OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"wkv6": (wkv6, wkv6_ref), "wkv7": (wkv7, wkv7_ref)}
+HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
+DTYPES = (torch.bfloat16, torch.float32)
+ERROR_LIMITS = {torch.bfloat16: 3e-3, torch.float32: 5e-6}
+ARCH_WITHOUT_GPU = "sm_90a"
+# (B, T, H): the float64 reference keeps every state for its backward, so errors are taken on few tokens.
+CHECKED_SHAPES = {"cuda": (2, 128, 4), "cpu": (1, 48, 2)}
+TIMED_SHAPES = {"cuda": (8, 1024, 32), "cpu": (1, 48, 2)}
+
+
+def run() -> dict[str, Any]:
+    """Compile, run, check and time; the user's kernel cache stays as it was.
+
+    Returns
+    -------
+    dict
+        device, compiler, missing (what CUDA kernels lack here, or None); kernels: one record per compiled kernel;
+        calls: one record per op, head size and dtype; checked_shape, timed_shape (B, T, H); cache: path, entries and
+        bytes of the user's own; passed: whether every error is below its limit.
+    """
+    device = "cuda" if runtime.is_available() else "cpu"
+    kernels: list[dict[str, Any]] = []
+    compiled_by = missing = None
+    try:
+        with _empty_cache():
+            compiled_by = f"NVRTC {compiler.version()}"
+            arch = None if device == "cuda" or env.arch() else ARCH_WITHOUT_GPU
+            for op in OPS:
+                for head_size in HEAD_SIZES:
+                    for direction in runtime.DIRECTIONS:
+                        kernels.append(_compile(op, head_size, direction, arch))
+    except NvrtcNotFoundError as error:
+        missing = str(error)
+    with _empty_cache():
+        calls = [_call(op, size, dtype, device) for op in OPS for size in HEAD_SIZES for dtype in DTYPES]
+    cache = runtime.cache_info()
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
+        "on_gpu": device == "cuda",
+        "compiler": compiled_by,
+        "missing": missing,
+        "kernels": kernels,
+        "calls": calls,
+        "checked_shape": CHECKED_SHAPES[device],
+        "timed_shape": TIMED_SHAPES[device],
+        "cache": {name: cache[name] for name in ("path", "entries", "bytes")},
+        "passed": all(call["passed"] for call in calls),
+    }
+
+
+@contextmanager
+def _empty_cache() -> Iterator[None]:
+    """Work in a temporary cache, with nothing remembered from before."""
+    before = os.environ.get("RWKVJIT_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:
+        os.environ["RWKVJIT_CACHE_DIR"] = folder
+        kernel.forget()
+        try:
+            yield
+        finally:
+            kernel.forget()
+            if before is None:
+                del os.environ["RWKVJIT_CACHE_DIR"]
+            else:
+                os.environ["RWKVJIT_CACHE_DIR"] = before
+
+
+def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[str, Any]:
+    """Ask for one kernel three times: it is compiled, read from disk, found in memory."""
+
+    def ask() -> tuple[kernel.Kernel, float]:
+        started = time.perf_counter()
+        found = runtime.specialize(op, head_size, arch=arch, direction=direction)
+        return found, 1e3 * (time.perf_counter() - started)
+
+    compiled, compile_ms = ask()
+    kernel.forget()
+    from_disk, disk_ms = ask()
+    from_memory, memory_ms = ask()
+    return {
+        "op": op,
+        "head_size": head_size,
+        "direction": direction,
+        "arch": compiled.arch,
+        "target": compiled.target,
+        "origins": [compiled.origin, from_disk.origin, from_memory.origin],
+        "compile_ms": compile_ms,
+        "disk_ms": disk_ms,
+        "memory_ms": memory_ms,
+        "registers": compiled.registers,
+        "spill_bytes": compiled.spill_bytes,
+        "shared_bytes": compiled.shared_bytes,
+    }
+
+
+def _call(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Compare an op and its gradients with float64, and time it."""
+    function, reference = OPS[op]
+    inputs, dy = _inputs(op, CHECKED_SHAPES[device], head_size, dtype, device)
+    started = time.perf_counter()
+    results = _run_both_ways(function, inputs, dy)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    first_call_ms = 1e3 * (time.perf_counter() - started)
+    exact = _run_both_ways(reference, [x.detach().double().requires_grad_() for x in inputs], dy.double())
+    errors = [_relative_error(x, y) for x, y in zip(results, exact, strict=True)]
+
+    inputs, dy = _inputs(op, TIMED_SHAPES[device], head_size, dtype, device)
+    constants = [x.detach() for x in inputs]
+    return {
+        "op": op,
+        "head_size": head_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "first_call_ms": first_call_ms,
+        "error": errors[0],
+        "gradient_error": max(errors[1:]),
+        "passed": max(errors) <= ERROR_LIMITS[dtype],
+        "forward_ms": _median_ms(lambda: function(*constants), device),
+        "forward_backward_ms": _median_ms(lambda: _run_both_ways(function, inputs, dy), device),
+    }
+
+
+def _inputs(
+    op: str, shape: tuple[int, int, int], head_size: int, dtype: torch.dtype, device: str
+) -> tuple[list[Tensor], Tensor]:
+    """Return the arguments of an op as leaves, with decays and a correction like a trained model's, and dy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    r, k, v, x, direction, rate, dy = (normal(*shape, head_size) for _ in range(7))
+    w = -softplus(-x) - 0.5
+    kk = normalize(direction, dim=-1)
+    given = {
+        "wkv6": (r, k, v, w, normal(shape[2], head_size)),
+        "wkv7": (r, w, k, v, -kk, kk * torch.sigmoid(rate)),
+    }[op]
+    return [x.to(device, dtype).requires_grad_() for x in given], dy.to(device, dtype)
+
+
+def _run_both_ways(function: Callable[..., Any], inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
+    """Return y and the gradients of the inputs."""
+    y, _ = function(*inputs)
+    return (y.detach(), *torch.autograd.grad(y, inputs, dy))
+
+
+def _relative_error(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+def _median_ms(function: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        return statistics.median(_wall_ms(function) for _ in range(3))
+    for _ in range(3):
+        function()
+    spans = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize()
+    times: list[float] = [begin.elapsed_time(end) for begin, end in spans]
+    return statistics.median(times)
+
+
+def _wall_ms(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what `run` returned."""
+    print(f"rwkv_jit on {result['device']}, {result['compiler'] or 'no compiler'}\n")
+    if result["kernels"]:
+        first = result["kernels"][0]
+        target = first["arch"] if first["target"] == first["arch"] else f"{first['arch']} as PTX {first['target']}"
+        print(f"Kernels compiled for {target}, bfloat16, in an empty cache; then found on disk and in memory")
+        if target != first["arch"]:
+            print("(the driver makes the machine code from PTX, so its registers are not known here)")
+        if not result["on_gpu"]:
+            print("(there is no GPU here: they are compiled, not run)")
+        _table(
+            ("op", "head size", "direction", "compile ms", "disk ms", "memory ms", "registers", "spill B", "shared B"),
+            [
+                (
+                    record["op"], record["head_size"], record["direction"], f"{record['compile_ms']:.0f}",
+                    f"{record['disk_ms']:.2f}", f"{record['memory_ms']:.3f}", record["registers"],
+                    record["spill_bytes"], record["shared_bytes"],
+                )
+                for record in result["kernels"]
+            ],
+        )  # fmt: skip
+    else:
+        print(f"No CUDA kernel can be compiled here: {result['missing']}\n")
+
+    ran = "the kernels" if result["on_gpu"] else "the reference in plain torch, as the tensors are on the CPU"
+    checked, timed = ("(B, T, H) = ({}, {}, {})".format(*result[f"{name}_shape"]) for name in ("checked", "timed"))
+    print(f"Calls run {ran}.")
+    print(f"Relative L2 error against float64 at {checked}; median time of a call at {timed}")
+    # On the CPU a first call compiles nothing, so its time would say nothing.
+    first_call = ("first call ms",) if result["on_gpu"] else ()
+    _table(
+        ("op", "head size", "dtype", "error y", "error grads", *first_call, "forward ms", "fwd + bwd ms"),
+        [
+            (
+                call["op"], call["head_size"], call["dtype"], f"{call['error']:.1e}",
+                f"{call['gradient_error']:.1e}", *[f"{call['first_call_ms']:.0f}" for _ in first_call],
+                f"{call['forward_ms']:.3f}", f"{call['forward_backward_ms']:.3f}",
+            )
+            for call in result["calls"]
+        ],
+    )  # fmt: skip
+    if first_call:
+        print("A first call compiles forward and backward side by side, loads them and runs both.")
+    limits = ", ".join(f"{limit:.0e} in {str(dtype).removeprefix('torch.')}" for dtype, limit in ERROR_LIMITS.items())
+    print(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits: {limits}.")
+    cache = result["cache"]
+    print(f"Your kernel cache was not touched: {cache['path']}, {cache['entries']} kernels, {cache['bytes']} bytes.")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    texts = [list(head), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for text in texts:
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(text, widths, strict=True)))
+    print()
