@@ -121,7 +121,7 @@ def read_only():
         yield protect
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_inputs():
     """Makes the tensors of a call, by name in the order of the signature; `low` and `high` bound the log-decay."""
     import torch
@@ -155,7 +155,7 @@ def make_inputs():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_state():
     """Makes an initial state [sequences, heads, V, K], without `sequences` [heads, V, K]; K before V in layout kv."""
     import torch

@@ -347,8 +347,7 @@ for _ in range(100):
 """
     package = Path(rwkv_jit.__file__).resolve().parents[1]
     writers = [
-        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(package)})
-        for _ in range(3)
+        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(package)}) for _ in range(3)
     ]
     seen = 0
     while any(writer.poll() is None for writer in writers):

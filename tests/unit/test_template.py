@@ -95,10 +95,10 @@ def test_parameter_the_template_does_not_have(parameter):
         template.render("wkv7_recurrent_forward", {parameter: 1})
 
 
-@pytest.mark.parametrize("parameter", ["COLUMNS", "WARPS"])
-def test_constant_the_template_works_out_itself_is_no_parameter(parameter):
-    with pytest.raises(ValueError, match=f"has no parameter {parameter}"):
-        template.render("wkv7_recurrent_forward", {parameter: 1})
+def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
+    (own_templates / "tiny.cu").write_text("constexpr int TWICE = 2 * SIZE;", encoding="utf-8")
+    with pytest.raises(ValueError, match="template tiny has no parameter TWICE"):
+        template.render("tiny", {"SIZE": 1, "TWICE": 3})
 
 
 @pytest.mark.parametrize(

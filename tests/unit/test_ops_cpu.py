@@ -1,0 +1,381 @@
+"""The public ops on CPU tensors: the same torch ops as on a GPU, computed by the reference."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+import rwkv_jit
+
+OPS = ("wkv6", "wkv7")
+DECAYS = ("raw", "sigmoid", "log", "direct")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def public(op):
+    return getattr(rwkv_jit, op)
+
+
+def reference(op):
+    return getattr(rwkv_jit, f"{op}_ref")
+
+
+def copies(given):
+    return {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+
+
+def loss(y, final):
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+    total = (y.double() * weights).sum()
+    return total if final is None else total + final.double().square().sum()
+
+
+def assert_same(values, wanted):
+    for x, want in zip(values, wanted, strict=True):
+        assert x.dtype == want.dtype
+        torch.testing.assert_close(x, want, rtol=0, atol=0)
+
+
+# ---- values and gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients_are_the_references(op, decay, dtype, make_inputs, make_state):
+    given, state = make_inputs(op, dtype=dtype, decay=decay), make_state(2, dtype=dtype)
+    y, final = public(op)(*given.values(), state, True, scale=0.7, decay=decay)
+    want_y, want_final = reference(op)(*given.values(), state, True, scale=0.7, decay=decay)
+    assert_same((y, final), (want_y, want_final))
+    leaves = [*given.values(), state]
+    assert_same(torch.autograd.grad(loss(y, final), leaves), torch.autograd.grad(loss(want_y, want_final), leaves))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_packed_values_and_gradients_are_the_references(op, make_inputs, make_state):
+    given, state = make_inputs(op, batch=1, tokens=6), make_state(3, layout="kv")
+    options = {"cu_seqlens": torch.tensor([0, 2, 2, 6], dtype=torch.int32), "state_layout": "kv"}
+    outputs = public(op)(*given.values(), state, True, **options)
+    wanted = reference(op)(*given.values(), state, True, **options)
+    assert_same(outputs, wanted)
+    leaves = [*given.values(), state]
+    assert_same(torch.autograd.grad(loss(*outputs), leaves), torch.autograd.grad(loss(*wanted), leaves))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float32_decay_beside_half_inputs_keeps_its_precision(op, make_inputs):
+    given = make_inputs(op, dtype=torch.bfloat16)
+    given["w"] = make_inputs(op, dtype=torch.float32)["w"]
+    y, final = public(op)(*given.values(), None, True)
+    wanted = reference(op)(*given.values(), None, True)
+    assert_same((y, final), wanted)
+    assert torch.autograd.grad(final.sum(), given["w"])[0].dtype == torch.float32
+    rounded = {**given, "w": given["w"].bfloat16()}
+    assert not torch.equal(public(op)(*rounded.values(), None, True)[1], final)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_backend_reference_is_the_same_as_auto(op, make_inputs):
+    given = make_inputs(op)
+    assert_same(public(op)(*given.values(), None, True, backend="reference"), public(op)(*given.values(), None, True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_options_of_the_kernels_change_nothing(op, make_inputs):
+    given = make_inputs(op)
+    plain = public(op)(*given.values(), None, True)
+    options = {"decay_bound": -5.0, "checkpoint_interval": 1, "chunk_len": 3, "num_threads": 5}
+    assert_same(public(op)(*given.values(), None, True, **options), plain)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_final_state_is_returned_only_when_asked_for(op, make_inputs):
+    given = make_inputs(op)
+    y, final = public(op)(*given.values())
+    assert final is None
+    assert_same([y], [reference(op)(*given.values())[0]])
+    with torch.no_grad():
+        assert public(op)(*given.values())[1] is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_without_a_final_state(op, make_inputs):
+    given = make_inputs(op)
+    y, _ = public(op)(*given.values())
+    want_y, _ = reference(op)(*given.values())
+    leaves = list(given.values())
+    assert_same(torch.autograd.grad(loss(y, None), leaves), torch.autograd.grad(loss(want_y, None), leaves))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_when_only_the_final_state_is_used(op, make_inputs, make_state):
+    given, state = make_inputs(op), make_state(2)
+    leaves = [*given.values(), state]
+    _, final = public(op)(*given.values(), state, True)
+    _, want = reference(op)(*given.values(), state, True)
+    grads = torch.autograd.grad(final.square().sum(), leaves)
+    wanted = torch.autograd.grad(want.square().sum(), leaves, allow_unused=True)
+    assert_same(grads, [torch.zeros_like(x) if g is None else g for g, x in zip(wanted, leaves, strict=True)])
+    assert torch.count_nonzero(grads[0]) == 0  # r only makes y
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_reach_exactly_the_inputs_that_want_one(op, make_inputs, make_state):
+    wanted_y = reference(op)(*make_inputs(op).values())[0]
+    for name in make_inputs(op):
+        given = make_inputs(op, requires_grad=False)
+        given[name].requires_grad_()
+        y, _ = public(op)(*given.values())
+        assert torch.equal(y, wanted_y)
+        loss(y, None).backward()
+        all_of_them = make_inputs(op)
+        loss(reference(op)(*all_of_them.values())[0], None).backward()
+        assert torch.equal(given[name].grad, all_of_them[name].grad)
+        assert [n for n, x in given.items() if x.grad is not None] == [name]
+    given, state = make_inputs(op, requires_grad=False), make_state(2)
+    y, _ = public(op)(*given.values(), state)
+    y.sum().backward()
+    assert torch.count_nonzero(state.grad) > 0
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_is_recorded_without_gradients(op, make_inputs):
+    given = make_inputs(op)
+    with torch.no_grad():
+        assert not public(op)(*given.values())[0].requires_grad
+    assert not public(op)(*make_inputs(op, requires_grad=False).values())[0].requires_grad
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_state_for_all_sequences_gets_the_summed_gradient(op, make_inputs, make_state):
+    given, shared = make_inputs(op), make_state(None)
+    y, final = public(op)(*given.values(), shared, True)
+    (grad,) = torch.autograd.grad(loss(y, final), shared)
+    repeated = shared.detach().expand(2, 2, 4, 3).clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(*reference(op)(*given.values(), repeated, True)), repeated)
+    assert grad.shape == (2, 4, 3)
+    torch.testing.assert_close(grad, want.sum(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_tokens_give_an_empty_y_and_a_differentiable_copy_of_the_state(op, make_inputs, make_state):
+    given, state = make_inputs(op, tokens=0), make_state(2)
+    y, final = public(op)(*given.values(), state, True)
+    assert y.shape == (2, 0, 2, 4)
+    assert torch.equal(final, state)
+    assert final.data_ptr() != state.data_ptr()
+    leaves = [*given.values(), state]
+    *grads, grad_state = torch.autograd.grad(final.sum() + y.sum(), leaves)
+    assert torch.equal(grad_state, torch.ones_like(state))
+    for x, grad in zip(leaves, grads, strict=False):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_empty_batch(op, make_inputs, make_state):
+    given, state = make_inputs(op, batch=0), make_state(0)
+    y, final = public(op)(*given.values(), state, True)
+    assert y.shape == (0, 5, 2, 4)
+    assert final.shape == (0, 2, 4, 3)
+    grads = torch.autograd.grad(y.sum() + final.sum(), [*given.values(), state])
+    assert [g.shape for g in grads] == [x.shape for x in [*given.values(), state]]
+    assert all(torch.count_nonzero(g) == 0 for g in grads)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_non_contiguous_inputs(op, make_inputs, make_state):
+    given, state = make_inputs(op), make_state(2)
+    want_y, want_final = reference(op)(*given.values(), state, True)
+    wanted = torch.autograd.grad(loss(want_y, want_final), [*given.values(), state])
+
+    def scattered(x):
+        """The same values: heads before tokens in memory, every second channel."""
+        order = (0, 2, 1, 3) if x.dim() == 4 else tuple(range(x.dim()))
+        x = x.detach().permute(order)
+        x = torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
+        return x.permute(order).requires_grad_()
+
+    strange = [scattered(x) for x in [*given.values(), state]]
+    assert not any(x.is_contiguous() for x in strange)
+    y, final = public(op)(*strange[:-1], strange[-1], True)
+    assert_same((y, final), (want_y, want_final))
+    assert y.is_contiguous()
+    assert final.is_contiguous()
+    assert_same(torch.autograd.grad(loss(y, final), strange), wanted)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradient_of_an_expanded_input_is_summed(op, make_inputs):
+    given = make_inputs(op)
+    one = given["k"].detach()[:1].clone().requires_grad_()
+    y, _ = public(op)(*{**given, "k": one.expand(2, -1, -1, -1)}.values())
+    (grad,) = torch.autograd.grad(loss(y, None), one)
+    full = one.detach().expand(2, -1, -1, -1).clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(reference(op)(*{**given, "k": full}.values())[0], None), full)
+    torch.testing.assert_close(grad, want.sum(0, keepdim=True), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivative_is_a_clear_error(op, make_inputs):
+    given = make_inputs(op)
+    y, _ = public(op)(*given.values())
+    (grad,) = torch.autograd.grad(y.square().sum(), given["k"], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{op} has no second derivative; differentiate {op}_ref twice instead"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_first_derivative_with_create_graph_is_right(op, make_inputs):
+    given = make_inputs(op)
+    leaves = list(given.values())
+    grads = torch.autograd.grad(loss(public(op)(*leaves)[0], None), leaves, create_graph=True)
+    wanted = torch.autograd.grad(loss(reference(op)(*leaves)[0], None), leaves)
+    assert_same([g.detach() for g in grads], wanted)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_are_left_as_they_were(op, make_inputs, make_state):
+    given, state = make_inputs(op, batch=1), make_state(2)
+    cu_seqlens = torch.tensor([0, 2, 5])
+    before = [x.detach().clone() for x in [*given.values(), state, cu_seqlens]]
+    y, final = public(op)(*given.values(), state, True, cu_seqlens)
+    loss(y, final).backward()
+    for x, was in zip([*given.values(), state, cu_seqlens], before, strict=True):
+        assert torch.equal(x, was)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_input_changed_between_the_passes_is_an_error(op, make_inputs):
+    given = make_inputs(op)
+    scratch = given["k"].detach().clone()
+    y, _ = public(op)(*{**given, "k": scratch}.values())
+    scratch.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_changed_packing_is_checked_again(op, make_inputs):
+    given, cu_seqlens = make_inputs(op, batch=1), torch.tensor([0, 2, 5])
+    public(op)(*given.values(), cu_seqlens=cu_seqlens)
+    cu_seqlens[1] = 6
+    with pytest.raises(ValueError, match="cu_seqlens: expected values rising from 0 to 5"):
+        public(op)(*given.values(), cu_seqlens=cu_seqlens)
+    cu_seqlens[1] = 3
+    _, final = public(op)(*given.values(), None, True, cu_seqlens)
+    assert_same([final], [reference(op)(*given.values(), None, True, cu_seqlens)[1]])
+
+
+# ---- arrays that are not torch's ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_numpy_arrays_come_in_through_dlpack(op, writeable, make_inputs, make_state):
+    given, state = make_inputs(op, batch=1, requires_grad=False), make_state(2)
+    bounds = torch.tensor([0, 2, 5])
+    arrays = [x.detach().numpy().copy() for x in [*given.values(), state, bounds]]
+    for array in arrays:
+        array.flags.writeable = writeable
+    *inputs, start, cu_seqlens = arrays
+    outputs = public(op)(*inputs, start, True, cu_seqlens)
+    assert_same(outputs, [x.detach() for x in reference(op)(*given.values(), state, True, bounds)])
+
+
+def test_writeable_numpy_arrays_are_not_copied():
+    from rwkv_jit import tensors
+
+    array = np.zeros(3, dtype=np.float32)
+    tensors.from_any("r", array)[1] = 5
+    assert array.tolist() == [0, 5, 0]
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def op_arguments(op, given, state, cu_seqlens=None):
+    return (*given.values(), state, cu_seqlens, 0.7, "raw", "vk", 64, None, None, "reference")
+
+
+@pytest.mark.parametrize("output_final_state", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_forward_op_passes_opcheck(op, packed, output_final_state, make_inputs, make_state):
+    given = make_inputs(op, batch=1, dtype=torch.float32, requires_grad=False)
+    state = make_state(2, dtype=torch.float32).detach() if packed else None
+    cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
+    torch.library.opcheck(
+        getattr(torch.ops.rwkv_jit, f"{op}_fwd").default,
+        (*op_arguments(op, given, state, cu_seqlens), output_final_state, True),
+    )
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_backward_op_passes_opcheck(op, with_state, make_inputs, make_state):
+    given = make_inputs(op, dtype=torch.float32, requires_grad=False)
+    state = make_state(2, dtype=torch.float32).detach() if with_state else None
+    dy = torch.ones_like(given["v"])
+    grad_final = torch.ones(2, 2, 4, 3) if with_state else None
+    torch.library.opcheck(
+        getattr(torch.ops.rwkv_jit, f"{op}_bwd").default,
+        (dy, grad_final, *op_arguments(op, given, state), torch.empty(0)),
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph_forward_and_backward(op, dynamic, make_inputs, make_state):
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    def step(state, *arguments):
+        y, final = public(op)(*arguments, state, True)
+        return y * 2, final
+
+    for tokens in (5, 7) if dynamic else (5,):
+        given, state = make_inputs(op, dtype=torch.float32, tokens=tokens), make_state(2, dtype=torch.float32)
+        y, final = step(state, *given.values())
+        want_y, want_final = reference(op)(*given.values(), state, True)
+        assert_same((y, final), (want_y * 2, want_final))
+        leaves = [*given.values(), state]
+        assert_same(
+            torch.autograd.grad(loss(y, final), leaves), torch.autograd.grad(loss(want_y * 2, want_final), leaves)
+        )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_with_packed_sequences(op, make_inputs):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(cu_seqlens, *arguments):
+        return public(op)(*arguments, cu_seqlens=cu_seqlens)[0]
+
+    given = make_inputs(op, batch=1)
+    for bounds in ([0, 2, 5], [0, 4, 5]):
+        cu_seqlens = torch.tensor(bounds)
+        y = step(cu_seqlens, *given.values())
+        want = reference(op)(*given.values(), cu_seqlens=cu_seqlens)[0]
+        assert_same([y], [want])
+        leaves = list(given.values())
+        assert_same(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(want.sum(), leaves))
+
+
+# ---- what it says ------------------------------------------------------------------------------------------------
+
+
+def test_cpu_tensors_give_one_notice(caplog, make_inputs):
+    with caplog.at_level(logging.INFO, logger="rwkv_jit"):
+        for op in (*OPS, *OPS):
+            public(op)(*make_inputs(op).values())[0].sum().backward()
+    assert [record.getMessage() for record in caplog.records] == ["wkv6: CPU tensors run the reference in plain torch"]
+
+
+def test_notice_is_one_line_of_standard_error_in_a_bare_program(child):
+    done = child("""
+import torch, rwkv_jit
+x = torch.zeros(1, 2, 1, 4)
+for _ in range(3):
+    rwkv_jit.wkv7(x, x, x, x, x, x)
+    rwkv_jit.wkv6(x, x, x, x, x[0, 0])
+""")
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == ["wkv7: CPU tensors run the reference in plain torch"]
