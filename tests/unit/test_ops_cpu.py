@@ -294,6 +294,11 @@ def test_writeable_numpy_arrays_are_not_copied():
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
+def torch_op(op, direction):
+    public(op)  # its module registers the torch ops
+    return getattr(torch.ops.rwkv_jit, f"{op}_{direction}").default
+
+
 def op_arguments(op, given, state, cu_seqlens=None):
     return (*given.values(), state, cu_seqlens, 0.7, "raw", "vk", 64, None, None, "reference")
 
@@ -306,7 +311,7 @@ def test_forward_op_passes_opcheck(op, packed, output_final_state, make_inputs, 
     state = make_state(2, dtype=torch.float32).detach() if packed else None
     cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
     torch.library.opcheck(
-        getattr(torch.ops.rwkv_jit, f"{op}_fwd").default,
+        torch_op(op, "fwd"),
         (*op_arguments(op, given, state, cu_seqlens), output_final_state, True),
     )
 
@@ -319,7 +324,7 @@ def test_backward_op_passes_opcheck(op, with_state, make_inputs, make_state):
     dy = torch.ones_like(given["v"])
     grad_final = torch.ones(2, 2, 4, 3) if with_state else None
     torch.library.opcheck(
-        getattr(torch.ops.rwkv_jit, f"{op}_bwd").default,
+        torch_op(op, "bwd"),
         (dy, grad_final, *op_arguments(op, given, state), torch.empty(0)),
     )
 

@@ -1,0 +1,348 @@
+"""Wrong arguments: the error names the argument, what was expected and what came, before anything runs."""
+
+import re
+
+import pytest
+import torch
+
+import rwkv_jit
+
+OPS = ("wkv6", "wkv7")
+NAN, INF = float("nan"), float("inf")
+
+
+def zeros(*shape, dtype=torch.float32, device=None):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+# Inputs are [2, 5, 3, 4] (v [2, 5, 3, 6], u [3, 4]) in float32; each case replaces some of them.
+X = (2, 5, 3, 4)
+WRONG_TENSORS = {
+    "rank of r": (
+        {"r": zeros(5, 3, 4)},
+        ValueError,
+        "r: expected 4 dimensions [B, T, H, head size], got shape (5, 3, 4)",
+    ),
+    "rank of v": (
+        {"v": zeros(2, 5, 3, 6, 1)},
+        ValueError,
+        "v: expected 4 dimensions [B, T, H, head size], got shape (2, 5, 3, 6, 1)",
+    ),
+    "no tensor": ({"k": [1.0]}, TypeError, "k: expected a torch.Tensor or an array with __dlpack__, got list"),
+    "nothing": ({"r": None}, TypeError, "r: expected a torch.Tensor or an array with __dlpack__, got NoneType"),
+    "integers": (
+        {"k": zeros(*X, dtype=torch.int64)},
+        TypeError,
+        "k: expected torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got torch.int64",
+    ),
+    "all integers": ({n: zeros(*X, dtype=torch.int32) for n in "rkvwabu"}, TypeError, "got torch.int32"),
+    "two dtypes": (
+        {"k": zeros(*X, dtype=torch.float16)},
+        TypeError,
+        "k: expected torch.float32 like r, got torch.float16",
+    ),
+    "dtype of v": (
+        {"v": zeros(2, 5, 3, 6, dtype=torch.float64)},
+        TypeError,
+        "v: expected torch.float32 like r, got torch.float64",
+    ),
+    "dtype of w": (
+        {"w": zeros(*X, dtype=torch.bfloat16)},
+        TypeError,
+        "w: expected torch.float32 like r or torch.float32, got torch.bfloat16",
+    ),
+    "device of k": ({"k": zeros(*X, device="meta")}, ValueError, "k: expected device cpu like r, got meta"),
+    "device of v": ({"v": zeros(2, 5, 3, 6, device="meta")}, ValueError, "v: expected device cpu like r, got meta"),
+    "batch": ({"k": zeros(1, 5, 3, 4)}, ValueError, "k: expected shape [2, 5, 3, 4] like r, got [1, 5, 3, 4]"),
+    "tokens": ({"w": zeros(2, 6, 3, 4)}, ValueError, "w: expected shape [2, 5, 3, 4] like r, got [2, 6, 3, 4]"),
+    "heads": ({"k": zeros(2, 5, 1, 4)}, ValueError, "k: expected shape [2, 5, 3, 4] like r, got [2, 5, 1, 4]"),
+    "head size": ({"k": zeros(2, 5, 3, 6)}, ValueError, "k: expected shape [2, 5, 3, 4] like r, got [2, 5, 3, 6]"),
+    "tokens of v": (
+        {"v": zeros(2, 4, 3, 6)},
+        ValueError,
+        "v: expected shape [2, 5, 3, value size] like r, got [2, 4, 3, 6]",
+    ),
+    "head size 0": (
+        {n: zeros(2, 5, 3, 0) for n in "rkwab"},
+        ValueError,
+        "r: expected a head size of at least 1, got shape [2, 5, 3, 0]",
+    ),
+    "value size 0": (
+        {"v": zeros(2, 5, 3, 0)},
+        ValueError,
+        "v: expected a head size of at least 1, got shape [2, 5, 3, 0]",
+    ),
+}
+WRONG_FIXED = {
+    "batch in u": ({"u": zeros(2, 3, 4)}, ValueError, "u: expected shape [3, 4] [heads, head size], got [2, 3, 4]"),
+    "heads of u": ({"u": zeros(1, 4)}, ValueError, "u: expected shape [3, 4] [heads, head size], got [1, 4]"),
+    "size of u": ({"u": zeros(3, 6)}, ValueError, "u: expected shape [3, 4] [heads, head size], got [3, 6]"),
+    "dtype of u": (
+        {"u": zeros(3, 4, dtype=torch.float16)},
+        TypeError,
+        "u: expected torch.float32 or torch.float32, got torch.float16",
+    ),
+    "device of u": ({"u": zeros(3, 4, device="meta")}, ValueError, "u: expected device cpu, got meta"),
+}
+STATE_SHAPES = "initial_state: expected shape [2, 3, 6, 4] or [3, 6, 4], got "
+WRONG_OPTIONS = {
+    "sequences of the state": ({"initial_state": zeros(3, 3, 6, 4)}, ValueError, STATE_SHAPES + "[3, 3, 6, 4]"),
+    "one sequence in the state": ({"initial_state": zeros(1, 3, 6, 4)}, ValueError, STATE_SHAPES + "[1, 3, 6, 4]"),
+    "state in the other layout": ({"initial_state": zeros(2, 3, 4, 6)}, ValueError, STATE_SHAPES + "[2, 3, 4, 6]"),
+    "layout kv": (
+        {"initial_state": zeros(2, 3, 6, 4), "state_layout": "kv"},
+        ValueError,
+        "initial_state: expected shape [2, 3, 4, 6] or [3, 4, 6], got [2, 3, 6, 4]",
+    ),
+    "rank of the state": ({"initial_state": zeros(6, 4)}, ValueError, STATE_SHAPES + "[6, 4]"),
+    "dtype of the state": (
+        {"initial_state": zeros(2, 3, 6, 4, dtype=torch.int64)},
+        TypeError,
+        "initial_state: expected torch.float16 or torch.bfloat16 or torch.float32, got torch.int64",
+    ),
+    "device of the state": (
+        {"initial_state": zeros(2, 3, 6, 4, device="meta")},
+        ValueError,
+        "initial_state: expected device cpu, got meta",
+    ),
+    "kind of the state": (
+        {"initial_state": 0},
+        TypeError,
+        "initial_state: expected a torch.Tensor or an array with __dlpack__, got int",
+    ),
+    "decay": ({"decay": "exp"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'exp'"),
+    "decay None": ({"decay": None}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got None"),
+    "layout": ({"state_layout": "VK"}, ValueError, "state_layout: expected one of vk, kv, got 'VK'"),
+    "unknown backend": (
+        {"backend": "cuda"},
+        ValueError,
+        "backend: expected one of auto, recurrent, reference, got 'cuda'",
+    ),
+    "kernels on the CPU": (
+        {"backend": "recurrent"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: 'recurrent' runs on CUDA tensors, got cpu; use 'auto' or 'reference'",
+    ),
+    "scale nan": ({"scale": NAN}, ValueError, "scale: expected a finite number, got nan"),
+    "scale inf": ({"scale": -INF}, ValueError, "scale: expected a finite number, got -inf"),
+    "scale None": ({"scale": None}, ValueError, "scale: expected a finite number, got None"),
+    "scale True": ({"scale": True}, ValueError, "scale: expected a finite number, got True"),
+    "bound positive": (
+        {"decay_bound": 0.5},
+        ValueError,
+        "decay_bound: expected a negative number, the least log-decay of a step, got 0.5",
+    ),
+    "bound zero": (
+        {"decay_bound": 0},
+        ValueError,
+        "decay_bound: expected a negative number, the least log-decay of a step, got 0",
+    ),
+    "bound nan": (
+        {"decay_bound": NAN},
+        ValueError,
+        "decay_bound: expected a negative number, the least log-decay of a step, got nan",
+    ),
+    "bound text": (
+        {"decay_bound": "-5"},
+        ValueError,
+        "decay_bound: expected a negative number, the least log-decay of a step, got '-5'",
+    ),
+    "interval 0": ({"checkpoint_interval": 0}, ValueError, "checkpoint_interval: expected at least 1, got 0"),
+    "interval float": ({"checkpoint_interval": 64.0}, TypeError, "checkpoint_interval: expected an int, got 64.0"),
+    "interval None": ({"checkpoint_interval": None}, TypeError, "checkpoint_interval: expected an int, got None"),
+    "chunk 0": ({"chunk_len": 0}, ValueError, "chunk_len: expected at least 1, got 0"),
+    "chunk True": ({"chunk_len": True}, TypeError, "chunk_len: expected an int, got True"),
+    "threads text": ({"num_threads": "x"}, TypeError, "num_threads: expected an int, got 'x'"),
+    "threads negative": ({"num_threads": -32}, ValueError, "num_threads: expected at least 1, got -32"),
+}
+RISING = "cu_seqlens: expected values rising from 0 to 5 (the tokens), got "
+WRONG_PACKING = {
+    "two dimensions": (torch.tensor([[0, 5]]), ValueError, "cu_seqlens: expected shape [sequences + 1], got [1, 2]"),
+    "a number": (torch.tensor(5), ValueError, "cu_seqlens: expected shape [sequences + 1], got []"),
+    "one value": (torch.tensor([0]), ValueError, "cu_seqlens: expected shape [sequences + 1], got [1]"),
+    "no value": (
+        torch.tensor([], dtype=torch.int64),
+        ValueError,
+        "cu_seqlens: expected shape [sequences + 1], got [0]",
+    ),
+    "floats": (
+        torch.tensor([0.0, 5.0]),
+        TypeError,
+        "cu_seqlens: expected torch.int32 or torch.int64, got torch.float32",
+    ),
+    "bytes": (
+        torch.tensor([0, 5], dtype=torch.uint8),
+        TypeError,
+        "cu_seqlens: expected torch.int32 or torch.int64, got torch.uint8",
+    ),
+    "a list": ([0, 5], TypeError, "cu_seqlens: expected a torch.Tensor or an array with __dlpack__, got list"),
+    "another device": (
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+        ValueError,
+        "cu_seqlens: expected device cpu, got meta",
+    ),
+    "not from 0": (torch.tensor([1, 5]), ValueError, RISING + "[1, 5]"),
+    "below 0": (torch.tensor([-1, 5]), ValueError, RISING + "[-1, 5]"),
+    "not to the end": (torch.tensor([0, 2, 4]), ValueError, RISING + "[0, 2, 4]"),
+    "past the end": (torch.tensor([0, 6], dtype=torch.int32), ValueError, RISING + "[0, 6]"),
+    "falling": (torch.tensor([0, 4, 3, 5]), ValueError, RISING + "[0, 4, 3, 5]"),
+}
+
+
+def arguments(op, batch=2):
+    given = {name: zeros(batch, 5, 3, 4) for name in "rkwab"}
+    given |= {"v": zeros(batch, 5, 3, 6), "u": zeros(3, 4)}
+    return {name: given[name] for name in ("rkvwu" if op == "wkv6" else "rwkvab")}
+
+
+def call(op, changes, batch=2):
+    """Call with some arguments changed; names that the op does not have are left out where they are tensors."""
+    given = arguments(op, batch)
+    options = {name: value for name, value in changes.items() if len(name) > 1}
+    return getattr(rwkv_jit, op)(**{name: changes.get(name, x) for name, x in given.items()}, **options)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """Fails where an op gets as far as computing."""
+
+    def ran(*_, **__):
+        raise AssertionError("the op ran")
+
+    from rwkv_jit.ops import wkv6, wkv7
+
+    for module in (wkv6, wkv7):
+        monkeypatch.setattr(module, "OP", module.OP._replace(forward=ran, apply=ran))
+
+
+def test_the_unchanged_arguments_are_right(make_state):
+    for op in OPS:
+        y, final = call(op, {"output_final_state": True})
+        assert y.shape == (2, 5, 3, 6)
+        assert final.shape == (2, 3, 6, 4)
+
+
+@pytest.mark.parametrize("case", WRONG_TENSORS)
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_tensor(op, case, nothing_runs):
+    changes, error, message = WRONG_TENSORS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call(op, changes)
+
+
+@pytest.mark.parametrize("case", WRONG_FIXED)
+def test_wrong_bonus(case, nothing_runs):
+    changes, error, message = WRONG_FIXED[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call("wkv6", changes)
+
+
+@pytest.mark.parametrize("case", WRONG_OPTIONS)
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_option(op, case, nothing_runs):
+    changes, error, message = WRONG_OPTIONS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call(op, changes)
+
+
+@pytest.mark.parametrize("case", WRONG_PACKING)
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_packing(op, case):
+    cu_seqlens, error, message = WRONG_PACKING[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call(op, {"cu_seqlens": cu_seqlens}, batch=1)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_packing_wants_a_batch_of_one(op, nothing_runs):
+    message = "cu_seqlens: expected a batch of 1 with packed sequences, got a batch of 2"
+    with pytest.raises(ValueError, match=message):
+        call(op, {"cu_seqlens": torch.tensor([0, 5])})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_packing_decides_how_many_states_there_are(op, nothing_runs):
+    with pytest.raises(ValueError, match=re.escape("initial_state: expected shape [3, 3, 6, 4]")):
+        call(op, {"cu_seqlens": torch.tensor([0, 1, 2, 5]), "initial_state": zeros(1, 3, 6, 4)}, batch=1)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_or_missing_argument(op):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reverse'"):
+        call(op, {"reverse": True})
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        getattr(rwkv_jit, op)(*list(arguments(op).values())[:-1])
+
+
+# ---- specialize --------------------------------------------------------------------------------------------------
+
+WRONG_SPECIALIZATIONS = {
+    "unknown op": ({"op": "wkv9"}, ValueError, "op: expected one of wkv6, wkv7, got 'wkv9'"),
+    "no head size": ({"head_size": None}, TypeError, "head_size: wkv7 needs one, got None"),
+    "head size 0": ({"head_size": 0}, ValueError, "head_size: expected an int of at least 1, got 0"),
+    "head size True": ({"head_size": True}, ValueError, "head_size: expected an int of at least 1, got True"),
+    "head size float": ({"head_size": 64.0}, ValueError, "head_size: expected an int of at least 1, got 64.0"),
+    "value size 0": ({"value_size": 0}, ValueError, "value_size: expected an int of at least 1, got 0"),
+    "dtype": (
+        {"dtype": torch.float64},
+        TypeError,
+        "dtype: expected torch.float16 or torch.bfloat16 or torch.float32, got torch.float64",
+    ),
+    "dtype text": (
+        {"dtype": "bf16"},
+        TypeError,
+        "dtype: expected torch.float16 or torch.bfloat16 or torch.float32, got bf16",
+    ),
+    "arch without sm": ({"arch": "90"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got '90'"),
+    "arch with a dot": ({"arch": "sm_9.0"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_9.0'"),
+    "arch with more": ({"arch": "sm_90 -G"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_90 -G'"),
+    "arch path": ({"arch": "../sm_90"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got '../sm_90'"),
+    "arch None": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'"),
+    "direction": ({"direction": "both"}, ValueError, "direction: expected one of forward, backward, got 'both'"),
+    "backend": (
+        {"backend": "chunked"},
+        ValueError,
+        "backend: expected one of auto, recurrent, reference, got 'chunked'",
+    ),
+    "reference": (
+        {"backend": "reference"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: the reference is plain torch and has no kernel",
+    ),
+    "decay": ({"decay": "exp"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'exp'"),
+    "layout": ({"state_layout": "kk"}, ValueError, "state_layout: expected one of vk, kv, got 'kk'"),
+    "chunk 0": ({"chunk_len": 0}, ValueError, "chunk_len: expected at least 1, got 0"),
+    "threads text": ({"num_threads": "x"}, TypeError, "num_threads: expected an int, got 'x'"),
+    "storage type": (
+        {"t_state": "fp64"},
+        ValueError,
+        "parameter T_STATE: expected one of fp16, bf16, fp32, got 'fp64'",
+    ),
+    "lanes float": (
+        {"lanes_per_row": 2.5},
+        TypeError,
+        "parameter LANES_PER_ROW: expected an int, a bool or an identifier, got 2.5",
+    ),
+    "unknown parameter": ({"warp_len": 4}, ValueError, "template wkv7_recurrent_forward has no parameter WARP_LEN"),
+    "bonus of wkv6": ({"t_u": "fp32"}, ValueError, "template wkv7_recurrent_forward has no parameter T_U"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SPECIALIZATIONS)
+def test_wrong_specialization(case, monkeypatch):
+    from rwkv_jit import compiler
+
+    def compiled(*_):
+        raise AssertionError("it compiled")
+
+    monkeypatch.setattr(compiler, "compile", compiled)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    changes, error, message = WRONG_SPECIALIZATIONS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        rwkv_jit.specialize(**{"op": "wkv7", "head_size": 64, "arch": "sm_90", **changes})
+
+
+def test_architecture_of_the_environment_is_checked_too(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ARCH", "hopper")
+    with pytest.raises(ValueError, match="arch: expected sm_NN, sm_NNa or compute_NN, got 'hopper'"):
+        rwkv_jit.specialize("wkv7", 64)
