@@ -1,0 +1,134 @@
+"""Public functions say everything in their docstrings, and the ops' signatures are what they promise."""
+
+import inspect
+import re
+
+import pytest
+
+import rwkv_jit
+from rwkv_jit import errors
+
+FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
+OPS = ["wkv6", "wkv7"]
+TAIL = [
+    ("initial_state", None),
+    ("output_final_state", False),
+    ("cu_seqlens", None),
+    ("scale", 1.0),
+    ("decay", "raw"),
+    ("decay_bound", None),
+    ("state_layout", "vk"),
+    ("checkpoint_interval", 64),
+    ("chunk_len", None),
+    ("num_threads", None),
+    ("backend", "auto"),
+]
+
+
+def parameters(name):
+    return inspect.signature(getattr(rwkv_jit, name)).parameters
+
+
+def sections(name):
+    """The docstring's NumPy sections, by title."""
+    parts = re.split(r"^(\w+)\n-{3,}\n", inspect.getdoc(getattr(rwkv_jit, name)) + "\n", flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def documented(name):
+    """The names that the Parameters section describes."""
+    lines = re.findall(r"^(\S.*?)(?: :.*)?$", sections(name).get("Parameters", ""), flags=re.MULTILINE)
+    return [part.strip().lstrip("*") for line in lines for part in line.split(",")]
+
+
+def test_the_public_functions_are_known():
+    assert sorted(FUNCTIONS) == sorted(
+        [*OPS, "wkv6_ref", "wkv7_ref", "specialize", "is_available", "env_report", "cache_info", "clear_cache"]
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_starts_with_one_sentence(name):
+    first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
+    assert first.endswith((".", ":"))
+    assert second == ""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring_has_the_sections_that_apply(name):
+    wanted = {"Returns"}
+    if parameters(name):
+        wanted.add("Parameters")
+    if name in (*OPS, "specialize"):
+        wanted |= {"Raises", "Examples"}
+    if name in OPS:
+        wanted |= {"Notes", "References"}
+    assert wanted <= set(sections(name))
+    assert all(text.strip() for text in sections(name).values())
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if parameters(name)])
+def test_docstring_describes_every_parameter_once_and_in_order(name):
+    listed = documented(name)
+    assert sorted(listed) == sorted(parameters(name))
+    order = [parameter for parameter in parameters(name) if parameter in ("initial_state", *dict(TAIL))]
+    assert [parameter for parameter in listed if parameter in order] == order
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_docstring_names_the_defaults(name):
+    text = sections(name)["Parameters"]
+    for parameter, default in TAIL:
+        line = re.search(rf"^(.*\b{parameter}\b.* : .*)$", text, flags=re.MULTILINE)[1]
+        assert ("optional" in line) if default is None else re.search(rf'default "?{re.escape(str(default))}"?$', line)
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("wkv6", "r k v w u"), ("wkv7", "r w k v a b")])
+def test_signature_of_an_op(name, inputs):
+    found = parameters(name)
+    assert list(found)[: len(inputs.split())] == inputs.split()
+    assert all(found[parameter].default is inspect.Parameter.empty for parameter in inputs.split())
+    tail = [(parameter.name, parameter.default) for parameter in list(found.values())[len(inputs.split()) :]]
+    assert [(parameter, default, type(default)) for parameter, default in tail] == [
+        (parameter, default, type(default)) for parameter, default in TAIL
+    ]
+
+
+@pytest.mark.parametrize("name", [*OPS, "wkv6_ref", "wkv7_ref"])
+def test_no_parameter_is_keyword_only(name):
+    assert {parameter.kind for parameter in parameters(name).values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_reference_takes_the_arguments_of_its_op_in_the_same_order(name):
+    op, reference = list(parameters(name)), list(parameters(f"{name}_ref"))
+    assert reference == op[: len(reference)]
+    for parameter in reference:
+        assert parameters(f"{name}_ref")[parameter].default == parameters(name)[parameter].default
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_in_the_examples_are_right(name, monkeypatch):
+    """The examples run on the CPU as they stand, but for the device."""
+    import doctest
+
+    import torch
+
+    text = inspect.getdoc(getattr(rwkv_jit, name)).replace('device="cuda"', 'device="cpu"')
+    example = doctest.DocTestParser().get_doctest(text, {"torch": torch, "rwkv_jit": rwkv_jit}, name, None, None)
+    assert len(example.examples) >= 3
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_error_tree_is_drawn_as_it_is():
+    drawing = errors.__doc__
+    classes = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert set(re.findall(r"\b(\w+Error)\b", drawing)) - {"RuntimeError", "TypeError", "ValueError"} == set(classes)
+    assert "RwkvJitError (RuntimeError)" in drawing
+    for name, value in classes.items():
+        assert issubclass(value, errors.RwkvJitError)
+        assert (f"── {name} " in drawing) == (value.__base__ is errors.RwkvJitError)
+    assert issubclass(errors.RwkvJitError, RuntimeError)
+    also_value_errors = [name for name, value in classes.items() if issubclass(value, ValueError)]
+    assert also_value_errors == re.findall(r"── (\w+) +\(also ValueError\)", drawing)
+    assert all(name in rwkv_jit.__all__ for name in classes)

@@ -1,0 +1,327 @@
+"""What the package needs of a machine, what it says where that is missing, and which module may import which."""
+
+import ast
+import logging
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import rwkv_jit
+from rwkv_jit import cuda, env, stats
+from rwkv_jit.errors import NvrtcNotFoundError
+
+PACKAGE = Path(rwkv_jit.__file__).parent
+CALL_ON_CPU = """
+import torch, rwkv_jit
+x = torch.ones(1, 2, 1, 4, requires_grad=True)
+y, _ = rwkv_jit.wkv7(x, x, x, x, -x, x)
+y.sum().backward()
+assert y.shape == (1, 2, 1, 4) and x.grad.abs().sum() > 0
+"""
+BLOCK_CUPY = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "cupy":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Blocker())
+"""
+HIDE_CUPY_WHEELS = """
+from importlib import metadata
+real = metadata.version
+def version(name):
+    if name.startswith("cupy"):
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version = version
+"""
+SPECIALIZE = """
+import rwkv_jit
+try:
+    rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
+except rwkv_jit.NvrtcNotFoundError as error:
+    print(error)
+"""
+
+
+# ---- importing ---------------------------------------------------------------------------------------------------
+
+
+def test_import_touches_neither_torch_nor_cupy_nor_the_disk(child, tmp_path):
+    done = child(
+        """
+import sys
+import rwkv_jit
+print(rwkv_jit.__version__, *sorted(m for m in ("torch", "cupy", "numpy", "logging") if m in sys.modules))
+""",
+        env={"HOME": str(tmp_path / "home"), "RWKVJIT_CACHE_DIR": str(tmp_path / "cache"), "XDG_CACHE_HOME": ""},
+    )
+    assert done.stdout.strip() == rwkv_jit.__version__
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_public_name_can_be_had_and_is_listed():
+    for name in rwkv_jit.__all__:
+        assert getattr(rwkv_jit, name).__name__ == name
+        assert name in dir(rwkv_jit)
+    assert sorted(rwkv_jit.__all__) == sorted(rwkv_jit._MODULES)
+    with pytest.raises(AttributeError, match="module 'rwkv_jit' has no attribute 'wkv8'"):
+        rwkv_jit.wkv8  # noqa: B018
+
+
+def test_cpu_tensors_leave_cupy_and_the_disk_alone(child, tmp_path):
+    code = CALL_ON_CPU + "import sys; assert 'cupy' not in sys.modules"
+    child(code, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
+    assert not (tmp_path / "cache").exists()
+
+
+def test_cpu_tensors_without_the_posix_only_names(child):
+    child(CALL_ON_CPU, without_posix=True)
+
+
+# ---- CuPy and NVRTC ----------------------------------------------------------------------------------------------
+
+
+def test_without_cupy_a_kernel_is_an_error_with_the_command_and_cpu_tensors_work(child):
+    done = child(BLOCK_CUPY + HIDE_CUPY_WHEELS + SPECIALIZE + CALL_ON_CPU)
+    assert done.stdout == 'CuPy is not installed; CUDA kernels need it:\n    pip install "rwkv-jit[cuda12]"\n'
+
+
+def test_without_cupy_everything_that_only_asks_still_answers(child):
+    done = child(
+        BLOCK_CUPY
+        + HIDE_CUPY_WHEELS
+        + """
+import rwkv_jit
+report = rwkv_jit.env_report()
+assert report["cupy"] == []
+assert "pip install" in report["nvrtc"]
+assert rwkv_jit.is_available() is False
+print(rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache())
+"""
+    )
+    assert done.stdout == "0 0\n"
+
+
+def test_cupy_that_cannot_be_imported_says_why(child):
+    installed = HIDE_CUPY_WHEELS.replace(
+        "raise metadata.PackageNotFoundError(name)",
+        'return {"cupy-cuda12x": "14.0.1"}[name] if name == "cupy-cuda12x" else real("no such distribution")',
+    )
+    done = child(BLOCK_CUPY + installed + SPECIALIZE)
+    assert done.stdout == (
+        "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy'); CUDA kernels need it:\n"
+        '    pip install "rwkv-jit[cuda12]"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "command"),
+    [
+        (
+            {"cupy-cuda12x": "14.0.1", "cupy-cuda13x": "14.2.0"},
+            'pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install "rwkv-jit[cuda13]"',
+        ),
+        (
+            {"cupy-cuda12x": "14.0.1", "cupy": "13.0.0"},
+            'pip uninstall -y cupy-cuda12x cupy && pip install "rwkv-jit[cuda12]"',
+        ),
+        (
+            {"cupy-cuda11x": "13.0.0", "cupy-cuda12x": "14.0.1"},
+            'pip uninstall -y cupy-cuda11x cupy-cuda12x && pip install "rwkv-jit[cuda12]"',
+        ),
+    ],
+)
+def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monkeypatch):
+    def version(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(cuda.metadata, "version", version)
+    with pytest.raises(NvrtcNotFoundError) as caught:
+        cuda.nvrtc()
+    first, last = str(caught.value).splitlines()
+    for name, number in installed.items():
+        assert f"{name} {number}" in first
+    assert "are both installed" in first
+    assert last == f"    {command}"
+
+
+@pytest.mark.parametrize(("wheel", "extra"), [("cupy-cuda12x", "cuda12"), ("cupy-cuda13x", "cuda13")])
+def test_missing_nvrtc_names_the_extra_of_the_cupy_at_hand(wheel, extra, child):
+    done = child(
+        f"""
+import sys, types
+from rwkv_jit import cuda
+cuda.installed_cupy = lambda: ["{wheel} 14.0.1"]
+def missing():
+    raise RuntimeError("libnvrtc.so not found")
+nvrtc = types.SimpleNamespace(getVersion=missing)
+for name, module in (("cupy", types.ModuleType("cupy")), ("cupy.cuda", types.SimpleNamespace(nvrtc=nvrtc))):
+    sys.modules[name] = module
+"""
+        + SPECIALIZE
+    )
+    assert done.stdout == (
+        f'CuPy is there but NVRTC is not (libnvrtc.so not found):\n    pip install "rwkv-jit[{extra}]"\n'
+    )
+
+
+IMPORT_CUPY = """
+import os
+from rwkv_jit import cuda
+assert cuda.cupy().__name__ == "cupy"
+assert cuda.nvrtc().getVersion() >= (12, 0)
+print(os.environ.get("CUPY_CACHE_DIR", "default"))
+"""
+
+
+def test_cupy_is_imported_where_the_home_cannot_be_written(child, read_only, tmp_path):
+    home = read_only(tmp_path / "home")
+    done = child(IMPORT_CUPY, unprivileged=True, env={"HOME": str(home)}, remove=["CUPY_CACHE_DIR"])
+    assert not Path(done.stdout.strip()).is_relative_to(home)
+    assert done.stdout.strip() != "default"
+    assert list(home.iterdir()) == []
+
+
+def test_cupy_is_imported_where_the_home_is_no_directory(child, tmp_path):
+    (tmp_path / "file").touch(0o644)
+    child(IMPORT_CUPY, env={"HOME": str(tmp_path / "file" / "home")}, remove=["CUPY_CACHE_DIR"])
+
+
+def test_cupys_own_cache_setting_is_left_alone(child, tmp_path):
+    chosen = str(tmp_path / "cupy")
+    done = child(IMPORT_CUPY, env={"HOME": str(tmp_path / "none"), "CUPY_CACHE_DIR": chosen})
+    assert done.stdout.strip() == chosen
+    done = child(IMPORT_CUPY, env={"HOME": str(tmp_path)}, remove=["CUPY_CACHE_DIR"])
+    assert done.stdout.strip() == "default"
+
+
+# ---- variables, messages, report ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_assert_cached_is_on_unless_empty_or_zero(value, expected, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", value)
+    assert env.assert_cached() is expected
+
+
+def test_no_variable_is_taken_from_rwkv_lm(root):
+    assert all(name.startswith("RWKVJIT_") for name in env.DESCRIPTIONS)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call | ast.Subscript):
+                assert "'RWKV_JIT_" not in ast.unparse(node), path.name
+
+
+def test_report_has_what_a_bug_report_needs(monkeypatch, fresh_service):
+    monkeypatch.setenv("RWKVJIT_ARCH", "sm_90")
+    report = rwkv_jit.env_report()
+    assert report["rwkv_jit"] == rwkv_jit.__version__
+    assert report["cache"] == str(fresh_service)
+    assert report["environment"] == {"RWKVJIT_ARCH": "sm_90", "RWKVJIT_CACHE_DIR": str(fresh_service)}
+    assert report["cupy"] == cuda.installed_cupy() != []
+    assert any("libnvrtc" in path for path in report["nvrtc_libraries"])
+    assert rwkv_jit.cache_info()["entries"] == 0
+
+
+def test_a_message_is_said_once(caplog):
+    stats.say_once("first")
+    stats.say_once("first")
+    stats.say_once("second", key="first")
+    stats.say_once("third")
+    assert [record.getMessage() for record in caplog.records] == ["first", "third"]
+
+
+@pytest.mark.parametrize("message", ["100 % full", "%s %d", "{braces}"])
+def test_a_message_with_formatting_characters_is_said_as_it_is(message, caplog):
+    with caplog.at_level(logging.WARNING, logger="rwkv_jit"):
+        stats.say_once(message)
+    assert caplog.messages == [message]
+
+
+# ---- who imports whom --------------------------------------------------------------------------------------------
+
+BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "stats", "template"}
+BELOW_OPS = {*BELOW_KERNEL, "kernel", "tensors", "reference"}
+SHARED_OPS = {"ops.boundary", "ops.geometry", "ops.recurrent"}
+ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
+MAY_IMPORT = {
+    "errors": set(),
+    "env": set(),
+    "reference": set(),
+    "stats": {"env"},
+    "template": {"errors"},
+    "cuda": {"errors"},
+    "compiler": {"cuda", "env", "stats", "template", "errors"},
+    "cache": {"env", "stats", "compiler", "template"},
+    "kernel": BELOW_KERNEL,
+    "tensors": {"cuda", "env"},
+    "ops": set(),
+    "ops.geometry": BELOW_OPS,
+    "ops.recurrent": BELOW_OPS | {"ops.geometry"},
+    "ops.boundary": BELOW_OPS | {"ops.geometry", "ops.recurrent"},
+    "ops.wkv6": BELOW_OPS | SHARED_OPS,
+    "ops.wkv7": BELOW_OPS | SHARED_OPS,
+    "runtime": BELOW_OPS | ALL_OPS,
+    "bench": BELOW_OPS | ALL_OPS | {"runtime"},
+    "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench"},
+    "cli": BELOW_OPS | ALL_OPS | {"runtime", "bench", "demo"},
+    "__main__": {"cli"},
+}
+MAY_IMPORT_TORCH = {"tensors", "reference", "runtime", "bench", "demo", "cli", *ALL_OPS}
+
+
+def module_name(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"}
+
+
+def imports(path):
+    """Every module that a file imports, at its top or inside functions, as full dotted names."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            for alias in node.names:
+                inside = (PACKAGE.parent / node.module.replace(".", "/") / alias.name).with_suffix(".py")
+                is_module = node.module.startswith("rwkv_jit") and inside.exists()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def test_every_module_has_its_place_in_the_table():
+    assert set(MODULES) <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_downward_only(name):
+    own = {imported.removeprefix("rwkv_jit").lstrip(".") for imported in imports(MODULES[name])
+           if imported.split(".")[0] == "rwkv_jit"}  # fmt: skip
+    assert own - {""} <= MAY_IMPORT[name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_cupy_is_imported_by_one_module_and_torch_by_the_upper_ones(name):
+    roots = {imported.split(".")[0] for imported in imports(MODULES[name])}
+    assert "cupy" not in roots or name == "cuda"
+    assert "torch" not in roots or name in MAY_IMPORT_TORCH
+
+
+def test_cupy_is_imported_only_inside_functions():
+    tree = ast.parse(MODULES["cuda"].read_text(encoding="utf-8"))
+    at_the_top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert at_the_top
+    assert not any("cupy" in line for line in at_the_top)
+
+
+def test_the_package_itself_imports_nothing_when_it_is_loaded():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    at_the_top = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert at_the_top == {"__future__", "importlib", "typing"}
+    assert not any(isinstance(node, ast.Import) for node in tree.body)
