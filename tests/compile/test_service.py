@@ -1,0 +1,536 @@
+"""From parameters to a cubin: where a kernel comes from, what is refused and how, and which compiler did it."""
+
+import hashlib
+import json
+import logging
+import re
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import cache, compiler, cuda, kernel, stats, template
+from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.ops import recurrent
+from rwkv_jit.ops.geometry import VARIANTS
+
+PRINT_KERNEL = """
+import hashlib, sys, torch, rwkv_jit
+kernel = rwkv_jit.specialize("wkv7", head_size=24, arch="sm_90")
+print(kernel.origin, hashlib.sha256(kernel.cubin).hexdigest(), kernel.registers, kernel.shared_bytes)
+"""
+
+
+def specialize(op="wkv7", head_size=24, arch="sm_90", **more):
+    return rwkv_jit.specialize(op, head_size=head_size, arch=arch, **more)
+
+
+def shown(made):
+    return f"{made.origin} {hashlib.sha256(made.cubin).hexdigest()} {made.registers} {made.shared_bytes}\n"
+
+
+def counts():
+    found = stats.snapshot()
+    return found["compiled"], found["disk"], found["memory"]
+
+
+# ---- compiled, memory, disk --------------------------------------------------------------------------------------
+
+
+def test_kernel_comes_from_the_compiler_then_from_memory_then_from_disk():
+    before = counts()
+    compiled, memory = specialize(), specialize()
+    kernel.forget()
+    disk, again = specialize(), specialize()
+    assert [each.origin for each in (compiled, memory, disk, again)] == ["compiled", "memory", "disk", "memory"]
+    assert [after - was for after, was in zip(counts(), before, strict=True)] == [1, 1, 2]
+    for other in (memory, disk, again):
+        assert other.cubin == compiled.cubin
+        assert other.source == compiled.source
+        assert other.resources == compiled.resources
+        assert other.target == compiled.target
+    assert compiled.compile_seconds > 0
+
+
+def test_second_process_takes_the_kernel_from_disk_without_loading_the_compiler(child):
+    made = specialize()
+    code = PRINT_KERNEL + "assert 'cupy' not in sys.modules\n"
+    done = child(code, env={"RWKVJIT_ASSERT_CACHED": "1"})
+    assert done.stdout == shown(made).replace("compiled", "disk")
+
+
+def test_kernel_is_found_from_any_directory_and_hash_seed(child, tmp_path):
+    first = child(PRINT_KERNEL, env={"PYTHONHASHSEED": "1"}).stdout
+    (tmp_path / "elsewhere").mkdir()
+    second = child(PRINT_KERNEL, cwd=tmp_path / "elsewhere", env={"PYTHONHASHSEED": "2", "LC_ALL": "C"}).stdout
+    assert first.startswith("compiled ")
+    assert second == first.replace("compiled", "disk")
+
+
+def test_two_processes_compile_the_same_bytes(child, tmp_path):
+    outputs = [child(PRINT_KERNEL, env={"RWKVJIT_CACHE_DIR": str(tmp_path / name)}).stdout for name in "ab"]
+    assert outputs[0].startswith("compiled ")
+    assert outputs[0] == outputs[1]
+    first, second = ([*(tmp_path / name).glob("sm_90/*.cubin")] for name in "ab")
+    assert [path.name for path in first] == [path.name for path in second]
+    assert first[0].read_bytes() == second[0].read_bytes()
+
+
+def test_miss_is_an_error_where_everything_must_be_cached(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    with pytest.raises(CompileError, match=r"RWKVJIT_ASSERT_CACHED is set and wkv7_recurrent_forward for sm_90"):
+        specialize()
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "0")
+    assert specialize().origin == "compiled"
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    assert specialize().origin == "memory"
+
+
+def test_two_head_sizes_in_one_process_are_two_kernels():
+    small, large = specialize(head_size=24), specialize(head_size=40)
+    assert small.cubin != large.cubin
+    assert small.parameters["HEAD_SIZE"] == 24
+    assert large.parameters["HEAD_SIZE"] == 40
+    assert len(cache.entries()) == 2
+    assert specialize(head_size=24).cubin == small.cubin
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"op": "wkv6"}, {"direction": "backward"}, {"dtype": torch.float32}, {"arch": "sm_90a"}, {"decay": "log"},
+     {"value_size": 40}, {"chunk_len": 4}, {"state_layout": "kv"}, {"t_state": "bf16"}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_every_choice_is_a_kernel_of_its_own(change):
+    specialize()
+    assert specialize(**change).origin == "compiled"
+    assert len(cache.entries()) == 2
+
+
+def test_default_value_size_and_the_same_one_are_one_kernel():
+    specialize()
+    assert specialize(value_size=24).origin == "memory"
+
+
+def test_changed_template_text_is_compiled_again(own_templates):
+    before = specialize()
+    with open(own_templates / "types.cuh", "a", encoding="utf-8") as file:
+        file.write("// another line\n")
+    template._read.cache_clear()
+    kernel.forget()
+    assert specialize().origin == "compiled"
+    assert specialize().cubin == before.cubin
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: data[:200] + data[201:]])
+def test_damaged_entry_is_compiled_again_and_mended(damage, caplog):
+    made = specialize()
+    (path,) = cache.entries()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    kernel.forget()
+    again = specialize()
+    assert again.origin == "compiled"
+    assert again.cubin == made.cubin
+    assert "compiling again" in caplog.text
+    assert path.read_bytes() == whole
+
+
+def test_entry_says_what_it_is_and_who_made_it():
+    made = specialize()
+    (path,) = cache.entries()
+    data = path.read_bytes()
+    manifest = json.loads(data[16 : 16 + struct.unpack_from("<I", data, 12)[0]])
+    assert manifest["parameters"] == made.parameters
+    assert (manifest["name"], manifest["arch"]) == ("wkv7_recurrent_forward", "sm_90")
+    assert manifest["compiler"] == compiler.identity()
+    assert path.parent.name == "sm_90"
+
+
+def test_cache_that_cannot_be_written_costs_one_warning(child, read_only, tmp_path):
+    directory = read_only(tmp_path / "cache of another user")
+    code = PRINT_KERNEL + "print(rwkv_jit.specialize('wkv6', head_size=7, arch='sm_90').origin)\n"
+    done = child(code, unprivileged=True, env={"RWKVJIT_CACHE_DIR": str(directory)})
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["compiled", "compiled"]
+    assert done.stderr.count("kernels are not kept") == 1
+    assert list(directory.iterdir()) == []
+
+
+def test_file_in_the_place_of_the_cache_directory_costs_one_warning(fresh_service, caplog):
+    fresh_service.write_text("in the way")
+    assert [specialize().origin, specialize(head_size=7).origin] == ["compiled", "compiled"]
+    assert caplog.text.count("kernels are not kept") == 1
+
+
+@pytest.mark.parametrize("name", ["été", "中文", "with a space"])
+def test_cache_directories_of_any_name(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / name))
+    specialize()
+    kernel.forget()
+    assert specialize().origin == "disk"
+
+
+def test_clearing_the_cache_compiles_again():
+    specialize()
+    assert rwkv_jit.cache_info()["entries"] == 1
+    assert rwkv_jit.clear_cache() == 1
+    assert specialize().origin == "compiled"
+
+
+def test_threads_that_want_the_same_kernels_compile_each_once():
+    before, results, start = counts()[0], [], threading.Barrier(6)
+
+    def ask(size):
+        start.wait()
+        results.append(specialize(head_size=size))
+
+    threads = [threading.Thread(target=ask, args=(size,)) for size in (8, 16, 8, 16, 8, 16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts()[0] - before == 2
+    assert sorted(each.origin for each in results) == ["compiled"] * 2 + ["memory"] * 4
+    assert len({each.cubin for each in results}) == 2
+    assert len(cache.entries()) == 2
+
+
+def test_one_line_is_logged_for_a_compile_and_none_for_a_hit(caplog):
+    with caplog.at_level(logging.INFO, logger="rwkv_jit"):
+        specialize()
+        specialize()
+        kernel.forget()
+        specialize()
+    (message,) = caplog.messages
+    assert re.fullmatch(r"compiled wkv7_recurrent_forward for sm_90 in \d+ ms", message)
+
+
+# ---- the kernel object -------------------------------------------------------------------------------------------
+
+
+def test_kernel_shows_what_it_is():
+    made = specialize(direction="backward")
+    assert made.name == "wkv7_recurrent_backward"
+    assert (made.registers, made.shared_bytes) == (
+        max(each.registers for each in made.resources.values()),
+        max(each.shared_bytes for each in made.resources.values()),
+    )
+    assert set(made.resources) == {"wkv7_backward"}
+    assert f"{made.registers} registers" in repr(made)
+    assert "HEAD_SIZE=24" in repr(made)
+    table = made._repr_html_()
+    assert "<th>HEAD_SIZE</th><td>24</td>" in table
+    assert f"<th>cubin bytes</th><td>{len(made.cubin)}</td>" in table
+
+
+def test_ptx_of_a_cubin_kernel_is_made_when_it_is_read():
+    made = specialize(arch="sm_90a")
+    assert ".target sm_90a" in made.ptx
+    assert ".visible .entry wkv7_forward(" in made.ptx
+    assert made.ptx is made.ptx
+
+
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["wkv6", "wkv7"])
+def test_ptx_for_the_driver(op, direction, arch):
+    made = specialize(op, direction=direction, arch=arch)
+    assert made.cubin == b""
+    assert made.target == arch
+    assert f".target {arch.replace('compute', 'sm')}\n" in made.ptx
+    assert f".visible .entry {op}_{direction}(" in made.ptx
+    assert (made.registers, made.spill_bytes, made.shared_bytes) == (0, 0, 0)
+    kernel.forget()
+    again = specialize(op, direction=direction, arch=arch)
+    assert (again.origin, again.ptx) == ("disk", made.ptx)
+
+
+# ---- architectures this compiler does not know -------------------------------------------------------------------
+
+
+def test_newer_architecture_gets_ptx_of_the_newest_known_one_and_one_line(caplog):
+    newest = max(int(arch) for arch in cuda.nvrtc().getSupportedArchs())
+    first, second = specialize(arch="sm_999"), specialize(op="wkv6", arch="sm_999")
+    for made in (first, second):
+        assert made.arch == "sm_999"
+        assert made.target == f"compute_{newest}"
+        assert made.cubin == b""
+        assert f".target sm_{newest}\n" in made.ptx
+    assert len([m for m in caplog.messages if "sm_999 is newer than this NVRTC" in m]) == 1
+    assert len(caplog.messages) == 1
+
+
+def test_gpu_newer_than_the_compiler_gets_ptx(monkeypatch, caplog):
+    nvrtc = cuda.nvrtc()
+
+    class Older:
+        def __getattr__(self, name):
+            return getattr(nvrtc, name)
+
+        def getSupportedArchs(self):  # noqa: N802
+            return (70, 75, 80)
+
+    monkeypatch.setattr(cuda, "nvrtc", Older)
+    made = specialize(arch="sm_90")
+    assert made.target == "compute_80"
+    assert ".target sm_80\n" in made.ptx
+    assert "sm_90 is newer than this NVRTC" in caplog.text
+
+
+@pytest.mark.parametrize("arch", ["sm_30", "compute_35", "sm_88"])
+def test_unknown_older_architecture_is_refused_with_the_range(arch):
+    known = [int(each) for each in cuda.nvrtc().getSupportedArchs()]
+    with pytest.raises(UnsupportedConfigError, match=f"compiles sm_{min(known)} to sm_{max(known)}, got {arch}"):
+        specialize(arch=arch)
+    assert cache.entries() == []
+
+
+def test_compiler_upgrade_replaces_ptx_of_an_architecture_it_now_knows(monkeypatch):
+    nvrtc, identity = cuda.nvrtc(), compiler.identity()
+
+    class Older:
+        def __getattr__(self, name):
+            return getattr(nvrtc, name)
+
+        def getSupportedArchs(self):  # noqa: N802
+            return (75, 80)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "nvrtc", Older)
+        patch.setattr(compiler, "identity", lambda: "an older " + identity)
+        patch.setattr(compiler, "assumed_identity", lambda: None)
+        assert specialize().cubin == b""
+    kernel.forget()
+    assert specialize().cubin[:4] == b"\x7fELF"
+
+
+# ---- rules of the templates --------------------------------------------------------------------------------------
+
+RULES = {
+    "head_size and value_size must be at least 1": {"HEAD_SIZE": 0},
+    "num_threads must be 32, 64, 128 or 256": {"NUM_THREADS": 48},
+    "lanes_per_row must be a power of two up to 32": {"LANES_PER_ROW": 3},
+    "rows_per_thread must be 1, 2, 4 or 8": {"ROWS_PER_THREAD": 16},
+    "chunk_len must be 1, 2, 4, 8 or 16": {"CHUNK_LEN": 3},
+    "chunk_len x head_size needs more than 48 KB of shared memory": {"CHUNK_LEN": 16, "HEAD_SIZE": 256},
+}
+TEMPLATES = [f"{op}_recurrent_{direction}" for op in ("wkv6", "wkv7") for direction in ("forward", "backward")]
+
+
+def parameters(name):
+    op, _, direction = name.split("_")
+    types = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "raw", "STATE_LAYOUT": "vk"}
+    types |= {"T_U": "bf16"} if op == "wkv6" else {}
+    return recurrent.specialize(op, direction, 24, 24, types, "sm_90")[1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule):
+    broken = {**parameters(name), **RULES[rule]}
+    with pytest.raises(UnsupportedConfigError) as caught:
+        kernel.get(name, broken, "sm_90")
+    message = str(caught.value)
+    assert message.startswith(f"{name}: {rule}; got ")
+    for parameter, value in RULES[rule].items():
+        assert f"{parameter}={value}" in message
+    assert isinstance(caught.value, ValueError)
+    assert cache.entries() == []
+
+
+def test_every_rule_of_the_templates_is_provoked_above():
+    texts = "".join(path.read_text(encoding="utf-8") for path in template.directory().iterdir())
+    written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
+    assert len(written) == texts.count("static_assert(")
+    assert set(written) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("choice", "nearest"),
+    [
+        ({"chunk_len": 3}, "chunk_len=2"),
+        ({"chunk_len": 7}, "chunk_len=8"),
+        ({"chunk_len": 100}, "chunk_len=16"),
+        ({"num_threads": 1}, "num_threads=32"),
+        ({"num_threads": 100}, "num_threads=128"),
+        ({"num_threads": 1024}, "num_threads=256"),
+        ({"num_threads": 33, "chunk_len": 5}, "chunk_len=4, num_threads=32"),
+    ],
+)
+def test_refused_choice_comes_with_the_nearest_legal_value(choice, nearest):
+    with pytest.raises(UnsupportedConfigError, match=f"must be .*; nearest legal: {nearest}$"):
+        specialize(**choice)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["wkv6", "wkv7"])
+def test_chunk_that_does_not_fit_comes_with_one_that_compiles(op, direction):
+    with pytest.raises(UnsupportedConfigError, match="more than 48 KB of shared memory") as caught:
+        specialize(op, head_size=256, direction=direction, chunk_len=16)
+    nearest = int(re.search(r"nearest legal: chunk_len=(\d+)$", str(caught.value))[1])
+    assert nearest < 16
+    assert specialize(op, head_size=256, direction=direction, chunk_len=nearest).shared_bytes <= 48 * 1024
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{"chunk_len": value, "num_threads": 32} for value in VARIANTS["chunk_len"]]
+    + [{"num_threads": value} for value in VARIANTS["num_threads"]],
+    ids=str,
+)
+def test_listed_variants_are_legal(choice):
+    made = specialize(head_size=16, **choice)
+    for name, value in choice.items():
+        assert f"constexpr int {name.upper()} = {value};" in made.source
+
+
+# ---- what NVRTC refuses ------------------------------------------------------------------------------------------
+
+
+def break_line(path, line):
+    """Puts a line that is no C++ behind line number `line` of a file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines.insert(line, "this is no C++;")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    template._read.cache_clear()
+
+
+@pytest.mark.parametrize("file", ["wkv7_recurrent_forward.cu", "types.cuh"])
+def test_syntax_error_comes_back_with_everything_needed_to_mend_it(file, own_templates):
+    break_line(own_templates / file, 12)
+    with pytest.raises(CompileError) as caught:
+        specialize()
+    message = str(caught.value)
+    assert "could not compile wkv7_recurrent_forward for sm_90 with CHUNK_LEN=" in message
+    assert "HEAD_SIZE=24" in message
+    assert "options: " + " ".join(compiler.options("sm_90")) in message
+    assert f"{file}:\n" in message
+    assert ">   13 | this is no C++;" in message
+    before = (own_templates / file).read_text(encoding="utf-8").splitlines()[11]
+    assert f"    12 | {before}\n" in message
+    assert f"{file}(13): error" in message
+    assert cache.entries() == []
+
+
+def test_error_in_a_rendered_parameter_is_shown_too():
+    with pytest.raises(CompileError) as caught:
+        kernel.get("wkv7_recurrent_forward", {**parameters("wkv7_recurrent_forward"), "DECAY": "missing"}, "sm_90")
+    message = str(caught.value)
+    assert "DECAY=missing" in message
+    (marked,) = [line for line in message.splitlines() if line.startswith(">")]
+    assert marked.endswith("| constexpr auto DECAY = Decay::missing;")
+
+
+def test_missing_header_is_named(own_templates):
+    path = own_templates / "wkv7_recurrent_forward.cu"
+    path.write_text("#include <cuda_bf16.h>\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    template._read.cache_clear()
+    with pytest.raises(CompileError, match="cuda_bf16.h"):
+        specialize()
+
+
+def test_failure_does_not_stick(own_templates):
+    path = own_templates / "wkv7_recurrent_forward.cu"
+    right = path.read_text(encoding="utf-8")
+    break_line(path, 12)
+    with pytest.raises(CompileError):
+        specialize()
+    path.write_text(right, encoding="utf-8")
+    template._read.cache_clear()
+    assert specialize().origin == "compiled"
+
+
+# ---- the machine -------------------------------------------------------------------------------------------------
+
+
+def test_no_toolkit_no_path_and_no_compiler_are_needed(child, tmp_path):
+    done = child(
+        PRINT_KERNEL,
+        env={"PATH": "", "HOME": str(tmp_path)},
+        remove=["CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "CPATH", "CC", "CXX", "NVCC"],
+    )
+    assert done.stdout == shown(specialize()).replace("disk", "compiled")
+
+
+def test_compile_works_without_the_posix_only_names(child):
+    assert child(PRINT_KERNEL, without_posix=True).stdout.startswith("compiled ")
+    assert child(PRINT_KERNEL, without_posix=True).stdout.startswith("disk ")
+
+
+# ---- which compiler ----------------------------------------------------------------------------------------------
+
+
+def build_id(path):
+    """The GNU build-id by the section headers; the service reads it by the program headers."""
+    data = Path(path).read_bytes()
+    (table,) = struct.unpack_from("<Q", data, 40)
+    size, count, names = struct.unpack_from("<HHH", data, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * size) for i in range(count)]
+    strings = headers[names][4]
+    for name, _, _, _, offset, length, *_ in headers:
+        if data[strings + name :].startswith(b".note.gnu.build-id\0"):
+            return data[offset + 16 : offset + length].hex()
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_identity_is_version_and_build_ids_of_the_files_that_are_loaded():
+    specialize()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc" in line}
+    main = [path for path in mapped if "builtins" not in path]
+    builtins = [path for path in mapped if "builtins" in path]
+    assert (len(main), len(builtins)) == (1, 1)
+    version = ".".join(map(str, cuda.nvrtc().getVersion()))
+    assert compiler.identity() == f"{version} {build_id(main[0])} {build_id(builtins[0])}"
+    assert re.fullmatch(r"\d+\.\d+( [0-9a-f]{16,64}){2}", compiler.identity())
+
+
+def test_identity_of_a_library_without_build_id_is_its_hash(tmp_path):
+    path = tmp_path / "libnothing.so"
+    path.write_bytes(b"not even ELF")
+    assert compiler._build_id(str(path)) == hashlib.sha256(b"not even ELF").hexdigest()
+
+
+def test_another_compiler_build_is_another_kernel(monkeypatch):
+    specialize()
+    kernel.forget()
+    monkeypatch.setattr(compiler, "assumed_identity", lambda: None)
+    monkeypatch.setattr(compiler, "identity", lambda: "12.9 another build")
+    assert specialize().origin == "compiled"
+    assert len(cache.entries()) == 2
+
+
+def test_note_of_the_compiler_is_not_believed_once_its_library_changed(tmp_path, monkeypatch):
+    library = tmp_path / "libnvrtc.so"
+    library.write_bytes(b"one")
+    monkeypatch.setattr(compiler, "_libraries", lambda: [str(library)])
+    identity = compiler.identity()
+    assert compiler.assumed_identity() == identity
+    library.write_bytes(b"another")
+    assert compiler.assumed_identity() is None
+    compiler.identity.cache_clear()
+    assert compiler.identity() != identity
+    library.unlink()
+    assert compiler.assumed_identity() is None
+
+
+NOTES = {
+    "empty": "",
+    "cut": "{",
+    "a list": "[]",
+    "no fields": "{}",
+    "no libraries": '{"identity": "x"}',
+    "an empty table": '{"identity": "x", "libraries": {}}',
+    "a list of libraries": '{"identity": "x", "libraries": []}',
+    "a library that is gone": '{"identity": "x", "libraries": {"/gone": [1, 2]}}',
+}
+
+
+@pytest.mark.parametrize("damage", NOTES)
+def test_damaged_note_of_the_compiler_is_no_note(damage):
+    compiler.identity()
+    compiler._note().write_text(NOTES[damage], encoding="utf-8")
+    assert compiler.assumed_identity() is None
+    assert specialize().origin == "compiled"
