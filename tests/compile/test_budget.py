@@ -1,0 +1,56 @@
+"""Registers, spills and shared memory of the flagship kernels against what was recorded.
+
+``pytest tests/compile --record-budget`` records them anew.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import compiler
+
+BUDGET = Path(__file__).with_name("budget.json")
+FLAGSHIPS = [(op, direction) for op in ("wkv6", "wkv7") for direction in ("forward", "backward")]
+
+
+def used(op, direction):
+    kernel = rwkv_jit.specialize(op, head_size=64, dtype=torch.bfloat16, arch="sm_90", direction=direction)
+    return {name: getattr(kernel, name) for name in ("registers", "spill_bytes", "shared_bytes")}
+
+
+@pytest.fixture(scope="module")
+def budget(pytestconfig):
+    if not pytestconfig.getoption("--record-budget"):
+        return json.loads(BUDGET.read_text(encoding="utf-8"))
+    return {"nvrtc": None, "kernels": {}}
+
+
+@pytest.fixture
+def recorded(budget, pytestconfig):
+    """The budget, or, when recording, a budget that takes every kernel as it is and is written down."""
+    yield budget
+    if pytestconfig.getoption("--record-budget"):
+        budget["nvrtc"] = compiler.identity()
+        BUDGET.write_text(json.dumps(budget, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(("op", "direction"), FLAGSHIPS)
+def test_flagship_kernel_takes_what_was_recorded(op, direction, recorded, pytestconfig):
+    found, name = used(op, direction), f"{op}_{direction}"
+    if pytestconfig.getoption("--record-budget"):
+        recorded["kernels"][name] = found
+    limit = recorded["kernels"][name]
+    if compiler.identity() == recorded["nvrtc"] or pytestconfig.getoption("--record-budget"):
+        assert found == limit
+    else:  # another compiler allocates otherwise; it must not start to spill in earnest
+        assert found["shared_bytes"] == limit["shared_bytes"]
+        assert found["spill_bytes"] <= 2 * limit["spill_bytes"] + 64
+
+
+def test_budget_covers_the_flagships_and_nothing_else(recorded):
+    assert set(recorded["kernels"]) == {f"{op}_{direction}" for op, direction in FLAGSHIPS}
+    for kernel in recorded["kernels"].values():
+        assert 0 < kernel["registers"] <= 255
