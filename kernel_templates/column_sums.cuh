@@ -1,41 +1,44 @@
 // Sums over the value rows, one per key channel and token: every key-side gradient is one. They feed nothing
-// inside the recurrence, so a block collects SUMS of them per token in shared memory, one part per warp, and adds
-// the parts up for several tokens at once.
+// inside the recurrence, so a block collects SUMS of them per token in shared memory, one part per row
+// group, and adds the parts up for several tokens at once.
 #pragma once
 #include "tile.cuh"
 
-// Tokens collected before the parts are added up: as many of CHUNK_LEN as fit beside `other_bytes` of shared memory.
-template <int SUMS> __device__ constexpr int flush_len(int other_bytes, int len = CHUNK_LEN) {
-    const int bytes = len * WARPS * SUMS * PADDED_HEAD * static_cast<int>(sizeof(float));
-    return len == 1 || other_bytes + bytes <= STATIC_SHARED_LIMIT ? len : flush_len<SUMS>(other_bytes, len / 2);
+constexpr int ROW_GROUPS = NUM_THREADS / LANES_PER_ROW;
+
+// Tokens collected before the parts are added up: as many of `len` as fit beside `other_bytes` of shared memory.
+template <int SUMS> __device__ constexpr int flush_len(int len, int other_bytes) {
+    const int bytes = len * ROW_GROUPS * SUMS * PADDED_HEAD * static_cast<int>(sizeof(float));
+    return len == 1 || other_bytes + bytes <= STATIC_SHARED_LIMIT ? len : flush_len<SUMS>(len / 2, other_bytes);
 }
 
-template <int SUMS> using WarpSums = float[SUMS * COLUMNS][LANES_PER_ROW];
+// One token's sums: a part from every row group.
+template <int SUMS> using SumParts = float[ROW_GROUPS][SUMS][PADDED_HEAD];
 
-// Adds x[sum * COLUMNS + c] over the row groups of the warp and writes the warp's part.
-template <int SUMS> __device__ inline void write_column_sums(float (&x)[SUMS * COLUMNS], WarpSums<SUMS>& warp_smem) {
-    constexpr int COUNT = SUMS * COLUMNS;
-    const int first = reduce_scatter<LANES_PER_ROW, 32>(x);
-    if ((threadIdx.x & duplicate_lanes(COUNT, LANES_PER_ROW, 32)) == 0) {
+template <int SUMS> __device__ inline void write_column_sums(SumParts<SUMS>& parts_smem, const float (&x)[SUMS][COLUMNS]) {
 #pragma unroll
-        for (int i = 0; i < kept_sums(COUNT, LANES_PER_ROW, 32); ++i) warp_smem[first + i][lane_in_row()] = x[i];
-    }
+    for (int sum = 0; sum < SUMS; ++sum)
+#pragma unroll
+        for (int q = 0; q < COLUMNS / 4; ++q)
+            reinterpret_cast<float4*>(parts_smem[threadIdx.x / LANES_PER_ROW][sum])[lane_in_row() + LANES_PER_ROW * q] =
+                make_float4(x[sum][4 * q], x[sum][4 * q + 1], x[sum][4 * q + 2], x[sum][4 * q + 3]);
 }
 
-// emit(sum, step, channel, four) for every sum, step in [0, steps) and four neighbouring channels, added over the warps.
+// emit(sum, step, channel, four) for every sum, step in [0, steps) and four neighbouring channels: the total over the
+// row groups.
 template <int SUMS, int STEPS, typename Emit>
-__device__ inline void add_up_warps(const WarpSums<SUMS> (&smem)[STEPS][WARPS], int steps, Emit emit) {
+__device__ inline void add_up_parts(const SumParts<SUMS> (&smem)[STEPS], int steps, Emit emit) {
     constexpr int QUADS = PADDED_HEAD / 4;
     for (int task = threadIdx.x; task < STEPS * SUMS * QUADS; task += NUM_THREADS) {
-        const int step = task / (SUMS * QUADS), sum = task / QUADS % SUMS, quad = task % QUADS;
-        if (step >= steps || 4 * quad >= HEAD_SIZE) continue;
-        const int column = sum * COLUMNS + quad / LANES_PER_ROW * 4, lane = quad % LANES_PER_ROW;
+        const int channel = task % QUADS * 4, sum = task / QUADS % SUMS, step = task / (SUMS * QUADS);
+        if (step >= steps || channel >= HEAD_SIZE) continue;
         Pack<float, 4> total = {};
-#pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) total.at[i] += smem[step][warp][column + i][lane];
-        emit(sum, step, 4 * quad, total);
+#pragma unroll 8
+        for (int group = 0; group < ROW_GROUPS; ++group) {
+            const float4 part = *reinterpret_cast<const float4*>(smem[step][group][sum] + channel);
+            total.at[0] += part.x, total.at[1] += part.y, total.at[2] += part.z, total.at[3] += part.w;
+        }
+        emit(sum, step, channel, total);
     }
 }
 
@@ -64,11 +67,4 @@ template <typename T> __device__ inline void write_channels(T* target, const Pac
         for (int i = 0; i < 4; ++i)
             if (channel + i < HEAD_SIZE) target[channel + i] = from_float<T>(x.at[i]);
     }
-}
-
-// dL/dd to dL/dw: the slope is taken from w itself, four channels at a time.
-template <typename T> __device__ inline void apply_decay_slope(Pack<float, 4>& x, const T* w, int channel) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (channel + i < HEAD_SIZE) x.at[i] *= decay_slope<DECAY>(to_float(w[channel + i]));
 }

@@ -10,7 +10,6 @@
 
 constexpr int COLUMNS = 4 * ceil_div(HEAD_SIZE, 4 * LANES_PER_ROW);
 constexpr int PADDED_HEAD = LANES_PER_ROW * COLUMNS;
-constexpr int WARPS = NUM_THREADS / 32;
 constexpr int BLOCK_ROWS = NUM_THREADS / LANES_PER_ROW * ROWS_PER_THREAD;
 constexpr int ROW_BLOCKS = ceil_div(VALUE_SIZE, BLOCK_ROWS);
 
@@ -115,10 +114,9 @@ __device__ inline void write_row_sums(float (&x)[ROWS_PER_THREAD], float* rows_s
     }
 }
 
-// The same, and every lane of the row gets its rows' sums back in x. A row group lies inside one warp, so a warp
-// barrier is enough; rows_smem must not be written again before the next block barrier.
-__device__ inline void all_row_sums(float (&x)[ROWS_PER_THREAD], float* rows_smem) {
-    write_row_sums(x, rows_smem);
+// What write_row_sums wrote, for every lane of the row. A row group lies inside one warp, so a warp barrier is enough;
+// rows_smem must not be written again before the next block barrier. Work between the two hides the exchange.
+__device__ inline void read_row_sums(float (&x)[ROWS_PER_THREAD], const float* rows_smem) {
     __syncwarp();
     read_rows(x, rows_smem);
 }
@@ -131,7 +129,7 @@ template <typename T, int WIDTH, int ALIGNED_WIDTH, int STEPS = CHUNK_LEN> struc
     static constexpr int VECTOR = WIDTH % 4 == 0 && ALIGNED_WIDTH % 4 == 0 ? 4 : 1;
     static constexpr int PER_ROW = WIDTH / VECTOR;
     static constexpr int PER_THREAD = ceil_div(STEPS * PER_ROW, NUM_THREADS);
-    Pack<T, VECTOR> held[PER_THREAD];
+    Words<T, VECTOR> held[PER_THREAD];
 
     // Rows [0, steps) of width `width` at `source`, token_stride apart.
     __device__ void load(const T* source, i64 token_stride, i64 steps, int width = WIDTH) {
@@ -140,7 +138,7 @@ template <typename T, int WIDTH, int ALIGNED_WIDTH, int STEPS = CHUNK_LEN> struc
             const int index = threadIdx.x + n * NUM_THREADS;
             const int step = index / PER_ROW, channel = index % PER_ROW * VECTOR;
             if (step < steps && step < STEPS && channel < width)
-                held[n] = *reinterpret_cast<const Pack<T, VECTOR>*>(source + step * token_stride + channel);
+                held[n] = *reinterpret_cast<const Words<T, VECTOR>*>(source + step * token_stride + channel);
         }
     }
 
@@ -155,7 +153,7 @@ template <typename T, int WIDTH, int ALIGNED_WIDTH, int STEPS = CHUNK_LEN> struc
             const bool present = step < steps && channel < width;
             Pack<float, VECTOR> out;
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) out.at[i] = present ? map(to_float(held[n].at[i])) : fill;
+            for (int i = 0; i < VECTOR; ++i) out.at[i] = present ? map(held[n].at(i)) : fill;
             *reinterpret_cast<Pack<float, VECTOR>*>(target + step * PITCH + channel) = out;
         }
     }
@@ -192,6 +190,13 @@ template <StateLayout LAYOUT> __device__ inline i64 state_index(int row, int cha
 }
 
 using Rectangle = float[ROWS_PER_THREAD][COLUMNS];
+
+__device__ inline void copy_rectangle(Rectangle& target, const Rectangle& source) {
+#pragma unroll
+    for (int i = 0; i < ROWS_PER_THREAD; ++i)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) target[i][c] = source[i][c];
+}
 
 // A null pointer stands for zeros. block_row is the first value row of this block.
 template <StateLayout LAYOUT, typename T>

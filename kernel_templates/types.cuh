@@ -45,6 +45,20 @@ template <> __device__ inline bf16 from_float<bf16>(float x) {
 // COUNT neighbours moved by one instruction; the address must be a multiple of COUNT * sizeof(T).
 template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Pack { T at[COUNT]; };
 
+// The same as it comes from memory. Kept in whole words until it is used: taking 16-bit elements apart is an
+// instruction, and one right after a load would make the thread wait for it.
+template <typename T, int COUNT> struct alignas(sizeof(T) * COUNT) Words {
+    unsigned word[sizeof(T) * COUNT / 4];
+    __device__ float at(int i) const {
+        if constexpr (sizeof(T) == 4) return __uint_as_float(word[i]);
+        else return to_float(T{static_cast<unsigned short>(word[i / 2] >> (16 * (i % 2)))});
+    }
+};
+template <typename T> struct Words<T, 1> {
+    T whole;
+    __device__ float at(int) const { return to_float(whole); }
+};
+
 // The per-step factor d(w) that multiplies the state, and its slope dd/dw.
 constexpr float SIGMOID_RATE = 0.6065306597126334f;  // e^(-1/2)
 

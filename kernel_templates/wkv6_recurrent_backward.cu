@@ -12,24 +12,28 @@
 //   scratch  [gridDim.x, scratch_stride]  fp32
 //
 // The states are recomputed forward, never by dividing by the decay, so any decay is safe. From the checkpoint at
-// the start of an interval pass A runs forward and saves the state every CHUNK_LEN tokens (scratch, which stays in
-// L2). Pass B walks back over those chunks: it rebuilds a chunk's CHUNK_LEN states in registers, where each step
-// needs S_{t-1} and E_t at once, and goes through them in reverse.
+// the start of an interval pass A runs forward and saves the state every HELD_STATES tokens (scratch, which stays in
+// L2). Pass B walks back over these pieces: it rebuilds a piece's states in registers, where each step needs S_{t-1}
+// and E_t at once, and goes through them in reverse.
 //
 // One block per (sequence, head), in a loop, since a resident block owns a piece of scratch. A block takes the
 // value rows ROW_BLOCKS pieces at a time, one after the other in every interval: sums over rows are added in a
 // fixed order by the thread that owns them, so results are the same bit for bit from run to run.
 #include "column_sums.cuh"
 
+static_assert(HELD_STATES >= 1 && CHUNK_LEN % HELD_STATES == 0, "held_states must divide chunk_len");
+
 constexpr int SUMS = 3;  // dr dd dk: sums over the value rows
 constexpr int RECTANGLE = ROWS_PER_THREAD * COLUMNS * NUM_THREADS;
+constexpr int PIECES = CHUNK_LEN / HELD_STATES;
 constexpr int STATE_SIZE = VALUE_SIZE * HEAD_SIZE;
-constexpr int FLUSH_LEN = flush_len<SUMS>(CHUNK_LEN * (3 * PADDED_HEAD + 3 * BLOCK_ROWS) * static_cast<int>(sizeof(float)));
+constexpr int FLUSH_LEN = flush_len<SUMS>(HELD_STATES, CHUNK_LEN * (4 * PADDED_HEAD + 3 * BLOCK_ROWS) * static_cast<int>(sizeof(float)));
 
 struct Smem {
     float r[CHUNK_LEN][PADDED_HEAD], d[CHUNK_LEN][PADDED_HEAD], k[CHUNK_LEN][PADDED_HEAD];
+    float slope[CHUNK_LEN][PADDED_HEAD];  // dd/dw
     float v[CHUNK_LEN][BLOCK_ROWS], dy[CHUNK_LEN][BLOCK_ROWS], dv[CHUNK_LEN][BLOCK_ROWS];
-    WarpSums<SUMS> sums[FLUSH_LEN][WARPS];
+    SumParts<SUMS> sums[FLUSH_LEN];
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");
 
@@ -45,11 +49,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
     __shared__ alignas(16) Smem smem;
     clear_shared(reinterpret_cast<float*>(&smem), sizeof(Smem) / sizeof(float));
 
-    // This block's scratch: E, the states at chunk starts, and the sums over the row blocks done so far.
-    const i64 saved_states = (interval + CHUNK_LEN - 1) / CHUNK_LEN;
+    // This block's scratch: E, the states at piece starts, and the sums over the row blocks done so far.
+    const i64 most_chunks = (interval + CHUNK_LEN - 1) / CHUNK_LEN;
     float* const saved_e = scratch_all + blockIdx.x * scratch_stride;
     float* const saved_state = saved_e + i64(ROW_BLOCKS) * RECTANGLE;
-    float* const saved_sums = saved_state + saved_states * RECTANGLE;
+    float* const saved_sums = saved_state + most_chunks * PIECES * RECTANGLE;
 
     for (i64 item = blockIdx.x; item < sequences * heads; item += gridDim.x) {
         const i64 sequence = item / heads, head = item % heads;
@@ -70,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
         for (i64 index = (span.length + interval - 1) / interval - 1; index >= 0; --index) {
             const i64 begin = index * interval;
             const int length = static_cast<int>(min(span.length - begin, i64(interval)));
-            const int chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
+            const int chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN, pieces = (length + HELD_STATES - 1) / HELD_STATES;
             const T_IO* const r = r_all + start(r_strides) + begin * r_strides.token;
             const T_IO* const k = k_all + start(k_strides) + begin * k_strides.token;
             const T_W* const w = w_all + start(w_strides) + begin * w_strides.token;
@@ -113,14 +117,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                 Rectangle state;
                 read_state<StateLayout::vk>(state, first_state + index * heads * STATE_SIZE, block_row);
                 for (int chunk = 0; chunk < chunks; ++chunk) {
-                    save_rectangle(saved_state + i64(chunk) * RECTANGLE, state);
-                    if (chunk + 1 == chunks) break;
                     __syncthreads();
                     store_forward(length - chunk * CHUNK_LEN);
                     __syncthreads();
                     load_forward((chunk + 1) * CHUNK_LEN);
-#pragma unroll
-                    for (int s = 0; s < CHUNK_LEN; ++s) advance(state, state, s);
+#pragma unroll 1
+                    for (int s = 0; s < CHUNK_LEN; ++s) {
+                        if (s % HELD_STATES == 0)
+                            save_rectangle(saved_state + (i64(chunk) * PIECES + s / HELD_STATES) * RECTANGLE, state);
+                        advance(state, state, s);
+                    }
                 }
 
                 // Pass B.
@@ -134,29 +140,39 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                     next_dy.load(dy + token * dy_strides.token, dy_strides.token, steps, width);
                 };
                 load_backward(chunks - 1);
-                for (int chunk = chunks - 1; chunk >= 0; --chunk) {
-                    const int steps = length - chunk * CHUNK_LEN;
-                    store_forward(steps);
-                    next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
-                    next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
-                    __syncthreads();
-                    load_backward(chunk - 1);
+                Rectangle next_state;
+                restore_rectangle(next_state, saved_state + i64(pieces - 1) * RECTANGLE);
+#pragma unroll 1
+                for (int piece = pieces - 1; piece >= 0; --piece) {
+                    const int token = piece * HELD_STATES, first = token % CHUNK_LEN, chunk = token / CHUNK_LEN;
+                    float states[HELD_STATES][ROWS_PER_THREAD][COLUMNS];  // S before each of the tokens
+                    copy_rectangle(states[0], next_state);
+                    if (piece == pieces - 1 || first == CHUNK_LEN - HELD_STATES) {
+                        const int steps = length - chunk * CHUNK_LEN;
+                        store_forward(steps);
+                        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
+                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f, [](float x) { return decay_slope<DECAY>(x); });
+                        next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
+                        __syncthreads();
+                        load_backward(chunk - 1);
+                    }
 
-                    float states[CHUNK_LEN][ROWS_PER_THREAD][COLUMNS];  // S before each token of the chunk
-                    restore_rectangle(states[0], saved_state + i64(chunk) * RECTANGLE);
 #pragma unroll
-                    for (int s = 0; s + 1 < CHUNK_LEN; ++s) advance(states[s], states[s + 1], s);
+                    for (int s = 0; s + 1 < HELD_STATES; ++s) advance(states[s], states[s + 1], first + s);
 
 #pragma unroll
-                    for (int s = CHUNK_LEN - 1; s >= 0; --s) {
+                    for (int s = HELD_STATES - 1; s >= 0; --s) {
+                        const int at = first + s;
+                        // The states of later tokens are done with, which leaves room for the next piece's.
+                        if (s == HELD_STATES / 4 && piece > 0) restore_rectangle(next_state, saved_state + i64(piece - 1) * RECTANGLE);
                         const Rectangle& before = states[s];
                         float dy_t[ROWS_PER_THREAD], v_t[ROWS_PER_THREAD], dv_t[ROWS_PER_THREAD] = {};
-                        float r_t[COLUMNS], d_t[COLUMNS], k_t[COLUMNS], sums[SUMS * COLUMNS] = {};
-                        read_rows(dy_t, smem.dy[s]);
-                        read_rows(v_t, smem.v[s]);
-                        read_columns(r_t, smem.r[s]);
-                        read_columns(k_t, smem.k[s]);
-                        read_columns(d_t, smem.d[s]);
+                        float r_t[COLUMNS], d_t[COLUMNS], k_t[COLUMNS], sums[SUMS][COLUMNS] = {};
+                        read_rows(dy_t, smem.dy[at]);
+                        read_rows(v_t, smem.v[at]);
+                        read_columns(r_t, smem.r[at]);
+                        read_columns(k_t, smem.k[at]);
+                        read_columns(d_t, smem.d[at]);
                         float delta = 0.0f, bonus_t = 0.0f;
 #pragma unroll
                         for (int i = 0; i < ROWS_PER_THREAD; ++i) delta += v_t[i] * dy_t[i];
@@ -164,55 +180,61 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                         for (int c = 0; c < COLUMNS; ++c) {
                             bonus_t += bonus[c] * r_t[c] * k_t[c];
                             du[c] += delta * r_t[c] * k_t[c];
-                            sums[c] = delta * bonus[c] * k_t[c];
-                            sums[2 * COLUMNS + c] = delta * bonus[c] * r_t[c];
+                            sums[0][c] = delta * bonus[c] * k_t[c];
+                            sums[2][c] = delta * bonus[c] * r_t[c];
 #pragma unroll
                             for (int i = 0; i < ROWS_PER_THREAD; ++i) {
                                 dv_t[i] += e[i][c] * k_t[c];
-                                sums[c] += before[i][c] * dy_t[i];
-                                sums[COLUMNS + c] += before[i][c] * e[i][c];
-                                sums[2 * COLUMNS + c] += e[i][c] * v_t[i];
+                                sums[0][c] += before[i][c] * dy_t[i];
+                                sums[1][c] += before[i][c] * e[i][c];
+                                sums[2][c] += e[i][c] * v_t[i];
                                 e[i][c] = e[i][c] * d_t[c] + dy_t[i] * r_t[c];
                             }
                         }
 #pragma unroll
                         for (int i = 0; i < ROWS_PER_THREAD; ++i) dv_t[i] += bonus_t * dy_t[i];
-                        write_row_sums(dv_t, smem.dv[s]);
-                        write_column_sums<SUMS>(sums, smem.sums[s % FLUSH_LEN][threadIdx.x / 32]);
+                        write_row_sums(dv_t, smem.dv[at]);
+                        write_column_sums<SUMS>(smem.sums[s % FLUSH_LEN], sums);
 
                         if (s % FLUSH_LEN == 0) {
                             __syncthreads();
-                            const int first = chunk * CHUNK_LEN + s;
-                            add_up_warps<SUMS>(smem.sums, length - first, [&](int sum, int step, int channel, Pack<float, 4> total) {
-                                const int token = first + step;
-                                float* const saved = saved_sums + (i64(token) * SUMS + sum) * PADDED_HEAD + channel;
-                                if (!add_row_blocks(total, saved, rows)) return;
-                                const i64 out = key_row + token * heads * HEAD_SIZE;
+                            add_up_parts<SUMS>(smem.sums, length - token - s, [&](int sum, int step, int channel, Pack<float, 4> total) {
+                                const int slot = at + step;
+                                if (sum == 0) {
+#pragma unroll
+                                    for (int i = 0; i < 4; ++i) total.at[i] *= scale;
+                                }
+                                const i64 at_token = token + s + step;
+                                if (!add_row_blocks(total, saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel, rows)) return;
+                                const i64 out = key_row + at_token * heads * HEAD_SIZE;
                                 if (sum == 1) {
-                                    apply_decay_slope(total, w + token * w_strides.token, channel);
+#pragma unroll
+                                    for (int i = 0; i < 4; ++i) total.at[i] *= smem.slope[slot][channel + i];
                                     write_channels(dw_all + out, total, channel);
                                 } else {
-                                    for (int i = 0; i < 4; ++i) total.at[i] *= sum == 0 ? scale : 1.0f;
                                     write_channels((sum == 0 ? dr_all : dk_all) + out, total, channel);
                                 }
                             });
                             __syncthreads();
                         }
                     }
-                    write_values(dv + i64(chunk) * CHUNK_LEN * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], min(steps, CHUNK_LEN), width);
+                    if (first == 0) {
+                        const int steps = min(length - token, CHUNK_LEN);
+                        write_values(dv + i64(token) * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], steps, width);
+                    }
                 }
                 save_rectangle(saved_e + i64(rows) * RECTANGLE, e);
             }
         }
 
         // du takes the place of one more sum over the value rows, over the whole sequence.
-        float du_sums[SUMS * COLUMNS] = {};
+        float du_sums[SUMS][COLUMNS] = {};
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) du_sums[c] = du[c];
+        for (int c = 0; c < COLUMNS; ++c) du_sums[0][c] = du[c];
         __syncthreads();
-        write_column_sums<SUMS>(du_sums, smem.sums[0][threadIdx.x / 32]);
+        write_column_sums<SUMS>(smem.sums[0], du_sums);
         __syncthreads();
-        add_up_warps<SUMS>(smem.sums, 1, [&](int sum, int, int channel, const Pack<float, 4>& total) {
+        add_up_parts<SUMS>(smem.sums, 1, [&](int sum, int, int channel, const Pack<float, 4>& total) {
             if (sum == 0) write_channels(du_all + item * HEAD_SIZE, total, channel);
         });
         if (grad_initial_state != nullptr)

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_forward(
     read_channels(bonus, u + head * HEAD_SIZE);
     __syncthreads();
 
-    i64 next_checkpoint = 0;
+    i64 next_checkpoint = checkpoints != nullptr ? 0 : span.length;
     for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
@@ -69,13 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_forward(
         __syncthreads();
         load(token + CHUNK_LEN);
 
-#pragma unroll 1
-        for (int s = 0; s < steps; ++s) {
-            if (checkpoint != nullptr && token + s == next_checkpoint) {
-                write_state<StateLayout::vk>(checkpoint, state, block_row);
-                checkpoint += heads * (VALUE_SIZE * HEAD_SIZE);
-                next_checkpoint += interval;
-            }
+        const auto step = [&](int s) {
             float v_t[ROWS_PER_THREAD], y_t[ROWS_PER_THREAD] = {}, bonus_t = 0.0f;
             float r_t[COLUMNS], d_t[COLUMNS], k_t[COLUMNS];
             read_rows(v_t, smem.v[s]);
@@ -94,6 +88,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_forward(
 #pragma unroll
             for (int i = 0; i < ROWS_PER_THREAD; ++i) y_t[i] += bonus_t * v_t[i];
             write_row_sums(y_t, smem.y[s]);
+        };
+        for (int s = 0; s < steps;) {
+            if (token + s == next_checkpoint) {
+                write_state<StateLayout::vk>(checkpoint, state, block_row);
+                checkpoint += heads * (VALUE_SIZE * HEAD_SIZE);
+                next_checkpoint += interval;
+            }
+            const int stop = static_cast<int>(min(next_checkpoint - token, i64(steps)));
+#pragma unroll 2
+            for (; s < stop; ++s) step(s);
         }
         __syncthreads();
         write_values(y + token * y_stride, y_stride, smem.y[0], steps, width);

@@ -1,43 +1,61 @@
-// RWKV-7 time mixing, backward. With E_t = dL/dS_t, the sum over everything after token t plus dy_t:
+// RWKV-7 time mixing, backward. With sa_t = S_{t-1} a_t from the forward and E_t = dL/dS_t, the sum over everything
+// after token t plus dy_t:
 //
-//     E_t += scale dy_t r_t^T;   dv_t = E_t k_t;   du_t = E_t b_t;
-//     dk_t = E_t^T v_t;   db_t = E_t^T u_t;   dr_t = scale S_t^T dy_t;   da_t = S_{t-1}^T du_t;
-//     dd_t = sum_v E_t * S_{t-1};   dw_t = dd_t slope(w_t);   E_{t-1} = E_t diag(d_t) + du_t a_t^T
+//     E_t += scale dy_t r_t^T;   dv_t = E_t k_t;   dsa_t = E_t b_t;
+//     dk_t = E_t^T v_t;   db_t = E_t^T sa_t;   dr_t = scale S_t^T dy_t;   da_t = S_{t-1}^T dsa_t;
+//     dd_t = sum_v E_t * S_{t-1};   dw_t = dd_t slope(w_t);   E_{t-1} = E_t diag(d_t) + dsa_t a_t^T
 //
-//   r w k v a b, cu_seqlens, checkpoints   as in the forward       dy  [batch, tokens, heads, V]  T_IO  in
+//   r w k v a b, cu_seqlens, checkpoints, sa   as in the forward     dy  [batch, tokens, heads, V]  T_IO  in
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
 //   scratch  [gridDim.x, scratch_stride]  fp32
 //
 // The states are recomputed forward, never by dividing by the decay, so any decay is safe. From the checkpoint at
-// the start of an interval pass A runs forward and saves u and, every CHUNK_LEN tokens, the state (scratch, which
-// stays in L2). Pass B walks back over those chunks: it rebuilds a chunk's CHUNK_LEN states in registers, where
-// each step needs S_{t-1} and E_t at once, and goes through them in reverse.
+// the start of an interval pass A runs forward and saves the state every HELD_STATES tokens (scratch, which stays in
+// L2). Pass B walks back over these pieces: it rebuilds a piece's states in registers, where each step needs S_{t-1}
+// and E_t at once, and goes through them in reverse.
 //
 // One block per (sequence, head), in a loop, since a resident block owns a piece of scratch. A block takes the
 // value rows ROW_BLOCKS pieces at a time, one after the other in every interval: sums over rows are added in a
 // fixed order by the thread that owns them, so results are the same bit for bit from run to run.
 #include "column_sums.cuh"
 
+static_assert(HELD_STATES >= 1 && CHUNK_LEN % HELD_STATES == 0, "held_states must divide chunk_len");
+
 constexpr int SUMS = 5;  // dr dd dk db da: sums over the value rows
 constexpr int RECTANGLE = ROWS_PER_THREAD * COLUMNS * NUM_THREADS;
+constexpr int PIECES = CHUNK_LEN / HELD_STATES;
 constexpr int STATE_SIZE = VALUE_SIZE * HEAD_SIZE;
-constexpr int FLUSH_LEN = flush_len<SUMS>(CHUNK_LEN * (5 * PADDED_HEAD + 5 * BLOCK_ROWS) * static_cast<int>(sizeof(float)));
+constexpr int FLUSH_LEN = flush_len<SUMS>(HELD_STATES, CHUNK_LEN * (6 * PADDED_HEAD + 5 * BLOCK_ROWS + 2) * static_cast<int>(sizeof(float)));
 
 struct Smem {
     float r[CHUNK_LEN][PADDED_HEAD], d[CHUNK_LEN][PADDED_HEAD], k[CHUNK_LEN][PADDED_HEAD];
+    float slope[CHUNK_LEN][PADDED_HEAD];  // dd/dw
     float a[CHUNK_LEN][PADDED_HEAD], b[CHUNK_LEN][PADDED_HEAD];
-    float v[CHUNK_LEN][BLOCK_ROWS], dy[CHUNK_LEN][BLOCK_ROWS], u[CHUNK_LEN][BLOCK_ROWS];
-    float du[CHUNK_LEN][BLOCK_ROWS], dv[CHUNK_LEN][BLOCK_ROWS];
-    WarpSums<SUMS> sums[FLUSH_LEN][WARPS];
+    float v[CHUNK_LEN][BLOCK_ROWS], dy[CHUNK_LEN][BLOCK_ROWS], sa[CHUNK_LEN][BLOCK_ROWS];
+    float dsa[CHUNK_LEN][BLOCK_ROWS], dv[CHUNK_LEN][BLOCK_ROWS];
+    SumParts<SUMS> sums[FLUSH_LEN];
+    float sa_dy[CHUNK_LEN], v_dy[CHUNK_LEN];  // products over this block's value rows
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");
+
+// products[s] = sum over the rows of x[s] * y[s]; a warp per token.
+__device__ inline void multiply_rows(float (&products)[CHUNK_LEN], const float (&x)[CHUNK_LEN][BLOCK_ROWS],
+                                     const float (&y)[CHUNK_LEN][BLOCK_ROWS]) {
+    for (int s = threadIdx.x / 32; s < CHUNK_LEN; s += NUM_THREADS / 32) {
+        float sum[1] = {};
+        for (int row = threadIdx.x % 32; row < BLOCK_ROWS; row += 32) sum[0] += x[s][row] * y[s][row];
+        reduce_scatter<1, 32>(sum);
+        if (threadIdx.x % 32 == 0) products[s] = sum[0];
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
     const T_IO* __restrict__ r_all, const T_W* __restrict__ w_all, const T_IO* __restrict__ k_all,
     const T_IO* __restrict__ v_all, const T_IO* __restrict__ a_all, const T_IO* __restrict__ b_all,
     const T_IO* __restrict__ dy_all, const i64* __restrict__ cu_seqlens, const float* __restrict__ checkpoints,
+    const float* __restrict__ sa_all,
     const float* __restrict__ grad_final_state, T_IO* __restrict__ dr_all, T_W* __restrict__ dw_all,
     T_IO* __restrict__ dk_all, T_IO* __restrict__ dv_all, T_IO* __restrict__ da_all, T_IO* __restrict__ db_all,
     float* __restrict__ grad_initial_state, float* __restrict__ scratch_all, Strides r_strides, Strides w_strides,
@@ -46,12 +64,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
     __shared__ alignas(16) Smem smem;
     clear_shared(reinterpret_cast<float*>(&smem), sizeof(Smem) / sizeof(float));
 
-    // This block's scratch: E, the states at chunk starts, u, and the sums over the row blocks done so far.
-    const i64 saved_states = (interval + CHUNK_LEN - 1) / CHUNK_LEN;
+    // This block's scratch: E, the states at piece starts, and the sums over the row blocks done so far.
+    const i64 most_chunks = (interval + CHUNK_LEN - 1) / CHUNK_LEN;
     float* const saved_e = scratch_all + blockIdx.x * scratch_stride;
     float* const saved_state = saved_e + i64(ROW_BLOCKS) * RECTANGLE;
-    float* const saved_u = saved_state + saved_states * RECTANGLE;
-    float* const saved_sums = saved_u + saved_states * CHUNK_LEN * BLOCK_ROWS;
+    float* const saved_sums = saved_state + most_chunks * PIECES * RECTANGLE;
+    const i64 sa_stride = heads * VALUE_SIZE;
 
     for (i64 item = blockIdx.x; item < sequences * heads; item += gridDim.x) {
         const i64 sequence = item / heads, head = item % heads;
@@ -70,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
         for (i64 index = (span.length + interval - 1) / interval - 1; index >= 0; --index) {
             const i64 begin = index * interval;
             const int length = static_cast<int>(min(span.length - begin, i64(interval)));
-            const int chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN;
+            const int chunks = (length + CHUNK_LEN - 1) / CHUNK_LEN, pieces = (length + HELD_STATES - 1) / HELD_STATES;
             const T_IO* const r = r_all + start(r_strides) + begin * r_strides.token;
             const T_W* const w = w_all + start(w_strides) + begin * w_strides.token;
             const T_IO* const k = k_all + start(k_strides) + begin * k_strides.token;
@@ -83,26 +101,41 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                 const int width = min(BLOCK_ROWS, VALUE_SIZE - block_row);
                 const T_IO* const v = v_all + start(v_strides) + begin * v_strides.token + block_row;
                 const T_IO* const dy = dy_all + start(dy_strides) + begin * dy_strides.token + block_row;
+                const float* const sa = sa_all + (out_row + begin * heads) * VALUE_SIZE + block_row;
                 T_IO* const dv = dv_all + (out_row + begin * heads) * VALUE_SIZE + block_row;
 
                 StagedKeys<T_IO> next_r, next_k, next_a, next_b;
                 StagedKeys<T_W> next_w;
                 StagedValues<T_IO> next_v, next_dy;
-                StagedValues<float> next_u;
+                StagedValues<float> next_sa;
                 const auto load_forward = [&](int token) {
                     const int steps = length - token;
                     next_w.load(w + token * w_strides.token, w_strides.token, steps);
                     next_k.load(k + token * k_strides.token, k_strides.token, steps);
-                    next_a.load(a + token * a_strides.token, a_strides.token, steps);
                     next_b.load(b + token * b_strides.token, b_strides.token, steps);
                     next_v.load(v + token * v_strides.token, v_strides.token, steps, width);
+                    next_sa.load(sa + token * sa_stride, sa_stride, steps, width);
                 };
                 const auto store_forward = [&](int steps) {
                     next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [](float x) { return decay_factor<DECAY>(x); });
                     next_k.store<PADDED_HEAD>(smem.k[0], steps);
-                    next_a.store<PADDED_HEAD>(smem.a[0], steps);
                     next_b.store<PADDED_HEAD>(smem.b[0], steps);
                     next_v.store<BLOCK_ROWS>(smem.v[0], steps, width);
+                    next_sa.store<BLOCK_ROWS>(smem.sa[0], steps, width);
+                };
+
+                const auto advance = [&](const Rectangle& from, Rectangle& to, int s) {
+                    float v_t[ROWS_PER_THREAD], sa_t[ROWS_PER_THREAD], d_t[COLUMNS], k_t[COLUMNS], b_t[COLUMNS];
+                    read_rows(v_t, smem.v[s]);
+                    read_rows(sa_t, smem.sa[s]);
+                    read_columns(d_t, smem.d[s]);
+                    read_columns(k_t, smem.k[s]);
+                    read_columns(b_t, smem.b[s]);
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+                        for (int i = 0; i < ROWS_PER_THREAD; ++i)
+                            to[i][c] = from[i][c] * d_t[c] + v_t[i] * k_t[c] + sa_t[i] * b_t[c];
                 };
 
                 // Pass A. Past the end of the sequence d = 1 and all else is 0, which leaves the state as it is.
@@ -114,32 +147,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                     store_forward(length - chunk * CHUNK_LEN);
                     __syncthreads();
                     load_forward((chunk + 1) * CHUNK_LEN);
-                    save_rectangle(saved_state + i64(chunk) * RECTANGLE, state);
 #pragma unroll 1
                     for (int s = 0; s < CHUNK_LEN; ++s) {
-                        float a_t[COLUMNS], u_t[ROWS_PER_THREAD] = {};
-                        read_columns(a_t, smem.a[s]);
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; ++c)
-#pragma unroll
-                            for (int i = 0; i < ROWS_PER_THREAD; ++i) u_t[i] += state[i][c] * a_t[c];
-                        all_row_sums(u_t, smem.u[s]);
-                        float v_t[ROWS_PER_THREAD], d_t[COLUMNS], k_t[COLUMNS], b_t[COLUMNS];
-                        read_rows(v_t, smem.v[s]);
-                        read_columns(d_t, smem.d[s]);
-                        read_columns(b_t, smem.b[s]);
-                        read_columns(k_t, smem.k[s]);
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; ++c)
-#pragma unroll
-                            for (int i = 0; i < ROWS_PER_THREAD; ++i)
-                                state[i][c] = state[i][c] * d_t[c] + (u_t[i] * b_t[c] + v_t[i] * k_t[c]);
+                        if (s % HELD_STATES == 0)
+                            save_rectangle(saved_state + (i64(chunk) * PIECES + s / HELD_STATES) * RECTANGLE, state);
+                        advance(state, state, s);
                     }
-                    __syncthreads();
-                    write_values(saved_u + i64(chunk) * CHUNK_LEN * BLOCK_ROWS, BLOCK_ROWS, smem.u[0], CHUNK_LEN, BLOCK_ROWS);
                 }
 
-                // Pass B. (A block barrier between the write of saved_u and its reads: the next one below.)
+                // Pass B.
                 __syncthreads();
                 restore_rectangle(e, saved_e + i64(rows) * RECTANGLE);
                 const auto load_backward = [&](int chunk) {
@@ -147,101 +163,107 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                     if (chunk < 0) return;
                     load_forward(token);
                     next_r.load(r + token * r_strides.token, r_strides.token, steps);
+                    next_a.load(a + token * a_strides.token, a_strides.token, steps);
                     next_dy.load(dy + token * dy_strides.token, dy_strides.token, steps, width);
-                    next_u.load(saved_u + i64(token) * BLOCK_ROWS, BLOCK_ROWS, CHUNK_LEN);
                 };
                 load_backward(chunks - 1);
-                for (int chunk = chunks - 1; chunk >= 0; --chunk) {
-                    const int steps = length - chunk * CHUNK_LEN;
-                    store_forward(steps);
-                    next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
-                    next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
-                    next_u.store<BLOCK_ROWS>(smem.u[0], CHUNK_LEN);
-                    __syncthreads();
-                    load_backward(chunk - 1);
-
-                    float states[CHUNK_LEN][ROWS_PER_THREAD][COLUMNS];  // S before each token of the chunk
-                    restore_rectangle(states[0], saved_state + i64(chunk) * RECTANGLE);
-#pragma unroll
-                    for (int s = 0; s + 1 < CHUNK_LEN; ++s) {
-                        float u_t[ROWS_PER_THREAD], v_t[ROWS_PER_THREAD], d_t[COLUMNS], k_t[COLUMNS], b_t[COLUMNS];
-                        read_rows(u_t, smem.u[s]);
-                        read_rows(v_t, smem.v[s]);
-                        read_columns(d_t, smem.d[s]);
-                        read_columns(k_t, smem.k[s]);
-                        read_columns(b_t, smem.b[s]);
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; ++c)
-#pragma unroll
-                            for (int i = 0; i < ROWS_PER_THREAD; ++i)
-                                states[s + 1][i][c] = states[s][i][c] * d_t[c] + (u_t[i] * b_t[c] + v_t[i] * k_t[c]);
+#pragma unroll 1
+                for (int piece = pieces - 1; piece >= 0; --piece) {
+                    const int token = piece * HELD_STATES, first = token % CHUNK_LEN, chunk = token / CHUNK_LEN;
+                    float states[HELD_STATES][ROWS_PER_THREAD][COLUMNS];  // S before each of the tokens
+                    restore_rectangle(states[0], saved_state + i64(piece) * RECTANGLE);
+                    if (piece == pieces - 1 || first == CHUNK_LEN - HELD_STATES) {
+                        const int steps = length - chunk * CHUNK_LEN;
+                        store_forward(steps);
+                        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
+                        next_a.store<PADDED_HEAD>(smem.a[0], steps);
+                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f, [](float x) { return decay_slope<DECAY>(x); });
+                        next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
+                        __syncthreads();
+                        load_backward(chunk - 1);
+                        multiply_rows(smem.sa_dy, smem.sa, smem.dy);
+                        multiply_rows(smem.v_dy, smem.v, smem.dy);
                     }
 
 #pragma unroll
-                    for (int s = CHUNK_LEN - 1; s >= 0; --s) {
+                    for (int s = 0; s + 1 < HELD_STATES; ++s) advance(states[s], states[s + 1], first + s);
+
+#pragma unroll
+                    for (int s = HELD_STATES - 1; s >= 0; --s) {
+                        const int at = first + s;
                         const Rectangle& before = states[s];
-                        float dy_t[ROWS_PER_THREAD], u_t[ROWS_PER_THREAD], v_t[ROWS_PER_THREAD];
+                        float dy_t[ROWS_PER_THREAD], sa_t[ROWS_PER_THREAD], v_t[ROWS_PER_THREAD];
                         float r_t[COLUMNS], d_t[COLUMNS], k_t[COLUMNS], a_t[COLUMNS], b_t[COLUMNS];
-                        float du_t[ROWS_PER_THREAD] = {}, dv_t[ROWS_PER_THREAD] = {}, sums[SUMS * COLUMNS] = {};
-                        read_rows(dy_t, smem.dy[s]);
-                        read_columns(r_t, smem.r[s]);
-                        read_columns(b_t, smem.b[s]);
-                        read_columns(k_t, smem.k[s]);
+                        float dsa_t[ROWS_PER_THREAD] = {}, dv_t[ROWS_PER_THREAD] = {}, sums[SUMS][COLUMNS] = {};
+                        read_rows(dy_t, smem.dy[at]);
+                        read_columns(r_t, smem.r[at]);
+                        read_columns(b_t, smem.b[at]);
+                        read_columns(k_t, smem.k[at]);
 #pragma unroll
                         for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
                             for (int i = 0; i < ROWS_PER_THREAD; ++i) {
                                 e[i][c] += dy_t[i] * r_t[c];
-                                du_t[i] += e[i][c] * b_t[c];
+                                dsa_t[i] += e[i][c] * b_t[c];
                                 dv_t[i] += e[i][c] * k_t[c];
                             }
-                        all_row_sums(du_t, smem.du[s]);
-                        write_row_sums(dv_t, smem.dv[s]);
+                        write_row_sums(dsa_t, smem.dsa[at]);
+                        write_row_sums(dv_t, smem.dv[at]);
 
-                        read_rows(u_t, smem.u[s]);
-                        read_rows(v_t, smem.v[s]);
-                        read_columns(d_t, smem.d[s]);
-                        read_columns(a_t, smem.a[s]);
-                        float u_dy = 0.0f, v_dy = 0.0f;
+                        read_rows(sa_t, smem.sa[at]);
+                        read_rows(v_t, smem.v[at]);
+                        read_columns(d_t, smem.d[at]);
 #pragma unroll
-                        for (int i = 0; i < ROWS_PER_THREAD; ++i) u_dy += u_t[i] * dy_t[i], v_dy += v_t[i] * dy_t[i];
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; ++c) {
+                        for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
                             for (int i = 0; i < ROWS_PER_THREAD; ++i) {
-                                sums[c] += before[i][c] * dy_t[i];
-                                sums[COLUMNS + c] += before[i][c] * e[i][c];
-                                sums[2 * COLUMNS + c] += e[i][c] * v_t[i];
-                                sums[3 * COLUMNS + c] += e[i][c] * u_t[i];
-                                sums[4 * COLUMNS + c] += before[i][c] * du_t[i];
-                                e[i][c] = e[i][c] * d_t[c] + du_t[i] * a_t[c];
+                                sums[0][c] += before[i][c] * dy_t[i];
+                                sums[1][c] += before[i][c] * e[i][c];
+                                sums[2][c] += e[i][c] * v_t[i];
+                                sums[3][c] += e[i][c] * sa_t[i];
+                                e[i][c] *= d_t[c];
                             }
-                            // S_t^T dy_t from S_{t-1}: one state fewer in registers.
-                            sums[c] = sums[c] * d_t[c] + (u_dy * b_t[c] + v_dy * k_t[c]);
-                        }
-                        write_column_sums<SUMS>(sums, smem.sums[s % FLUSH_LEN][threadIdx.x / 32]);
+                        read_row_sums(dsa_t, smem.dsa[at]);
+                        read_columns(a_t, smem.a[at]);
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+                            for (int i = 0; i < ROWS_PER_THREAD; ++i) {
+                                sums[4][c] += before[i][c] * dsa_t[i];
+                                e[i][c] += dsa_t[i] * a_t[c];
+                            }
+                        write_column_sums<SUMS>(smem.sums[s % FLUSH_LEN], sums);
 
                         if (s % FLUSH_LEN == 0) {
                             __syncthreads();
-                            const int first = chunk * CHUNK_LEN + s;
-                            add_up_warps<SUMS>(smem.sums, length - first, [&](int sum, int step, int channel, Pack<float, 4> total) {
-                                const int token = first + step;
-                                float* const saved = saved_sums + (i64(token) * SUMS + sum) * PADDED_HEAD + channel;
-                                if (!add_row_blocks(total, saved, rows)) return;
-                                const i64 out = key_row + token * heads * HEAD_SIZE;
+                            add_up_parts<SUMS>(smem.sums, length - token - s, [&](int sum, int step, int channel, Pack<float, 4> total) {
+                                const int slot = at + step;
+                                if (sum == 0) {
+                                    // S_t^T dy_t from the sum over S_{t-1}: one state fewer in registers.
+#pragma unroll
+                                    for (int i = 0; i < 4; ++i) {
+                                        const int c = channel + i;
+                                        total.at[i] = scale * (total.at[i] * smem.d[slot][c] + smem.sa_dy[slot] * smem.b[slot][c] + smem.v_dy[slot] * smem.k[slot][c]);
+                                    }
+                                }
+                                const i64 at_token = token + s + step;
+                                if (!add_row_blocks(total, saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel, rows)) return;
+                                const i64 out = key_row + at_token * heads * HEAD_SIZE;
                                 if (sum == 1) {
-                                    apply_decay_slope(total, w + token * w_strides.token, channel);
+#pragma unroll
+                                    for (int i = 0; i < 4; ++i) total.at[i] *= smem.slope[slot][channel + i];
                                     write_channels(dw_all + out, total, channel);
                                 } else {
-                                    T_IO* const target = sum == 0 ? dr_all : sum == 2 ? dk_all : sum == 3 ? db_all : da_all;
-                                    for (int i = 0; i < 4; ++i) total.at[i] *= sum == 0 ? scale : 1.0f;
-                                    write_channels(target + out, total, channel);
+                                    write_channels((sum == 0 ? dr_all : sum == 2 ? dk_all : sum == 3 ? db_all : da_all) + out, total, channel);
                                 }
                             });
                             __syncthreads();
                         }
                     }
-                    write_values(dv + i64(chunk) * CHUNK_LEN * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], min(steps, CHUNK_LEN), width);
+                    if (first == 0) {
+                        const int steps = min(length - token, CHUNK_LEN);
+                        write_values(dv + i64(token) * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], steps, width);
+                    }
                 }
                 save_rectangle(saved_e + i64(rows) * RECTANGLE, e);
             }

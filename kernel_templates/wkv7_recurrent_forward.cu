@@ -1,11 +1,12 @@
 // RWKV-7 time mixing, forward, one token after another with the state in registers. Per head, S [V, K]:
 //
-//     u_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d_t) + u_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
+//     sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d_t) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
 //
 //   r k a b   [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; d = decay_factor(w)
 //   v, y      [batch, tokens, heads, V]  T_IO   in, out
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads, V, K]  fp32  out or null: the state before every `interval`-th token
+//   sa  [batch, tokens, heads, V]  fp32  out or null: for the backward
 //
 // Grid (sequences * heads, ROW_BLOCKS): value rows do not depend on each other, so any split of them is exact.
 // Shared memory holds CHUNK_LEN tokens as floats, the decay already mapped; the next chunk waits in registers.
@@ -15,7 +16,7 @@
 struct Smem {
     float r[CHUNK_LEN][PADDED_HEAD], d[CHUNK_LEN][PADDED_HEAD], k[CHUNK_LEN][PADDED_HEAD];
     float a[CHUNK_LEN][PADDED_HEAD], b[CHUNK_LEN][PADDED_HEAD];
-    float v[CHUNK_LEN][BLOCK_ROWS], u[CHUNK_LEN][BLOCK_ROWS], y[CHUNK_LEN][BLOCK_ROWS];
+    float v[CHUNK_LEN][BLOCK_ROWS], sa[CHUNK_LEN][BLOCK_ROWS], y[CHUNK_LEN][BLOCK_ROWS];
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");
 
@@ -23,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    float* __restrict__ checkpoints, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
+    float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
     Strides a_strides, Strides b_strides, i64 tokens, i64 heads, int interval, float scale) {
     __shared__ alignas(16) Smem smem;
     const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
@@ -35,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
     v += start(v_strides) + block_row;
     const i64 y_stride = heads * VALUE_SIZE;
-    y += (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + block_row;
+    const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + block_row;
+    y += y_start;
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     float* checkpoint = nullptr;
     if (checkpoints != nullptr)
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, block_row);
     __syncthreads();
 
-    i64 next_checkpoint = 0;
+    i64 next_checkpoint = checkpoints != nullptr ? 0 : span.length;
     for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
@@ -73,39 +75,49 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
         __syncthreads();
         load(token + CHUNK_LEN);
 
-#pragma unroll 1
-        for (int s = 0; s < steps; ++s) {
-            if (checkpoint != nullptr && token + s == next_checkpoint) {
-                write_state<StateLayout::vk>(checkpoint, state, block_row);
-                checkpoint += heads * (VALUE_SIZE * HEAD_SIZE);
-                next_checkpoint += interval;
-            }
-            float at_t[COLUMNS], u[ROWS_PER_THREAD] = {};
-            read_columns(at_t, smem.a[s]);
+        const auto step = [&](int s) {
+            float a_t[COLUMNS], sa_t[ROWS_PER_THREAD] = {};
+            read_columns(a_t, smem.a[s]);
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
-                for (int i = 0; i < ROWS_PER_THREAD; ++i) u[i] += state[i][c] * at_t[c];
-            all_row_sums(u, smem.u[s]);
+                for (int i = 0; i < ROWS_PER_THREAD; ++i) sa_t[i] += state[i][c] * a_t[c];
+            write_row_sums(sa_t, smem.sa[s]);
 
             float v_t[ROWS_PER_THREAD], y_t[ROWS_PER_THREAD] = {};
             float r_t[COLUMNS], d_t[COLUMNS], k_t[COLUMNS], b_t[COLUMNS];
             read_rows(v_t, smem.v[s]);
             read_columns(d_t, smem.d[s]);
-            read_columns(b_t, smem.b[s]);
             read_columns(k_t, smem.k[s]);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+                for (int i = 0; i < ROWS_PER_THREAD; ++i) state[i][c] = state[i][c] * d_t[c] + v_t[i] * k_t[c];
+            read_row_sums(sa_t, smem.sa[s]);
+            read_columns(b_t, smem.b[s]);
             read_columns(r_t, smem.r[s]);
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
                 for (int i = 0; i < ROWS_PER_THREAD; ++i) {
-                    state[i][c] = state[i][c] * d_t[c] + (u[i] * b_t[c] + v_t[i] * k_t[c]);
+                    state[i][c] += sa_t[i] * b_t[c];
                     y_t[i] += state[i][c] * r_t[c];
                 }
             write_row_sums(y_t, smem.y[s]);
+        };
+        for (int s = 0; s < steps;) {
+            if (token + s == next_checkpoint) {
+                write_state<StateLayout::vk>(checkpoint, state, block_row);
+                checkpoint += heads * (VALUE_SIZE * HEAD_SIZE);
+                next_checkpoint += interval;
+            }
+            const int stop = static_cast<int>(min(next_checkpoint - token, i64(steps)));
+#pragma unroll 2
+            for (; s < stop; ++s) step(s);
         }
         __syncthreads();
         write_values(y + token * y_stride, y_stride, smem.y[0], steps, width);
+        if (sa != nullptr) write_values(sa + y_start + token * y_stride, y_stride, smem.sa[0], steps, width);
     }
     if (final_state != nullptr) write_state<STATE_LAYOUT>(final_state + state_offset, state, block_row);
 }

@@ -12,7 +12,11 @@ from typing import Any
 from rwkv_jit.errors import NvrtcNotFoundError
 
 CUPY_WHEELS = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
-INSTALL = {12: 'pip install "rwkv-jit[cuda12]"', 13: 'pip install "rwkv-jit[cuda13]"'}
+# The packages themselves, so that the command works for a checkout as well; the extras cuda12 and cuda13 name the same.
+INSTALL = {
+    12: 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.8"',
+    13: 'pip install "cupy-cuda13x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc>=13"',
+}
 
 
 def installed_cupy() -> list[str]:
@@ -76,7 +80,9 @@ def nvrtc() -> Any:
     try:
         module.getVersion()
     except Exception as error:  # CuPy raises differently by version; each means that the library did not load
-        raise NvrtcNotFoundError(f"CuPy is there but NVRTC is not ({error}):\n    {INSTALL[from_wheel]}") from error
+        raise NvrtcNotFoundError(
+            f"CuPy is there but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[from_wheel]}"
+        ) from error
     return module
 
 

@@ -136,6 +136,7 @@ def get(name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
 
 
 def _find_or_compile(name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
+    stats.configure_logging()
     rendered = template.render(name, parameters)
     compiled, digest = None, ""
     for identity in (compiler.assumed_identity, compiler.identity):

@@ -93,7 +93,7 @@ def wkv7_ref(
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7 time mixing in plain torch; see `rwkv_jit.wkv7` for the arguments.
 
-        u = S a;  S = S diag(d(w)) + u b^T + v k^T;  y = scale S r        per head, S [V, K]
+        sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]
 
     Arithmetic is float64 for float64 inputs and float32 otherwise; `decay_bound` changes nothing here.
 
@@ -107,9 +107,9 @@ def wkv7_ref(
     d = decay_factor(w.to(dtype), decay)
 
     def step(state: Tensor, rows: slice, t: int) -> tuple[Tensor, Tensor]:
-        u = state @ af[rows, t].unsqueeze(-1)
+        sa = state @ af[rows, t].unsqueeze(-1)
         outer = vf[rows, t].unsqueeze(-1) * kf[rows, t].unsqueeze(-2)
-        state = state * d[rows, t].unsqueeze(-2) + u * bf[rows, t].unsqueeze(-2) + outer
+        state = state * d[rows, t].unsqueeze(-2) + sa * bf[rows, t].unsqueeze(-2) + outer
         return state, scale * (state @ rf[rows, t].unsqueeze(-1)).squeeze(-1)
 
     y, final = _scan(step, v, r.shape[-1], initial_state, cu_seqlens, state_layout, rf)

@@ -45,6 +45,7 @@ def say_once(message: str, *, key: str | None = None) -> None:
         if (key or message) in _said:
             return
         _said.add(key or message)
+    configure_logging()
     logger.warning(message)
 
 

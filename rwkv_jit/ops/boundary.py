@@ -84,7 +84,7 @@ def call(
     if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
         y, final = op.apply(*arguments)
     else:
-        y, final, _ = op.forward(*arguments, False)
+        y, final, _, _ = op.forward(*arguments, False)
     return y, final if output_final_state else None
 
 
@@ -151,11 +151,11 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
     results = ", ".join(["Tensor"] * (count + 1))
     _LIBRARY.define(
         f"{name}_fwd({given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}, bool output_final_state, "
-        "bool save_checkpoints) -> (Tensor, Tensor, Tensor)"
+        "bool save_checkpoints) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     _LIBRARY.define(
         f"{name}_bwd(Tensor? dy, Tensor? grad_final_state, {given}, Tensor? initial_state, Tensor? cu_seqlens, "
-        f"{_OPTIONS}, Tensor checkpoints) -> ({results})"
+        f"{_OPTIONS}, Tensor checkpoints, Tensor sa) -> ({results})"
     )
 
     def split(
@@ -178,7 +178,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         )
         return result
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inputs, state, cu_seqlens, options, backend = split(arguments)
         output_final_state, save_checkpoints = arguments[count + 9 :]
         if backend == "recurrent":
@@ -186,15 +186,14 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         if not arguments[0].is_cuda:
             stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
         y, final = run_reference(arguments)
-        return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
+        return y, final if output_final_state else y.new_empty(0), y.new_empty(0), y.new_empty(0)
 
-    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inputs, state, cu_seqlens, options, backend = split(arguments)
         output_final_state, save_checkpoints = arguments[count + 9 :]
         first, v = inputs["r"], inputs["v"]
         batch, tokens, heads, value_size = v.shape
-        empty = v.new_empty(0)
-        final = checkpoints = empty
+        final, checkpoints, sa = (v.new_empty(0) for _ in range(3))
         if output_final_state:
             sizes = (value_size, first.shape[3]) if options.state_layout == "vk" else (first.shape[3], value_size)
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
@@ -203,15 +202,17 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
             packed = cu_seqlens is not None
             slots = recurrent.checkpoint_slots(batch, tokens, inputs.sequences, packed, options.checkpoint_interval)
             checkpoints = v.new_empty((slots, heads, value_size, first.shape[3]), dtype=torch.float32)
-        return torch.empty_like(v, memory_format=torch.contiguous_format), final, checkpoints
+            sa = v.new_empty(v.shape, dtype=torch.float32) if recurrent.saves_sa(name) else sa
+        return torch.empty_like(v, memory_format=torch.contiguous_format), final, checkpoints, sa
 
     def backward(dy: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
         inputs, state, cu_seqlens, options, backend = split(arguments)
         if backend == "reference":
             return backward_reference(dy, grad_final, arguments)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
+        checkpoints, sa = arguments[-2:]
         grads, fixed_grads, grad_initial = recurrent.backward(
-            inputs, dy, grad_final, cu_seqlens, arguments[-1], options, state is not None
+            inputs, dy, grad_final, cu_seqlens, checkpoints, sa, options, state is not None
         )
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
         return (*grads, *totals, grad_initial if state is None else grad_initial.to(state.dtype))
@@ -264,19 +265,22 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            y, final, checkpoints = forward_op(*arguments, True)
+            y, final, checkpoints, sa = forward_op(*arguments, True)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*arguments[: count + 2], checkpoints)
+            ctx.save_for_backward(*arguments[: count + 2], checkpoints, sa)
             ctx.options = arguments[count + 2 : count + 9]
-            if not arguments[count + 9]:
+            ctx.has_final_state = bool(arguments[count + 9])
+            if not ctx.has_final_state:
                 ctx.mark_non_differentiable(final)
             return y, final
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            *saved, checkpoints = ctx.saved_tensors
+            *saved, checkpoints, sa = ctx.saved_tensors
+            # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
+            grad_final = grad_final if ctx.has_final_state else None
             run = Gradient.apply if torch.is_grad_enabled() else backward_op
-            *grads, grad_initial = run(dy, grad_final, *saved, *ctx.options, checkpoints)
+            *grads, grad_initial = run(dy, grad_final, *saved, *ctx.options, checkpoints, sa)
             state = saved[count]
             return (*grads, None if state is None else grad_initial, None, *[None] * (len(ctx.options) + 1))
 

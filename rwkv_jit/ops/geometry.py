@@ -20,7 +20,7 @@ SHARED_LIMIT = 48 * 1024  # what every GPU gives a block without asking
 
 
 class Staging(NamedTuple):
-    """Floats of shared memory per token and key channel, per token and value row, per warp and key channel."""
+    """Floats of shared memory per token and key channel, per token and value row, per thread and column."""
 
     keys: int
     values: int
@@ -29,9 +29,9 @@ class Staging(NamedTuple):
 
 STAGING = {
     ("wkv7", "forward"): Staging(5, 3, 0),
-    ("wkv7", "backward"): Staging(5, 5, 5),
+    ("wkv7", "backward"): Staging(6, 5, 5),
     ("wkv6", "forward"): Staging(3, 2, 0),
-    ("wkv6", "backward"): Staging(3, 3, 3),
+    ("wkv6", "backward"): Staging(4, 3, 3),
 }
 
 
@@ -62,7 +62,7 @@ def geometry(
     num_threads: int | None = None,
     few_heads: bool = False,
 ) -> dict[str, Parameter]:
-    """Return CHUNK_LEN, NUM_THREADS, LANES_PER_ROW and ROWS_PER_THREAD.
+    """Return CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD and, for the backward, HELD_STATES.
 
     A large rectangle reads shared memory least per multiply-add. With `few_heads` the forward takes small ones
     instead, so that there are blocks enough. The lanes depend on the head size alone: sums are added in the same
@@ -71,27 +71,33 @@ def geometry(
     forward = direction == "forward"
     lanes = _lanes(head_size, ideal_columns=8 if forward else 4)
     columns = _columns(head_size, lanes)
-    # The backward keeps CHUNK_LEN + 1 rectangles in registers, the forward one.
-    most_rows, most_elements, chunk_lens = (2 if few_heads else 8, 64, (8, 4, 2, 1)) if forward else (8, 32, (4, 2, 1))
-    rows = min(most_rows, _floor_power(most_elements / columns), _ceil_power(value_size))
+    # The backward keeps HELD_STATES + 1 rectangles in registers, the forward one.
+    most_rows, most_elements = (2 if few_heads else 8, 64) if forward else (8, 32)
+    most_rows = min(most_rows, _floor_power(most_elements / columns))
     staging = STAGING[op, direction]
 
-    def shared_bytes(chunk: int, threads: int) -> int:
-        padded, block_rows = lanes * columns, threads // lanes * rows
-        return 4 * (
-            chunk * (staging.keys * padded + staging.values * block_rows) + threads // 32 * staging.sums * padded
-        )
+    def rows(threads: int) -> int:
+        """Rows per thread: no more than a block of so many threads needs for all value rows."""
+        return min(most_rows, _ceil_power(value_size * lanes / threads))
 
-    threads = num_threads or min(max(_ceil_power(value_size / rows) * lanes, 32), 64 if few_heads and forward else 128)
+    def shared_bytes(chunk: int, threads: int) -> int:
+        staged = staging.keys * lanes * columns + staging.values * threads // lanes * rows(threads)
+        return 4 * (chunk * staged + staging.sums * threads * columns)
+
+    enough = _ceil_power(value_size / most_rows) * lanes
+    threads = num_threads or min(max(enough, 32), 64 if few_heads and forward else 128)
     while num_threads is None and threads > 32 and shared_bytes(1, threads) > SHARED_LIMIT:
         threads //= 2
-    fitting = [chunk for chunk in chunk_lens if shared_bytes(chunk, threads) <= SHARED_LIMIT]
-    return {
+    fitting = [chunk for chunk in (8, 4, 2, 1) if shared_bytes(chunk, threads) <= SHARED_LIMIT]
+    chosen: dict[str, Parameter] = {
         "CHUNK_LEN": chunk_len or (fitting or [1])[0],
         "NUM_THREADS": threads,
         "LANES_PER_ROW": lanes,
-        "ROWS_PER_THREAD": rows,
+        "ROWS_PER_THREAD": rows(threads),
     }
+    if not forward:
+        chosen["HELD_STATES"] = min(int(chosen["CHUNK_LEN"]), 4)
+    return chosen
 
 
 def block_rows(parameters: Mapping[str, Parameter]) -> int:

@@ -62,6 +62,11 @@ def checkpoint_slots(batch: Any, tokens: Any, sequences: Any, packed: bool, inte
     return tokens // interval + sequences if packed else batch * ((tokens + interval - 1) // interval)
 
 
+def saves_sa(op: str) -> bool:
+    """Return whether the forward saves sa_t = S_{t-1} a_t [B, T, H, V], a sum the backward would have to repeat."""
+    return op == "wkv7"
+
+
 def specialize(
     op: str,
     direction: str,
@@ -115,8 +120,11 @@ def forward(
     options: Options,
     output_final_state: bool,
     save_checkpoints: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward; return y, the final state and the checkpoints, the last two empty unless asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the forward; return y, the final state, and what the backward needs: checkpoints and, for wkv7, sa.
+
+    Whatever is not asked for is empty.
+    """
     v = inputs["v"]
     batch, tokens, heads, value_size = v.shape
     head_size = inputs["r"].shape[3]
@@ -132,14 +140,17 @@ def forward(
     initial_state = None if initial_state is None else initial_state.contiguous()
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-    final = checkpoints = None
+    final = checkpoints = sa = None
     if output_final_state:
         final = torch.empty((inputs.sequences, heads, *sizes), dtype=state_dtype, device=v.device)
     if save_checkpoints:
         slots = checkpoint_slots(batch, tokens, inputs.sequences, packed, options.checkpoint_interval)
         checkpoints = torch.empty((slots, heads, value_size, head_size), dtype=torch.float32, device=v.device)
-    _launch(prepared, v, [*streamed, *inputs.fixed, initial_state, cu_seqlens, y, final, checkpoints])
-    return y, y.new_empty(0) if final is None else final, y.new_empty(0) if checkpoints is None else checkpoints
+        sa = torch.empty(v.shape, dtype=torch.float32, device=v.device) if saves_sa(inputs.op) else None
+    saved = [checkpoints, sa] if saves_sa(inputs.op) else [checkpoints]
+    _launch(prepared, v, [*streamed, *inputs.fixed, initial_state, cu_seqlens, y, final, *saved])
+    final, checkpoints, sa = (y.new_empty(0) if x is None else x for x in (final, checkpoints, sa))
+    return y, final, checkpoints, sa
 
 
 def backward(
@@ -148,6 +159,7 @@ def backward(
     grad_final_state: Tensor | None,
     cu_seqlens: Tensor | None,
     checkpoints: Tensor,
+    sa: Tensor,
     options: Options,
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -178,7 +190,8 @@ def backward(
     if want_initial_state:
         grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
     scratch = torch.empty(prepared.scratch, dtype=torch.float32, device=v.device)
-    given = [*streamed, *inputs.fixed, dy, cu_seqlens, checkpoints, grad_final_state]
+    saved = [checkpoints, sa] if saves_sa(inputs.op) else [checkpoints]
+    given = [*streamed, *inputs.fixed, dy, cu_seqlens, *saved, grad_final_state]
     _launch(prepared, v, [*given, *grads, *fixed_grads, grad_initial, scratch])
     return grads, fixed_grads, scratch.new_empty(0) if grad_initial is None else grad_initial
 
@@ -248,7 +261,7 @@ def _prepare_forward(inputs: Inputs, state_dtype: torch.dtype, options: Options,
         copies = tuple(map(tensors.needs_copy, inputs.streamed))
         grid = (inputs.sequences * heads, math.ceil(value_size / block_rows(found.parameters)))
         constants = _constants(inputs.streamed, copies, [tokens, heads], options)
-        pointers = len(inputs.streamed) + len(inputs.fixed) + 5
+        pointers = len(inputs.streamed) + len(inputs.fixed) + 5 + saves_sa(inputs.op)
         threads = int(found.parameters["NUM_THREADS"])
         plan = kernel.Plan(found, f"{inputs.op}_forward", device, grid, threads, pointers, constants)
     return _Prepared(plan, copies, 0)
@@ -270,20 +283,21 @@ def _prepare_backward(inputs: Inputs, dy: Tensor, options: Options) -> _Prepared
         scratch = _scratch_per_block(inputs, found.parameters, _interval(options, tokens))
         sizes = [tokens, heads, inputs.sequences, scratch]
         constants = _constants(streamed, copies, sizes, options)
-        pointers = 2 * (len(inputs.streamed) + len(inputs.fixed)) + 6
+        pointers = 2 * (len(inputs.streamed) + len(inputs.fixed)) + 6 + saves_sa(inputs.op)
         plan = kernel.Plan(found, entry, device, (blocks, 1), threads, pointers, constants)
     return _Prepared(plan, copies, blocks * scratch)
 
 
 def _scratch_per_block(inputs: Inputs, parameters: Mapping[str, Parameter], interval: int) -> int:
-    """Floats for E of every row block, the states at chunk starts, u (wkv7) and the running sums over row blocks."""
+    """Floats for E of every row block, the states at piece starts and the running sums over row blocks."""
     chunk_len, lanes = int(parameters["CHUNK_LEN"]), int(parameters["LANES_PER_ROW"])
     rows = block_rows(parameters)
     padded_head = 4 * lanes * math.ceil(inputs["r"].shape[3] / (4 * lanes))
     chunks = math.ceil(interval / chunk_len)
+    pieces = chunks * (chunk_len // int(parameters["HELD_STATES"]))
     row_blocks = math.ceil(inputs["v"].shape[3] / rows)
     sums = len(inputs.streamed) - 1 if row_blocks > 1 else 0
-    return (row_blocks + chunks) * rows * padded_head + chunks * chunk_len * (rows + sums * padded_head)
+    return (row_blocks + pieces) * rows * padded_head + chunks * chunk_len * sums * padded_head
 
 
 def _interval(options: Options, tokens: int) -> int:

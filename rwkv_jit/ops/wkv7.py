@@ -33,7 +33,7 @@ def wkv7(
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-7 time mixing over sequences, with gradients to every input and to the initial state.
 
-        u_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + u_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
+        sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
 
     per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
     usually equal), N the number of sequences: B, or one less than the length of `cu_seqlens`.
@@ -95,7 +95,7 @@ def wkv7(
     Results are the same bit for bit from run to run.
 
     The backward recomputes the states forward from the saved ones and never divides by the decay, so any decay is
-    safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes. A second derivative is an error.
+    safe. It keeps 4 B H V (T + K ceil(T / checkpoint_interval)) bytes between the passes. A second derivative is an error.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.
