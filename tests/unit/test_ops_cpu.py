@@ -321,12 +321,9 @@ def test_forward_op_passes_opcheck(op, packed, output_final_state, make_inputs, 
 def test_backward_op_passes_opcheck(op, with_state, make_inputs, make_state):
     given = make_inputs(op, dtype=torch.float32, requires_grad=False)
     state = make_state(2, dtype=torch.float32).detach() if with_state else None
-    dy = torch.ones_like(given["v"])
-    grad_final = torch.ones(2, 2, 4, 3) if with_state else None
-    torch.library.opcheck(
-        torch_op(op, "bwd"),
-        (dy, grad_final, *op_arguments(op, given, state), torch.empty(0)),
-    )
+    arguments = op_arguments(op, given, state)
+    y, final, *saved = torch_op(op, "fwd")(*arguments, with_state, True)
+    torch.library.opcheck(torch_op(op, "bwd"), (torch.ones_like(y), final if with_state else None, *arguments, *saved))
 
 
 @pytest.mark.parametrize("op", OPS)
