@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import rwkv_jit
+from rwkv_jit import tensors
 
 OPS = ("wkv6", "wkv7")
 DECAYS = ("raw", "sigmoid", "log", "direct")
@@ -59,6 +60,7 @@ def test_packed_values_and_gradients_are_the_references(op, make_inputs, make_st
     outputs = public(op)(*given.values(), state, True, **options)
     wanted = reference(op)(*given.values(), state, True, **options)
     assert_same(outputs, wanted)
+    assert outputs[1].is_contiguous()
     leaves = [*given.values(), state]
     assert_same(torch.autograd.grad(loss(*outputs), leaves), torch.autograd.grad(loss(*wanted), leaves))
 
@@ -283,11 +285,12 @@ def test_numpy_arrays_come_in_through_dlpack(op, writeable, make_inputs, make_st
     assert_same(outputs, [x.detach() for x in reference(op)(*given.values(), state, True, bounds)])
 
 
-def test_writeable_numpy_arrays_are_not_copied():
-    from rwkv_jit import tensors
-
+def test_writeable_numpy_arrays_are_viewed_and_read_only_ones_copied():
     array = np.zeros(3, dtype=np.float32)
     tensors.from_any("r", array)[1] = 5
+    assert array.tolist() == [0, 5, 0]
+    array.flags.writeable = False
+    tensors.from_any("r", array)[1] = 7
     assert array.tolist() == [0, 5, 0]
 
 

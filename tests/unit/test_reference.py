@@ -97,6 +97,7 @@ def test_values_are_those_of_the_formula(op, decay, layout, make_inputs, make_st
     want_y, want_final = formula(op, given, start.numpy(), [(0, 0, 5), (1, 0, 5)], 0.7, decay)
     close(y, want_y)
     close(final.transpose(-1, -2) if layout == "kv" else final, want_final)
+    assert final.is_contiguous()
 
 
 @pytest.mark.parametrize("op", OPS)
