@@ -95,7 +95,8 @@ def wkv7(
     Results are the same bit for bit from run to run.
 
     The backward recomputes the states forward from the saved ones and never divides by the decay, so any decay is
-    safe. It keeps 4 B H V (T + K ceil(T / checkpoint_interval)) bytes between the passes. A second derivative is an error.
+    safe. It keeps 4 B H V (T + K ceil(T / checkpoint_interval)) bytes between the passes. A second derivative is an
+    error.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.

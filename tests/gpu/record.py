@@ -35,7 +35,17 @@ def module_tree(name: str) -> str:
             and isinstance(body[0].value, ast.Constant)
         ):
             del body[0]
-    return ast.dump(tree)
+    return canonical(tree)
+
+
+def canonical(node):
+    """The tree as text, the same in every Python: `ast.dump` shows empty fields in some versions only."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return f"{type(node).__name__}({', '.join(f'{name}={canonical(value)}' for name, value in fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(canonical, node))}]"
+    return repr(node)
 
 
 def digest(op: str) -> str:

@@ -1,0 +1,184 @@
+"""Times, errors and memory of the ops on this GPU, and what a first call costs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import reference, runtime
+from rwkv_jit.ops.wkv6 import wkv6
+from rwkv_jit.ops.wkv7 import wkv7
+
+OPS: dict[str, Callable[..., Any]] = {"wkv6": wkv6, "wkv7": wkv7}
+REFERENCES: dict[str, Callable[..., Any]] = {"wkv6": reference.wkv6_ref, "wkv7": reference.wkv7_ref}
+# Batch, tokens, heads, head size: a short prompt, and training.
+SHAPES = ((1, 54, 32, 64), (8, 4096, 64, 64))
+_SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
+
+# A process of its own, timed from where imports, the CUDA context and torch's own first uses are done.
+_FIRST_CALL = """
+import time, platformdirs, torch, rwkv_jit
+from rwkv_jit import cuda
+from rwkv_jit.bench import make_inputs
+cuda.cupy()
+given = make_inputs("wkv7", (1, 64, 4, 64), torch.bfloat16)
+torch.cuda.current_stream().synchronize()
+x = torch.ones(8, 8, device="cuda", requires_grad=True)
+(x @ x).backward(torch.ones(8, 8, device="cuda"))
+torch.cuda.synchronize()
+rwkv_jit.wkv7
+started = time.perf_counter()
+y, _ = rwkv_jit.wkv7(*given)
+y.backward(torch.ones_like(y))
+torch.cuda.synchronize()
+print((time.perf_counter() - started) * 1e3)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument("--shape", help="B,T,H,N instead of the usual shapes")
+
+
+def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Return inputs like a model's, in the op's order, that require gradients."""
+    batch, tokens, heads, head_size = shape
+    r, k, v, kk, w = (torch.randn(batch, tokens, heads, head_size, device="cuda") for _ in range(5))
+    kk = torch.nn.functional.normalize(kk, dim=-1)
+    r, k, w = r * 0.5, k * 0.5, w - 0.6
+    bonus = torch.randn(heads, head_size, device="cuda")
+    given = [r, w, k, v, -kk, kk * torch.rand_like(kk)] if op == "wkv7" else [r, k, v, w, bonus]
+    return [x.to(dtype).requires_grad_() for x in given]
+
+
+def median_ms(function: Callable[[], Any], repeats: int = 20) -> float:
+    """Return the median time of a call by CUDA events."""
+    times = []
+    for run in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        if run >= 3:
+            times.append(begin.elapsed_time(end))
+    return float(statistics.median(times))
+
+
+def graph_ms(function: Callable[[], Any], calls: int = 50) -> float:
+    """Return the time of a call inside a CUDA graph: `calls` of them captured, replayed, and divided."""
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return median_ms(graph.replay) / calls
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure.
+
+    Returns
+    -------
+    dict
+        env : the environment report; rows : one dict per op and shape, with op, shape, dtype, forward_ms,
+        forward_backward_ms, in_graph, saved_mib, error; first_call : milliseconds of a first call with gradients from
+        an empty cache and from disk, each in a process of its own.
+
+    Raises
+    ------
+    ValueError
+        There is no GPU, or the shape cannot be read.
+    """
+    if not runtime.is_available():
+        raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
+    shapes = SHAPES if arguments.shape is None else (_read_shape(arguments.shape),)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
+    rows = [_measure(op, shape, dtype) for shape in shapes for op in arguments.op or sorted(OPS)]
+    return {"env": runtime.env_report(), "rows": rows, "first_call": _first_calls()}
+
+
+def _read_shape(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"shape: expected four positive numbers B,T,H,N, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def _measure(op: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+    function = OPS[op]
+    given = make_inputs(op, shape, dtype)
+    weight = torch.randn(tuple(shape), device="cuda").to(dtype)
+    detached = [x.detach() for x in given]
+    small = weight.numel() < _SMALL
+    forward = (graph_ms if small else median_ms)(lambda: function(*detached))
+    both = median_ms(lambda: torch.autograd.grad(function(*given)[0], given, weight))
+    before = torch.cuda.memory_allocated()
+    y, _ = function(*given)
+    saved = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    del y
+    return {
+        "op": op,
+        "shape": list(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "forward_ms": forward,
+        "forward_backward_ms": both,
+        "in_graph": small,
+        "saved_mib": saved / 2**20,
+        "error": _error(op, shape, dtype),
+    }
+
+
+def _error(op: str, shape: Sequence[int], dtype: torch.dtype) -> float:
+    """Return the largest relative L2 error of y and the gradients against float64, over at most 300 tokens of a row."""
+    given = make_inputs(op, (1, min(shape[1], 300), *shape[2:]), dtype)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    y, want = OPS[op](*given)[0], REFERENCES[op](*exact)[0]
+    weight = torch.randn_like(y)
+    grads = torch.autograd.grad(y, given, weight)
+    want_grads = torch.autograd.grad(want, exact, weight.double())
+    pairs = zip((y, *grads), (want, *want_grads), strict=True)
+    return max(float(((x.double() - ref).norm() / ref.norm()).item()) for x, ref in pairs)
+
+
+def _first_calls() -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as cache:
+        child = {**os.environ, "RWKVJIT_CACHE_DIR": cache}
+        times = [float(_run_child(child)) for _ in range(2)]
+    return {"compiled_ms": times[0], "from_disk_ms": times[1]}
+
+
+def _run_child(environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", _FIRST_CALL]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a measurement as a table."""
+    print(f"{result['env']['gpus'][0]}, torch {result['env']['torch']}, NVRTC {result['env']['nvrtc'].split()[0]}\n")
+    head = f"{'op':5} {'(B, T, H, N)':>18} {'dtype':>9} {'forward ms':>11}"
+    print(f"{head} {'fwd + bwd ms':>13} {'saved MiB':>10} {'error':>8}")
+    for row in result["rows"]:
+        shape = f"({', '.join(map(str, row['shape']))})"
+        graph = "*" if row["in_graph"] else " "
+        print(
+            f"{row['op']:5} {shape:>18} {row['dtype']:>9} {row['forward_ms']:10.4f}{graph} "
+            f"{row['forward_backward_ms']:13.4f} {row['saved_mib']:10.1f} {row['error']:8.1e}"
+        )
+    first = result["first_call"]
+    print("\n* inside a CUDA graph. Error: relative L2 against float64, the largest of y and the gradients.")
+    print(
+        f"First call of wkv7 with gradients: {first['compiled_ms']:.0f} ms from an empty cache, "
+        f"{first['from_disk_ms']:.1f} ms from disk in a new process (imports and CUDA context not counted)."
+    )

@@ -1,0 +1,81 @@
+"""The record of the last GPU run covers the kernels and launchers as they are now."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+_path = Path(__file__).resolve().parents[1] / "gpu" / "record.py"
+_spec = importlib.util.spec_from_file_location("gpu_record", _path)
+record = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(record)
+
+
+@pytest.mark.parametrize("op", record.OPS)
+def test_the_record_is_of_these_sources(op):
+    section = json.loads(record.RECORD.read_text(encoding="utf-8"))["ops"][op]
+    owed = json.loads(record.OWED.read_text(encoding="utf-8"))
+    assert section["failed"] == 0
+    assert section["passed"] > 0
+    # Else: `pytest tests/gpu --record` on a GPU, or list the op in owed.json.
+    assert section["digest"] == record.digest(op) or op in owed
+
+
+def test_totals_are_the_sums_of_the_sections():
+    written = json.loads(record.RECORD.read_text(encoding="utf-8"))
+    for name in ("passed", "failed", "skipped"):
+        assert written[name] == sum(section[name] for section in written["ops"].values())
+
+
+@pytest.fixture
+def copied_sources(tmp_path, monkeypatch):
+    for folder in ("kernel_templates", "rwkv_jit", "rwkv_jit/ops"):
+        (tmp_path / folder).mkdir(parents=True)
+        for path in (record.ROOT / folder).iterdir():
+            if path.is_file():
+                (tmp_path / folder / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    return tmp_path
+
+
+def _edit(path, change):
+    path.write_text(change(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def test_comments_and_docstrings_leave_the_digest(copied_sources):
+    before = record.digest("wkv7")
+    _edit(copied_sources / "kernel_templates/wkv7_recurrent_forward.cu", lambda text: "// new words\n\n" + text)
+    _edit(copied_sources / "kernel_templates/tile.cuh", lambda text: text.replace("    ", "  ") + "/* more\n words */")
+    _edit(
+        copied_sources / "rwkv_jit/ops/recurrent.py",
+        lambda text: text.replace('"""The recurrent', '"""Other words: the recurrent'),
+    )
+    _edit(copied_sources / "rwkv_jit/reference.py", lambda text: text + "\nEXTRA = 1\n")
+    assert record.digest("wkv7") == before
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        ("kernel_templates/wkv7_recurrent_backward.cu", "e[i][c] += dy_t[i]", "e[i][c] -= dy_t[i]"),
+        ("kernel_templates/types.cuh", "return expf(w);", "return expf(w) + 1.0f;"),
+        ("kernel_templates/column_sums.cuh", "int group = 0", "int group = 1"),
+        ("rwkv_jit/ops/geometry.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
+        ("rwkv_jit/ops/wkv7.py", "checkpoint_interval: int = 64", "checkpoint_interval: int = 32"),
+    ],
+)
+def test_any_other_change_is_seen(copied_sources, path, old, new):
+    before = record.digest("wkv7")
+    assert old in (copied_sources / path).read_text(encoding="utf-8")
+    _edit(copied_sources / path, lambda text: text.replace(old, new, 1))
+    assert record.digest("wkv7") != before
+
+
+def test_an_op_is_stale_only_by_its_own_templates(copied_sources):
+    before = record.digest("wkv6")
+    _edit(
+        copied_sources / "kernel_templates/wkv7_recurrent_forward.cu",
+        lambda text: text + "\nconstexpr int EXTRA = 1;\n",
+    )
+    assert record.digest("wkv6") == before
