@@ -2,6 +2,7 @@
 
 import ast
 import logging
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from rwkv_jit import cuda, env, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
+INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.8"'
+INSTALL_13 = 'pip install "cupy-cuda13x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc>=13"'
 CALL_ON_CPU = """
 import torch, rwkv_jit
 x = torch.ones(1, 2, 1, 4, requires_grad=True)
@@ -85,7 +88,7 @@ def test_cpu_tensors_without_the_posix_only_names(child):
 
 def test_without_cupy_a_kernel_is_an_error_with_the_command_and_cpu_tensors_work(child):
     done = child(BLOCK_CUPY + HIDE_CUPY_WHEELS + SPECIALIZE + CALL_ON_CPU)
-    assert done.stdout == 'CuPy is not installed; CUDA kernels need it:\n    pip install "rwkv-jit[cuda12]"\n'
+    assert done.stdout == f"CuPy is not installed; CUDA kernels need it:\n    {INSTALL_12}\n"
 
 
 def test_without_cupy_everything_that_only_asks_still_answers(child):
@@ -111,8 +114,7 @@ def test_cupy_that_cannot_be_imported_says_why(child):
     )
     done = child(BLOCK_CUPY + installed + SPECIALIZE)
     assert done.stdout == (
-        "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy'); CUDA kernels need it:\n"
-        '    pip install "rwkv-jit[cuda12]"\n'
+        f"cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy'); CUDA kernels need it:\n    {INSTALL_12}\n"
     )
 
 
@@ -121,15 +123,15 @@ def test_cupy_that_cannot_be_imported_says_why(child):
     [
         (
             {"cupy-cuda12x": "14.0.1", "cupy-cuda13x": "14.2.0"},
-            'pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install "rwkv-jit[cuda13]"',
+            f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
         ),
         (
             {"cupy-cuda12x": "14.0.1", "cupy": "13.0.0"},
-            'pip uninstall -y cupy-cuda12x cupy && pip install "rwkv-jit[cuda12]"',
+            f"pip uninstall -y cupy-cuda12x cupy && {INSTALL_12}",
         ),
         (
             {"cupy-cuda11x": "13.0.0", "cupy-cuda12x": "14.0.1"},
-            'pip uninstall -y cupy-cuda11x cupy-cuda12x && pip install "rwkv-jit[cuda12]"',
+            f"pip uninstall -y cupy-cuda11x cupy-cuda12x && {INSTALL_12}",
         ),
     ],
 )
@@ -149,8 +151,8 @@ def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monke
     assert last == f"    {command}"
 
 
-@pytest.mark.parametrize(("wheel", "extra"), [("cupy-cuda12x", "cuda12"), ("cupy-cuda13x", "cuda13")])
-def test_missing_nvrtc_names_the_extra_of_the_cupy_at_hand(wheel, extra, child):
+@pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
+def test_missing_nvrtc_names_what_goes_with_the_cupy_at_hand(wheel, command, child):
     done = child(
         f"""
 import sys, types
@@ -164,9 +166,13 @@ for name, module in (("cupy", types.ModuleType("cupy")), ("cupy.cuda", types.Sim
 """
         + SPECIALIZE
     )
-    assert done.stdout == (
-        f'CuPy is there but NVRTC is not (libnvrtc.so not found):\n    pip install "rwkv-jit[{extra}]"\n'
-    )
+    assert done.stdout == f"CuPy is there but NVRTC is not (libnvrtc.so not found):\n    {command}\n"
+
+
+@pytest.mark.parametrize(("extra", "command"), [("cuda12", INSTALL_12), ("cuda13", INSTALL_13)])
+def test_command_installs_what_the_extra_does(extra, command, root):
+    (needed,) = re.findall(rf"^{extra} = \[(.*)\]$", (root / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert command == "pip install " + needed.replace(", ", " ")
 
 
 IMPORT_CUPY = """
