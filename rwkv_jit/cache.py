@@ -28,7 +28,8 @@ def key(rendered: Rendered, options: tuple[str, ...], arch: str, compiler: str) 
     """Return the digest of everything that decides the machine code; each field with its length, in fixed order."""
     digest = sha256()
     headers = [part for header in rendered.headers for part in header]
-    for field in (str(SCHEMA), rendered.name, rendered.source, *headers, *options, arch, compiler):
+    sizes = f"{SCHEMA} {len(headers)} {len(options)}"
+    for field in (sizes, rendered.name, rendered.source, *headers, *options, arch, compiler):
         data = field.encode()
         digest.update(struct.pack("<Q", len(data)))
         digest.update(data)
@@ -78,7 +79,7 @@ def get(name: str, arch: str, digest: str) -> Compiled | None:
         return None
     try:
         return unpack(data, digest)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         stats.say_once(f"cache entry {path} is {error}: compiling again", key=str(path))
         return None
 

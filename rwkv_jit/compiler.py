@@ -25,6 +25,7 @@ _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _ASSERTION = re.compile(r'static assertion failed with "([^"]*)"')
+_HEAD = "parameters.cu"  # the name of the lines above `#line 1`
 _PLACE = re.compile(r"^([\w.]+)\((\d+)\): error", re.MULTILINE)
 
 
@@ -115,7 +116,7 @@ def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -
     nvrtc = cuda.nvrtc()
     names = [name.encode() for name, _ in rendered.headers]
     texts = [text.encode() for _, text in rendered.headers]
-    program = nvrtc.createProgram(rendered.source, f"{rendered.name}.cu", texts, names)
+    program = nvrtc.createProgram(rendered.source, _HEAD, texts, names)
     started = time.perf_counter()
     try:
         nvrtc.compileProgram(program, list(options(target)))
@@ -149,7 +150,9 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
 
 def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
     """Numbered lines around an error; the template's own numbers start after the `#line 1` of the rendering."""
-    text = dict(rendered.headers).get(file) or rendered.source.split("#line 1", 1)[1].split("\n", 1)[1]
+    head, body = rendered.source.split("#line 1", 1)
+    texts = {**dict(rendered.headers), _HEAD: head, f"{rendered.name}.cu": body.split("\n", 1)[1]}
+    text = texts.get(file, "")
     lines = text.splitlines()
     first = max(line - around, 1)
     numbered = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from rwkv_jit.errors import CompileError, RwkvJitError
 from rwkv_jit.template import Parameter, Rendered
 
 Request = tuple[str, Mapping[str, Parameter], str]  # template, parameters, architecture
+Source = Callable[[Any, str, Mapping[str, Parameter], str], "Kernel | None"]
 
 
 class Kernel:
@@ -120,54 +121,81 @@ def get(name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
     CompileError, NvrtcNotFoundError
         The kernel is nowhere and cannot be compiled.
     """
+    kernel = _serve(name, parameters, arch, (_memory_hit, _disk_hit, _compile))
+    assert kernel is not None
+    return kernel
+
+
+def get_all(requests: Iterable[Request]) -> list[Kernel]:
+    """Return several kernels; those that are nowhere compile side by side, as NVRTC releases the interpreter lock."""
+    wanted = list(requests)
+    found: list[Kernel | None] = [_serve(*request, (_memory_hit, _disk_hit)) for request in wanted]
+    missing = [request for request, kernel in zip(wanted, found, strict=True) if kernel is None]
+    if len(missing) > 1:
+        with ThreadPoolExecutor(len(missing)) as pool:
+            compiled = iter(list(pool.map(lambda request: get(*request), missing)))
+    else:
+        compiled = iter([get(*request) for request in missing])
+    return [next(compiled) if kernel is None else kernel for kernel in found]
+
+
+def _serve(name: str, parameters: Mapping[str, Parameter], arch: str, sources: Sequence[Source]) -> Kernel | None:
+    """Ask the sources in turn; one thread at a time for one kernel."""
     memory_key = (name, tuple(sorted(parameters.items())), arch)
     with _registry_lock:
         lock = _locks.setdefault(memory_key, threading.Lock())
     with lock:
-        found = _memory.get(memory_key)
-        if found is not None:
-            stats.count("memory")
-            served = copy.copy(found)  # the same module; only where this request was served from differs
-            served.origin = "memory"
-            return served
-        kernel = _find_or_compile(name, parameters, compiler.check_arch(arch))
-        _memory[memory_key] = kernel
-        return kernel
+        for source in sources:
+            kernel = source(memory_key, name, parameters, arch)
+            if kernel is not None:
+                return kernel
+    return None
 
 
-def _find_or_compile(name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
-    stats.configure_logging()
+def _memory_hit(memory_key: Any, name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel | None:
+    found = _memory.get(memory_key)
+    if found is None:
+        return None
+    stats.count("memory")
+    served = copy.copy(found)  # the same module; only where this request was served from differs
+    served.origin = "memory"
+    return served
+
+
+def _disk_hit(memory_key: Any, name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel | None:
+    """Look under the compiler that an earlier process noted, as a hit then loads no NVRTC; then under the true one."""
     rendered = template.render(name, parameters)
-    compiled, digest = None, ""
+    looked_for = None
     for identity in (compiler.assumed_identity, compiler.identity):
         compiler_name = identity()
-        if compiler_name is None:
+        if compiler_name is None or compiler_name == looked_for:
             continue
-        digest, previous = cache.key(rendered, compiler.options(arch), arch, compiler_name), digest
-        if digest != previous:
-            compiled = cache.get(name, arch, digest)
+        looked_for = compiler_name
+        digest = cache.key(rendered, compiler.options(arch), compiler.check_arch(arch), compiler_name)
+        compiled = cache.get(name, arch, digest)
         if compiled is not None:
             stats.count("disk")
-            return Kernel(rendered, parameters, arch, compiled, "disk")
+            _memory[memory_key] = kernel = Kernel(rendered, parameters, arch, compiled, "disk")
+            return kernel
+    return None
+
+
+def _compile(memory_key: Any, name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
     if env.assert_cached():
         raise CompileError(
             f"RWKVJIT_ASSERT_CACHED is set and {name} for {arch} with {dict(parameters)} is not in the cache"
         )
+    stats.configure_logging()
+    template.check_parameters(name, parameters)
+    rendered = template.render(name, parameters)
     compiled = compiler.compile(rendered, arch, parameters)
     stats.count("compiled", compiled.seconds)
     stats.logger.info("compiled %s for %s in %.0f ms", name, arch, 1e3 * compiled.seconds)
+    digest = cache.key(rendered, compiler.options(arch), arch, compiler.identity())
     about = {"name": name, "arch": arch, "parameters": dict(parameters), "compiler": compiler.identity()}
     cache.put(name, arch, digest, compiled, about)
-    return Kernel(rendered, parameters, arch, compiled, "compiled")
-
-
-def get_all(requests: Iterable[Request]) -> list[Kernel]:
-    """Return several kernels, compiled side by side: NVRTC releases the interpreter lock."""
-    wanted = list(requests)
-    if len(wanted) < 2:
-        return [get(*request) for request in wanted]
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        return list(pool.map(lambda request: get(*request), wanted))
+    _memory[memory_key] = kernel = Kernel(rendered, parameters, arch, compiled, "compiled")
+    return kernel
 
 
 def forget() -> None:

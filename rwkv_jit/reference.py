@@ -95,7 +95,28 @@ def wkv7_ref(
 
         sa = S a;  S = S diag(d(w)) + sa b^T + v k^T;  y = scale S r        per head, S [V, K]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise; `decay_bound` changes nothing here.
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    r, w, k, a, b : torch.Tensor, shape (B, T, H, K)
+        As in the op, float64 too.
+    v : torch.Tensor, shape (B, T, H, V)
+        Value.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token; zeros by default.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of sequences packed along T with B = 1.
+    scale : float, default 1.0
+        Factor of y.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        The map from w to the per-step factor.
+    decay_bound : float, optional
+        Changes nothing here.
+    state_layout : {"vk", "kv"}, default "vk"
+        Order of the last two dimensions of the states.
 
     Returns
     -------
@@ -134,7 +155,30 @@ def wkv6_ref(
 
         y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise; `decay_bound` changes nothing here.
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    r, k, w : torch.Tensor, shape (B, T, H, K)
+        As in the op, float64 too.
+    v : torch.Tensor, shape (B, T, H, V)
+        Value.
+    u : torch.Tensor, shape (H, K)
+        Bonus of the current token.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token; zeros by default.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of sequences packed along T with B = 1.
+    scale : float, default 1.0
+        Factor of y.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        The map from w to the per-step factor.
+    decay_bound : float, optional
+        Changes nothing here.
+    state_layout : {"vk", "kv"}, default "vk"
+        Order of the last two dimensions of the states.
 
     Returns
     -------

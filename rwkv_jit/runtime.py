@@ -72,8 +72,9 @@ def specialize(
 
     Examples
     --------
-    >>> rwkv_jit.specialize("wkv7", head_size=96, dtype=torch.bfloat16, arch="sm_90a").registers
-    168
+    >>> kernel = rwkv_jit.specialize("wkv7", head_size=96, dtype=torch.bfloat16, arch="sm_90a")
+    >>> kernel.origin, kernel.spill_bytes
+    ('compiled', 0)
     """
     request = _request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
@@ -125,7 +126,13 @@ def _request(
 
 
 def is_available() -> bool:
-    """Return whether kernels can run here: a GPU that torch sees, CuPy, and NVRTC."""
+    """Return whether kernels can run here.
+
+    Returns
+    -------
+    bool
+        There is a GPU that torch sees, CuPy, and NVRTC.
+    """
     if not torch.cuda.is_available():
         return False
     try:
@@ -153,7 +160,13 @@ def cache_info() -> dict[str, Any]:
 
 
 def clear_cache() -> int:
-    """Delete the kernels on disk and return how many there were. Kernels in use stay loaded."""
+    """Delete the kernels on disk. Kernels in use stay loaded.
+
+    Returns
+    -------
+    int
+        How many there were.
+    """
     count = cache.clear()
     kernel.forget()
     return count

@@ -12,6 +12,8 @@ from rwkv_jit.errors import UnsupportedConfigError
 
 Parameter = int | bool | str
 STORAGE_TYPES = ("fp16", "bf16", "fp32")
+_WORD = re.compile(r"\w+")
+_CONSTANT = re.compile(r"\bconstexpr \w+ (\w+) =")
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"', re.MULTILINE)
 
 
@@ -37,16 +39,18 @@ def names() -> list[str]:
 
 
 @cache
-def _read(file_name: str) -> str:
-    return (directory() / file_name).read_text(encoding="utf-8")
-
-
-def _headers(text: str, found: dict[str, str]) -> dict[str, str]:
-    for name in _INCLUDE.findall(text):
-        if name not in found:
-            found[name] = _read(name)
-            _headers(found[name], found)
-    return found
+def _load(name: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the text of a template, and the names and texts of all headers it includes, itself or through others."""
+    folder = directory()
+    body = (folder / f"{name}.cu").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    wanted = ["types.cuh", *_INCLUDE.findall(body)]
+    while wanted:
+        header = wanted.pop()
+        if header not in found:
+            found[header] = (folder / header).read_text(encoding="utf-8")
+            wanted += _INCLUDE.findall(found[header])
+    return body, tuple(sorted(found.items()))
 
 
 def _line(name: str, value: Parameter) -> str:
@@ -74,16 +78,31 @@ def render(name: str, parameters: Mapping[str, Parameter]) -> Rendered:
     UnsupportedConfigError
         There is no such template.
     ValueError, TypeError
-        A parameter the template does not have, or a value that cannot be one.
+        A value that cannot be a parameter.
     """
-    if name not in names():
-        raise UnsupportedConfigError(f"no kernel template {name!r}; there are: {', '.join(names())}")
-    body = _read(f"{name}.cu")
-    headers = tuple(sorted(_headers(body, {"types.cuh": _read("types.cuh")}).items()))
-    everything = body + "".join(text for _, text in headers)
-    for parameter in parameters:
-        if not re.search(rf"\b{re.escape(parameter)}\b", everything):
-            raise ValueError(f"template {name} has no parameter {parameter}")
+    try:
+        body, headers = _load(name)
+    except FileNotFoundError:
+        known = ", ".join(names())
+        raise UnsupportedConfigError(f"no kernel template {name!r}; there are: {known}") from None
     lines = [_line(parameter, parameters[parameter]) for parameter in sorted(parameters)]
     head = "\n".join(['#include "types.cuh"', *lines, f'#line 1 "{name}.cu"'])
     return Rendered(name, f"{head}\n{body}", headers)
+
+
+def check_parameters(name: str, parameters: Mapping[str, Parameter]) -> None:
+    """Check that a template has all these parameters: words it uses and does not define itself.
+
+    Not part of `render`, as a kernel that is found in the cache has passed it.
+
+    Raises
+    ------
+    ValueError
+        Naming the parameter it does not have.
+    """
+    body, headers = _load(name)
+    text = body + "".join(text for _, text in headers)
+    known = set(_WORD.findall(text)) - set(_CONSTANT.findall(text))
+    for parameter in parameters:
+        if parameter not in known:
+            raise ValueError(f"template {name} has no parameter {parameter}")

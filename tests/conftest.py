@@ -58,7 +58,7 @@ def fresh_service(tmp_path, monkeypatch):
     def forget():
         kernel.forget()
         stats._said.clear()
-        for cached in (compiler.identity, cuda.cupy, cuda.nvrtc, template._read):
+        for cached in (compiler.identity, cuda.cupy, cuda.nvrtc, template._load):
             cached.cache_clear()
 
     forget()
@@ -75,7 +75,7 @@ def own_templates(tmp_path, monkeypatch):
     copy = tmp_path / "templates"
     shutil.copytree(template.directory(), copy)
     monkeypatch.setattr(template, "directory", lambda: copy)
-    template._read.cache_clear()
+    template._load.cache_clear()
     return copy
 
 

@@ -112,7 +112,7 @@ def check_options(
     ):
         if value not in legal:
             raise ValueError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not -math.inf < scale < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale!r}")
     if decay_bound is not None and not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
         raise ValueError(f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}")
@@ -141,6 +141,12 @@ def _resolve(backend: str, like: Tensor) -> str:
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def _autograd_dispatch() -> Any:
+    """Record gradients below a torch dispatch mode too: it calls ops with autograd's dispatch keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], reference: Callable[..., Any]) -> Op:
@@ -221,7 +227,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         state = arguments[count]
-        with torch.enable_grad():
+        with torch.enable_grad(), _autograd_dispatch():
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
             outputs = run_reference((*leaves, *arguments[count + 1 :]))
             pairs = [(y, g) for y, g in zip(outputs, (dy, grad_final), strict=True) if g is not None]

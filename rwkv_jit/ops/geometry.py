@@ -85,7 +85,7 @@ def geometry(
         return 4 * (chunk * staged + staging.sums * threads * columns)
 
     enough = _ceil_power(value_size / most_rows) * lanes
-    threads = num_threads or min(max(enough, 128 if few_heads else 32), 256 if forward else 128)
+    threads = num_threads or min(max(enough, 32), 256 if forward and not few_heads else 128)
     while num_threads is None and threads > 32 and shared_bytes(1, threads) > SHARED_LIMIT:
         threads //= 2
     fitting = [chunk for chunk in (8, 4, 2, 1) if shared_bytes(chunk, threads) <= SHARED_LIMIT]

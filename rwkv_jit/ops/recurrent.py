@@ -135,7 +135,7 @@ def forward(
     key = ("forward", inputs.op, inputs.sequences, packed, state_dtype, options, _signature(inputs))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = _prepare_forward(inputs, state_dtype, options, save_checkpoints)
+        prepared = _remember(key, _prepare_forward(inputs, state_dtype, options, save_checkpoints))
     streamed = _readable(inputs.streamed, prepared.copies)
     initial_state = None if initial_state is None else initial_state.contiguous()
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -177,7 +177,7 @@ def backward(
     key = ("backward", inputs.op, inputs.sequences, packed, dy.stride(), options, _signature(inputs))
     prepared = _prepared.get(key)
     if prepared is None:
-        prepared = _prepared[key] = _prepare_backward(inputs, dy, options)
+        prepared = _remember(key, _prepare_backward(inputs, dy, options))
     *streamed, dy = _readable((*inputs.streamed, dy), prepared.copies)
     if grad_final_state is not None:
         grad_final_state = grad_final_state.to(torch.float32).contiguous()
@@ -194,6 +194,14 @@ def backward(
     given = [*streamed, *inputs.fixed, dy, cu_seqlens, *saved, grad_final_state]
     _launch(prepared, v, [*given, *grads, *fixed_grads, grad_initial, scratch])
     return grads, fixed_grads, scratch.new_empty(0) if grad_initial is None else grad_initial
+
+
+def _remember(key: Any, prepared: _Prepared) -> _Prepared:
+    """Keep a signature's launch; a server that meets every length there is must not grow without end."""
+    if len(_prepared) >= 4096:
+        _prepared.clear()
+    _prepared[key] = prepared
+    return prepared
 
 
 def _signature(inputs: Inputs) -> tuple[Any, ...]:

@@ -119,7 +119,7 @@ def test_changed_template_text_is_compiled_again(own_templates):
     before = specialize()
     with open(own_templates / "types.cuh", "a", encoding="utf-8") as file:
         file.write("// another line\n")
-    template._read.cache_clear()
+    template._load.cache_clear()
     kernel.forget()
     assert specialize().origin == "compiled"
     assert specialize().cubin == before.cubin
@@ -398,7 +398,7 @@ def break_line(path, line):
     lines = path.read_text(encoding="utf-8").splitlines()
     lines.insert(line, "this is no C++;")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    template._read.cache_clear()
+    template._load.cache_clear()
 
 
 @pytest.mark.parametrize("file", ["wkv7_recurrent_forward.cu", "types.cuh"])
@@ -430,7 +430,7 @@ def test_error_in_a_rendered_parameter_is_shown_too():
 def test_missing_header_is_named(own_templates):
     path = own_templates / "wkv7_recurrent_forward.cu"
     path.write_text("#include <cuda_bf16.h>\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
-    template._read.cache_clear()
+    template._load.cache_clear()
     with pytest.raises(CompileError, match="cuda_bf16.h"):
         specialize()
 
@@ -442,7 +442,7 @@ def test_failure_does_not_stick(own_templates):
     with pytest.raises(CompileError):
         specialize()
     path.write_text(right, encoding="utf-8")
-    template._read.cache_clear()
+    template._load.cache_clear()
     assert specialize().origin == "compiled"
 
 

@@ -92,13 +92,13 @@ def test_unknown_template_names_those_there_are():
 @pytest.mark.parametrize("parameter", ["LANES", "head_size_", "HEAD_SIZE;"])
 def test_parameter_the_template_does_not_have(parameter):
     with pytest.raises(ValueError, match="template wkv7_recurrent_forward has no parameter"):
-        template.render("wkv7_recurrent_forward", {parameter: 1})
+        template.check_parameters("wkv7_recurrent_forward", {parameter: 1})
 
 
 def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
     (own_templates / "tiny.cu").write_text("constexpr int TWICE = 2 * SIZE;", encoding="utf-8")
     with pytest.raises(ValueError, match="template tiny has no parameter TWICE"):
-        template.render("tiny", {"SIZE": 1, "TWICE": 3})
+        template.check_parameters("tiny", {"SIZE": 1, "TWICE": 3})
 
 
 @pytest.mark.parametrize(
