@@ -250,7 +250,9 @@ def _find(inputs: Inputs, directions: Sequence[str], options: Options, state_dty
         tensors.validate(name, x)
     first, value_size = inputs["r"], inputs["v"].shape[3]
     device = first.device.index
-    few_heads = inputs.sequences * first.shape[2] * math.ceil(value_size / 64) < tensors.multiprocessors(device)
+    # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
+    states = inputs.sequences * first.shape[2] * first.shape[3] * value_size / 64**2
+    few_heads = states < tensors.multiprocessors(device)
     chunk_len, num_threads = options.chunk_len, options.num_threads
     types = _types(inputs, options, state_dtype)
     arch = tensors.arch(device)
