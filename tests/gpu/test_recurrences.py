@@ -85,7 +85,12 @@ def check(op, given, state=None, options=(), exact_options=(), gate=None):
     errors |= {f"d{n}": relative(g, want) for n, g, want in zip(names, grads, want_grads, strict=False)}
     state_gate = gate if final.dtype != torch.float32 else GATE[torch.float32]
     limits = {name: state_gate if name == "state" else gate for name in errors}
-    assert all(errors[name] <= limits[name] for name in errors), errors
+    for n, grad in zip(names, grads, strict=False):
+        # The gate is for many roundings together; among few, a single one may be as large as the dtype has them.
+        if grad.numel() < 64:
+            limits[f"d{n}"] = max(gate, 1.05 * torch.finfo(grad.dtype).eps / 2)
+    wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
+    assert not wrong, (wrong, limits)
     return errors
 
 
@@ -416,10 +421,15 @@ def test_cupy_arrays_come_in_through_dlpack(op):
     assert torch.equal(y, want)
 
 
-@pytest.mark.parametrize("arch", ["compute_75", "compute_80"])
+NATIVE = (
+    [f"sm_{major}{minor}a" for major, minor in [torch.cuda.get_device_capability()] if major >= 9] if MEMORY else []
+)
+
+
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80", *NATIVE])
 @pytest.mark.parametrize("op", OPS)
-def test_older_architectures_through_ptx(op, arch, monkeypatch):
-    """The code that sm_75 and sm_80 get, compiled to PTX and made to run here by the driver."""
+def test_other_architectures(op, arch, monkeypatch):
+    """The code that sm_75 and sm_80 get, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     monkeypatch.setattr(recurrent, "_prepared", {})
     for dtype in DTYPES.values():
