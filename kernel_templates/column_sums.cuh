@@ -15,7 +15,8 @@ template <int SUMS> __device__ constexpr int flush_len(int len, int other_bytes)
 // One token's sums: a part from every row group.
 template <int SUMS> using SumParts = float[ROW_GROUPS][SUMS][PADDED_HEAD];
 
-template <int SUMS> __device__ inline void write_column_sums(SumParts<SUMS>& parts_smem, const float (&x)[SUMS][COLUMNS]) {
+template <int SUMS>
+__device__ inline void write_column_sums(SumParts<SUMS>& parts_smem, const float (&x)[SUMS][COLUMNS]) {
 #pragma unroll
     for (int sum = 0; sum < SUMS; ++sum)
 #pragma unroll

@@ -243,7 +243,9 @@ __device__ inline void restore_rectangle(Rectangle& state, const float* scratch)
     for (int i = 0; i < ROWS_PER_THREAD; ++i)
 #pragma unroll
         for (int q = 0; q < COLUMNS / 4; ++q) {
-            const float4 four = reinterpret_cast<const float4*>(scratch)[(i * (COLUMNS / 4) + q) * NUM_THREADS + threadIdx.x];
-            state[i][4 * q] = four.x, state[i][4 * q + 1] = four.y, state[i][4 * q + 2] = four.z, state[i][4 * q + 3] = four.w;
+            const float4 four =
+                reinterpret_cast<const float4*>(scratch)[(i * (COLUMNS / 4) + q) * NUM_THREADS + threadIdx.x];
+            state[i][4 * q] = four.x, state[i][4 * q + 1] = four.y;
+            state[i][4 * q + 2] = four.z, state[i][4 * q + 3] = four.w;
         }
 }

@@ -27,7 +27,8 @@ constexpr int SUMS = 3;  // dr dd dk: sums over the value rows
 constexpr int RECTANGLE = ROWS_PER_THREAD * COLUMNS * NUM_THREADS;
 constexpr int PIECES = CHUNK_LEN / HELD_STATES;
 constexpr int STATE_SIZE = VALUE_SIZE * HEAD_SIZE;
-constexpr int FLUSH_LEN = flush_len<SUMS>(HELD_STATES, CHUNK_LEN * (4 * PADDED_HEAD + 3 * BLOCK_ROWS) * static_cast<int>(sizeof(float)));
+constexpr int STAGED_FLOATS = CHUNK_LEN * (4 * PADDED_HEAD + 3 * BLOCK_ROWS);
+constexpr int FLUSH_LEN = flush_len<SUMS>(HELD_STATES, STAGED_FLOATS * static_cast<int>(sizeof(float)));
 
 struct Smem {
     float r[CHUNK_LEN][PADDED_HEAD], d[CHUNK_LEN][PADDED_HEAD], k[CHUNK_LEN][PADDED_HEAD];
@@ -67,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
         float bonus[COLUMNS], du[COLUMNS] = {};
         read_channels(bonus, u_all + head * HEAD_SIZE);
         for (int rows = 0; rows < ROW_BLOCKS; ++rows) {
-            read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + item * STATE_SIZE : nullptr, rows * BLOCK_ROWS);
+            const float* const last = grad_final_state ? grad_final_state + item * STATE_SIZE : nullptr;
+            read_state<STATE_LAYOUT>(e, last, rows * BLOCK_ROWS);
             save_rectangle(saved_e + i64(rows) * RECTANGLE, e);
         }
 
@@ -151,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                         const int steps = length - chunk * CHUNK_LEN;
                         store_forward(steps);
                         next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
-                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f, [](float x) { return decay_slope<DECAY>(x); });
+                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f,
+                                                  [](float x) { return decay_slope<DECAY>(x); });
                         next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
                         __syncthreads();
                         load_backward(chunk - 1);
@@ -164,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                     for (int s = HELD_STATES - 1; s >= 0; --s) {
                         const int at = first + s;
                         // The states of later tokens are done with, which leaves room for the next piece's.
-                        if (s == HELD_STATES / 4 && piece > 0) restore_rectangle(next_state, saved_state + i64(piece - 1) * RECTANGLE);
+                        if (s == HELD_STATES / 4 && piece > 0)
+                            restore_rectangle(next_state, saved_state + i64(piece - 1) * RECTANGLE);
                         const Rectangle& before = states[s];
                         float dy_t[ROWS_PER_THREAD], v_t[ROWS_PER_THREAD], dv_t[ROWS_PER_THREAD] = {};
                         float r_t[COLUMNS], d_t[COLUMNS], k_t[COLUMNS], sums[SUMS][COLUMNS] = {};
@@ -198,14 +202,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
 
                         if (s % FLUSH_LEN == 0) {
                             __syncthreads();
-                            add_up_parts<SUMS>(smem.sums, length - token - s, [&](int sum, int step, int channel, Pack<float, 4> total) {
+                            const auto emit = [&](int sum, int step, int channel, Pack<float, 4> total) {
                                 const int slot = at + step;
                                 if (sum == 0) {
 #pragma unroll
                                     for (int i = 0; i < 4; ++i) total.at[i] *= scale;
                                 }
                                 const i64 at_token = token + s + step;
-                                if (!add_row_blocks(total, saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel, rows)) return;
+                                float* const running = saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel;
+                                if (!add_row_blocks(total, running, rows)) return;
                                 const i64 out = key_row + at_token * heads * HEAD_SIZE;
                                 if (sum == 1) {
 #pragma unroll
@@ -214,13 +219,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                                 } else {
                                     write_channels((sum == 0 ? dr_all : dk_all) + out, total, channel);
                                 }
-                            });
+                            };
+                            add_up_parts<SUMS>(smem.sums, length - token - s, emit);
                             __syncthreads();
                         }
                     }
                     if (first == 0) {
                         const int steps = min(length - token, CHUNK_LEN);
-                        write_values(dv + i64(token) * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], steps, width);
+                        write_values(dv + i64(token) * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], steps,
+                                     width);
                     }
                 }
                 save_rectangle(saved_e + i64(rows) * RECTANGLE, e);

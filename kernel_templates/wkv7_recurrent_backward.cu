@@ -27,7 +27,8 @@ constexpr int SUMS = 5;  // dr dd dk db da: sums over the value rows
 constexpr int RECTANGLE = ROWS_PER_THREAD * COLUMNS * NUM_THREADS;
 constexpr int PIECES = CHUNK_LEN / HELD_STATES;
 constexpr int STATE_SIZE = VALUE_SIZE * HEAD_SIZE;
-constexpr int FLUSH_LEN = flush_len<SUMS>(HELD_STATES, CHUNK_LEN * (6 * PADDED_HEAD + 5 * BLOCK_ROWS + 2) * static_cast<int>(sizeof(float)));
+constexpr int STAGED_FLOATS = CHUNK_LEN * (6 * PADDED_HEAD + 5 * BLOCK_ROWS + 2);
+constexpr int FLUSH_LEN = flush_len<SUMS>(HELD_STATES, STAGED_FLOATS * static_cast<int>(sizeof(float)));
 
 struct Smem {
     float r[CHUNK_LEN][PADDED_HEAD], d[CHUNK_LEN][PADDED_HEAD], k[CHUNK_LEN][PADDED_HEAD];
@@ -55,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
     const T_IO* __restrict__ r_all, const T_W* __restrict__ w_all, const T_IO* __restrict__ k_all,
     const T_IO* __restrict__ v_all, const T_IO* __restrict__ a_all, const T_IO* __restrict__ b_all,
     const T_IO* __restrict__ dy_all, const i64* __restrict__ cu_seqlens, const float* __restrict__ checkpoints,
-    const float* __restrict__ sa_all,
-    const float* __restrict__ grad_final_state, T_IO* __restrict__ dr_all, T_W* __restrict__ dw_all,
-    T_IO* __restrict__ dk_all, T_IO* __restrict__ dv_all, T_IO* __restrict__ da_all, T_IO* __restrict__ db_all,
-    float* __restrict__ grad_initial_state, float* __restrict__ scratch_all, Strides r_strides, Strides w_strides,
+    const float* __restrict__ sa_all, const float* __restrict__ grad_final_state, T_IO* __restrict__ dr_all,
+    T_W* __restrict__ dw_all, T_IO* __restrict__ dk_all, T_IO* __restrict__ dv_all, T_IO* __restrict__ da_all,
+    T_IO* __restrict__ db_all, float* __restrict__ grad_initial_state, float* __restrict__ scratch_all,
+    Strides r_strides, Strides w_strides,
     Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, Strides dy_strides, i64 tokens,
     i64 heads, i64 sequences, i64 scratch_stride, int interval, float scale) {
     __shared__ alignas(16) Smem smem;
@@ -81,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
 
         Rectangle e;
         for (int rows = 0; rows < ROW_BLOCKS; ++rows) {
-            read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + item * STATE_SIZE : nullptr, rows * BLOCK_ROWS);
+            const float* const last = grad_final_state ? grad_final_state + item * STATE_SIZE : nullptr;
+            read_state<STATE_LAYOUT>(e, last, rows * BLOCK_ROWS);
             save_rectangle(saved_e + i64(rows) * RECTANGLE, e);
         }
 
@@ -159,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                 __syncthreads();
                 restore_rectangle(e, saved_e + i64(rows) * RECTANGLE);
                 const auto load_backward = [&](int chunk) {
-                    const int token = chunk * CHUNK_LEN, steps = chunk < 0 ? 0 : length - token;
                     if (chunk < 0) return;
+                    const int token = chunk * CHUNK_LEN, steps = length - token;
                     load_forward(token);
                     next_r.load(r + token * r_strides.token, r_strides.token, steps);
                     next_a.load(a + token * a_strides.token, a_strides.token, steps);
@@ -177,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                         store_forward(steps);
                         next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
                         next_a.store<PADDED_HEAD>(smem.a[0], steps);
-                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f, [](float x) { return decay_slope<DECAY>(x); });
+                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f,
+                                                  [](float x) { return decay_slope<DECAY>(x); });
                         next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
                         __syncthreads();
                         load_backward(chunk - 1);
@@ -236,33 +239,40 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
 
                         if (s % FLUSH_LEN == 0) {
                             __syncthreads();
-                            add_up_parts<SUMS>(smem.sums, length - token - s, [&](int sum, int step, int channel, Pack<float, 4> total) {
+                            const auto emit = [&](int sum, int step, int channel, Pack<float, 4> total) {
                                 const int slot = at + step;
                                 if (sum == 0) {
                                     // S_t^T dy_t from the sum over S_{t-1}: one state fewer in registers.
 #pragma unroll
                                     for (int i = 0; i < 4; ++i) {
                                         const int c = channel + i;
-                                        total.at[i] = scale * (total.at[i] * smem.d[slot][c] + smem.sa_dy[slot] * smem.b[slot][c] + smem.v_dy[slot] * smem.k[slot][c]);
+                                        total.at[i] *= smem.d[slot][c];
+                                        total.at[i] += smem.sa_dy[slot] * smem.b[slot][c];
+                                        total.at[i] += smem.v_dy[slot] * smem.k[slot][c];
+                                        total.at[i] *= scale;
                                     }
                                 }
                                 const i64 at_token = token + s + step;
-                                if (!add_row_blocks(total, saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel, rows)) return;
+                                float* const running = saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel;
+                                if (!add_row_blocks(total, running, rows)) return;
                                 const i64 out = key_row + at_token * heads * HEAD_SIZE;
                                 if (sum == 1) {
 #pragma unroll
                                     for (int i = 0; i < 4; ++i) total.at[i] *= smem.slope[slot][channel + i];
                                     write_channels(dw_all + out, total, channel);
                                 } else {
-                                    write_channels((sum == 0 ? dr_all : sum == 2 ? dk_all : sum == 3 ? db_all : da_all) + out, total, channel);
+                                    T_IO* const others[SUMS] = {dr_all, nullptr, dk_all, db_all, da_all};
+                                    write_channels(others[sum] + out, total, channel);
                                 }
-                            });
+                            };
+                            add_up_parts<SUMS>(smem.sums, length - token - s, emit);
                             __syncthreads();
                         }
                     }
                     if (first == 0) {
                         const int steps = min(length - token, CHUNK_LEN);
-                        write_values(dv + i64(token) * heads * VALUE_SIZE, heads * VALUE_SIZE, smem.dv[0], steps, width);
+                        const i64 dv_stride = heads * VALUE_SIZE;
+                        write_values(dv + token * dv_stride, dv_stride, smem.dv[0], steps, width);
                     }
                 }
                 save_rectangle(saved_e + i64(rows) * RECTANGLE, e);

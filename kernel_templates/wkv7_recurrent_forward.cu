@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
-    Strides a_strides, Strides b_strides, i64 tokens, i64 heads, int interval, float scale) {
+    float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, Strides w_strides, Strides k_strides,
+    Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, int interval, float scale) {
     __shared__ alignas(16) Smem smem;
     const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
     const int block_row = blockIdx.y * BLOCK_ROWS;

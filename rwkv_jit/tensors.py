@@ -144,16 +144,18 @@ def capturing() -> bool:
 def needs_copy(x: Tensor) -> bool:
     """Return whether a kernel cannot read `x` in place.
 
-    Kernels take any stride but need neighbouring channels, and 16-byte reads where the head size allows them.
+    Kernels take any stride but need neighbouring channels, and read four at once where the head size allows it.
     """
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return True
     return x.shape[-1] % 4 == 0 and any(s % 4 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
 
 
-def misaligned(x: Tensor) -> bool:
-    """Return whether 16-byte reads of `x` are impossible because of where it starts."""
-    return x.data_ptr() % 16 != 0 and x.shape[-1] % 4 == 0
+def aligned(x: Tensor) -> Tensor:
+    """Return `x`, or a copy where four channels at once cannot be read because of where it starts."""
+    if x.shape[-1] % 4 == 0 and x.data_ptr() % (4 * x.element_size()):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 class _Capsule:

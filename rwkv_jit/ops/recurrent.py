@@ -125,6 +125,7 @@ def forward(
 
     Whatever is not asked for is empty.
     """
+    inputs = _aligned(inputs)
     v = inputs["v"]
     batch, tokens, heads, value_size = v.shape
     head_size = inputs["r"].shape[3]
@@ -168,6 +169,7 @@ def backward(
     Return the gradients of the streamed inputs, of the fixed ones per sequence (fp32), and of
     the initial state (fp32, empty unless asked for).
     """
+    inputs, dy = _aligned(inputs), tensors.aligned(dy)
     v = inputs["v"]
     tokens, heads, value_size = v.shape[1:]
     head_size = inputs["r"].shape[3]
@@ -209,10 +211,16 @@ def _signature(inputs: Inputs) -> tuple[Any, ...]:
     return (inputs.streamed[0].device.index, *streamed, *[x.dtype for x in inputs.fixed])
 
 
+def _aligned(inputs: Inputs) -> Inputs:
+    """Return the inputs at addresses a kernel can read; before the signature is taken, as a copy has other strides."""
+    streamed = tuple(map(tensors.aligned, inputs.streamed))
+    fixed = tuple(x.contiguous() for x in inputs.fixed)
+    return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
+
+
 def _readable(streamed: Sequence[Tensor], copies: Sequence[bool]) -> list[Tensor]:
-    """Return what the kernel reads: a copy where the strides or, rarely, the address demand one."""
-    ready = [x.contiguous() if copy else x for x, copy in zip(streamed, copies, strict=True)]
-    return [x.clone(memory_format=torch.contiguous_format) if tensors.misaligned(x) else x for x in ready]
+    """Return what the kernel reads: copies of what it cannot read in place."""
+    return [x.contiguous() if copy else x for x, copy in zip(streamed, copies, strict=True)]
 
 
 def _launch(prepared: _Prepared, on: Tensor, arguments: Sequence[Tensor | None]) -> None:

@@ -267,16 +267,32 @@ def _strided(x, how):
         wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
         wide[..., 1:-2] = x.detach()
         return wide[..., 1:-2]
+    if how.startswith("heads first, "):  # strides a kernel could read in place, but not from this address
+        shift = int(how.split()[2])
+        batch, tokens, heads, size = x.shape
+        flat = torch.zeros(x.numel() + 8, device=x.device, dtype=x.dtype)[shift : shift + x.numel()]
+        view = flat.view(batch, heads, tokens, size).transpose(1, 2)
+        return view.copy_(x.detach())
     return x.detach()[:, :1].expand_as(x)
 
 
-@pytest.mark.parametrize("how", ["heads first", "channels last but one", "a slice at an odd address", "expanded"])
+STRIDES = [
+    "heads first",
+    "heads first, 1 in",
+    "heads first, 4 in",
+    "channels last but one",
+    "a slice at an odd address",
+]
+
+
+@pytest.mark.parametrize("how", [*STRIDES, "expanded"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
-def test_inputs_of_any_stride(op, how):
-    given = make_inputs(op, torch.bfloat16, head_size=24)
-    odd = {n: (x.detach() if n == "u" else _strided(x, how)).requires_grad_() for n, x in given.items()}
-    assert not odd["r"].is_contiguous()
-    check(op, odd)
+def test_inputs_of_any_stride(op, dtype, how):
+    given = make_inputs(op, DTYPES[dtype], head_size=24)
+    odd = {n: (x.detach().t().contiguous().t() if n == "u" else _strided(x, how)) for n, x in given.items()}
+    assert not any(x.is_contiguous() for x in odd.values())
+    check(op, {n: x.requires_grad_() for n, x in odd.items()})
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -354,6 +370,21 @@ def test_a_side_stream_is_followed(op):
         y, _ = getattr(rwkv_jit, op)(*late.values())
     side.synchronize()
     assert torch.equal(y, want)
+
+
+if torch.cuda.device_count() > 1:
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_tensors_of_a_device_that_is_not_current(op):
+        given = make_inputs(op, torch.float32, head_size=24)
+        elsewhere = {n: x.detach().to("cuda:1").requires_grad_() for n, x in given.items()}
+        for _ in range(2):  # prepared, then known
+            y, final, grads, weights = run(op, given)
+            other = run(op, elsewhere, None, [w.to("cuda:1") for w in weights])
+            assert torch.cuda.current_device() == 0
+            assert other[0].device == torch.device("cuda:1")
+            assert torch.equal(other[0].to("cuda:0"), y)
+            assert all(torch.equal(b.to("cuda:0"), a) for a, b in zip(grads, other[2], strict=True))
 
 
 @pytest.mark.parametrize("op", OPS)
