@@ -34,7 +34,7 @@ struct Smem {
     float r[CHUNK_LEN][PADDED_HEAD], d[CHUNK_LEN][PADDED_HEAD], k[CHUNK_LEN][PADDED_HEAD];
     float slope[CHUNK_LEN][PADDED_HEAD];  // dd/dw
     float v[CHUNK_LEN][BLOCK_ROWS], dy[CHUNK_LEN][BLOCK_ROWS], dv[CHUNK_LEN][BLOCK_ROWS];
-    SumParts<SUMS> sums[FLUSH_LEN];
+    alignas(16) SumParts<SUMS> sums[FLUSH_LEN];  // BLOCK_ROWS may be less than four floats
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");
 

@@ -36,7 +36,7 @@ struct Smem {
     float a[CHUNK_LEN][PADDED_HEAD], b[CHUNK_LEN][PADDED_HEAD];
     float v[CHUNK_LEN][BLOCK_ROWS], dy[CHUNK_LEN][BLOCK_ROWS], sa[CHUNK_LEN][BLOCK_ROWS];
     float dsa[CHUNK_LEN][BLOCK_ROWS], dv[CHUNK_LEN][BLOCK_ROWS];
-    SumParts<SUMS> sums[FLUSH_LEN];
+    alignas(16) SumParts<SUMS> sums[FLUSH_LEN];  // BLOCK_ROWS may be less than four floats
     float sa_dy[CHUNK_LEN], v_dy[CHUNK_LEN];  // products over this block's value rows
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");

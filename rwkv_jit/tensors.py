@@ -84,7 +84,7 @@ _checked_packings: dict[int, tuple[Any, int, int, Tensor]] = {}
 
 
 def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return cu_seqlens as int64, its values checked once per tensor: that takes a copy to the host.
+    """Return cu_seqlens as the kernels read it, its values checked once per tensor: that takes a copy to the host.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
     known = _checked_packings.get(id(cu_seqlens))
     if known and known[0]() is cu_seqlens and known[1:3] == (version, tokens):
         return known[3]
-    bounds = cu_seqlens.to(torch.int64)
+    bounds = readable_packing(cu_seqlens)
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         return bounds  # no copy to the host in a capture; the kernels clamp every bound
     values = bounds.cpu()
@@ -109,6 +109,11 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
         # The same object must not keep itself alive through its own converted copy.
         _checked_packings[index] = (gone, version, tokens, bounds if bounds is not cu_seqlens else bounds.detach())
     return bounds
+
+
+def readable_packing(cu_seqlens: Tensor) -> Tensor:
+    """Return cu_seqlens as neighbouring int64."""
+    return cu_seqlens.to(torch.int64).contiguous()
 
 
 # ---- devices and addresses ---------------------------------------------------------------------------------------

@@ -117,10 +117,18 @@ def test_every_head_size(op, dtype, head_size):
 
 
 @pytest.mark.usefixtures("guarded_memory")
-@pytest.mark.parametrize("sizes", [(64, 128), (40, 24), (100, 7), (5, 300), (320, 320)])
+@pytest.mark.parametrize("sizes", [(64, 128), (40, 24), (100, 7), (5, 300), (320, 320), (512, 1)])
 @pytest.mark.parametrize("op", OPS)
 def test_keys_and_values_of_different_size(op, sizes):
     check(op, make_inputs(op, torch.float32, tokens=37, head_size=sizes[0], value_size=sizes[1]))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [512, 1024])
+@pytest.mark.parametrize("op", OPS)
+def test_the_largest_head_sizes(op, head_size):
+    """Where little shared memory is left, blocks stage few tokens of few value rows."""
+    check(op, make_inputs(op, torch.float32, batch=1, tokens=9, heads=1, head_size=head_size))
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -181,6 +189,13 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
         for name, one, whole in zip(given, own[2], grads, strict=False):
             assert name == "u" or torch.equal(one, whole[:, begin:end]), name
     check(op, given, state, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": cu_seqlens})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_strided_packing(op):
+    given = make_inputs(op, torch.float32, batch=1, tokens=20, head_size=16)
+    spread = torch.tensor([0, 99, 7, 99, 20, 99], device="cuda")[::2]
+    check(op, given, None, {"cu_seqlens": spread}, {"cu_seqlens": spread})
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -465,6 +480,7 @@ def test_other_architectures(op, arch, monkeypatch):
     monkeypatch.setattr(recurrent, "_prepared", {})
     for dtype in DTYPES.values():
         check(op, make_inputs(op, dtype, tokens=40, head_size=40))
+    assert {prepared.plan.kernel.target for prepared in recurrent._prepared.values()} == {arch}
 
 
 @pytest.mark.parametrize("op", OPS)
