@@ -15,11 +15,15 @@ _MODULES = {
     "wkv7": "rwkv_jit.ops.wkv7",
     "wkv6_ref": "rwkv_jit.reference",
     "wkv7_ref": "rwkv_jit.reference",
+    "Template": "rwkv_jit.custom",
     "specialize": "rwkv_jit.runtime",
+    "compile_async": "rwkv_jit.runtime",
+    "warm": "rwkv_jit.runtime",
     "is_available": "rwkv_jit.runtime",
     "env_report": "rwkv_jit.runtime",
     "cache_info": "rwkv_jit.runtime",
     "clear_cache": "rwkv_jit.runtime",
+    "add_hook": "rwkv_jit.stats",
     "RwkvJitError": "rwkv_jit.errors",
     "CompileError": "rwkv_jit.errors",
     "NvrtcNotFoundError": "rwkv_jit.errors",
@@ -31,12 +35,16 @@ __all__ = [
     "CompileError",
     "NvrtcNotFoundError",
     "RwkvJitError",
+    "Template",
     "UnsupportedConfigError",
+    "add_hook",
     "cache_info",
     "clear_cache",
+    "compile_async",
     "env_report",
     "is_available",
     "specialize",
+    "warm",
     "wkv6",
     "wkv6_ref",
     "wkv7",
@@ -44,11 +52,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
     from rwkv_jit.ops.wkv6 import wkv6
     from rwkv_jit.ops.wkv7 import wkv7
     from rwkv_jit.reference import wkv6_ref, wkv7_ref
-    from rwkv_jit.runtime import cache_info, clear_cache, env_report, is_available, specialize
+    from rwkv_jit.runtime import cache_info, clear_cache, compile_async, env_report, is_available, specialize, warm
+    from rwkv_jit.stats import add_hook
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import reference, runtime
+from rwkv_jit import latency, reference, report, runtime
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
     parser.add_argument("--shape", help="B,T,H,N instead of the usual shapes")
+    parser.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
 
 
 def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -92,15 +93,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        env : the environment report; rows : one dict per op and shape, with op, shape, dtype, forward_ms,
-        forward_backward_ms, in_graph, saved_mib, error; first_call : milliseconds of a first call with gradients from
-        an empty cache and from disk, each in a process of its own.
+        env : the environment report; latency : with `--latency`, what `rwkv_jit.latency` measured. Otherwise rows : one
+        dict per op and shape, with op, shape, dtype, forward_ms, forward_backward_ms, in_graph, saved_mib, error; and
+        first_call : milliseconds of a first call with gradients from an empty cache and from disk, each in a process of
+        its own.
 
     Raises
     ------
     ValueError
         There is no GPU, or the shape cannot be read.
     """
+    if arguments.latency:
+        return {"env": runtime.env_report(), "latency": latency.run()}
     if not runtime.is_available():
         raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
     shapes = SHAPES if arguments.shape is None else (_read_shape(arguments.shape),)
@@ -165,19 +169,24 @@ def _run_child(environment: dict[str, str]) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a measurement as a table."""
+    """Print a measurement."""
+    if "latency" in result:
+        latency.show(result["latency"])
+        return
     print(f"{result['env']['gpus'][0]}, torch {result['env']['torch']}, NVRTC {result['env']['nvrtc'].split()[0]}\n")
-    head = f"{'op':5} {'(B, T, H, N)':>18} {'dtype':>9} {'forward ms':>11}"
-    print(f"{head} {'fwd + bwd ms':>13} {'saved MiB':>10} {'error':>8}")
-    for row in result["rows"]:
-        shape = f"({', '.join(map(str, row['shape']))})"
-        graph = "*" if row["in_graph"] else " "
-        print(
-            f"{row['op']:5} {shape:>18} {row['dtype']:>9} {row['forward_ms']:10.4f}{graph} "
-            f"{row['forward_backward_ms']:13.4f} {row['saved_mib']:10.1f} {row['error']:8.1e}"
-        )
+    report.table(
+        ("op", "(B, T, H, N)", "dtype", "forward ms", "in a graph", "fwd + bwd ms", "saved MiB", "error"),
+        [
+            (
+                row["op"], f"({', '.join(map(str, row['shape']))})", row["dtype"], f"{row['forward_ms']:.4f}",
+                "yes" if row["in_graph"] else "no", f"{row['forward_backward_ms']:.4f}", f"{row['saved_mib']:.1f}",
+                f"{row['error']:.1e}",
+            )
+            for row in result["rows"]
+        ],
+    )  # fmt: skip
     first = result["first_call"]
-    print("\n* inside a CUDA graph. Error: relative L2 against float64, the largest of y and the gradients.")
+    print("\nError: relative L2 against float64, the largest of y and the gradients.")
     print(
         f"First call of wkv7 with gradients: {first['compiled_ms']:.0f} ms from an empty cache, "
         f"{first['from_disk_ms']:.1f} ms from disk in a new process (imports and CUDA context not counted)."

@@ -1,18 +1,15 @@
-"""The program `rwkv-jit`: parsing and printing only. Each command loads what it needs when it runs."""
+"""The program `rwkv-jit`: its arguments, its exit codes, and what it says when something is wrong."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-COMMANDS = {
-    "demo": "compile wkv6 and wkv7, run them, compare them with float64 and time them",
-    "info": "versions, GPUs, compiler and kernel cache of this machine",
-    "bench": "measure the speed of the ops",
-}
+_DTYPES = ("bf16", "fp16", "fp32")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,85 +23,154 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0; 1 where the demo finds an error above its limit; 2 where the command could not do its work.
+        0; 1 where demo, doctor or verify found an error; 2 where the command could not do its work; as in a shell, 130
+        after an interrupt and 141 when the reader of the output has gone.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser, commands = _parser()
-    # The benchmark's options live beside its cases, and loading them loads torch: only its own command pays for that.
-    if given[:1] == ["bench"]:
-        from rwkv_jit import bench
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes standard output when it ends, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
-        bench.add_arguments(commands["bench"])
-    parsed = parser.parse_args(given)
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser(with_bench=arguments[:1] == ["bench"])
+    parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help()
         return 0
-
-    from rwkv_jit import stats
+    from rwkv_jit import commands, stats
     from rwkv_jit.errors import RwkvJitError
 
-    stats.configure_logging()
     try:
-        result = _run(parsed)
-    except (RwkvJitError, TypeError, ValueError) as error:
-        print(f"rwkv-jit {parsed.command}: {error}", file=sys.stderr)
+        stats.configure_logging()
+        result, show = getattr(commands, parsed.function)(parsed)
+        if parsed.json:
+            print(json.dumps(result, indent=2, default=str))
+        else:
+            show(result)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (RwkvJitError, TypeError, ValueError, OSError) as error:
+        print(f"{parsed.program}: {error}", file=sys.stderr)
         return 2
-    if parsed.json:
-        print(json.dumps(result, indent=2, default=str))
-    else:
-        _show(parsed.command, result)
     return 0 if result.get("passed", True) else 1
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parser(with_bench: bool) -> argparse.ArgumentParser:
     from rwkv_jit import __version__
 
     parser = argparse.ArgumentParser(
         prog="rwkv-jit", description="RWKV CUDA kernels, compiled for your GPU when they are first called."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command")
-    commands = {}
-    for name, summary in COMMANDS.items():
-        commands[name] = subparsers.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        commands[name].add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser, commands
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    _add(commands, "demo", "compile wkv6 and wkv7, run them, compare them with float64 and time them")
+    _add(commands, "doctor", "check what kernels need of this machine, and say how to mend what is missing")
+    _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
+    bench = _add(commands, "bench", "measure the speed of the ops")
+    # The benchmark's options live beside its cases, and loading them loads torch: only its own command pays for that.
+    if with_bench:
+        from rwkv_jit.bench import add_arguments
+
+        add_arguments(bench)
+    _add_build(_add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle"))
+    _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
+    summary = "look after the kernels on disk"
+    cache = commands.add_parser("cache", help=summary, description=_sentence(summary))
+    _add_cache(cache.add_subparsers(required=True, metavar="command"))
+    return parser
 
 
-def _run(parsed: argparse.Namespace) -> dict[str, Any]:
-    if parsed.command == "demo":
-        from rwkv_jit import demo
-
-        return demo.run()
-    if parsed.command == "bench":
-        from rwkv_jit import bench
-
-        measured: dict[str, Any] = bench.run(parsed)
-        return measured
-    from rwkv_jit import runtime
-
-    return {"cache": runtime.cache_info(), "environment": runtime.env_report()}
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
-def _show(command: str, result: dict[str, Any]) -> None:
-    if command == "demo":
-        from rwkv_jit import demo
-
-        demo.show(result)
-    elif command == "bench":
-        from rwkv_jit import bench
-
-        bench.show(result)
-    else:
-        for title, entries in result.items():
-            print(title)
-            for name, value in entries.items():
-                print(f"  {name.replace('_', ' '):<18}{_text(value)}")
+def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a command; rwkv_jit.commands has a function of its name, with `cache_` before those of the cache."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=_sentence(summary))
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    function = "_".join(parser.prog.split()[1:])
+    parser.set_defaults(function=function, program=parser.prog)
+    return parser
 
 
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={each}" for name, each in value.items()) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)
+def _add_build(parser: argparse.ArgumentParser) -> None:
+    def add(name: str, help: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
+        parser.add_argument(name, type=_list_of(kind), action="extend", metavar="LIST", help=help, **more)
+
+    parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
+    add("--op", "wkv6, wkv7", required=True)
+    add("--head-size", "from 1", _size, required=True)
+    add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
+    add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
+    parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
+    add("--decay", "raw (default), sigmoid, log, direct")
+    add("--state-layout", "vk (default), kv")
+    add("--w-dtype", "of w, and of u in wkv6 (default: that of r, k, v)", _dtype)
+    add("--state-dtype", "of the initial state (default: fp32)", _dtype)
+    parser.add_argument("-o", "--output", metavar="FILE", help="the bundle to write (default: into the cache)")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", help="wkv6 or wkv7")
+    parser.add_argument("--head-size", type=_size, required=True, metavar="K", help="from 1")
+    parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
+    parser.add_argument("--direction", choices=("forward", "backward"), default="forward", help="default: forward")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
+    parser.add_argument("--arch", help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
+    parser.add_argument("--decay", default="raw", help="raw (default), sigmoid, log, direct")
+    parts = parser.add_mutually_exclusive_group()
+    for part, text in (
+        ("resources", "registers, spills and shared memory (default)"),
+        ("source", "the CUDA source as the compiler reads it"),
+        ("ptx", "the PTX"),
+        ("sass", "the machine code, by nvdisasm or cuobjdump"),
+    ):
+        parts.add_argument(f"--{part}", action="store_const", dest="part", const=part, default="resources", help=text)
+
+
+def _add_cache(commands: Any) -> None:
+    _add(commands, "path", "print the directory of the kernels")
+    _add(commands, "list", "list all kernels that can be read")
+    show = _add(commands, "show", "print all that is stored of a kernel")
+    show.add_argument("name", help="beginning of the name, the key or the file of one kernel or several")
+    _add(commands, "verify", "read every kernel and say which are damaged")
+    prune = _add(commands, "prune", "delete damaged kernels, then the least recently used ones above the limit")
+    prune.add_argument("--max-mb", type=_megabytes, metavar="N", help="default: RWKVJIT_CACHE_MAX_MB, or 512")
+    _add(commands, "clear", "delete all kernels of the user's directory")
+    export = _add(commands, "export", "write kernels into a bundle")
+    export.add_argument("file", help="the bundle")
+    for option in ("--op", "--arch"):
+        export.add_argument(option, type=_list_of(str), action="extend", metavar="LIST", help="only these")
+    _add(commands, "import", "copy bundles into the user's directory").add_argument("files", nargs="+", metavar="file")
+
+
+def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(part.strip()) for part in text.split(",")]
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _dtype(text: str) -> str:
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
+    return text
+
+
+def _megabytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
+import shlex
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from rwkv_jit import cuda, env, stats
+from rwkv_jit import cache, cuda, env, stats
+from rwkv_jit.cache import Compiled, Resources
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.identity import version
 from rwkv_jit.template import Parameter, Rendered
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)([af]?)")
@@ -26,26 +25,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _ASSERTION = re.compile(r'static assertion failed with "([^"]*)"')
 _HEAD = "parameters.cu"  # the name of the lines above `#line 1`
-_PLACE = re.compile(r"^([\w.]+)\((\d+)\): error", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one kernel takes of a multiprocessor. Zeros where the driver compiles it from PTX."""
-
-    registers: int = 0
-    spill_bytes: int = 0
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A cubin, or PTX for the driver, and the resources of each kernel in it."""
-
-    image: bytes
-    target: str
-    resources: dict[str, Resources]
-    seconds: float = 0.0
+_PLACE = re.compile(r"^([^()\n]+)\((\d+)\): error", re.MULTILINE)
 
 
 def options(target: str) -> tuple[str, ...]:
@@ -54,7 +34,8 @@ def options(target: str) -> tuple[str, ...]:
     ``--no-cache`` because NVRTC's own cache lives in the driver and hides the resource report;
     ``--modify-stack-limit=false`` because the default changes the whole process's limits.
     """
-    return (f"-arch={target}", "-std=c++17", "--no-cache", "--modify-stack-limit=false", "--ptxas-options=-v")
+    fixed = (f"-arch={target}", "-std=c++17", "--no-cache", "--modify-stack-limit=false", "--ptxas-options=-v")
+    return (*fixed, "-lineinfo") if env.lineinfo() else fixed
 
 
 def check_arch(arch: str) -> str:
@@ -70,24 +51,30 @@ def check_arch(arch: str) -> str:
     return arch
 
 
-def target_for(arch: str) -> str:
-    """Return what the NVRTC at hand compiles for `arch`: itself, or PTX when the GPU is newer than the compiler."""
+def target_for(arch: str, newer: bool = True) -> str:
+    """Return what the NVRTC at hand compiles for `arch`: itself, or with `newer` PTX where the GPU is newer than NVRTC.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        NVRTC cannot compile for it.
+    """
     match = _ARCH.fullmatch(check_arch(arch))
     assert match is not None
     number = int(match[2])
     known = [int(a) for a in cuda.nvrtc().getSupportedArchs()]
     if number in known:
         return arch
-    if number > max(known):
+    if newer and number > max(known):
         target = f"compute_{max(known)}"
         stats.say_once(
             f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}, from which the driver "
             "makes the machine code"
         )
         return target
+    mend = f"; older GPUs need the CUDA 12 compiler: {cuda.INSTALL[12]}" if 50 <= number < min(known) else ""
     raise UnsupportedConfigError(
-        f"arch: NVRTC {version()} compiles sm_{min(known)} to sm_{max(known)}, got {arch}"
-        + (f"; older GPUs need the CUDA 12 compiler: {cuda.INSTALL[12]}" if number < min(known) else "")
+        f"arch: NVRTC {version()} compiles for {', '.join(f'sm_{each}' for each in known)}, got {arch}{mend}"
     )
 
 
@@ -125,8 +112,7 @@ def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -
             image = nvrtc.getPTX(program)
             image = image if isinstance(image, bytes) else image.encode()
         else:
-            # CuPy's getCUBIN drops the last byte, which NVRTC always pads with zero.
-            image = bytes(nvrtc.getCUBIN(program)) + b"\0"
+            image = _whole(bytes(nvrtc.getCUBIN(program)))
     except nvrtc.NVRTCError as error:
         raise _explain(rendered, target, parameters, nvrtc.getProgramLog(program)) from error
     finally:
@@ -134,18 +120,79 @@ def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -
     return image, log, time.perf_counter() - started
 
 
+def _whole(cubin: bytes) -> bytes:
+    """Return the cubin with its last byte: CuPy's getCUBIN drops it, and it is zero."""
+    sections, segments = struct.unpack_from("<40xQ10xHH", cubin), struct.unpack_from("<32xQ14xHH", cubin)
+    missing = max(offset + size * count for offset, size, count in (sections, segments)) - len(cubin)
+    if missing not in (0, 1):
+        raise CompileError(f"NVRTC {version()} returned a cubin with {missing} bytes missing")
+    return cubin + bytes(missing)
+
+
 def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter], log: str) -> Exception:
-    where = f"{rendered.name} for {target} with " + ", ".join(f"{k}={v}" for k, v in sorted(parameters.items()))
+    values = ", ".join(f"{k}={v}" for k, v in sorted(parameters.items()))
     rule = _ASSERTION.search(log)
     if rule:
-        return UnsupportedConfigError(f"{rendered.name}: {rule[1]}; got {where.split(' with ')[1]}")
+        return UnsupportedConfigError(f"{rendered.name}: {rule[1]}; got {values}")
     place = _PLACE.search(log)
-    excerpt = ""
-    if place:
-        excerpt = _excerpt(rendered, place[1], int(place[2]))
-    return CompileError(
-        f"NVRTC {version()} could not compile {where}\noptions: {' '.join(options(target))}\n{excerpt}{log}"
+    excerpt = _excerpt(rendered, place[1], int(place[2])) if place else ""
+    command = _save_failure(rendered, target)
+    error = CompileError(
+        f"NVRTC {version()} could not compile {rendered.name} for {target} with {values}\n"
+        f"options: {' '.join(options(target))}\n{excerpt}{log}" + (f"\nonce more: {command}" if command else "")
     )
+    error.command = command
+    return error
+
+
+def _save_failure(rendered: Rendered, target: str) -> str:
+    """Save what did not compile, in the cache directory or else a temporary one; return the command that repeats it."""
+    try:
+        program = save_source(cache.source_folder("failed"), rendered, target)
+    except OSError:
+        try:
+            program = save_source(Path(tempfile.mkdtemp(prefix="rwkv_jit-")), rendered, target)
+        except OSError:
+            return ""
+    return shlex.join([sys.executable, str(program)])
+
+
+def save_source(folder: Path, rendered: Rendered, target: str) -> Path:
+    """Write a rendered template, its headers and a program that compiles them; return the program's path."""
+    digest = sha256("\0".join([rendered.source, *options(target), *map(str, rendered.headers)]).encode())
+    folder = folder / f"{rendered.name}-{target}-{digest.hexdigest()[:16]}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = {name: re.sub(r"[^\w.-]", "_", name) for name, _ in rendered.headers}
+    for name, text in rendered.headers:
+        (folder / files[name]).write_text(text, encoding="utf-8")
+    (folder / f"{rendered.name}.cu").write_text(rendered.source, encoding="utf-8")
+    program = folder / "compile.py"
+    program.write_text(
+        _PROGRAM.format(name=rendered.name, headers=files, options=list(options(target))), encoding="utf-8"
+    )
+    return program
+
+
+_PROGRAM = '''"""Compile {name}.cu, which lies beside this file, as rwkv_jit did, and print the compiler's log."""
+
+import sys
+from pathlib import Path
+
+from cupy.cuda import nvrtc
+
+HEADERS = {headers}
+OPTIONS = {options}
+
+here = Path(__file__).parent
+texts = [(here / file).read_bytes() for file in HEADERS.values()]
+source = (here / "{name}.cu").read_text(encoding="utf-8")
+program = nvrtc.createProgram(source, "parameters.cu", texts, [name.encode() for name in HEADERS])
+try:
+    nvrtc.compileProgram(program, OPTIONS)
+except nvrtc.NVRTCError as error:
+    sys.exit(f"{{error}}\\n{{nvrtc.getProgramLog(program)}}")
+print(nvrtc.getProgramLog(program))
+'''
 
 
 def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
@@ -174,96 +221,3 @@ def _parse_resources(log: str) -> dict[str, Resources]:
             shared = _SHARED.search(line)
             found[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else 0)
     return found
-
-
-# ---- which compiler this is --------------------------------------------------------------------------------------
-
-
-def version() -> str:
-    """Return NVRTC's version, e.g. "12.9"; builds of one version differ, so the cache key uses `identity`."""
-    return ".".join(str(part) for part in cuda.nvrtc().getVersion())
-
-
-@cache
-def identity() -> str:
-    """Return what tells compiler builds apart: version and build-ids of the libraries really loaded."""
-    libraries = _libraries()
-    parts = [version(), *(_build_id(path) for path in libraries)]
-    name = " ".join(parts)
-    _remember(name, libraries)
-    return name
-
-
-def assumed_identity() -> str | None:
-    """Return the identity noted by an earlier process, without loading NVRTC, while its files are unchanged."""
-    try:
-        note = json.loads(_note().read_text(encoding="utf-8"))
-        unchanged = all(_stamp(path) == stamp for path, stamp in note["libraries"].items())
-        return str(note["identity"]) if unchanged and note["libraries"] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _libraries() -> list[str]:
-    """Return libnvrtc and, beside it, its builtins, which it loads at the first compile."""
-    cuda.nvrtc()
-    main = [path for path in cuda.loaded_libraries("libnvrtc.") if "builtins" not in path]
-    return main + sorted(
-        str(p) for path in main for p in Path(path).parent.glob("libnvrtc-builtins*") if ".alt." not in p.name
-    )
-
-
-def _stamp(path: str) -> list[int]:
-    status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _note() -> Path:
-    environment = sha256(os.path.realpath(sys.prefix).encode()).hexdigest()[:16]
-    return env.cache_dir() / f"nvrtc-{environment}.json"
-
-
-def _remember(name: str, libraries: list[str]) -> None:
-    """Note the identity for `assumed_identity`; without a writable cache there is nothing to find anyway."""
-    note = json.dumps({"identity": name, "libraries": {path: _stamp(path) for path in libraries}})
-    try:
-        _note().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=_note().parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(note)
-        os.replace(temporary, _note())
-    except OSError:
-        pass
-
-
-def _build_id(path: str) -> str:
-    """Return the GNU build-id of a 64-bit ELF library; where it carries none, the hash of the file."""
-    with open(path, "rb") as file:
-        for kind, name, text in _elf_notes(file.read(64), file):
-            if kind == 3 and name == b"GNU\0":
-                return text.hex()
-        file.seek(0)
-        digest = sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
-
-
-def _elf_notes(header: bytes, file: object) -> Iterator[tuple[int, bytes, bytes]]:
-    if header[:5] != b"\x7fELF\x02":
-        return
-    table, entry_size, count = struct.unpack_from("<32xQ14xHH", header)
-    for index in range(count):
-        file.seek(table + index * entry_size)  # type: ignore[attr-defined]
-        kind, offset, size = struct.unpack("<I4xQ16xQ", file.read(40))  # type: ignore[attr-defined]
-        if kind != 4:  # PT_NOTE
-            continue
-        file.seek(offset)  # type: ignore[attr-defined]
-        notes = file.read(size)  # type: ignore[attr-defined]
-        at = 0
-        while at + 12 <= len(notes):
-            name_size, text_size, note_kind = struct.unpack_from("<III", notes, at)
-            name_end = at + 12 + name_size
-            text_start = at + 12 + (name_size + 3) // 4 * 4
-            yield note_kind, notes[at + 12 : name_end], notes[text_start : text_start + text_size]
-            at = text_start + (text_size + 3) // 4 * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import tempfile
@@ -9,7 +10,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from rwkv_jit.errors import NvrtcNotFoundError
+from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 
 CUPY_WHEELS = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
 # The packages themselves, so that the command works for a checkout as well; the extras cuda12 and cuda13 name the same.
@@ -94,14 +95,83 @@ def driver() -> Any:
     return module
 
 
-def load_module(image: bytes) -> Any:
-    """Load a cubin or PTX into the current context."""
+def load_module(image: bytes, what: str, made_by: str) -> Any:
+    """Load a cubin or PTX into the current context.
+
+    Raises
+    ------
+    RwkvJitError
+        The driver refuses it: an older driver than the compiler, or another GPU.
+    """
     cupy()
     from cupy.cuda.function import Module
 
     module = Module()
-    module.load(image)
+    try:
+        module.load(image)
+    except driver().CUDADriverError as error:
+        raise RwkvJitError(
+            f"the driver (CUDA {driver_version()}) cannot load {what}, compiled by NVRTC {made_by}: {error}; "
+            "`rwkv-jit doctor` compares driver, GPU and compiler"
+        ) from error
     return module
+
+
+def function(module: Any, entry: str) -> int:
+    """Return the driver's handle of a kernel in a module.
+
+    Raises
+    ------
+    RwkvJitError
+        There is no kernel of that name.
+    """
+    try:
+        handle: int = module.get_function(entry).ptr
+    except driver().CUDADriverError as error:
+        raise RwkvJitError(f'entry: there is no kernel {entry!r} in this template (extern "C"): {error}') from error
+    return handle
+
+
+def allow_shared_bytes(function: int, count: int) -> None:
+    """Let a kernel have so much dynamic shared memory; it keeps what it was allowed before.
+
+    Raises
+    ------
+    RwkvJitError
+        The GPU does not have as much.
+    """
+    api = driver()
+    try:
+        if api.funcGetAttribute(api.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function) < count:
+            api.funcSetAttribute(function, api.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, count)
+    except api.CUDADriverError as error:
+        raise RwkvJitError(f"shared_bytes: this GPU does not give a block {count} bytes ({error})") from error
+
+
+def driver_version() -> str:
+    """Return the newest CUDA that the driver supports, e.g. "13.0"; "none" where there is no driver."""
+    cupy()
+    from cupy.cuda import runtime
+
+    try:
+        version = int(runtime.driverGetVersion())
+    except runtime.CUDARuntimeError:
+        version = 0
+    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
+
+
+def parameter_sizes(function: int) -> list[int] | None:
+    """Return the bytes of each of a kernel's parameters; None where the driver cannot say (before CUDA 12.4)."""
+    try:
+        get_info = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuFuncGetParamInfo
+    except (OSError, AttributeError):
+        return None
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    arguments = ctypes.byref(offset), ctypes.byref(size)
+    while get_info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *arguments) == 0:
+        sizes.append(size.value)
+    return sizes
 
 
 def from_dlpack(tensor: Any) -> Any:

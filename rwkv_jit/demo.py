@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from rwkv_jit import compiler, env, kernel, runtime
+from rwkv_jit import env, identity, kernel, report, runtime
 from rwkv_jit.errors import NvrtcNotFoundError
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
@@ -26,6 +26,7 @@ HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
 DTYPES = (torch.bfloat16, torch.float32)
 ERROR_LIMITS = {torch.bfloat16: 3e-3, torch.float32: 5e-6}
 ARCH_WITHOUT_GPU = "sm_90a"
+_CACHE_VARIABLES = ("RWKVJIT_CACHE_DIR", "RWKVJIT_CACHE_PATH", "RWKVJIT_CACHE", "RWKVJIT_ASSERT_CACHED")
 # (B, T, H): the float64 reference keeps every state for its backward, so errors are taken on few tokens.
 CHECKED_SHAPES = {"cuda": (2, 128, 4), "cpu": (1, 48, 2)}
 TIMED_SHAPES = {"cuda": (8, 1024, 32), "cpu": (1, 48, 2)}
@@ -45,16 +46,16 @@ def run() -> dict[str, Any]:
     kernels: list[dict[str, Any]] = []
     compiled_by = missing = None
     try:
-        with _empty_cache():
-            compiled_by = f"NVRTC {compiler.version()}"
-            arch = None if device == "cuda" or env.arch() else ARCH_WITHOUT_GPU
+        with empty_cache():
+            compiled_by = f"NVRTC {identity.version()}"
+            arch = default_arch()
             for op in OPS:
                 for head_size in HEAD_SIZES:
                     for direction in runtime.DIRECTIONS:
                         kernels.append(_compile(op, head_size, direction, arch))
     except NvrtcNotFoundError as error:
         missing = str(error)
-    with _empty_cache():
+    with empty_cache():
         calls = [_call(op, size, dtype, device) for op in OPS for size in HEAD_SIZES for dtype in DTYPES]
     cache = runtime.cache_info()
     return {
@@ -72,20 +73,23 @@ def run() -> dict[str, Any]:
 
 
 @contextmanager
-def _empty_cache() -> Iterator[None]:
-    """Work in a temporary cache, with nothing remembered from before."""
-    before = os.environ.get("RWKVJIT_CACHE_DIR")
+def empty_cache() -> Iterator[None]:
+    """Work in a temporary cache, where kernels are compiled whatever is stored elsewhere or remembered."""
     with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:
+        before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
         os.environ["RWKVJIT_CACHE_DIR"] = folder
         kernel.forget()
         try:
             yield
         finally:
             kernel.forget()
-            if before is None:
-                del os.environ["RWKVJIT_CACHE_DIR"]
-            else:
-                os.environ["RWKVJIT_CACHE_DIR"] = before
+            del os.environ["RWKVJIT_CACHE_DIR"]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def default_arch() -> str | None:
+    """Return the architecture to ask for where the user names none: None, which is the GPU's, if there is one."""
+    return None if torch.cuda.is_available() or env.arch() else ARCH_WITHOUT_GPU
 
 
 def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[str, Any]:
@@ -116,8 +120,14 @@ def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[
     }
 
 
-def _call(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Compare an op and its gradients with float64, and time it."""
+def check(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Call an op, and compare y and its gradients with float64.
+
+    Returns
+    -------
+    dict
+        first_call_ms; error and gradient_error, relative in L2; limit; passed.
+    """
     function, reference = OPS[op]
     inputs, dy = _inputs(op, CHECKED_SHAPES[device], head_size, dtype, device)
     started = time.perf_counter()
@@ -127,17 +137,26 @@ def _call(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str,
     first_call_ms = 1e3 * (time.perf_counter() - started)
     exact = _run_both_ways(reference, [x.detach().double().requires_grad_() for x in inputs], dy.double())
     errors = [_relative_error(x, y) for x, y in zip(results, exact, strict=True)]
+    return {
+        "first_call_ms": first_call_ms,
+        "error": errors[0],
+        "gradient_error": max(errors[1:]),
+        "limit": ERROR_LIMITS[dtype],
+        "passed": max(errors) <= ERROR_LIMITS[dtype],
+    }
 
+
+def _call(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Check an op and time it."""
+    checked = check(op, head_size, dtype, device)
+    function, _ = OPS[op]
     inputs, dy = _inputs(op, TIMED_SHAPES[device], head_size, dtype, device)
     constants = [x.detach() for x in inputs]
     return {
         "op": op,
         "head_size": head_size,
         "dtype": str(dtype).removeprefix("torch."),
-        "first_call_ms": first_call_ms,
-        "error": errors[0],
-        "gradient_error": max(errors[1:]),
-        "passed": max(errors) <= ERROR_LIMITS[dtype],
+        **checked,
         "forward_ms": _median_ms(lambda: function(*constants), device),
         "forward_backward_ms": _median_ms(lambda: _run_both_ways(function, inputs, dy), device),
     }
@@ -206,7 +225,7 @@ def show(result: dict[str, Any]) -> None:
             print("(the driver makes the machine code from PTX, so its registers are not known here)")
         if not result["on_gpu"]:
             print("(there is no GPU here: they are compiled, not run)")
-        _table(
+        report.table(
             ("op", "head size", "direction", "compile ms", "disk ms", "memory ms", "registers", "spill B", "shared B"),
             [
                 (
@@ -217,6 +236,7 @@ def show(result: dict[str, Any]) -> None:
                 for record in result["kernels"]
             ],
         )  # fmt: skip
+        print()
     else:
         print(f"No CUDA kernel can be compiled here: {result['missing']}\n")
 
@@ -226,7 +246,7 @@ def show(result: dict[str, Any]) -> None:
     print(f"Relative L2 error against float64 at {checked}; median time of a call at {timed}")
     # On the CPU a first call compiles nothing, so its time would say nothing.
     first_call = ("first call ms",) if result["on_gpu"] else ()
-    _table(
+    report.table(
         ("op", "head size", "dtype", "error y", "error grads", *first_call, "forward ms", "fwd + bwd ms"),
         [
             (
@@ -237,17 +257,10 @@ def show(result: dict[str, Any]) -> None:
             for call in result["calls"]
         ],
     )  # fmt: skip
+    print()
     if first_call:
         print("A first call compiles forward and backward side by side, loads them and runs both.")
     limits = ", ".join(f"{limit:.0e} in {str(dtype).removeprefix('torch.')}" for dtype, limit in ERROR_LIMITS.items())
     print(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits: {limits}.")
     cache = result["cache"]
     print(f"Your kernel cache was not touched: {cache['path']}, {cache['entries']} kernels, {cache['bytes']} bytes.")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    texts = [list(head), *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for text in texts:
-        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(text, widths, strict=True)))
-    print()

@@ -13,7 +13,15 @@ class RwkvJitError(RuntimeError):
 
 
 class CompileError(RwkvJitError):
-    """NVRTC refused a kernel."""
+    """NVRTC refused a kernel.
+
+    Attributes
+    ----------
+    command : str
+        Compiles the saved source once more, with the same options; empty where nothing could be saved.
+    """
+
+    command = ""
 
 
 class NvrtcNotFoundError(RwkvJitError):

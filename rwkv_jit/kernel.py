@@ -1,26 +1,32 @@
-"""Parameters to a kernel that can be launched: memory, then disk, then NVRTC."""
+"""Parameters to a kernel that can be launched: memory, then the cache on disk, then NVRTC."""
 
 from __future__ import annotations
 
 import copy
-import ctypes
+import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from rwkv_jit import cache, compiler, cuda, env, stats, template
-from rwkv_jit.compiler import Compiled
-from rwkv_jit.errors import CompileError, RwkvJitError
-from rwkv_jit.template import Parameter, Rendered
+from rwkv_jit import cache, compiler, cuda, env, identity, stats
+from rwkv_jit.cache import Compiled
+from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError
+from rwkv_jit.template import Parameter, Rendered, Template
 
-Request = tuple[str, Mapping[str, Parameter], str]  # template, parameters, architecture
-Source = Callable[[Any, str, Mapping[str, Parameter], str], "Kernel | None"]
+
+class Request(NamedTuple):
+    """A kernel to find or compile. One stored for `also`, architectures that run on the same GPU, will do."""
+
+    template: Template
+    parameters: Mapping[str, Parameter]
+    arch: str
+    also: tuple[str, ...] = ()
 
 
 class Kernel:
-    """One compiled template: the kernels of one direction of one op.
+    """One compiled template: the kernels of one direction of one op, or of a template of your own.
 
     Attributes
     ----------
@@ -28,24 +34,26 @@ class Kernel:
     source : str
         The rendered template.
     origin : str
-        "compiled", "disk" or "memory": where this request was served from.
+        Where this request was served from: "compiled", "memory", "disk", "shared" (a directory of RWKVJIT_CACHE_PATH)
+        or "bundle".
+    compiler : str
+        The NVRTC that made it: version and build-ids.
     """
 
-    def __init__(
-        self, rendered: Rendered, parameters: Mapping[str, Parameter], arch: str, compiled: Compiled, origin: str
-    ):
+    def __init__(self, request: Request, rendered: Rendered, compiled: Compiled, origin: str, compiler_name: str):
         self.name = rendered.name
-        self.parameters = dict(parameters)
-        self.arch = arch
+        self.parameters = dict(request.parameters)
+        self.arch = request.arch
         self.source = rendered.source
         self.origin = origin
+        self.compiler = compiler_name
         self.resources = compiled.resources
         self.target = compiled.target
         self.compile_seconds = compiled.seconds
         self._rendered = rendered
+        self._options = compiler.options(request.arch)
         self._image = compiled.image
         self._modules: dict[int, Any] = {}
-        self._lock = threading.Lock()
 
     @property
     def cubin(self) -> bytes:
@@ -77,13 +85,32 @@ class Kernel:
         """Static shared memory per block, the maximum over the kernels."""
         return self._most("shared_bytes")
 
+    def is_loaded(self, device: int) -> bool:
+        """Return whether the kernel can be launched on a device without loading anything."""
+        return device in self._modules
+
     def function(self, device: int, entry: str) -> int:
-        """Return the driver's handle of a kernel. `device` must be current. Modules are never unloaded."""
-        with self._lock:
+        """Return the driver's handle of a kernel. `device` must be current. Modules are never unloaded.
+
+        Raises
+        ------
+        RwkvJitError
+            The driver cannot load it, there is no such kernel, or CUDA was in use before this process was forked.
+        """
+        check_not_forked()
+        with _process.load_lock:
             if device not in self._modules:
-                self._modules[device] = cuda.load_module(self._image)
-        handle: int = self._modules[device].get_function(entry).ptr
-        return handle
+                _process.has_used_cuda = True
+                made_by = self.compiler.split(" ")[0]
+                self._modules[device] = cuda.load_module(self._image, f"{self.name} for {self.target}", made_by)
+        return cuda.function(self._modules[device], entry)
+
+    def entry(self) -> tuple[str, bytes]:
+        """Return the name and the bytes under which a cache directory or a bundle stores it."""
+        digest = cache.key(self._rendered, self._options, self.arch, self.compiler)
+        about = {"name": self.name, "arch": self.arch, "parameters": self.parameters, "compiler": self.compiler}
+        compiled = Compiled(self._image, self.target, self.resources)
+        return cache.file_name(self.name, self.arch, digest), cache.pack(digest, compiled, about)
 
     def __repr__(self) -> str:
         parameters = ", ".join(f"{k}={v}" for k, v in sorted(self.parameters.items()))
@@ -106,13 +133,65 @@ class Kernel:
         return f"<table><caption>{self.name}</caption>{cells}</table>"
 
 
-_memory: dict[Any, Kernel] = {}
-_locks: dict[Any, threading.Lock] = {}
-_registry_lock = threading.Lock()
+# ---- what this process holds -------------------------------------------------------------------------------------
 
 
-def get(name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
-    """Return the kernel for a template, its parameters and an architecture.
+class _Process:
+    """The state of the service that a forked child starts anew."""
+
+    def __init__(self, forked_from_cuda: bool = False):
+        self.kernels: dict[Any, Kernel] = {}
+        self.failures: dict[str, Exception] = {}  # by the digest of the request; never on disk
+        self.locks: dict[Any, threading.Lock] = {}  # one thread at a time finds or compiles one kernel
+        self.registry_lock = threading.Lock()
+        self.load_lock = threading.Lock()
+        self.pool: ThreadPoolExecutor | None = None
+        self.has_used_cuda = False
+        self.forked_from_cuda = forked_from_cuda
+
+
+_process = _Process()
+
+
+def _reset_after_fork() -> None:
+    global _process
+    _process = _Process(_process.has_used_cuda or _process.forked_from_cuda)
+    stats.reset_after_fork()
+    cache.reset_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+def check_not_forked() -> None:
+    """Check that CUDA can be used here.
+
+    Raises
+    ------
+    RwkvJitError
+        The process was forked from one that had used it.
+    """
+    if _process.forked_from_cuda:
+        raise RwkvJitError(
+            "CUDA was in use before this process was forked, and does not survive a fork; start processes with "
+            "multiprocessing's 'spawn' method"
+        )
+
+
+def forget() -> None:
+    """Drop the kernels and failures this process remembers; what is loaded on a device stays loaded."""
+    with _process.registry_lock:
+        _process.kernels.clear()
+        _process.failures.clear()
+    cache.forget()
+
+
+# ---- finding and compiling ---------------------------------------------------------------------------------------
+
+
+def get(request: Request) -> Kernel:
+    """Return the kernel for a request.
 
     Raises
     ------
@@ -121,134 +200,134 @@ def get(name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
     CompileError, NvrtcNotFoundError
         The kernel is nowhere and cannot be compiled.
     """
-    kernel = _serve(name, parameters, arch, (_memory_hit, _disk_hit, _compile))
-    assert kernel is not None
-    return kernel
+    found = _serve(request, may_compile=True)
+    assert found is not None
+    return found
 
 
-def get_all(requests: Iterable[Request]) -> list[Kernel]:
+def get_all(requests: Sequence[Request]) -> list[Kernel]:
     """Return several kernels; those that are nowhere compile side by side, as NVRTC releases the interpreter lock."""
-    wanted = list(requests)
-    found: list[Kernel | None] = [_serve(*request, (_memory_hit, _disk_hit)) for request in wanted]
-    missing = [request for request, kernel in zip(wanted, found, strict=True) if kernel is None]
-    if len(missing) > 1:
-        with ThreadPoolExecutor(len(missing)) as pool:
-            compiled = iter(list(pool.map(lambda request: get(*request), missing)))
-    else:
-        compiled = iter([get(*request) for request in missing])
+    found = [_serve(request, may_compile=False) for request in requests]
+    missing = [request for request, kernel in zip(requests, found, strict=True) if kernel is None]
+    compiled = iter([get(*missing)] if len(missing) == 1 else list(_pool().map(get, missing)))
     return [next(compiled) if kernel is None else kernel for kernel in found]
 
 
-def _serve(name: str, parameters: Mapping[str, Parameter], arch: str, sources: Sequence[Source]) -> Kernel | None:
-    """Ask the sources in turn; one thread at a time for one kernel."""
-    memory_key = (name, tuple(sorted(parameters.items())), arch)
-    with _registry_lock:
-        lock = _locks.setdefault(memory_key, threading.Lock())
+def get_async(request: Request) -> Future[Kernel]:
+    """Find or compile a kernel in the background."""
+    return _pool().submit(get, request)
+
+
+def _pool() -> ThreadPoolExecutor:
+    with _process.registry_lock:
+        if _process.pool is None:
+            _process.pool = ThreadPoolExecutor(env.workers(), thread_name_prefix="rwkv_jit")
+        return _process.pool
+
+
+def is_loaded(request: Request, device: int) -> bool:
+    """Return whether a request can be launched on a device without compiling or loading anything."""
+    kernel = _process.kernels.get(memory_key(request))
+    return kernel is not None and kernel.is_loaded(device)
+
+
+def memory_key(request: Request) -> Any:
+    """Return what tells requests of this process apart; 1, True and 1.0 are equal, but not one parameter."""
+    parameters = tuple(sorted((name, repr(value)) for name, value in request.parameters.items()))
+    return request.template, parameters, request.arch, env.lineinfo()
+
+
+def _serve(request: Request, may_compile: bool) -> Kernel | None:
+    """Find a kernel, and compile it where it is nowhere and may be compiled."""
+    key = memory_key(request)
+    with _process.registry_lock:
+        lock = _process.locks.setdefault(key, threading.Lock())
     with lock:
-        for source in sources:
-            kernel = source(memory_key, name, parameters, arch)
-            if kernel is not None:
-                return kernel
+        found = _process.kernels.get(key)
+        if found is not None:
+            found = copy.copy(found)  # the same module; only where this request was served from differs
+            found.origin = "memory"
+        else:
+            rendered = request.template.render(request.parameters)
+            found = _stored(request, rendered, _known_compilers())
+            if found is None and may_compile:
+                found = _compile_once(request, rendered)
+            if found is not None:
+                _process.kernels[key] = found
+    if found is not None:
+        event = {name: getattr(found, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
+        stats.tell(event)
+    return found
+
+
+def _known_compilers() -> Iterator[str]:
+    """Yield the compilers whose kernels may serve, without loading NVRTC: this machine's, and those of bundles."""
+    own = identity.assumed_identity()
+    if own is not None:
+        yield own
+    yield from (name for name in cache.compilers() if name != own)
+
+
+def _stored(request: Request, rendered: Rendered, compilers: Iterator[str] | tuple[str, ...]) -> Kernel | None:
+    for compiler_name in compilers:
+        for arch in (request.arch, *request.also):
+            digest = cache.key(rendered, compiler.options(arch), compiler.check_arch(arch), compiler_name)
+            found = cache.get(rendered.name, arch, digest)
+            if found is not None:
+                return Kernel(request._replace(arch=arch), rendered, *found, compiler_name)
     return None
 
 
-def _memory_hit(memory_key: Any, name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel | None:
-    found = _memory.get(memory_key)
-    if found is None:
+def _compile_once(request: Request, rendered: Rendered) -> Kernel:
+    """Compile, or wait for the process of this node that does.
+
+    The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
+    """
+    digest = cache.key(rendered, compiler.options(request.arch), request.arch, "")
+    failure = _process.failures.get(digest)
+    if failure is not None:
+        raise failure.with_traceback(None)
+    with cache.one_at_a_time(digest, f"{rendered.name} for {request.arch}"):
+        found = _stored(request, rendered, _known_compilers()) or _stored_by_loaded_compiler(request, rendered)
+        if found is not None:
+            return found
+        if env.assert_cached():
+            raise CompileError(
+                f"RWKVJIT_ASSERT_CACHED is set and {rendered.name} for {request.arch} with "
+                f"{dict(request.parameters)} is not in the cache"
+            )
+        try:
+            return _compile(request, rendered)
+        except (CompileError, ValueError) as error:
+            _process.failures[digest] = error
+            raise
+
+
+def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel | None:
+    try:
+        return _stored(request, rendered, (identity.identity(),))
+    except NvrtcNotFoundError:
+        if not env.assert_cached():
+            raise
         return None
-    stats.count("memory")
-    served = copy.copy(found)  # the same module; only where this request was served from differs
-    served.origin = "memory"
-    return served
 
 
-def _disk_hit(memory_key: Any, name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel | None:
-    """Look under the compiler that an earlier process noted, as a hit then loads no NVRTC; then under the true one."""
-    rendered = template.render(name, parameters)
-    looked_for = None
-    for identity in (compiler.assumed_identity, compiler.identity):
-        compiler_name = identity()
-        if compiler_name is None or compiler_name == looked_for:
-            continue
-        looked_for = compiler_name
-        digest = cache.key(rendered, compiler.options(arch), compiler.check_arch(arch), compiler_name)
-        compiled = cache.get(name, arch, digest)
-        if compiled is not None:
-            stats.count("disk")
-            _memory[memory_key] = kernel = Kernel(rendered, parameters, arch, compiled, "disk")
-            return kernel
-    return None
-
-
-def _compile(memory_key: Any, name: str, parameters: Mapping[str, Parameter], arch: str) -> Kernel:
-    if env.assert_cached():
-        raise CompileError(
-            f"RWKVJIT_ASSERT_CACHED is set and {name} for {arch} with {dict(parameters)} is not in the cache"
-        )
-    stats.configure_logging()
-    template.check_parameters(name, parameters)
-    rendered = template.render(name, parameters)
-    compiled = compiler.compile(rendered, arch, parameters)
-    stats.count("compiled", compiled.seconds)
+def _compile(request: Request, rendered: Rendered) -> Kernel:
+    name, arch, parameters = rendered.name, request.arch, request.parameters
+    request.template.check(parameters)
+    with stats.say_if_slow(f"compiling {name} for {arch}; {_where_kept()}"):
+        compiled = compiler.compile(rendered, arch, parameters)
+    stats.count("compile_seconds", compiled.seconds)
     stats.logger.info("compiled %s for %s in %.0f ms", name, arch, 1e3 * compiled.seconds)
-    digest = cache.key(rendered, compiler.options(arch), arch, compiler.identity())
-    about = {"name": name, "arch": arch, "parameters": dict(parameters), "compiler": compiler.identity()}
-    cache.put(name, arch, digest, compiled, about)
-    _memory[memory_key] = kernel = Kernel(rendered, parameters, arch, compiled, "compiled")
+    kernel = Kernel(request, rendered, compiled, "compiled", identity.identity())
+    cache.put(*kernel.entry())
+    if env.keep_source():
+        try:
+            compiler.save_source(cache.source_folder("sources"), rendered, compiled.target)
+        except OSError as error:
+            stats.say_once(f"sources are not kept: {error}", key="sources")
     return kernel
 
 
-def forget() -> None:
-    """Drop the kernels this process remembers; what is loaded on a device stays loaded."""
-    with _registry_lock:
-        _memory.clear()
-
-
-class Plan:
-    """Everything of a launch that does not change between calls with one signature.
-
-    The kernel's arguments are `pointers` addresses followed by `constants`, already packed. A launch writes the
-    addresses and calls the driver. The argument block is per thread, as the launch releases the interpreter lock.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        entry: str,
-        device: int,
-        grid: tuple[int, int],
-        num_threads: int,
-        pointers: int,
-        constants: Sequence[bytes],
-    ):
-        self.kernel = kernel  # keeps the module alive
-        self.function = kernel.function(device, entry)
-        self.grid = grid
-        self.num_threads = num_threads
-        self.pointers = pointers
-        self.constants = tuple(constants)
-        self._launch = cuda.driver().launchKernel
-        self._blocks = threading.local()
-
-    def _block(self) -> tuple[Any, int]:
-        """Return this thread's addresses (an array to write to) and the driver's table of arguments."""
-        try:
-            made: tuple[Any, int, Any] = self._blocks.made
-        except AttributeError:
-            addresses = (ctypes.c_uint64 * self.pointers)()
-            packed = [ctypes.create_string_buffer(constant, len(constant)) for constant in self.constants]
-            first = ctypes.addressof(addresses)
-            places = [first + 8 * i for i in range(self.pointers)] + [ctypes.addressof(p) for p in packed]
-            table = (ctypes.c_void_p * len(places))(*places)
-            made = self._blocks.made = (addresses, ctypes.addressof(table), (table, packed))
-        return made[0], made[1]
-
-    def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on a raw stream; an empty grid launches nothing."""
-        if len(addresses) != self.pointers:
-            raise RwkvJitError(f"{self.kernel.name} takes {self.pointers} addresses, got {len(addresses)}")
-        if 0 in self.grid:
-            return
-        array, table = self._block()
-        array[:] = addresses
-        self._launch(self.function, self.grid[0], self.grid[1], 1, self.num_threads, 1, 1, 0, stream, table, 0)
+def _where_kept() -> str:
+    return f"later processes find it in {env.cache_dir()}" if env.cache_is_on() else "the cache on disk is off"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, as_completed
+from itertools import chain, product
 from typing import Any
 
 import torch
 
-from rwkv_jit import cache, compiler, cuda, env, kernel, stats, tensors
+from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, recurrent, wkv6, wkv7
+from rwkv_jit.ops import boundary, geometry, recurrent, wkv6, wkv7
 from rwkv_jit.template import Parameter
 
 OPS = {op.name: op for op in (wkv6.OP, wkv7.OP)}
@@ -58,8 +61,8 @@ def specialize(
     Returns
     -------
     Kernel
-        With `source`, `cubin`, `ptx`, `origin` ("compiled", "disk" or "memory") and the integers `registers`,
-        `spill_bytes` and `shared_bytes`, each the maximum over the direction's kernels.
+        With `source`, `cubin`, `ptx`, `origin` ("compiled", "memory", "disk", "shared" or "bundle") and the integers
+        `registers`, `spill_bytes` and `shared_bytes`, each the maximum over the direction's kernels.
 
     Raises
     ------
@@ -82,6 +85,152 @@ def specialize(
     return recurrent.get_kernels([request], chunk_len, num_threads)[0]
 
 
+def compile_async(
+    op: str,
+    head_size: int | None = None,
+    value_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: str | None = None,
+    direction: str = "forward",
+    backend: str = "auto",
+    decay: str = "raw",
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    **parameters: Parameter,
+) -> Future[kernel.Kernel]:
+    """Do what `specialize` does in the background, where at most cores / local ranks kernels compile at once.
+
+    Parameters
+    ----------
+    op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, **parameters
+        As in `specialize`.
+
+    Returns
+    -------
+    concurrent.futures.Future
+        Its `result()` is the Kernel, or raises what `specialize` would have raised while compiling.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; at once.
+
+    Examples
+    --------
+    >>> futures = [rwkv_jit.compile_async("wkv7", head_size=n, arch="sm_90") for n in (64, 96)]
+    >>> kernels = [future.result() for future in futures]
+    """
+    return kernel.get_async(
+        _request(op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters)
+    )
+
+
+def warm(
+    op: str,
+    head_sizes: int | Iterable[int],
+    dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16,
+    backward: bool = True,
+    arch: str | Iterable[str] | None = None,
+    decay: str = "raw",
+    state_layout: str = "vk",
+    w_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[kernel.Kernel]:
+    """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
+
+    Parameters
+    ----------
+    op : {"wkv6", "wkv7"}
+        The op.
+    head_sizes : int or iterable of int
+        K, with V equal to it.
+    dtypes : torch.dtype or iterable of torch.dtype, default torch.bfloat16
+        Of r, k, v.
+    backward : bool, default True
+        The kernels of the gradients too.
+    arch : str or iterable of str, optional
+        Architectures; RWKVJIT_ARCH or this machine's GPU by default.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        The map from w to the per-step factor.
+    state_layout : {"vk", "kv"}, default "vk"
+        Order of the last two dimensions of the states.
+    w_dtype : torch.dtype, optional
+        Of w (and u in wkv6): float32, or like r, k, v, which is the default.
+    state_dtype : torch.dtype, default torch.float32
+        Of the initial state.
+    progress : callable, optional
+        Called with the numbers of finished and of all kernels, before the first and after each.
+
+    Returns
+    -------
+    list of Kernel
+        One per architecture, head size, dtype and direction; and a second forward, for calls with few heads, where
+        that is another kernel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; nothing has been compiled.
+    UnsupportedConfigError, CompileError, NvrtcNotFoundError
+        A kernel is not cached and cannot be compiled.
+
+    Examples
+    --------
+    >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
+    """
+    cases = product(
+        _several(arch, str) or [None],
+        _several(head_sizes, int),
+        _several(dtypes, torch.dtype),
+        DIRECTIONS if backward else DIRECTIONS[:1],
+    )
+    requests = [
+        request
+        for target, head_size, dtype, direction in cases
+        for request in call_requests(op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype)
+    ]
+    return compile_all(requests, progress)
+
+
+def compile_all(
+    requests: Sequence[kernel.Request], progress: Callable[[int, int], None] | None = None
+) -> list[kernel.Kernel]:
+    """Find or compile kernels side by side and tell how far it is; equal requests are one kernel."""
+    different = list({kernel.memory_key(request): request for request in requests}.values())
+    futures = [kernel.get_async(request) for request in different]
+    try:
+        for done, _ in enumerate(chain([None], as_completed(futures))):
+            if progress:
+                progress(done, len(futures))
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _several(given: Any, one: type) -> list[Any]:
+    return [] if given is None else [given] if isinstance(given, one) else list(given)
+
+
+def call_requests(
+    op: str, head_size: int, dtype: torch.dtype, arch: str | None, direction: str, decay: str, state_layout: str,
+    w_dtype: torch.dtype | None, state_dtype: torch.dtype,
+) -> list[kernel.Request]:  # fmt: skip
+    """Return the kernels that calls of an op may need in one direction."""
+    for name, kind in (("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
+        if kind not in tensors.STORAGE:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {kind}")
+    chosen: dict[str, Parameter] = {"state_layout": state_layout, "t_w": tensors.STORAGE[w_dtype or dtype]}
+    if direction == "forward":
+        chosen["t_state"] = tensors.STORAGE[state_dtype]
+    if op in OPS and OPS[op].fixed:
+        chosen["t_u"] = chosen["t_w"]
+    plain = _request(op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen)
+    few_heads = geometry.geometry(op, direction, head_size, head_size, few_heads=True)
+    return [plain, plain._replace(parameters={**plain.parameters, **few_heads})]
+
+
 def _request(
     op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
     backend: str, decay: str, chunk_len: int | None, num_threads: int | None, parameters: dict[str, Parameter],
@@ -101,10 +250,11 @@ def _request(
             raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
     if dtype not in tensors.STORAGE:
         raise TypeError(f"dtype: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
-    if arch is None:
-        if env.arch() is None and not torch.cuda.is_available():
-            raise ValueError("arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'")
-        arch = tensors.arch(torch.cuda.current_device()) if env.arch() is None else env.arch()
+    target, also = tensors.targets(arch)
+    for parameter, chosen_value in parameters.items():
+        if isinstance(chosen_value, float):  # templates of one's own may take one; an op does not
+            expected = "expected an int, a bool or an identifier"
+            raise TypeError(f"parameter {parameter.upper()}: {expected}, got {chosen_value!r}")
     storage = tensors.STORAGE[dtype]
     types: dict[str, Parameter] = {
         "T_IO": storage, "T_W": storage, "T_STATE": "fp32", "DECAY": decay, "STATE_LAYOUT": layout,
@@ -118,10 +268,11 @@ def _request(
         head_size,
         value_size,
         types,
-        compiler.check_arch(str(arch)),
+        target,
         chunk_len,
         num_threads,
         chosen=chosen,
+        also=also,
     )
 
 
@@ -148,24 +299,32 @@ def cache_info() -> dict[str, Any]:
     Returns
     -------
     dict
-        path, entries, bytes; memory, disk, compiled (kernels by origin), compile_seconds.
+        path, entries, bytes and max_bytes of the user's directory; layers, what is read in order; kernels of this
+        process by origin: memory, disk (the user's directory), shared (other directories), bundle, compiled;
+        compile_seconds; wait_seconds for other processes that compiled; bytes_read, bytes_written; evictions.
     """
-    files = cache.entries()
     return {
         "path": str(env.cache_dir()),
-        "entries": len(files),
-        "bytes": sum(path.stat().st_size for path in files if path.exists()),
+        "entries": len(cache.entries()),
+        "bytes": cache.size(),
+        "max_bytes": env.cache_max_bytes(),
+        "layers": [str(layer.path) for layer in cache.layers()],
         **stats.snapshot(),
     }
 
 
 def clear_cache() -> int:
-    """Delete the kernels on disk. Kernels in use stay loaded.
+    """Delete the kernels of the user's directory, imported bundles too. Kernels in use stay loaded.
 
     Returns
     -------
     int
         How many there were.
+
+    Raises
+    ------
+    CacheError
+        One of them cannot be deleted.
     """
     count = cache.clear()
     kernel.forget()
@@ -190,7 +349,7 @@ def env_report() -> dict[str, Any]:
         "cupy": cuda.installed_cupy(),
     }
     try:
-        report["nvrtc"] = compiler.identity()
+        report["nvrtc"] = identity.identity()
         report["nvrtc_libraries"] = cuda.loaded_libraries("libnvrtc")
     except NvrtcNotFoundError as error:
         report["nvrtc"] = str(error)

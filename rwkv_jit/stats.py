@@ -1,42 +1,83 @@
-"""Counters and messages of the kernel service."""
+"""Counters, hooks and messages of the kernel service."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rwkv_jit import env
 
 logger = logging.getLogger("rwkv_jit")
 _lock = threading.Lock()
 _said: set[str] = set()
+_hooks: dict[object, Callable[[dict[str, Any]], None]] = {}
+_QUIET_SECONDS = 1.0
 
 
 @dataclass
 class Counters:
-    """Kernels by where they came from, and what compiling cost."""
+    """Kernels by where they came from, and what they cost."""
 
     memory: int = 0
     disk: int = 0
+    shared: int = 0
+    bundle: int = 0
     compiled: int = 0
     compile_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    evictions: int = 0
 
 
 _counters = Counters()
 
 
-def count(origin: str, seconds: float = 0.0) -> None:
-    """Add one kernel from "memory", "disk" or "compiled"."""
+def count(name: str, amount: float = 1) -> None:
+    """Add to a counter."""
     with _lock:
-        setattr(_counters, origin, getattr(_counters, origin) + 1)
-        _counters.compile_seconds += seconds
+        setattr(_counters, name, getattr(_counters, name) + amount)
 
 
 def snapshot() -> dict[str, float]:
     """Return the counters of this process."""
     with _lock:
         return asdict(_counters)
+
+
+def add_hook(hook: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    """Call a function whenever a kernel has been found or compiled.
+
+    Parameters
+    ----------
+    hook : callable
+        Gets a dict with origin ("memory", "disk", "shared", "bundle" or "compiled"), name, arch, parameters and
+        compile_seconds. It runs in the thread that asked for the kernel; what it raises reaches that caller, after
+        the kernel has been stored.
+
+    Returns
+    -------
+    callable
+        Takes the hook off again.
+    """
+    added = object()
+    _hooks[added] = hook
+
+    def remove() -> None:
+        _hooks.pop(added, None)
+
+    return remove
+
+
+def tell(event: dict[str, Any]) -> None:
+    """Count a kernel by its origin and call the hooks."""
+    count(event["origin"])
+    for hook in tuple(_hooks.values()):
+        hook(event)
 
 
 def say_once(message: str, *, key: str | None = None) -> None:
@@ -49,12 +90,39 @@ def say_once(message: str, *, key: str | None = None) -> None:
     logger.warning(message)
 
 
+@contextmanager
+def say_if_slow(message: str) -> Iterator[None]:
+    """Warn with one line when the work inside has taken a second: a silent program looks hung."""
+    configure_logging()
+    timer = threading.Timer(_QUIET_SECONDS, logger.warning, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def configure_logging() -> None:
-    """Send messages to standard error where RWKVJIT_LOG asks for it; otherwise the application decides."""
+    """Send messages to standard error where RWKVJIT_LOG asks for it; otherwise the application decides.
+
+    Raises
+    ------
+    ValueError
+        It is set to something else than a level.
+    """
     level = env.log_level()
     if level and not logger.handlers:
+        if not isinstance(logging.getLevelName(level.upper()), int):
+            raise ValueError(f"RWKVJIT_LOG: expected debug, info, warning or error, got {level!r}")
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("rwkv_jit: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(level.upper())
         logger.propagate = False
+
+
+def reset_after_fork() -> None:
+    """Give a forked child a lock that no thread of its parent holds."""
+    global _lock
+    _lock = threading.Lock()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import cuda, env
+from rwkv_jit import compiler, cuda, env
+from rwkv_jit.launch import Plan
 
 STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -116,6 +117,40 @@ def readable_packing(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.to(torch.int64).contiguous()
 
 
+# ---- known calls -------------------------------------------------------------------------------------------------
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_eager() -> bool:
+    """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def are_plain(arrays: Iterable[Any]) -> bool:
+    """Return whether these are torch's own tensors or None, and no subclass that wants to see what is done to it."""
+    return all(x is None or type(x) in _PLAIN for x in arrays)
+
+
+def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return all that decides whether and how a call can be done, but the addresses; None for other arrays.
+
+    The strides of a contiguous tensor are those of its shape, where they mean anything.
+    """
+    try:
+        return tuple([
+            None if x is None else (type(x), x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
+            for x in arrays
+        ])  # fmt: skip
+    except (AttributeError, TypeError):
+        return None
+
+
 # ---- devices and addresses ---------------------------------------------------------------------------------------
 
 
@@ -130,15 +165,42 @@ def arch(device: int) -> str:
     return env.arch() or _capability(device)
 
 
+def also(device: int) -> tuple[str, ...]:
+    """Return architectures whose stored kernels serve a device too: those for its kind alone, like sm_90a."""
+    return () if env.arch() else (f"{_capability(device)}a",)
+
+
+def targets(given: str | None) -> tuple[str, tuple[str, ...]]:
+    """Return the architecture to compile for, by default that of the current device, and those that will do too.
+
+    Raises
+    ------
+    ValueError
+        It is not written like one, or there is no GPU to take it from.
+    """
+    chosen = given if given is not None else env.arch()
+    if chosen is not None:
+        return compiler.check_arch(chosen), ()
+    if not torch.cuda.is_available():
+        raise ValueError("arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'")
+    device = torch.cuda.current_device()
+    return arch(device), also(device)
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """Return the number of streaming multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def stream(device: int) -> int:
-    """Return torch's current stream of a device as the driver's handle."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
+def launch(plan: Plan, values: Sequence[Any]) -> None:
+    """Launch a plan on torch's current stream of its device, whichever device is current."""
+    device = plan.device
+    if torch._C._cuda_getDevice() == device:
+        plan.launch(torch._C._cuda_getCurrentRawStream(device), values)
+    else:
+        with torch.cuda.device(device):
+            plan.launch(torch._C._cuda_getCurrentRawStream(device), values)
 
 
 def capturing() -> bool:
@@ -156,11 +218,14 @@ def needs_copy(x: Tensor) -> bool:
     return x.shape[-1] % 4 == 0 and any(s % 4 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
 
 
+def alignment(x: Tensor) -> int:
+    """Return what the address of `x` must be a multiple of: four channels are read at once where there are four."""
+    return 4 * x.element_size() if x.shape[-1] % 4 == 0 else 1
+
+
 def aligned(x: Tensor) -> Tensor:
-    """Return `x`, or a copy where four channels at once cannot be read because of where it starts."""
-    if x.shape[-1] % 4 == 0 and x.data_ptr() % (4 * x.element_size()):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    """Return `x`, or a copy where it starts at an address that a kernel cannot read."""
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % alignment(x) else x
 
 
 class _Capsule:

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -46,19 +48,24 @@ def root():
 
 
 @pytest.fixture
-def fresh_service(tmp_path, monkeypatch):
-    """An empty cache of the test's own, and a process that has compiled and said nothing yet."""
-    from rwkv_jit import compiler, cuda, env, kernel, stats, template
+def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
+    """An empty cache and locks of the test's own, and a process that has compiled, counted and said nothing yet."""
+    from rwkv_jit import cuda, env, identity, kernel, stats, template
 
     for name in env.DESCRIPTIONS:
         monkeypatch.delenv(name, raising=False)
-    cache_dir = tmp_path / "cache"
+    cache_dir, temporary = tmp_path / "cache", tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(cache_dir))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(stats, "_counters", stats.Counters())
+    monkeypatch.setattr(stats, "_hooks", {})
 
     def forget():
-        kernel.forget()
+        kernel.forget()  # and what the cache remembers
         stats._said.clear()
-        for cached in (compiler.identity, cuda.cupy, cuda.nvrtc, template._load):
+        identity._assumed.clear()
+        for cached in (identity.identity, cuda.cupy, cuda.nvrtc, template.library):
             cached.cache_clear()
 
     forget()
@@ -75,36 +82,86 @@ def own_templates(tmp_path, monkeypatch):
     copy = tmp_path / "templates"
     shutil.copytree(template.directory(), copy)
     monkeypatch.setattr(template, "directory", lambda: copy)
-    template._load.cache_clear()
+    template.library.cache_clear()
     return copy
 
 
 @pytest.fixture
-def child(tmp_path):
-    """Runs Python code in another process that imports the same rwkv_jit; returns what it did."""
+def tiny(tmp_path):
+    """Makes requests for a kernel of one line, which compiles in no time."""
+    from rwkv_jit import kernel, template
+
+    def make(size=1, arch="sm_90", name="tiny", text='extern "C" __global__ void fill(float* x) { *x = SIZE; }\n'):
+        path = tmp_path / f"{name}.cu"
+        path.write_text(text, encoding="utf-8")
+        return kernel.Request(template.read(path), {"SIZE": size}, arch)
+
+    return make
+
+
+@pytest.fixture
+def make_entry():
+    """Makes name and bytes of an entry, and what it holds; numbers tell entries apart."""
+    from rwkv_jit import cache
+
+    def make(number=0, size=100, name="made_up", arch="sm_90", compiler="12.9 0123abcd"):
+        digest = sha256(f"{number} {name} {arch} {compiler}".encode()).hexdigest()
+        compiled = cache.Compiled(number.to_bytes(4, "little") * (size // 4), arch, {name: cache.Resources(32, 0, 64)})
+        about = {"name": name, "arch": arch, "compiler": compiler, "parameters": {"NUMBER": number}}
+        return cache.file_name(name, arch, digest), cache.pack(digest, compiled, about), compiled, digest
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts Python code in another process that imports the same rwkv_jit; it is killed where it outlives the test."""
     import rwkv_jit
 
     package = Path(rwkv_jit.__file__).resolve().parents[1]
+    with contextlib.ExitStack() as started:
 
-    def run(code, *arguments, unprivileged=False, without_posix=False, cwd=None, env=(), remove=(), check=True):
-        prefix = (DROP_CAPABILITIES if unprivileged else "") + (REMOVE_POSIX_NAMES if without_posix else "")
-        environment = {**os.environ, "PYTHONPATH": str(package), **dict(env)}
-        for name in remove:
-            environment.pop(name, None)
-        done = subprocess.run(
-            [sys.executable, "-c", prefix + code, *map(str, arguments)],
-            cwd=cwd or tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        def start(code, *arguments, unprivileged=False, without_posix=False, cwd=None, env=(), remove=()):
+            prefix = (DROP_CAPABILITIES if unprivileged else "") + (REMOVE_POSIX_NAMES if without_posix else "")
+            environment = {**os.environ, "PYTHONPATH": str(package), **dict(env)}
+            for name in remove:
+                environment.pop(name, None)
+            process = subprocess.Popen(
+                [sys.executable, "-c", prefix + code, *map(str, arguments)],
+                cwd=cwd or tmp_path,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
+
+        yield start
+
+
+@pytest.fixture
+def child(start):
+    """Runs Python code as `start` does, to its end; returns what it did."""
+
+    def run(code, *arguments, check=True, **options):
+        process = start(code, *arguments, **options)
+        output, errors = process.communicate(timeout=300)
         if check:
-            assert done.returncode == 0, done.stderr
-        return done
+            assert process.returncode == 0, errors
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     return run
+
+
+@pytest.fixture
+def give_away():
+    """Makes a file or directory another user's."""
+    if not hasattr(os, "getuid") or os.getuid() != 0:
+        pytest.skip("only root can give files away")
+    return lambda path: os.chown(path, 54321, 54321)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ same on CPU tensors, where the reference computes it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,10 +35,24 @@ class Op(NamedTuple):
     streamed: tuple[str, ...]
     fixed: tuple[str, ...]
     forward: Any  # the torch op
-    apply: Callable[..., tuple[Tensor, Tensor]]  # the same with gradients
+    traced: Callable[..., tuple[Tensor, Tensor]]  # the same with gradients
+    known: Callable[..., tuple[Tensor, Tensor | None]]  # a prepared forward with gradients
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
+
+# Forwards by signature: a call that is found here has passed all checks before.
+_known: dict[Any, recurrent.Forward] = {}
+
+
+def _forget() -> None:
+    """Drop what is prepared: nothing of CUDA survives a fork."""
+    _known.clear()
+    recurrent.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def call(
@@ -55,8 +70,48 @@ def call(
     num_threads: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check everything, then run the op with or without gradients."""
-    check_options(scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+    """Run an op with or without gradients: at once where the call is known, else after all checks."""
+    options = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+    known = None
+    if tensors.is_eager():
+        key = (op.name, decay_bound, options, tensors.signature((*arrays, initial_state, cu_seqlens)))
+        try:
+            known = _known.get(key)
+        except TypeError:  # an option that cannot be one may have no hash
+            known = None
+    if known is None:
+        check_options(scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+        checked = _check(op, arrays, initial_state, cu_seqlens, state_layout, backend)
+        arrays, initial_state, cu_seqlens, backend = checked
+        options = (float(scale), *options[1:])
+        if backend == "recurrent" and tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens)):
+            training = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
+            known = _prepare(op, arrays, initial_state, cu_seqlens, decay_bound, options, training)
+        options = (*options[:-1], backend)
+    if initial_state is not None and initial_state.dim() == 3:
+        sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = initial_state.expand(sequences, *initial_state.shape)
+
+    wants_grad = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
+    final: Tensor | None
+    if known is not None and wants_grad:
+        y, final = op.known(known, output_final_state, *arrays, initial_state, cu_seqlens)
+    elif known is not None:
+        y, final, _ = recurrent.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
+    else:
+        arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
+        y, final, *_ = op.traced(*arguments) if wants_grad else op.forward(*arguments, False)
+    return y, final if output_final_state else None
+
+
+def _any_requires_grad(given: Sequence[Tensor], initial_state: Tensor | None) -> bool:
+    return any([x.requires_grad for x in given]) or (initial_state is not None and initial_state.requires_grad)
+
+
+def _check(
+    op: Op, arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, state_layout: str, backend: str
+) -> tuple[list[Tensor], Tensor | None, Tensor | None, str]:
+    """Check the arrays of a call; return them as tensors, and the backend that will run."""
     names = (*op.streamed, *op.fixed)
     given = [tensors.from_any(name, x) for name, x in zip(names, arrays, strict=True)]
     streamed = dict(zip(op.streamed, given, strict=False))
@@ -76,16 +131,41 @@ def call(
         initial_state = tensors.from_any("initial_state", initial_state)
         sizes = (v.shape[3], head_size) if state_layout == "vk" else (head_size, v.shape[3])
         tensors.check_state(initial_state, sequences, heads, sizes, first, wide)
-        initial_state = initial_state.expand(sequences, heads, *sizes)
+    return given, initial_state, cu_seqlens, backend
 
-    options = (float(scale), decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
-    arguments = (*given, initial_state, cu_seqlens, *options, bool(output_final_state))
-    differentiable = [*given, initial_state] if initial_state is not None else given
-    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
-        y, final = op.apply(*arguments)
-    else:
-        y, final, _, _ = op.forward(*arguments, False)
-    return y, final if output_final_state else None
+
+def _prepare(
+    op: Op,
+    given: Sequence[Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    decay_bound: float | None,
+    options: tuple[Any, ...],
+    training: bool,
+) -> recurrent.Forward:
+    """Return the forward for tensors that have been checked, and keep it for calls of the same signature."""
+    key = (op.name, decay_bound, options, tensors.signature((*given, initial_state, cu_seqlens)))
+    known = _known.get(key)
+    if known is None:
+        inputs = _inputs(op.name, op.streamed, given, cu_seqlens)
+        if cu_seqlens is not None:
+            tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
+        state_dtype = torch.float32 if initial_state is None else initial_state.dtype
+        known = recurrent.prepare_forward(
+            inputs, state_dtype, cu_seqlens is not None, recurrent.Options(*options[:-1]), training
+        )
+        if len(_known) >= recurrent.MOST_SIGNATURES:
+            _known.clear()
+        _known[key] = known
+    return known
+
+
+def _inputs(
+    name: str, streamed: tuple[str, ...], given: Sequence[Tensor], cu_seqlens: Tensor | None
+) -> recurrent.Inputs:
+    sequences = given[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    count = len(streamed)
+    return recurrent.Inputs(name, streamed, tuple(given[:count]), tuple(given[count:]), sequences)
 
 
 def check_options(
@@ -157,22 +237,12 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
     results = ", ".join(["Tensor"] * (count + 1))
     _LIBRARY.define(
         f"{name}_fwd({given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}, bool output_final_state, "
-        "bool save_checkpoints) -> (Tensor, Tensor, Tensor, Tensor)"
+        "bool save) -> (Tensor, Tensor, Tensor)"
     )
     _LIBRARY.define(
         f"{name}_bwd(Tensor? dy, Tensor? grad_final_state, {given}, Tensor? initial_state, Tensor? cu_seqlens, "
-        f"{_OPTIONS}, Tensor checkpoints, Tensor sa) -> ({results})"
+        f"{_OPTIONS}, Tensor saved) -> ({results})"
     )
-
-    def split(
-        arguments: Sequence[Any],
-    ) -> tuple[recurrent.Inputs, Tensor | None, Tensor | None, recurrent.Options, str]:
-        tensors_given, (state, cu_seqlens, *options, backend) = arguments[:count], arguments[count : count + 9]
-        sequences = arguments[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        inputs = recurrent.Inputs(
-            name, streamed, tuple(tensors_given[: len(streamed)]), tuple(tensors_given[len(streamed) :]), sequences
-        )
-        return inputs, state, cu_seqlens, recurrent.Options(*options), backend
 
     def run_reference(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
         scale, decay, layout = arguments[count + 2 : count + 5]
@@ -184,41 +254,43 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         )
         return result
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs, state, cu_seqlens, options, backend = split(arguments)
-        output_final_state, save_checkpoints = arguments[count + 9 :]
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        given, (state, cu_seqlens, *options, backend) = arguments[:count], arguments[count : count + 9]
+        output_final_state, save = arguments[count + 9 :]
         if backend == "recurrent":
-            return recurrent.forward(inputs, state, cu_seqlens, options, output_final_state, save_checkpoints)
+            known = _prepare(op, given, state, cu_seqlens, None, (*options, backend), save)
+            y, final, saved = recurrent.forward(known, given, state, cu_seqlens, output_final_state, save)
+            return y, y.new_empty(0) if final is None else final, y.new_empty(0) if saved is None else saved
         if not arguments[0].is_cuda:
             stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
         y, final = run_reference(arguments)
-        return y, final if output_final_state else y.new_empty(0), y.new_empty(0), y.new_empty(0)
+        return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
-    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        inputs, state, cu_seqlens, options, backend = split(arguments)
-        output_final_state, save_checkpoints = arguments[count + 9 :]
+    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        state, cu_seqlens, *options, backend = arguments[count : count + 9]
+        output_final_state, save = arguments[count + 9 :]
+        inputs, layout, interval = _inputs(name, streamed, arguments[:count], cu_seqlens), options[2], options[3]
         first, v = inputs["r"], inputs["v"]
-        batch, tokens, heads, value_size = v.shape
-        final, checkpoints, sa = (v.new_empty(0) for _ in range(3))
+        heads, value_size = v.shape[2:]
+        final, saved = v.new_empty(0), v.new_empty(0)
         if output_final_state:
-            sizes = (value_size, first.shape[3]) if options.state_layout == "vk" else (first.shape[3], value_size)
+            sizes = (value_size, first.shape[3]) if layout == "vk" else (first.shape[3], value_size)
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
             final = v.new_empty((inputs.sequences, heads, *sizes), dtype=dtype)
-        if save_checkpoints and backend == "recurrent":
-            packed = cu_seqlens is not None
-            slots = recurrent.checkpoint_slots(batch, tokens, inputs.sequences, packed, options.checkpoint_interval)
-            checkpoints = v.new_empty((slots, heads, value_size, first.shape[3]), dtype=torch.float32)
-            sa = v.new_empty(v.shape, dtype=torch.float32) if recurrent.saves_sa(name) else sa
-        return torch.empty_like(v, memory_format=torch.contiguous_format), final, checkpoints, sa
+        if save and backend == "recurrent":
+            floats = recurrent.saved_for(inputs, cu_seqlens is not None, interval).floats
+            saved = v.new_empty(floats, dtype=torch.float32)
+        return torch.empty_like(v, memory_format=torch.contiguous_format), final, saved
 
     def backward(dy: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        inputs, state, cu_seqlens, options, backend = split(arguments)
+        given, (state, cu_seqlens, *options, backend) = arguments[:count], arguments[count : count + 9]
         if backend == "reference":
             return backward_reference(dy, grad_final, arguments)
+        inputs = _inputs(name, streamed, given, cu_seqlens)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
-        checkpoints, sa = arguments[-2:]
+        saved = arguments[-1]
         grads, fixed_grads, grad_initial = recurrent.backward(
-            inputs, dy, grad_final, cu_seqlens, checkpoints, sa, options, state is not None
+            inputs, dy, grad_final, cu_seqlens, saved, recurrent.Options(*options), state is not None
         )
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
         return (*grads, *totals, grad_initial if state is None else grad_initial.to(state.dtype))
@@ -266,14 +338,23 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         def backward(ctx: Any, *_: Any) -> Any:
             raise RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
 
-    class Recurrence(torch.autograd.Function):
-        """The forward with checkpoints saved, and the backward from them."""
+    def differentiate(
+        saved: Sequence[Tensor], options: Sequence[Any], dy: Tensor | None, grad_final: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs, the initial state and cu_seqlens."""
+        *given, kept = saved
+        run = Gradient.apply if torch.is_grad_enabled() else backward_op
+        *grads, grad_initial = run(dy, grad_final, *given, *options, kept)
+        return (*grads, None if given[count] is None else grad_initial, None)
+
+    class Traced(torch.autograd.Function):
+        """The forward as a torch op, and the backward from what it saves: what compilers and transforms see."""
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            y, final, checkpoints, sa = forward_op(*arguments, True)
+            y, final, saved = forward_op(*arguments, True)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*arguments[: count + 2], checkpoints, sa)
+            ctx.save_for_backward(*arguments[: count + 2], saved)
             ctx.options = arguments[count + 2 : count + 9]
             ctx.has_final_state = bool(arguments[count + 9])
             if not ctx.has_final_state:
@@ -282,12 +363,30 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            *saved, checkpoints, sa = ctx.saved_tensors
             # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
             grad_final = grad_final if ctx.has_final_state else None
-            run = Gradient.apply if torch.is_grad_enabled() else backward_op
-            *grads, grad_initial = run(dy, grad_final, *saved, *ctx.options, checkpoints, sa)
-            state = saved[count]
-            return (*grads, None if state is None else grad_initial, None, *[None] * (len(ctx.options) + 1))
+            grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final)
+            return (*grads, *[None] * (len(ctx.options) + 1))
 
-    return Op(name, streamed, fixed, forward_op, Recurrence.apply)
+    class Known(torch.autograd.Function):
+        """The same for a forward that is prepared."""
+
+        @staticmethod
+        def forward(
+            ctx: Any, known: recurrent.Forward, output_final_state: bool, *given: Any
+        ) -> tuple[Tensor, Tensor | None]:
+            *inputs, state, cu_seqlens = given
+            y, final, saved = recurrent.forward(known, inputs, state, cu_seqlens, output_final_state, True)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*given, saved)
+            ctx.options = known.options
+            return y, final
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
+            return None, None, *differentiate(ctx.saved_tensors, (*ctx.options, "recurrent"), dy, grad_final)
+
+    # Function.apply looks for transforms first; a known call has none, and saves that time.
+    apply_known = super(torch.autograd.Function, Known).apply
+    op = Op(name, streamed, fixed, forward_op, Traced.apply, apply_known)
+    return op

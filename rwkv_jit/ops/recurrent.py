@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import cuda, kernel, tensors
+from rwkv_jit import cuda, kernel, template, tensors
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.launch import Plan
 from rwkv_jit.ops.geometry import block_rows, geometry, nearest
 from rwkv_jit.template import Parameter
 
@@ -46,25 +47,61 @@ class Inputs:
         return self.streamed[self.names.index(name)]
 
 
-class _Prepared(NamedTuple):
-    """A signature's launch, and what to do before it."""
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, in one tensor of floats: states at checkpoints and, for wkv7, sa."""
 
-    plan: kernel.Plan
-    copies: tuple[bool, ...]  # which streamed inputs the kernel cannot read in place
+    floats: Any  # in all; symbolic while a compiler traces
+    sa: Any  # where sa begins; -1 where there is none
+
+    def addresses(self, saved: Tensor | None) -> list[int]:
+        """Return the kernel's arguments."""
+        first = 0 if saved is None else saved.data_ptr()
+        return [first] if self.sa < 0 else [first, first and first + 4 * self.sa]
+
+
+class Forward(NamedTuple):
+    """A forward that can be launched with any tensors of its signature, and what it returns."""
+
+    plan: Plan
+    plan_of_copies: Plan  # where an input starts at an address the kernel cannot read
+    copies: tuple[bool, ...]  # which inputs it cannot read in place; empty where it can read them all
+    alignments: tuple[int, ...]  # what their addresses must be multiples of
+    alignment: int  # the largest of these
+    value: int  # which of them is v
+    state_dtype: torch.dtype
+    state_shape: tuple[int, ...]
+    saved: Saved
+    options: Options
+
+
+class _Backward(NamedTuple):
+    """A backward that can be launched with any tensors of its signature."""
+
+    plan: Plan
+    copies: tuple[bool, ...]
+    saved: Saved
     scratch: int  # floats
 
 
-_prepared: dict[Any, _Prepared] = {}
+MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
+_backwards: dict[Any, _Backward] = {}
 _validated: set[Any] = set()  # signatures whose tensors have been seen through DLPack
 
 
-def checkpoint_slots(batch: Any, tokens: Any, sequences: Any, packed: bool, interval: int) -> Any:
-    """Return how many states per head the forward saves; packed sequences fit whatever their lengths are."""
-    return tokens // interval + sequences if packed else batch * ((tokens + interval - 1) // interval)
+def saved_for(inputs: Inputs, packed: bool, interval: int) -> Saved:
+    """Return what the forward saves: a state per head and interval, and for wkv7 sa_t = S_{t-1} a_t [B, T, H, V].
+
+    Packed sequences fit whatever their lengths are. The backward would have to repeat the sums of sa.
+    """
+    batch, tokens, heads, value_size = inputs["v"].shape
+    states = tokens // interval + inputs.sequences if packed else batch * ((tokens + interval - 1) // interval)
+    checkpoints = states * heads * value_size * inputs["r"].shape[3]
+    if not _saves_sa(inputs.op):
+        return Saved(checkpoints, -1)
+    return Saved(checkpoints + batch * tokens * heads * value_size, checkpoints)
 
 
-def saves_sa(op: str) -> bool:
-    """Return whether the forward saves sa_t = S_{t-1} a_t [B, T, H, V], a sum the backward would have to repeat."""
+def _saves_sa(op: str) -> bool:
     return op == "wkv7"
 
 
@@ -79,13 +116,14 @@ def specialize(
     num_threads: int | None = None,
     few_heads: bool = False,
     chosen: Mapping[str, Parameter] | None = None,
+    also: tuple[str, ...] = (),
 ) -> kernel.Request:
     """Return the template and parameters of one direction; `chosen` overrides the geometry."""
     parameters = geometry(op, direction, head_size, value_size, chunk_len, num_threads, few_heads)
     parameters.update({"HEAD_SIZE": head_size, "VALUE_SIZE": value_size, **types, **(chosen or {})})
     if direction == "backward":
         parameters.pop("T_STATE", None)  # states come as fp32 there
-    return f"{op}_recurrent_{direction}", parameters, arch
+    return kernel.Request(template.library(f"{op}_recurrent_{direction}"), parameters, arch, also)
 
 
 def get_kernels(
@@ -101,8 +139,8 @@ def get_kernels(
     try:
         return kernel.get_all(requests)
     except UnsupportedConfigError as error:
-        name, parameters, _ = requests[-1]
-        op, _, direction = name.split("_")
+        parameters = requests[-1].parameters
+        op, _, direction = requests[-1].template.name.split("_")
         default = geometry(op, direction, int(parameters["HEAD_SIZE"]), int(parameters["VALUE_SIZE"]))
         near = [
             f"{argument}={nearest(argument, value, int(default[argument.upper()]))}"
@@ -115,44 +153,48 @@ def get_kernels(
 
 
 def forward(
-    inputs: Inputs,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
+    known: Forward,
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    bounds: Tensor | None,
     output_final_state: bool,
-    save_checkpoints: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward; return y, the final state, and what the backward needs: checkpoints and, for wkv7, sa.
+    save: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch a prepared forward on tensors of its signature; `bounds` are those of packed sequences.
 
-    Whatever is not asked for is empty.
+    Return y, the final state, and what the backward needs; None for what is not wanted.
     """
-    inputs = _aligned(inputs)
-    v = inputs["v"]
-    batch, tokens, heads, value_size = v.shape
-    head_size = inputs["r"].shape[3]
-    state_dtype = torch.float32 if initial_state is None else initial_state.dtype
-    packed = cu_seqlens is not None
-    if cu_seqlens is not None:
-        cu_seqlens = tensors.packing(cu_seqlens, tokens)
-    key = ("forward", inputs.op, inputs.sequences, packed, state_dtype, options, _signature(inputs))
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = _remember(key, _prepare_forward(inputs, state_dtype, options, save_checkpoints))
-    streamed = _readable(inputs.streamed, prepared.copies)
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-    final = checkpoints = sa = None
+    plan = known.plan
+    if known.copies:
+        inputs = [x.contiguous() if copy else x for x, copy in zip(inputs, known.copies, strict=True)]
+    values = [x.data_ptr() for x in inputs]
+    if math.gcd(*values) % known.alignment and _is_unaligned(values, known.alignments):
+        plan, inputs = known.plan_of_copies, [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+        values = [x.data_ptr() for x in inputs]
+    v = inputs[known.value]
+    y = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = saved = None
+    if state is not None:
+        state = state.contiguous()
+    if bounds is not None:
+        bounds = tensors.packing(bounds, v.shape[1])
     if output_final_state:
-        final = torch.empty((inputs.sequences, heads, *sizes), dtype=state_dtype, device=v.device)
-    if save_checkpoints:
-        slots = checkpoint_slots(batch, tokens, inputs.sequences, packed, options.checkpoint_interval)
-        checkpoints = torch.empty((slots, heads, value_size, head_size), dtype=torch.float32, device=v.device)
-        sa = torch.empty(v.shape, dtype=torch.float32, device=v.device) if saves_sa(inputs.op) else None
-    saved = [checkpoints, sa] if saves_sa(inputs.op) else [checkpoints]
-    _launch(prepared, v, [*streamed, *inputs.fixed, initial_state, cu_seqlens, y, final, *saved])
-    final, checkpoints, sa = (y.new_empty(0) if x is None else x for x in (final, checkpoints, sa))
-    return y, final, checkpoints, sa
+        final = torch.empty(known.state_shape, dtype=known.state_dtype, device=v.device)
+    if save:
+        saved = torch.empty(known.saved.floats, dtype=torch.float32, device=v.device)
+    values += (
+        0 if state is None else state.data_ptr(),
+        0 if bounds is None else bounds.data_ptr(),
+        y.data_ptr(),
+        0 if final is None else final.data_ptr(),
+        *known.saved.addresses(saved),
+    )
+    tensors.launch(plan, values)
+    return y, final, saved
+
+
+def _is_unaligned(addresses: Sequence[int], alignments: Sequence[int]) -> bool:
+    return any(address % multiple for address, multiple in zip(addresses, alignments, strict=True))
 
 
 def backward(
@@ -160,8 +202,7 @@ def backward(
     dy: Tensor,
     grad_final_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    checkpoints: Tensor,
-    sa: Tensor,
+    saved: Tensor,
     options: Options,
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -172,16 +213,20 @@ def backward(
     """
     inputs, dy = _aligned(inputs), tensors.aligned(dy)
     v = inputs["v"]
-    tokens, heads, value_size = v.shape[1:]
+    heads, value_size = v.shape[2:]
     head_size = inputs["r"].shape[3]
     packed = cu_seqlens is not None
     if cu_seqlens is not None:
         cu_seqlens = tensors.readable_packing(cu_seqlens)  # the forward has checked its values
-    key = ("backward", inputs.op, inputs.sequences, packed, dy.stride(), options, _signature(inputs))
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = _remember(key, _prepare_backward(inputs, dy, options))
-    *streamed, dy = _readable((*inputs.streamed, dy), prepared.copies)
+    signature = tensors.signature((*inputs.streamed, *inputs.fixed, dy))
+    key = (inputs.op, inputs.sequences, packed, options, signature)
+    known = _backwards.get(key)
+    if known is None:
+        if len(_backwards) >= MOST_SIGNATURES:
+            _backwards.clear()
+        known = _backwards[key] = _prepare_backward(inputs, dy, packed, options)
+    readable = zip((*inputs.streamed, dy), known.copies, strict=True)
+    *streamed, dy = [x.contiguous() if copy else x for x, copy in readable]
     if grad_final_state is not None:
         grad_final_state = grad_final_state.to(torch.float32).contiguous()
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.streamed]
@@ -192,25 +237,12 @@ def backward(
     grad_initial = None
     if want_initial_state:
         grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
-    scratch = torch.empty(prepared.scratch, dtype=torch.float32, device=v.device)
-    saved = [checkpoints, sa] if saves_sa(inputs.op) else [checkpoints]
-    given = [*streamed, *inputs.fixed, dy, cu_seqlens, *saved, grad_final_state]
-    _launch(prepared, v, [*given, *grads, *fixed_grads, grad_initial, scratch])
+    scratch = torch.empty(known.scratch, dtype=torch.float32, device=v.device)
+    values = [0 if x is None else x.data_ptr() for x in (*streamed, *inputs.fixed, dy, cu_seqlens)]
+    values += known.saved.addresses(saved)
+    results = (grad_final_state, *grads, *fixed_grads, grad_initial, scratch)
+    tensors.launch(known.plan, values + [0 if x is None else x.data_ptr() for x in results])
     return grads, fixed_grads, scratch.new_empty(0) if grad_initial is None else grad_initial
-
-
-def _remember(key: Any, prepared: _Prepared) -> _Prepared:
-    """Keep a signature's launch; a server that meets every length there is must not grow without end."""
-    if len(_prepared) >= 4096:
-        _prepared.clear()
-        _validated.clear()
-    _prepared[key] = prepared
-    return prepared
-
-
-def _signature(inputs: Inputs) -> tuple[Any, ...]:
-    streamed = [(x.shape, x.stride(), x.dtype) for x in inputs.streamed]
-    return (inputs.streamed[0].device.index, *streamed, *[x.dtype for x in inputs.fixed])
 
 
 def _aligned(inputs: Inputs) -> Inputs:
@@ -218,21 +250,6 @@ def _aligned(inputs: Inputs) -> Inputs:
     streamed = tuple(map(tensors.aligned, inputs.streamed))
     fixed = tuple(x.contiguous() for x in inputs.fixed)
     return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
-
-
-def _readable(streamed: Sequence[Tensor], copies: Sequence[bool]) -> list[Tensor]:
-    """Return what the kernel reads: copies of what it cannot read in place."""
-    return [x.contiguous() if copy else x for x, copy in zip(streamed, copies, strict=True)]
-
-
-def _launch(prepared: _Prepared, on: Tensor, arguments: Sequence[Tensor | None]) -> None:
-    device = on.device.index
-    addresses = [0 if x is None else x.data_ptr() for x in arguments]
-    if torch.cuda.current_device() == device:
-        prepared.plan.launch(tensors.stream(device), addresses)
-    else:
-        with torch.cuda.device(device):
-            prepared.plan.launch(tensors.stream(device), addresses)
 
 
 # ---- the first call of a signature -------------------------------------------------------------------------------
@@ -251,46 +268,72 @@ def _types(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[s
 
 def _find(inputs: Inputs, directions: Sequence[str], options: Options, state_dtype: torch.dtype) -> list[kernel.Kernel]:
     """Validate the tensors and return the kernels of `directions`."""
-    if tensors.capturing():
-        raise RwkvJitError(
-            f"{inputs.op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
-            "call it once with these shapes before the capture"
-        )
-    signature = _signature(inputs)
-    if signature not in _validated:  # the backward sees what the forward saw
-        for name, x in zip(inputs.names, inputs.streamed, strict=True):
-            tensors.validate(name, x)
-        _validated.add(signature)
     first, value_size = inputs["r"], inputs["v"].shape[3]
     device = first.device.index
     # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
     states = inputs.sequences * first.shape[2] * first.shape[3] * value_size / 64**2
     few_heads = states < tensors.multiprocessors(device)
-    chunk_len, num_threads = options.chunk_len, options.num_threads
-    types = _types(inputs, options, state_dtype)
-    arch = tensors.arch(device)
+    types, arch, also = _types(inputs, options, state_dtype), tensors.arch(device), tensors.also(device)
     requests = [
-        specialize(inputs.op, direction, first.shape[3], value_size, types, arch, chunk_len, num_threads, few_heads)
+        specialize(
+            inputs.op, direction, first.shape[3], value_size, types, arch, options.chunk_len, options.num_threads,
+            few_heads, also=also,
+        )
         for direction in directions
-    ]
-    return get_kernels(requests, chunk_len, num_threads)
+    ]  # fmt: skip
+    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
+        raise RwkvJitError(
+            f"{inputs.op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
+            "call it once with these head sizes, dtypes and options before the capture"
+        )
+    signature = tensors.signature(inputs.streamed)
+    if signature not in _validated:  # the backward sees what the forward saw
+        for name, x in zip(inputs.names, inputs.streamed, strict=True):
+            tensors.validate(name, x)
+        if len(_validated) >= MOST_SIGNATURES:
+            _validated.clear()
+        _validated.add(signature)
+    return get_kernels(requests, options.chunk_len, options.num_threads)
 
 
-def _prepare_forward(inputs: Inputs, state_dtype: torch.dtype, options: Options, training: bool) -> _Prepared:
-    device, (tokens, heads, value_size) = inputs["v"].device.index, inputs["v"].shape[1:]
+def prepare_forward(
+    inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
+) -> Forward:
+    """Find or compile the kernel and prepare its launch; with `training` the backward compiles beside it, not after."""
+    kernel.check_not_forked()
+    v = inputs["v"]
+    device, (tokens, heads, value_size), head_size = v.device.index, v.shape[1:], inputs["r"].shape[3]
+    given = (*inputs.streamed, *inputs.fixed)
     with torch.cuda.device(device):
-        # Training needs both directions: the backward compiles beside the forward, not after it.
         found = _find(inputs, ["forward", "backward"] if training else ["forward"], options, state_dtype)[0]
-        copies = tuple(map(tensors.needs_copy, inputs.streamed))
-        grid = (inputs.sequences * heads, math.ceil(value_size / block_rows(found.parameters)))
-        constants = _constants(inputs.streamed, copies, [tokens, heads], options)
-        pointers = len(inputs.streamed) + len(inputs.fixed) + 5 + saves_sa(inputs.op)
-        threads = int(found.parameters["NUM_THREADS"])
-        plan = kernel.Plan(found, f"{inputs.op}_forward", device, grid, threads, pointers, constants)
-    return _Prepared(plan, copies, 0)
+        grid = (inputs.sequences * heads, math.ceil(value_size / block_rows(found.parameters)), 1)
+        block = (int(found.parameters["NUM_THREADS"]), 1, 1)
+        addresses = "Q" * (len(given) + 5 + _saves_sa(inputs.op))
+
+        def plan(copies: Sequence[bool]) -> Plan:
+            constants = _constants(inputs.streamed, copies, [tokens, heads], options)
+            return Plan(found, f"{inputs.op}_forward", device, grid, block, addresses, constants)
+
+        needs_copy = [tensors.needs_copy(x) for x in inputs.streamed]
+        copies = (*needs_copy, *(not x.is_contiguous() for x in inputs.fixed))
+        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
+        alignments = (*map(tensors.alignment, inputs.streamed), *(1 for _ in inputs.fixed))
+        return Forward(
+            plan=plan(needs_copy),
+            plan_of_copies=plan([True] * len(needs_copy)),
+            copies=copies if any(copies) else (),
+            alignments=alignments,
+            alignment=max(alignments),
+            value=inputs.names.index("v"),
+            state_dtype=state_dtype,
+            state_shape=(inputs.sequences, heads, *sizes),
+            saved=saved_for(inputs, packed, options.checkpoint_interval),
+            options=options,
+        )
 
 
-def _prepare_backward(inputs: Inputs, dy: Tensor, options: Options) -> _Prepared:
+def _prepare_backward(inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> _Backward:
+    kernel.check_not_forked()
     device, (tokens, heads, _) = inputs["v"].device.index, inputs["v"].shape[1:]
     entry = f"{inputs.op}_backward"
     with torch.cuda.device(device):
@@ -306,9 +349,9 @@ def _prepare_backward(inputs: Inputs, dy: Tensor, options: Options) -> _Prepared
         scratch = _scratch_per_block(inputs, found.parameters, _interval(options, tokens))
         sizes = [tokens, heads, inputs.sequences, scratch]
         constants = _constants(streamed, copies, sizes, options)
-        pointers = 2 * (len(inputs.streamed) + len(inputs.fixed)) + 6 + saves_sa(inputs.op)
-        plan = kernel.Plan(found, entry, device, (blocks, 1), threads, pointers, constants)
-    return _Prepared(plan, copies, blocks * scratch)
+        addresses = "Q" * (2 * (len(inputs.streamed) + len(inputs.fixed)) + 6 + _saves_sa(inputs.op))
+        plan = Plan(found, entry, device, (blocks, 1, 1), (threads, 1, 1), addresses, constants)
+    return _Backward(plan, copies, saved_for(inputs, packed, options.checkpoint_interval), blocks * scratch)
 
 
 def _scratch_per_block(inputs: Inputs, parameters: Mapping[str, Parameter], interval: int) -> int:
@@ -331,10 +374,21 @@ def _interval(options: Options, tokens: int) -> int:
 def _constants(
     streamed: Sequence[Tensor], copies: Sequence[bool], sizes: Sequence[int], options: Options
 ) -> list[bytes]:
-    strides = [x.contiguous().stride() if copy else x.stride() for x, copy in zip(streamed, copies, strict=True)]
+    strides = [_strides_of_copy(x) if copy else x.stride()[:3] for x, copy in zip(streamed, copies, strict=True)]
     return [
-        *[struct.pack("3q", *stride[:3]) for stride in strides],
+        *[struct.pack("3q", *stride) for stride in strides],
         *[struct.pack("q", size) for size in sizes],
         struct.pack("i", _interval(options, sizes[0])),
         struct.pack("f", options.scale),
     ]
+
+
+def _strides_of_copy(x: Tensor) -> tuple[int, ...]:
+    _, tokens, heads, size = x.shape
+    return tokens * heads * size, heads * size, size
+
+
+def forget() -> None:
+    """Drop all prepared launches."""
+    _backwards.clear()
+    _validated.clear()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import compiler
+from rwkv_jit import identity
 
 BUDGET = Path(__file__).with_name("budget.json")
 FLAGSHIPS = [(op, direction) for op in ("wkv6", "wkv7") for direction in ("forward", "backward")]
@@ -33,7 +33,7 @@ def recorded(budget, pytestconfig):
     """The budget, or, when recording, a budget that takes every kernel as it is and is written down."""
     yield budget
     if pytestconfig.getoption("--record-budget"):
-        budget["nvrtc"] = compiler.identity()
+        budget["nvrtc"] = identity.identity()
         BUDGET.write_text(json.dumps(budget, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -43,7 +43,7 @@ def test_flagship_kernel_takes_what_was_recorded(op, direction, recorded, pytest
     if pytestconfig.getoption("--record-budget"):
         recorded["kernels"][name] = found
     limit = recorded["kernels"][name]
-    if compiler.identity() == recorded["nvrtc"] or pytestconfig.getoption("--record-budget"):
+    if identity.identity() == recorded["nvrtc"] or pytestconfig.getoption("--record-budget"):
         assert found == limit
     else:  # another compiler allocates otherwise; it must not start to spill in earnest
         assert found["shared_bytes"] == limit["shared_bytes"]

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import rwkv_jit
+from rwkv_jit import cache
+from rwkv_jit.cache.entry import unpack
 
 AXES = {
     "op": ("wkv6", "wkv7"),
@@ -84,7 +86,9 @@ def check(kernel, row):
     kind, machine = struct.unpack_from("<HH", image, 16)
     assert image[:6] == b"\x7fELF\x02\x01"
     assert (kind, machine) == (2, 190)  # an executable for EM_CUDA
-    assert elf_extent(image) <= len(image)
+    assert elf_extent(image) == len(image)
+    (path,) = cache.entries()
+    assert unpack(path.read_bytes())[0].image == image
     (flags,) = struct.unpack_from("<I", image, 48)
     number = int("".join(filter(str.isdigit, row["arch"])))
     assert number in (flags & 0xFF, flags >> 8 & 0xFF)

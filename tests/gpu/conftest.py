@@ -75,7 +75,7 @@ SENTINEL = 7.25
 
 @pytest.fixture
 def guarded_memory(monkeypatch):
-    """Every `torch.empty` of the call under test is full of NaN and has a band behind it that must stay as it is."""
+    """New tensors of the call under test are full of NaN and have a band behind them that must stay as it is."""
     bands = []
     empty = torch.empty
 
@@ -86,7 +86,12 @@ def guarded_memory(monkeypatch):
         bands.append(flat[plain.numel() :])
         return flat[: plain.numel()].view(plain.shape)
 
+    def guarded_like(x, dtype=None, memory_format=None):
+        assert memory_format is torch.contiguous_format
+        return guarded(x.shape, dtype=dtype or x.dtype, device=x.device)
+
     monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", guarded_like)
     yield
     monkeypatch.undo()
     torch.cuda.synchronize()

@@ -10,7 +10,9 @@ RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
 OPS = ("wkv6", "wkv7")
 # The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
-LAUNCHING = ("compiler.py", "kernel.py", "tensors.py", "ops/boundary.py", "ops/geometry.py", "ops/recurrent.py")
+LAUNCHING = (
+    "compiler.py", "kernel.py", "launch.py", "tensors.py", "ops/boundary.py", "ops/geometry.py", "ops/recurrent.py",
+)  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 

@@ -10,7 +10,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import runtime
 from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import geometry, recurrent
+from rwkv_jit.ops import boundary, geometry, recurrent
 
 OPS = ("wkv6", "wkv7")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -436,6 +436,73 @@ def test_first_use_in_a_capture_is_a_clear_error(op):
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_new_shapes_of_a_loaded_kernel_can_be_captured(op):
+    size = {"head_size": 12, "batch": 2}
+    getattr(rwkv_jit, op)(*[x.detach() for x in make_inputs(op, torch.float32, tokens=5, **size).values()])
+    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, tokens=23, **size).items()}
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = getattr(rwkv_jit, op)(*given.values())
+    graph.replay()
+    assert torch.equal(y, getattr(rwkv_jit, op)(*given.values())[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_known_signature_at_an_address_the_kernel_cannot_read(op):
+    given = {n: x.detach() for n, x in make_inputs(op, torch.bfloat16, head_size=16).items()}
+    want, _ = getattr(rwkv_jit, op)(*given.values())
+    for moved in given:
+        shifted = torch.empty(given[moved].numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]
+        shifted = shifted.view(given[moved].shape).copy_(given[moved])
+        y, _ = getattr(rwkv_jit, op)(*{**given, moved: shifted}.values())
+        assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_torch_op_and_direct_call_do_the_same(op):
+    """A dispatch mode makes a call take the way of compilers, through the torch op."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        seen = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen = (*self.seen, str(function))
+            return function(*args, **(kwargs or {}))
+
+    given = make_inputs(op, torch.float32, head_size=16)
+    y, final, grads, weights = run(op, given)
+    with Recorder() as recorder:
+        again = run(op, given, None, weights)
+    assert f"rwkv_jit.{op}_fwd.default" in recorder.seen
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_forked_child_gets_a_clear_error(op):
+    program = (
+        "import os, torch, rwkv_jit\n"
+        f"given = [torch.randn(1, 4, 2, 20, device='cuda') for _ in range({len(NAMES[op])})]\n"
+        + ("given[4] = torch.randn(2, 20, device='cuda')\n" if op == "wkv6" else "")
+        + f"rwkv_jit.{op}(*given)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        f"        rwkv_jit.{op}(*given)\n"
+        "    except rwkv_jit.RwkvJitError as error:\n"
+        "        print(error, flush=True)\n"
+        "    os._exit(0)\n"
+        f"os.waitpid(child, 0); y, _ = rwkv_jit.{op}(*given); print(bool(y.isfinite().all()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert "forked" in done.stdout
+    assert "spawn" in done.stdout
+    assert done.stdout.endswith("True\n")
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_fullgraph_compile(op):
     given = make_inputs(op, torch.float32)
     y, final, grads, weights = run(op, given)
@@ -452,8 +519,8 @@ def test_opcheck(op):
     options = (1.0, "raw", "vk", 64, None, None, "recurrent")
     forward = (*given, state, None, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
-    y, final, checkpoints, sa = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
-    backward = (y, final, *given, state, None, *options, checkpoints, sa)
+    y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
+    backward = (y, final, *given, state, None, *options, saved)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
 
 
@@ -477,10 +544,13 @@ NATIVE = (
 def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_75 and sm_80 get, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
-    monkeypatch.setattr(recurrent, "_prepared", {})
+    monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(recurrent, "_backwards", {})
     for dtype in DTYPES.values():
         check(op, make_inputs(op, dtype, tokens=40, head_size=40))
-    assert {prepared.plan.kernel.target for prepared in recurrent._prepared.values()} == {arch}
+    known = [*boundary._known.values(), *recurrent._backwards.values()]
+    assert {each.plan.kernel.target for each in known} == {arch}
+    assert len(known) == 2 * len(DTYPES)
 
 
 @pytest.mark.parametrize("op", OPS)

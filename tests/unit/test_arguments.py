@@ -212,7 +212,7 @@ def nothing_runs(monkeypatch):
     from rwkv_jit.ops import wkv6, wkv7
 
     for module in (wkv6, wkv7):
-        monkeypatch.setattr(module, "OP", module.OP._replace(forward=ran, apply=ran))
+        monkeypatch.setattr(module, "OP", module.OP._replace(forward=ran, traced=ran, known=ran))
 
 
 def test_the_unchanged_arguments_are_right(make_state):
@@ -318,10 +318,10 @@ WRONG_SPECIALIZATIONS = {
         ValueError,
         "parameter T_STATE: expected one of fp16, bf16, fp32, got 'fp64'",
     ),
-    "lanes float": (
-        {"lanes_per_row": 2.5},
+    "lanes as a tuple": (
+        {"lanes_per_row": (2,)},
         TypeError,
-        "parameter LANES_PER_ROW: expected an int, a bool or an identifier, got 2.5",
+        "parameter LANES_PER_ROW: expected an int, a float, a bool or an identifier, got (2,)",
     ),
     "unknown parameter": ({"warp_len": 4}, ValueError, "template wkv7_recurrent_forward has no parameter WARP_LEN"),
     "bonus of wkv6": ({"t_u": "fp32"}, ValueError, "template wkv7_recurrent_forward has no parameter T_U"),
@@ -340,6 +340,50 @@ def test_wrong_specialization(case, monkeypatch):
     changes, error, message = WRONG_SPECIALIZATIONS[case]
     with pytest.raises(error, match=re.escape(message)):
         rwkv_jit.specialize(**{"op": "wkv7", "head_size": 64, "arch": "sm_90", **changes})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in WRONG_SPECIALIZATIONS
+        if WRONG_SPECIALIZATIONS[case][0].keys()
+        <= {"op", "head_size", "value_size", "dtype", "arch", "direction", "decay"}
+    ],
+)
+def test_wrong_background_specialization_is_refused_at_once(case, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    changes, error, message = WRONG_SPECIALIZATIONS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        rwkv_jit.compile_async(**{"op": "wkv7", "head_size": 64, "arch": "sm_90", **changes})
+
+
+WRONG_WARMINGS = {
+    "unknown op": ({"op": "wkv9"}, ValueError, "op: expected one of wkv6, wkv7, got 'wkv9'"),
+    "one of the head sizes": ({"head_sizes": [4, 0]}, ValueError, "head_size: expected an int of at least 1, got 0"),
+    "one of the dtypes": (
+        {"dtypes": [torch.float32, torch.float64]},
+        TypeError,
+        "dtype: expected torch.float16 or torch.bfloat16 or torch.float32, got torch.float64",
+    ),
+    "one of the architectures": ({"arch": ["sm_90", "90"]}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN"),
+    "no architecture": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one"),
+    "dtype of w": ({"w_dtype": torch.int8}, TypeError, "w_dtype: expected torch.float16 or torch.bfloat16 or"),
+    "dtype of the state": ({"state_dtype": torch.float64}, TypeError, "state_dtype: expected torch.float16 or"),
+    "decay": ({"decay": "exp"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'exp'"),
+    "layout": ({"state_layout": "kk"}, ValueError, "state_layout: expected one of vk, kv, got 'kk'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WARMINGS)
+def test_wrong_warming_is_refused_before_anything_is_compiled(case, monkeypatch):
+    from rwkv_jit import kernel
+
+    monkeypatch.setattr(kernel, "get_async", lambda _: pytest.fail("it compiled"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    changes, error, message = WRONG_WARMINGS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        rwkv_jit.warm(**{"op": "wkv7", "head_sizes": 4, "arch": "sm_90", **changes})
 
 
 def test_architecture_of_the_environment_is_checked_too(monkeypatch):

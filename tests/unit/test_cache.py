@@ -1,334 +1,107 @@
-"""The cache on disk: what the key covers, what an entry holds, and that nothing damaged is ever served."""
+"""The layers of the cache: where a kernel is found, where it is kept, and that trouble costs one warning at most."""
 
 import errno
+import io
 import json
-import logging
 import os
-import struct
-import subprocess
-import sys
+import random
+import stat
+import tempfile
+import time
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit import cache, env
-from rwkv_jit.compiler import Compiled, Resources
-from rwkv_jit.template import Rendered
-
-RENDERED = Rendered("wkv7_recurrent_forward", "int x;\n", (("a.cuh", "// a"), ("b.cuh", "// é")))
-OPTIONS = ("-arch=sm_90", "-std=c++17", "--no-cache")
-ARCH, COMPILER = "sm_90", "12.9 0123abcd"
-GOLDEN_KEY = "b181093e7c62221b94263fdcda991e0a551d99ccb229efd244a8828bfe14aae2"
-
-DIGEST = sha256(b"a key").hexdigest()
-ABOUT = {"name": "wkv7_recurrent_forward", "arch": "sm_90", "parameters": {"HEAD_SIZE": 48, "DECAY": "raw"}}
-COMPILED = Compiled(b"\x7fELF machine code\0", "sm_90", {"wkv7_forward": Resources(128, 16, 4096)}, 0.5)
-ENTRY = cache.pack(DIGEST, COMPILED, ABOUT)
+from rwkv_jit import cache, env, stats
+from rwkv_jit.cache import bundle, entry, files
 
 
-def key(rendered=RENDERED, options=OPTIONS, arch=ARCH, compiler=COMPILER):
-    return cache.key(rendered, options, arch, compiler)
+def get(digest, name="made_up", arch="sm_90"):
+    """The code and the origin that the cache has for a key."""
+    found = cache.get(name, arch, digest)
+    return found and (found[0].image, found[1])
 
 
-def same(found):
-    """The time it took is not part of an entry."""
-    return (found.image, found.target, found.resources) == (COMPILED.image, COMPILED.target, COMPILED.resources)
+def all_files(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-def put(digest=DIGEST, compiled=COMPILED):
-    cache.put("wkv7_recurrent_forward", "sm_90", digest, compiled, ABOUT)
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
-def get(digest=DIGEST):
-    return cache.get("wkv7_recurrent_forward", "sm_90", digest)
+@pytest.fixture
+def made(make_entry):
+    """One entry: name, bytes, what it holds, digest."""
+    return make_entry()
 
 
-def the_entry():
-    (path,) = cache.entries()
-    return path
+@pytest.fixture
+def fill(make_entry):
+    """Puts an entry into a directory as another process would have done, with a time of its last use."""
+
+    def fill(root, number=0, used=None, size=100, **about):
+        name, data, compiled, digest = make_entry(number, size, **about)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        files.write(root / name, data)
+        if used is not None:
+            os.utime(root / name, (used, used))
+        return root / name, compiled.image, digest
+
+    return fill
 
 
-def sealed(manifest, image=b"code", magic=b"rwkvjit\0", schema=cache.SCHEMA):
-    """An entry with a right checksum whatever is in it."""
-    text = json.dumps(manifest).encode()
-    body = struct.pack("<8sII", magic, schema, len(text)) + text + image
-    return body + sha256(body).digest()
+# ---- put and get -------------------------------------------------------------------------------------------------
 
 
-# ---- the key -----------------------------------------------------------------------------------------------------
+def test_kernel_that_was_put_is_got(made):
+    name, data, compiled, digest = made
+    assert cache.get("made_up", "sm_90", digest) is None
+    cache.put(name, data)
+    found, origin = cache.get("made_up", "sm_90", digest)
+    assert (found.image, found.target, found.resources) == (compiled.image, compiled.target, compiled.resources)
+    assert origin == "disk"
+    assert cache.entries() == [env.cache_dir() / name]
+    assert name.startswith("sm_90/made_up-")
+    assert cache.entries()[0].read_bytes() == data
 
 
-def test_key_of_a_known_request():
-    assert key() == GOLDEN_KEY
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"rendered": Rendered("wkv7_recurrent_forwarD", RENDERED.source, RENDERED.headers)},
-        {"rendered": Rendered(RENDERED.name, "int x; \n", RENDERED.headers)},
-        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("A.cuh", "// a"), ("b.cuh", "// é")))},
-        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("a.cuh", "// A"), ("b.cuh", "// é")))},
-        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("a.cuh", "// a"), ("b.cuh", "// e")))},
-        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("a.cuh", "// é"), ("b.cuh", "// a")))},
-        {"rendered": Rendered(RENDERED.name, RENDERED.source, RENDERED.headers[:1])},
-        {"options": OPTIONS[:2]},
-        {"options": (OPTIONS[1], OPTIONS[0], OPTIONS[2])},
-        {"options": ("-arch=sm_80", *OPTIONS[1:])},
-        {"arch": "sm_90a"},
-        {"compiler": "12.9 0123abce"},
-    ],
-    ids=["name", "source", "header name", "header text", "last header", "headers swapped", "header gone", "option gone",
-         "options swapped", "option", "architecture", "compiler"],
-)  # fmt: skip
-def test_key_changes_with_every_field(changed):
-    assert key(**changed) != key()
-
-
-def test_key_changes_with_the_schema(monkeypatch):
-    before = key()
-    monkeypatch.setattr(cache, "SCHEMA", cache.SCHEMA + 1)
-    assert key() != before
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (key(options=("-a", "b")), key(options=("-ab",))),
-        (key(options=("-a", "b")), key(options=("-a b",))),
-        (key(rendered=Rendered("ab", "c", ())), key(rendered=Rendered("a", "bc", ()))),
-        (key(arch="sm_9", compiler="0x"), key(arch="sm_90", compiler="x")),
-        (
-            key(rendered=Rendered("a", "b", (("-x", "-y"),)), options=()),
-            key(rendered=Rendered("a", "b", ()), options=("-x", "-y")),
-        ),
-    ],
-    ids=["options", "option with a space", "name and source", "architecture and compiler", "headers and options"],
-)
-def test_text_cannot_move_from_one_field_to_its_neighbour(one, other):
-    assert one != other
-
-
-def test_key_depends_on_nothing_around_the_process(child, tmp_path):
-    code = """
-import locale
-from rwkv_jit import cache, template
-try:
-    locale.setlocale(locale.LC_ALL, "")
-except locale.Error:
-    pass
-rendered = template.render("wkv7_recurrent_forward", {"T_IO": "bf16", "HEAD_SIZE": 48, "DECAY": "raw"})
-print(cache.key(rendered, ("-arch=sm_90",), "sm_90", "12.9 \\u00e9"))
-"""
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    first = child(code, env={"PYTHONHASHSEED": "1"}).stdout
-    second = child(
-        code,
-        cwd=other,
-        env={"PYTHONHASHSEED": "2", "HOME": str(other), "LC_ALL": "tr_TR.UTF-8", "LANG": "C", "TZ": "Asia/Tokyo",
-             "PYTHONUTF8": "0", "RWKVJIT_CACHE_DIR": str(other)},
-    ).stdout  # fmt: skip
-    assert len(first.strip()) == 64
-    assert first == second
-
-
-# ---- an entry ----------------------------------------------------------------------------------------------------
-
-
-def test_entry_reads_back_as_it_was_written():
-    assert same(cache.unpack(ENTRY, DIGEST))
-
-
-def test_equal_kernels_give_equal_bytes_whatever_compiling_took():
-    slower = Compiled(COMPILED.image, COMPILED.target, COMPILED.resources, 9.0)
-    assert cache.pack(DIGEST, slower, dict(reversed(ABOUT.items()))) == ENTRY
-
-
-def test_entry_says_what_it_is():
-    length = struct.unpack_from("<8sII", ENTRY)[2]
-    manifest = json.loads(ENTRY[16 : 16 + length])
-    assert ENTRY.startswith(b"rwkvjit\0")
-    assert manifest["key"] == DIGEST
-    assert manifest["parameters"] == {"HEAD_SIZE": 48, "DECAY": "raw"}
-    assert manifest["resources"] == {"wkv7_forward": {"registers": 128, "shared_bytes": 4096, "spill_bytes": 16}}
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    edits=st.lists(
-        st.tuples(st.integers(0, len(ENTRY) - 1), st.integers(0, len(ENTRY)), st.binary(max_size=40)), min_size=1
-    )
-)
-def test_changed_entry_is_refused_or_reads_back_the_same(edits):
-    data = ENTRY
-    for begin, end, replacement in edits:
-        data = data[:begin] + replacement + data[max(begin, end) :]
-    try:
-        found = cache.unpack(data, DIGEST)
-    except ValueError:
-        return
-    assert data == ENTRY
-    assert same(found)
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=200))
-def test_any_other_bytes_are_refused(data):
-    with pytest.raises(ValueError, match="damaged|of another format|another kernel's"):
-        cache.unpack(data, DIGEST)
-
-
-# ---- on disk -----------------------------------------------------------------------------------------------------
-
-
-def test_kernel_that_was_put_is_got():
-    assert get() is None
-    put()
-    assert same(get())
-    assert the_entry().parent.name == "sm_90"
-    assert the_entry().name.startswith("wkv7_recurrent_forward-")
-
-
-def flip(data, at):
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-DAMAGE = {
-    "empty": b"",
-    "one byte": ENTRY[:1],
-    "cut in the head": ENTRY[:10],
-    "cut in the manifest": ENTRY[:60],
-    "cut by one byte": ENTRY[:-1],
-    "one byte more": ENTRY + b"\0",
-    "flip in the magic": flip(ENTRY, 0),
-    "flip in the schema": flip(ENTRY, 8),
-    "flip in the length": flip(ENTRY, 12),
-    "flip in the manifest": flip(ENTRY, 40),
-    "flip in the code": flip(ENTRY, len(ENTRY) - 40),
-    "flip in the checksum": flip(ENTRY, len(ENTRY) - 1),
-    "zeros": bytes(len(ENTRY)),
-    "another kernel's": cache.pack(sha256(b"another key").hexdigest(), COMPILED, ABOUT),
-    "another program's": sealed({"key": DIGEST}, magic=b"othrjit\0"),
-    "of a later schema": sealed({"key": DIGEST, "target": "sm_90", "resources": {}}, schema=cache.SCHEMA + 1),
-    "a list": sealed([]),
-    "no key": sealed({"target": "sm_90", "resources": {}}),
-    "no target": sealed({"key": DIGEST, "resources": {}}),
-    "resources of another kind": sealed({"key": DIGEST, "target": "sm_90", "resources": []}),
-    "unknown resource": sealed({"key": DIGEST, "target": "sm_90", "resources": {"wkv7_forward": {"barriers": 1}}}),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_entry_is_a_miss_with_a_warning_and_is_replaced(damage, caplog):
-    put()
-    the_entry().write_bytes(DAMAGE[damage])
-    with caplog.at_level(logging.WARNING, logger="rwkv_jit"):
-        assert get() is None
-        assert get() is None
-    (record,) = caplog.records
-    assert str(the_entry()) in record.getMessage()
-    assert "compiling again" in record.getMessage()
-    put()
-    assert same(get())
-
-
-def test_entry_under_another_name_is_a_miss(caplog):
-    put()
-    other = sha256(b"another key").hexdigest()
-    the_entry().rename(the_entry().with_name(f"wkv7_recurrent_forward-{other[:40]}.cubin"))
-    assert get(other) is None
-    assert "another kernel's" in caplog.text
-
-
-def test_directory_in_the_place_of_an_entry_costs_one_warning(caplog):
-    put()
-    path = the_entry()
-    path.unlink()
-    path.mkdir()
-    assert get() is None
-    put()
-    assert "kernels are not kept" in caplog.text
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def test_two_kernels_do_not_disturb_each_other():
-    other_digest = sha256(b"another key").hexdigest()
-    other = Compiled(b"other code", "sm_90", {})
-    put()
-    put(other_digest, other)
-    assert same(get())
-    assert get(other_digest).image == b"other code"
+def test_two_kernels_do_not_disturb_each_other(make_entry):
+    one, other = make_entry(1), make_entry(2)
+    for name, data, _, _ in (one, other):
+        cache.put(name, data)
+    assert get(one[3]) == (one[2].image, "disk")
+    assert get(other[3]) == (other[2].image, "disk")
     assert len(cache.entries()) == 2
 
 
-def test_a_file_in_the_place_of_the_cache_directory_costs_one_warning(fresh_service, caplog):
-    fresh_service.write_text("in the way")
-    for _ in range(2):
-        put()
-        assert get() is None
-    (record,) = caplog.records
-    assert "kernels are not kept" in record.getMessage()
-    assert str(fresh_service) in record.getMessage()
-    assert fresh_service.read_text() == "in the way"
-    assert rwkv_jit.cache_info()["entries"] == 0
+def test_directories_and_files_are_the_users_alone(made):
+    before = os.umask(0)
+    try:
+        cache.put(*made[:2])
+    finally:
+        os.umask(before)
+    (path,) = cache.entries()
+    assert [mode(each) for each in (env.cache_dir(), path.parent, path)] == [0o700, 0o700, 0o600]
 
 
-def test_a_cache_directory_without_write_permission_costs_one_warning(child, read_only, tmp_path):
-    directory = read_only(tmp_path / "read only")
-    code = """
-from rwkv_jit import cache
-from rwkv_jit.compiler import Compiled
-for _ in range(2):
-    cache.put("a", "sm_90", "0" * 64, Compiled(b"code", "sm_90", {}), {})
-    assert cache.get("a", "sm_90", "0" * 64) is None
-"""
-    done = child(code, unprivileged=True, env={"RWKVJIT_CACHE_DIR": str(directory)})
-    assert done.stderr.count("kernels are not kept") == 1
-    assert "ermission" in done.stderr
-    assert list(directory.iterdir()) == []
-
-
-def test_a_full_disk_costs_one_warning_and_leaves_nothing_behind(monkeypatch, caplog):
-    def no_space(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", no_space)
-        put()
-        put()
-    (record,) = caplog.records
-    assert "No space left" in record.getMessage()
-    assert [path for path in env.cache_dir().rglob("*") if path.is_file()] == []
-
-
-def test_an_interrupted_write_leaves_nothing_behind(monkeypatch, fresh_service):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            put()
-    assert [path for path in fresh_service.rglob("*") if path.is_file()] == []
-
-
-@pytest.mark.parametrize("name", ["été", "中文", "with spaces and 'quotes'", "d" * 200])
-def test_cache_directories_of_any_name(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["été", "中文", "with spaces and 'quotes'", "[brackets]*?", "d" * 200])
+def test_cache_directories_of_any_name(name, tmp_path, monkeypatch, made):
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / name / name))
-    put()
-    assert same(get())
+    cache.put(*made[:2])
+    assert get(made[3]) == (made[2].image, "disk")
     assert rwkv_jit.cache_info()["path"] == str(tmp_path / name / name)
+    assert rwkv_jit.cache_info()["entries"] == 1
 
 
-def test_tilde_in_the_cache_directory_is_the_home(tmp_path, monkeypatch):
+def test_tilde_in_a_directory_is_the_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~/kernels")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(["~/more", "", "/absolute"]))
     assert env.cache_dir() == tmp_path / "kernels"
+    assert env.cache_path() == [tmp_path / "more", Path("/absolute")]
 
 
 def test_default_directory_is_the_users_cache(monkeypatch):
@@ -338,37 +111,638 @@ def test_default_directory_is_the_users_cache(monkeypatch):
     assert env.cache_dir() == platformdirs.user_cache_path("rwkv_jit", appauthor=False)
 
 
-def test_processes_that_write_one_entry_at_once_leave_one_whole_file(child, fresh_service, caplog):
+def test_bytes_that_are_read_and_written_are_counted(make_entry):
+    one, other = make_entry(1), make_entry(2, size=5000)
+    for name, data, _, _ in (one, other):
+        cache.put(name, data)
+    for digest in (one[3], one[3], other[3]):
+        get(digest)
+    found = stats.snapshot()
+    assert found["bytes_written"] == len(one[1]) + len(other[1])
+    assert found["bytes_read"] == 2 * len(one[1]) + len(other[1])
+
+
+def test_cache_that_is_off_neither_reads_nor_writes(made, fill, monkeypatch, tmp_path):
+    name, data, _, digest = made
+    fill(env.cache_dir())
+    fill(tmp_path / "more")
+    before = all_files(tmp_path)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    assert get(digest) is None
+    cache.put(name, data)
+    cache.write_note("nvrtc-x.json", {})
+    with cache.one_at_a_time(digest, "a kernel"):
+        assert os.listdir(tempfile.gettempdir()) == []
+    with pytest.raises(OSError, match="off"):
+        cache.source_folder("sources")
+    assert all_files(tmp_path) == before
+    assert cache.layers() == ()
+    monkeypatch.setenv("RWKVJIT_CACHE", "1")
+    assert get(digest) is not None
+
+
+# ---- entries that are not intact ---------------------------------------------------------------------------------
+
+
+def with_schema(data, schema):
+    body = data[:8] + schema.to_bytes(4, "little") + data[12:-32]
+    return body + sha256(body).digest()
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "cut by half": lambda data: data[: len(data) // 2],
+    "cut by one byte": lambda data: data[:-1],
+    "flip in the code": lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
+    "flip in the manifest": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "of another schema": lambda data: with_schema(data, entry.SCHEMA + 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_entry_is_a_miss_with_one_warning_and_is_replaced(damage, made, caplog):
+    name, data, compiled, digest = made
+    cache.put(name, data)
+    (path,) = cache.entries()
+    path.write_bytes(DAMAGE[damage](data))
+    for _ in range(2):
+        assert get(digest) is None
+    (message,) = caplog.messages
+    assert message.startswith(f"cache entry {path} is ")
+    assert message.endswith(": not used")
+    cache.put(name, data)
+    assert get(digest) == (compiled.image, "disk")
+
+
+@pytest.mark.parametrize("other", [{"number": 1}, {"arch": "sm_80"}, {"name": "another"}], ids=str)
+def test_entry_under_another_name_is_a_miss_with_one_warning(other, made, make_entry, caplog):
+    name, data, compiled, digest = made
+    (env.cache_dir() / name).parent.mkdir(parents=True)
+    files.write(env.cache_dir() / name, make_entry(**other)[1])
+    for _ in range(2):
+        assert get(digest) is None
+    assert caplog.messages == [f"cache entry {env.cache_dir() / name} is another kernel's: not used"]
+    cache.put(name, data)
+    assert get(digest) == (compiled.image, "disk")
+
+
+def test_a_thousand_damaged_files_give_no_wrong_bytes(made, caplog):
+    caplog.set_level("CRITICAL", logger="rwkv_jit")
+    name, data, _, digest = made
+    cache.put(name, data)
+    (path,) = cache.entries()
+    rng = random.Random(0)
+    for _ in range(1000):
+        changed = bytearray(data)
+        first, last = sorted(rng.choices(range(len(data)), k=2))
+        change = rng.randrange(4)
+        if change == 0:
+            changed[first] ^= 1 << rng.randrange(8)
+        elif change == 1:
+            del changed[first : last + 1]
+        elif change == 2:
+            changed[first:first] = rng.randbytes(rng.randrange(1, 50))
+        else:
+            changed[first:last] = rng.randbytes(last - first) + b"\0"
+        assert changed != data
+        path.write_bytes(changed)
+        assert get(digest) is None
+    path.write_bytes(data)
+    assert get(digest) is not None
+
+
+def test_directory_in_the_place_of_an_entry_is_a_miss(made, caplog):
+    path = env.cache_dir() / made[0]
+    path.mkdir(parents=True, mode=0o700)
+    for _ in range(2):
+        assert get(made[3]) is None
+        cache.put(*made[:2])
+    assert caplog.messages == [
+        f"kernels are not read from the cache: {path} is not a file; delete it",
+        f"kernels are not kept: {path.parent} cannot be written (Is a directory)",
+    ]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+# ---- layers ------------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_asked_in_order(tmp_path, fill, make_entry, monkeypatch):
+    """The user's directory, imported bundles, then what RWKVJIT_CACHE_PATH names."""
+    name, data, compiled, digest = make_entry()
+    first, second = tmp_path / "first", tmp_path / "second.bundle"
+    places = [fill(env.cache_dir())[0], fill(first)[0]]
+    bundle.write(second, [(name, data)])
+    bundle.write(tmp_path / "imported.bundle", [(name, data)])
+    cache.import_bundle(tmp_path / "imported.bundle")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join([str(first), str(tmp_path / "missing"), str(second)]))
+    (imported,) = (env.cache_dir() / "bundles").iterdir()
+    assert [layer.path for layer in cache.layers()] == [env.cache_dir(), imported, first, second]
+    assert [layer.origin for layer in cache.layers()] == ["disk", "bundle", "shared", "bundle"]
+    asked = []
+    for layer in cache.layers():
+        really_read = layer.read
+        layer.read = lambda name, layer=layer, read=really_read: asked.append(layer.path) or read(name)
+    for deleted, origin in ((None, "disk"), (places[0], "bundle"), (imported, "shared"), (places[1], "bundle")):
+        if deleted:
+            deleted.unlink()
+        if deleted == imported:
+            cache.forget()
+        assert get(digest) == (compiled.image, origin)
+    assert asked == [env.cache_dir(), env.cache_dir(), imported]
+
+
+def test_damaged_entry_of_one_layer_is_found_in_the_next(tmp_path, fill, monkeypatch, caplog):
+    path, _, digest = fill(env.cache_dir())
+    _, image, _ = fill(tmp_path / "more")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
+    path.write_bytes(b"damaged")
+    assert get(digest) == (image, "shared")
+    assert len(caplog.messages) == 1
+
+
+def test_other_directories_are_never_written(tmp_path, fill, monkeypatch, make_entry):
+    path, _, digest = fill(tmp_path / "more", used=1000)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
+    assert get(digest)[1] == "shared"
+    cache.put(*make_entry(1)[:2])
+    cache.prune(0)
+    assert cache.clear() == 1
+    assert all_files(tmp_path / "more") == [str(path.relative_to(tmp_path / "more"))]
+    assert path.stat().st_mtime == 1000
+
+
+def test_missing_part_of_the_path_is_said_once(tmp_path, fill, monkeypatch, caplog):
+    _, image, digest = fill(tmp_path / "more")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join([str(tmp_path / "missing"), str(tmp_path / "more")]))
+    for _ in range(2):
+        assert get(digest) == (image, "shared")
+        assert get("0" * 64) is None
+    assert caplog.messages == [
+        f"kernels are not read from a part of the cache: {tmp_path / 'missing'} cannot be read: "
+        "No such file or directory"
+    ]
+
+
+def test_changed_variables_are_seen_at_once(tmp_path, fill, monkeypatch):
+    _, _, digest = fill(tmp_path / "one")
+    assert get(digest) is None
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "one"))
+    assert get(digest)[1] == "shared"
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "one"))
+    assert get(digest)[1] == "disk"
+
+
+def test_compilers_are_announced_by_bundles_and_other_directories_but_not_by_the_users(tmp_path, made, monkeypatch):
+    cache.write_note("nvrtc-0123.json", {"identity": "of the user's"})
+    for number, note in enumerate(['{"identity": "of a directory"}', "{", "[]", '{"identity": "of a directory"}']):
+        (tmp_path / "more").mkdir(exist_ok=True)
+        (tmp_path / "more" / f"nvrtc-{number}.json").write_text(note)
+    bundle.write(tmp_path / "kernels.bundle", [made[:2]])
+    parts = [str(tmp_path / "kernels.bundle"), str(tmp_path / "more")]
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(parts))
+    assert cache.compilers() == ["12.9 0123abcd", "of a directory"]
+
+
+def test_entries_are_shown_with_what_is_wrong_with_them(tmp_path, fill, monkeypatch):
+    good, _, _ = fill(env.cache_dir(), 1)
+    bad, _, _ = fill(env.cache_dir(), 2, arch="sm_80")
+    moved, _, _ = fill(env.cache_dir(), 3)
+    bad.write_bytes(b"damaged")
+    moved.rename(moved.with_name("moved.cubin"))
+    shared, _, _ = fill(tmp_path / "more", 4)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
+    shown = {layer.path / name: (size, about.get("name"), fault) for layer, name, size, about, fault in cache.stored()}
+    assert shown == {
+        good: (good.stat().st_size, "made_up", ""),
+        bad: (7, None, "damaged"),
+        moved.with_name("moved.cubin"): (shared.stat().st_size, "made_up", "another kernel's"),
+        shared: (shared.stat().st_size, "made_up", ""),
+    }
+
+
+# ---- trouble with the disk ---------------------------------------------------------------------------------------
+
+
+def use(made):
+    """What a process does with two kernels that are nowhere."""
+    name, data, _, digest = made
+    for suffix in ("", "0"):
+        cache.get(f"made_up{suffix}", "sm_90", digest)
+        cache.put(name.replace("made_up", f"made_up{suffix}"), data)
+
+
+USE = """
+from rwkv_jit import cache, identity
+for name in ("a", "b"):
+    assert cache.get(name, "sm_90", "0" * 64) is None
+    identity.assumed_identity()
+    cache.put(f"sm_90/{name}-" + 40 * "0" + ".cubin", b"data")
+    cache.write_note("nvrtc-x.json", {})
+print(len(cache.entries()), cache.size())
+"""
+
+
+@pytest.mark.parametrize("protection", [0o555, 0o111, 0o000], ids=oct)
+@pytest.mark.parametrize("place", ["home", "home/cache", "home/cache/sm_90"])
+def test_directory_without_permission_costs_one_warning(place, protection, child, tmp_path):
+    (tmp_path / "home" / "cache").mkdir(parents=True)
+    if place.endswith("sm_90"):
+        (tmp_path / place).mkdir()
+    if place == "home":
+        (tmp_path / "home" / "cache").rmdir()
+    path = tmp_path / place
+    path.chmod(protection)
+    done = child(USE, unprivileged=True, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "home" / "cache")})
+    path.chmod(0o755)
+    assert done.stdout == "0 0\n"
+    assert done.stderr.count("\n") == done.stderr.count("Permission denied") == 1, done.stderr
+    assert all_files(tmp_path / "home") == (["cache/nvrtc-x.json"] if path.name == "sm_90" else [])
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/sm_90"])
+def test_file_in_the_place_of_a_directory_costs_one_warning(place, tmp_path, made, caplog):
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    path.write_text("in the way")
+    use(made)
+    (message,) = caplog.messages
+    assert message == f"kernels are not kept: {env.cache_dir() / 'sm_90'} cannot be written (File exists)"
+    assert path.read_text() == "in the way"
+    assert rwkv_jit.cache_info()["entries"] == 0
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FullDisk(io.FileIO):
+    write = no_space
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (Path, "mkdir", no_space),
+        (tempfile, "mkstemp", no_space),
+        (os, "fdopen", lambda handle, mode: FullDisk(handle, mode)),
+        (os, "replace", no_space),
+    ],
+    ids=["directory", "file", "writing", "replacing"],
+)
+def test_full_disk_costs_one_warning_and_leaves_nothing_behind(owner, name, fault, made, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fault)
+        use(made)
+        cache.write_note("nvrtc-x.json", {})
+    (message,) = caplog.messages
+    assert message == f"kernels are not kept: {env.cache_dir() / 'sm_90'} cannot be written (No space left on device)"
+    assert all_files(env.cache_dir().parent) == []
+    assert stats.snapshot()["bytes_written"] == 0
+    cache.put(*made[:2])
+    assert get(made[3]) is not None
+
+
+@pytest.mark.parametrize("part", ["{}", "{}/inside", "{}/kernels.bundle"])
+def test_part_of_the_path_that_cannot_be_looked_at_costs_one_warning(part, child, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o000)
+    closed.chmod(0o000)
+    done = child(USE, unprivileged=True, env={"RWKVJIT_CACHE_PATH": part.format(closed)})
+    assert done.stderr.count("\n") == done.stderr.count("Permission denied") == 1, done.stderr
+    assert done.stdout == "2 8\n"
+
+
+# ---- whose files -------------------------------------------------------------------------------------------------
+
+
+def others_may_write(path, give_away):
+    path.chmod(0o777 if path.is_dir() else 0o666)
+
+
+def belongs_to_another(path, give_away):
+    give_away(path)
+
+
+def is_a_link(path, give_away):
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+def owner_and_mode(path):
+    return path.lstat().st_uid, path.lstat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("make_it_so", "mend"),
+    [
+        (others_may_write, "mend it: chmod go-w '{}', or trust it: RWKVJIT_CACHE_SHARED=1"),
+        (belongs_to_another, "{} belongs to user 54321; use a directory of your own, or trust it"),
+        (is_a_link, "{} is a symbolic link; name what it leads to instead"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_what_others_may_have_written_is_neither_read_nor_repaired(
+    place, make_it_so, mend, fill, made, make_entry, give_away, caplog
+):
+    path, _, digest = fill(env.cache_dir())
+    bad = {"root": env.cache_dir(), "folder": path.parent, "file": path}[place]
+    make_it_so(bad, give_away)
+    before = [*all_files(env.cache_dir()), path.read_bytes(), *owner_and_mode(bad)]
+    for _ in range(2):
+        assert get(digest) is None
+        if place != "file":
+            cache.put(*make_entry(7)[:2])
+    (message,) = caplog.messages
+    assert mend.format(bad) in message
+    assert [*all_files(env.cache_dir()), path.read_bytes(), *owner_and_mode(bad)] == before
+    cache.put(*made[:2])
+    assert (get(digest) is not None) == (place == "file")  # the next compile puts its own in the place of a file
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("make_it_so", [others_may_write, belongs_to_another, is_a_link])
+def test_root_that_others_may_have_written_has_no_notes_and_gets_no_sources(make_it_so, give_away):
+    cache.write_note("nvrtc-x.json", {"identity": "x"})
+    assert cache.read_note(env.cache_dir(), "nvrtc-x.json") == {"identity": "x"}
+    make_it_so(env.cache_dir(), give_away)
+    assert cache.read_note(env.cache_dir(), "nvrtc-x.json") == {}
+    cache.write_note("nvrtc-y.json", {})
+    with pytest.raises(files.UntrustedError):
+        cache.source_folder("failed")
+    assert os.listdir(env.cache_dir()) == ["nvrtc-x.json"]
+
+
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_others_files_serve_where_the_user_trusts_them(place, fill, give_away, monkeypatch):
+    path, image, digest = fill(env.cache_dir())
+    trusted = {"root": env.cache_dir(), "folder": path.parent, "file": path}[place]
+    trusted.chmod(0o777)
+    give_away(trusted)
+    assert get(digest) is None
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    assert get(digest) == (image, "disk")
+
+
+def test_shared_directory_of_another_is_read_only_where_the_user_trusts_it(tmp_path, fill, give_away, monkeypatch):
+    _, image, digest = fill(tmp_path / "more")
+    give_away(tmp_path / "more")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
+    assert get(digest) is None
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    assert get(digest) == (image, "shared")
+
+
+def test_without_the_posix_only_names_kernels_are_put_and_got(child):
     code = """
 from rwkv_jit import cache
-from rwkv_jit.compiler import Compiled
-for _ in range(100):
-    cache.put("a", "sm_90", "0" * 64, Compiled(b"code" * 20000, "sm_90", {}), {})
+compiled = cache.Compiled(b"code", "sm_90", {})
+data = cache.pack("0" * 64, compiled, {"name": "a", "arch": "sm_90", "compiler": "x"})
+assert cache.get("a", "sm_90", "0" * 64) is None
+cache.put(cache.file_name("a", "sm_90", "0" * 64), data)
+found, origin = cache.get("a", "sm_90", "0" * 64)
+print(found.image, origin)
 """
-    package = Path(rwkv_jit.__file__).resolve().parents[1]
-    writers = [
-        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(package)}) for _ in range(3)
-    ]
-    seen = 0
-    while any(writer.poll() is None for writer in writers):
-        found = cache.get("a", "sm_90", "0" * 64)
-        seen += found is not None
-        assert found is None or found.image == b"code" * 20000
-    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert child(code, without_posix=True).stdout == "b'code' disk\n"
+
+
+# ---- the bound ---------------------------------------------------------------------------------------------------
+
+LONG_AGO = 1_000_000_000
+
+
+def test_cache_stays_below_its_bound_and_keeps_what_was_used_last(fill, make_entry, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0.1")
+    filled = [fill(env.cache_dir(), number, LONG_AGO + number, size=10_000)[0] for number in range(31)]
+    random.Random(0).shuffle(filled)
+    for rank, path in enumerate(filled):
+        os.utime(path, (LONG_AGO + rank, LONG_AGO + rank))
+    before = cache.size()
+    assert before > 3 * env.cache_max_bytes()
+    cache.put(*make_entry(99, size=10_000)[:2])
+    assert cache.size() <= env.cache_max_bytes() == 104857
+    each = before // 31
+    assert env.cache_max_bytes() - cache.size() < each
+    kept = [path.exists() for path in filled]
+    assert kept == sorted(kept)  # the oldest are gone, the newest are there
+    assert kept.count(True) == 9
+    assert stats.snapshot()["evictions"] == 22
+
+
+def test_reading_makes_a_kernel_recently_used(fill, monkeypatch):
+    read, _, digest = fill(env.cache_dir(), 1, LONG_AGO, size=10_000)
+    other, _, _ = fill(env.cache_dir(), 2, LONG_AGO + 5000, size=10_000)
+    get(digest)
+    assert time.time() - read.stat().st_mtime < 3600
+    cache.forget()  # as in another process
+    assert cache.prune(15_000) == 1
+    assert read.exists()
+    assert not other.exists()
+
+
+def test_stamp_is_refreshed_once_an_hour(fill, monkeypatch):
+    now = LONG_AGO + 10_000
+    monkeypatch.setattr(cache.time, "time", lambda: now)
+    path, _, digest = fill(env.cache_dir(), used=now - 3500)
+    get(digest)
+    assert path.stat().st_mtime == now - 3500
+    os.utime(path, (now - 3700, now - 3700))
+    get(digest)
+    assert path.stat().st_mtime == now
+
+
+def test_kernels_of_this_process_are_not_evicted(fill, made):
+    cache.put(*made[:2])
+    read, _, digest = fill(env.cache_dir(), 1)
+    other, _, _ = fill(env.cache_dir(), 2)
+    get(digest)
+    for path in cache.entries():
+        os.utime(path, (LONG_AGO, LONG_AGO))
+    assert cache.prune(0) == 1
+    assert sorted(cache.entries()) == sorted([read, env.cache_dir() / made[0]])
+    assert not other.exists()
+
+
+def test_nothing_but_kernels_is_evicted(fill, tmp_path, make_entry):
+    bundle.write(tmp_path / "kernels.bundle", [make_entry(1)[:2]])
+    cache.import_bundle(tmp_path / "kernels.bundle")
+    cache.write_note("nvrtc-x.json", {})
+    (env.cache_dir() / "sources").mkdir()
+    (env.cache_dir() / "sources" / "a.cu").write_text("text")
+    fill(env.cache_dir(), 2)
+    before = set(all_files(env.cache_dir()))
+    assert cache.prune(0) == 1
+    assert before - set(all_files(env.cache_dir())) == {make_entry(2)[0]}
+    assert get(make_entry(1)[3])[1] == "bundle"
+
+
+def test_cache_below_its_bound_loses_nothing(fill):
+    for number in range(3):
+        fill(env.cache_dir(), number, LONG_AGO)
+    assert cache.prune(cache.size()) == 0
+    assert len(cache.entries()) == 3
+    assert cache.prune(cache.size() - 1) == 1
+
+
+def test_kernel_that_another_process_evicted_meanwhile_makes_room_too(fill, monkeypatch):
+    gone, _, _ = fill(env.cache_dir(), 1, LONG_AGO)
+    kept, _, _ = fill(env.cache_dir(), 2, LONG_AGO + 1)
+    really_unlink = Path.unlink
+
+    def unlink(path, missing_ok=False):
+        really_unlink(path)
+        if path == gone:
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert cache.prune(kept.stat().st_size) == 0
+    assert cache.entries() == [kept]
+
+
+def test_what_killed_writers_left_is_no_entry_and_goes_after_an_hour(made):
+    cache.put(*made[:2])
+    folder = env.cache_dir() / "sm_90"
+    old, new = folder / ".old.tmp", folder / ".new.tmp"
+    for path in (old, new):
+        path.write_bytes(made[1])
+    os.utime(old, (time.time() - 3700, time.time() - 3700))
+    assert len(cache.entries()) == 1
+    assert len(list(cache.stored())) == 1
+    cache.put(*made[:2])
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_kernel_is_kept_though_tidying_up_fails(made, fill, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    fill(env.cache_dir(), 1, LONG_AGO)
+    (env.cache_dir() / ".dir.tmp").mkdir()
+    os.utime(env.cache_dir() / ".dir.tmp", (LONG_AGO, LONG_AGO))
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
+    monkeypatch.setattr(Path, "unlink", refused)
+    cache.put(*made[:2])
+    assert get(made[3]) is not None
+    assert stats.snapshot()["evictions"] == 0
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "many", "1e999", "512MB"])
+def test_bound_that_is_no_size_is_an_error_that_names_it(text, monkeypatch, made):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
+    with pytest.raises(ValueError, match=f"^RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got '{text}'$"):
+        cache.put(*made[:2])
+    with pytest.raises(ValueError, match="RWKVJIT_CACHE_MAX_MB"):
+        rwkv_jit.cache_info()
+
+
+@pytest.mark.parametrize(("text", "size"), [("", 512 * 2**20), ("0", 0), ("0.5", 2**19), ("2048", 2**31)])
+def test_bound_is_in_megabytes(text, size, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
+    assert env.cache_max_bytes() == size
+
+
+# ---- many at once ------------------------------------------------------------------------------------------------
+
+WRITE = """
+import sys
+from rwkv_jit import cache
+from hashlib import sha256
+for turn in range(150):
+    number = (turn + int(sys.argv[1])) % 12
+    digest = sha256(bytes([number])).hexdigest()
+    compiled = cache.Compiled(bytes([number]) * 20_000, "sm_90", {})
+    about = {"name": "made_up", "arch": "sm_90", "compiler": "x"}
+    cache.put(cache.file_name("made_up", "sm_90", digest), cache.pack(digest, compiled, about))
+    cache.forget()  # so that what it wrote may be evicted
+"""
+EVICT = """
+import os, sys
+from rwkv_jit import cache, stats
+stop = False
+while not stop:
+    stop = os.path.exists(sys.argv[1])
+    cache.prune(60_000)
+print(stats.snapshot()["evictions"])
+"""
+
+
+def test_readers_see_whole_kernels_or_none_while_others_write_and_evict(start, tmp_path, caplog):
+    stop = tmp_path / "stop"
+    others = [start(WRITE, 0), start(WRITE, 6), start(EVICT, stop)]
+    seen, missed = 0, 0
+    while any(writer.poll() is None for writer in others[:2]):
+        for number in range(12):
+            found = get(sha256(bytes([number])).hexdigest())
+            assert found in (None, (bytes([number]) * 20_000, "disk"))
+            seen, missed = seen + bool(found), missed + (not found)
+    stop.touch()
+    errors = [other.stderr.read() for other in others]
+    assert [(other.wait(), error) for other, error in zip(others, errors, strict=True)] == [(0, "")] * 3
+    assert int(others[2].stdout.read()) > 0
     assert seen > 0
-    assert caplog.records == []
-    assert [path.name for path in (fresh_service / "sm_90").iterdir()] == [f"a-{'0' * 40}.cubin"]
+    assert missed > 0
+    assert caplog.messages == []
+    assert all(path.suffix == ".cubin" for path in (env.cache_dir() / "sm_90").iterdir())
+    cache.forget()
+    cache.prune(60_000)
+    assert 0 < cache.size() <= 60_000
+    assert [each.fault for each in cache.stored()] == [""] * len(cache.entries())
 
 
-def test_clearing_deletes_kernels_and_nothing_else(fresh_service):
-    put()
-    put(sha256(b"another key").hexdigest())
-    precious = fresh_service / "sm_90" / "notes.txt"
+# ---- clearing ----------------------------------------------------------------------------------------------------
+
+
+def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill):
+    for number in range(2):
+        fill(env.cache_dir(), number)
+    cache.write_note("nvrtc-x.json", {})
+    for kind in ("sources", "failed"):
+        folder = cache.source_folder(kind) / "wkv7"
+        folder.mkdir()
+        (folder / "a.cu").write_text("text")
+    precious = env.cache_dir() / "sm_90" / "notes.txt"
     precious.write_text("mine")
     info = rwkv_jit.cache_info()
     assert info["entries"] == 2
     assert info["bytes"] == sum(path.stat().st_size for path in cache.entries()) > 0
     assert rwkv_jit.clear_cache() == 2
     assert rwkv_jit.clear_cache() == 0
+    assert all_files(env.cache_dir()) == ["sm_90/notes.txt"]
     assert precious.read_text() == "mine"
-    assert get() is None
+
+
+def test_kernel_that_cannot_be_deleted_is_one_sentence(fill, monkeypatch):
+    def refused(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    path, _, _ = fill(env.cache_dir())
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(rwkv_jit.CacheError, match=f"^{path} cannot be deleted: Permission denied$"):
+        cache.clear()
+
+
+def test_sources_behind_a_link_are_not_deleted(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "a.cu").touch()
+    env.cache_dir().mkdir()
+    (env.cache_dir() / "sources").symlink_to(tmp_path / "precious")
+    with pytest.raises(rwkv_jit.CacheError, match=f"^{env.cache_dir()} cannot be deleted: .*symbolic link"):
+        cache.clear()
+    assert (tmp_path / "precious" / "a.cu").exists()
+
+
+def test_information_tells_what_is_read_and_counted(tmp_path, fill, made, monkeypatch):
+    fill(tmp_path / "more", 1)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
+    cache.put(*made[:2])
+    get(made[3])
+    info = rwkv_jit.cache_info()
+    assert info["layers"] == [str(env.cache_dir()), str(tmp_path / "more")]
+    assert info["max_bytes"] == 512 * 2**20
+    assert (info["entries"], info["bytes"]) == (1, len(made[1]))
+    assert (info["bytes_read"], info["bytes_written"]) == (len(made[1]), len(made[1]))
+    json.dumps(info)

@@ -1,26 +1,170 @@
-"""The command line as a user types it, on a machine without a GPU."""
+"""The command line: what each command prints and returns, what it says to bad input, and how it looks."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from datetime import datetime
+from hashlib import sha256
 
 import pytest
 
+from rwkv_jit import cache, cli, commands, env, report, sass
+from rwkv_jit.cache import Compiled, Resources, bundle
+from rwkv_jit.errors import RwkvJitError
+
+
+def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters):
+    """Store a kernel nobody compiled; return its file."""
+    parameters = {"HEAD_SIZE": head_size, "VALUE_SIZE": head_size, "T_IO": "bf16", **parameters}
+    digest = sha256(repr((name, arch, parameters)).encode()).hexdigest()
+    compiled = Compiled(b"\x7fELF code", arch, {"first": Resources(40, 0, 1024), "second": Resources(128, 16, 512)})
+    about = {"name": name, "arch": arch, "parameters": parameters, "compiler": "12.9 0123abcd"}
+    file = cache.file_name(name, arch, digest)
+    cache.put(file, cache.pack(digest, compiled, about))
+    return env.cache_dir() / file
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
 
 @pytest.fixture
-def rwkv_jit_command(tmp_path):
-    env = {**os.environ, "RWKVJIT_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+def run(capsys):
+    """Runs a command in this process; returns its exit code, what it printed and what it said."""
 
     def run(*arguments):
-        command = [sys.executable, "-m", "rwkv_jit", *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        printed, said = capsys.readouterr()
+        return code, printed, said
 
     return run
 
 
-def test_demo_compiles_and_keeps_the_errors_small(rwkv_jit_command, tmp_path):
-    done = rwkv_jit_command("demo", "--json")
+@pytest.fixture
+def data(run):
+    """Runs a command with --json; returns what it printed."""
+
+    def data(*arguments, code=0):
+        found, printed, said = run(*arguments, "--json")
+        assert (found, said) == (code, "")
+        return json.loads(printed)
+
+    return data
+
+
+@pytest.fixture
+def program(fresh_service):
+    """Runs a command in a process of its own, without a GPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "rwkv_jit", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+# ---- the program -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["build", "--help"], ["cache", "--help"], ["cache", "list"], ["cache", "verify"]]
+)
+def test_help_and_the_cache_need_no_torch(arguments, child):
+    code = "import sys; from rwkv_jit.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
+    done = child(f"{code}print(*sorted({{'torch', 'cupy', 'numpy', 'rich'}} & set(sys.modules)), 'loaded')", *arguments)
+    assert done.stdout.splitlines()[-1] == "loaded"
+
+
+def test_no_command_prints_the_commands(run):
+    code, printed, said = run()
+    assert (code, said) == (0, "")
+    assert [line.split()[0] for line in printed.splitlines() if line.startswith("    ") and line[4] != " "] == [
+        "demo", "doctor", "info", "bench", "build", "show", "cache",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["dance"], ["'dance'", "demo", "cache"]),
+        (["cache"], ["rwkv-jit cache", "required", "command"]),
+        (["cache", "dance"], ["'dance'", "verify"]),
+        (["build", "--head-size", "64"], ["rwkv-jit build", "--op", "required"]),
+        (["build", "--op", "wkv7"], ["--head-size", "required"]),
+        (["build", "--op", "wkv7", "--head-size", "64,none"], ["--head-size", "whole number of at least 1", "'none'"]),
+        (["build", "--op", "wkv7", "--head-size", "0"], ["--head-size", "at least 1", "'0'"]),
+        (["build", "--op", "wkv7", "--head-size", "-8"], ["--head-size", "at least 1", "'-8'"]),
+        (["build", "--op", "wkv7", "--head-size", "8", "--dtype", "fp8"], ["--dtype", "bf16, fp16, fp32", "'fp8'"]),
+        (["build", "--op", "wkv7", "--head-size", "8", "--w-dtype", "x"], ["--w-dtype", "bf16, fp16, fp32", "'x'"]),
+        (["build", "--op", "wkv7", "--head-size", "8", "--direction", "up"], ["--direction", "'up'", "both"]),
+        (["show", "wkv7"], ["--head-size", "required"]),
+        (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
+        (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),
+        (["cache", "prune", "--max-mb", "nan"], ["--max-mb", "at least 0", "'nan'"]),
+        (["cache", "show", "nothing"], ["rwkv-jit cache show: name:", "'nothing'", "`rwkv-jit cache list`"]),
+        (["cache", "export", "x.bundle"], ["rwkv-jit cache export: x.bundle", "no intact kernel", "`rwkv-jit build`"]),
+        (["cache", "export", "x", "--op", "wkv6", "--arch", "a,b"], ["--op wkv6 and --arch a,b", "cache list"]),
+        (["cache", "import", "missing.bundle"], ["rwkv-jit cache import: missing.bundle cannot be read"]),
+    ],
+)
+@pytest.mark.parametrize("json_option", [[], ["--json"]])
+def test_bad_input_is_told_on_standard_error(arguments, parts, json_option, run):
+    code, printed, said = run(*arguments, *json_option)
+    assert (code, printed) == (2, "")
+    assert all(part in said.splitlines()[-1] for part in parts), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("x: expected 1, got 2"), 2, "rwkv-jit cache list: x: expected 1, got 2\n"),
+        (TypeError("x"), 2, "rwkv-jit cache list: x\n"),
+        (RwkvJitError("x"), 2, "rwkv-jit cache list: x\n"),
+        (OSError("x"), 2, "rwkv-jit cache list: x\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_of_a_command(error, code, said, monkeypatch, run):
+    def fail(parsed):
+        raise error
+
+    monkeypatch.setattr(commands, "cache_list", fail)
+    assert run("cache", "list") == (code, "", said)
+
+
+def test_wrong_level_of_messages_is_an_error_and_no_traceback(monkeypatch, run):
+    monkeypatch.setenv("RWKVJIT_LOG", "loud")
+    code, _, said = run("cache", "list")
+    assert code == 2
+    assert "RWKVJIT_LOG" in said
+    assert "'loud'" in said
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_reader_that_has_gone_is_no_traceback(unbuffered, fresh_service):
+    put()
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-m", "rwkv_jit", "cache", "list"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+# ---- demo, info, bench -------------------------------------------------------------------------------------------
+
+
+def test_demo_compiles_and_keeps_the_errors_small(program, fresh_service):
+    done = program("demo", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     kernels, calls = data["kernels"], data["calls"]
@@ -28,28 +172,398 @@ def test_demo_compiles_and_keeps_the_errors_small(rwkv_jit_command, tmp_path):
         (op, direction) for op in ("wkv6", "wkv7") for direction in ("forward", "backward")
     }
     assert all(k["registers"] > 0 for k in kernels)
+    assert all(k["origins"] == ["compiled", "disk", "memory"] for k in kernels)
     assert data["passed"]
     assert all(0 < c["error"] < 3e-3 and 0 < c["gradient_error"] < 3e-3 for c in calls)
-    assert not list(tmp_path.glob("*/*.cubin"))
+    assert not list(fresh_service.glob("*/*.cubin"))
 
 
-def test_info_is_a_bug_report(rwkv_jit_command, tmp_path):
-    done = rwkv_jit_command("info", "--json")
-    assert done.returncode == 0, done.stderr
-    text = json.dumps(json.loads(done.stdout))
-    for part in ("nvrtc", "torch", "cupy", str(tmp_path)):
-        assert part in text
+def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_they_were(monkeypatch, fresh_service):
+    from rwkv_jit import demo
+
+    put()
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(fresh_service))
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    before = dict(os.environ)
+    with demo.empty_cache():
+        assert env.cache_dir() != fresh_service
+        assert env.cache_dir().is_dir()
+        assert list(cache.stored()) == []
+        assert not env.assert_cached()
+        temporary = env.cache_dir()
+    assert dict(os.environ) == before
+    assert not temporary.exists()
+    monkeypatch.delenv("RWKVJIT_CACHE_DIR")
+    with demo.empty_cache():
+        pass
+    assert "RWKVJIT_CACHE_DIR" not in os.environ
 
 
-def test_bench_without_a_gpu_is_one_sentence(rwkv_jit_command):
-    done = rwkv_jit_command("bench")
+def test_tables_of_the_demo(capsys, monkeypatch):
+    from rwkv_jit import demo
+
+    kernel = {
+        "op": "wkv7", "head_size": 40, "direction": "forward", "arch": "sm_90", "target": "sm_90", "compile_ms": 447.4,
+        "disk_ms": 0.321, "memory_ms": 0.05, "registers": 212, "spill_bytes": 0, "shared_bytes": 13824,
+    }  # fmt: skip
+    call = {
+        "op": "wkv7", "head_size": 40, "dtype": "bfloat16", "error": 1.6e-3, "gradient_error": 1.7e-3,
+        "first_call_ms": 812.0, "forward_ms": 0.5, "forward_backward_ms": 2.25,
+    }  # fmt: skip
+    demo.show(
+        {
+            "device": "a GPU",
+            "on_gpu": True,
+            "compiler": "NVRTC 12.9",
+            "missing": None,
+            "kernels": [kernel],
+            "calls": [call],
+            "checked_shape": (2, 128, 4),
+            "timed_shape": (8, 1024, 32),
+            "cache": {"path": "/cache", "entries": 3, "bytes": 77},
+            "passed": True,
+        }  # fmt: skip
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "  op    head size  direction  compile ms  disk ms  memory ms  registers  spill B  shared B" in lines
+    assert "  wkv7         40  forward           447     0.32      0.050        212        0     13824" in lines
+    assert "  op    head size  dtype     error y  error grads  first call ms  forward ms  fwd + bwd ms" in lines
+    assert "  wkv7         40  bfloat16  1.6e-03      1.7e-03            812       0.500         2.250" in lines
+    assert lines[-1] == "Your kernel cache was not touched: /cache, 3 kernels, 77 bytes."
+
+
+def test_table_of_the_benchmark(capsys):
+    from rwkv_jit import bench
+
+    row = {
+        "op": "wkv7", "shape": [1, 54, 32, 64], "dtype": "bfloat16", "forward_ms": 0.0196, "in_graph": True,
+        "forward_backward_ms": 0.25, "saved_mib": 3.5, "error": 1.7e-3,
+    }  # fmt: skip
+    environment = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
+    first = {"compiled_ms": 1000.4, "from_disk_ms": 4.5}
+    bench.show({"env": environment, "rows": [row], "first_call": first})
+    assert capsys.readouterr().out.startswith(
+        "a GPU, torch 2.13, NVRTC 12.9\n\n"
+        "  op    (B, T, H, N)     dtype     forward ms  in a graph  fwd + bwd ms  saved MiB    error\n"
+        "  wkv7  (1, 54, 32, 64)  bfloat16      0.0196  yes               0.2500        3.5  1.7e-03\n"
+    )
+
+
+def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_LINEINFO", "1")
+    found = data("info")
+    assert found["cache"]["path"] == found["environment"]["cache"] == str(fresh_service)
+    assert {"nvrtc", "torch", "cupy", "gpus", "python"} <= set(found["environment"])
+    lines = run("info")[1].splitlines()
+    assert lines[:2] == ["cache", f"  path             {fresh_service}"]
+    assert f"  environment      RWKVJIT_CACHE_DIR={fresh_service}, RWKVJIT_LINEINFO=1" in lines
+
+
+def test_bench_without_a_gpu_is_one_sentence(program):
+    done = program("bench")
     assert done.returncode == 2
     assert "needs a GPU" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 
 
-def test_unknown_command_names_the_known_ones(rwkv_jit_command):
-    done = rwkv_jit_command("dance")
-    assert done.returncode == 2
-    assert "demo" in done.stderr
+# ---- the cache ---------------------------------------------------------------------------------------------------
+
+
+def test_path(run, data, fresh_service):
+    assert run("cache", "path") == (0, f"{fresh_service}\n", "")
+    assert data("cache", "path") == {"path": str(fresh_service)}
+
+
+def test_list(run, data, tmp_path, monkeypatch):
+    damaged, other = put(48, name="wkv7_forward", VALUE_SIZE=64), put(8, arch="sm_80", name="my_template", T_IO="fp16")
+    cache.export(tmp_path / "x.bundle", [each for each in cache.stored() if each.name.startswith("sm_80")])
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "x.bundle"))
+    damage(damaged)
+    for path in (damaged, other, put(48, name="wkv7_forward", arch="sm_90a", VALUE_SIZE=64)):
+        used = datetime(2026, 3, 4, 15, 6).timestamp()
+        os.utime(path, (used, used))
+    assert run("cache", "list") == (
+        0,
+        "  layer   arch    name          head size  dtype  bytes  last used         registers  spill B  state\n"
+        "  disk    sm_80   my_template   8          fp16     438  2026-03-04 15:06        128       16  ok\n"
+        "  disk    sm_90   wkv7_forward  -          -        441  2026-03-04 15:06          -        -  damaged\n"
+        "  disk    sm_90a  wkv7_forward  48 x 64    bf16     443  2026-03-04 15:06        128       16  ok\n"
+        "  bundle  sm_80   my_template   8          fp16     438  -                       128       16  ok\n",
+        "",
+    )
+    rows = data("cache", "list")["entries"]
+    assert [row["state"] for row in rows] == ["ok", "damaged", "ok", "ok"]
+    assert rows[0] == {
+        "layer": "disk", "arch": "sm_80", "name": "my_template", "head_size": "8", "dtype": "fp16",
+        "bytes": other.stat().st_size, "last_used": "2026-03-04 15:06", "registers": 128, "spill_bytes": 16,
+        "state": "ok", "path": str(other),
+    }  # fmt: skip
+    assert rows[3]["last_used"] is None
+
+
+def test_list_of_nothing(run, monkeypatch):
+    assert run("cache", "list") == (0, "no kernels\n", "")
+    put()
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    assert run("cache", "list") == (0, "RWKVJIT_CACHE=0 turns the cache off\n", "")
+
+
+def test_listing_does_not_count_as_use(run):
+    path = put()
+    os.utime(path, (1e9, 1e9))
+    for command in ("list", "verify"):
+        run("cache", command)
+    assert path.stat().st_mtime == 1e9
+
+
+def test_show_by_name_key_and_file(data, run, monkeypatch):
+    first, second, third = put(48), put(64), put(48, name="wkv6_recurrent_forward")
+    manifest = {path: each.manifest for each in cache.stored() for path in [each.layer.path / each.name]}
+
+    def shown(text):
+        return {entry["path"] for entry in data("cache", "show", text)["entries"]}
+
+    assert shown("wkv7_recurrent_forward") == {str(first), str(second)}
+    assert shown("wkv") == {str(first), str(second), str(third)}
+    key = manifest[first]["key"]
+    assert shown(key) == shown(key[:12]) == shown(first) == shown(first.name) == {str(first)}
+    monkeypatch.chdir(first.parent)
+    assert shown(f"./{first.name}") == {str(first)}
+    (entry,) = data("cache", "show", key)["entries"]
+    assert entry == {"path": str(first), "layer": "disk", "state": "ok", "manifest": manifest[first]}
+    lines = run("cache", "show", key)[1].splitlines()
+    assert lines[0] == f"{first}: ok"
+    assert f"  key         {key}" in lines
+    assert "  parameters  HEAD_SIZE=48, T_IO=bf16, VALUE_SIZE=48" in lines
+    assert any("'registers': 128" in line for line in lines)
+    damage(first)
+    (entry,) = data("cache", "show", key[:40])["entries"]
+    assert (entry["state"], entry["manifest"]) == ("damaged", {})
+
+
+def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypatch, fresh_service):
+    intact, damaged = put(48), put(64)
+    assert run("cache", "verify") == (0, "2 kernels read, 0 faults\n", "")
+    damage(damaged)
+    swapped = fresh_service / "sm_90" / f"wkv7_recurrent_forward-{'0' * 40}.cubin"
+    swapped.write_bytes(intact.read_bytes())
+    swapped.chmod(0o600)
+    broken, missing = tmp_path / "broken.bundle", tmp_path / "missing"
+    broken.write_bytes(b"PK nothing")
+    broken.chmod(0o600)
+    shared = tmp_path / "shared" / "sm_90"
+    shared.mkdir(parents=True)
+    for folder in (tmp_path, shared.parent, shared):
+        folder.chmod(0o755)
+    (shared / intact.name).write_bytes(b"short")
+    (shared / intact.name).chmod(0o600)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(map(str, (broken, missing, shared.parent))))
+    code, printed, _ = run("cache", "verify", "--json")
+    found = json.loads(printed)
+    assert code == 1
+    assert found["checked"] == 4
+    assert not found["passed"]
+    faults = {entry["path"]: entry["fault"] for entry in found["damaged"]}
+    assert set(faults) == set(map(str, (damaged, swapped, broken, missing, shared / intact.name)))
+    assert faults[str(damaged)] == "damaged"
+    assert "another kernel" in faults[str(swapped)]
+    assert "not an intact rwkv_jit bundle" in faults[str(broken)]
+    assert "No such file" in faults[str(missing)]
+    code, printed, _ = run("cache", "verify")
+    assert code == 1
+    assert f"{damaged}: damaged\n" in printed
+    assert printed.endswith("4 kernels read, 5 faults\n")
+
+
+def test_verify_names_kernels_that_are_not_to_be_trusted(run):
+    put().chmod(0o666)
+    code, printed, _ = run("cache", "verify")
+    assert code == 1
+    assert "can be written by others" in printed
+
+
+def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run, fresh_service):
+    old, new, damaged, untrusted = put(1), put(2), put(3), put(4)
+    cache.forget()  # what this process has stored would stay
+    damage(damaged)
+    for age, path in ((4e8, old), (3e8, new), (2e8, untrusted)):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    untrusted.chmod(0o666)
+    assert data("cache", "prune") == {"damaged": 1, "evicted": 0, "entries": 3, "bytes": cache.size()}
+    assert not damaged.exists()
+    limit = (cache.size() - 1) / 2**20
+    found = data("cache", "prune", "--max-mb", limit)
+    assert (found["evicted"], found["entries"]) == (1, 2)
+    assert not old.exists()
+    assert new.exists()
+    assert untrusted.exists()
+    assert run("cache", "prune", "--max-mb", 0)[1] == "0 damaged and 2 old kernels deleted; 0 are left, 0 bytes\n"
+
+
+def test_prune_goes_by_the_variable(data, monkeypatch):
+    put()
+    cache.forget()
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
+    assert data("cache", "prune")["evicted"] == 1
+
+
+def test_clear(run, data, fresh_service):
+    put(1), put(2)
+    assert run("cache", "clear") == (0, f"2 kernels deleted from {fresh_service}\n", "")
+    assert data("cache", "clear") == {"deleted": 0, "path": str(fresh_service)}
+
+
+def test_export_and_import_go_around(run, data, tmp_path, fresh_service):
+    forward, _ = put(48), put(48, name="wkv7_recurrent_backward", arch="sm_80")
+    stranger = put(48, name="wkv7extra")
+    damage(put(8))
+    tmp_path.chmod(0o755)
+    file = tmp_path / "x.bundle"
+    assert data("cache", "export", file)["kernels"] == 3
+    assert data("cache", "export", file, "--op", "wkv7")["kernels"] == 2
+    assert data("cache", "export", file, "--op", "wkv7,wkv7extra", "--arch", "sm_90")["kernels"] == 2
+    assert sorted(bundle.Bundle(file).names()) == sorted(f"sm_90/{path.name}" for path in (forward, stranger))
+    assert data("cache", "export", file, "--arch", "sm_90", "--op", "wkv7_recurrent_forward") == {
+        "path": str(file), "kernels": 1, "bytes": file.stat().st_size,
+    }  # fmt: skip
+    entry = forward.read_bytes()
+    cache.clear()
+    code, printed, _ = run("cache", "import", file, file)
+    assert code == 0
+    assert printed == f"1 kernels of {file} copied into {fresh_service}\n" * 2
+    (stored,) = cache.stored()
+    assert stored.layer.origin == "bundle"
+    assert stored.layer.read(stored.name) == entry
+    assert data("cache", "import", file)["bundles"] == [{"path": str(file), "kernels": 1}]
+
+
+def test_export_to_where_nothing_can_be_written(run, tmp_path):
+    put()
+    code, printed, said = run("cache", "export", tmp_path / "none" / "x.bundle")
+    assert (code, printed) == (2, "")
+    assert said.startswith(f"rwkv-jit cache export: {tmp_path}/none/x.bundle cannot be written")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK nothing", b"not a bundle at all"])
+def test_import_of_a_broken_bundle(content, run, tmp_path, fresh_service):
+    tmp_path.chmod(0o755)
+    file = tmp_path / "x.bundle"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    code, printed, said = run("cache", "import", file)
+    assert (code, printed) == (2, "")
+    assert said.startswith(f"rwkv-jit cache import: {file} is not an intact rwkv_jit bundle")
+    assert said.count("\n") == 1
+    assert not (fresh_service / "bundles").exists()
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+HEAD = ("op", "head size", "state")
+ROWS = [("wkv7", 64, "ok"), ("wkv6", "8", "a [red] word"), ("x", "-", "error\nin two lines")]
+
+
+def test_plain_table(capsys):
+    report.table(HEAD, ROWS)
+    report.table((), [("path", "/x y"), ("bytes", "7")])
+    report.table(HEAD, [])
+    assert capsys.readouterr().out == (
+        "  op    head size  state\n"
+        "  wkv7         64  ok\n"
+        "  wkv6          8  a [red] word\n"
+        "  x             -  error in two lines\n"
+        "  path   /x y\n"
+        "  bytes  7\n"
+        "  op  head size  state\n"
+    )
+
+
+def test_plain_table_is_not_wrapped(capsys):
+    report.table(("a", "b"), [("x" * 100, "y" * 100)])
+    assert capsys.readouterr().out.splitlines()[1] == f"  {'x' * 100}  {'y' * 100}"
+
+
+class Terminal(io.StringIO):
+    """What is written to it is kept."""
+
+    def isatty(self):
+        return True
+
+
+def test_table_on_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "100")
+    report.table(HEAD, ROWS)
+    report.table((), [("path", "/x"), ("long", "long " * 30 + "y" * 120)])
+    text = terminal.getvalue()
+    assert "─" in text
+    assert "a [red] word" in text
+    assert "wkv7          64   ok" in text
+    assert "path   /x" in text
+    assert text.count("y") == 120
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch):
+    with report.progress("compiling") as update:
+        assert update is None
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with report.progress("compiling") as update:
+        update(0, 4)
+        update(1, 4)
+    assert "compiling" in terminal.getvalue()
+    assert "25%" in terminal.getvalue()
+
+
+# ---- machine code ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """Puts programs in the place of NVIDIA's; returns the folder of those that PATH leads to."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "packages")])
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    return folder
+
+
+def program_at(folder, name, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("arch", "command"),
+    [("sm_75", "nvidia-cuda-nvdisasm"), ("sm_120", "nvidia-cuda-nvdisasm"), ("sm_70", "triton==3.6.0")],
+)
+def test_without_a_disassembler_the_error_names_the_wheel(arch, command, tools):
+    with pytest.raises(RwkvJitError) as caught:
+        sass.disassemble(b"", arch)
+    assert str(caught.value) == (
+        f"there is neither nvdisasm nor cuobjdump; install a disassembler of {arch}: pip install {command}"
+    )
+
+
+@pytest.mark.parametrize(
+    "where", ["bin", "home/bin", "packages/nvidia/cu13/bin", "packages/triton/backends/nvidia/bin"]
+)
+@pytest.mark.parametrize(("name", "option"), [("nvdisasm", "-c"), ("cuobjdump", "-sass")])
+def test_disassembler_is_found(where, name, option, tools, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    program_at(tmp_path / where, name, 'echo "$1"; /bin/cat "$2"')
+    assert sass.disassemble(b"a cubin", "sm_90") == f"{option}\na cubin"
+
+
+def test_disassembler_that_fails_makes_room_for_the_next(tools, tmp_path):
+    program_at(tools, "nvdisasm", "echo too old >&2; exit 1")
+    with pytest.raises(RwkvJitError, match=r"bin/nvdisasm cannot read sm_120 \(too old\); install .* sm_120: pip"):
+        sass.disassemble(b"", "sm_120")
+    program_at(tools, "cuobjdump", "echo code")
+    assert sass.disassemble(b"", "sm_120") == "code\n"

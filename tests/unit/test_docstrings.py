@@ -10,6 +10,8 @@ from rwkv_jit import errors
 
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv6", "wkv7"]
+COMPILING = ["specialize", "compile_async", "warm"]
+ASKING = ["is_available", "env_report", "cache_info", "clear_cache"]
 TAIL = [
     ("initial_state", None),
     ("output_final_state", False),
@@ -42,9 +44,7 @@ def documented(name):
 
 
 def test_the_public_functions_are_known():
-    assert sorted(FUNCTIONS) == sorted(
-        [*OPS, "wkv6_ref", "wkv7_ref", "specialize", "is_available", "env_report", "cache_info", "clear_cache"]
-    )
+    assert sorted(FUNCTIONS) == sorted([*OPS, "wkv6_ref", "wkv7_ref", *COMPILING, *ASKING, "add_hook"])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -59,7 +59,7 @@ def test_docstring_has_the_sections_that_apply(name):
     wanted = {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
-    if name in (*OPS, "specialize"):
+    if name in (*OPS, *COMPILING):
         wanted |= {"Raises", "Examples"}
     if name in OPS:
         wanted |= {"Notes", "References"}
@@ -73,6 +73,24 @@ def test_docstring_describes_every_parameter_once_and_in_order(name):
     assert sorted(listed) == sorted(parameters(name))
     order = [parameter for parameter in parameters(name) if parameter in ("initial_state", *dict(TAIL))]
     assert [parameter for parameter in listed if parameter in order] == order
+
+
+@pytest.mark.parametrize("name", ["specialize", "warm"])
+def test_docstring_names_the_defaults_of_what_compiles(name):
+    text = sections(name)["Parameters"]
+    for parameter in parameters(name).values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD or parameter.name == "head_size":
+            continue
+        line = re.search(rf"^(.*\b{parameter.name}\b.* : .*)$", text, flags=re.MULTILINE)[1]
+        if parameter.default is None:
+            assert line.endswith("optional")
+        elif parameter.default is not inspect.Parameter.empty:
+            assert re.search(rf'default "?{re.escape(str(parameter.default))}"?$', line)
+
+
+def test_compiling_in_the_background_takes_what_compiling_takes():
+    foreground, background = (inspect.signature(getattr(rwkv_jit, name)) for name in ("specialize", "compile_async"))
+    assert background.parameters == foreground.parameters
 
 
 @pytest.mark.parametrize("name", OPS)

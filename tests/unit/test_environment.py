@@ -2,7 +2,10 @@
 
 import ast
 import logging
+import os
 import re
+import threading
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -215,6 +218,30 @@ def test_assert_cached_is_on_unless_empty_or_zero(value, expected, monkeypatch):
     assert env.assert_cached() is expected
 
 
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [
+        ({}, 16),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"LOCAL_WORLD_SIZE": "5"}, 3),
+        ({"LOCAL_WORLD_SIZE": "64"}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 16),
+        ({"LOCAL_WORLD_SIZE": "many"}, 16),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 2),
+        ({"MPI_LOCALNRANKS": "2"}, 8),
+        ({"LOCAL_WORLD_SIZE": "4", "MPI_LOCALNRANKS": "2"}, 4),
+    ],
+    ids=str,
+)
+def test_workers_are_the_cores_of_this_process_shared_with_the_ranks_of_the_node(variables, workers, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert env.workers() == workers
+
+
 def test_no_variable_is_taken_from_rwkv_lm(root):
     assert all(name.startswith("RWKVJIT_") for name in env.DESCRIPTIONS)
     for path in PACKAGE.rglob("*.py"):
@@ -249,23 +276,114 @@ def test_a_message_with_formatting_characters_is_said_as_it_is(message, caplog):
     assert caplog.messages == [message]
 
 
+def test_only_slow_work_is_spoken_of(monkeypatch, caplog):
+    with stats.say_if_slow("quick"):
+        pass
+    monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.0)
+    with stats.say_if_slow("slow"):
+        while not caplog.messages:
+            time.sleep(0.001)
+    assert caplog.messages == ["slow"]
+
+
+LOG = """
+from rwkv_jit import stats
+stats.configure_logging()
+stats.logger.info("informed")
+stats.say_once("warned")
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("info", "rwkv_jit: informed\nrwkv_jit: warned\n"),
+        ("WARNING", "rwkv_jit: warned\n"),
+        ("error", ""),
+        ("", "warned\n"),  # logging's own last resort
+    ],
+)
+def test_messages_go_to_standard_error_from_the_level_asked_for(level, said, child):
+    assert child(LOG, env={"RWKVJIT_LOG": level}).stderr == said
+
+
+def test_level_that_there_is_not_is_an_error_that_names_the_variable(child):
+    done = child(LOG, env={"RWKVJIT_LOG": "loud"}, check=False)
+    assert done.stderr.endswith("ValueError: RWKVJIT_LOG: expected debug, info, warning or error, got 'loud'\n")
+
+
+def test_hooks_are_called_in_order_until_they_are_taken_off():
+    events = []
+    remove = [stats.add_hook(lambda event, name=name: events.append((name, event["name"]))) for name in "ab"]
+    stats.tell({"origin": "disk", "name": "first"})
+    remove[0]()
+    remove[0]()
+    stats.tell({"origin": "disk", "name": "second"})
+    remove[1]()
+    stats.tell({"origin": "memory", "name": "third"})
+    assert events == [("a", "first"), ("b", "first"), ("b", "second")]
+    assert (stats.snapshot()["disk"], stats.snapshot()["memory"]) == (2, 1)
+
+
+def test_hook_that_takes_itself_off_spares_no_other():
+    events = []
+
+    def once(event):
+        events.append("once")
+        remove()
+
+    remove = stats.add_hook(once)
+    stats.add_hook(lambda event: events.append("always"))
+    for _ in range(2):
+        stats.tell({"origin": "disk"})
+    assert events == ["once", "always", "always"]
+
+
+def test_one_function_hooked_twice_is_called_once_less_for_each_removal():
+    events = []
+    remove, _ = stats.add_hook(events.append), stats.add_hook(events.append)
+    remove()
+    remove()
+    stats.tell({"origin": "disk"})
+    assert len(events) == 1
+
+
+def test_counts_of_many_threads_add_up():
+    threads = [threading.Thread(target=lambda: [stats.count("disk") for _ in range(2000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stats.snapshot()["disk"] == 8000
+
+
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
-BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "stats", "template"}
-BELOW_OPS = {*BELOW_KERNEL, "kernel", "tensors", "reference"}
+IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
+BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
+BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
 SHARED_OPS = {"ops.boundary", "ops.geometry", "ops.recurrent"}
 ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
 MAY_IMPORT = {
     "errors": set(),
     "env": set(),
     "reference": set(),
+    "report": set(),
     "stats": {"env"},
     "template": {"errors"},
     "cuda": {"errors"},
-    "compiler": {"cuda", "env", "stats", "template", "errors"},
-    "cache": {"env", "stats", "compiler", "template"},
+    "sass": {"errors"},
+    "cache.entry": {"template"},
+    "cache.files": {"env"},
+    "cache.lock": {"stats", "cache.files"},
+    "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
+    "cache": {"env", "errors", "stats", *IN_CACHE},
+    "identity": {"cache", "cuda", "env"},
+    "compiler": {"cache", "cuda", "env", "errors", "identity", "stats", "template"},
     "kernel": BELOW_KERNEL,
-    "tensors": {"cuda", "env"},
+    "launch": {"cuda", "kernel"},
+    "tensors": {"compiler", "cuda", "env", "launch"},
+    "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "template", "tensors"},
     "ops": set(),
     "ops.geometry": BELOW_OPS,
     "ops.recurrent": BELOW_OPS | {"ops.geometry"},
@@ -273,12 +391,15 @@ MAY_IMPORT = {
     "ops.wkv6": BELOW_OPS | SHARED_OPS,
     "ops.wkv7": BELOW_OPS | SHARED_OPS,
     "runtime": BELOW_OPS | ALL_OPS,
-    "bench": BELOW_OPS | ALL_OPS | {"runtime"},
-    "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench"},
-    "cli": BELOW_OPS | ALL_OPS | {"runtime", "bench", "demo"},
+    "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
+    "bench": BELOW_OPS | ALL_OPS | {"runtime", "latency", "report"},
+    "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
+    "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
+    "commands": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "bench", "demo", "doctor", "report", "sass"},
+    "cli": {"commands", "bench", "errors", "stats"},
     "__main__": {"cli"},
 }
-MAY_IMPORT_TORCH = {"tensors", "reference", "runtime", "bench", "demo", "cli", *ALL_OPS}
+MAY_IMPORT_TORCH = {"tensors", "reference", "custom", "runtime", "bench", "latency", "demo", "doctor", *ALL_OPS}
 
 
 def module_name(path):
@@ -296,13 +417,18 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} imports relatively"
             for alias in node.names:
-                inside = (PACKAGE.parent / node.module.replace(".", "/") / alias.name).with_suffix(".py")
-                is_module = node.module.startswith("rwkv_jit") and inside.exists()
+                inside = PACKAGE.parent / node.module.replace(".", "/") / alias.name
+                is_module = inside.with_suffix(".py").exists() or (inside / "__init__.py").exists()
                 yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
 def test_every_module_has_its_place_in_the_table():
     assert set(MODULES) <= set(MAY_IMPORT)
+
+
+def test_modules_that_are_packages_are_told_apart_from_what_is_in_them():
+    assert {"rwkv_jit.cache", "rwkv_jit.stats"} <= set(imports(MODULES["kernel"]))
+    assert {"rwkv_jit.cache.bundle", "rwkv_jit.cache.lock"} <= set(imports(MODULES["cache"]))
 
 
 @pytest.mark.parametrize("name", MODULES)

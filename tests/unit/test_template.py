@@ -35,8 +35,12 @@ constexpr int VALUE_SIZE = 40;
 """
 
 
+def render(name, parameters):
+    return template.library(name).render(parameters)
+
+
 def test_rendering_is_sorted_typed_parameters_above_the_unchanged_template():
-    rendered = template.render("wkv7_recurrent_forward", PARAMETERS)
+    rendered = render("wkv7_recurrent_forward", PARAMETERS)
     body = (template.directory() / "wkv7_recurrent_forward.cu").read_text(encoding="utf-8")
     assert rendered.name == "wkv7_recurrent_forward"
     assert rendered.source == HEAD + body
@@ -44,12 +48,12 @@ def test_rendering_is_sorted_typed_parameters_above_the_unchanged_template():
 
 def test_order_of_the_parameters_does_not_change_the_text():
     backwards = dict(reversed(PARAMETERS.items()))
-    assert template.render("wkv7_recurrent_forward", backwards) == template.render("wkv7_recurrent_forward", PARAMETERS)
+    assert render("wkv7_recurrent_forward", backwards) == render("wkv7_recurrent_forward", PARAMETERS)
 
 
 def test_bool_is_a_bool_and_not_an_int(own_templates):
     (own_templates / "tiny.cu").write_text("int x = FLAG && OTHER;", encoding="utf-8")
-    rendered = template.render("tiny", {"OTHER": False, "FLAG": True})
+    rendered = render("tiny", {"OTHER": False, "FLAG": True})
     head, body = rendered.source.split('#line 1 "tiny.cu"\n')
     assert head == '#include "types.cuh"\nconstexpr bool FLAG = true;\nconstexpr bool OTHER = false;\n'
     assert body == "int x = FLAG && OTHER;"
@@ -58,7 +62,24 @@ def test_bool_is_a_bool_and_not_an_int(own_templates):
 @pytest.mark.parametrize("value", [-(2**31), 2**31 - 1, 0])
 def test_int_takes_the_whole_32_bit_range(own_templates, value):
     (own_templates / "tiny.cu").write_text("int x = SIZE;", encoding="utf-8")
-    assert f"constexpr int SIZE = {value};\n" in template.render("tiny", {"SIZE": value}).source
+    assert f"constexpr int SIZE = {value};\n" in render("tiny", {"SIZE": value}).source
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (0.5, "0.5f"),
+        (-0.0, "-0.0f"),
+        (1e20, "1e+20f"),
+        (1e-45, "1e-45f"),
+        (0.1, "0.1f"),
+        (3.4028234663852886e38, "3.4028234663852886e+38f"),
+        (-3.4028234663852886e38, "-3.4028234663852886e+38f"),
+    ],
+)
+def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
+    (own_templates / "tiny.cu").write_text("float x = SIZE;", encoding="utf-8")
+    assert f"constexpr float SIZE = {written};\n" in render("tiny", {"SIZE": value}).source
 
 
 @pytest.mark.parametrize(
@@ -71,7 +92,7 @@ def test_int_takes_the_whole_32_bit_range(own_templates, value):
     ],
 )
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
-    rendered = template.render(name, {})
+    rendered = render(name, {})
     assert rendered.headers == tuple(
         (header, (template.directory() / header).read_text(encoding="utf-8")) for header in headers
     )
@@ -81,24 +102,24 @@ def test_headers_that_include_each_other_are_read_once(own_templates):
     (own_templates / "one.cuh").write_text('#pragma once\n#include "two.cuh"\n', encoding="utf-8")
     (own_templates / "two.cuh").write_text('#pragma once\n  #include "one.cuh"\n', encoding="utf-8")
     (own_templates / "tiny.cu").write_text('#include "two.cuh"\n', encoding="utf-8")
-    assert [name for name, _ in template.render("tiny", {}).headers] == ["one.cuh", "two.cuh", "types.cuh"]
+    assert [name for name, _ in render("tiny", {}).headers] == ["one.cuh", "two.cuh", "types.cuh"]
 
 
 def test_unknown_template_names_those_there_are():
     with pytest.raises(rwkv_jit.UnsupportedConfigError, match="no kernel template 'wkv8'.*wkv6_recurrent_backward"):
-        template.render("wkv8", {})
+        template.library("wkv8")
 
 
 @pytest.mark.parametrize("parameter", ["LANES", "head_size_", "HEAD_SIZE;"])
 def test_parameter_the_template_does_not_have(parameter):
     with pytest.raises(ValueError, match="template wkv7_recurrent_forward has no parameter"):
-        template.check_parameters("wkv7_recurrent_forward", {parameter: 1})
+        template.library("wkv7_recurrent_forward").check({parameter: 1})
 
 
 def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
     (own_templates / "tiny.cu").write_text("constexpr int TWICE = 2 * SIZE;", encoding="utf-8")
     with pytest.raises(ValueError, match="template tiny has no parameter TWICE"):
-        template.check_parameters("tiny", {"SIZE": 1, "TWICE": 3})
+        template.library("tiny").check({"SIZE": 1, "TWICE": 3})
 
 
 @pytest.mark.parametrize(
@@ -108,15 +129,54 @@ def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
         ("T_IO", 16, ValueError, "T_IO: expected one of fp16, bf16, fp32, got 16"),
         ("HEAD_SIZE", 2**31, ValueError, "HEAD_SIZE: expected a 32-bit integer, got 2147483648"),
         ("HEAD_SIZE", -(2**31) - 1, ValueError, "HEAD_SIZE: expected a 32-bit integer"),
-        ("HEAD_SIZE", 64.0, TypeError, "HEAD_SIZE: expected an int, a bool or an identifier, got 64.0"),
-        ("HEAD_SIZE", None, TypeError, "HEAD_SIZE: expected an int, a bool or an identifier, got None"),
-        ("DECAY", "raw; int x", TypeError, "DECAY: expected an int, a bool or an identifier"),
-        ("DECAY", "", TypeError, "DECAY: expected an int, a bool or an identifier, got ''"),
+        ("HEAD_SIZE", None, TypeError, "HEAD_SIZE: expected an int, a float, a bool or an identifier, got None"),
+        ("HEAD_SIZE", (1,), TypeError, "HEAD_SIZE: expected an int, a float, a bool or an identifier, got .1,."),
+        ("SCALE", float("nan"), ValueError, "SCALE: expected a finite 32-bit float, got nan"),
+        ("SCALE", float("-inf"), ValueError, "SCALE: expected a finite 32-bit float, got -inf"),
+        ("SCALE", 3.41e38, ValueError, "SCALE: expected a finite 32-bit float, got 3.41e.38"),
+        ("DECAY", "raw; int x", TypeError, "DECAY: expected an int, a float, a bool or an identifier"),
+        ("DECAY", "", TypeError, "DECAY: expected an int, a float, a bool or an identifier, got ''"),
     ],
 )
 def test_value_that_cannot_be_a_parameter(parameter, value, error, message):
     with pytest.raises(error, match=message):
-        template.render("wkv7_recurrent_forward", {parameter: value})
+        render("wkv7_recurrent_forward", {parameter: value})
+
+
+# ---- any template ------------------------------------------------------------------------------------------------
+
+
+def test_template_of_ones_own_has_its_headers_beside_it_or_from_the_library(tmp_path):
+    (tmp_path / "tile.cuh").write_text('#include "parts/deep.cuh"\n', encoding="utf-8")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "deep.cuh").write_text("// é\n", encoding="utf-8")
+    (tmp_path / "own.cu").write_text('#include "tile.cuh"\n#include "column_sums.cuh"\n', encoding="utf-8")
+    read = template.read(tmp_path / "own.cu")
+    assert read.name == "own"
+    assert read.body == '#include "tile.cuh"\n#include "column_sums.cuh"\n'
+    library = template.directory()
+    assert dict(read.headers) == {
+        "tile.cuh": '#include "parts/deep.cuh"\n',
+        "parts/deep.cuh": "// é\n",
+        "column_sums.cuh": (library / "column_sums.cuh").read_text(encoding="utf-8"),
+        "types.cuh": (library / "types.cuh").read_text(encoding="utf-8"),
+    }
+
+
+def test_missing_header_is_the_error_of_the_file_system(tmp_path):
+    (tmp_path / "own.cu").write_text('#include "missing.cuh"\n', encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match="missing.cuh"):
+        template.read(tmp_path / "own.cu")
+
+
+def test_template_is_read_anew_and_those_of_the_library_once(own_templates):
+    path = own_templates / "tiny.cu"
+    path.write_text("int x;", encoding="utf-8")
+    first, own = template.library("tiny"), template.read(path)
+    path.write_text("int y;", encoding="utf-8")
+    assert template.library("tiny") is first
+    assert template.read(path).body == "int y;"
+    assert own != template.read(path)
 
 
 def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_checkout(tmp_path, monkeypatch):

@@ -1,0 +1,126 @@
+"""Bundles: many kernels in one read-only file, for machines that shall not or cannot compile.
+
+A bundle is an uncompressed zip file that holds the entries of a cache directory under the same names, and in
+`bundle.json` the compilers that made them. Equal kernels make equal bundles, byte for byte.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rwkv_jit import stats
+from rwkv_jit.cache import entry, files
+from rwkv_jit.errors import CacheError
+
+_ABOUT = "bundle.json"
+_FORMAT = "rwkv_jit bundle 1"
+
+
+def pack(entries: Mapping[str, bytes]) -> bytes:
+    """Return the bytes of a bundle of entries, given by their names."""
+    compilers = sorted({entry.unpack(data)[1]["compiler"] for data in entries.values()})
+    about = json.dumps({"format": _FORMAT, "compilers": compilers}, indent=1).encode()
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in [(_ABOUT, about), *sorted(entries.items())]:
+            member = zipfile.ZipInfo(name)  # dated 1980, the same on every machine
+            member.create_system, member.external_attr = 3, 0o644 << 16
+            archive.writestr(member, data)
+    return made.getvalue()
+
+
+class Bundle:
+    """One bundle as a layer of the cache; opened when it is made, and read as it was then."""
+
+    origin = "bundle"
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            file = self._open()
+            self._archive = zipfile.ZipFile(file)
+            about = json.loads(self._archive.read(_ABOUT))
+            if about["format"] != _FORMAT:
+                raise ValueError(f"its format is {about['format']!r}, not {_FORMAT!r}")
+            self._compilers = [str(name) for name in about["compilers"]]
+        except OSError as error:
+            raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
+        except Exception as error:  # zipfile raises a dozen kinds on damaged files
+            raise CacheError(f"{path} is not an intact rwkv_jit bundle: {str(error).strip(chr(34))}") from error
+
+    def _open(self) -> io.BufferedReader:
+        names = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
+        flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in names)
+        if self.path.is_symlink():
+            raise files.UntrustedError(f"{self.path} is a symbolic link; name what it leads to instead")
+        files.check_directory(self.path.parent, sticky_is_safe=True)
+        handle = os.open(self.path, flags)
+        try:
+            status = os.fstat(handle)
+            files.check(self.path, status)
+            if not stat.S_ISREG(status.st_mode):
+                raise files.UntrustedError(f"{self.path} is not a file")
+            return os.fdopen(handle, "rb")
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def names(self) -> list[str]:
+        """Return the names of its entries."""
+        return [name for name in self._archive.namelist() if name != _ABOUT]
+
+    def read(self, name: str) -> bytes | None:
+        """Return an entry, or None."""
+        try:
+            return self._archive.read(name)
+        except KeyError:
+            return None
+        except Exception as error:  # zipfile raises a dozen kinds on damaged files
+            stats.say_once(f"cache entry {self.path}/{name} is damaged ({error})", key=f"{self.path}/{name}")
+            return None
+
+    def compilers(self) -> list[str]:
+        """Return the identities of the compilers whose kernels it holds."""
+        return self._compilers
+
+    def entries(self) -> dict[str, bytes]:
+        """Return all entries, each checked.
+
+        Raises
+        ------
+        CacheError
+            One of them is not intact.
+        """
+        found = {}
+        for name in self.names():
+            data = self.read(name)
+            try:
+                if data is None:
+                    raise ValueError("damaged")
+                entry.check_name(name, entry.unpack(data)[1])
+            except ValueError as error:
+                raise CacheError(f"{self.path} is not an intact rwkv_jit bundle: {name} is {error}") from error
+            found[name] = data
+        return found
+
+
+def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
+    """Write a bundle and return its size; the whole file appears at once.
+
+    Raises
+    ------
+    CacheError
+        It cannot be written.
+    """
+    data = pack(dict(entries))
+    try:
+        files.write(path, data, mode=0o644)
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+    return len(data)

@@ -1,0 +1,360 @@
+"""What each command of `rwkv-jit` does: it returns its result and the function that prints it.
+
+torch is imported by the commands that need it, and by no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rwkv_jit import cache, env, report
+from rwkv_jit.cache import bundle, files
+from rwkv_jit.errors import CacheError, RwkvJitError
+
+if TYPE_CHECKING:
+    from rwkv_jit.kernel import Kernel, Request
+
+Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
+
+
+def demo(parsed: argparse.Namespace) -> Outcome:
+    """Do the main job."""
+    from rwkv_jit import demo
+
+    return demo.run(), demo.show
+
+
+def doctor(parsed: argparse.Namespace) -> Outcome:
+    """Check the machine."""
+    from rwkv_jit import doctor
+
+    return doctor.run(), doctor.show
+
+
+def bench(parsed: argparse.Namespace) -> Outcome:
+    """Measure."""
+    from rwkv_jit import bench
+
+    return bench.run(parsed), bench.show
+
+
+def info(parsed: argparse.Namespace) -> Outcome:
+    """Return what belongs in a bug report."""
+    from rwkv_jit import runtime
+
+    return {"cache": runtime.cache_info(), "environment": runtime.env_report()}, _show_sections
+
+
+def _show_sections(result: dict[str, Any]) -> None:
+    for title, entries in result.items():
+        print(title)
+        report.table((), [(name.replace("_", " "), _text(value)) for name, value in entries.items()])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={each}" for name, each in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+def build(parsed: argparse.Namespace) -> Outcome:
+    """Compile kernels, once everything that can be wrong beforehand has been checked."""
+    from rwkv_jit import compiler, identity, runtime, tensors
+
+    dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
+    requests = [
+        request
+        for op, head_size, dtype, arch, direction, decay, layout, w_dtype, state_dtype in product(
+            parsed.op,
+            parsed.head_size,
+            parsed.dtype or ["bf16"],
+            parsed.arch or [None],
+            runtime.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
+            parsed.decay or ["raw"],
+            parsed.state_layout or ["vk"],
+            parsed.w_dtype or [None],
+            parsed.state_dtype or ["fp32"],
+        )
+        for request in runtime.call_requests(
+            op, head_size, dtypes[dtype], arch, direction, decay, layout, dtypes.get(w_dtype), dtypes[state_dtype]
+        )
+    ]
+    requests = [request._replace(also=()) for request in requests]  # exactly what was asked for
+    for arch in dict.fromkeys(request.arch for request in requests):
+        compiler.target_for(arch, newer=False)  # a bundle for a GPU that is not known is a slip of the pen
+    _check_writable(parsed.output)
+    kernels = _compile(requests, alike=parsed.output is not None)
+    written = bundle.write(Path(parsed.output), (kernel.entry() for kernel in kernels)) if parsed.output else None
+    return {
+        "kernels": [_about(kernel) for kernel in kernels],
+        "compiler": identity.identity(),
+        "path": parsed.output or str(env.cache_dir()),
+        "bytes": written,
+    }, _show_built
+
+
+def _check_writable(output: str | None) -> None:
+    argument, folder = ("--output", Path(output).parent) if output else ("RWKVJIT_CACHE_DIR", env.cache_dir())
+    try:
+        if output is None:
+            if not env.cache_is_on():
+                raise CacheError("RWKVJIT_CACHE=0 turns the cache off: unset it, or name a bundle with --output")
+            files.make_directory(folder)
+        elif Path(output).is_dir():
+            raise IsADirectoryError(None, "it is a directory")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except files.UntrustedError:
+        raise
+    except OSError as error:
+        raise CacheError(
+            f"{argument}: expected a place that can be written, got {output or folder} ({error.strerror}); name another"
+        ) from error
+
+
+def _compile(requests: list[Request], alike: bool) -> list[Kernel]:
+    """Find or compile kernels; where they must be `alike`, all are the work of the compiler at hand."""
+    from rwkv_jit import identity, runtime
+    from rwkv_jit.demo import empty_cache
+
+    with report.progress("compiling") as progress:
+        kernels = runtime.compile_all(requests, progress)
+        if alike and any(kernel.compiler != identity.identity() for kernel in kernels):
+            with empty_cache():
+                kernels = runtime.compile_all(requests, progress)
+    return kernels
+
+
+def _about(kernel: Kernel) -> dict[str, Any]:
+    about = {name: getattr(kernel, name) for name in ("name", "arch", "target", "parameters", "compiler", "origin")}
+    for name in ("registers", "spill_bytes", "shared_bytes"):  # not known of PTX
+        about[name] = getattr(kernel, name) if kernel.resources else None
+    return about
+
+
+def _show_built(result: dict[str, Any]) -> None:
+    report.table(
+        ("kernel", "arch", "head size", "dtype", "registers", "spill B", "shared B", "origin"),
+        [
+            _known(
+                about["name"], about["arch"], *_sizes(about["parameters"]), about["registers"], about["spill_bytes"],
+                about["shared_bytes"], about["origin"],
+            )
+            for about in result["kernels"]
+        ],
+    )  # fmt: skip
+    size = "" if result["bytes"] is None else f", {result['bytes']} bytes"
+    print(f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}")
+
+
+def _known(*cells: object) -> list[object]:
+    return ["-" if cell is None else cell for cell in cells]
+
+
+def _sizes(parameters: dict[str, Any]) -> tuple[str, str]:
+    """Return head size and dtype for a table; templates of one's own may have neither."""
+    sizes = [str(parameters[name]) for name in ("HEAD_SIZE", "VALUE_SIZE") if name in parameters]
+    return " x ".join(dict.fromkeys(sizes)) or "-", str(parameters.get("T_IO", "-"))
+
+
+def show(parsed: argparse.Namespace) -> Outcome:
+    """Return a kernel's resources, or one of its texts."""
+    from dataclasses import asdict
+
+    from rwkv_jit import runtime, sass, tensors
+
+    kernel = runtime.specialize(
+        parsed.op,
+        parsed.head_size,
+        parsed.value_size,
+        next(dtype for dtype, name in tensors.STORAGE.items() if name == parsed.dtype),
+        parsed.arch,
+        parsed.direction,
+        decay=parsed.decay,
+    )
+    result = _about(kernel) | {"resources": {name: asdict(used) for name, used in kernel.resources.items()}}
+    if parsed.part == "resources":
+        return result, _show_resources
+    if parsed.part == "sass":
+        if not kernel.cubin:
+            raise RwkvJitError(f"--sass: expected an architecture like sm_90, got {kernel.target}, which is PTX: --ptx")
+        text = sass.disassemble(kernel.cubin, kernel.target)
+    else:
+        text = getattr(kernel, parsed.part)
+    return result | {parsed.part: text}, lambda _: print(text)
+
+
+def _show_resources(result: dict[str, Any]) -> None:
+    print(f"{result['name']} for {result['target']}, by NVRTC {result['compiler'].split()[0]}: {result['origin']}")
+    print(f"{_text(result['parameters'])}\n")
+    report.table(
+        ("kernel", "registers", "spill B", "shared B"),
+        [(name, *used.values()) for name, used in result["resources"].items()],
+    )
+
+
+# ---- the cache ---------------------------------------------------------------------------------------------------
+
+
+def cache_path(parsed: argparse.Namespace) -> Outcome:
+    """Return the user's directory."""
+    return {"path": str(env.cache_dir())}, lambda result: print(result["path"])
+
+
+def cache_list(parsed: argparse.Namespace) -> Outcome:
+    """Return what is stored."""
+    return {"on": env.cache_is_on(), "entries": [_row(each) for each in cache.stored()]}, _show_list
+
+
+def _row(each: cache.Stored) -> dict[str, Any]:
+    manifest = each.manifest
+    head_size, dtype = _sizes(manifest.get("parameters", {}))
+    resources = manifest.get("resources", {}).values()
+    path = _path(each)
+    used = None  # only the user's directory keeps account of it
+    if each.layer.origin == "disk" and path.exists():
+        used = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
+    return {
+        "layer": each.layer.origin,
+        "arch": each.name.split("/")[0],
+        "name": path.stem.rpartition("-")[0],
+        "head_size": head_size,
+        "dtype": dtype,
+        "bytes": each.bytes,
+        "last_used": used,
+        "registers": max((used["registers"] for used in resources), default=None),
+        "spill_bytes": max((used["spill_bytes"] for used in resources), default=None),
+        "state": each.fault or "ok",
+        "path": str(path),
+    }
+
+
+def _path(each: cache.Stored) -> Path:
+    return each.layer.path / each.name
+
+
+def _show_list(result: dict[str, Any]) -> None:
+    if not result["on"]:
+        print("RWKVJIT_CACHE=0 turns the cache off")
+    elif not result["entries"]:
+        print("no kernels")
+    else:
+        head = ("layer", "arch", "name", "head size", "dtype", "bytes", "last used", "registers", "spill B", "state")
+        report.table(head, [_known(*row.values())[:-1] for row in result["entries"]])
+
+
+def cache_show(parsed: argparse.Namespace) -> Outcome:
+    """Return the manifests of the entries that are meant."""
+    found = [each for each in cache.stored() if _is_meant(each, parsed.name)]
+    if not found:
+        raise CacheError(
+            f"name: expected the beginning of a kernel's name, key or file, got {parsed.name!r}; "
+            "`rwkv-jit cache list` shows what there is"
+        )
+    entries = [
+        {"path": str(_path(each)), "layer": each.layer.origin, "state": each.fault or "ok", "manifest": each.manifest}
+        for each in found
+    ]
+    return {"entries": entries}, _show_manifests
+
+
+def _is_meant(each: cache.Stored, given: str) -> bool:
+    path = _path(each)
+    key = each.manifest.get("key") or path.stem.rpartition("-")[2]
+    return str(path) == os.path.abspath(given) or any(
+        name.startswith(given) for name in (path.name, each.name, str(path), key)
+    )
+
+
+def _show_manifests(result: dict[str, Any]) -> None:
+    for entry in result["entries"]:
+        print(f"{entry['path']}: {entry['state']}")
+        report.table((), [(name, _text(value)) for name, value in entry["manifest"].items()])
+
+
+def cache_verify(parsed: argparse.Namespace) -> Outcome:
+    """Read everything, and say what is damaged or cannot be read."""
+    entries = list(cache.stored())
+    faults = list(cache.unreadable().items()) if env.cache_is_on() else []
+    faults += [(_path(each), each.fault) for each in entries if each.fault]
+    return {
+        "checked": len(entries),
+        "damaged": [{"path": str(path), "fault": fault} for path, fault in faults],
+        "passed": not faults,
+    }, _show_verified
+
+
+def _show_verified(result: dict[str, Any]) -> None:
+    for each in result["damaged"]:
+        print(f"{each['path']}: {each['fault']}")
+    print(f"{result['checked']} kernels read, {len(result['damaged'])} faults")
+
+
+def cache_prune(parsed: argparse.Namespace) -> Outcome:
+    """Delete damaged entries of the user's directory, and old ones until it is small enough."""
+    most = env.cache_max_bytes() if parsed.max_mb is None else int(parsed.max_mb * 2**20)
+    damaged = [_path(each) for each in cache.stored() if each.layer.origin == "disk" and _is_damaged(each)]
+    for path in damaged:
+        path.unlink(missing_ok=True)
+    return {
+        "damaged": len(damaged),
+        "evicted": cache.prune(most),
+        "entries": len(cache.entries()),
+        "bytes": cache.size(),
+    }, lambda result: print(
+        "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes".format(**result)
+    )
+
+
+def _is_damaged(each: cache.Stored) -> bool:
+    """Return whether an entry can be read, but is not one; what is merely not to be trusted may be whole."""
+    try:
+        return bool(each.fault) and files.read(each.layer.path, each.name) is not None
+    except OSError:
+        return False
+
+
+def cache_clear(parsed: argparse.Namespace) -> Outcome:
+    """Delete everything in the user's directory."""
+    count, path = cache.clear(), str(env.cache_dir())
+    return {"deleted": count, "path": path}, lambda _: print(f"{count} kernels deleted from {path}")
+
+
+def cache_export(parsed: argparse.Namespace) -> Outcome:
+    """Write a bundle of what is stored."""
+    chosen = [each for each in cache.stored() if not each.fault and _is_chosen(each.manifest, parsed.op, parsed.arch)]
+    if not chosen and (parsed.op or parsed.arch):
+        given = (("--op", parsed.op), ("--arch", parsed.arch))
+        wanted = " and ".join(f"{name} {','.join(values)}" for name, values in given if values)
+        raise CacheError(f"no stored kernel has {wanted}; `rwkv-jit cache list` shows what there is")
+    kernels, size = cache.export(Path(parsed.file), chosen)
+    result = {"path": parsed.file, "kernels": kernels, "bytes": size}
+    return result, lambda _: print(f"{kernels} kernels in {parsed.file}, {size} bytes")
+
+
+def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Iterable[str] | None) -> bool:
+    name = manifest["name"]
+    return (not ops or any(f"{name}_".startswith(f"{op}_") for op in ops)) and (not archs or manifest["arch"] in archs)
+
+
+def cache_import(parsed: argparse.Namespace) -> Outcome:
+    """Copy bundles into the user's directory."""
+    imported = [{"path": file, "kernels": cache.import_bundle(Path(file))} for file in parsed.files]
+    return {"path": str(env.cache_dir()), "bundles": imported}, _show_imported
+
+
+def _show_imported(result: dict[str, Any]) -> None:
+    for each in result["bundles"]:
+        print(f"{each['kernels']} kernels of {each['path']} copied into {result['path']}")

@@ -1,0 +1,273 @@
+"""What of this machine kernels need, checked one by one, each with the command that mends it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rwkv_jit import __version__, cache, compiler, cuda, env, identity, report
+from rwkv_jit.cache import files, lock
+from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
+
+HEAD_SIZE = 16  # compiles fast
+
+
+class Finding(NamedTuple):
+    """What one check found. `state` is ok, warning or error; `mend` is a command or a sentence, or empty."""
+
+    name: str
+    state: str
+    text: str
+    mend: str = ""
+
+
+def run() -> dict[str, Any]:
+    """Check everything.
+
+    Returns
+    -------
+    dict
+        findings: dicts of name, state, text and mend; passed: whether none is an error.
+    """
+    findings = [finding for check in _CHECKS for finding in _guarded(check)]
+    return {
+        "findings": [finding._asdict() for finding in findings],
+        "passed": all(finding.state != "error" for finding in findings),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what `run` returned; commands stand on lines of their own, to be copied."""
+    findings = [Finding(**finding) for finding in result["findings"]]
+    report.table(("check", "state", "found"), [finding[:3] for finding in findings])
+    for finding in findings:
+        if finding.mend:
+            print(f"\n{finding.name}: {finding.text}\n    {finding.mend}")
+    counts = [sum(finding.state == state for finding in findings) for state in ("error", "warning")]
+    print(f"\nErrors: {counts[0]}, warnings: {counts[1]}.")
+
+
+def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except Exception as error:  # whatever one check stumbles over, the others still say what they find
+        yield Finding(check.__name__.strip("_"), "error", f"{type(error).__name__}: {error}")
+
+
+def _package() -> Iterator[Finding]:
+    yield Finding("package", "ok", f"rwkv_jit {__version__}, Python {platform.python_version()}, {platform.platform()}")
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    if torch.version.cuda is None:
+        mend = "to run kernels, install a torch with CUDA: https://pytorch.org/get-started/locally"
+        yield Finding("torch", "warning", f"{torch.__version__}, without CUDA", mend)
+    else:
+        yield Finding("torch", "ok", f"{torch.__version__}, for CUDA {torch.version.cuda}")
+    for index in range(torch.cuda.device_count()):
+        memory = torch.cuda.get_device_properties(index).total_memory >> 30
+        name = f"{torch.cuda.get_device_name(index)}, {_arch_of(index)}, {memory} GiB"
+        yield Finding(f"GPU {index}", "ok", name)
+    if not torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        text = "torch sees none: kernels can be compiled here, but not run"
+        mend = "see what nvidia-smi says" if visible is None else "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("GPU", "warning", text, mend)
+
+
+def _arch_of(index: int) -> str:
+    import torch
+
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+
+
+def _compiler() -> Iterator[Finding]:
+    import torch
+
+    wheels = cuda.installed_cupy()
+    try:
+        cuda.nvrtc()
+    except NvrtcNotFoundError as error:
+        text, _, command = str(error).partition("\n")
+        yield Finding("CuPy and NVRTC", "error", text.rstrip(":"), command.strip())
+        return
+    yield Finding("CuPy", "ok", ", ".join(wheels) or "not from a wheel")
+    built_for = re.search(r"cuda(\d+)x", " ".join(wheels))
+    if built_for and torch.version.cuda:
+        text = f"CUDA {built_for[1]} and CUDA {torch.version.cuda.split('.')[0]}"
+        share = "; they need not agree: one primary context serves both, and cubins go through the driver"
+        yield Finding("CuPy and torch", "ok", text + share)
+    yield Finding("NVRTC", "ok", identity.identity())
+    yield from (Finding("NVRTC library", "ok", path) for path in cuda.loaded_libraries("libnvrtc"))
+    yield from _driver()
+    yield from map(_arch, _archs())
+
+
+def _instead(major: int) -> str:
+    """Return the command that puts CuPy and NVRTC of a CUDA in the place of those that are there."""
+    wheels = " ".join(wheel.split()[0] for wheel in cuda.installed_cupy())
+    return f"pip uninstall -y {wheels} && {cuda.INSTALL[major]} --upgrade"
+
+
+def _driver() -> Iterator[Finding]:
+    driver, nvrtc = cuda.driver_version(), identity.version()
+    if driver == "none":
+        yield Finding("driver", "warning", "there is no NVIDIA driver", "to run kernels, install NVIDIA's driver")
+        return
+    yield Finding("driver", "ok", f"supports CUDA {driver}")
+    needed = int(nvrtc.split(".")[0])
+    if needed > int(driver.split(".")[0]):
+        text = f"cubins of NVRTC {nvrtc} need a driver for CUDA {needed}, this one is for {driver}"
+        yield Finding("NVRTC and driver", "warning", text, _instead(12))
+    else:
+        yield Finding("NVRTC and driver", "ok", f"the driver loads cubins of NVRTC {nvrtc}")
+
+
+def _archs() -> list[str]:
+    """Return what kernels are compiled for here."""
+    import torch
+
+    from rwkv_jit import demo
+
+    chosen = env.arch() or demo.default_arch()
+    return [chosen] if chosen else sorted({_arch_of(index) for index in range(torch.cuda.device_count())})
+
+
+def _arch(arch: str) -> Finding:
+    try:
+        target = compiler.target_for(arch)
+    except ValueError as error:
+        return Finding("architecture", "error", *_text_and_mend(str(error), "unset RWKVJIT_ARCH"))
+    if target == arch:
+        return Finding("architecture", "ok", f"NVRTC compiles for {arch}")
+    text = f"NVRTC {identity.version()} does not know {arch}: the driver makes its code from PTX of {target}"
+    return Finding("architecture", "warning", text, _instead(13))
+
+
+def _cache() -> Iterator[Finding]:
+    if not env.cache_is_on():
+        yield Finding("cache", "warning", "off: every process compiles its kernels", "unset RWKVJIT_CACHE")
+        return
+    root = env.cache_dir()
+    fault = _write_fault(root)
+    if fault:
+        yield Finding(
+            "cache directory", "error", *_text_and_mend(fault, "set RWKVJIT_CACHE_DIR to a directory of your own")
+        )
+        return
+    size, free, most = cache.size(), shutil.disk_usage(root).free, env.cache_max_bytes()
+    yield Finding("cache directory", "ok", f"{root}, {len(cache.entries())} kernels, {size >> 20} MiB")
+    kind = lock.network_file_system(root)
+    if kind:
+        text = f"{root} is on a network file system ({kind}): it works, but slower"
+        yield Finding("cache file system", "warning", text, "set RWKVJIT_CACHE_DIR to a directory of this node")
+    else:
+        yield Finding("cache file system", "ok", "a disk of this node")
+    text = f"{free >> 20} MiB free; kernels may take {most >> 20} MiB"
+    if free + size < most:
+        yield Finding("cache space", "warning", text, "free some, or set RWKVJIT_CACHE_MAX_MB to less")
+    else:
+        yield Finding("cache space", "ok", text)
+    yield from _layers()
+    yield from _locks()
+
+
+def _write_fault(folder: Path) -> str:
+    """Write a small file, as the cache would, and delete it; return what is wrong."""
+    try:
+        files.make_directory(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"rwkv_jit")
+    except files.UntrustedError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror or error}"
+    return ""
+
+
+def _text_and_mend(message: str, otherwise: str) -> tuple[str, str]:
+    """Split a message of this package, which says how to mend it after a semicolon, if it does."""
+    text, _, mend = message.partition("; ")
+    return text, mend.removeprefix("mend it: ") or otherwise
+
+
+def _layers() -> Iterator[Finding]:
+    faults = cache.unreadable()
+    for path, fault in faults.items():
+        otherwise = f"repair {path}, delete it, or take it out of RWKVJIT_CACHE_PATH"
+        yield Finding("cache layer", "error", *_text_and_mend(fault, otherwise))
+    for layer in cache.layers()[1:]:
+        if layer.path not in faults:
+            yield Finding("cache layer", "ok", f"{layer.path}, {len(layer.names())} kernels")
+
+
+def _locks() -> Iterator[Finding]:
+    folder = lock.directory()
+    kind = lock.network_file_system(folder)
+    fault = f"{folder} is on a network file system ({kind})" if kind else _write_fault(folder)
+    if fault:
+        text, mend = _text_and_mend(fault, "set TMPDIR to a directory of this node")
+        yield Finding("locks", "warning", f"{text}: every process compiles for itself", mend)
+    else:
+        yield Finding("locks", "ok", str(folder))
+
+
+def _variables() -> Iterator[Finding]:
+    for name, value in env.set_variables().items():
+        yield Finding("setting", "ok", f"{name}={value}: {env.DESCRIPTIONS[name]}")
+    for name in sorted(os.environ):
+        if name.startswith("RWKVJIT_") and name not in env.DESCRIPTIONS:
+            near = difflib.get_close_matches(name, env.DESCRIPTIONS, n=1)
+            mend = f"is {near[0]} meant?" if near else f"there are: {', '.join(env.DESCRIPTIONS)}"
+            yield Finding("setting", "warning", f"{name} is no variable of rwkv_jit and does nothing", mend)
+
+
+def _ops() -> Iterator[Finding]:
+    import torch
+
+    from rwkv_jit import demo, runtime
+
+    try:
+        cuda.nvrtc()
+    except NvrtcNotFoundError:
+        return  # found before
+    arch = demo.default_arch()
+    with demo.empty_cache():
+        jobs = [(op, direction) for op in runtime.OPS for direction in runtime.DIRECTIONS]
+        futures = [runtime.compile_async(op, HEAD_SIZE, arch=arch, direction=direction) for op, direction in jobs]
+        for (op, direction), future in zip(jobs, futures, strict=True):
+            name = f"compile {op} {direction}"
+            try:
+                kernel = future.result()
+            except (RwkvJitError, ValueError) as error:
+                yield Finding(name, "error", str(error))
+                continue
+            text = f"{kernel.target}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled"
+            yield Finding(name, "ok", f"{text}, {1e3 * kernel.compile_seconds:.0f} ms")
+        if torch.cuda.is_available():
+            yield from (_run_op(op) for op in runtime.OPS)
+
+
+def _run_op(op: str) -> Finding:
+    import torch
+
+    from rwkv_jit import demo
+
+    try:
+        checked = demo.check(op, HEAD_SIZE, torch.float32, "cuda")
+    except RuntimeError as error:  # of ours or torch's
+        return Finding(f"run {op}", "error", str(error))
+    text = "errors against float64: {error:.1e}, of gradients {gradient_error:.1e}, limit {limit:.0e}".format(**checked)
+    return Finding(f"run {op}", "ok" if checked["passed"] else "error", text)
+
+
+_CHECKS = (_package, _gpus, _compiler, _cache, _variables, _ops)

@@ -1,0 +1,104 @@
+"""Which NVRTC this is: what the cache key calls the compiler, known without loading it where an earlier process was."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rwkv_jit import cuda, env
+from rwkv_jit.cache import read_note, write_note
+
+_assumed: dict[Path, str] = {}  # by cache directory
+
+
+def version() -> str:
+    """Return NVRTC's version, e.g. "12.9"; builds of one version differ, so the cache key uses `identity`."""
+    return ".".join(str(part) for part in cuda.nvrtc().getVersion())
+
+
+@cache
+def identity() -> str:
+    """Return what tells compiler builds apart: version and build-ids of the libraries really loaded."""
+    libraries = _libraries()
+    parts = [version(), *(_build_id(path) for path in libraries)]
+    name = " ".join(parts)
+    write_note(_note_name(), {"identity": name, "libraries": {path: _stamp(path) for path in libraries}})
+    return name
+
+
+def assumed_identity() -> str | None:
+    """Return the identity noted by an earlier process, without loading NVRTC, while its files are unchanged."""
+    root = env.cache_dir()
+    if root not in _assumed:
+        note = read_note(root, _note_name()) if env.cache_is_on() else {}
+        if not _is_current(note):
+            return None
+        _assumed[root] = str(note["identity"])
+    return _assumed[root]
+
+
+def _is_current(note: dict[str, Any]) -> bool:
+    try:
+        return bool(note["identity"] and note["libraries"]) and all(
+            _stamp(path) == stamp for path, stamp in note["libraries"].items()
+        )
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _libraries() -> list[str]:
+    """Return libnvrtc and, beside it, its builtins, which it loads at the first compile."""
+    cuda.nvrtc()
+    main = [path for path in cuda.loaded_libraries("libnvrtc.") if "builtins" not in path]
+    return main + sorted(
+        str(p) for path in main for p in Path(path).parent.glob("libnvrtc-builtins*") if ".alt." not in p.name
+    )
+
+
+def _stamp(path: str) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _note_name() -> str:
+    environment = sha256(os.path.realpath(sys.prefix).encode()).hexdigest()[:16]
+    return f"nvrtc-{environment}.json"
+
+
+def _build_id(path: str) -> str:
+    """Return the GNU build-id of a 64-bit ELF library; where it carries none, the hash of the file."""
+    with open(path, "rb") as file:
+        for kind, name, text in _elf_notes(file.read(64), file):
+            if kind == 3 and name == b"GNU\0":
+                return text.hex()
+        file.seek(0)
+        digest = sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def _elf_notes(header: bytes, file: object) -> Iterator[tuple[int, bytes, bytes]]:
+    if header[:5] != b"\x7fELF\x02":
+        return
+    table, entry_size, count = struct.unpack_from("<32xQ14xHH", header)
+    for index in range(count):
+        file.seek(table + index * entry_size)  # type: ignore[attr-defined]
+        kind, offset, size = struct.unpack("<I4xQ16xQ", file.read(40))  # type: ignore[attr-defined]
+        if kind != 4:  # PT_NOTE
+            continue
+        file.seek(offset)  # type: ignore[attr-defined]
+        notes = file.read(size)  # type: ignore[attr-defined]
+        at = 0
+        while at + 12 <= len(notes):
+            name_size, text_size, note_kind = struct.unpack_from("<III", notes, at)
+            name_end = at + 12 + name_size
+            text_start = at + 12 + (name_size + 3) // 4 * 4
+            yield note_kind, notes[at + 12 : name_end], notes[text_start : text_start + text_size]
+            at = text_start + (text_size + 3) // 4 * 4

@@ -1,0 +1,180 @@
+"""Kernels before they are called for: warm, compile_async, and how many compile at once."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import cache, compiler, env, kernel, runtime, stats
+from rwkv_jit.errors import CompileError, UnsupportedConfigError
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """A process that has started no workers yet, on a machine of 6 cores."""
+    monkeypatch.setattr(kernel, "_process", kernel._Process())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """How many compiles ran at the same time, each time one began; each waits a moment for another one."""
+    running, most, compile = [], [], compiler.compile
+
+    def watched(*arguments):
+        running.append(1)
+        most.append(len(running))
+        threading.Event().wait(0.05)
+        try:
+            return compile(*arguments)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(compiler, "compile", watched)
+    return most
+
+
+def shown(each):
+    return each.name, each.arch, each.parameters["HEAD_SIZE"], each.parameters["T_IO"]
+
+
+# ---- in the background -------------------------------------------------------------------------------------------
+
+
+def test_background_gives_the_kernel_that_the_foreground_gives():
+    future = rwkv_jit.compile_async("wkv7", head_size=4, arch="sm_90")
+    made = future.result()
+    again = rwkv_jit.specialize("wkv7", head_size=4, arch="sm_90")
+    assert (made.origin, again.origin) == ("compiled", "memory")
+    assert made.cubin == again.cubin
+    assert made.parameters == again.parameters
+    assert stats.snapshot()["compiled"] == 1
+
+
+def test_background_raises_what_the_foreground_raises():
+    future = rwkv_jit.compile_async("wkv7", head_size=4, arch="sm_90", chunk_len=3)
+    with pytest.raises(UnsupportedConfigError, match="chunk_len must be 1, 2, 4, 8 or 16; got .*CHUNK_LEN=3"):
+        future.result()
+
+
+def test_the_same_kernel_asked_for_often_is_compiled_once(tiny):
+    futures = [kernel.get_async(tiny()) for _ in range(20)]
+    origins = [future.result().origin for future in futures]
+    assert sorted(origins) == ["compiled", *["memory"] * 19]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(None, 6), ("2", 3), ("4", 1), ("100", 1)])
+def test_no_more_compile_at_once_than_there_are_cores_for_each_rank(ranks, workers, cores, at_once, tiny, monkeypatch):
+    if ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    # Different first bytes of the keys, as two kernels that share one wait for each other.
+    futures = [kernel.get_async(tiny(size)) for size in range(8)]
+    assert [future.result().origin for future in futures] == ["compiled"] * 8
+    assert max(at_once) <= workers == env.workers()
+    assert max(at_once) >= min(workers, 2)
+
+
+def test_several_kernels_of_one_call_compile_side_by_side(cores, at_once, tiny):
+    found = kernel.get_all([tiny(size) for size in range(4)])
+    assert [each.parameters["SIZE"] for each in found] == [0, 1, 2, 3]
+    assert max(at_once) > 1
+    assert [each.origin for each in kernel.get_all([tiny(2), tiny(9), tiny(0)])] == ["memory", "compiled", "memory"]
+
+
+# ---- warm --------------------------------------------------------------------------------------------------------
+
+
+def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
+    progress = []
+    made = rwkv_jit.warm(
+        "wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_90", progress=lambda *done: progress.append(done)
+    )
+    assert {shown(each) for each in made} == {
+        (f"wkv7_recurrent_{direction}", "sm_90", head_size, dtype)
+        for direction in ("forward", "backward")
+        for head_size in (4, 5)
+        for dtype in ("fp32", "bf16")
+    }
+    assert progress == [(done, len(made)) for done in range(len(made) + 1)]
+    assert {each.origin for each in made} == {"compiled"}
+    assert len(cache.entries()) == len(made) == stats.snapshot()["compiled"]
+    kernel.forget()
+    again = rwkv_jit.warm("wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_90")
+    assert [each.cubin for each in again] == [each.cubin for each in made]
+    assert {each.origin for each in again} == {"disk"}
+
+
+def test_warm_compiles_just_what_specialize_names():
+    (made,) = rwkv_jit.warm(
+        "wkv6", 4, torch.float16, backward=False, arch="sm_80", decay="log", state_layout="kv",
+        w_dtype=torch.float32, state_dtype=torch.bfloat16,
+    )  # fmt: skip
+    same = rwkv_jit.specialize(
+        "wkv6", 4, None, torch.float16, "sm_80", decay="log", state_layout="kv", t_w="fp32", t_u="fp32", t_state="bf16"
+    )
+    assert same.origin == "memory"
+    assert same.cubin == made.cubin
+
+
+def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
+    from rwkv_jit.ops.geometry import geometry
+
+    plain = geometry("wkv7", "forward", 64, 64)
+    few = {**plain, **geometry("wkv7", "forward", 64, 64, few_heads=True)}
+    assert plain != few
+    made = rwkv_jit.warm("wkv7", 64, torch.float32, backward=False, arch="sm_90")
+    assert [{name: each.parameters[name] for name in plain} for each in made] == [plain, few]
+
+
+def test_warm_for_several_architectures():
+    made = rwkv_jit.warm("wkv7", 4, torch.float32, backward=False, arch=["sm_80", "compute_80"])
+    assert [(each.arch, bool(each.cubin)) for each in made] == [("sm_80", True), ("compute_80", False)]
+
+
+def test_architecture_of_the_environment_is_the_default(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ARCH", "sm_89")
+    (made,) = rwkv_jit.warm("wkv7", 4, torch.float32, backward=False)
+    assert made.arch == rwkv_jit.compile_async("wkv7", 4, dtype=torch.float32).result().arch == "sm_89"
+
+
+def test_nothing_to_warm_is_nothing():
+    assert rwkv_jit.warm("wkv7", [], arch="sm_90") == []
+    assert cache.entries() == []
+
+
+def test_warm_raises_the_error_of_a_kernel(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    with pytest.raises(CompileError, match="RWKVJIT_ASSERT_CACHED is set and wkv7_recurrent_"):
+        rwkv_jit.warm("wkv7", [4, 5], arch="sm_90")
+
+
+def test_progress_is_told_as_it_is_made(cores, tiny, monkeypatch):
+    """One worker, whose every compile waits until all that is before it has been told."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    told, compile, in_time = [threading.Event() for _ in range(4)], compiler.compile, []
+
+    def patient(*arguments):
+        in_time.append(all(in_time) and told[len(in_time)].wait(30))
+        return compile(*arguments)
+
+    monkeypatch.setattr(compiler, "compile", patient)
+    runtime.compile_all([tiny(size) for size in range(3)], lambda done, of: told[done].set())
+    assert in_time == [True, True, True]
+
+
+def test_progress_that_raises_stops_what_has_not_begun(cores, tiny, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+
+    def stop(done, of):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        go, compile = threading.Event(), compiler.compile
+        patch.setattr(compiler, "compile", lambda *arguments: go.wait(5) and compile(*arguments))
+        with pytest.raises(KeyboardInterrupt):
+            runtime.compile_all([tiny(size) for size in range(3)], stop)
+        go.set()
+        kernel._process.pool.shutdown()
+    assert stats.snapshot()["compiled"] <= 1

@@ -1,0 +1,320 @@
+"""The commands that compile: build, show and doctor."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import rwkv_jit
+from rwkv_jit import cache, cli, identity, kernel, stats
+from rwkv_jit.cache import bundle
+
+SMALL = ("--op", "wkv7", "--head-size", "16", "--arch", "sm_90")
+WAYS = ("wkv7_recurrent_forward", "wkv7_recurrent_backward")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command in this process; returns its exit code, what it printed and what it said."""
+
+    def run(*arguments):
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        printed, said = capsys.readouterr()
+        return code, printed, said
+
+    return run
+
+
+@pytest.fixture
+def build(run):
+    """Builds; returns what --json printed."""
+
+    def build(*arguments):
+        code, printed, said = run("build", *arguments, "--json")
+        assert code == 0, said
+        return json.loads(printed)
+
+    return build
+
+
+def parameters(made, *names):
+    return [tuple(each["parameters"].get(name) for name in names) for each in made["kernels"]]
+
+
+# ---- build -------------------------------------------------------------------------------------------------------
+
+
+def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypatch, fresh_service):
+    tmp_path.chmod(0o755)
+    file = tmp_path / "wkv.bundle"
+    made = build("--op", "wkv7", "--head-size", "16,8", "--arch", "sm_90", "--arch", "compute_80", "-o", file)
+    assert (made["path"], made["bytes"], made["compiler"]) == (str(file), file.stat().st_size, identity.identity())
+    asked = {(size, arch, way) for size in (8, 16) for arch in ("sm_90", "compute_80") for way in WAYS}
+    found = {(each["parameters"]["HEAD_SIZE"], each["arch"], each["name"]) for each in made["kernels"]}
+    assert found == asked
+    assert all((each["registers"] is None) == (each["target"] == "compute_80") for each in made["kernels"])
+    names = bundle.Bundle(file).names()
+    assert len(names) == len(made["kernels"])
+    assert sorted(names) == sorted(path.relative_to(fresh_service).as_posix() for path in cache.entries())
+
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(file))
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    kernel.forget()
+    assert rwkv_jit.specialize("wkv7", 8, arch="compute_80", direction="backward").origin == "bundle"
+
+
+def test_equal_builds_are_equal_bytes_whatever_the_cache_held(build, tmp_path, monkeypatch):
+    files = [tmp_path / f"{number}.bundle" for number in range(4)]
+    origins = []
+    for number, (archs, file) in enumerate(zip(("sm_80,sm_90", "sm_90,sm_80", "sm_80,sm_90"), files, strict=False)):
+        if number == 2:
+            monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "another cache"))
+        kernel.forget()
+        made = build("--op", "wkv7", "--head-size", "8", "--arch", archs, "--direction", "forward", "-o", file)
+        origins.append({each["origin"] for each in made["kernels"]})
+    assert origins == [{"compiled"}, {"disk"}, {"compiled"}]
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    kernel.forget()
+    build("--op", "wkv7", "--head-size", "8", "--arch", "sm_80,sm_90", "--direction", "forward", "-o", files[3])
+    assert files[3].read_bytes() == files[0].read_bytes()
+
+
+def test_kernels_of_another_compiler_do_not_get_into_a_bundle(build, tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    forward = (*SMALL, "--direction", "forward", "-o")
+    build(*forward, tmp_path / "own.bundle")
+    foreign = rwkv_jit.specialize("wkv7", 16, arch="sm_90")
+    foreign.compiler = "99.9 ffff"
+    bundle.write(tmp_path / "foreign.bundle", [foreign.entry()])
+    cache.clear()
+    cache.import_bundle(tmp_path / "foreign.bundle")
+    kernel.forget()
+    assert rwkv_jit.specialize("wkv7", 16, arch="sm_90").compiler == "99.9 ffff"
+
+    made = build(*forward, tmp_path / "again.bundle")
+    assert {each["compiler"] for each in made["kernels"]} == {identity.identity()}
+    assert (tmp_path / "again.bundle").read_bytes() == (tmp_path / "own.bundle").read_bytes()
+
+
+def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
+    made = build(*SMALL, "--direction", "backward")
+    assert (made["path"], made["bytes"]) == (str(fresh_service), None)
+    assert len(cache.entries()) == len(made["kernels"]) == 1
+    code, printed, _ = run("build", *SMALL, "--direction", "backward")
+    assert code == 0
+    (row,) = [line.split() for line in printed.splitlines() if "wkv7" in line]
+    (about,) = made["kernels"]
+    assert row == [
+        "wkv7_recurrent_backward", "sm_90", "16", "bf16", str(about["registers"]), str(about["spill_bytes"]),
+        str(about["shared_bytes"]), "memory",
+    ]  # fmt: skip
+    assert printed.splitlines()[-1] == f"1 kernels in {fresh_service}, by NVRTC {identity.version()}"
+
+
+def test_every_option_is_a_list(build):
+    made = build(
+        "--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", "--dtype", "bf16,fp16",
+        "--decay", "log", "--decay", "direct", "--state-layout", "kv", "--w-dtype", "fp32", "--state-dtype",
+        "fp16,fp32",
+    )  # fmt: skip
+    found = parameters(made, "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")
+    assert sorted(found) == sorted(
+        (dtype, "fp32", "fp32", decay, "kv", state)
+        for dtype in ("bf16", "fp16")
+        for decay in ("log", "direct")
+        for state in ("fp16", "fp32")
+    )
+
+
+def test_defaults_are_those_of_a_call(build):
+    made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
+    assert set(parameters(made, "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
+        ("bf16", "bf16", "bf16", "raw", "vk", "fp32")
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", "wkv7,wkv8"), "op: expected one of wkv6, wkv7, got 'wkv8'"),
+        (("--arch", "sm_80,banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
+        (("--arch", "sm_90,"), "arch: expected sm_NN, sm_NNa or compute_NN, got ''"),
+        (("--arch", "sm_30"), "got sm_30"),
+        (("--decay", "raw,soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
+        (("--state-layout", "kk"), "state_layout: expected one of vk, kv, got 'kk'"),
+        (("-o", "{tmp}/missing/x.bundle"), "{tmp}/missing/x.bundle (No such file or directory); name another"),
+        (("-o", "{tmp}/file/x.bundle"), "{tmp}/file/x.bundle (Not a directory); name another"),
+        (("-o", "{tmp}"), "--output: expected a place that can be written, got {tmp} (it is a directory)"),
+    ],
+)
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+def test_bad_input_is_told_before_anything_is_compiled(arguments, message, json_option, run, tmp_path):
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*.bundle"))
+    given = [argument.format(tmp=tmp_path) for argument in arguments]
+    rest = [] if "-o" in given else ["-o", tmp_path / "x.bundle"]
+    code, printed, said = run("build", *SMALL, *given, *rest, *json_option)
+    assert (code, printed) == (2, "")
+    assert said.startswith("rwkv-jit build: ")
+    assert message.format(tmp=tmp_path) in said
+    assert said.count("\n") == 1
+    assert stats.snapshot()["compiled"] == 0
+    assert sorted(tmp_path.rglob("*.bundle")) == before == []
+
+
+def test_without_a_gpu_an_architecture_must_be_named(run, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, said = run("build", "--op", "wkv7", "--head-size", "16")
+    assert (code, said) == (
+        2, "rwkv-jit build: arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'\n"
+    )  # fmt: skip
+
+
+def test_cache_that_is_off_cannot_be_filled(run, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    code, _, said = run("build", *SMALL)
+    assert (code, said) == (
+        2, "rwkv-jit build: RWKVJIT_CACHE=0 turns the cache off: unset it, or name a bundle with --output\n"
+    )  # fmt: skip
+
+
+def test_cache_that_others_can_write_is_not_filled(run, fresh_service):
+    fresh_service.mkdir()
+    fresh_service.chmod(0o777)
+    code, _, said = run("build", *SMALL)
+    assert code == 2
+    assert said.startswith(f"rwkv-jit build: {fresh_service} can be written by others (mode 777); mend it: chmod go-w")
+
+
+def test_directory_without_permission_to_write_is_told_before_compiling(child, read_only, tmp_path):
+    folder = read_only(tmp_path / "protected")
+    code = "import sys\nfrom rwkv_jit import cli, stats\nprint(cli.main(sys.argv[1:]), stats.snapshot()['compiled'])"
+    done = child(code, "build", *SMALL, "-o", folder / "x.bundle", unprivileged=True)
+    assert done.stdout == "2 0\n"
+    assert f"got {folder}/x.bundle (Permission denied); name another" in done.stderr
+
+
+def test_rule_of_a_template_that_does_not_hold_leaves_no_file(run, tmp_path):
+    (tmp_path / "x.bundle").write_bytes(b"of before")
+    code, printed, said = run("build", "--op", "wkv7", "--head-size", "9000", "--arch", "sm_90", "-o",
+                              tmp_path / "x.bundle")  # fmt: skip
+    assert (code, printed) == (2, "")
+    assert "rwkv-jit build: wkv7_recurrent_" in said
+    assert "needs more than 48 KB of shared memory; got" in said
+    assert (tmp_path / "x.bundle").read_bytes() == b"of before"
+    assert not list(tmp_path.glob("*.tmp")) + list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+def test_interrupt_leaves_neither_traceback_nor_file(tmp_path, fresh_service):
+    command = [sys.executable, "-m", "rwkv_jit", "build", "--op", "wkv7", "--head-size",
+               ",".join(map(str, range(1, 65))), "--arch", "sm_90", "-o", str(tmp_path / "x.bundle")]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not cache.entries() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        printed, said = process.communicate(timeout=60)
+    assert cache.entries()
+    assert process.returncode == 130, said
+    assert printed == ""
+    assert "Traceback" not in said
+    assert not (tmp_path / "x.bundle").exists()
+
+
+# ---- show --------------------------------------------------------------------------------------------------------
+
+
+def test_resources(run):
+    made = rwkv_jit.specialize("wkv7", 12, arch="sm_90", direction="backward")
+    arguments = ("show", "wkv7", "--head-size", 12, "--arch", "sm_90", "--direction", "backward")
+    code, printed, _ = run(*arguments)
+    assert code == 0
+    lines = printed.splitlines()
+    assert lines[0] == f"wkv7_recurrent_backward for sm_90, by NVRTC {identity.version()}: memory"
+    assert lines[3].split() == ["kernel", "registers", "spill", "B", "shared", "B"]
+    assert {line.split()[0]: [*map(int, line.split()[1:])] for line in lines[4:]} == {
+        name: [used.registers, used.spill_bytes, used.shared_bytes] for name, used in made.resources.items()
+    }
+    data = json.loads(run(*arguments, "--resources", "--json")[1])
+    assert (data["registers"], data["parameters"]["HEAD_SIZE"], data["compiler"]) == (
+        made.registers, 12, identity.identity(),
+    )  # fmt: skip
+
+
+def test_source_ptx_and_options(run):
+    arguments = ("show", "wkv6", "--head-size", 12, "--value-size", 20, "--dtype", "fp16", "--arch", "sm_80",
+                 "--decay", "log")  # fmt: skip
+    code, source, _ = run(*arguments, "--source")
+    assert code == 0
+    for line in ("constexpr int HEAD_SIZE = 12;", "constexpr int VALUE_SIZE = 20;", "using T_IO = fp16;",
+                 "constexpr auto DECAY = Decay::log;"):  # fmt: skip
+        assert line in source.splitlines()
+    data = json.loads(run(*arguments, "--ptx", "--json")[1])
+    assert data["ptx"] == run(*arguments, "--ptx")[1].removesuffix("\n")
+    assert ".target sm_80" in data["ptx"]
+
+
+def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path, monkeypatch):
+    (tmp_path / "nvdisasm").write_text("#!/bin/sh\n/usr/bin/env cksum < $2\n")
+    (tmp_path / "nvdisasm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    made = rwkv_jit.specialize("wkv7", 8, arch="sm_90")
+    checksum = subprocess.run(["cksum"], input=made.cubin, capture_output=True, check=True).stdout.decode()
+    assert run("show", "wkv7", "--head-size", 8, "--arch", "sm_90", "--sass") == (0, checksum + "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("wkv8",), "op: expected one of wkv6, wkv7, got 'wkv8'"),
+        (("wkv7", "--decay", "soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
+        (("wkv7", "--arch", "banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
+        (("wkv7", "--arch", "compute_80", "--sass"), "--sass: expected an architecture like sm_90, got compute_80"),
+        (("wkv7", "--head-size", "9000"), "shared memory; got "),
+    ],
+)
+def test_what_cannot_be_shown(arguments, message, run):
+    code, printed, said = run("show", "--head-size", "8", "--arch", "sm_90", *arguments, "--json")
+    assert (code, printed) == (2, "")
+    assert said.startswith("rwkv-jit show: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+# ---- doctor ------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service):
+    code, printed, _ = run("doctor", "--json")
+    data = json.loads(printed)
+    assert (code, data["passed"]) == (0, True), printed
+    compiled = {finding["name"]: finding for finding in data["findings"] if finding["name"].startswith("compile ")}
+    assert set(compiled) == {f"compile {op} {way}" for op in ("wkv6", "wkv7") for way in ("forward", "backward")}
+    assert all(finding["state"] == "ok" and "registers" in finding["text"] for finding in compiled.values())
+    assert {finding["state"] for finding in data["findings"]} <= {"ok", "warning"}
+    nvrtc = next(finding for finding in data["findings"] if finding["name"] == "NVRTC")
+    assert nvrtc["text"] == identity.identity()
+    assert cache.entries() == []
+
+
+def test_doctor_says_which_op_does_not_compile(run, own_templates, monkeypatch):
+    path = own_templates / "wkv6_recurrent_backward.cu"
+    path.write_text(path.read_text() + "\n#error broken on purpose\n")
+    code, printed, _ = run("doctor", "--json")
+    assert code == 1
+    errors = [finding for finding in json.loads(printed)["findings"] if finding["state"] == "error"]
+    assert [finding["name"] for finding in errors] == ["compile wkv6 backward"]
+    assert "broken on purpose" in errors[0]["text"]

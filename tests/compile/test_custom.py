@@ -1,0 +1,231 @@
+"""Templates of one's own through NVRTC: parameters, rules, headers, where a kernel comes from, bundles, the example."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import cache, kernel
+from rwkv_jit.cache import bundle
+from rwkv_jit.errors import CompileError, UnsupportedConfigError
+
+SCALE = """
+#include "rule.cuh"
+
+extern "C" __global__ void scale(const T_IO* x, T_IO* y, i64 count, float factor) {
+    const i64 i = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (i < count) y[i] = from_float<T_IO>(FLIP ? -factor * to_float(x[i]) : factor * to_float(x[i]) + OFFSET);
+}
+"""
+RULE = 'static_assert(NUM_THREADS % 32 == 0, "num_threads must be whole warps");\n'
+PARAMETERS = {"T_IO": "bf16", "NUM_THREADS": 64, "FLIP": False, "OFFSET": 0.5}
+SPECIALIZE = """
+import json, sys, rwkv_jit
+kernel = rwkv_jit.Template(sys.argv[1]).specialize(arch="sm_90", **json.loads(sys.argv[2]))
+print(kernel.origin, kernel.registers, len(kernel.cubin), "cupy" in sys.modules)
+"""
+
+
+@pytest.fixture
+def scale_path(tmp_path):
+    (tmp_path / "rule.cuh").write_text(RULE, encoding="utf-8")
+    path = tmp_path / "scale.cu"
+    path.write_text(SCALE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def scale(scale_path):
+    return rwkv_jit.Template(scale_path)
+
+
+def specialize(template, arch="sm_90", **changes):
+    return template.specialize(arch=arch, **{**PARAMETERS, **changes})
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------
+
+
+def test_kernel_has_everything_the_librarys_have(scale):
+    made = specialize(scale)
+    assert isinstance(made, kernel.Kernel)
+    assert made.source.endswith(SCALE)
+    assert "using T_IO = bf16;\n" in made.source
+    assert "constexpr float OFFSET = 0.5f;\n" in made.source
+    assert made.cubin[:4] == b"\x7fELF"
+    assert ".visible .entry scale(" in made.ptx
+    assert (made.origin, made.arch, made.name, made.parameters) == ("compiled", "sm_90", "scale", PARAMETERS)
+    assert list(made.resources) == ["scale"]
+    assert 0 < made.registers <= 255
+    assert (made.spill_bytes, made.shared_bytes) == (0, 0)
+    assert repr(made).startswith("Kernel(scale, sm_90, FLIP=False, NUM_THREADS=64, OFFSET=0.5, T_IO=bf16; compiled")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
+)
+def test_dtype_is_the_name_of_its_storage_type(dtype, name, scale):
+    assert specialize(scale, T_IO=dtype).origin == "compiled"
+    assert specialize(scale, T_IO=name).origin == "memory"
+
+
+@pytest.mark.parametrize("change", [{"T_IO": "fp32"}, {"NUM_THREADS": 96}, {"FLIP": True}, {"OFFSET": 0.25}], ids=str)
+def test_every_parameter_is_in_the_code(change, scale):
+    assert specialize(scale).cubin != specialize(scale, **change).cubin
+    assert len(cache.entries()) == 2
+
+
+def test_one_as_int_as_bool_and_as_float_are_three_kernels(tmp_path):
+    path = tmp_path / "half.cu"
+    path.write_text('extern "C" __global__ void half(float* y) { *y = ONE / 2 + sizeof(ONE); }', encoding="utf-8")
+    template = rwkv_jit.Template(path)
+    made = [template.specialize(arch="sm_90", ONE=value) for value in (1, True, 1.0)]
+    assert [each.origin for each in made] == ["compiled"] * 3
+    assert len({each.source for each in made}) == 3
+
+
+def test_enumerator_is_written_with_its_type(tmp_path):
+    path = tmp_path / "map.cu"
+    path.write_text('extern "C" __global__ void map(float* y) { *y = decay_factor<DECAY>(*y); }', encoding="utf-8")
+    assert "DECAY = Decay::sigmoid;" in rwkv_jit.Template(path).specialize(arch="sm_90", DECAY="sigmoid").source
+
+
+def test_parameter_the_template_does_not_have(scale):
+    with pytest.raises(ValueError, match="template scale has no parameter HEAD_SIZE"):
+        specialize(scale, HEAD_SIZE=64)
+
+
+def test_parameter_that_is_left_out_is_named(scale):
+    with pytest.raises(CompileError, match='identifier "NUM_THREADS" is undefined'):
+        scale.specialize(arch="sm_90", T_IO="bf16")
+
+
+def test_broken_rule_comes_back_as_its_text(scale):
+    with pytest.raises(UnsupportedConfigError) as caught:
+        specialize(scale, NUM_THREADS=65)
+    assert str(caught.value).startswith("scale: num_threads must be whole warps; got FLIP=False, NUM_THREADS=65, ")
+    assert cache.entries() == []
+
+
+def test_what_nvrtc_refuses_is_shown_with_its_lines(scale_path):
+    scale_path.write_text(SCALE.replace("const i64 i =", "const i64 j ="), encoding="utf-8")
+    with pytest.raises(CompileError, match=re.escape(">    6 |     if (i < count)")) as caught:
+        specialize(rwkv_jit.Template(scale_path))
+    assert 'identifier "i" is undefined' in str(caught.value)
+
+
+# ---- headers -----------------------------------------------------------------------------------------------------
+
+
+def test_header_beside_the_file_goes_before_the_librarys(scale_path):
+    (scale_path.parent / "types.cuh").write_text("#error this is mine\n", encoding="utf-8")
+    with pytest.raises(CompileError, match="this is mine"):
+        specialize(rwkv_jit.Template(scale_path))
+
+
+def test_changed_header_is_another_kernel(scale, scale_path):
+    specialize(scale)
+    (scale_path.parent / "rule.cuh").write_text(RULE + "// more\n", encoding="utf-8")
+    assert specialize(scale).origin == "memory"  # it was read with the template
+    assert specialize(rwkv_jit.Template(scale_path)).origin == "compiled"
+
+
+# ---- where a kernel comes from -----------------------------------------------------------------------------------
+
+
+def test_kernel_comes_from_the_compiler_then_from_memory_then_from_disk(scale, scale_path):
+    compiled, memory = specialize(scale), specialize(rwkv_jit.Template(scale_path))
+    kernel.forget()
+    disk = specialize(scale)
+    assert [each.origin for each in (compiled, memory, disk)] == ["compiled", "memory", "disk"]
+    assert compiled.cubin == memory.cubin == disk.cubin
+    assert compiled.resources == disk.resources
+
+
+def test_new_process_takes_it_from_disk_without_the_compiler(scale, scale_path, child):
+    made = specialize(scale)
+    done = child(SPECIALIZE, scale_path, json.dumps(PARAMETERS), env={"RWKVJIT_ASSERT_CACHED": "1"})
+    assert done.stdout == f"disk {made.registers} {len(made.cubin)} False\n"
+
+
+def test_bundle_serves_it_where_nothing_may_be_compiled(scale, scale_path, child, tmp_path):
+    made = specialize(scale)
+    bundle.write(tmp_path / "mine.bundle", [made.entry()])
+    env = {
+        "RWKVJIT_CACHE_DIR": str(tmp_path / "empty"),
+        "RWKVJIT_CACHE_PATH": str(tmp_path / "mine.bundle"),
+        "RWKVJIT_ASSERT_CACHED": "1",
+    }
+    done = child(SPECIALIZE, scale_path, json.dumps(PARAMETERS), env=env)
+    assert done.stdout == f"bundle {made.registers} {len(made.cubin)} False\n"
+    refused = child(SPECIALIZE, scale_path, json.dumps({**PARAMETERS, "OFFSET": 1.5}), env=env, check=False)
+    assert "scale for sm_90" in refused.stderr
+    assert "is not in the cache" in refused.stderr
+
+
+def test_entry_is_what_the_cache_holds(scale):
+    name, data = specialize(scale).entry()
+    (path,) = cache.entries()
+    assert path.as_posix().endswith(name)
+    assert path.read_bytes() == data
+
+
+# ---- kernels of a template ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "compute_80"])
+def test_kernels_of_a_template_are_known_from_machine_code_and_from_ptx(arch, tmp_path):
+    path = tmp_path / "two.cu"
+    path.write_text(
+        "__device__ __noinline__ float twice(float x) { return 2 * x; }\n"
+        'extern "C" __global__ void __launch_bounds__(64) one(float* y) { *y = twice(*y); }\n'
+        'extern "C" __global__ void two() {}\n__global__ void mangled() {}\n',
+        encoding="utf-8",
+    )
+    made = rwkv_jit.Template(path).specialize(arch=arch)
+    for name in ("one", "two", "_Z7mangledv"):
+        assert made._entry_named(name) == name
+    with pytest.raises(ValueError, match=r'extern "C" kernels of two, (one, two|two, one); none is named'):
+        made._entry_named(None)
+
+
+def test_template_without_kernels_says_so(tmp_path):
+    (tmp_path / "none.cu").write_text("__device__ int x;\n", encoding="utf-8")
+    made = rwkv_jit.Template(tmp_path / "none.cu").specialize(arch="sm_90")
+    with pytest.raises(ValueError, match='entry: expected one of the extern "C" kernels of none'):
+        made._entry_named(None)
+
+
+# ---- the example -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for sm_90 only where there is no GPU")
+def test_example_compiles_without_a_gpu(root, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(root), "RWKVJIT_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, str(root / "examples" / "own_kernel.py")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"(torch\.(float32|bfloat16): \d+ registers, 0 bytes spilled, compiled\n){2}", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        ({"WIDTH": 6}, "width must divide channels"),
+        ({"WIDTH": 16}, "width must be a power of two, of at most 16 bytes together"),
+        ({"WIDTH": 12, "CHANNELS": 96}, "width must be a power of two, of at most 16 bytes together"),
+    ],
+    ids=str,
+)
+def test_rules_of_the_example(broken, rule, root):
+    template = rwkv_jit.Template(root / "examples" / "token_shift.cu")
+    fitting = {"T_IO": "bf16", "CHANNELS": 64, "WIDTH": 8, "NUM_THREADS": 128}
+    with pytest.raises(UnsupportedConfigError, match=f"token_shift: {rule}; got "):
+        template.specialize(arch="sm_90", **{**fitting, **broken})

@@ -1,0 +1,293 @@
+"""Many processes of one node: one compiles, the others wait for it; and whatever becomes of it, none waits for ever."""
+
+import json
+import os
+import time
+
+import pytest
+
+from rwkv_jit import cache, kernel, stats
+from rwkv_jit.cache import bundle, lock
+
+# Reads the template that is named, waits for a line if it shall, and tells where the kernel came from.
+GET = """
+import json, sys
+from pathlib import Path
+from rwkv_jit import kernel, stats, template
+request = kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": int(sys.argv[2])}, "sm_90")
+if len(sys.argv) > 3:
+    print("ready", flush=True)
+    sys.stdin.readline()
+found = kernel.get(request)
+loaded = [name for name in ("cupy", "torch") if sys.modules.get(name)]
+told = {"origin": found.origin, "code": found.cubin.hex(), "loaded": loaded, **stats.snapshot()}
+print(json.dumps(told), flush=True)
+"""
+# Stops where a function is called, and says so.
+STOP = """
+import {module}
+def stop(*_):
+    print("stopped", flush=True)
+    sys.stdin.readline()
+    sys.exit("went on")
+{module}.{name} = stop
+"""
+BLOCK_CUPY = """
+import sys
+sys.modules["cupy"] = None
+"""
+
+
+def stopping(module, name):
+    imports, rest = GET.split("request =")
+    return imports + STOP.format(module=module, name=name) + "request =" + rest
+
+
+def say(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def path(tiny, tmp_path):
+    tiny()
+    return tmp_path / "tiny.cu"
+
+
+@pytest.fixture
+def get(child, path):
+    """Gets a kernel in a process of its own and returns what that told."""
+
+    def get(size=1, code=GET, **options):
+        done = child(code, path, size, **options)
+        return {**json.loads(done.stdout), "warnings": done.stderr.splitlines()}
+
+    return get
+
+
+# ---- one compile per node ----------------------------------------------------------------------------------------
+
+
+def test_one_of_sixteen_processes_that_start_together_compiles(start, path):
+    processes = [start(GET, path, 1, "wait") for _ in range(16)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        say(process)
+    told = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
+    assert sorted(each["origin"] for each in told) == ["compiled", *["disk"] * 15]
+    assert sum(each["compiled"] for each in told) == 1
+    assert {tuple(each["loaded"]) for each in told if each["origin"] == "disk"} == {()}
+    assert len({each["code"] for each in told}) == 1
+    assert sum(each["wait_seconds"] > 0 for each in told) > 0
+    assert len(cache.entries()) == 1
+    assert [process.returncode for process in processes] == [0] * 16
+
+
+def test_processes_that_want_different_kernels_compile_each_once(start, path):
+    processes = [start(GET, path, number % 3, "wait") for number in range(6)]
+    for process in processes:
+        process.stdout.readline()
+    for process in processes:
+        say(process)
+    told = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
+    assert sorted(each["origin"] for each in told) == ["compiled"] * 3 + ["disk"] * 3
+    assert len(cache.entries()) == 3
+
+
+def test_process_that_is_killed_while_it_compiles_is_succeeded_by_one_that_waits(start, get, path):
+    killed = start(stopping("rwkv_jit.compiler", "compile"), path, 1)
+    assert killed.stdout.readline() == "stopped\n"
+    waiting = start(GET, path, 1, "wait")
+    assert waiting.stdout.readline() == "ready\n"
+    say(waiting)
+    killed.kill()
+    killed.wait()
+    output, errors = waiting.communicate(timeout=300)
+    told = json.loads(output)
+    assert (told["origin"], errors) == ("compiled", "")
+    assert get()["origin"] == "disk"
+
+
+def test_process_that_is_killed_while_it_writes_leaves_nothing_that_counts(start, get, path, fresh_service):
+    killed = start(stopping("os", "replace"), path, 1)
+    while killed.stdout.readline() != "stopped\n":
+        say(killed)
+    killed.kill()
+    killed.wait()
+    left = sorted(fresh_service.rglob(".*.tmp"))
+    assert left != []
+    assert cache.entries() == []
+    assert get()["origin"] == "compiled"
+    assert get()["origin"] == "disk"
+    assert len(cache.entries()) == 1
+    for temporary in left:
+        os.utime(temporary, (time.time() - 3700, time.time() - 3700))
+    assert get(2)["origin"] == "compiled"
+    assert list(fresh_service.rglob(".*.tmp")) == []
+
+
+def test_process_that_waits_too_long_compiles_for_itself(start, path, tiny, monkeypatch, caplog):
+    holder = start(stopping("rwkv_jit.compiler", "compile"), path, 1)
+    assert holder.stdout.readline() == "stopped\n"
+    monkeypatch.setattr(lock, "MAX_WAIT_SECONDS", 0.02)
+    assert kernel.get(tiny()).origin == "compiled"
+    assert caplog.messages == ["waited 0 s for the process that compiles tiny for sm_90: compiling it here too"]
+    assert stats.snapshot()["wait_seconds"] > 0.02
+
+
+def test_long_wait_is_one_line(start, path, tiny, monkeypatch, caplog):
+    holder = start(stopping("rwkv_jit.compiler", "compile"), path, 1)
+    assert holder.stdout.readline() == "stopped\n"
+    monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.0)
+
+    really_sleep = time.sleep
+
+    def sleep(seconds):
+        if caplog.messages:
+            holder.kill()
+        really_sleep(seconds)
+
+    monkeypatch.setattr(lock.time, "sleep", sleep)
+    kernel.get(tiny())
+    assert caplog.messages[0] == "waiting for another process that compiles tiny for sm_90"
+
+
+@pytest.mark.parametrize("make", [
+    lambda path: path.mkdir(mode=0o777) or path.chmod(0o777),
+    lambda path: path.symlink_to(path.parent),
+    lambda path: path.touch(),
+], ids=["others may write", "a link", "a file"])  # fmt: skip
+def test_without_a_directory_for_locks_each_compiles_for_itself_and_says_so(make, get):
+    make(lock.directory())
+    for size in (1, 2):
+        told = get(size)
+        assert told["origin"] == "compiled"
+        (warning,) = told["warnings"]
+        assert warning.startswith("every process compiles for itself, as there is no directory for locks: ")
+
+
+def test_cache_that_is_off_has_no_locks(get):
+    told = get(env={"RWKVJIT_CACHE": "0"})
+    assert (told["origin"], told["warnings"], told["bytes_written"]) == ("compiled", [], 0)
+    assert not lock.directory().exists()
+    assert cache.entries() == []
+
+
+def test_one_of_several_processes_compiles_without_the_posix_only_names_too(start, path):
+    processes = [start(GET, path, 1, "wait", without_posix=True, env={"USERNAME": "someone"}) for _ in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        say(process)
+    told = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
+    assert sorted(each["origin"] for each in told) == ["compiled", *["disk"] * 3]
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=oct)
+def test_home_without_permission_costs_one_warning(mode, get, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(mode)
+    told = get(unprivileged=True, env={"HOME": str(home)}, remove=["RWKVJIT_CACHE_DIR", "XDG_CACHE_HOME"])
+    home.chmod(0o755)
+    (warning,) = told["warnings"]
+    assert told["origin"] == "compiled"
+    assert "Permission denied" in warning
+    assert str(home / ".cache" / "rwkv_jit") in warning
+    assert list(home.iterdir()) == []
+
+
+# ---- forks -------------------------------------------------------------------------------------------------------
+
+FORK = """
+import os, sys, threading
+from pathlib import Path
+from rwkv_jit import compiler, kernel, stats, template
+request = kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": 1}, "sm_90")
+compile, inside, go = compiler.compile, threading.Event(), threading.Event()
+def slow(*arguments):
+    inside.set()
+    go.wait()
+    return compile(*arguments)
+compiler.compile = slow
+thread = threading.Thread(target=lambda: print("parent", kernel.get(request).origin, flush=True))
+thread.start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    compiler.compile = compile
+    print("child", kernel.get(request._replace(parameters={"SIZE": 2})).origin, flush=True)
+    print("child", kernel.get(request).origin, flush=True)  # waits for its parent
+    os._exit(0)
+print(sys.stdin.readline().strip(), flush=True)
+go.set()
+thread.join()
+print("status", os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_child_forked_in_the_middle_of_a_compile_compiles_and_waits_as_any_process(start, path):
+    process = start(FORK, path)
+    assert process.stdout.readline() == "child compiled\n", process.stderr.read()
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    lines = process.communicate(timeout=300)[0].splitlines()
+    assert sorted(lines) == ["child disk", "go on", "parent compiled", "status 0"]
+
+
+# ---- bundles -----------------------------------------------------------------------------------------------------
+
+
+def test_process_with_a_bundle_needs_no_compiler(get, tiny, tmp_path, fresh_service):
+    made = kernel.get(tiny())
+    bundle.write(tmp_path / "kernels.bundle", [made.entry()])
+    cache.clear()
+    environment = {"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle")}
+    for more in ({}, {"RWKVJIT_ASSERT_CACHED": "1"}):
+        told = get(code=BLOCK_CUPY + GET, env={**environment, **more})
+        assert (told["origin"], told["bundle"], told["compiled"]) == ("bundle", 1, 0)
+        assert (bytes.fromhex(told["code"]), told["warnings"]) == (made.cubin, [])
+    assert cache.entries() == []
+
+
+def test_imported_bundle_needs_no_compiler_and_outlives_eviction(get, tiny, tmp_path):
+    bundle.write(tmp_path / "kernels.bundle", [kernel.get(tiny()).entry()])
+    cache.clear()
+    assert cache.import_bundle(tmp_path / "kernels.bundle") == 1
+    told = get(2, env={"RWKVJIT_CACHE_MAX_MB": "0"})
+    assert told["origin"] == "compiled"
+    cache.prune(0)
+    told = get(code=BLOCK_CUPY + GET)
+    assert told["origin"] == "bundle"
+
+
+def test_bundle_of_another_compiler_serves(get, tiny, tmp_path):
+    made = kernel.get(tiny())
+    made.compiler = "11.8 made elsewhere"
+    bundle.write(tmp_path / "kernels.bundle", [made.entry()])
+    cache.clear()
+    for more in ({}, {"RWKVJIT_ASSERT_CACHED": "1"}):
+        told = get(env={"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle"), **more})
+        assert (told["origin"], told["loaded"]) == ("bundle", [])
+
+
+def test_directory_of_another_user_serves_without_the_compiler(get, tiny, tmp_path, fresh_service):
+    made = kernel.get(tiny())
+    fresh_service.rename(tmp_path / "of another")
+    told = get(env={"RWKVJIT_CACHE_PATH": str(tmp_path / "of another")})
+    assert (told["origin"], told["loaded"], bytes.fromhex(told["code"])) == ("shared", [], made.cubin)
+    assert cache.entries() == []
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-5], lambda data: data[:400] + b"?" + data[401:], lambda _: b""],
+                         ids=["cut", "changed", "empty"])  # fmt: skip
+def test_damaged_bundle_is_compiled_around_with_one_warning(damage, get, tiny, tmp_path):
+    made, path = kernel.get(tiny()), tmp_path / "kernels.bundle"
+    bundle.write(path, [made.entry()])
+    path.write_bytes(damage(path.read_bytes()))
+    cache.clear()
+    told = get(env={"RWKVJIT_CACHE_PATH": str(path)})
+    assert (told["origin"], bytes.fromhex(told["code"])) == ("compiled", made.cubin)
+    assert len(told["warnings"]) == 1
+    assert str(path) in told["warnings"][0]

@@ -1,0 +1,312 @@
+"""What the service tells of itself: counters, hooks, messages, kept sources and line numbers."""
+
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+
+import pytest
+
+from rwkv_jit import cache, compiler, identity, kernel, stats
+from rwkv_jit.cache import bundle
+from rwkv_jit.errors import CompileError
+from rwkv_jit.template import Template
+
+BROKEN = '#include "types.cuh"\nextern "C" __global__ void fill(float* x) {\n    *x = SIZE + missing;\n}\n'
+
+
+def counts(*names):
+    found = stats.snapshot()
+    return [found[name] for name in names]
+
+
+# ---- counters ----------------------------------------------------------------------------------------------------
+
+
+def test_counters_of_a_scripted_run_are_exact(tiny, tmp_path, monkeypatch, fresh_service):
+    one, two, three, four = (tiny(size) for size in range(4))
+    shared, bundled = tmp_path / "shared", tmp_path / "kernels.bundle"
+    made = {size: kernel.get(request) for size, request in enumerate((one, two, three))}
+    sizes = {size: len(each.entry()[1]) for size, each in made.items()}
+    assert counts("compiled", "bytes_written", "bytes_read") == [3, sum(sizes.values()), 0]
+    assert counts("compile_seconds") == [pytest.approx(sum(each.compile_seconds for each in made.values()))]
+    (shared / "sm_90").mkdir(parents=True)
+    (fresh_service / made[1].entry()[0]).rename(shared / made[1].entry()[0])
+    bundle.write(bundled, [made[2].entry()])
+    (fresh_service / made[2].entry()[0]).unlink()
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join([str(shared), str(bundled)]))
+    kernel.forget()
+    origins = [kernel.get(request).origin for request in (one, two, three, four, one, one, two, three, four)]
+    assert origins == ["disk", "shared", "bundle", "compiled", *["memory"] * 5]
+    assert counts("compiled", "disk", "shared", "bundle", "memory") == [4, 1, 1, 1, 5]
+    assert counts("bytes_read") == [sum(sizes.values())]
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
+    kernel.forget()
+    kernel.get(tiny(5))
+    assert counts("evictions", "wait_seconds") == [2, 0]
+
+
+def test_what_fails_is_not_counted(tiny):
+    with pytest.raises(CompileError):
+        kernel.get(tiny(text=BROKEN))
+    assert not any(stats.snapshot().values())
+
+
+# ---- hooks -------------------------------------------------------------------------------------------------------
+
+
+def test_hook_is_told_of_every_kernel(tiny):
+    events = []
+    remove = stats.add_hook(events.append)
+    made = kernel.get(tiny(7))
+    kernel.get(tiny(7))
+    kernel.forget()
+    kernel.get(tiny(7))
+    remove()
+    kernel.get(tiny(7))
+    same = {"name": "tiny", "arch": "sm_90", "parameters": {"SIZE": 7}}
+    assert events == [
+        {"origin": "compiled", "compile_seconds": made.compile_seconds, **same},
+        {"origin": "memory", "compile_seconds": made.compile_seconds, **same},
+        {"origin": "disk", "compile_seconds": 0.0, **same},
+    ]
+
+
+def test_hook_that_raises_reaches_the_caller_and_loses_no_kernel(tiny):
+    def broken(event):
+        raise RuntimeError("hook")
+
+    remove = stats.add_hook(broken)
+    with pytest.raises(RuntimeError, match="hook"):
+        kernel.get(tiny())
+    assert len(cache.entries()) == 1
+    remove()
+    assert kernel.get(tiny()).origin == "memory"
+    assert counts("compiled", "memory") == [1, 1]
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_compiler(monkeypatch, caplog):
+    """A compile that ends when something has been said."""
+    compile = compiler.compile
+
+    def slow(*arguments):
+        while not caplog.messages:
+            threading.Event().wait(0.001)
+        return compile(*arguments)
+
+    monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(compiler, "compile", slow)
+
+
+def test_slow_compile_is_one_line_that_says_where_the_kernel_will_be(slow_compiler, tiny, caplog, fresh_service):
+    kernel.get(tiny())
+    assert caplog.messages == [f"compiling tiny for sm_90; later processes find it in {fresh_service}"]
+
+
+def test_slow_compile_without_a_cache_says_so(slow_compiler, tiny, caplog, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    kernel.get(tiny())
+    assert caplog.messages == ["compiling tiny for sm_90; the cache on disk is off"]
+
+
+def test_quick_compile_is_silent_but_for_one_line_of_information(tiny, caplog, monkeypatch):
+    monkeypatch.setattr(stats, "_QUIET_SECONDS", 600)
+    with caplog.at_level(logging.INFO, logger="rwkv_jit"):
+        made = kernel.get(tiny())
+        kernel.get(tiny())
+        kernel.forget()
+        kernel.get(tiny())
+    assert caplog.messages == [f"compiled tiny for sm_90 in {1e3 * made.compile_seconds:.0f} ms"]
+    assert [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)] == []
+
+
+# ---- kept sources ------------------------------------------------------------------------------------------------
+
+
+def run(command):
+    return subprocess.run(shlex.split(command), capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_source_of_a_compiled_kernel_is_kept_with_a_program_that_compiles_it(tiny, monkeypatch, fresh_service):
+    kernel.get(tiny(1))
+    assert not (fresh_service / "sources").exists()
+    monkeypatch.setenv("RWKVJIT_KEEP_SOURCE", "1")
+    kernel.get(tiny(1))
+    made = kernel.get(tiny(2))
+    (folder,) = (fresh_service / "sources").iterdir()
+    assert folder.name.startswith("tiny-sm_90-")
+    assert (folder / "tiny.cu").read_text(encoding="utf-8") == made.source
+    assert sorted(path.name for path in folder.iterdir()) == ["compile.py", "tiny.cu", "types.cuh"]
+    done = run(shlex.join([sys.executable, str(folder / "compile.py")]))
+    assert done.returncode == 0, done.stderr
+    assert f"Used {made.registers} registers" in done.stdout
+
+
+def test_sources_that_cannot_be_kept_cost_one_warning(tiny, monkeypatch, fresh_service, caplog):
+    fresh_service.mkdir(mode=0o700)
+    (fresh_service / "sources").touch()
+    monkeypatch.setenv("RWKVJIT_KEEP_SOURCE", "1")
+    assert [kernel.get(tiny(size)).origin for size in range(2)] == ["compiled", "compiled"]
+    (message,) = caplog.messages
+    assert message.startswith("sources are not kept: ")
+    assert len(cache.entries()) == 2
+
+
+def test_kernel_with_line_numbers_is_another_kernel(tiny, monkeypatch):
+    plain = kernel.get(tiny())
+    monkeypatch.setenv("RWKVJIT_LINEINFO", "1")
+    lines = kernel.get(tiny())
+    assert lines.origin == "compiled"
+    assert b".debug_line" in lines.cubin
+    assert b".debug_line" not in plain.cubin
+    assert len(cache.entries()) == 2
+    kernel.forget()
+    assert kernel.get(tiny()).cubin == lines.cubin
+    monkeypatch.delenv("RWKVJIT_LINEINFO")
+    assert kernel.get(tiny()).cubin == plain.cubin
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The compiles that were begun."""
+    begun, run = [], compiler._run
+
+    def counting(rendered, *more):
+        begun.append(rendered.name)
+        return run(rendered, *more)
+
+    monkeypatch.setattr(compiler, "_run", counting)
+    return begun
+
+
+def test_failed_compile_is_remembered_until_its_text_changes(tiny, calls):
+    errors = []
+    for _ in range(2):
+        with pytest.raises(CompileError) as caught:
+            kernel.get(tiny(text=BROKEN))
+        errors.append(caught.value)
+    assert calls == ["tiny"]
+    assert errors[0] is errors[1]
+    with pytest.raises(CompileError):
+        kernel.get(tiny(2, text=BROKEN))
+    assert len(calls) == 2
+    assert kernel.get(tiny(text=BROKEN.replace("missing", "1"))).origin == "compiled"
+    assert len(calls) == 3
+    kernel.forget()
+    with pytest.raises(CompileError):
+        kernel.get(tiny(text=BROKEN))
+    assert len(calls) == 4
+
+
+def test_rule_that_does_not_hold_is_remembered_too(tiny, calls):
+    text = 'static_assert(SIZE > 1, "size must be more than 1");\n'
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^tiny: size must be more than 1; got SIZE=1$"):
+            kernel.get(tiny(text=text))
+    assert calls == ["tiny"]
+
+
+FAIL = """
+import sys
+from pathlib import Path
+from rwkv_jit import kernel, template
+from rwkv_jit.errors import CompileError
+try:
+    kernel.get(kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": 1}, "sm_90"))
+except CompileError as error:
+    print(error.command)
+"""
+
+
+def test_failed_compile_is_forgotten_by_the_next_process(tiny, child, tmp_path, fresh_service):
+    with pytest.raises(CompileError):
+        kernel.get(tiny(text=BROKEN))
+    assert cache.entries() == []
+    command = child(FAIL, tmp_path / "tiny.cu").stdout
+    assert str(fresh_service / "failed") in command
+    (tmp_path / "tiny.cu").write_text(BROKEN.replace("missing", "1"), encoding="utf-8")
+    assert child(FAIL, tmp_path / "tiny.cu").stdout == ""
+
+
+def logged(error):
+    """The compiler's own lines of a CompileError's message."""
+    return [line for line in str(error).splitlines() if "error: " in line or " detected in " in line]
+
+
+def test_command_of_an_error_runs_and_fails_alike(tiny, fresh_service):
+    with pytest.raises(CompileError) as caught:
+        kernel.get(tiny(text=BROKEN))
+    error = caught.value
+    assert error.command.endswith("compile.py")
+    assert str(fresh_service / "failed") in error.command
+    assert str(error).endswith(f"once more: {error.command}")
+    done = run(error.command)
+    assert done.returncode == 1
+    assert logged(error) == [
+        'tiny.cu(3): error: identifier "missing" is undefined',
+        '1 error detected in the compilation of "parameters.cu".',
+    ]
+    assert [line for line in done.stderr.splitlines() if line in logged(error)] == logged(error)
+
+
+@pytest.mark.parametrize("trouble", ["a file in the way", "a folder of another", "the cache is off"])
+def test_what_failed_is_saved_among_temporary_files_where_the_cache_cannot_take_it(
+    trouble, tiny, fresh_service, monkeypatch, give_away
+):
+    if trouble == "the cache is off":
+        monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    elif trouble == "a file in the way":
+        fresh_service.touch()
+    else:
+        (fresh_service / "failed").mkdir(parents=True)
+        give_away(fresh_service / "failed")
+    with pytest.raises(CompileError) as caught:
+        kernel.get(tiny(text=BROKEN))
+    assert tempfile.gettempdir() in caught.value.command
+    assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
+
+
+def test_error_without_any_place_to_save_has_no_command(tiny, fresh_service, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    fresh_service.touch()
+    monkeypatch.setattr(compiler.tempfile, "mkdtemp", full)
+    with pytest.raises(CompileError, match='identifier "missing" is undefined') as caught:
+        kernel.get(tiny(text=BROKEN))
+    assert caught.value.command == ""
+    assert "once more" not in str(caught.value)
+
+
+def test_command_of_a_template_in_another_folder_with_headers_in_folders_runs(tmp_path, tiny):
+    request = tiny()
+    headers = (("parts/deep.cuh", "// here\n"), ("types.cuh", dict(request.template.headers)["types.cuh"]))
+    body = '#include "parts/deep.cuh"\n' + BROKEN
+    with pytest.raises(CompileError) as caught:
+        kernel.get(kernel.Request(Template("with space", body, headers), {"SIZE": 1}, "sm_90"))
+    assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
+
+
+def test_missing_compiler_is_no_failure_of_the_kernel(tiny, monkeypatch):
+    from rwkv_jit import cuda
+    from rwkv_jit.errors import NvrtcNotFoundError
+
+    def missing():
+        raise NvrtcNotFoundError("not there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(identity, "identity", missing)
+        patch.setattr(cuda, "nvrtc", missing)
+        with pytest.raises(NvrtcNotFoundError):
+            kernel.get(tiny())
+    assert kernel.get(tiny()).origin == "compiled"

@@ -1,0 +1,473 @@
+"""Bundles: the same bytes for the same kernels, and nothing in them that was not checked."""
+
+import io
+import json
+import logging
+import os
+import random
+import re
+import stat
+import zipfile
+from hashlib import sha256
+
+import pytest
+
+from rwkv_jit import cache, env
+from rwkv_jit.cache import bundle, entry
+from rwkv_jit.cache.bundle import Bundle
+from rwkv_jit.errors import CacheError
+
+
+@pytest.fixture
+def three(make_entry):
+    """Three entries by name, of two compilers and two architectures."""
+    made = [make_entry(1), make_entry(2, arch="sm_80"), make_entry(3, compiler="13.0 feed")]
+    return {name: data for name, data, _, _ in made}
+
+
+@pytest.fixture
+def made_up(make_entry):
+    """One entry: name, bytes, what it holds, digest."""
+    return make_entry()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes bytes as a file that is trusted."""
+
+    def write(data, name="kernels.bundle"):
+        path = tmp_path / name
+        path.write_bytes(data)
+        path.chmod(0o600)
+        return path
+
+    return write
+
+
+def zipped(members):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return made.getvalue()
+
+
+def about(**changes):
+    return json.dumps({"format": "rwkv_jit bundle 1", "compilers": ["12.9 x"], **changes})
+
+
+def chosen(entries):
+    return [each for each in cache.stored() if each.name in entries]
+
+
+def in_users(entries):
+    for name, data in entries.items():
+        cache.put(name, data)
+
+
+# ---- the bytes ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_kernels_make_equal_bundles_byte_for_byte(three, child, tmp_path, write):
+    packed = bundle.pack(three)
+    assert bundle.pack(dict(reversed(three.items()))) == packed
+    code = """
+import os, sys
+from pathlib import Path
+from rwkv_jit.cache import bundle
+os.umask(0o077)
+bundle.write(Path("again.bundle"), reversed(list(bundle.Bundle(Path(sys.argv[1])).entries().items())))
+"""
+    child(code, write(packed), env={"TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7", "SOURCE_DATE_EPOCH": "2000000000"})
+    assert (tmp_path / "again.bundle").read_bytes() == packed
+    assert stat.S_IMODE((tmp_path / "again.bundle").stat().st_mode) == 0o644
+
+
+def test_bundle_of_known_kernels_has_known_bytes():
+    compiled = cache.Compiled(b"code", "sm_90", {"f": cache.Resources(1, 2, 3)})
+    data = cache.pack("0" * 64, compiled, {"name": "f", "arch": "sm_90", "compiler": "12.9 x"})
+    assert sha256(bundle.pack({cache.file_name("f", "sm_90", "0" * 64): data})).hexdigest() == (
+        "ef248f433a02e72a5f1a988a0d805e77aefa402e8b87e05dda34805e4a1eb198"
+    )
+
+
+def test_any_zip_program_reads_it(three):
+    with zipfile.ZipFile(io.BytesIO(bundle.pack(three))) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist() == ["bundle.json", *sorted(three)]
+        assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_STORED}
+        assert {name: archive.read(name) for name in three} == three
+        assert json.loads(archive.read("bundle.json")) == {
+            "format": "rwkv_jit bundle 1",
+            "compilers": ["12.9 0123abcd", "13.0 feed"],
+        }
+
+
+def test_bundle_is_read_back(three, write):
+    made = Bundle(write(bundle.pack(three)))
+    assert made.entries() == three
+    assert made.names() == sorted(three)
+    assert {name: made.read(name) for name in three} == three
+    assert made.read("sm_90/missing.cubin") is None
+    assert made.compilers() == ["12.9 0123abcd", "13.0 feed"]
+
+
+def test_bundle_is_read_as_it_was_when_it_was_opened(three, write, make_entry):
+    path = write(bundle.pack(three))
+    made = Bundle(path)
+    bundle.write(path, [make_entry(9)[:2]])
+    assert made.entries() == three
+
+
+# ---- broken ones -------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "empty": b"",
+    "text": b"not a bundle\n",
+    "no bundle.json": zipped({"sm_90/a.cubin": b""}),
+    "bundle.json of another kind": zipped({"bundle.json": "[]"}),
+    "bundle.json that is no JSON": zipped({"bundle.json": "{"}),
+    "another format": zipped({"bundle.json": about(format="rwkv_jit bundle 2")}),
+    "no compilers": zipped({"bundle.json": json.dumps({"format": "rwkv_jit bundle 1"})}),
+    "compilers of another kind": zipped({"bundle.json": about(compilers=7)}),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_what_is_no_bundle_is_one_sentence(fault, write, monkeypatch, caplog):
+    path = write(BROKEN[fault])
+    with pytest.raises(CacheError) as caught:
+        cache.import_bundle(path)
+    assert str(caught.value).startswith(f"{path} is not an intact rwkv_jit bundle: ")
+    assert "\n" not in str(caught.value)
+    assert not env.cache_dir().exists()
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    assert cache.get("made_up", "sm_90", "0" * 64) is None
+    assert cache.get("made_up", "sm_90", "1" * 64) is None
+    assert caplog.messages == [f"kernels are not read from a part of the cache: {caught.value}"]
+
+
+@pytest.mark.parametrize("member", ["bundle.json", "the entry"])
+@pytest.mark.parametrize(
+    ("at", "value"), [(8, 1), (10, 8), (10, 12), (10, 14), (10, 99)],
+    ids=["encrypted", "deflated", "bzip2", "lzma", "unknown method"],
+)  # fmt: skip
+def test_bundle_whose_table_tells_lies_is_one_sentence(member, at, value, made_up, write, monkeypatch, caplog):
+    """zipfile raises a different kind of error for each."""
+    name, data, _, digest = made_up
+    packed = bytearray(bundle.pack({name: data}))
+    header = packed.index(b"PK\x01\x02")
+    header = header if member == "bundle.json" else packed.index(b"PK\x01\x02", header + 4)
+    packed[header + at] = value
+    path = write(bytes(packed))
+    with pytest.raises(CacheError, match=f"^{path} (is not an intact rwkv_jit bundle|cannot be read): [^\n]+$"):
+        cache.import_bundle(path)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    for _ in range(2):
+        assert cache.get("made_up", "sm_90", digest) is None
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.mkdir(0o700), "is not a file"),
+        (lambda path: os.mkfifo(path, 0o600), "is not a file"),
+        (lambda path: path.symlink_to("/dev/null"), "is a symbolic link; name what it leads to instead"),
+    ],
+    ids=["nothing", "a directory", "a pipe", "a link"],
+)
+def test_what_is_no_file_is_one_sentence(make, said, tmp_path):
+    path = tmp_path / "kernels.bundle"
+    make(path)
+    with pytest.raises(CacheError, match=f"^{path} cannot be read: .*{said}$"):
+        cache.import_bundle(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, data: {name: data[:-1]},
+        lambda name, data: {name: data[:50] + b"?" + data[51:]},
+        lambda name, data: {name.replace("made", "another"): data},
+        lambda name, data: {name.replace("sm_90", "sm_80"): data},
+        lambda name, data: {"../" + name: data},
+        lambda name, data: {"sm_90/readme.txt": b"hello"},
+    ],
+    ids=["cut", "flipped", "renamed", "another architecture", "outside", "no kernel"],
+)
+def test_bundle_with_one_wrong_entry_is_not_imported_at_all(change, three, write):
+    name = sorted(three)[-1]
+    broken = {**three, **change(name, three[name])}
+    path = write(zipped({"bundle.json": about(), **broken}))
+    with pytest.raises(CacheError, match=f"^{path} is not an intact rwkv_jit bundle: .* is ") as caught:
+        cache.import_bundle(path)
+    assert "\n" not in str(caught.value)
+    assert not env.cache_dir().exists()
+
+
+def test_entry_without_its_compiler_is_refused(write):
+    manifest = {"key": "0" * 64, "target": "sm_90", "resources": {}, "name": "f", "arch": "sm_90"}
+    text = json.dumps(manifest).encode()
+    body = b"rwkvjit\0" + entry.SCHEMA.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text + b"code"
+    data = body + sha256(body).digest()
+    path = write(zipped({"bundle.json": about(), cache.file_name("f", "sm_90", "0" * 64): data}))
+    with pytest.raises(CacheError, match="damaged .*no compiler"):
+        cache.import_bundle(path)
+
+
+def test_damaged_entry_of_a_bundle_is_a_miss_with_one_warning(make_entry, write, monkeypatch, caplog):
+    name, data, right, digest = make_entry(1)
+    other, other_data, _, other_digest = make_entry(2)
+    packed = bundle.pack({name: data, other: other_data})
+    at = packed.index(other_data)
+    path = write(packed[: at + 60] + b"?" + packed[at + 61 :])
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    for _ in range(2):
+        assert cache.get("made_up", "sm_90", other_digest) is None
+        assert cache.get("made_up", "sm_90", digest)[0].image == right.image
+    (message,) = caplog.messages
+    assert message.startswith(f"cache entry {path}/{other} is damaged")
+
+
+def test_changed_bundles_never_crash_and_never_serve_wrong_bytes(make_entry, write, monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL, logger="rwkv_jit")
+    made = [make_entry(number) for number in range(2)]
+    packed = bundle.pack({name: data for name, data, _, _ in made})
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(write(packed)))
+    rng, outcomes = random.Random(0), []
+    directory_of_zip = packed.rindex(b"PK\x01\x02", 0, packed.index(b"PK\x01\x02") + 4)
+    for turn in range(1000):
+        data = bytearray(packed)
+        kind = rng.randrange(4)
+        if kind == 0:
+            del data[rng.randrange(len(data)) :]
+        elif kind == 1:
+            del data[rng.randrange(len(data)) : rng.randrange(len(data))]
+        else:  # most of what zipfile believes stands at the end
+            for _ in range(rng.choice((1, 2, 8))):
+                first = directory_of_zip if turn % 2 else 0
+                data[rng.randrange(first, len(data))] = rng.choice((0, 1, 8, 12, 14, 0x7F, 0xFF, rng.randrange(256)))
+        path = write(bytes(data))
+        cache.forget()
+        for _, _, compiled, digest in made:
+            found = cache.get("made_up", "sm_90", digest)
+            assert found is None or (found[0].image == compiled.image and found[1] == "bundle")
+            outcomes.append(found is not None)
+        try:
+            cache.import_bundle(path)
+        except CacheError:
+            assert not list(env.cache_dir().glob("bundles/*"))
+        else:
+            (imported,) = (env.cache_dir() / "bundles").iterdir()
+            assert set(Bundle(imported).entries().items()) <= {(name, data) for name, data, _, _ in made}
+            cache.clear()
+    assert 0.1 < sum(outcomes) / len(outcomes) < 0.9
+
+
+# ---- whose bundles -----------------------------------------------------------------------------------------------
+
+
+def others_may_write(path, give_away):
+    path.chmod(0o622)
+
+
+def belongs_to_another(path, give_away):
+    give_away(path)
+
+
+def others_may_replace(path, give_away):
+    path.parent.chmod(0o777)
+
+
+def is_in_anothers_folder(path, give_away):
+    give_away(path.parent)
+
+
+def is_in_anothers_sticky_folder(path, give_away):
+    path.parent.chmod(0o1777)
+    give_away(path.parent)
+
+
+def is_a_link(path, give_away):
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+
+
+def is_in_a_link(path, give_away):
+    path.parent.rename(path.parent.with_name("moved"))
+    path.parent.symlink_to(path.parent.with_name("moved"))
+
+
+@pytest.mark.parametrize(
+    ("make_it_so", "said", "can_be_trusted"),
+    [
+        (others_may_write, r"can be written by others \(mode 622\); mend it: chmod go-w", True),
+        (belongs_to_another, "belongs to user 54321", True),
+        (others_may_replace, r"can be written by others \(mode 777\); mend it: chmod go-w", True),
+        (is_in_anothers_folder, "belongs to user 54321", True),
+        (is_in_anothers_sticky_folder, "belongs to user 54321", True),
+        (is_a_link, "is a symbolic link; name what it leads to instead", False),
+        (is_in_a_link, "is a symbolic link; name what it leads to instead", False),
+    ],
+)
+def test_bundle_that_others_may_have_written_is_not_read(
+    make_it_so, said, can_be_trusted, tmp_path, make_entry, give_away, monkeypatch, caplog
+):
+    name, data, _, digest = make_entry()
+    path = tmp_path / "folder" / "kernels.bundle"
+    path.parent.mkdir()
+    bundle.write(path, [(name, data)])
+    make_it_so(path, give_away)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    for _ in range(2):
+        assert cache.get("made_up", "sm_90", digest) is None
+    (message,) = caplog.messages
+    assert re.search(said, message)
+    with pytest.raises(CacheError, match=said):
+        cache.import_bundle(path)
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    cache.forget()
+    assert (cache.get("made_up", "sm_90", digest) is not None) == can_be_trusted
+
+
+def test_bundle_in_a_folder_like_tmp_is_read(tmp_path, three):
+    tmp_path.chmod(0o1777)
+    bundle.write(tmp_path / "kernels.bundle", three.items())
+    assert Bundle(tmp_path / "kernels.bundle").entries() == three
+
+
+@pytest.mark.parametrize("place", ["cache", "cache/bundles"])
+def test_imported_bundle_is_not_read_where_others_may_have_put_it(place, tmp_path, make_entry, write, caplog):
+    name, data, _, digest = make_entry()
+    cache.import_bundle(write(bundle.pack({name: data})))
+    assert cache.get("made_up", "sm_90", digest)[1] == "bundle"
+    (tmp_path / place).chmod(0o777)
+    cache.forget()
+    for _ in range(2):
+        assert cache.get("made_up", "sm_90", digest) is None
+    (message,) = caplog.messages
+    assert f"{tmp_path / place} can be written by others (mode 777); mend it" in message
+
+
+def test_bundle_that_is_swapped_once_it_has_been_opened_is_not_read(three, make_entry, write, monkeypatch):
+    path, really_check = write(bundle.pack(three)), bundle.files.check
+    wrong = write(bundle.pack(dict([make_entry(9)[:2]])), "wrong.bundle")
+
+    def check(checked, *more):
+        really_check(checked, *more)
+        if checked == path and wrong.exists():
+            wrong.replace(path)
+
+    monkeypatch.setattr(bundle.files, "check", check)
+    assert Bundle(path).entries() == three
+    assert not wrong.exists()
+
+
+# ---- export, import, clear ---------------------------------------------------------------------------------------
+
+
+def test_exported_kernels_are_found_in_another_cache(three, tmp_path, monkeypatch, make_entry):
+    in_users(three)
+    path = tmp_path / "kernels.bundle"
+    assert cache.export(path, cache.stored()) == (3, path.stat().st_size)
+    assert path.read_bytes() == bundle.pack(three)
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "other cache"))
+    assert cache.import_bundle(path) == 3
+    (imported,) = (tmp_path / "other cache" / "bundles").iterdir()
+    assert imported.read_bytes() == path.read_bytes()
+    assert stat.S_IMODE(imported.parent.stat().st_mode) == 0o700
+    _, _, compiled, digest = make_entry(1)
+    found, origin = cache.get("made_up", "sm_90", digest)
+    assert (found.image, found.resources, origin) == (compiled.image, compiled.resources, "bundle")
+    assert cache.import_bundle(path) == 3
+    assert len(list(imported.parent.iterdir())) == 1
+
+
+def test_only_chosen_and_intact_kernels_are_exported(three, tmp_path, make_entry):
+    in_users(three)
+    names = sorted(three)
+    (env.cache_dir() / names[0]).write_bytes(b"damaged")
+    path = tmp_path / "kernels.bundle"
+    assert cache.export(path, chosen(names[:2]))[0] == 1
+    assert Bundle(path).entries() == {names[1]: three[names[1]]}
+
+
+def test_nothing_to_export_is_one_sentence(tmp_path):
+    path = tmp_path / "kernels.bundle"
+    with pytest.raises(CacheError, match="is not written: there is no intact kernel to export"):
+        cache.export(path, cache.stored())
+    assert not path.exists()
+
+
+def test_export_to_a_place_that_cannot_be_written_is_one_sentence(three, tmp_path):
+    in_users(three)
+    path = tmp_path / "missing" / "kernels.bundle"
+    with pytest.raises(CacheError, match=f"^{path} cannot be written: No such file or directory$"):
+        cache.export(path, cache.stored())
+
+
+def test_import_into_a_place_that_cannot_be_written_is_one_sentence(three, write, fresh_service):
+    fresh_service.touch()
+    with pytest.raises(CacheError, match=f"^{fresh_service}/bundles cannot be written: File exists$"):
+        cache.import_bundle(write(bundle.pack(three)))
+
+
+def test_import_needs_the_cache_to_be_on(three, write, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    with pytest.raises(CacheError, match="RWKVJIT_CACHE=0 turns the cache off"):
+        cache.import_bundle(write(bundle.pack(three)))
+    assert not env.cache_dir().exists()
+
+
+def test_import_of_a_bundle_that_was_zipped_anew_stores_what_it_should_have_been(three, write):
+    """Other order, other times, compressed: the kernels are the same."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in reversed([("bundle.json", about(compilers=["wrong"])), *three.items()]):
+            archive.writestr(name, data)
+    assert cache.import_bundle(write(made.getvalue())) == 3
+    (imported,) = (env.cache_dir() / "bundles").iterdir()
+    assert imported.read_bytes() == bundle.pack(three)
+
+
+def test_clearing_deletes_imported_bundles_and_leaves_those_of_others(three, write, make_entry, monkeypatch):
+    path = write(bundle.pack(three))
+    cache.import_bundle(path)
+    in_users(dict([make_entry(7)[:2]]))
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    assert cache.clear() == 4
+    assert cache.clear() == 0
+    assert path.exists()
+    assert list((env.cache_dir() / "bundles").iterdir()) == cache.entries() == []
+
+
+# ---- forks -------------------------------------------------------------------------------------------------------
+
+
+def test_forked_child_and_its_parent_both_read_right_afterwards(tmp_path, make_entry, child):
+    """The child shares the position in the parent's open file, which must move for neither."""
+    made = [make_entry(number, size=3000) for number in range(6)]
+    bundle.write(tmp_path / "kernels.bundle", [(name, data) for name, data, _, _ in made])
+    code = """
+import os, sys
+from hashlib import sha256
+from rwkv_jit import cache, kernel  # the latter asks to be told of forks
+
+def read(digests):
+    return [sha256(cache.get("made_up", "sm_90", digest)[0].image).hexdigest() for digest in digests]
+
+digests = sys.argv[1:]
+first = read(digests[:1])
+if os.fork() == 0:
+    print(*read(digests), flush=True)
+    os._exit(0)
+os.wait()
+print(*first, *read(digests[1:]), flush=True)
+"""
+    digests = [digest for *_, digest in made]
+    done = child(code, *digests, env={"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle")})
+    wanted = " ".join(sha256(compiled.image).hexdigest() for _, _, compiled, _ in made)
+    assert done.stdout.splitlines() == [wanted, wanted]
+    assert done.stderr == ""

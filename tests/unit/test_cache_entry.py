@@ -1,0 +1,268 @@
+"""What the key covers, what an entry holds, and that no other bytes are taken for one."""
+
+import json
+import random
+import shutil
+import struct
+from hashlib import sha256
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rwkv_jit import cache, compiler, template
+from rwkv_jit.cache import Compiled, Resources, entry
+from rwkv_jit.template import Rendered
+
+RENDERED = Rendered("wkv7_recurrent_forward", "int x;\n", (("a.cuh", "// a"), ("b.cuh", "// é")))
+OPTIONS = ("-arch=sm_90", "-std=c++17", "--no-cache")
+ARCH, COMPILER = "sm_90", "12.9 0123abcd"
+
+DIGEST = sha256(b"a key").hexdigest()
+ABOUT = {"name": "wkv7_recurrent_forward", "arch": "sm_90", "compiler": COMPILER, "parameters": {"HEAD_SIZE": 48}}
+COMPILED = Compiled(b"\x7fELF machine code\0", "sm_90", {"wkv7_forward": Resources(128, 16, 4096)}, 0.5)
+ENTRY = cache.pack(DIGEST, COMPILED, ABOUT)
+MANIFEST = {"key": DIGEST, "target": "sm_90", "resources": {}, **ABOUT}
+
+
+def key(rendered=RENDERED, options=OPTIONS, arch=ARCH, compiler=COMPILER):
+    return cache.key(rendered, options, arch, compiler)
+
+
+def same(found):
+    """The time it took is not part of an entry."""
+    return (found.image, found.target, found.resources) == (COMPILED.image, COMPILED.target, COMPILED.resources)
+
+
+def seal(body):
+    """Add a right checksum to whatever it is."""
+    return body + sha256(body).digest()
+
+
+def sealed(manifest, image=b"code", magic=b"rwkvjit\0", schema=entry.SCHEMA):
+    text = json.dumps(manifest).encode()
+    return seal(struct.pack("<8sII", magic, schema, len(text)) + text + image)
+
+
+def without(field):
+    return {name: value for name, value in MANIFEST.items() if name != field}
+
+
+# ---- the key -----------------------------------------------------------------------------------------------------
+
+
+LONG = Rendered("tiny", "x" * 100_000, ())
+GOLDEN = {
+    "b181093e7c62221b94263fdcda991e0a551d99ccb229efd244a8828bfe14aae2": (RENDERED, OPTIONS, ARCH, COMPILER),
+    "4c5494b648d2539b88662a4e2dc9c27804dd79ab69f3ee688b75b02e3f52c018": (RENDERED, OPTIONS, ARCH, ""),
+    "fd32498f4c07a3966ee99faaa6325d0aeffe91e8a98a52499425cec09044cad6": (Rendered("", "", ()), (), "", ""),
+    "d849b60956a68f238153f7665d455d2e05033309902564f901e6ca7760b8129f": (LONG, ("-a",), "compute_80", "13.0 é"),
+}
+
+
+@pytest.mark.parametrize("golden", GOLDEN)
+def test_key_of_a_known_request(golden):
+    assert cache.key(*GOLDEN[golden]) == golden
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rendered": Rendered("wkv7_recurrent_forwarD", RENDERED.source, RENDERED.headers)},
+        {"rendered": Rendered(RENDERED.name, "int x; \n", RENDERED.headers)},
+        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("A.cuh", "// a"), ("b.cuh", "// é")))},
+        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("a.cuh", "// A"), ("b.cuh", "// é")))},
+        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("a.cuh", "// a"), ("b.cuh", "// e")))},
+        {"rendered": Rendered(RENDERED.name, RENDERED.source, (("a.cuh", "// é"), ("b.cuh", "// a")))},
+        {"rendered": Rendered(RENDERED.name, RENDERED.source, RENDERED.headers[:1])},
+        {"options": OPTIONS[:2]},
+        {"options": (OPTIONS[1], OPTIONS[0], OPTIONS[2])},
+        {"options": ("-arch=sm_80", *OPTIONS[1:])},
+        {"arch": "sm_90a"},
+        {"compiler": "12.9 0123abce"},
+    ],
+    ids=["name", "source", "header name", "header text", "last header", "headers swapped", "header gone", "option gone",
+         "options swapped", "option", "architecture", "compiler"],
+)  # fmt: skip
+def test_key_changes_with_every_field(changed):
+    assert key(**changed) != key()
+
+
+def test_key_changes_with_the_schema(monkeypatch):
+    before = key()
+    monkeypatch.setattr(entry, "SCHEMA", entry.SCHEMA + 1)
+    assert key() != before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (key(options=("-a", "b")), key(options=("-ab",))),
+        (key(options=("-a", "b")), key(options=("-a b",))),
+        (key(rendered=Rendered("ab", "c", ())), key(rendered=Rendered("a", "bc", ()))),
+        (key(arch="sm_9", compiler="0x"), key(arch="sm_90", compiler="x")),
+        (
+            key(rendered=Rendered("a", "b", (("-x", "-y"),)), options=()),
+            key(rendered=Rendered("a", "b", ()), options=("-x", "-y")),
+        ),
+    ],
+    ids=["options", "option with a space", "name and source", "architecture and compiler", "headers and options"],
+)
+def test_text_cannot_move_from_one_field_to_its_neighbour(one, other):
+    assert one != other
+
+
+def test_key_of_text_that_is_not_unicode():
+    """Names of files may hold such bytes; two of them are two keys."""
+    names = [b"caf\xe9".decode(errors="surrogateescape"), b"caf\xe8".decode(errors="surrogateescape")]
+    keys = {key(rendered=Rendered(name, "", ())) for name in names} | {key(compiler=name) for name in names}
+    assert len(keys) == 4
+
+
+def test_key_depends_on_nothing_around_the_process(child, tmp_path):
+    code = """
+import locale
+from rwkv_jit import cache, compiler, template
+try:
+    locale.setlocale(locale.LC_ALL, "")
+except locale.Error:
+    pass
+rendered = template.library("wkv7_recurrent_forward").render({"T_IO": "bf16", "HEAD_SIZE": 48, "DECAY": "raw"})
+print(template.directory())
+print(cache.key(rendered, compiler.options("sm_90"), "sm_90", "12.9 \\u00e9"))
+"""
+    copy = tmp_path / "another installation"
+    shutil.copytree(template.__file__.removesuffix("template.py"), copy / "rwkv_jit")
+    shutil.copytree(template.directory(), copy / "kernel_templates")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    one_place, one = child(code, env={"PYTHONHASHSEED": "1"}).stdout.splitlines()
+    other_place, other = child(
+        code,
+        cwd=elsewhere,
+        env={"PYTHONHASHSEED": "2", "HOME": str(elsewhere), "LC_ALL": "tr_TR.UTF-8", "LANG": "C", "TZ": "Asia/Tokyo",
+             "PYTHONUTF8": "0", "RWKVJIT_CACHE_DIR": str(elsewhere), "PYTHONPATH": str(copy)},
+    ).stdout.splitlines()  # fmt: skip
+    assert other_place == str(copy / "kernel_templates") != one_place
+    assert len(one) == 64
+    assert one == other
+
+
+def test_line_numbers_are_another_key(monkeypatch):
+    plain = compiler.options("sm_90")
+    monkeypatch.setenv("RWKVJIT_LINEINFO", "1")
+    assert set(compiler.options("sm_90")) - set(plain) == {"-lineinfo"}
+    assert key(options=compiler.options("sm_90")) != key(options=plain)
+
+
+# ---- an entry ----------------------------------------------------------------------------------------------------
+
+
+def test_entry_reads_back_as_it_was_written():
+    compiled, manifest = entry.unpack(ENTRY, DIGEST)
+    assert same(compiled)
+    assert {name: manifest[name] for name in ABOUT} == ABOUT
+    assert same(entry.unpack(ENTRY)[0])
+
+
+def test_equal_kernels_give_equal_bytes_whatever_compiling_took():
+    slower = Compiled(COMPILED.image, COMPILED.target, COMPILED.resources, 9.0)
+    assert cache.pack(DIGEST, slower, dict(reversed(ABOUT.items()))) == ENTRY
+    assert sha256(ENTRY).hexdigest() == "07b439a426d2bfa5ced38dea4d2563143f7bfff33b8e7f99ecce04397a911ad9"
+
+
+def test_entry_says_what_it_is():
+    length = struct.unpack_from("<8sII", ENTRY)[2]
+    manifest = json.loads(ENTRY[16 : 16 + length])
+    assert ENTRY.startswith(b"rwkvjit\0")
+    assert manifest["key"] == DIGEST
+    assert manifest["parameters"] == {"HEAD_SIZE": 48}
+    assert manifest["resources"] == {"wkv7_forward": {"registers": 128, "shared_bytes": 4096, "spill_bytes": 16}}
+
+
+def flip(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+FAULTS = {
+    "empty": (b"", "damaged"),
+    "one byte": (ENTRY[:1], "damaged"),
+    "cut in the head": (ENTRY[:10], "damaged"),
+    "cut in the manifest": (ENTRY[:60], "damaged"),
+    "cut by one byte": (ENTRY[:-1], "damaged"),
+    "one byte more": (ENTRY + b"\0", "damaged"),
+    "flip in the magic": (flip(ENTRY, 0), "damaged"),
+    "flip in the schema": (flip(ENTRY, 8), "damaged"),
+    "flip in the length": (flip(ENTRY, 12), "damaged"),
+    "flip in the manifest": (flip(ENTRY, 40), "damaged"),
+    "flip in the code": (flip(ENTRY, len(ENTRY) - 40), "damaged"),
+    "flip in the checksum": (flip(ENTRY, len(ENTRY) - 1), "damaged"),
+    "zeros": (bytes(len(ENTRY)), "damaged"),
+    "another kernel's": (cache.pack(sha256(b"another").hexdigest(), COMPILED, ABOUT), "another kernel's"),
+    "another program's": (sealed(MANIFEST, magic=b"othrjit\0"), "of another format"),
+    "of a later schema": (sealed(MANIFEST, schema=entry.SCHEMA + 1), "of another format"),
+    "a list": (sealed([]), "damaged"),
+    "resources of another kind": (sealed({**MANIFEST, "resources": []}), "damaged"),
+    "unknown resource": (sealed({**MANIFEST, "resources": {"wkv7_forward": {"barriers": 1}}}), "damaged"),
+    "a number for a name": (sealed({**MANIFEST, "name": 7}), "damaged"),
+    **{f"no {field}": (sealed(without(field)), "damaged") for field in MANIFEST if field != "parameters"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faulty_entry_is_refused_with_what_it_is(fault):
+    data, message = FAULTS[fault]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        entry.unpack(data, DIGEST)
+
+
+def test_entry_under_another_name_is_another_kernels():
+    manifest = entry.unpack(ENTRY)[1]
+    right = cache.file_name("wkv7_recurrent_forward", "sm_90", DIGEST)
+    entry.check_name(right, manifest)
+    for wrong in (right.replace("sm_90", "sm_80"), right.replace("wkv7", "wkv6"), right.replace(DIGEST[:4], "0000")):
+        with pytest.raises(ValueError, match="another kernel's"):
+            entry.check_name(wrong, manifest)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    edits=st.lists(
+        st.tuples(st.integers(0, len(ENTRY) - 1), st.integers(0, len(ENTRY)), st.binary(max_size=40)), min_size=1
+    )
+)
+def test_changed_entry_is_refused_or_reads_back_the_same(edits):
+    data = ENTRY
+    for begin, end, replacement in edits:
+        data = data[:begin] + replacement + data[max(begin, end) :]
+    try:
+        found, _ = entry.unpack(data, DIGEST)
+    except ValueError:
+        return
+    assert data == ENTRY
+    assert same(found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_any_other_bytes_are_refused(data):
+    with pytest.raises(ValueError, match="damaged|of another format|another kernel's"):
+        entry.unpack(data, DIGEST)
+
+
+def test_changed_entry_with_a_right_checksum_is_refused_or_has_all_its_fields():
+    """A thousand changes that the checksum does not stop: nothing but ValueError comes out."""
+    rng, body, refused = random.Random(0), ENTRY[:-32], 0
+    head_and_manifest = len(body) - len(COMPILED.image)
+    for _ in range(1000):
+        data = bytearray(body)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            data[rng.randrange(head_and_manifest)] = rng.choice(b'\0\x7f\xff"{}[]:,0a' + bytes([rng.randrange(256)]))
+        try:
+            found, manifest = entry.unpack(seal(bytes(data)), DIGEST)
+        except ValueError:
+            refused += 1
+        else:
+            assert isinstance(found.image, bytes)
+            assert manifest["key"] == DIGEST
+    assert 500 < refused < 1000

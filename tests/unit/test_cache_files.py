@@ -1,0 +1,337 @@
+"""Whose files are read, how they are written, and that nothing else is ever opened as a kernel."""
+
+import errno
+import io
+import os
+import shlex
+import stat
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from rwkv_jit.cache import files
+
+NAME = "sm_90/a.cubin"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A root with one folder and one file."""
+    root = tmp_path / "root"
+    (root / "sm_90").mkdir(parents=True, mode=0o700)
+    root.chmod(0o700)
+    (root / NAME).write_bytes(b"right")
+    (root / NAME).chmod(0o600)
+    return root
+
+
+def places(root):
+    """The root, its folder and its file by name."""
+    return {"root": root, "folder": root / "sm_90", "file": root / NAME}
+
+
+def link(path):
+    """Put a symbolic link to what was there in its place."""
+    moved = path.with_name(path.name + " moved")
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def test_file_is_read_whole(tree):
+    assert files.read(tree, NAME) == b"right"
+    (tree / NAME).write_bytes(bytes(range(256)) * 20_000)
+    assert files.read(tree, NAME) == bytes(range(256)) * 20_000
+    (tree / NAME).write_bytes(b"")
+    assert files.read(tree, NAME) == b""
+
+
+@pytest.mark.parametrize("name", ["sm_90/b.cubin", "sm_80/a.cubin", "b.cubin", f"{NAME}/inside"])
+def test_file_that_is_not_there_is_none(tree, name):
+    assert files.read(tree, name) is None
+
+
+@pytest.mark.parametrize("place", ["root", "folder"])
+def test_file_in_the_place_of_a_directory_is_none(tree, place):
+    path = places(tree)[place]
+    path.rename(path.with_name("moved"))
+    path.touch(0o600)
+    assert files.read(tree, NAME) is None
+
+
+def test_what_cannot_be_read_is_an_error(tree, child):
+    (tree / NAME).chmod(0o000)
+    code = """
+import sys
+from pathlib import Path
+from rwkv_jit.cache import files
+try:
+    files.read(Path(sys.argv[1]), sys.argv[2])
+except PermissionError as error:
+    assert not isinstance(error, files.UntrustedError)
+    print(error.strerror)
+"""
+    assert child(code, tree, NAME, unprivileged=True).stdout == "Permission denied\n"
+
+
+# ---- whose files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777], ids=oct)
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_what_others_may_write_is_refused_with_a_command_that_mends_it(tree, place, mode):
+    path = places(tree)[place]
+    path.chmod(mode)
+    with pytest.raises(files.UntrustedError, match=f"can be written by others .mode {mode:o}.; mend it: ") as caught:
+        files.read(tree, NAME)
+    assert str(caught.value).startswith(f"{path} ")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    subprocess.run(shlex.split(str(caught.value).split("mend it: ")[1].split(", or")[0]), check=True)
+    assert files.read(tree, NAME) == b"right"
+
+
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_what_others_own_is_refused(tree, place, give_away):
+    path = places(tree)[place]
+    give_away(path)
+    with pytest.raises(files.UntrustedError, match=f"^{path} belongs to user 54321; .*RWKVJIT_CACHE_SHARED=1"):
+        files.read(tree, NAME)
+
+
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_symbolic_link_is_refused(tree, place, monkeypatch):
+    link(places(tree)[place])
+    for shared in ("0", "1"):
+        monkeypatch.setenv("RWKVJIT_CACHE_SHARED", shared)
+        with pytest.raises(files.UntrustedError, match=f"^{places(tree)[place]} is a symbolic link; name what it"):
+            files.read(tree, NAME)
+
+
+def test_symbolic_link_above_the_root_is_the_users_own_business(tree):
+    """A home or ~/.cache that leads to another disk."""
+    (tree.parent / "home").symlink_to(tree.parent)
+    assert files.read(tree.parent / "home" / "root", NAME) == b"right"
+
+
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_shared_directories_are_trusted_where_the_user_says_so(tree, place, give_away, monkeypatch):
+    places(tree)[place].chmod(0o777)
+    give_away(places(tree)[place])
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    assert files.read(tree, NAME) == b"right"
+
+
+def test_own_files_and_those_of_root_are_read_and_no_others(tree, give_away, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert files.read(tree, NAME) == b"right"  # all root's
+    give_away(tree / NAME)
+    assert files.read(tree, NAME) == b"right"
+    os.chown(tree / NAME, 54322, 0)
+    with pytest.raises(files.UntrustedError, match="belongs to user 54322"):
+        files.read(tree, NAME)
+
+
+def test_pipe_in_the_place_of_a_file_is_refused_without_waiting_for_a_writer(tree):
+    (tree / NAME).unlink()
+    os.mkfifo(tree / NAME)
+    (tree / NAME).chmod(0o600)
+    messages = []
+
+    def read():
+        try:
+            files.read(tree, NAME)
+        except files.UntrustedError as error:
+            messages.append(str(error))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(60)
+    assert messages == [f"{tree / NAME} is not a file; delete it"]
+
+
+def test_directory_in_the_place_of_a_file_is_refused(tree):
+    (tree / NAME).unlink()
+    (tree / NAME).mkdir(0o700)
+    with pytest.raises(files.UntrustedError, match="is not a file"):
+        files.read(tree, NAME)
+
+
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_what_is_swapped_once_it_has_been_opened_is_not_read(tree, place, monkeypatch):
+    """Whoever checks a name and then opens it reads the wrong file here."""
+    path = places(tree)[place]
+    wrong = tree.parent / "wrong"
+    (wrong / "sm_90").mkdir(parents=True)
+    (wrong / NAME).write_bytes(b"wrong")
+    swapped, really_check = [], files.check
+
+    def check(checked, status, *more):
+        really_check(checked, status, *more)
+        if Path(checked) == path and not swapped:
+            path.rename(path.with_name("moved"))
+            places(wrong)[place].rename(path)
+            swapped.append(path)
+
+    monkeypatch.setattr(files, "check", check)
+    assert files.read(tree, NAME) == b"right"
+    assert swapped == [path]
+    assert (tree / NAME).read_bytes() == b"wrong"
+
+
+@pytest.mark.parametrize("place", ["folder", "file"])
+def test_link_that_appears_between_two_openings_is_not_followed(tree, place, monkeypatch):
+    path, really_open = places(tree)[place], os.open
+    wrong = tree.parent / "wrong"
+    (wrong / "sm_90").mkdir(parents=True)
+    (wrong / NAME).write_bytes(b"wrong")
+
+    def open_after_swap(part, *more, **options):
+        if Path(part).name == path.name:
+            path.rename(path.with_name("moved"))
+            path.symlink_to(places(wrong)[place])
+        return really_open(part, *more, **options)
+
+    monkeypatch.setattr(os, "open", open_after_swap)
+    with pytest.raises(files.UntrustedError, match="is a symbolic link"):
+        files.read(tree, NAME)
+
+
+def test_no_handle_is_left_open(tree):
+    before = len(os.listdir("/proc/self/fd"))
+    files.read(tree, NAME)
+    files.read(tree, "sm_90/b.cubin")
+    (tree / NAME).chmod(0o666)
+    with pytest.raises(files.UntrustedError):
+        files.read(tree, NAME)
+    files.write(tree / NAME, b"new")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- stamps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("age", "used", "stamp"),
+    [(3700, 1e9, 1e9), (3500, 1e9, 1e9 - 3500), (3700, None, 1e9 - 3700), (-50, 1e9, 1e9 + 50)],
+)
+def test_file_is_stamped_as_used_at_most_once_an_hour(tree, age, used, stamp):
+    os.utime(tree / NAME, (1e9 - age, 1e9 - age))
+    files.read(tree, NAME, used)
+    assert (tree / NAME).stat().st_mtime == stamp
+
+
+# ---- making and writing ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_directories_and_files_are_for_the_user_alone(tmp_path, umask):
+    files.make_directory(tmp_path / "above" / "made")
+    files.write(tmp_path / "above" / "made" / "file", b"data")
+    assert mode(tmp_path / "above" / "made") == 0o700
+    assert mode(tmp_path / "above" / "made" / "file") == 0o600
+    files.write(tmp_path / "bundle", b"data", mode=0o644)
+    assert mode(tmp_path / "bundle") == 0o644
+
+
+def test_directory_that_is_there_is_checked_and_left_as_it_is(tmp_path, give_away):
+    path = tmp_path / "there"
+    path.mkdir()
+    path.chmod(0o750)
+    files.make_directory(path)
+    assert mode(path) == 0o750
+    path.chmod(0o770)
+    with pytest.raises(files.UntrustedError, match="can be written by others"):
+        files.make_directory(path)
+    assert mode(path) == 0o770
+    path.chmod(0o700)
+    give_away(path)
+    with pytest.raises(files.UntrustedError, match="belongs to user 54321"):
+        files.make_directory(path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(files.UntrustedError, match="is a symbolic link"):
+        files.make_directory(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="exists"):
+        files.make_directory(tmp_path / "file")
+
+
+def test_sticky_directory_is_safe_only_where_that_is_said(tmp_path):
+    tmp_path.chmod(0o1777)
+    files.check_directory(tmp_path, sticky_is_safe=True)
+    with pytest.raises(files.UntrustedError):
+        files.check_directory(tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(files.UntrustedError):
+        files.check_directory(tmp_path, sticky_is_safe=True)
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class FullDisk(io.FileIO):
+    write = no_space
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault"),
+    [
+        (tempfile, "mkstemp", no_space),
+        (os, "fdopen", lambda handle, mode: FullDisk(handle, mode)),
+        (os, "chmod", no_space),
+        (os, "replace", no_space),
+    ],
+    ids=["creating", "writing", "mode", "replacing"],
+)
+def test_full_disk_leaves_what_was_there_and_nothing_else(tree, module, name, fault, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, fault)
+        with pytest.raises(OSError, match="No space left"):
+            files.write(tree / NAME, b"new")
+    assert [path.read_bytes() for path in (tree / "sm_90").iterdir()] == [b"right"]
+
+
+def test_interrupted_write_leaves_what_was_there_and_nothing_else(tree, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.write(tree / NAME, b"new")
+    assert [path.read_bytes() for path in (tree / "sm_90").iterdir()] == [b"right"]
+
+
+def test_what_killed_writers_left_is_found_after_a_while(tree):
+    old = [tree / ".a.tmp", tree / "sm_90" / ".b.tmp"]
+    others = [tree / ".new.tmp", tree / "sm_90" / "c.tmp", tree / "sm_90" / ".c.cubin", tree / NAME]
+    for path in (*old, *others):
+        path.touch()
+        os.utime(path, (1000, 1000))
+    os.utime(others[0], (3000, 3000))
+    assert sorted(files.abandoned(tree, before=2000)) == sorted(old)
+    assert list(files.abandoned(tree / "missing", before=2000)) == []
+
+
+def test_directory_that_changes_while_it_is_looked_through_has_nothing(tree, monkeypatch):
+    def changed(*_):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    assert files.find(tree, "*/*.cubin") == [tree / NAME]
+    monkeypatch.setattr(os, "scandir", changed)
+    assert files.find(tree, "*/*.cubin") == []

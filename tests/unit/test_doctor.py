@@ -1,0 +1,388 @@
+"""What the doctor finds on machines that lack something, and that it always comes to an end."""
+
+import json
+import os
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+
+from rwkv_jit import cli, cuda, demo, doctor, env, identity
+from rwkv_jit.cache import lock
+
+INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.8"'
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Puts GPUs of these compute capabilities into the machine."""
+
+    def install(*capabilities):
+        memory = types.SimpleNamespace(total_memory=80 << 30)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU of the test {index}")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+
+    return install
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Puts a compiler and a driver into the machine."""
+
+    def install(nvrtc="12.9", driver="12.9", known=(80, 90, 120), wheels=("cupy-cuda12x 14.2.0",)):
+        library = types.SimpleNamespace(getSupportedArchs=lambda: known)
+        monkeypatch.setattr(cuda, "nvrtc", lambda: library)
+        monkeypatch.setattr(cuda, "installed_cupy", lambda: list(wheels))
+        monkeypatch.setattr(cuda, "driver_version", lambda: driver)
+        monkeypatch.setattr(identity, "identity", lambda: f"{nvrtc} 0123abcd")
+        for module in (identity, doctor.compiler):
+            monkeypatch.setattr(module, "version", lambda: nvrtc)
+
+    return install
+
+
+def found(check, name=None):
+    """What a check found, or the one finding of that name."""
+    findings = list(doctor._guarded(check))
+    if name is None:
+        return [tuple(finding) for finding in findings]
+    (finding,) = [finding for finding in findings if finding.name == name]
+    return finding[1:]
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_machine_without_cupy_fails_with_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(cuda, "installed_cupy", list)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert cli.main(["doctor", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert not data["passed"]
+    assert [finding for finding in data["findings"] if finding["state"] == "error"] == [
+        {"name": "CuPy and NVRTC", "state": "error", "text": "CuPy is not installed; CUDA kernels need it",
+         "mend": INSTALL_12}
+    ]  # fmt: skip
+    assert {finding["name"] for finding in data["findings"]} >= {"package", "GPU", "cache directory", "locks"}
+
+
+def test_commands_stand_on_lines_of_their_own(monkeypatch, capsys):
+    monkeypatch.setattr(cuda, "installed_cupy", list)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["check", "state", "found"]
+    assert f"    {INSTALL_12}" in lines
+    assert lines[lines.index(f"    {INSTALL_12}") - 1].startswith("CuPy and NVRTC: CuPy is not installed")
+    assert lines[-1].startswith("Errors: 1, warnings: ")
+
+
+def test_a_check_that_stumbles_does_not_hide_the_others(monkeypatch, capsys):
+    def _strange():
+        yield doctor.Finding("first", "ok", "fine")
+        raise LookupError("what is this?")
+
+    monkeypatch.setattr(doctor, "_CHECKS", (_strange, doctor._package))
+    assert cli.main(["doctor", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [finding["name"] for finding in findings] == ["first", "strange", "package"]
+    assert findings[1] == {
+        "name": "strange", "state": "error", "text": "LookupError: what is this?", "mend": ""
+    }  # fmt: skip
+
+
+def test_warnings_pass(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_CHECKS", (doctor._package, doctor._gpus))
+    assert cli.main(["doctor"]) == 0
+    assert "Errors: 0, warnings: " in capsys.readouterr().out
+
+
+# ---- GPUs, CuPy, NVRTC, driver -----------------------------------------------------------------------------------
+
+
+def test_no_gpu_is_a_warning(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    state, text, mend = found(doctor._gpus, "GPU")
+    assert (state, "not run" in text, mend) == ("warning", True, "see what nvidia-smi says")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert found(doctor._gpus, "GPU")[2] == "unset CUDA_VISIBLE_DEVICES"
+
+
+def test_gpus_are_named(gpus):
+    gpus((9, 0), (12, 0))
+    assert found(doctor._gpus, "GPU 1") == ("ok", "GPU of the test 1, sm_120, 80 GiB", "")
+
+
+@pytest.mark.parametrize(("built_for", "state"), [("13.0", "ok"), (None, "warning")])
+def test_torch_and_its_cuda(built_for, state, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    found_state, text, mend = found(doctor._gpus, "torch")
+    assert found_state == state
+    assert text.startswith(torch.__version__)
+    assert bool(mend) == (state != "ok")
+
+
+def test_two_cupy_wheels(monkeypatch):
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.0.1", "cupy-cuda13x 14.2.0"])
+    ((name, state, text, mend),) = found(doctor._compiler)
+    assert (name, state) == ("CuPy and NVRTC", "error")
+    assert "cupy-cuda12x 14.0.1 and cupy-cuda13x 14.2.0 are both installed" in text
+    assert mend == f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {cuda.INSTALL[13]}"
+
+
+def test_no_nvrtc(monkeypatch):
+    def missing():
+        raise RuntimeError("libnvrtc.so not found")
+
+    nvrtc = types.SimpleNamespace(getVersion=missing)
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.0.1"])
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nvrtc=nvrtc))
+    assert found(doctor._compiler) == [
+        ("CuPy and NVRTC", "error", "CuPy is there but NVRTC is not (libnvrtc.so not found)", INSTALL_12)
+    ]
+    assert found(doctor._ops) == []
+
+
+def test_different_cudas_of_cupy_and_torch_are_fine(compiler, monkeypatch):
+    compiler()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    state, text, mend = found(doctor._compiler, "CuPy and torch")
+    assert (state, mend) == ("ok", "")
+    assert text.startswith("CUDA 12 and CUDA 13; they need not agree")
+
+
+@pytest.mark.parametrize(
+    ("nvrtc", "driver", "state", "mend"),
+    [
+        ("13.0", "12.8", "warning", f"pip uninstall -y cupy-cuda13x && {INSTALL_12} --upgrade"),
+        ("13.0", "13.0", "ok", ""),
+        ("13.2", "13.0", "ok", ""),
+        ("12.9", "12.4", "ok", ""),
+        ("12.9", "13.0", "ok", ""),
+    ],
+)
+def test_nvrtc_against_driver(nvrtc, driver, state, mend, compiler):
+    compiler(nvrtc, driver, wheels=("cupy-cuda13x 14.2.0",))
+    assert found(doctor._compiler, "driver") == ("ok", f"supports CUDA {driver}", "")
+    found_state, text, found_mend = found(doctor._compiler, "NVRTC and driver")
+    assert (found_state, found_mend) == (state, mend)
+    assert nvrtc in text
+
+
+def test_no_driver_is_a_warning(compiler):
+    compiler(driver="none")
+    assert found(doctor._compiler, "driver")[0] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("arch", "state", "text", "mend"),
+    [
+        ("sm_90a", "ok", "sm_90a", ""),
+        ("sm_130", "warning", "PTX of compute_120", "cupy-cuda13x>="),
+        ("sm_70", "error", "sm_120, got sm_70", INSTALL_12),
+        ("sm_85", "error", "got sm_85", "unset RWKVJIT_ARCH"),
+        ("banana", "error", "'banana'", "unset RWKVJIT_ARCH"),
+    ],
+)
+def test_architecture(arch, state, text, mend, compiler, monkeypatch):
+    compiler()
+    monkeypatch.setenv("RWKVJIT_ARCH", arch)
+    finding = found(doctor._compiler, "architecture")
+    assert finding[0] == state
+    assert text in finding[1]
+    assert mend in finding[2]
+
+
+def test_architectures_of_all_gpus(compiler, gpus):
+    compiler()
+    gpus((9, 0), (8, 0), (9, 0))
+    texts = [text for name, _, text, _ in found(doctor._compiler) if name == "architecture"]
+    assert texts == ["NVRTC compiles for sm_80", "NVRTC compiles for sm_90"]
+
+
+# ---- cache -------------------------------------------------------------------------------------------------------
+
+
+def test_good_cache(fresh_service):
+    findings = found(doctor._cache)
+    assert [(name, state) for name, state, _, _ in findings] == [
+        (name, "ok") for name in ("cache directory", "cache file system", "cache space", "locks")
+    ]
+    assert list(fresh_service.iterdir()) == []
+
+
+def test_cache_directory_that_others_can_write(fresh_service):
+    fresh_service.mkdir()
+    fresh_service.chmod(0o777)
+    assert found(doctor._cache) == [
+        (
+            "cache directory", "error", f"{fresh_service} can be written by others (mode 777)",
+            f"chmod go-w '{fresh_service}', or trust it: RWKVJIT_CACHE_SHARED=1",
+        )
+    ]  # fmt: skip
+
+
+def test_cache_directory_under_a_file(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    ((name, state, text, mend),) = found(doctor._cache)
+    assert (name, state) == ("cache directory", "error")
+    assert text == f"{tmp_path}/file/cache cannot be written: Not a directory"
+    assert "RWKVJIT_CACHE_DIR" in mend
+
+
+def test_cache_directory_without_permission_to_write(child, read_only, tmp_path):
+    folder = read_only(tmp_path / "protected")
+    code = "import json\nfrom rwkv_jit import doctor\nprint(json.dumps(list(doctor._cache())))"
+    done = child(code, unprivileged=True, env={"RWKVJIT_CACHE_DIR": str(folder)})
+    ((name, state, text, mend),) = json.loads(done.stdout)
+    assert (name, state) == ("cache directory", "error")
+    assert text == f"{folder} cannot be written: Permission denied"
+    assert "RWKVJIT_CACHE_DIR" in mend
+
+
+def test_network_file_systems(monkeypatch, fresh_service):
+    monkeypatch.setattr(lock, "network_file_system", lambda path: "nfs4")
+    state, text, mend = found(doctor._cache, "cache file system")
+    assert (state, "(nfs4)" in text, "RWKVJIT_CACHE_DIR" in mend) == ("warning", True, True)
+    state, text, mend = found(doctor._cache, "locks")
+    assert (state, "(nfs4)" in text, "TMPDIR" in mend) == ("warning", True, True)
+
+
+@pytest.mark.parametrize(("free", "state"), [(100 << 20, "warning"), (1 << 40, "ok")])
+def test_free_space(free, state, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    found_state, text, mend = found(doctor._cache, "cache space")
+    assert found_state == state
+    assert text == f"{free >> 20} MiB free; kernels may take 512 MiB"
+    assert bool(mend) == (state == "warning")
+
+
+def test_wrong_limit_is_an_error(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "lots")
+    assert found(doctor._cache)[-1][1:3] == (
+        "error", "ValueError: RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got 'lots'"
+    )  # fmt: skip
+
+
+def test_cache_that_is_off(monkeypatch, fresh_service):
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    assert [(name, state, mend) for name, state, _, mend in found(doctor._cache)] == [
+        ("cache", "warning", "unset RWKVJIT_CACHE")
+    ]
+    assert not fresh_service.exists()
+
+
+def test_layers(tmp_path, monkeypatch, fresh_service):
+    tmp_path.chmod(0o755)
+    good, open_to_all, broken = tmp_path / "good", tmp_path / "open", tmp_path / "broken.bundle"
+    for folder, mode in ((good, 0o755), (open_to_all, 0o777)):
+        folder.mkdir()
+        folder.chmod(mode)
+    broken.write_bytes(b"PK")
+    broken.chmod(0o600)
+    imported = fresh_service / "bundles" / "x.bundle"
+    imported.parent.mkdir(mode=0o700, parents=True)
+    fresh_service.chmod(0o700)
+    imported.write_bytes(b"")
+    imported.chmod(0o600)
+    layers = (good, open_to_all, broken, tmp_path / "missing")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(map(str, layers)))
+    findings = [finding[1:] for finding in found(doctor._cache) if finding[0] == "cache layer"]
+    assert [state for state, _, _ in findings] == ["error"] * 4 + ["ok"]
+    texts = [text for _, text, _ in findings]
+    assert texts[0].startswith(f"{imported} is not an intact rwkv_jit bundle")
+    assert texts[1] == f"{open_to_all} can be written by others (mode 777)"
+    assert texts[2].startswith(f"{broken} is not an intact rwkv_jit bundle")
+    assert texts[3] == f"{tmp_path}/missing cannot be read: No such file or directory"
+    assert texts[4] == f"{good}, 0 kernels"
+    assert findings[1][2].startswith(f"chmod go-w '{open_to_all}'")
+    assert findings[2][2] == f"repair {broken}, delete it, or take it out of RWKVJIT_CACHE_PATH"
+
+
+def test_lock_directory_that_others_can_write(monkeypatch, tmp_path):
+    monkeypatch.setattr(lock, "directory", lambda: tmp_path / "locks")
+    (tmp_path / "locks").mkdir()
+    (tmp_path / "locks").chmod(0o777)
+    state, text, mend = found(doctor._cache, "locks")
+    assert state == "warning"
+    assert text == f"{tmp_path}/locks can be written by others (mode 777): every process compiles for itself"
+    assert mend.startswith("chmod go-w")
+
+
+# ---- variables ---------------------------------------------------------------------------------------------------
+
+
+def test_settings_and_misspelt_variables(monkeypatch, fresh_service):
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    monkeypatch.setenv("RWKVJIT_CACHEDIR", "/x")
+    monkeypatch.setenv("RWKVJIT_QQQQQQQQ", "1")
+    monkeypatch.setenv("RWKV_JIT_ON", "1")  # RWKV-LM's
+    assert found(doctor._variables) == [
+        (
+            "setting", "ok", f"RWKVJIT_CACHE_DIR={fresh_service}: {env.DESCRIPTIONS['RWKVJIT_CACHE_DIR']}", ""
+        ),
+        (
+            "setting", "ok", f"RWKVJIT_ASSERT_CACHED=1: {env.DESCRIPTIONS['RWKVJIT_ASSERT_CACHED']}", ""
+        ),
+        (
+            "setting", "warning", "RWKVJIT_CACHEDIR is no variable of rwkv_jit and does nothing",
+            "is RWKVJIT_CACHE_DIR meant?",
+        ),
+        (
+            "setting", "warning", "RWKVJIT_QQQQQQQQ is no variable of rwkv_jit and does nothing",
+            f"there are: {', '.join(env.DESCRIPTIONS)}",
+        ),
+    ]  # fmt: skip
+
+
+# ---- ops ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("passed", "state"), [(True, "ok"), (False, "error")])
+def test_op_is_run_by_the_check_of_the_demo(passed, state, monkeypatch):
+    given = []
+
+    def check(*arguments):
+        given.append(arguments)
+        return {"error": 1.25e-7, "gradient_error": 2.5e-7, "limit": 5e-6, "passed": passed}
+
+    monkeypatch.setattr(demo, "check", check)
+    assert doctor._run_op("wkv6") == (
+        "run wkv6", state, "errors against float64: 1.2e-07, of gradients 2.5e-07, limit 5e-06", ""
+    )  # fmt: skip
+    assert given == [("wkv6", doctor.HEAD_SIZE, torch.float32, "cuda")]
+
+
+def test_op_that_cannot_be_run_is_an_error(monkeypatch):
+    def check(*arguments):
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(demo, "check", check)
+    assert doctor._run_op("wkv7")[1:3] == ("error", "CUDA error: no kernel image")
+
+
+def test_check_of_the_demo_sees_a_wrong_op(monkeypatch):
+    good = demo.check("wkv6", 4, torch.float32, "cpu")
+    assert good["passed"]
+    assert 0 < good["error"] < good["limit"] == 5e-6
+    function, reference = demo.OPS["wkv6"]
+
+    def wrong(*inputs):
+        y, state = function(*inputs)
+        return 1.001 * y, state
+
+    monkeypatch.setitem(demo.OPS, "wkv6", (wrong, reference))
+    assert not demo.check("wkv6", 4, torch.float32, "cpu")["passed"]
