@@ -1,0 +1,240 @@
+"""Calls that are known by their signature, on a driver that takes notes; CPU tensors stand in for CUDA ones."""
+
+import importlib.util
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rwkv_jit
+from rwkv_jit import kernel, tensors
+from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.ops import boundary, recurrent
+
+_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
+stub_driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stub_driver)
+gpus, in_fork = stub_driver.gpus, stub_driver.in_fork
+
+B, T, H, N = 2, 5, 3, 8
+# Addresses; strides of six inputs; tokens, heads and more; interval and scale.
+SIZES = {
+    "wkv7_forward": [8] * 12 + [24] * 6 + [8] * 2 + [4, 4],
+    "wkv7_backward": [8] * 19 + [24] * 7 + [8] * 4 + [4, 4],
+}
+
+
+@pytest.fixture
+def calls(gpus, monkeypatch):
+    """wkv7 on CPU tensors takes the way of CUDA tensors; returns the driver."""
+
+    def get_kernels(requests, chunk_len, num_threads):
+        made = [gpus.make_kernel(entries=(request.template.name,)) for request in requests]
+        for each, request in zip(made, requests, strict=True):
+            each.parameters = dict(request.parameters)
+        return made
+
+    monkeypatch.setattr(recurrent, "get_kernels", get_kernels)
+    monkeypatch.setattr(boundary, "_resolve", lambda backend, like: "recurrent")
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "arch", lambda device: "sm_80")
+    monkeypatch.setattr(tensors, "also", lambda device: ())
+    monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
+    # The index of the CPU is None.
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    gpus.sizes.update(SIZES)
+    boundary._forget()
+    yield gpus
+    boundary._forget()
+
+
+def make(dtype=torch.float32, shape=(B, T, H, N), grad=False):
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for _ in range(6)]
+
+
+def addresses(launch, count):
+    return [struct.unpack("=Q", argument)[0] for argument in launch.arguments[:count]]
+
+
+def refuse(*_):
+    raise AssertionError("it was checked again")
+
+
+def test_known_call_is_not_checked_again_and_launches_its_own_tensors(calls, monkeypatch):
+    first, second = make(), make()
+    rwkv_jit.wkv7(*first)
+    monkeypatch.setattr(boundary, "_check", refuse)
+    y, final = rwkv_jit.wkv7(*second)
+    one, other = calls.launches
+    assert final is None
+    assert (y.shape, y.dtype) == ((B, T, H, N), torch.float32)
+    assert addresses(one, 6) == [x.data_ptr() for x in first]
+    assert addresses(other, 12) == [*[x.data_ptr() for x in second], 0, 0, y.data_ptr(), 0, 0, 0]
+    assert (one.grid, one.block, one.stream) == (other.grid, other.block, other.stream)
+    assert one.arguments[12:] == other.arguments[12:]
+
+
+def test_state_and_final_state_are_launched_in_their_places(calls):
+    state = torch.randn(B, H, N, N)
+    for _ in range(2):
+        y, final = rwkv_jit.wkv7(*make(), state, True)
+        assert addresses(calls.launches[-1], 12)[6:] == [state.data_ptr(), 0, y.data_ptr(), final.data_ptr(), 0, 0]
+        assert final.shape == state.shape
+
+
+def test_one_state_for_all_sequences_is_repeated(calls):
+    state = torch.randn(H, N, N)
+    for _ in range(2):
+        _, final = rwkv_jit.wkv7(*make(), state, True)
+        assert final.shape == (B, H, N, N)
+        assert addresses(calls.launches[-1], 7)[6] not in (0, state.data_ptr())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: (make(shape=(B, T + 1, H, N)), {}),
+        lambda: (make(dtype=torch.bfloat16), {}),
+        lambda: ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in make()], {}),
+        lambda: (make(), {"scale": 0.5}),
+        lambda: (make(), {"decay": "log"}),
+        lambda: (make(), {"decay_bound": -1.0}),
+        lambda: (make(), {"initial_state": torch.zeros(B, H, N, N)}),
+        lambda: (make(), {"initial_state": torch.zeros(B, H, N, N, dtype=torch.bfloat16)}),
+        lambda: ([*make()[:5], make()[5].as_subclass(torch.nn.Parameter)], {}),
+    ],
+    ids=["tokens", "dtype", "strides", "scale", "decay", "bound", "state", "state's dtype", "class"],
+)
+def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, calls):
+    rwkv_jit.wkv7(*make())
+    given, options = other()
+    rwkv_jit.wkv7(*given, **options)
+    assert len(boundary._known) == 2
+    rwkv_jit.wkv7(*given, **options)
+    assert len(boundary._known) == 2
+
+
+def test_wrong_call_after_a_known_one_is_an_error(calls):
+    given = make()
+    rwkv_jit.wkv7(*given)
+    with pytest.raises(ValueError, match="k: expected shape"):
+        rwkv_jit.wkv7(*given[:2], given[2][:, :4], *given[3:])
+    with pytest.raises(TypeError, match="v: expected torch.float16 or torch.bfloat16 or torch.float32"):
+        rwkv_jit.wkv7(*given[:3], given[3].double(), *given[4:])
+    with pytest.raises(TypeError, match="chunk_len: expected an int, got \\[8\\]"):
+        rwkv_jit.wkv7(*given, chunk_len=[8])
+    assert len(calls.launches) == 1
+
+
+def test_address_that_cannot_be_read_is_copied_for_a_known_call(calls):
+    given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in make()]  # heads before tokens
+    rwkv_jit.wkv7(*given)
+    strides = calls.launches[0].arguments[12:18]
+    assert strides == (struct.pack("3q", *given[0].stride()[:3]),) * 6
+    storage = torch.randn(given[3].numel() + 1)[1:]
+    shifted = storage.as_strided(given[3].shape, given[3].stride(), storage.storage_offset())
+    assert shifted.data_ptr() % 16
+    rwkv_jit.wkv7(*given[:3], shifted, *given[4:])
+    assert len(boundary._known) == 1
+    launch = calls.launches[1]
+    assert not any(address % 16 for address in addresses(launch, 6))
+    assert launch.arguments[12:18] == (struct.pack("3q", T * H * N, H * N, N),) * 6
+
+
+def test_known_call_with_gradients_saves_and_goes_back(calls, monkeypatch):
+    for _ in range(2):
+        given = make(grad=True)
+        y, _ = rwkv_jit.wkv7(*given)
+        checkpoints, sa = addresses(calls.launches[-1], 12)[10:]
+        assert sa - checkpoints == 4 * B * H * N * N  # one interval
+        grads = torch.autograd.grad(y, given, torch.ones_like(y))
+        back = addresses(calls.launches[-1], 19)
+        assert back[:6] == [x.data_ptr() for x in given]
+        assert back[8:10] == [checkpoints, sa]
+        assert back[11:17] == [grad.data_ptr() for grad in grads]
+        monkeypatch.setattr(boundary, "_check", refuse)
+    assert [launch.entry for launch in calls.launches] == ["wkv7_forward", "wkv7_backward"] * 2
+
+
+def test_without_gradients_nothing_is_saved(calls):
+    given = make(grad=True)
+    with torch.no_grad():
+        y, _ = rwkv_jit.wkv7(*given)
+    assert not y.requires_grad
+    assert addresses(calls.launches[0], 12)[10:] == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace.* is deprecated")
+def test_whoever_watches_torch_sees_the_op(calls):
+    class Recorder(TorchDispatchMode):
+        seen = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen = (*self.seen, str(function))
+            return function(*args, **(kwargs or {}))
+
+    given = make()
+    rwkv_jit.wkv7(*given)
+    assert tensors.is_eager()
+    with Recorder() as recorder:
+        assert not tensors.is_eager()
+        rwkv_jit.wkv7(*given)
+    assert recorder.seen == ("rwkv_jit.wkv7_fwd.default",)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(tensors.is_eager()) or x)(torch.ones(2))
+    torch.jit.trace(lambda x: seen.append(tensors.is_eager()) or x + 1, torch.ones(2), check_trace=False)
+    assert seen == [False, False]
+
+
+class Watched(torch.Tensor):
+    """A tensor that sees every op done to it."""
+
+    seen = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        cls.seen = (*cls.seen, str(function))
+        with torch._C._DisableTorchDispatch():
+            plain = [x.as_subclass(torch.Tensor) if isinstance(x, cls) else x for x in args]
+            return function(*plain, **(kwargs or {}))
+
+
+def test_tensor_that_watches_sees_the_op_every_time(calls):
+    given = make()
+    rwkv_jit.wkv7(*given)
+    watched = [x.as_subclass(Watched) for x in given]
+    for _ in range(2):
+        Watched.seen = ()
+        rwkv_jit.wkv7(*watched)
+        assert "rwkv_jit.wkv7_fwd.default" in Watched.seen
+
+
+def test_forked_child_forgets_what_is_known(calls):
+    given = make()
+    rwkv_jit.wkv7(*given)
+    assert kernel._process.has_used_cuda
+    assert "forked" in in_fork(lambda: rwkv_jit.wkv7(*given))
+    rwkv_jit.wkv7(*given)
+    assert len(calls.launches) == 2
+
+
+def test_first_use_in_a_capture_is_refused_and_later_shapes_are_not(calls, monkeypatch):
+    calls.capturing = True
+    monkeypatch.setattr(tensors, "capturing", lambda: calls.capturing)
+    with pytest.raises(RwkvJitError, match="first use inside a CUDA graph capture"):
+        rwkv_jit.wkv7(*make())
+    monkeypatch.setattr(kernel, "is_loaded", lambda request, device: True)
+    rwkv_jit.wkv7(*make())
+    assert len(calls.launches) == 1
+
+
+def test_signatures_are_not_kept_without_end(calls, monkeypatch):
+    monkeypatch.setattr(recurrent, "MOST_SIGNATURES", 3)
+    for tokens in range(1, 9):
+        rwkv_jit.wkv7(*make(shape=(1, tokens, 1, N)))
+        assert len(boundary._known) <= 3
