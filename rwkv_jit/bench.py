@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import latency, reference, report, runtime
+from rwkv_jit import reference, report, runtime
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
@@ -93,18 +93,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        env : the environment report; latency : with `--latency`, what `rwkv_jit.latency` measured. Otherwise rows : one
-        dict per op and shape, with op, shape, dtype, forward_ms, forward_backward_ms, in_graph, saved_mib, error; and
-        first_call : milliseconds of a first call with gradients from an empty cache and from disk, each in a process of
-        its own.
+        env : the environment report; rows : one dict per op and shape, with op, shape, dtype, forward_ms,
+        forward_backward_ms, in_graph, saved_mib, error; first_call : milliseconds of a first call with gradients from
+        an empty cache and from disk, each in a process of its own.
 
     Raises
     ------
     ValueError
         There is no GPU, or the shape cannot be read.
     """
-    if arguments.latency:
-        return {"env": runtime.env_report(), "latency": latency.run()}
     if not runtime.is_available():
         raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
     shapes = SHAPES if arguments.shape is None else (_read_shape(arguments.shape),)
@@ -170,9 +167,6 @@ def _run_child(environment: dict[str, str]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
-    if "latency" in result:
-        latency.show(result["latency"])
-        return
     print(f"{result['env']['gpus'][0]}, torch {result['env']['torch']}, NVRTC {result['env']['nvrtc'].split()[0]}\n")
     report.table(
         ("op", "(B, T, H, N)", "dtype", "forward ms", "in a graph", "fwd + bwd ms", "saved MiB", "error"),

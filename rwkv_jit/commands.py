@@ -39,7 +39,11 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 
 
 def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure."""
+    """Measure the ops, or the service."""
+    if parsed.latency:
+        from rwkv_jit import latency
+
+        return latency.run(), latency.show
     from rwkv_jit import bench
 
     return bench.run(parsed), bench.show

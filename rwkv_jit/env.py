@@ -23,7 +23,7 @@ DESCRIPTIONS = {
 
 
 def _is_on(name: str, default: str = "0") -> bool:
-    return os.environ.get(name, default) not in ("", "0")
+    return (os.environ.get(name) or default) != "0"
 
 
 def cache_dir() -> Path:

@@ -297,10 +297,11 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
                 f"{dict(request.parameters)} is not in the cache"
             )
         try:
-            return _compile(request, rendered)
+            compiled = _compile(request, rendered)
         except (CompileError, ValueError) as error:
             _process.failures[digest] = error
             raise
+        return _keep(request, rendered, compiled)
 
 
 def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel | None:
@@ -312,13 +313,17 @@ def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel |
         return None
 
 
-def _compile(request: Request, rendered: Rendered) -> Kernel:
-    name, arch, parameters = rendered.name, request.arch, request.parameters
-    request.template.check(parameters)
-    with stats.say_if_slow(f"compiling {name} for {arch}; {_where_kept()}"):
-        compiled = compiler.compile(rendered, arch, parameters)
+def _compile(request: Request, rendered: Rendered) -> Compiled:
+    request.template.check(request.parameters)
+    with stats.say_if_slow(f"compiling {rendered.name} for {request.arch}; {_where_kept()}"):
+        compiled = compiler.compile(rendered, request.arch, request.parameters)
     stats.count("compile_seconds", compiled.seconds)
-    stats.logger.info("compiled %s for %s in %.0f ms", name, arch, 1e3 * compiled.seconds)
+    stats.logger.info("compiled %s for %s in %.0f ms", rendered.name, request.arch, 1e3 * compiled.seconds)
+    return compiled
+
+
+def _keep(request: Request, rendered: Rendered, compiled: Compiled) -> Kernel:
+    """Publish a kernel that was compiled, and where that is asked for its source."""
     kernel = Kernel(request, rendered, compiled, "compiled", identity.identity())
     cache.put(*kernel.entry())
     if env.keep_source():

@@ -93,10 +93,10 @@ def run() -> dict[str, Any]:
     Returns
     -------
     dict
-        import_ms, op_import_ms : what `import rwkv_jit`, and its first op, add to `import torch`; from_disk_us and
-        peers_from_disk_us : time of each of eight kernels, found on disk by a fresh process; together : processes,
-        compiled (how many of them did), alone_s and slowest_s from imports done to kernel in hand; host_us : a call
-        with and without gradients and things to compare it with, or None.
+        env : the environment report; import_ms, op_import_ms : what `import rwkv_jit`, and its first op, add to
+        `import torch`; from_disk_us and peers_from_disk_us : time of each of eight kernels, found on disk by a fresh
+        process; together : processes, compiled (how many of them did), alone_s and slowest_s from imports done to
+        kernel in hand; host_us : a call with and without gradients and things to compare it with, or None.
     """
     imports = [_child(_IMPORT) for _ in range(5)]
     with tempfile.TemporaryDirectory() as folder:
@@ -104,8 +104,11 @@ def run() -> dict[str, Any]:
         sizes = json.dumps(_KERNELS)
         _child(_FROM_DISK, _ARCH, sizes, '["compiled"]', environment=cache)
         from_disk = [_child(_FROM_DISK, _ARCH, sizes, '["disk"]', environment=cache) for _ in range(5)]
-    on_gpu = _has_gpu()
+    from rwkv_jit import runtime
+
+    on_gpu = runtime.is_available()
     return {
+        "env": runtime.env_report(),
         "import_ms": statistics.median(each[0] for each in imports),
         "op_import_ms": statistics.median(each[1] for each in imports),
         "from_disk_us": _medians(from_disk),
@@ -113,12 +116,6 @@ def run() -> dict[str, Any]:
         "together": _together(),
         "host_us": _host_us() if on_gpu else None,
     }
-
-
-def _has_gpu() -> bool:
-    from rwkv_jit import runtime
-
-    return runtime.is_available()
 
 
 def _child(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:

@@ -62,10 +62,7 @@ def read(root: Path, name: str, used: float | None = None) -> bytes | None:
         It is there and cannot be read.
     """
     if not _HAS_MODES:
-        try:
-            return (root / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        return _read_by_name(root / name, used)
     parts = (str(root), *name.split("/"))
     opened: list[int] = []
     try:
@@ -94,6 +91,17 @@ def read(root: Path, name: str, used: float | None = None) -> bytes | None:
     finally:
         for handle in opened:
             os.close(handle)
+
+
+def _read_by_name(path: Path, used: float | None) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with contextlib.suppress(OSError):
+        if used is not None and used - path.stat().st_mtime > 3600:
+            os.utime(path, (used, used))
+    return data
 
 
 def check_directory(path: Path, sticky_is_safe: bool = False) -> None:

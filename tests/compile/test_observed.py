@@ -97,7 +97,9 @@ def slow_compiler(monkeypatch, caplog):
     compile = compiler.compile
 
     def slow(*arguments):
-        while not caplog.messages:
+        for _ in range(60_000):
+            if caplog.messages:
+                break
             threading.Event().wait(0.001)
         return compile(*arguments)
 
@@ -143,6 +145,7 @@ def test_source_of_a_compiled_kernel_is_kept_with_a_program_that_compiles_it(tin
     (folder,) = (fresh_service / "sources").iterdir()
     assert folder.name.startswith("tiny-sm_90-")
     assert (folder / "tiny.cu").read_text(encoding="utf-8") == made.source
+    assert (folder / "types.cuh").read_text(encoding="utf-8") == dict(made._rendered.headers)["types.cuh"]
     assert sorted(path.name for path in folder.iterdir()) == ["compile.py", "tiny.cu", "types.cuh"]
     done = run(shlex.join([sys.executable, str(folder / "compile.py")]))
     assert done.returncode == 0, done.stderr
@@ -310,3 +313,11 @@ def test_missing_compiler_is_no_failure_of_the_kernel(tiny, monkeypatch):
         with pytest.raises(NvrtcNotFoundError):
             kernel.get(tiny())
     assert kernel.get(tiny()).origin == "compiled"
+
+
+def test_wrong_setting_is_not_remembered_as_a_failure_of_the_kernel(tiny, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "much")
+    with pytest.raises(ValueError, match="RWKVJIT_CACHE_MAX_MB"):
+        kernel.get(tiny(0))
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "512")
+    assert kernel.get(tiny(0)).name == "tiny"

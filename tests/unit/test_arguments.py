@@ -318,6 +318,11 @@ WRONG_SPECIALIZATIONS = {
         ValueError,
         "parameter T_STATE: expected one of fp16, bf16, fp32, got 'fp64'",
     ),
+    "lanes float": (
+        {"lanes_per_row": 2.5},
+        TypeError,
+        "parameter LANES_PER_ROW: expected an int, a bool or an identifier, got 2.5",
+    ),
     "lanes as a tuple": (
         {"lanes_per_row": (2,)},
         TypeError,

@@ -405,6 +405,20 @@ def test_full_disk_costs_one_warning_and_leaves_nothing_behind(owner, name, faul
     assert get(made[3]) is not None
 
 
+@pytest.mark.parametrize(("protection", "locks"), [(0o755, 1), (0o555, 0), (0o777, 0)], ids=oct)
+def test_processes_wait_for_each_other_only_where_they_can_leave_something(protection, locks, child, fresh_service):
+    code = """
+from rwkv_jit import cache
+from rwkv_jit.cache import lock
+with cache.one_at_a_time("ab", "a kernel"):
+    print(len(lock._held))
+"""
+    fresh_service.mkdir()
+    fresh_service.chmod(protection)
+    done = child(code, unprivileged=True)
+    assert (done.stdout, done.stderr) == (f"{locks}\n", "")
+
+
 @pytest.mark.parametrize("part", ["{}", "{}/inside", "{}/kernels.bundle"])
 def test_part_of_the_path_that_cannot_be_looked_at_costs_one_warning(part, child, tmp_path):
     closed = tmp_path / "closed"

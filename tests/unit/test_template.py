@@ -163,10 +163,16 @@ def test_template_of_ones_own_has_its_headers_beside_it_or_from_the_library(tmp_
     }
 
 
-def test_missing_header_is_the_error_of_the_file_system(tmp_path):
-    (tmp_path / "own.cu").write_text('#include "missing.cuh"\n', encoding="utf-8")
-    with pytest.raises(FileNotFoundError, match="missing.cuh"):
+def test_missing_header_is_named_with_the_file_that_includes_it(tmp_path):
+    (tmp_path / "own.cu").write_text('#include "one.cuh"\n', encoding="utf-8")
+    (tmp_path / "one.cuh").write_text('  #  include "missing.cuh"\n', encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match='^"missing.cuh", which one.cuh includes, lies neither beside '):
         template.read(tmp_path / "own.cu")
+
+
+def test_include_behind_other_text_is_none(tmp_path):
+    (tmp_path / "own.cu").write_text('// #include "missing.cuh"\nint x; #include "tile.cuh"\n', encoding="utf-8")
+    assert [name for name, _ in template.read(tmp_path / "own.cu").headers] == ["types.cuh"]
 
 
 def test_template_is_read_anew_and_those_of_the_library_once(own_templates):
