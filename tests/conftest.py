@@ -165,6 +165,22 @@ def give_away():
 
 
 @pytest.fixture
+def run(capsys):
+    """Runs a command of `rwkv-jit` in this process; returns its exit code, what it printed and what it said."""
+    from rwkv_jit import cli
+
+    def run(*arguments):
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        printed, said = capsys.readouterr()
+        return code, printed, said
+
+    return run
+
+
+@pytest.fixture
 def read_only():
     """Takes the write permission of directories away until the test ends."""
     with contextlib.ExitStack() as restore:

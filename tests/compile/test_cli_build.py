@@ -10,26 +10,11 @@ import time
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, cli, identity, kernel, stats
+from rwkv_jit import cache, identity, kernel, stats
 from rwkv_jit.cache import bundle
 
 SMALL = ("--op", "wkv7", "--head-size", "16", "--arch", "sm_90")
 WAYS = ("wkv7_recurrent_forward", "wkv7_recurrent_backward")
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command in this process; returns its exit code, what it printed and what it said."""
-
-    def run(*arguments):
-        try:
-            code = cli.main([str(argument) for argument in arguments])
-        except SystemExit as ended:
-            code = ended.code
-        printed, said = capsys.readouterr()
-        return code, printed, said
-
-    return run
 
 
 @pytest.fixture

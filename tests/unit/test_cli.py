@@ -10,7 +10,7 @@ from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import cache, cli, commands, env, report, sass
+from rwkv_jit import cache, commands, env, report, sass
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
 
@@ -28,21 +28,6 @@ def put(head_size=48, arch="sm_90", name="wkv7_recurrent_forward", **parameters)
 
 def damage(path):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command in this process; returns its exit code, what it printed and what it said."""
-
-    def run(*arguments):
-        try:
-            code = cli.main([str(argument) for argument in arguments])
-        except SystemExit as ended:
-            code = ended.code
-        printed, said = capsys.readouterr()
-        return code, printed, said
-
-    return run
 
 
 @pytest.fixture
