@@ -124,7 +124,8 @@ def _imported(users: Path) -> list[Path]:
         files.check_directory(users)
     except OSError:
         return []  # reading the first entry says why
-    return files.find(users / _BUNDLES, "*.bundle")
+    folder = users / _BUNDLES
+    return files.find(folder, "*.bundle") if os.path.isdir(folder) else []  # matching costs more than a kernel's read
 
 
 def compilers() -> list[str]:
