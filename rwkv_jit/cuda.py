@@ -169,6 +169,7 @@ def parameter_sizes(function: int) -> list[int] | None:
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = ctypes.byref(offset), ctypes.byref(size)
+    # The driver has no count: the first parameter too many is an error, harmless but reported by compute-sanitizer.
     while get_info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *arguments) == 0:
         sizes.append(size.value)
     return sizes
