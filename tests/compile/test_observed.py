@@ -315,9 +315,10 @@ def test_missing_compiler_is_no_failure_of_the_kernel(tiny, monkeypatch):
     assert kernel.get(tiny()).origin == "compiled"
 
 
-def test_wrong_setting_is_not_remembered_as_a_failure_of_the_kernel(tiny, monkeypatch):
+def test_wrong_setting_is_not_remembered_as_a_failure_of_the_kernel(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "much")
     with pytest.raises(ValueError, match="RWKVJIT_CACHE_MAX_MB"):
         kernel.get(tiny(0))
     monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "512")
-    assert kernel.get(tiny(0)).name == "tiny"
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "another"))  # it was stored before the setting was read
+    assert kernel.get(tiny(0)).origin == "compiled"
