@@ -6,7 +6,7 @@
 //
 // Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD.
 #pragma once
-#include "types.cuh"
+#include "sequence.cuh"
 
 constexpr int COLUMNS = 4 * ceil_div(HEAD_SIZE, 4 * LANES_PER_ROW);
 constexpr int PADDED_HEAD = LANES_PER_ROW * COLUMNS;
@@ -24,26 +24,6 @@ static_assert(CHUNK_LEN >= 1 && CHUNK_LEN <= 16 && (CHUNK_LEN & (CHUNK_LEN - 1))
               "chunk_len must be 1, 2, 4, 8 or 16");
 
 constexpr int STATIC_SHARED_LIMIT = 48 * 1024;  // what every GPU gives a block without asking
-
-// Strides in elements; the innermost one is 1.
-struct Strides { i64 batch, token, head; };
-
-// The tokens of one sequence: a row of the batch, or the stretch [cu_seqlens[i], cu_seqlens[i + 1]) of a packed
-// row. Bounds are clamped, so that a wrong cu_seqlens can give wrong values but never a stray access.
-struct Span { i64 batch, begin, length; };
-
-__device__ inline Span sequence_span(const i64* cu_seqlens, i64 sequence, i64 tokens) {
-    if (cu_seqlens == nullptr) return {sequence, 0, tokens};
-    const i64 begin = min(max(cu_seqlens[sequence], i64(0)), tokens);
-    return {0, begin, max(min(cu_seqlens[sequence + 1], tokens) - begin, i64(0))};
-}
-
-// First checkpoint slot of a sequence. Packed sequences get disjoint slots without knowing each other's lengths:
-// floor(begin / interval) + index grows by at least ceil(length / interval) from one to the next.
-__device__ inline i64 first_checkpoint(const i64* cu_seqlens, i64 sequence, Span span, int interval) {
-    if (cu_seqlens == nullptr) return sequence * ((span.length + interval - 1) / interval);
-    return span.begin / interval + sequence;
-}
 
 __device__ inline int lane_in_row() { return threadIdx.x % LANES_PER_ROW; }
 __device__ inline int first_row() { return threadIdx.x / LANES_PER_ROW * ROWS_PER_THREAD; }
@@ -184,10 +164,6 @@ __device__ inline void clear_shared(float* smem, int count) {
 }
 
 // ---- the state in global memory --------------------------------------------------------------------------------
-
-template <StateLayout LAYOUT> __device__ inline i64 state_index(int row, int channel) {
-    return LAYOUT == StateLayout::vk ? i64(row) * HEAD_SIZE + channel : i64(channel) * VALUE_SIZE + row;
-}
 
 using Rectangle = float[ROWS_PER_THREAD][COLUMNS];
 

@@ -10,6 +10,9 @@ using i64 = long long;
 enum class Decay { raw, sigmoid, log, direct };
 enum class StateLayout { vk, kv };
 
+template <typename T> constexpr bool is_bf16 = false;
+template <> constexpr bool is_bf16<bf16> = true;
+
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 

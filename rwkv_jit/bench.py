@@ -9,17 +9,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import reference, report, runtime
+from rwkv_jit import reference, report, runtime, tensors
+from rwkv_jit.ops import backends
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
 OPS: dict[str, Callable[..., Any]] = {"wkv6": wkv6, "wkv7": wkv7}
 REFERENCES: dict[str, Callable[..., Any]] = {"wkv6": reference.wkv6_ref, "wkv7": reference.wkv7_ref}
+DECAYS = {"wkv6": "raw", "wkv7": "sigmoid"}  # those of the models
 # Batch, tokens, heads, head size: a short prompt, and training.
 SHAPES = ((1, 54, 32, 64), (8, 4096, 64, 64))
 _SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument("--backend", choices=("auto", *backends.KERNELS), default="auto", help="default: auto")
     parser.add_argument("--shape", help="B,T,H,N instead of the usual shapes")
     parser.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
 
@@ -93,7 +97,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        env : the environment report; rows : one dict per op and shape, with op, shape, dtype, forward_ms,
+        env : the environment report; rows : one dict per op and shape, with op, shape, dtype, backend, forward_ms,
         forward_backward_ms, in_graph, saved_mib, error; first_call : milliseconds of a first call with gradients from
         an empty cache and from disk, each in a process of its own.
 
@@ -101,12 +105,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ------
     ValueError
         There is no GPU, or the shape cannot be read.
+    UnsupportedConfigError
+        The backend that was asked for cannot do it.
     """
     if not runtime.is_available():
         raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
     shapes = SHAPES if arguments.shape is None else (_read_shape(arguments.shape),)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
-    rows = [_measure(op, shape, dtype) for shape in shapes for op in arguments.op or sorted(OPS)]
+    rows = [_measure(op, shape, dtype, arguments.backend) for shape in shapes for op in arguments.op or sorted(OPS)]
     return {"env": runtime.env_report(), "rows": rows, "first_call": _first_calls()}
 
 
@@ -117,8 +123,11 @@ def _read_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _measure(op: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    function = OPS[op]
+def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> dict[str, Any]:
+    _, tokens, _, head_size = shape
+    case = backends.Case(op, dtype, head_size, head_size, tokens, DECAYS[op], None, None)
+    backend, _ = backends.choose(asked, case, lambda: tensors.arch(torch.cuda.current_device()))
+    function = partial(OPS[op], decay=DECAYS[op], backend=backend)
     given = make_inputs(op, shape, dtype)
     weight = torch.randn(tuple(shape), device="cuda").to(dtype)
     detached = [x.detach() for x in given]
@@ -133,19 +142,20 @@ def _measure(op: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any
         "op": op,
         "shape": list(shape),
         "dtype": str(dtype).removeprefix("torch."),
+        "backend": backend,
         "forward_ms": forward,
         "forward_backward_ms": both,
         "in_graph": small,
         "saved_mib": saved / 2**20,
-        "error": _error(op, shape, dtype),
+        "error": _error(op, shape, dtype, function),
     }
 
 
-def _error(op: str, shape: Sequence[int], dtype: torch.dtype) -> float:
+def _error(op: str, shape: Sequence[int], dtype: torch.dtype, function: Callable[..., Any]) -> float:
     """Return the largest relative L2 error of y and the gradients against float64, over at most 300 tokens of a row."""
     given = make_inputs(op, (1, min(shape[1], 300), *shape[2:]), dtype)
     exact = [x.detach().double().requires_grad_() for x in given]
-    y, want = OPS[op](*given)[0], REFERENCES[op](*exact)[0]
+    y, want = function(*given)[0], REFERENCES[op](*exact, decay=DECAYS[op])[0]
     weight = torch.randn_like(y)
     grads = torch.autograd.grad(y, given, weight)
     want_grads = torch.autograd.grad(want, exact, weight.double())
@@ -169,12 +179,12 @@ def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
     print(f"{result['env']['gpus'][0]}, torch {result['env']['torch']}, NVRTC {result['env']['nvrtc'].split()[0]}\n")
     report.table(
-        ("op", "(B, T, H, N)", "dtype", "forward ms", "in a graph", "fwd + bwd ms", "saved MiB", "error"),
+        ("op", "(B, T, H, N)", "dtype", "backend", "forward ms", "in a graph", "fwd + bwd ms", "saved MiB", "error"),
         [
             (
-                row["op"], f"({', '.join(map(str, row['shape']))})", row["dtype"], f"{row['forward_ms']:.4f}",
-                "yes" if row["in_graph"] else "no", f"{row['forward_backward_ms']:.4f}", f"{row['saved_mib']:.1f}",
-                f"{row['error']:.1e}",
+                row["op"], f"({', '.join(map(str, row['shape']))})", row["dtype"], row["backend"],
+                f"{row['forward_ms']:.4f}", "yes" if row["in_graph"] else "no", f"{row['forward_backward_ms']:.4f}",
+                f"{row['saved_mib']:.1f}", f"{row['error']:.1e}",
             )
             for row in result["rows"]
         ],

@@ -110,6 +110,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
     add("--decay", "raw (default), sigmoid, log, direct")
+    parser.add_argument("--decay-bound", type=float, metavar="X", help="what calls will promise, e.g. -1")
     add("--state-layout", "vk (default), kv")
     add("--w-dtype", "of w, and of u in wkv6 (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of the initial state (default: fp32)", _dtype)
@@ -124,6 +125,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
     parser.add_argument("--arch", help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--decay", default="raw", help="raw (default), sigmoid, log, direct")
+    parser.add_argument("--backend", default="auto", help="auto (default), recurrent, chunked")
     parts = parser.add_mutually_exclusive_group()
     for part, text in (
         ("resources", "registers, spills and shared memory (default)"),

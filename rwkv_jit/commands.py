@@ -92,8 +92,17 @@ def build(parsed: argparse.Namespace) -> Outcome:
             parsed.state_dtype or ["fp32"],
         )
         for request in runtime.call_requests(
-            op, head_size, dtypes[dtype], arch, direction, decay, layout, dtypes.get(w_dtype), dtypes[state_dtype]
-        )
+            op,
+            head_size,
+            dtypes[dtype],
+            arch,
+            direction,
+            decay,
+            layout,
+            dtypes.get(w_dtype),
+            dtypes[state_dtype],
+            parsed.decay_bound,
+        )  # fmt: skip
     ]
     requests = [request._replace(also=()) for request in requests]  # exactly what was asked for
     for arch in dict.fromkeys(request.arch for request in requests):
@@ -186,7 +195,8 @@ def show(parsed: argparse.Namespace) -> Outcome:
         next(dtype for dtype, name in tensors.STORAGE.items() if name == parsed.dtype),
         parsed.arch,
         parsed.direction,
-        decay=parsed.decay,
+        parsed.backend,
+        parsed.decay,
     )
     result = _about(kernel) | {"resources": {name: asdict(used) for name, used in kernel.resources.items()}}
     if parsed.part == "resources":

@@ -90,7 +90,8 @@ def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) 
     """
     target = target_for(arch)
     image, log, seconds = _run(rendered, target, parameters)
-    return Compiled(image, target, _parse_resources(log), seconds)
+    dynamic = parameters.get("SHARED_BYTES", 0)
+    return Compiled(image, target, _parse_resources(log, dynamic if isinstance(dynamic, int) else 0), seconds)
 
 
 def ptx(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) -> str:
@@ -208,8 +209,11 @@ def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
     return f"{file}:\n" + "\n".join(numbered) + "\n"
 
 
-def _parse_resources(log: str) -> dict[str, Resources]:
-    """Read ptxas -v, e.g. ``Used 40 registers, used 1 barriers, 1024 bytes smem``."""
+def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
+    """Read ptxas -v, e.g. ``Used 40 registers, used 1 barriers, 1024 bytes smem``.
+
+    It knows static shared memory only; `dynamic` is what a kernel without any is launched with.
+    """
     found: dict[str, Resources] = {}
     entry, spills = "", 0
     for line in log.splitlines():
@@ -219,5 +223,5 @@ def _parse_resources(log: str) -> dict[str, Resources]:
             spills = int(match[1]) + int(match[2])
         elif match := _REGISTERS.search(line):
             shared = _SHARED.search(line)
-            found[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else 0)
+            found[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else dynamic)
     return found

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,18 @@ from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.reference import wkv6_ref, wkv7_ref
 
-OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"wkv6": (wkv6, wkv6_ref), "wkv7": (wkv7, wkv7_ref)}
+DECAYS = {"wkv6": "raw", "wkv7": "sigmoid"}  # those of the models
+OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    name: (partial(op, decay=DECAYS[name]), partial(reference, decay=DECAYS[name]))
+    for name, op, reference in (("wkv6", wkv6, wkv6_ref), ("wkv7", wkv7, wkv7_ref))
+}
 HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
 DTYPES = (torch.bfloat16, torch.float32)
-ERROR_LIMITS = {torch.bfloat16: 3e-3, torch.float32: 5e-6}
+# wkv7 may run on the tensor cores.
+ERROR_LIMITS = {
+    "wkv6": {torch.bfloat16: 3e-3, torch.float32: 5e-6},
+    "wkv7": {torch.bfloat16: 8e-3, torch.float32: 5e-6},
+}
 ARCH_WITHOUT_GPU = "sm_90a"
 _CACHE_VARIABLES = ("RWKVJIT_CACHE_DIR", "RWKVJIT_CACHE_PATH", "RWKVJIT_CACHE", "RWKVJIT_ASSERT_CACHED")
 # (B, T, H): the float64 reference keeps every state for its backward, so errors are taken on few tokens.
@@ -97,7 +106,7 @@ def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[
 
     def ask() -> tuple[kernel.Kernel, float]:
         started = time.perf_counter()
-        found = runtime.specialize(op, head_size, arch=arch, direction=direction)
+        found = runtime.specialize(op, head_size, arch=arch, direction=direction, decay=DECAYS[op])
         return found, 1e3 * (time.perf_counter() - started)
 
     compiled, compile_ms = ask()
@@ -108,6 +117,7 @@ def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[
         "op": op,
         "head_size": head_size,
         "direction": direction,
+        "backend": compiled.name.split("_")[1],
         "arch": compiled.arch,
         "target": compiled.target,
         "origins": [compiled.origin, from_disk.origin, from_memory.origin],
@@ -141,8 +151,8 @@ def check(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str,
         "first_call_ms": first_call_ms,
         "error": errors[0],
         "gradient_error": max(errors[1:]),
-        "limit": ERROR_LIMITS[dtype],
-        "passed": max(errors) <= ERROR_LIMITS[dtype],
+        "limit": ERROR_LIMITS[op][dtype],
+        "passed": max(errors) <= ERROR_LIMITS[op][dtype],
     }
 
 
@@ -172,11 +182,10 @@ def _inputs(
         return torch.randn(*sizes, generator=generator)
 
     r, k, v, x, direction, rate, dy = (normal(*shape, head_size) for _ in range(7))
-    w = -softplus(-x) - 0.5
     kk = normalize(direction, dim=-1)
     given = {
-        "wkv6": (r, k, v, w, normal(shape[2], head_size)),
-        "wkv7": (r, w, k, v, -kk, kk * torch.sigmoid(rate)),
+        "wkv6": (r, k, v, -softplus(-x) - 0.5, normal(shape[2], head_size)),
+        "wkv7": (r, x, k, v, -kk, kk * torch.sigmoid(rate)),
     }[op]
     return [x.to(device, dtype).requires_grad_() for x in given], dy.to(device, dtype)
 
@@ -226,12 +235,15 @@ def show(result: dict[str, Any]) -> None:
         if not result["on_gpu"]:
             print("(there is no GPU here: they are compiled, not run)")
         report.table(
-            ("op", "head size", "direction", "compile ms", "disk ms", "memory ms", "registers", "spill B", "shared B"),
+            (
+                "op", "head size", "direction", "backend", "compile ms", "disk ms", "memory ms", "registers", "spill B",
+                "shared B",
+            ),
             [
                 (
-                    record["op"], record["head_size"], record["direction"], f"{record['compile_ms']:.0f}",
-                    f"{record['disk_ms']:.2f}", f"{record['memory_ms']:.3f}", record["registers"],
-                    record["spill_bytes"], record["shared_bytes"],
+                    record["op"], record["head_size"], record["direction"], record["backend"],
+                    f"{record['compile_ms']:.0f}", f"{record['disk_ms']:.2f}", f"{record['memory_ms']:.3f}",
+                    record["registers"], record["spill_bytes"], record["shared_bytes"],
                 )
                 for record in result["kernels"]
             ],
@@ -247,12 +259,13 @@ def show(result: dict[str, Any]) -> None:
     # On the CPU a first call compiles nothing, so its time would say nothing.
     first_call = ("first call ms",) if result["on_gpu"] else ()
     report.table(
-        ("op", "head size", "dtype", "error y", "error grads", *first_call, "forward ms", "fwd + bwd ms"),
+        ("op", "head size", "dtype", "error y", "error grads", "limit", *first_call, "forward ms", "fwd + bwd ms"),
         [
             (
                 call["op"], call["head_size"], call["dtype"], f"{call['error']:.1e}",
-                f"{call['gradient_error']:.1e}", *[f"{call['first_call_ms']:.0f}" for _ in first_call],
-                f"{call['forward_ms']:.3f}", f"{call['forward_backward_ms']:.3f}",
+                f"{call['gradient_error']:.1e}", f"{call['limit']:.0e}",
+                *[f"{call['first_call_ms']:.0f}" for _ in first_call], f"{call['forward_ms']:.3f}",
+                f"{call['forward_backward_ms']:.3f}",
             )
             for call in result["calls"]
         ],
@@ -260,7 +273,6 @@ def show(result: dict[str, Any]) -> None:
     print()
     if first_call:
         print("A first call compiles forward and backward side by side, loads them and runs both.")
-    limits = ", ".join(f"{limit:.0e} in {str(dtype).removeprefix('torch.')}" for dtype, limit in ERROR_LIMITS.items())
-    print(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits: {limits}.")
+    print(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits.")
     cache = result["cache"]
     print(f"Your kernel cache was not touched: {cache['path']}, {cache['entries']} kernels, {cache['bytes']} bytes.")

@@ -82,7 +82,7 @@ class Kernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Static shared memory per block, the maximum over the kernels."""
+        """Shared memory per block, the maximum over the kernels: static, or what a parameter SHARED_BYTES names."""
         return self._most("shared_bytes")
 
     def is_loaded(self, device: int) -> bool:

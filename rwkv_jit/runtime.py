@@ -12,7 +12,7 @@ import torch
 
 from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, geometry, recurrent, wkv6, wkv7
+from rwkv_jit.ops import backends, boundary, prepared, wkv6, wkv7
 from rwkv_jit.template import Parameter
 
 OPS = {op.name: op for op in (wkv6.OP, wkv7.OP)}
@@ -48,15 +48,16 @@ def specialize(
         E.g. "sm_90a", or "compute_80" for PTX; RWKVJIT_ARCH or this machine's GPU by default.
     direction : {"forward", "backward"}, default "forward"
         Which kernels.
-    backend : {"auto", "recurrent"}, default "auto"
-        Which algorithm.
+    backend : {"auto", "recurrent", "chunked"}, default "auto"
+        Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked", the tensor
+        cores, takes any `decay`, as the bound is a promise of calls.
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         The map from w to the per-step factor.
     chunk_len, num_threads : int, optional
         Chosen by the head size by default.
     **parameters
         Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv6),
-        state_layout ("vk", "kv"), lanes_per_row, rows_per_thread.
+        state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm (chunked).
 
     Returns
     -------
@@ -69,7 +70,7 @@ def specialize(
     TypeError, ValueError
         An argument does not fit.
     UnsupportedConfigError
-        The template has no kernel for these parameters: its rule, and the nearest legal value.
+        There is no kernel for these parameters: the rule, and the nearest legal value.
     CompileError, NvrtcNotFoundError
         The kernel is not cached and cannot be compiled.
 
@@ -82,7 +83,8 @@ def specialize(
     request = _request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
-    return recurrent.get_kernels([request], chunk_len, num_threads)[0]
+    chosen = backends.KERNELS[request.template.name.split("_")[1]]
+    return prepared.get_kernels(chosen, [request], chunk_len, num_threads)[0]
 
 
 def compile_async(
@@ -136,6 +138,7 @@ def warm(
     w_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], None] | None = None,
+    decay_bound: float | None = None,
 ) -> list[kernel.Kernel]:
     """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
 
@@ -161,12 +164,14 @@ def warm(
         Of the initial state.
     progress : callable, optional
         Called with the numbers of finished and of all kernels, before the first and after each.
+    decay_bound : float, optional
+        The promise that calls will give: with it, or with "sigmoid", long calls take the chunked kernels.
 
     Returns
     -------
     list of Kernel
-        One per architecture, head size, dtype and direction; and a second forward, for calls with few heads, where
-        that is another kernel.
+        One per architecture, head size, dtype and direction; a second forward, for calls with few heads, where that is
+        another kernel; and where long calls take the chunked kernels those too, before the recurrent ones.
 
     Raises
     ------
@@ -188,7 +193,9 @@ def warm(
     requests = [
         request
         for target, head_size, dtype, direction in cases
-        for request in call_requests(op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype)
+        for request in call_requests(
+            op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound
+        )
     ]
     return compile_all(requests, progress)
 
@@ -215,9 +222,12 @@ def _several(given: Any, one: type) -> list[Any]:
 
 def call_requests(
     op: str, head_size: int, dtype: torch.dtype, arch: str | None, direction: str, decay: str, state_layout: str,
-    w_dtype: torch.dtype | None, state_dtype: torch.dtype,
+    w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
 ) -> list[kernel.Request]:  # fmt: skip
-    """Return the kernels that calls of an op may need in one direction."""
+    """Return the kernels that calls of an op may need in one direction, long and short ones, with many and few heads.
+
+    Some of them may be equal.
+    """
     for name, kind in (("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
         if kind not in tensors.STORAGE:
             raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {kind}")
@@ -226,17 +236,23 @@ def call_requests(
         chosen["t_state"] = tensors.STORAGE[state_dtype]
     if op in OPS and OPS[op].fixed:
         chosen["t_u"] = chosen["t_w"]
-    plain = _request(op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen)
-    few_heads = geometry.geometry(op, direction, head_size, head_size, few_heads=True)
-    return [plain, plain._replace(parameters={**plain.parameters, **few_heads})]
+    calls = product((backends.LEAST_TOKENS, 1), (False, True))
+    return [
+        _request(
+            op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
+        )
+        for call in calls
+    ]  # fmt: skip
 
 
 def _request(
     op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
     backend: str, decay: str, chunk_len: int | None, num_threads: int | None, parameters: dict[str, Parameter],
+    decay_bound: float | None = None, tokens: int = backends.LEAST_TOKENS, few_heads: bool = False,
 ) -> kernel.Request:  # fmt: skip
+    """Check everything and return the kernel of one direction that calls of so many tokens take."""
     layout = str(parameters.get("state_layout", "vk"))
-    boundary.check_options(1.0, decay, None, layout, 1, chunk_len, num_threads, backend)
+    boundary.check_options(1.0, decay, decay_bound, layout, 1, chunk_len, num_threads, backend)
     for name, value, legal in (("op", op, tuple(OPS)), ("direction", direction, DIRECTIONS)):
         if value not in legal:
             raise ValueError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
@@ -261,18 +277,13 @@ def _request(
     }  # fmt: skip
     if OPS[op].fixed:
         types["T_U"] = storage
+    # Who asks for a chunked kernel by its name will promise the bound in the calls.
+    known_decay = "sigmoid" if backend == "chunked" else decay
+    case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len)
+    name, _ = backends.choose(backend, case, lambda: target)
     chosen = {name.upper(): value for name, value in parameters.items()}
-    return recurrent.specialize(
-        op,
-        direction,
-        head_size,
-        value_size,
-        types,
-        target,
-        chunk_len,
-        num_threads,
-        chosen=chosen,
-        also=also,
+    return backends.KERNELS[name].specialize(
+        op, direction, head_size, value_size, types, target, chunk_len, num_threads, few_heads, chosen, also
     )
 
 

@@ -165,6 +165,10 @@ def arch(device: int) -> str:
     return env.arch() or _capability(device)
 
 
+# What torch.compiler.assume_constant_result does, without the compiler that it imports: a trace takes the answer.
+arch._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def also(device: int) -> tuple[str, ...]:
     """Return architectures whose stored kernels serve a device too: those for its kind alone, like sm_90a."""
     return () if env.arch() else (f"{_capability(device)}a",)
@@ -208,24 +212,24 @@ def capturing() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def needs_copy(x: Tensor) -> bool:
+def needs_copy(x: Tensor, vector: int) -> bool:
     """Return whether a kernel cannot read `x` in place.
 
-    Kernels take any stride but need neighbouring channels, and read four at once where the head size allows it.
+    Kernels take any stride but need neighbouring channels, and read `vector` of them at once.
     """
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return True
-    return x.shape[-1] % 4 == 0 and any(s % 4 for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
+    return vector > 1 and any(s % vector for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)
 
 
-def alignment(x: Tensor) -> int:
-    """Return what the address of `x` must be a multiple of: four channels are read at once where there are four."""
-    return 4 * x.element_size() if x.shape[-1] % 4 == 0 else 1
+def alignment(x: Tensor, vector: int) -> int:
+    """Return what the address of `x` must be a multiple of where a kernel reads `vector` channels at once."""
+    return vector * x.element_size() if vector > 1 else 1
 
 
-def aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor, vector: int) -> Tensor:
     """Return `x`, or a copy where it starts at an address that a kernel cannot read."""
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % alignment(x) else x
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % alignment(x, vector) else x
 
 
 class _Capsule:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import recurrent
+from rwkv_jit.ops import backends, prepared
+from rwkv_jit.ops.prepared import Options
 
-BACKENDS = ("auto", "recurrent", "reference")
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
 _OPTIONS = (
@@ -42,13 +42,13 @@ class Op(NamedTuple):
 # ---- the public call ---------------------------------------------------------------------------------------------
 
 # Forwards by signature: a call that is found here has passed all checks before.
-_known: dict[Any, recurrent.Forward] = {}
+_known: dict[Any, prepared.Forward] = {}
 
 
 def _forget() -> None:
     """Drop what is prepared: nothing of CUDA survives a fork."""
     _known.clear()
-    recurrent.forget()
+    prepared.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -80,14 +80,14 @@ def call(
         except TypeError:  # an option that cannot be one may have no hash
             known = None
     if known is None:
+        asked = (op.name, decay_bound, options)
         check_options(scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
-        checked = _check(op, arrays, initial_state, cu_seqlens, state_layout, backend)
-        arrays, initial_state, cu_seqlens, backend = checked
-        options = (float(scale), *options[1:])
-        if backend == "recurrent" and tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens)):
+        options = Options(float(scale), *options[1:])
+        arrays, initial_state, cu_seqlens, options = _check(op, arrays, initial_state, cu_seqlens, decay_bound, options)
+        on_gpu = options.backend in backends.KERNELS
+        if on_gpu and tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens)):
             training = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
-            known = _prepare(op, arrays, initial_state, cu_seqlens, decay_bound, options, training)
-        options = (*options[:-1], backend)
+            known = _prepare(op, arrays, initial_state, cu_seqlens, asked, options, training)
     if initial_state is not None and initial_state.dim() == 3:
         sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)
@@ -97,7 +97,7 @@ def call(
     if known is not None and wants_grad:
         y, final = op.known(known, output_final_state, *arrays, initial_state, cu_seqlens)
     elif known is not None:
-        y, final, _ = recurrent.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
+        y, final, _ = prepared.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
     else:
         arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
         y, final, *_ = op.traced(*arguments) if wants_grad else op.forward(*arguments, False)
@@ -109,17 +109,22 @@ def _any_requires_grad(given: Sequence[Tensor], initial_state: Tensor | None) ->
 
 
 def _check(
-    op: Op, arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, state_layout: str, backend: str
-) -> tuple[list[Tensor], Tensor | None, Tensor | None, str]:
-    """Check the arrays of a call; return them as tensors, and the backend that will run."""
+    op: Op,
+    arrays: Sequence[Any],
+    initial_state: Any,
+    cu_seqlens: Any,
+    decay_bound: float | None,
+    options: Options,
+) -> tuple[list[Tensor], Tensor | None, Tensor | None, Options]:
+    """Check the arrays of a call; return them as tensors, and the options with the backend that will run."""
     names = (*op.streamed, *op.fixed)
     given = [tensors.from_any(name, x) for name, x in zip(names, arrays, strict=True)]
     streamed = dict(zip(op.streamed, given, strict=False))
     first, v = streamed["r"], streamed["v"]
-    backend = _resolve(backend, first)
-    wide = backend == "reference"
-    tensors.check_inputs(streamed, like="r", value="v", decay="w", wide=wide)
-    batch, _, heads, head_size = first.shape
+    on_gpu = _is_for_kernels(options.backend, first)
+    tensors.check_inputs(streamed, like="r", value="v", decay="w", wide=not on_gpu)
+    batch, tokens, heads, head_size = first.shape
+    value_size = v.shape[3]
     for name, x in zip(op.fixed, given[len(op.streamed) :], strict=True):
         tensors.check_fixed(name, x, (heads, head_size), first)
     sequences = batch
@@ -127,11 +132,26 @@ def _check(
         cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
         tensors.check_packing(cu_seqlens, first)
         sequences = cu_seqlens.shape[0] - 1
+        tokens = tokens // sequences
     if initial_state is not None:
         initial_state = tensors.from_any("initial_state", initial_state)
-        sizes = (v.shape[3], head_size) if state_layout == "vk" else (head_size, v.shape[3])
-        tensors.check_state(initial_state, sequences, heads, sizes, first, wide)
-    return given, initial_state, cu_seqlens, backend
+        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
+        tensors.check_state(initial_state, sequences, heads, sizes, first, wide=not on_gpu)
+    backend, chunk_len = "reference", options.chunk_len
+    if on_gpu:
+        case = backends.Case(op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len)
+        backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(first.device.index))
+    scale, decay, layout, interval, _, num_threads, _ = options
+    return given, initial_state, cu_seqlens, Options(scale, decay, layout, interval, chunk_len, num_threads, backend)
+
+
+def _is_for_kernels(backend: str, like: Tensor) -> bool:
+    """Return whether kernels run a call: CUDA tensors take them, all others plain torch."""
+    if backend in backends.KERNELS and like.device.type != "cuda":
+        raise UnsupportedConfigError(
+            f"backend: {backend!r} runs on CUDA tensors, got {like.device}; use 'auto' or 'reference'"
+        )
+    return backend != "reference" and like.device.type == "cuda"
 
 
 def _prepare(
@@ -139,22 +159,25 @@ def _prepare(
     given: Sequence[Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    decay_bound: float | None,
-    options: tuple[Any, ...],
+    asked: tuple[Any, ...],
+    options: Options,
     training: bool,
-) -> recurrent.Forward:
-    """Return the forward for tensors that have been checked, and keep it for calls of the same signature."""
-    key = (op.name, decay_bound, options, tensors.signature((*given, initial_state, cu_seqlens)))
+) -> prepared.Forward:
+    """Return the forward for tensors that have been checked, and keep it for calls of the same signature.
+
+    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
+    """
+    key = (*asked, tensors.signature((*given, initial_state, cu_seqlens)))
     known = _known.get(key)
     if known is None:
         inputs = _inputs(op.name, op.streamed, given, cu_seqlens)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
         state_dtype = torch.float32 if initial_state is None else initial_state.dtype
-        known = recurrent.prepare_forward(
-            inputs, state_dtype, cu_seqlens is not None, recurrent.Options(*options[:-1]), training
+        known = prepared.prepare_forward(
+            backends.KERNELS[options.backend], inputs, state_dtype, cu_seqlens is not None, options, training
         )
-        if len(_known) >= recurrent.MOST_SIGNATURES:
+        if len(_known) >= prepared.MOST_SIGNATURES:
             _known.clear()
         _known[key] = known
     return known
@@ -162,10 +185,10 @@ def _prepare(
 
 def _inputs(
     name: str, streamed: tuple[str, ...], given: Sequence[Tensor], cu_seqlens: Tensor | None
-) -> recurrent.Inputs:
+) -> prepared.Inputs:
     sequences = given[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     count = len(streamed)
-    return recurrent.Inputs(name, streamed, tuple(given[:count]), tuple(given[count:]), sequences)
+    return prepared.Inputs(name, streamed, tuple(given[:count]), tuple(given[count:]), sequences)
 
 
 def check_options(
@@ -188,7 +211,7 @@ def check_options(
     for name, value, legal in (
         ("decay", decay, DECAYS),
         ("state_layout", state_layout, STATE_LAYOUTS),
-        ("backend", backend, BACKENDS),
+        ("backend", backend, backends.NAMES),
     ):
         if value not in legal:
             raise ValueError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
@@ -207,17 +230,6 @@ def check_options(
             raise TypeError(f"{name}: expected an int, got {count!r}")
         if not 1 <= count < 2**31:
             raise ValueError(f"{name}: expected at least 1, got {count}")
-
-
-def _resolve(backend: str, like: Tensor) -> str:
-    """The rule that picks a backend: kernels for CUDA tensors, plain torch for all others."""
-    if backend == "auto":
-        return "recurrent" if like.device.type == "cuda" else "reference"
-    if backend != "reference" and like.device.type != "cuda":
-        raise UnsupportedConfigError(
-            f"backend: {backend!r} runs on CUDA tensors, got {like.device}; use 'auto' or 'reference'"
-        )
-    return backend
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -244,6 +256,10 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         f"{_OPTIONS}, Tensor saved) -> ({results})"
     )
 
+    def parts(arguments: Sequence[Any]) -> tuple[Any, Any, Options]:
+        """Return the inputs; the state and cu_seqlens; the options."""
+        return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : count + 9])
+
     def run_reference(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
         scale, decay, layout = arguments[count + 2 : count + 5]
         cu_seqlens = arguments[count + 1]
@@ -255,11 +271,12 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         return result
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given, (state, cu_seqlens, *options, backend) = arguments[:count], arguments[count : count + 9]
+        given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[count + 9 :]
-        if backend == "recurrent":
-            known = _prepare(op, given, state, cu_seqlens, None, (*options, backend), save)
-            y, final, saved = recurrent.forward(known, given, state, cu_seqlens, output_final_state, save)
+        if options.backend in backends.KERNELS:
+            # The public call has checked these options, so what is known of it is no public call's.
+            known = _prepare(op, given, state, cu_seqlens, (f"{name}_fwd", None, options), options, save)
+            y, final, saved = prepared.forward(known, given, state, cu_seqlens, output_final_state, save)
             return y, y.new_empty(0) if final is None else final, y.new_empty(0) if saved is None else saved
         if not arguments[0].is_cuda:
             stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
@@ -267,33 +284,33 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        state, cu_seqlens, *options, backend = arguments[count : count + 9]
+        given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[count + 9 :]
-        inputs, layout, interval = _inputs(name, streamed, arguments[:count], cu_seqlens), options[2], options[3]
+        inputs = _inputs(name, streamed, given, cu_seqlens)
         first, v = inputs["r"], inputs["v"]
         heads, value_size = v.shape[2:]
         final, saved = v.new_empty(0), v.new_empty(0)
         if output_final_state:
-            sizes = (value_size, first.shape[3]) if layout == "vk" else (first.shape[3], value_size)
+            sizes = (value_size, first.shape[3]) if options.state_layout == "vk" else (first.shape[3], value_size)
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
             final = v.new_empty((inputs.sequences, heads, *sizes), dtype=dtype)
-        if save and backend == "recurrent":
-            floats = recurrent.saved_for(inputs, cu_seqlens is not None, interval).floats
-            saved = v.new_empty(floats, dtype=torch.float32)
+        if save and options.backend in backends.KERNELS:
+            kept = backends.KERNELS[options.backend].saved_for(inputs, cu_seqlens is not None, options)
+            saved = v.new_empty(kept.floats, dtype=torch.float32)
         return torch.empty_like(v, memory_format=torch.contiguous_format), final, saved
 
     def backward(dy: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
-        given, (state, cu_seqlens, *options, backend) = arguments[:count], arguments[count : count + 9]
-        if backend == "reference":
+        given, (state, cu_seqlens), options = parts(arguments)
+        if options.backend == "reference":
             return backward_reference(dy, grad_final, arguments)
         inputs = _inputs(name, streamed, given, cu_seqlens)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
-        saved = arguments[-1]
-        grads, fixed_grads, grad_initial = recurrent.backward(
-            inputs, dy, grad_final, cu_seqlens, saved, recurrent.Options(*options), state is not None
+        backend, saved = backends.KERNELS[options.backend], arguments[-1]
+        grads, fixed_grads, grad_initial = prepared.backward(
+            backend, inputs, dy, grad_final, cu_seqlens, saved, options, state is not None
         )
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
-        return (*grads, *totals, grad_initial if state is None else grad_initial.to(state.dtype))
+        return (*grads, *totals, given[0].new_empty(0) if grad_initial is None else grad_initial.to(state.dtype))
 
     def backward_reference(
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]
@@ -373,10 +390,10 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
         @staticmethod
         def forward(
-            ctx: Any, known: recurrent.Forward, output_final_state: bool, *given: Any
+            ctx: Any, known: prepared.Forward, output_final_state: bool, *given: Any
         ) -> tuple[Tensor, Tensor | None]:
             *inputs, state, cu_seqlens = given
-            y, final, saved = recurrent.forward(known, inputs, state, cu_seqlens, output_final_state, True)
+            y, final, saved = prepared.forward(known, inputs, state, cu_seqlens, output_final_state, True)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*given, saved)
             ctx.options = known.options
@@ -384,7 +401,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            return None, None, *differentiate(ctx.saved_tensors, (*ctx.options, "recurrent"), dy, grad_final)
+            return None, None, *differentiate(ctx.saved_tensors, ctx.options, dy, grad_final)
 
     # Function.apply looks for transforms first; a known call has none, and saves that time.
     apply_known = super(torch.autograd.Function, Known).apply

@@ -119,13 +119,45 @@ def test_warm_compiles_just_what_specialize_names():
 
 
 def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
-    from rwkv_jit.ops.geometry import geometry
+    from rwkv_jit.ops.recurrent import geometry
 
     plain = geometry("wkv7", "forward", 64, 64)
     few = {**plain, **geometry("wkv7", "forward", 64, 64, few_heads=True)}
     assert plain != few
     made = rwkv_jit.warm("wkv7", 64, torch.float32, backward=False, arch="sm_90")
     assert [{name: each.parameters[name] for name in plain} for each in made] == [plain, few]
+
+
+@pytest.mark.parametrize("options", [{"decay": "sigmoid"}, {"decay_bound": -0.7}], ids=str)
+def test_warm_compiles_both_backends_where_long_calls_take_the_chunked_one(options):
+    made = rwkv_jit.warm("wkv7", 24, [torch.bfloat16, torch.float32], arch="sm_90", **options)
+    ways = ("forward", "backward")
+    assert sorted({(each.name, each.parameters["T_IO"]) for each in made}) == sorted(
+        [(f"wkv7_chunked_{way}", "bf16") for way in ways]
+        + [(f"wkv7_recurrent_{way}", dtype) for way in ways for dtype in ("bf16", "fp32")]
+    )
+    same = rwkv_jit.specialize("wkv7", 24, arch="sm_90", backend="chunked", decay=options.get("decay", "raw"))
+    assert same.origin == "memory"
+
+
+def test_warm_without_a_bound_leaves_the_chunked_kernels_alone():
+    for made in (
+        rwkv_jit.warm("wkv7", 4, arch="sm_90"),
+        rwkv_jit.warm("wkv7", 4, arch="sm_75", decay="sigmoid"),
+        rwkv_jit.warm("wkv7", 4, arch="sm_90", decay="log", decay_bound=-9.0),
+        rwkv_jit.warm("wkv6", 4, arch="sm_90", decay="sigmoid"),
+    ):
+        assert {each.name.split("_")[1] for each in made} == {"recurrent"}
+
+
+def test_specialize_takes_what_long_calls_take():
+    for dtype, arch, decay, backend in (
+        (torch.bfloat16, "sm_80", "sigmoid", "chunked"),
+        (torch.bfloat16, "sm_80", "raw", "recurrent"),
+        (torch.bfloat16, "sm_75", "sigmoid", "recurrent"),
+        (torch.float32, "sm_80", "sigmoid", "recurrent"),
+    ):
+        assert rwkv_jit.specialize("wkv7", 4, dtype=dtype, arch=arch, decay=decay).name == f"wkv7_{backend}_forward"
 
 
 def test_warm_for_several_architectures():

@@ -121,6 +121,13 @@ def test_every_option_is_a_list(build):
     )
 
 
+def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
+    made = build("--op", "wkv7", "--head-size", "8", "--arch", "compute_80", "--decay-bound", "-1")
+    assert {each["name"] for each in made["kernels"]} == {
+        f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")
+    }
+
+
 def test_defaults_are_those_of_a_call(build):
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
     assert set(parameters(made, "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
@@ -137,6 +144,7 @@ def test_defaults_are_those_of_a_call(build):
         (("--arch", "sm_30"), "got sm_30"),
         (("--decay", "raw,soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
         (("--state-layout", "kk"), "state_layout: expected one of vk, kv, got 'kk'"),
+        (("--decay-bound", "1"), "decay_bound: expected a negative number, the least log-decay of a step, got 1.0"),
         (("-o", "{tmp}/missing/x.bundle"), "{tmp}/missing/x.bundle (No such file or directory); name another"),
         (("-o", "{tmp}/file/x.bundle"), "{tmp}/file/x.bundle (Not a directory); name another"),
         (("-o", "{tmp}"), "--output: expected a place that can be written, got {tmp} (it is a directory)"),
@@ -239,6 +247,15 @@ def test_resources(run):
     )  # fmt: skip
 
 
+def test_resources_of_a_chunked_kernel(run):
+    arguments = ("show", "wkv7", "--head-size", 12, "--arch", "sm_90", "--backend", "chunked")
+    data = json.loads(run(*arguments, "--json")[1])
+    assert data["name"] == "wkv7_chunked_forward"
+    assert (
+        data["shared_bytes"] == data["resources"]["wkv7_forward"]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
+    )
+
+
 def test_source_ptx_and_options(run):
     arguments = ("show", "wkv6", "--head-size", 12, "--value-size", 20, "--dtype", "fp16", "--arch", "sm_80",
                  "--decay", "log")  # fmt: skip
@@ -266,6 +283,8 @@ def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path,
     [
         (("wkv8",), "op: expected one of wkv6, wkv7, got 'wkv8'"),
         (("wkv7", "--decay", "soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
+        (("wkv7", "--backend", "tensor"), "backend: expected one of auto, recurrent, chunked, reference, got 'tensor'"),
+        (("wkv6", "--backend", "chunked"), "backend: 'chunked' has kernels for wkv7, got wkv6"),
         (("wkv7", "--arch", "banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("wkv7", "--arch", "compute_80", "--sass"), "--sass: expected an architecture like sm_90, got compute_80"),
         (("wkv7", "--head-size", "9000"), "shared memory; got "),

@@ -10,6 +10,8 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache
 from rwkv_jit.cache.entry import unpack
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops import chunked
 
 AXES = {
     "op": ("wkv6", "wkv7"),
@@ -22,23 +24,36 @@ AXES = {
     "w_dtype": ("like the rest", "fp32"),
     "value_size": ("like K", 33, 160),
 }
+CHUNKED_AXES = {
+    "op": ("wkv7",),
+    "direction": ("forward", "backward"),
+    "dtype": (torch.bfloat16, torch.float16),
+    "head_size": (1, 7, 24, 40, 64, 96, 100, 128),
+    "arch": ("sm_80", "sm_89", "sm_90", "sm_120"),
+    "decay": ("raw", "sigmoid", "log", "direct"),
+    "state_layout": ("vk", "kv"),
+    "w_dtype": ("like the rest", "fp32"),
+    "value_size": ("like K", 56),
+    "chunk_len": ("default", 16),
+    "state": ("fp32", "bf16", "fp16"),
+}
 # The two longest axes decide different things; their pairs alone would double the sample.
 UNPAIRED = {"head_size", "arch"}
 
 
-def sample():
+def sample(axes):
     """Rows in which any two values of different axes meet, but for UNPAIRED; the same rows every time."""
     pairs = {
         ((a, x), (b, y))
-        for a, b in itertools.combinations(AXES, 2)
+        for a, b in itertools.combinations(axes, 2)
         if {a, b} != UNPAIRED
-        for x in AXES[a]
-        for y in AXES[b]
+        for x in axes[a]
+        for y in axes[b]
     }
     rng, rows = random.Random(0), []
     while pairs:
         must = dict(min(pairs, key=str))
-        candidates = [{axis: must.get(axis, rng.choice(x)) for axis, x in AXES.items()} for _ in range(60)]
+        candidates = [{axis: must.get(axis, rng.choice(x)) for axis, x in axes.items()} for _ in range(60)]
         best = max(candidates, key=lambda row: len(pairs.intersection(itertools.combinations(row.items(), 2))))
         pairs -= set(itertools.combinations(best.items(), 2))
         rows.append(best)
@@ -49,21 +64,25 @@ def name(row):
     return "-".join(str(value).removeprefix("torch.").replace(" ", "_") for value in row.values())
 
 
-def whole_product():
+def whole_product(axes):
     """Op x direction x dtype x head size x architecture; the other choices take turns."""
-    first = list(AXES)[:5]
+    first = list(axes)[:5]
     rng = random.Random(0)
     return [
-        {axis: values[first.index(axis)] if axis in first else rng.choice(x) for axis, x in AXES.items()}
-        for values in itertools.product(*(AXES[axis] for axis in first))
+        {axis: values[first.index(axis)] if axis in first else rng.choice(x) for axis, x in axes.items()}
+        for values in itertools.product(*(axes[axis] for axis in first))
     ]
 
 
-def compile_row(row):
+def compile_row(row, backend="recurrent"):
     more = {} if row["w_dtype"] == "like the rest" else {"t_w": "fp32"}
+    if row.get("chunk_len", "default") != "default":
+        more["chunk_len"] = row["chunk_len"]
+    if "state" in row and row["direction"] == "forward":
+        more["t_state"] = row["state"]
     return rwkv_jit.specialize(
         row["op"], row["head_size"], None if row["value_size"] == "like K" else row["value_size"], row["dtype"],
-        row["arch"], row["direction"], decay=row["decay"], state_layout=row["state_layout"], **more,
+        row["arch"], row["direction"], backend, row["decay"], state_layout=row["state_layout"], **more,
     )  # fmt: skip
 
 
@@ -96,27 +115,54 @@ def check(kernel, row):
     assert f".text.{entry}\0".encode() in image
     assert entry in kernel.resources
     assert 0 < kernel.registers <= 255
-    assert 0 < kernel.shared_bytes <= 48 * 1024
+    assert 0 < kernel.shared_bytes <= (232448 if "chunked" in kernel.name else 48 * 1024)
     assert kernel.spill_bytes >= 0
     assert kernel.origin == "compiled"
     assert (kernel.arch, kernel.target) == (row["arch"], row["arch"])
     assert f"constexpr int HEAD_SIZE = {row['head_size']};" in kernel.source
 
 
-@pytest.mark.parametrize("row", sample(), ids=name)
+@pytest.mark.parametrize("row", sample(AXES), ids=name)
 def test_sample_of_all_choices(row):
     check(compile_row(row), row)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", whole_product(), ids=name)
+@pytest.mark.parametrize("row", whole_product(AXES), ids=name)
 def test_every_combination(row):
     check(compile_row(row), row)
 
 
-def test_sample_is_the_same_every_time_and_holds_every_value():
-    rows = sample()
-    assert rows == sample()
-    assert 40 <= len(rows) <= 60
-    for axis, values in AXES.items():
+SHARED_LIMITS = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
+
+
+def check_chunked(row):
+    """Where an architecture has too little shared memory the rule says so, and there is nothing to compile."""
+    sizes = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
+    if chunked.most_shared_bytes(*sizes, 16) > SHARED_LIMITS[row["arch"]]:
+        with pytest.raises(UnsupportedConfigError, match="backend: 'chunked' needs .* bytes of shared memory"):
+            compile_row(row, "chunked")
+        return
+    kernel = compile_row(row, "chunked")
+    check(kernel, row)
+    assert kernel.name == f"wkv7_chunked_{row['direction']}"
+
+
+@pytest.mark.parametrize("row", sample(CHUNKED_AXES), ids=name)
+def test_sample_of_the_chunked_kernels(row):
+    check_chunked(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", whole_product(CHUNKED_AXES), ids=name)
+def test_every_combination_of_the_chunked_kernels(row):
+    check_chunked(row)
+
+
+@pytest.mark.parametrize(("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40)])
+def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):
+    rows = sample(axes)
+    assert rows == sample(axes)
+    assert least <= len(rows) <= most
+    for axis, values in axes.items():
         assert {row[axis] for row in rows} == set(values)

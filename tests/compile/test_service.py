@@ -14,8 +14,8 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import recurrent
-from rwkv_jit.ops.geometry import VARIANTS
+from rwkv_jit.ops import backends, recurrent
+from rwkv_jit.ops.recurrent import VARIANTS
 
 # What specialize() below asks for, without torch, which takes seconds to load.
 PRINT_KERNEL = """
@@ -108,7 +108,7 @@ def test_two_head_sizes_in_one_process_are_two_kernels():
 @pytest.mark.parametrize(
     "change",
     [{"op": "wkv6"}, {"direction": "backward"}, {"dtype": torch.float32}, {"arch": "sm_90a"}, {"decay": "log"},
-     {"value_size": 40}, {"chunk_len": 4}, {"state_layout": "kv"}, {"t_state": "bf16"}],
+     {"value_size": 40}, {"chunk_len": 4}, {"state_layout": "kv"}, {"t_state": "bf16"}, {"backend": "chunked"}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_every_choice_is_a_kernel_of_its_own(change):
@@ -319,26 +319,38 @@ RULES = {
     "chunk_len x head_size needs more than 48 KB of shared memory": {"CHUNK_LEN": 16, "HEAD_SIZE": 256},
     "held_states must divide chunk_len": {"CHUNK_LEN": 2, "HELD_STATES": 4},
 }
-TEMPLATES = [f"{op}_recurrent_{direction}" for op in ("wkv6", "wkv7") for direction in ("forward", "backward")]
+CHUNKED_RULES = {
+    "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
+    "chunk_len must be 16 or 32": {"CHUNK_LEN": 8},
+    "num_threads must be a multiple of 32 from 64 to 512": {"NUM_THREADS": 544},
+    "num_threads must be at least the head size, rounded up to a multiple of 32": {"HEAD_SIZE": 128},
+    "num_threads must be once or twice the value size, rounded up to a multiple of 32": {"NUM_THREADS": 96},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
+}
+OF_THE_BACKWARD = {"held_states must divide chunk_len"} | {rule for rule in CHUNKED_RULES if "value size" in rule}
+BROKEN = [
+    (f"{kind}_{direction}", rule, rules[rule])
+    for kind, rules in (("wkv6_recurrent", RULES), ("wkv7_recurrent", RULES), ("wkv7_chunked", CHUNKED_RULES))
+    for direction in ("forward", "backward")
+    for rule in rules
+    if direction == "backward" or rule not in OF_THE_BACKWARD
+]
 
 
 def parameters(name):
-    op, _, direction = name.split("_")
+    op, backend, direction = name.split("_")
     types = {**TYPES, "T_U": "bf16"} if op == "wkv6" else TYPES
-    return recurrent.specialize(op, direction, 24, 24, types, "sm_90").parameters
+    return backends.KERNELS[backend].specialize(op, direction, 24, 24, types, "sm_90").parameters
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [(name, rule) for name in TEMPLATES for rule in RULES if "backward" in name or "HELD_STATES" not in RULES[rule]],
-)
-def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule):
-    broken = {**parameters(name), **RULES[rule]}
+@pytest.mark.parametrize(("name", "rule", "change"), BROKEN, ids=lambda x: str(x))
+def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
+    broken = {**parameters(name), **change}
     with pytest.raises(UnsupportedConfigError) as caught:
         kernel.get(kernel.Request(template.library(name), broken, "sm_90"))
     message = str(caught.value)
     assert message.startswith(f"{name}: {rule}; got ")
-    for parameter, value in RULES[rule].items():
+    for parameter, value in change.items():
         assert f"{parameter}={value}" in message
     assert isinstance(caught.value, ValueError)
     assert cache.entries() == []
@@ -348,7 +360,7 @@ def test_every_rule_of_the_templates_is_provoked_above():
     texts = "".join(path.read_text(encoding="utf-8") for path in template.directory().iterdir())
     written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
     assert len(written) == texts.count("static_assert(")
-    assert set(written) == set(RULES)
+    assert set(written) == set(RULES) | set(CHUNKED_RULES)
 
 
 @pytest.mark.parametrize(
@@ -366,6 +378,20 @@ def test_every_rule_of_the_templates_is_provoked_above():
 def test_refused_choice_comes_with_the_nearest_legal_value(choice, nearest):
     with pytest.raises(UnsupportedConfigError, match=f"must be .*; nearest legal: {nearest}$"):
         specialize(**choice)
+
+
+@pytest.mark.parametrize(("given", "nearest"), [(32, 96), (100, 96), (544, 512)])
+def test_refused_number_of_threads_of_the_chunked_forward_comes_with_the_nearest(given, nearest):
+    choice = {"head_size": 80, "backend": "chunked"}
+    with pytest.raises(UnsupportedConfigError, match=f"num_threads must be .*; nearest legal: num_threads={nearest}$"):
+        specialize(**choice, num_threads=given)
+    assert specialize(**choice, num_threads=nearest).parameters["NUM_THREADS"] == nearest
+
+
+def test_chunked_kernels_say_their_dynamic_shared_memory():
+    made = specialize(backend="chunked", head_size=16)
+    assert made.name == "wkv7_chunked_forward"
+    assert made.shared_bytes == made.parameters["SHARED_BYTES"] > 0
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

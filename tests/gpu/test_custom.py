@@ -165,7 +165,7 @@ def test_side_stream(kind, kernel):
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(2_000_000_000)
         if kind == "current":
             affine(kernel, x, y)
     if kind != "current":

@@ -1,8 +1,10 @@
 """wkv6 and wkv7 on the GPU against the float64 recurrence on the same rounded inputs, values and gradients."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,85 +12,28 @@ import torch
 import rwkv_jit
 from rwkv_jit import runtime
 from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import boundary, geometry, recurrent
+from rwkv_jit.ops import boundary, prepared, recurrent
+
+_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
+comparing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(comparing)
+DECAY_RANGES, DTYPES, NAMES, STRIDES = comparing.DECAY_RANGES, comparing.DTYPES, comparing.NAMES, comparing.STRIDES
+compare, make_inputs, reference, relative = (
+    comparing.compare, comparing.make_inputs, comparing.reference, comparing.relative,
+)  # fmt: skip
+run, strided, with_room = comparing.run, comparing.strided, comparing.with_room
 
 OPS = ("wkv6", "wkv7")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 GATE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-3}
-NAMES = {"wkv6": "rkvwu", "wkv7": "rwkvab"}
-# Log-decay per step: none at all, what models have, so fast that a division by it would overflow, and all together.
-DECAY_RANGES = {"none": (-1e-6, 0.0), "usual": (-0.6, -0.01), "fast": (-20.0, -15.0), "mixed": (-20.0, 0.0)}
-
-
-def make_inputs(
-    op, dtype, batch=2, tokens=65, heads=3, head_size=64, value_size=None, decays="usual", decay="raw", w_dtype=None
-):
-    """Model-like inputs: for wkv7 a = -kk and b = kk * eta with unit kk, so that states stay bounded."""
-    value_size = value_size or head_size
-    shape = (batch, tokens, heads, head_size)
-    r, k = (torch.randn(shape, device="cuda") * 0.5 for _ in range(2))
-    v = torch.randn(batch, tokens, heads, value_size, device="cuda")
-    low, high = DECAY_RANGES[decays]
-    log_decay = low + (high - low) * torch.rand(shape, device="cuda", dtype=torch.float64)
-    w = {
-        "raw": lambda g: torch.log(-g + 1e-12),
-        "sigmoid": lambda g: torch.logit((-g / 0.6065306597126334).clamp(1e-6, 1 - 1e-3)),
-        "log": lambda g: g,
-        "direct": torch.exp,
-    }[decay](log_decay)
-    if op == "wkv6":
-        given = {"r": r, "k": k, "v": v, "w": w, "u": torch.randn(heads, head_size, device="cuda") * 0.5}
-    else:
-        kk = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1)
-        given = {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * torch.rand(shape, device="cuda")}
-    return {n: x.to(w_dtype if n == "w" and w_dtype else dtype).requires_grad_() for n, x in given.items()}
-
-
-def relative(x, reference):
-    x, reference = x.detach().double(), reference.detach().double()
-    assert x.shape == reference.shape
-    assert torch.isfinite(x).all()
-    return float((x - reference).norm() / reference.norm().clamp_min(1e-300)) if x.numel() else 0.0
-
-
-def run(op, given, state=None, weights=None, function=None, **options):
-    """y, final state and the gradients of a random weighting of both."""
-    leaves = [*given.values(), *([state] if state is not None else [])]
-    y, final = (function or getattr(rwkv_jit, op))(
-        *given.values(), initial_state=state, output_final_state=True, **options
-    )
-    if weights is None:
-        weights = (
-            torch.randn(y.shape, device=y.device).to(y.dtype),
-            torch.randn(final.shape, device=y.device).to(final.dtype),
-        )
-    weighted = [w.to(o.dtype) for w, o in zip(weights, (y, final), strict=True)]
-    # Without tokens the reference uses no input at all; a kernel always gives every gradient.
-    grads = torch.autograd.grad([y, final], leaves, weighted, materialize_grads=function is not None)
-    return y, final, grads, weights
-
-
-def reference(op, given, state, weights, **options):
-    """The same in float64."""
-    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
-    exact_state = None if state is None else state.detach().double().requires_grad_()
-    return run(op, exact, exact_state, weights, getattr(rwkv_jit, f"{op}_ref"), **options)
 
 
 def check(op, given, state=None, options=(), exact_options=(), gate=None):
-    dtype = given["r"].dtype
-    gate = gate or GATE[dtype]
-    y, final, grads, weights = run(op, given, state, **dict(options))
-    want_y, want_final, want_grads, _ = reference(op, given, state, weights, **dict(exact_options))
-    errors = {"y": relative(y, want_y), "state": relative(final, want_final)}
-    names = [*given, "initial_state"]
-    errors |= {f"d{n}": relative(g, want) for n, g, want in zip(names, grads, want_grads, strict=False)}
-    state_gate = gate if final.dtype != torch.float32 else GATE[torch.float32]
-    limits = {name: state_gate if name == "state" else gate for name in errors}
-    for n, grad in zip(names, grads, strict=False):
-        # The gate is for many roundings together; among few, a single one may be as large as the dtype has them.
-        if grad.numel() < 64:
-            limits[f"d{n}"] = max(gate, 1.05 * torch.finfo(grad.dtype).eps / 2)
+    gate = gate or GATE[given["r"].dtype]
+    errors, final, named = compare(op, given, state, options, exact_options)
+    limits = dict.fromkeys(errors, gate)
+    if final.dtype == torch.float32:
+        limits["state"] = GATE[torch.float32]
+    limits = with_room(limits, named)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, (wrong, limits)
     return errors
@@ -138,7 +83,7 @@ def test_the_largest_head_sizes(op, head_size):
 @pytest.mark.parametrize("op", OPS)
 def test_every_decay(op, decay, decays, dtype):
     given = make_inputs(op, DTYPES[dtype], tokens=130, decays=decays, decay=decay, w_dtype=torch.float32)
-    check(op, given, options={"decay": decay}, exact_options={"decay": decay})
+    check(op, given, options={"decay": decay, "backend": "recurrent"}, exact_options={"decay": decay})
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -177,7 +122,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
     given = make_inputs(op, torch.bfloat16, batch=1, tokens=200, head_size=40)
     state = torch.randn(len(bounds) - 1, 3, 40, 40, device="cuda", requires_grad=True)
     cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
-    pinned = {"chunk_len": 4, "num_threads": 64}
+    pinned = {"chunk_len": 4, "num_threads": 64, "backend": "recurrent"}
     y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **pinned)
     for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         part = {n: (x[:, begin:end] if n != "u" else x).detach().requires_grad_() for n, x in given.items()}
@@ -227,7 +172,7 @@ def test_more_than_two_billion_elements(op):
     }
     for x in given.values():
         x.requires_grad_()
-    pinned = {"chunk_len": 4, "num_threads": 128}
+    pinned = {"chunk_len": 4, "num_threads": 128, "backend": "recurrent"}
     y, _ = getattr(rwkv_jit, op)(*given.values(), **pinned)
     dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
     grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
@@ -273,39 +218,12 @@ def test_a_prompt_continues_from_its_state(op, split):
     assert torch.equal(final, last)
 
 
-def _strided(x, how):
-    if how == "heads first":
-        return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    if how == "channels last but one":
-        return x.detach().transpose(2, 3).contiguous().transpose(2, 3)
-    if how == "a slice at an odd address":
-        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
-        wide[..., 1:-2] = x.detach()
-        return wide[..., 1:-2]
-    if how.startswith("heads first, "):  # strides a kernel could read in place, but not from this address
-        shift = int(how.split()[2])
-        batch, tokens, heads, size = x.shape
-        flat = torch.zeros(x.numel() + 8, device=x.device, dtype=x.dtype)[shift : shift + x.numel()]
-        view = flat.view(batch, heads, tokens, size).transpose(1, 2)
-        return view.copy_(x.detach())
-    return x.detach()[:, :1].expand_as(x)
-
-
-STRIDES = [
-    "heads first",
-    "heads first, 1 in",
-    "heads first, 4 in",
-    "channels last but one",
-    "a slice at an odd address",
-]
-
-
 @pytest.mark.parametrize("how", [*STRIDES, "expanded"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
 def test_inputs_of_any_stride(op, dtype, how):
     given = make_inputs(op, DTYPES[dtype], head_size=24)
-    odd = {n: (x.detach().t().contiguous().t() if n == "u" else _strided(x, how)) for n, x in given.items()}
+    odd = {n: (x.detach().t().contiguous().t() if n == "u" else strided(x, how)) for n, x in given.items()}
     assert not any(x.is_contiguous() for x in odd.values())
     check(op, {n: x.requires_grad_() for n, x in odd.items()})
 
@@ -320,19 +238,19 @@ def test_an_expanded_output_gradient(op):
 
 
 @pytest.mark.usefixtures("guarded_memory")
-@pytest.mark.parametrize("chunk_len", geometry.VARIANTS["chunk_len"])
-@pytest.mark.parametrize("num_threads", geometry.VARIANTS["num_threads"])
+@pytest.mark.parametrize("chunk_len", recurrent.VARIANTS["chunk_len"])
+@pytest.mark.parametrize("num_threads", recurrent.VARIANTS["num_threads"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_chunk_length_and_block_size(op, num_threads, chunk_len):
     given = make_inputs(op, torch.float32, batch=1, tokens=37, heads=2, head_size=16, value_size=24)
-    check(op, given, options={"chunk_len": chunk_len, "num_threads": num_threads})
+    check(op, given, options={"chunk_len": chunk_len, "num_threads": num_threads, "backend": "recurrent"})
 
 
 @pytest.mark.parametrize("interval", [1, 3, 16, 64, 100, 5000])
 @pytest.mark.parametrize("op", OPS)
 def test_every_checkpoint_interval(op, interval):
     given = make_inputs(op, torch.float32, tokens=150, head_size=40)
-    check(op, given, options={"checkpoint_interval": interval})
+    check(op, given, options={"checkpoint_interval": interval, "backend": "recurrent"})
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -549,10 +467,10 @@ def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_75 and sm_80 get, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(recurrent, "_backwards", {})
+    monkeypatch.setattr(prepared, "_backwards", {})
     for dtype in DTYPES.values():
         check(op, make_inputs(op, dtype, tokens=40, head_size=40))
-    known = [*boundary._known.values(), *recurrent._backwards.values()]
+    known = [*boundary._known.values(), *prepared._backwards.values()]
     assert {each.plan.kernel.target for each in known} == {arch}
     assert len(known) == 2 * len(DTYPES)
 

@@ -116,12 +116,17 @@ WRONG_OPTIONS = {
     "unknown backend": (
         {"backend": "cuda"},
         ValueError,
-        "backend: expected one of auto, recurrent, reference, got 'cuda'",
+        "backend: expected one of auto, recurrent, chunked, reference, got 'cuda'",
     ),
     "kernels on the CPU": (
         {"backend": "recurrent"},
         rwkv_jit.UnsupportedConfigError,
         "backend: 'recurrent' runs on CUDA tensors, got cpu; use 'auto' or 'reference'",
+    ),
+    "chunks on the CPU": (
+        {"backend": "chunked"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: 'chunked' runs on CUDA tensors, got cpu; use 'auto' or 'reference'",
     ),
     "scale nan": ({"scale": NAN}, ValueError, "scale: expected a finite number, got nan"),
     "scale inf": ({"scale": -INF}, ValueError, "scale: expected a finite number, got -inf"),
@@ -300,14 +305,24 @@ WRONG_SPECIALIZATIONS = {
     "arch None": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'"),
     "direction": ({"direction": "both"}, ValueError, "direction: expected one of forward, backward, got 'both'"),
     "backend": (
-        {"backend": "chunked"},
+        {"backend": "tensor"},
         ValueError,
-        "backend: expected one of auto, recurrent, reference, got 'chunked'",
+        "backend: expected one of auto, recurrent, chunked, reference, got 'tensor'",
     ),
     "reference": (
         {"backend": "reference"},
         rwkv_jit.UnsupportedConfigError,
         "backend: the reference is plain torch and has no kernel",
+    ),
+    "chunks of wkv6": (
+        {"op": "wkv6", "backend": "chunked"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: 'chunked' has kernels for wkv7, got wkv6; use 'auto' or 'recurrent'",
+    ),
+    "chunks in float32": (
+        {"dtype": torch.float32, "backend": "chunked"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: 'chunked' takes float16 and bfloat16, got torch.float32; use 'auto' or 'recurrent'",
     ),
     "decay": ({"decay": "exp"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'exp'"),
     "layout": ({"state_layout": "kk"}, ValueError, "state_layout: expected one of vk, kv, got 'kk'"),
@@ -329,6 +344,11 @@ WRONG_SPECIALIZATIONS = {
         "parameter LANES_PER_ROW: expected an int, a float, a bool or an identifier, got (2,)",
     ),
     "unknown parameter": ({"warp_len": 4}, ValueError, "template wkv7_recurrent_forward has no parameter WARP_LEN"),
+    "lanes of chunks": (
+        {"backend": "chunked", "lanes_per_row": 4},
+        ValueError,
+        "template wkv7_chunked_forward has no parameter LANES_PER_ROW",
+    ),
     "bonus of wkv6": ({"t_u": "fp32"}, ValueError, "template wkv7_recurrent_forward has no parameter T_U"),
 }
 
@@ -373,6 +393,7 @@ WRONG_WARMINGS = {
     ),
     "one of the architectures": ({"arch": ["sm_90", "90"]}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN"),
     "no architecture": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one"),
+    "bound": ({"decay_bound": 1.0}, ValueError, "decay_bound: expected a negative number"),
     "dtype of w": ({"w_dtype": torch.int8}, TypeError, "w_dtype: expected torch.float16 or torch.bfloat16 or"),
     "dtype of the state": ({"state_dtype": torch.float64}, TypeError, "state_dtype: expected torch.float16 or"),
     "decay": ({"decay": "exp"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'exp'"),

@@ -158,6 +158,7 @@ def test_demo_compiles_and_keeps_the_errors_small(program, fresh_service):
     }
     assert all(k["registers"] > 0 for k in kernels)
     assert all(k["origins"] == ["compiled", "disk", "memory"] for k in kernels)
+    assert {(k["op"], k["backend"]) for k in kernels} == {("wkv6", "recurrent"), ("wkv7", "chunked")}
     assert data["passed"]
     assert all(0 < c["error"] < 3e-3 and 0 < c["gradient_error"] < 3e-3 for c in calls)
     assert not list(fresh_service.glob("*/*.cubin"))
@@ -188,12 +189,13 @@ def test_tables_of_the_demo(capsys, monkeypatch):
     from rwkv_jit import demo
 
     kernel = {
-        "op": "wkv7", "head_size": 40, "direction": "forward", "arch": "sm_90", "target": "sm_90", "compile_ms": 447.4,
-        "disk_ms": 0.321, "memory_ms": 0.05, "registers": 212, "spill_bytes": 0, "shared_bytes": 13824,
+        "op": "wkv7", "head_size": 40, "direction": "forward", "backend": "recurrent", "arch": "sm_90",
+        "target": "sm_90", "compile_ms": 447.4, "disk_ms": 0.321, "memory_ms": 0.05, "registers": 212, "spill_bytes": 0,
+        "shared_bytes": 13824,
     }  # fmt: skip
     call = {
         "op": "wkv7", "head_size": 40, "dtype": "bfloat16", "error": 1.6e-3, "gradient_error": 1.7e-3,
-        "first_call_ms": 812.0, "forward_ms": 0.5, "forward_backward_ms": 2.25,
+        "limit": 3e-3, "first_call_ms": 812.0, "forward_ms": 0.5, "forward_backward_ms": 2.25,
     }  # fmt: skip
     demo.show(
         {
@@ -210,10 +212,15 @@ def test_tables_of_the_demo(capsys, monkeypatch):
         }  # fmt: skip
     )
     lines = capsys.readouterr().out.splitlines()
-    assert "  op    head size  direction  compile ms  disk ms  memory ms  registers  spill B  shared B" in lines
-    assert "  wkv7         40  forward           447     0.32      0.050        212        0     13824" in lines
-    assert "  op    head size  dtype     error y  error grads  first call ms  forward ms  fwd + bwd ms" in lines
-    assert "  wkv7         40  bfloat16  1.6e-03      1.7e-03            812       0.500         2.250" in lines
+    assert (
+        "  op    head size  direction  backend    compile ms  disk ms  memory ms  registers  spill B  shared B" in lines
+    )
+    assert (
+        "  wkv7         40  forward    recurrent         447     0.32      0.050        212        0     13824" in lines
+    )
+    assert "  op    head size  dtype     error y  error grads  limit  first call ms  forward ms  fwd + bwd ms" in lines
+    assert "  wkv7         40  bfloat16  1.6e-03      1.7e-03  3e-03            812       0.500         2.250" in lines
+    assert "Errors are within the limits." in lines
     assert lines[-1] == "Your kernel cache was not touched: /cache, 3 kernels, 77 bytes."
 
 
@@ -221,16 +228,16 @@ def test_table_of_the_benchmark(capsys):
     from rwkv_jit import bench
 
     row = {
-        "op": "wkv7", "shape": [1, 54, 32, 64], "dtype": "bfloat16", "forward_ms": 0.0196, "in_graph": True,
-        "forward_backward_ms": 0.25, "saved_mib": 3.5, "error": 1.7e-3,
+        "op": "wkv7", "shape": [1, 54, 32, 64], "dtype": "bfloat16", "backend": "chunked", "forward_ms": 0.0196,
+        "in_graph": True, "forward_backward_ms": 0.25, "saved_mib": 3.5, "error": 1.7e-3,
     }  # fmt: skip
     environment = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
     first = {"compiled_ms": 1000.4, "from_disk_ms": 4.5}
     bench.show({"env": environment, "rows": [row], "first_call": first})
     assert capsys.readouterr().out.startswith(
         "a GPU, torch 2.13, NVRTC 12.9\n\n"
-        "  op    (B, T, H, N)     dtype     forward ms  in a graph  fwd + bwd ms  saved MiB    error\n"
-        "  wkv7  (1, 54, 32, 64)  bfloat16      0.0196  yes               0.2500        3.5  1.7e-03\n"
+        "  op    (B, T, H, N)     dtype     backend  forward ms  in a graph  fwd + bwd ms  saved MiB    error\n"
+        "  wkv7  (1, 54, 32, 64)  bfloat16  chunked      0.0196  yes               0.2500        3.5  1.7e-03\n"
     )
 
 

@@ -59,7 +59,7 @@ def test_headers_lie_beside_the_file_or_are_the_librarys_own(kind, tmp_path):
     path = write(tmp_path / "mine.cu", '#include "more.cuh"\n#include "tile.cuh"\n')
     read = custom.Template(kind(path))._template
     assert read.name == "mine"
-    assert [name for name, _ in read.headers] == ["more.cuh", "nested.cuh", "tile.cuh", "types.cuh"]
+    assert [name for name, _ in read.headers] == ["more.cuh", "nested.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]
 
 
 @pytest.mark.parametrize(

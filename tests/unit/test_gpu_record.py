@@ -61,7 +61,9 @@ def test_comments_and_docstrings_leave_the_digest(copied_sources):
         ("kernel_templates/wkv7_recurrent_backward.cu", "e[i][c] += dy_t[i]", "e[i][c] -= dy_t[i]"),
         ("kernel_templates/types.cuh", "return expf(w);", "return expf(w) + 1.0f;"),
         ("kernel_templates/column_sums.cuh", "int group = 0", "int group = 1"),
-        ("rwkv_jit/ops/geometry.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
+        ("kernel_templates/sequence.cuh", "span.begin / interval", "span.begin % interval"),
+        ("rwkv_jit/ops/recurrent.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
+        ("rwkv_jit/ops/chunked.py", "LEAST_ARCH = 80", "LEAST_ARCH = 75"),
         ("rwkv_jit/ops/wkv7.py", "checkpoint_interval: int = 64", "checkpoint_interval: int = 32"),
     ],
 )

@@ -1,6 +1,7 @@
 """Calls that are known by their signature, on a driver that takes notes; CPU tensors stand in for CUDA ones."""
 
 import importlib.util
+import re
 import struct
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
 from rwkv_jit import kernel, tensors
-from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import boundary, recurrent
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.ops import boundary, chunked, prepared
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -26,21 +27,28 @@ SIZES = {
 }
 
 
+# Addresses; strides; tokens and heads; scale.
+CHUNKED_SIZES = {
+    "wkv7_forward": [8] * 11 + [24] * 6 + [8] * 2 + [4],
+    "wkv7_backward": [8] * 17 + [24] * 7 + [8] * 2 + [4],
+}
+
+
 @pytest.fixture
 def calls(gpus, monkeypatch):
     """wkv7 on CPU tensors takes the way of CUDA tensors; returns the driver."""
 
-    def get_kernels(requests, chunk_len, num_threads):
+    def get_kernels(backend, requests, chunk_len, num_threads):
         made = [gpus.make_kernel(entries=(request.template.name,)) for request in requests]
         for each, request in zip(made, requests, strict=True):
             each.parameters = dict(request.parameters)
         return made
 
-    monkeypatch.setattr(recurrent, "get_kernels", get_kernels)
-    monkeypatch.setattr(boundary, "_resolve", lambda backend, like: "recurrent")
+    monkeypatch.setattr(prepared, "get_kernels", get_kernels)
+    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: True)
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
-    monkeypatch.setattr(tensors, "arch", lambda device: "sm_80")
+    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_80")
     monkeypatch.setattr(tensors, "also", lambda device: ())
     monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
     # The index of the CPU is None.
@@ -234,7 +242,137 @@ def test_first_use_in_a_capture_is_refused_and_later_shapes_are_not(calls, monke
 
 
 def test_signatures_are_not_kept_without_end(calls, monkeypatch):
-    monkeypatch.setattr(recurrent, "MOST_SIGNATURES", 3)
+    monkeypatch.setattr(prepared, "MOST_SIGNATURES", 3)
     for tokens in range(1, 9):
         rwkv_jit.wkv7(*make(shape=(1, tokens, 1, N)))
         assert len(boundary._known) <= 3
+
+
+# ---- the chunked backend -----------------------------------------------------------------------------------------
+
+
+LONG = (B, 40, H, 16)
+
+
+@pytest.fixture
+def chunked_calls(calls):
+    """The driver knows what the chunked kernels take."""
+    calls.sizes.update(CHUNKED_SIZES)
+    return calls
+
+
+def test_long_call_with_a_bounded_decay_takes_the_chunked_kernels_from_then_on(chunked_calls, monkeypatch):
+    options = {"decay": "sigmoid", "scale": 0.5}
+    for _ in range(2):
+        given = make(torch.bfloat16, LONG)
+        y, _ = rwkv_jit.wkv7(*given, **options)
+        launch = chunked_calls.launches[-1]
+        assert addresses(launch, 11) == [*[x.data_ptr() for x in given], 0, 0, y.data_ptr(), 0, 0]
+        assert launch.arguments[11:17] == (struct.pack("3q", 40 * H * 16, H * 16, 16),) * 6
+        assert launch.arguments[17:] == (struct.pack("q", 40), struct.pack("q", H), struct.pack("f", 0.5))
+        assert (launch.grid, launch.block) == ((B, H, 1), (64, 1, 1))
+        assert launch.shared_bytes == chunked.shared_bytes("forward", 16, 16, 32, 64) > 0
+        monkeypatch.setattr(boundary, "_check", refuse)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "options"),
+    [
+        (torch.bfloat16, LONG, {"decay": "raw"}),
+        (torch.bfloat16, (B, 31, H, 16), {"decay": "sigmoid"}),
+        (torch.float32, LONG, {"decay": "sigmoid"}),
+        (torch.bfloat16, LONG, {"decay": "sigmoid", "backend": "recurrent"}),
+        (torch.bfloat16, LONG, {"decay": "raw", "decay_bound": -5.1}),
+    ],
+    ids=["decay", "tokens", "dtype", "asked", "bound"],
+)
+def test_other_calls_take_the_recurrent_kernels(dtype, shape, options, calls):
+    rwkv_jit.wkv7(*make(dtype, shape), **options)
+    assert len(calls.launches[0].arguments) == len(SIZES["wkv7_forward"])
+
+
+def test_backward_of_a_chunked_call(chunked_calls):
+    state = torch.randn(B, H, 16, 16, requires_grad=True)
+    for _ in range(2):
+        given = make(torch.bfloat16, LONG, grad=True)
+        y, final = rwkv_jit.wkv7(*given, state, True, decay="sigmoid")
+        (checkpoints,) = addresses(chunked_calls.launches[-1], 11)[10:]
+        assert checkpoints
+        grads = torch.autograd.grad([y, final], [*given, state], [torch.ones_like(y), torch.ones_like(final)])
+        launch = chunked_calls.launches[-1]
+        back = addresses(launch, 17)
+        assert back[:6] == [x.data_ptr() for x in given]
+        assert 0 not in (back[6], back[9])
+        assert back[7:9] == [0, checkpoints]
+        assert back[10:] == [grad.data_ptr() for grad in grads]
+        assert launch.arguments[24:] == (struct.pack("q", 40), struct.pack("q", H), struct.pack("f", 1.0))
+        assert launch.shared_bytes == chunked.shared_bytes("backward", 16, 16, 32, 64)
+    assert [launch.entry for launch in chunked_calls.launches] == ["wkv7_forward", "wkv7_backward"] * 2
+
+
+@pytest.mark.parametrize(("shift", "is_copied"), [(1, True), (4, True), (8, False)])
+def test_gradient_of_y_at_an_address_the_backward_cannot_read_is_copied(shift, is_copied, chunked_calls):
+    given = make(torch.bfloat16, LONG, grad=True)
+    y, _ = rwkv_jit.wkv7(*given, decay="sigmoid")
+    dy = torch.randn(y.numel() + 8).to(y.dtype)[shift : shift + y.numel()].view(y.shape)
+    torch.autograd.grad(y, given, dy)
+    (address,) = addresses(chunked_calls.launches[-1], 7)[6:]
+    assert address % 16 == 0
+    assert (address != dy.data_ptr()) == is_copied
+
+
+def test_training_asks_for_both_chunked_kernels_at_once(chunked_calls, monkeypatch):
+    asked, get_kernels = [], prepared.get_kernels
+
+    def watched(backend, requests, *chosen):
+        asked.append([(request.template.name, request.parameters["CHUNK_LEN"]) for request in requests])
+        return get_kernels(backend, requests, *chosen)
+
+    monkeypatch.setattr(prepared, "get_kernels", watched)
+    rwkv_jit.wkv7(*make(torch.bfloat16, LONG, grad=True), decay="sigmoid", chunk_len=16)
+    assert asked == [[("wkv7_chunked_forward", 16), ("wkv7_chunked_backward", 16)]]
+
+
+@pytest.mark.parametrize(("size", "shift", "is_copied"), [(16, 4, True), (16, 8, False), (12, 4, False), (12, 2, True),
+                                                          (7, 1, False)])  # fmt: skip
+def test_chunked_kernels_read_sixteen_bytes_where_rows_consist_of_them(size, shift, is_copied, chunked_calls):
+    given = make(torch.bfloat16, (B, 40, H, size))
+    rwkv_jit.wkv7(*given, decay="sigmoid")
+    memory = torch.randn(given[0].numel() + 8).to(torch.bfloat16)
+    moved = memory[shift : shift + given[0].numel()].view(given[0].shape)
+    rwkv_jit.wkv7(moved, *given[1:], decay="sigmoid")
+    assert (addresses(chunked_calls.launches[1], 1) != [moved.data_ptr()]) == is_copied
+    wide = torch.randn(B, 40, H, size + shift).to(torch.bfloat16)[..., :size]  # rows that begin at other places
+    rwkv_jit.wkv7(wide, *given[1:], decay="sigmoid")
+    assert (addresses(chunked_calls.launches[2], 1) != [wide.data_ptr()]) == is_copied
+
+
+def test_what_the_torch_op_may_do_a_public_call_may_not(chunked_calls):
+    given = make(torch.bfloat16, LONG)
+    options = (1.0, "raw", "vk", 64, 32, None, "chunked")
+    torch.ops.rwkv_jit.wkv7_fwd(*given, None, None, *options, False, False)
+    assert len(chunked_calls.launches) == 1
+    message = (
+        "backend: 'chunked' needs a bounded decay: decay='sigmoid' or decay_bound of at least -4 at chunk_len=32, got "
+        "decay='raw', decay_bound=None; use 'auto' or 'recurrent'"
+    )
+    with pytest.raises(UnsupportedConfigError, match=re.escape(message)):
+        rwkv_jit.wkv7(*given, backend="chunked", chunk_len=32)
+    rwkv_jit.wkv7(*given, backend="chunked", chunk_len=32, decay_bound=-4)
+    assert len(chunked_calls.launches) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fake_of_a_chunked_call_has_the_sizes_of_the_real_one(packed, chunked_calls):
+    from torch._subclasses import FakeTensorMode
+
+    given = make(torch.bfloat16, (1, 70, H, 40))
+    bounds = torch.tensor([0, 3, 3, 70]) if packed else None
+    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, 32, None, "chunked", True, True)
+    real = torch.ops.rwkv_jit.wkv7_fwd(*given, *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        fake = torch.ops.rwkv_jit.wkv7_fwd(*fakes, *arguments)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+    slots = 70 // 32 + 3 if packed else 3
+    assert real[2].numel() * 4 == 2 * slots * H * 64 * 64  # states in bfloat16, both sizes rounded up to 64

@@ -85,10 +85,12 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
 @pytest.mark.parametrize(
     ("name", "headers"),
     [
-        ("wkv6_recurrent_forward", ["tile.cuh", "types.cuh"]),
-        ("wkv7_recurrent_forward", ["tile.cuh", "types.cuh"]),
-        ("wkv6_recurrent_backward", ["column_sums.cuh", "tile.cuh", "types.cuh"]),
-        ("wkv7_recurrent_backward", ["column_sums.cuh", "tile.cuh", "types.cuh"]),
+        ("wkv6_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("wkv7_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("wkv6_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("wkv7_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("wkv7_chunked_forward", ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh", "wkv7_chunk.cuh"]),
+        ("wkv7_chunked_backward", ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh", "wkv7_chunk.cuh"]),
     ],
 )
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
@@ -198,6 +200,5 @@ def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_chec
 
 
 def test_templates_of_this_installation_are_found():
-    assert {f"{op}_recurrent_{way}" for op in ("wkv6", "wkv7") for way in ("forward", "backward")} <= set(
-        template.names()
-    )
+    kinds = ("wkv6_recurrent", "wkv7_recurrent", "wkv7_chunked")
+    assert {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")} <= set(template.names())

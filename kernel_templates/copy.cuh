@@ -1,0 +1,65 @@
+// Rows of a tensor to shared memory without waiting (cp.async), and rows of shared memory to a tensor.
+#pragma once
+#include "mma.cuh"
+#include "sequence.cuh"
+
+// Elements that one access moves: as many as both the row's length and its alignment in the tensor allow.
+__device__ constexpr int vector_of(int size, int bytes) {
+    return size % 8 == 0 ? 16 / bytes : size % 4 == 0 ? min_of(4, 16 / bytes) : 1;
+}
+
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int BYTES> __device__ inline void copy_async(unsigned target, const void* source, bool present) {
+    const int bytes = present ? BYTES : 0;  // zeros where there is nothing to copy
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(BYTES), "r"(bytes)
+                     : "memory");
+}
+
+// Rows [0, ROWS) of `width` elements, `stride` apart, to rows of PITCH elements; zeros from row `present` on. The
+// threads index, index + THREADS, ... share the work. SIZE is the row's length in the tensor, which decides what one
+// access may move; WIDTH bounds `width`.
+template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS>
+__device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 present, int width, int index) {
+    constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
+    const auto copy = [&](const T* from, int row, int column) {
+        T* const to = target + row * PITCH + column;
+        if (column >= width) return;
+        if constexpr (VECTOR == 1) *to = row < present ? *from : T{};
+        else copy_async<VECTOR * static_cast<int>(sizeof(T))>(shared_address(to), from, row < present);
+    };
+    if constexpr (THREADS % PER_ROW == 0) {  // a thread stays in its column
+        constexpr int ROW_STEP = THREADS / PER_ROW;
+        const int row = index / PER_ROW, column = index % PER_ROW * VECTOR;
+        const T* from = source + row * stride + column;
+#pragma unroll
+        for (int n = 0; n < ceil_div(ROWS, ROW_STEP); ++n, from += ROW_STEP * stride)
+            if (ROWS % ROW_STEP == 0 || row + n * ROW_STEP < ROWS) copy(from, row + n * ROW_STEP, column);
+    } else {
+#pragma unroll
+        for (int n = 0; n < ceil_div(ROWS * PER_ROW, THREADS); ++n) {
+            const int item = index + n * THREADS, row = item / PER_ROW, column = item % PER_ROW * VECTOR;
+            if (item < ROWS * PER_ROW) copy(source + row * stride + column, row, column);
+        }
+    }
+}
+
+// The other way: `rows` rows of `width` elements from shared memory.
+template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS>
+__device__ inline void write_rows(T* target, i64 stride, const T* source, int rows, int width, int index) {
+    constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
+    using Vector = Pack<T, VECTOR>;
+#pragma unroll
+    for (int n = 0; n < ceil_div(ROWS * PER_ROW, THREADS); ++n) {
+        const int item = index + n * THREADS, row = item / PER_ROW, column = item % PER_ROW * VECTOR;
+        if (row < rows && column < width)
+            *reinterpret_cast<Vector*>(target + row * stride + column) =
+                *reinterpret_cast<const Vector*>(source + row * PITCH + column);
+    }
+}

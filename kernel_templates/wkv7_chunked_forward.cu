@@ -1,0 +1,219 @@
+// RWKV-7 time mixing, forward, a chunk of CHUNK_LEN tokens after another on the tensor cores. With the operands of
+// wkv7_chunk.cuh, S [V, K] at the chunk's start and S' = S diag(e^m):
+//
+//     U = Tm (Aak V + A S'^T);   Y = Ark V + Arb U + R S'^T;   S <- (S' + V^T K + U^T B) diag(e^(D - m))
+//
+//   r k a b  [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in
+//   v, y     [batch, tokens, heads, V]  T_IO   in, out
+//   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
+//   checkpoints  [slots, heads]  out or null: S' of every chunk
+//
+// Grid (sequences, heads). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
+// transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
+// Between two chunks S lacks the factor e^(D - m); it gets it together with the next chunk's e^m.
+#include "wkv7_chunk.cuh"
+
+constexpr int TILES = ceil_div(VALUES / 16, WARPS);
+constexpr int SLAB = 16 * TILES;  // value rows of a warp
+
+struct Smem {
+    Operands operands;
+    TokenMatrices matrices;
+    RawKeys raw;
+    ValueTile v, y;
+    float2 totals[SEGMENTS][PAIRS];
+    float factor[CHANNELS];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_forward(
+    const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
+    const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
+    const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
+    Checkpoint* __restrict__ checkpoints, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
+    Strides a_strides, Strides b_strides, i64 tokens, i64 heads, float scale) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, head = blockIdx.y;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int first_value = warp_id() * SLAB;
+    const int slab_width = max(min(SLAB, VALUE_SIZE - first_value), 0);
+    const bool has_values = first_value < VALUES;
+
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
+    v += start(v_strides) + first_value;
+    const i64 y_stride = heads * VALUE_SIZE;
+    y += (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
+    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+    if (checkpoints != nullptr)
+        checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+
+    const auto copy_keys = [&](i64 token) {
+        const i64 steps = span.length - token;
+        const auto copy = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
+            copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
+                rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
+        };
+        copy(smem.raw.a, a, a_strides.token), copy(smem.raw.k, k, k_strides.token);
+        copy(smem.raw.b, b, b_strides.token), copy(smem.raw.r, r, r_strides.token);
+    };
+    const auto copy_values = [&](i64 token) {  // a warp reads what it has copied itself
+        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
+            reinterpret_cast<T_IO*>(&smem.v[0][first_value]), v + token * v_strides.token, v_strides.token,
+            span.length - token, slab_width, lane_id());
+    };
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    __syncthreads();
+    RawDecays next_w;
+    copy_keys(0), copy_values(0), commit_copies();
+    if (span.length > 0) next_w.load(w, w_strides.token, static_cast<int>(min(span.length, i64(CHUNK_LEN))));
+    StateRows state[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+        read_state<STATE_LAYOUT>(state[i], initial_state ? initial_state + state_offset : nullptr, first_value + 16 * i);
+
+    const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
+    const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
+    const auto tm = tile_of(smem.matrices.tm), ak = tile_of(smem.matrices.ak);
+    const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
+    const auto values = tile_of(smem.v), outputs = tile_of(smem.y);
+
+    float2 behind = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
+    for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
+        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
+        RateSums sums;
+        sum_rates(sums, smem.totals, next_w, steps);
+        const i64 next = token + CHUNK_LEN;
+        if (next < span.length)
+            next_w.load(w + next * w_strides.token, w_strides.token,
+                        static_cast<int>(min(span.length - next, i64(CHUNK_LEN))));
+        wait_for_copies<0>();
+        __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
+        const Frame frame =
+            write_operands<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, nullptr);
+        write_factor(smem.factor, {behind.x + frame.middle.x, behind.y + frame.middle.y});
+        behind = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        if constexpr (!is_bf16<T_IO>) {
+            for (int i = lane_id(); i < CHUNK_LEN * SLAB / 2; i += 32) {
+                unsigned& word = *reinterpret_cast<unsigned*>(&smem.v[i / (SLAB / 2)][first_value + i % (SLAB / 2) * 2]);
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+            __syncwarp();
+        }
+        __syncthreads();  // the operands are there
+
+        Fragment v_rows[TILES][BLOCKS];
+        Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
+        if (has_values) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q) v_rows[i][q] = load_left_transposed(values, 16 * q, first_value + 16 * i);
+            __syncwarp();
+        }
+        copy_keys(next), copy_values(next), commit_copies();
+        write_token_matrices(smem.matrices, smem.operands);
+
+        if (has_values) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c) {
+                Fragment start_rows[TILES];
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
+                    if (checkpoints != nullptr) write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
+                }
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) {
+                    const Right a_block = load_right_transposed(operand_a, 16 * p, 16 * c);
+                    const Right r_block = load_right_transposed(operand_r, 16 * p, 16 * c);
+#pragma unroll
+                    for (int i = 0; i < TILES; ++i) {
+                        multiply_add(&u[i][2 * p], start_rows[i], a_block);
+                        multiply_add(&out[i][2 * p], start_rows[i], r_block);
+                    }
+                }
+            }
+            if (checkpoints != nullptr) checkpoints += heads;
+        }
+        __syncthreads();  // the token matrices are there
+        if (!has_values) continue;
+
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+            for (int q = 0; q <= p; ++q) {
+                const Right ak_block = load_right_transposed(ak, 16 * p, 16 * q);
+                const Right rk_block = load_right_transposed(rk, 16 * p, 16 * q);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    multiply_add(&u[i][2 * p], v_rows[i][q], ak_block);
+                    multiply_add(&out[i][2 * p], v_rows[i][q], rk_block);
+                }
+            }
+        Fragment u_rows[TILES][BLOCKS];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            Fragment sums[BLOCKS];
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) sums[q] = to_fragment(u[i][2 * q], u[i][2 * q + 1]);
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                Accumulator solved[2] = {};
+#pragma unroll
+                for (int q = 0; q <= p; ++q) multiply_add(solved, sums[q], load_right_transposed(tm, 16 * p, 16 * q));
+                u_rows[i][p] = to_fragment(solved[0], solved[1]);
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+            for (int q = 0; q <= p; ++q) {
+                const Right rb_block = load_right_transposed(rb, 16 * p, 16 * q);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) multiply_add(&out[i][2 * p], u_rows[i][q], rb_block);
+            }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                const Accumulator &left = out[i][2 * p], &right = out[i][2 * p + 1];
+                store_block_transposed(outputs, 16 * p, first_value + 16 * i,
+                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
+                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
+            }
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c)
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                const Right k_block = load_right(operand_k, 16 * q, 16 * c);
+                const Right b_block = load_right(operand_b, 16 * q, 16 * c);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    multiply_add(&state[i][2 * c], v_rows[i][q], k_block);
+                    multiply_add(&state[i][2 * c], u_rows[i][q], b_block);
+                }
+            }
+        __syncwarp();
+        write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
+            y + token * y_stride, y_stride, reinterpret_cast<const T_IO*>(&smem.y[0][first_value]), steps, slab_width,
+            lane_id());
+    }
+    wait_for_copies<0>();
+    if (final_state == nullptr) return;
+    __syncthreads();
+    write_factor(smem.factor, behind);
+    __syncthreads();
+    if (!has_values) return;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        scale_columns(state[i], smem.factor);
+        write_state<STATE_LAYOUT>(final_state + state_offset, state[i], first_value + 16 * i);
+    }
+}

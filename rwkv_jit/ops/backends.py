@@ -1,0 +1,62 @@
+"""The backends, and the rule that picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops import chunked, recurrent
+from rwkv_jit.ops.prepared import Backend
+
+KERNELS: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked}
+NAMES = ("auto", *KERNELS, "reference")
+# Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
+LEAST_TOKENS = 32
+
+
+class Case(NamedTuple):
+    """What the rule looks at: a call on CUDA tensors, or the calls that a kernel is compiled for."""
+
+    op: str
+    dtype: torch.dtype
+    head_size: int
+    value_size: int
+    tokens: int  # of a sequence, on average
+    decay: str
+    decay_bound: float | None
+    chunk_len: int | None
+
+
+def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int | None]:
+    """Return the backend of a call on CUDA tensors, and its chunk_len.
+
+    "auto" takes the first of these rows that holds; any other `backend` is taken at its word.
+
+    ========= ==========================================================================================
+    chunked   wkv7 in float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer
+              than twice the values, in chunks whose shared memory this architecture has;
+              a decay that is known to be bounded: decay="sigmoid", or a `decay_bound` whose size times
+              chunk_len / 2 is at most 64 (-4 at 32, -8 at 16);
+              LEAST_TOKENS per sequence on average; chunk_len not given, or one of its own
+    recurrent everything else
+    ========= ==========================================================================================
+
+    Raises
+    ------
+    UnsupportedConfigError
+        "chunked" was asked for and cannot do it: what is in the way, what is expected and what came.
+    """
+    if backend == "recurrent" or (backend == "auto" and case.tokens < LEAST_TOKENS):
+        return "recurrent", case.chunk_len
+    reason = chunked.obstacle(
+        case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.decay, case.decay_bound
+    )
+    if reason is None:
+        return "chunked", case.chunk_len or chunked.default_chunk_len(case.head_size, case.value_size, arch())
+    if backend == "auto":
+        return "recurrent", case.chunk_len
+    text, *values = reason
+    raise UnsupportedConfigError(f"backend: 'chunked' {text.format(*values)}; use 'auto' or 'recurrent'")

@@ -1,0 +1,218 @@
+"""The chunked backend: 16 or 32 tokens at once on the tensor cores, for wkv7 in 16-bit dtypes with a bounded decay."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import kernel, template
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
+from rwkv_jit.template import Parameter
+
+OPS = ("wkv7",)
+DTYPES = (torch.float16, torch.bfloat16)
+CHUNK_LENS = (32, 16)  # the longer one is faster, where its shared memory is there
+LEAST_ARCH = 80  # mma.sync of bfloat16, cp.async
+LARGEST_HEAD = 128
+MOST_HEADS = 65535  # of a grid's second extent
+# The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
+# of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
+LARGEST_DECAY = 64.0
+
+
+# ---- what it can do ----------------------------------------------------------------------------------------------
+
+
+def obstacle(
+    op: str,
+    dtype: torch.dtype,
+    head_size: int,
+    value_size: int,
+    arch: Callable[[], str],
+    chunk_len: int | None = None,
+    decay: str = "sigmoid",
+    decay_bound: float | None = None,
+) -> tuple[Any, ...] | None:
+    """Return why these kernels cannot do a call; None where they can.
+
+    It is the end of a sentence and the values to format it with: a compiler that traces a call can compare sizes, but
+    not print them. `arch` is asked only where nothing else is in the way.
+    """
+    if op not in OPS:
+        return "has kernels for {}, got {}", ", ".join(OPS), op
+    if dtype not in DTYPES:
+        return "takes float16 and bfloat16, got {}", dtype
+    if head_size > LARGEST_HEAD or value_size > LARGEST_HEAD:
+        return "takes head sizes up to {}, got {} and {} for v", LARGEST_HEAD, head_size, value_size
+    if padded(head_size) > 2 * padded(value_size):
+        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
+    if chunk_len is not None and chunk_len not in CHUNK_LENS:
+        return "takes chunk_len 16 or 32, got {}", chunk_len
+    unbounded = (
+        "needs a bounded decay: decay='sigmoid' or decay_bound of at least {:g} at chunk_len={}, got decay={!r}, "
+        "decay_bound={}"
+    )
+    if decay != "sigmoid" and decay_bound is None:
+        longest = chunk_len or CHUNK_LENS[0]
+        return unbounded, -2 * LARGEST_DECAY / longest, longest, decay, decay_bound
+    target = arch()
+    if _number(target) < LEAST_ARCH:
+        return "needs an architecture from sm_{} on, got {}", LEAST_ARCH, target
+    length = chunk_len or default_chunk_len(head_size, value_size, target)
+    wanted, there = most_shared_bytes(head_size, value_size, length), _shared_limit(target)
+    if wanted > there:
+        needs = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
+        return needs, wanted, head_size, value_size, length, target, there
+    if decay != "sigmoid" and decay_bound is not None and -decay_bound * length / 2 > LARGEST_DECAY:
+        return unbounded, -2 * LARGEST_DECAY / length, length, decay, decay_bound
+    return None
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+
+def padded(size: int) -> int:
+    """Return a head size as the kernels see it: the next multiple of 32."""
+    return -(-size // 32) * 32
+
+
+def _number(arch: str) -> int:
+    """Return 90 for sm_90, sm_90a and compute_90."""
+    return int(arch.split("_")[1].rstrip("a"))
+
+
+def _shared_per_multiprocessor(arch: str) -> int:
+    number = _number(arch)
+    if number in (80, 87):
+        return 164 * 1024
+    return 228 * 1024 if 90 <= number < 120 else 100 * 1024  # the least there is, where the GPU is not known
+
+
+def _shared_limit(arch: str) -> int:
+    """Return the bytes of shared memory that a block may have: the system keeps 1 KB for each."""
+    return _shared_per_multiprocessor(arch) - 1024
+
+
+def _segment_len(head_size: int, chunk_len: int, threads: int) -> int:
+    """Return for how many tokens a thread sums the decay of its two channels: a power of two."""
+    share = -(-chunk_len * padded(head_size) // (2 * threads))
+    return 1 << (share - 1).bit_length()
+
+
+def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int, threads: int) -> int:
+    """Return the size of a template's Smem. Rows of bfloat16 tiles are 8 elements longer than what they hold."""
+    keys, values = padded(head_size), padded(value_size)
+    key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (keys, values, chunk_len))
+    raw_keys, factor = 4 * 2 * chunk_len * keys, 4 * keys
+    totals = chunk_len // _segment_len(head_size, chunk_len, threads) * 4 * keys
+    token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile
+    common = 4 * key_tile + raw_keys + factor
+    if direction == "forward":
+        return common + token_matrices + 2 * value_tile + totals
+    state_tiles, centred = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 8)
+    state_terms = threads // 32 * 4 * keys
+    return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + centred + state_terms
+
+
+def _threads(direction: str, head_size: int, value_size: int, num_threads: int | None) -> int:
+    """Return the threads of a block; the backward has one choice."""
+    if direction == "backward":
+        return 2 * padded(value_size)
+    return num_threads or max(2 * padded(value_size), padded(head_size))
+
+
+def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
+    """Return what the larger of the two directions takes."""
+    return max(
+        shared_bytes(way, head_size, value_size, chunk_len, _threads(way, head_size, value_size, None))
+        for way in ("forward", "backward")
+    )
+
+
+def default_chunk_len(head_size: int, value_size: int, arch: str) -> int:
+    """Return the longest chunk that fits in both directions: the forward's checkpoints are the backward's."""
+    for chunk_len in CHUNK_LENS:
+        if most_shared_bytes(head_size, value_size, chunk_len) <= _shared_limit(arch):
+            return chunk_len
+    return CHUNK_LENS[-1]
+
+
+def _blocks_per_multiprocessor(
+    direction: str, head_size: int, value_size: int, arch: str, threads: int, shared: int
+) -> int:
+    """Return how many blocks shall fit at once: as many as shared memory allows, with registers enough for the state.
+
+    More blocks hide more waiting, until the registers of the state spill: with larger heads that takes 255 a thread.
+    """
+    is_small = max(head_size, value_size) <= 64
+    is_roomy = direction == "forward" and is_small and 90 <= _number(arch) < 120
+    most = (512 if is_roomy else 256) // threads
+    return max(1, min(most, _shared_per_multiprocessor(arch) // (shared + 1024)))
+
+
+# ---- the answers to `prepared` -----------------------------------------------------------------------------------
+
+
+def specialize(
+    op: str,
+    direction: str,
+    head_size: int,
+    value_size: int,
+    types: Mapping[str, Parameter],
+    arch: str,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    few_heads: bool = False,
+    chosen: Mapping[str, Parameter] | None = None,
+    also: tuple[str, ...] = (),
+) -> kernel.Request:
+    """Return the template and parameters of one direction; `chosen` overrides the geometry, the same for few heads."""
+    length = chunk_len or default_chunk_len(head_size, value_size, arch)
+    threads = _threads(direction, head_size, value_size, num_threads)
+    shared = shared_bytes(direction, head_size, value_size, length, threads)
+    blocks = _blocks_per_multiprocessor(direction, head_size, value_size, arch, threads, shared)
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": length, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, **types, **(chosen or {}),
+    }  # fmt: skip
+    if direction == "backward":
+        parameters.pop("T_STATE", None)  # states come as fp32 there
+    return kernel.Request(template.library(f"{op}_chunked_{direction}"), parameters, arch, also)
+
+
+def nearest(request: kernel.Request, argument: str, value: int) -> int | None:
+    """Return the legal number of threads nearest to a refused one; `obstacle` has looked at the rest."""
+    if argument != "num_threads":
+        return None
+    least = max(64, padded(int(request.parameters["HEAD_SIZE"])))
+    legal = min(max(round(value / 32) * 32, least), 512)
+    return None if legal == value else legal
+
+
+def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
+    """Return what the forward saves: a state per head and chunk, in bfloat16 with both sizes padded."""
+    batch, tokens, heads, value_size = inputs["v"].shape
+    length = options.chunk_len
+    assert length is not None  # the rule that chose this backend has chosen it too
+    states = tokens // length + inputs.sequences if packed else batch * ((tokens + length - 1) // length)
+    return Saved(states * heads * (padded(value_size) * padded(inputs["r"].shape[3]) // 2))
+
+
+def vector(x: Tensor) -> int:
+    """Return how many elements of a row are read at once: 16 bytes or four elements, where rows consist of them."""
+    size = x.shape[-1]
+    return 16 // x.element_size() if size % 8 == 0 else 4 if size % 4 == 0 else 1
+
+
+def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Options) -> Launch:
+    """Return how a kernel is launched: a block per sequence and head."""
+    _, tokens, heads, _ = inputs["v"].shape
+    if heads > MOST_HEADS:
+        raise UnsupportedConfigError(f"backend: 'chunked' takes up to {MOST_HEADS} heads, got {heads}; use 'recurrent'")
+    constants = [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
+    return Launch((inputs.sequences, heads, 1), int(found.parameters["SHARED_BYTES"]), constants)

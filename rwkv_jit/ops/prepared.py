@@ -1,0 +1,373 @@
+"""Prepared launches: what the first call of a signature works out, every later one finds.
+
+An op is two templates per backend, `<op>_<backend>_forward.cu` and `<op>_<backend>_backward.cu`. Their arguments are
+addresses in the order of `forward` and `backward` below, then strides, then what the backend adds. Everything that
+differs between backends is asked of its module, a `Backend`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import kernel, tensors
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.launch import Extent, Plan
+from rwkv_jit.template import Parameter
+
+
+class Options(NamedTuple):
+    """What a call chooses beside its tensors, as the torch op takes it: the backend is the one that will run."""
+
+    scale: float
+    decay: str
+    state_layout: str
+    checkpoint_interval: int
+    chunk_len: int | None
+    num_threads: int | None
+    backend: str
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The tensors of a call, in the order of the kernels' arguments."""
+
+    op: str
+    names: tuple[str, ...]
+    streamed: tuple[Tensor, ...]  # [B, T, H, K], and v [B, T, H, V]
+    fixed: tuple[Tensor, ...]  # the same for every token
+    sequences: int
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.streamed[self.names.index(name)]
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward, in one tensor of floats: states at checkpoints and sometimes sa."""
+
+    floats: Any  # in all; symbolic while a compiler traces
+    sa: Any = -1  # where sa begins; -1 where there is none
+
+    def addresses(self, saved: Tensor | None) -> list[int]:
+        """Return the kernel's arguments."""
+        first = 0 if saved is None else saved.data_ptr()
+        return [first] if self.sa < 0 else [first, first and first + 4 * self.sa]
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched, and what it takes beside the addresses and strides that all kernels take."""
+
+    grid: Extent
+    shared_bytes: int  # dynamic ones
+    constants: list[bytes]  # after the strides
+    scratch: int | None = None  # floats behind the last address; None where the kernel wants none
+
+
+class Backend(Protocol):
+    """What a backend's module answers."""
+
+    def specialize(
+        self,
+        op: str,
+        direction: str,
+        head_size: int,
+        value_size: int,
+        types: Mapping[str, Parameter],
+        arch: str,
+        chunk_len: int | None = None,
+        num_threads: int | None = None,
+        few_heads: bool = False,
+        chosen: Mapping[str, Parameter] | None = None,
+        also: tuple[str, ...] = (),
+    ) -> kernel.Request:
+        """Return the template and parameters of one direction; `chosen` overrides them."""
+
+    def nearest(self, request: kernel.Request, argument: str, value: int) -> int | None:
+        """Return the legal value nearest to one that a caller gave in a refused request; None where it is legal."""
+
+    def saved_for(self, inputs: Inputs, packed: bool, options: Options) -> Saved:
+        """Return what the forward saves."""
+
+    def vector(self, x: Tensor) -> int:
+        """Return how many neighbouring elements of `x` are read at once."""
+
+    def launch(self, found: kernel.Kernel, direction: str, inputs: Inputs, options: Options) -> Launch:
+        """Return how a kernel is launched on its device, which is current."""
+
+
+class Forward(NamedTuple):
+    """A forward that can be launched with any tensors of its signature, and what it returns."""
+
+    plan: Plan
+    plan_of_copies: Plan  # where an input starts at an address the kernel cannot read
+    copies: tuple[bool, ...]  # which inputs it cannot read in place; empty where it can read them all
+    alignments: tuple[int, ...]  # what their addresses must be multiples of
+    alignment: int  # the largest of these
+    value: int  # which of them is v
+    state_dtype: torch.dtype
+    state_shape: tuple[int, ...]
+    saved: Saved
+    options: Options
+
+
+class Backward(NamedTuple):
+    """A backward that can be launched with any tensors of its signature."""
+
+    plan: Plan
+    copies: tuple[bool, ...]
+    saved: Saved
+    scratch: int | None
+
+
+MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
+_backwards: dict[Any, Backward] = {}
+_validated: set[Any] = set()  # signatures whose tensors have been seen through DLPack
+
+
+def forward(
+    known: Forward,
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    bounds: Tensor | None,
+    output_final_state: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch a prepared forward on tensors of its signature; `bounds` are those of packed sequences.
+
+    Return y, the final state, and what the backward needs; None for what is not wanted.
+    """
+    plan = known.plan
+    if known.copies:
+        inputs = [x.contiguous() if copy else x for x, copy in zip(inputs, known.copies, strict=True)]
+    values = [x.data_ptr() for x in inputs]
+    if math.gcd(*values) % known.alignment and _is_unaligned(values, known.alignments):
+        plan, inputs = known.plan_of_copies, [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+        values = [x.data_ptr() for x in inputs]
+    v = inputs[known.value]
+    y = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = saved = None
+    if state is not None:
+        state = state.contiguous()
+    if bounds is not None:
+        bounds = tensors.packing(bounds, v.shape[1])
+    if output_final_state:
+        final = torch.empty(known.state_shape, dtype=known.state_dtype, device=v.device)
+    if save:
+        saved = torch.empty(known.saved.floats, dtype=torch.float32, device=v.device)
+    values += (
+        0 if state is None else state.data_ptr(),
+        0 if bounds is None else bounds.data_ptr(),
+        y.data_ptr(),
+        0 if final is None else final.data_ptr(),
+        *known.saved.addresses(saved),
+    )
+    tensors.launch(plan, values)
+    return y, final, saved
+
+
+def _is_unaligned(addresses: Sequence[int], alignments: Sequence[int]) -> bool:
+    return any(address % multiple for address, multiple in zip(addresses, alignments, strict=True))
+
+
+def backward(
+    backend: Backend,
+    inputs: Inputs,
+    dy: Tensor,
+    grad_final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    options: Options,
+    want_initial_state: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """Launch the backward.
+
+    Return the gradients of the streamed inputs, of the fixed ones per sequence (fp32), and of
+    the initial state (fp32, None unless asked for).
+    """
+    inputs, dy = _aligned(backend, inputs), tensors.aligned(dy, backend.vector(dy))
+    v = inputs["v"]
+    heads, value_size = v.shape[2:]
+    head_size = inputs["r"].shape[3]
+    packed = cu_seqlens is not None
+    if cu_seqlens is not None:
+        cu_seqlens = tensors.readable_packing(cu_seqlens)  # the forward has checked its values
+    signature = tensors.signature((*inputs.streamed, *inputs.fixed, dy))
+    key = (inputs.op, inputs.sequences, packed, options, signature)
+    known = _backwards.get(key)
+    if known is None:
+        if len(_backwards) >= MOST_SIGNATURES:
+            _backwards.clear()
+        known = _backwards[key] = _prepare_backward(backend, inputs, dy, packed, options)
+    readable = zip((*inputs.streamed, dy), known.copies, strict=True)
+    *streamed, dy = [x.contiguous() if copy else x for x, copy in readable]
+    if grad_final_state is not None:
+        grad_final_state = grad_final_state.to(torch.float32).contiguous()
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.streamed]
+    fixed_grads = [
+        torch.empty((inputs.sequences, *x.shape), dtype=torch.float32, device=x.device) for x in inputs.fixed
+    ]
+    sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
+    grad_initial = None
+    if want_initial_state:
+        grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
+    values = [0 if x is None else x.data_ptr() for x in (*streamed, *inputs.fixed, dy, cu_seqlens)]
+    values += known.saved.addresses(saved)
+    values += [0 if x is None else x.data_ptr() for x in (grad_final_state, *grads, *fixed_grads, grad_initial)]
+    if known.scratch is not None:
+        scratch = torch.empty(known.scratch, dtype=torch.float32, device=v.device)
+        values.append(scratch.data_ptr())
+    tensors.launch(known.plan, values)
+    return grads, fixed_grads, grad_initial
+
+
+def _aligned(backend: Backend, inputs: Inputs) -> Inputs:
+    """Return the inputs at addresses a kernel can read; before the signature is taken, as a copy has other strides."""
+    streamed = tuple([tensors.aligned(x, backend.vector(x)) for x in inputs.streamed])
+    fixed = tuple(x.contiguous() for x in inputs.fixed)
+    return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
+
+
+def forget() -> None:
+    """Drop all prepared launches."""
+    _backwards.clear()
+    _validated.clear()
+
+
+# ---- the first call of a signature -------------------------------------------------------------------------------
+
+
+def get_kernels(
+    backend: Backend, requests: Sequence[kernel.Request], chunk_len: int | None, num_threads: int | None
+) -> list[kernel.Kernel]:
+    """Compile or find kernels side by side.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        With the template's rule and, for what the caller chose, the nearest legal value.
+    """
+    try:
+        return kernel.get_all(requests)
+    except UnsupportedConfigError as error:
+        legal = {
+            argument: backend.nearest(requests[-1], argument, value)
+            for argument, value in (("chunk_len", chunk_len), ("num_threads", num_threads))
+            if value is not None
+        }
+        near = [f"{argument}={value}" for argument, value in legal.items() if value is not None]
+        if not near:
+            raise
+        raise UnsupportedConfigError(f"{error}; nearest legal: {', '.join(near)}") from error
+
+
+def _types(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[str, Parameter]:
+    types: dict[str, Parameter] = {
+        "T_IO": tensors.STORAGE[inputs["r"].dtype],
+        "T_W": tensors.STORAGE[inputs["w"].dtype],
+        "T_STATE": tensors.STORAGE[state_dtype],
+        "DECAY": options.decay,
+        "STATE_LAYOUT": options.state_layout,
+    }
+    return types | ({"T_U": tensors.STORAGE[inputs.fixed[0].dtype]} if inputs.fixed else {})
+
+
+def _find(
+    backend: Backend, inputs: Inputs, directions: Sequence[str], options: Options, state_dtype: torch.dtype
+) -> list[kernel.Kernel]:
+    """Validate the tensors and return the kernels of `directions`."""
+    first, value_size = inputs["r"], inputs["v"].shape[3]
+    device = first.device.index
+    # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
+    states = inputs.sequences * first.shape[2] * first.shape[3] * value_size / 64**2
+    few_heads = states < tensors.multiprocessors(device)
+    types, arch, also = _types(inputs, options, state_dtype), tensors.arch(device), tensors.also(device)
+    requests = [
+        backend.specialize(
+            inputs.op, direction, first.shape[3], value_size, types, arch, options.chunk_len, options.num_threads,
+            few_heads, also=also,
+        )
+        for direction in directions
+    ]  # fmt: skip
+    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
+        raise RwkvJitError(
+            f"{inputs.op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
+            "call it once with these head sizes, dtypes and options before the capture"
+        )
+    signature = tensors.signature(inputs.streamed)
+    if signature not in _validated:  # the backward sees what the forward saw
+        for name, x in zip(inputs.names, inputs.streamed, strict=True):
+            tensors.validate(name, x)
+        if len(_validated) >= MOST_SIGNATURES:
+            _validated.clear()
+        _validated.add(signature)
+    return get_kernels(backend, requests, options.chunk_len, options.num_threads)
+
+
+def prepare_forward(
+    backend: Backend, inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
+) -> Forward:
+    """Find or compile the kernel and prepare its launch; with `training` the backward compiles beside it, not after."""
+    kernel.check_not_forked()
+    v = inputs["v"]
+    heads, value_size = v.shape[2:]
+    head_size = inputs["r"].shape[3]
+    directions = ["forward", "backward"] if training else ["forward"]
+    with torch.cuda.device(v.device.index):
+        found = _find(backend, inputs, directions, options, state_dtype)[0]
+        launch, saved = backend.launch(found, "forward", inputs, options), backend.saved_for(inputs, packed, options)
+        # Inputs; initial state, cu_seqlens, y, final state; what is saved.
+        addresses = len(inputs.streamed) + len(inputs.fixed) + 4 + len(saved.addresses(None))
+        vectors = [backend.vector(x) for x in inputs.streamed]
+        needs_copy = list(map(tensors.needs_copy, inputs.streamed, vectors))
+        copies = (*needs_copy, *(not x.is_contiguous() for x in inputs.fixed))
+        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
+        alignments = (*map(tensors.alignment, inputs.streamed, vectors), *(1 for _ in inputs.fixed))
+        return Forward(
+            plan=_plan(found, "forward", launch, inputs, inputs.streamed, needs_copy, addresses),
+            plan_of_copies=_plan(
+                found, "forward", launch, inputs, inputs.streamed, [True] * len(needs_copy), addresses
+            ),
+            copies=copies if any(copies) else (),
+            alignments=alignments,
+            alignment=max(alignments),
+            value=inputs.names.index("v"),
+            state_dtype=state_dtype,
+            state_shape=(inputs.sequences, heads, *sizes),
+            saved=saved,
+            options=options,
+        )
+
+
+def _prepare_backward(backend: Backend, inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> Backward:
+    kernel.check_not_forked()
+    with torch.cuda.device(dy.device.index):
+        (found,) = _find(backend, inputs, ["backward"], options, torch.float32)
+        launch, saved = backend.launch(found, "backward", inputs, options), backend.saved_for(inputs, packed, options)
+        streamed = (*inputs.streamed, dy)
+        copies = tuple([tensors.needs_copy(x, backend.vector(x)) for x in streamed])
+        # Inputs and their gradients; dy, cu_seqlens, gradients of the final and initial state; what is saved; scratch.
+        addresses = 2 * (len(inputs.streamed) + len(inputs.fixed)) + 4 + len(saved.addresses(None))
+        plan = _plan(found, "backward", launch, inputs, streamed, copies, addresses + (launch.scratch is not None))
+    return Backward(plan, copies, saved, launch.scratch)
+
+
+def _plan(
+    found: kernel.Kernel, direction: str, launch: Launch, inputs: Inputs, streamed: Sequence[Tensor],
+    copies: Sequence[bool], addresses: int,
+) -> Plan:  # fmt: skip
+    strides = [_strides_of_copy(x) if copy else x.stride()[:3] for x, copy in zip(streamed, copies, strict=True)]
+    constants = [*[struct.pack("3q", *stride) for stride in strides], *launch.constants]
+    block = (int(found.parameters["NUM_THREADS"]), 1, 1)
+    entry, device = f"{inputs.op}_{direction}", inputs["v"].device.index
+    return Plan(found, entry, device, launch.grid, block, "Q" * addresses, constants, launch.shared_bytes)
+
+
+def _strides_of_copy(x: Tensor) -> tuple[int, ...]:
+    _, tokens, heads, size = x.shape
+    return tokens * heads * size, heads * size, size

@@ -1,0 +1,108 @@
+"""What the GPU tests share: inputs like a model's, and the comparison with the float64 recurrence."""
+
+import torch
+
+import rwkv_jit
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NAMES = {"wkv6": "rkvwu", "wkv7": "rwkvab"}
+# Log-decay per step: none at all, what models have, so fast that a division by it would overflow, and all together.
+DECAY_RANGES = {"none": (-1e-6, 0.0), "usual": (-0.6, -0.01), "fast": (-20.0, -15.0), "mixed": (-20.0, 0.0)}
+
+
+def make_inputs(
+    op, dtype, batch=2, tokens=65, heads=3, head_size=64, value_size=None, decays="usual", decay="raw", w_dtype=None
+):
+    """Model-like inputs: for wkv7 a = -kk and b = kk * eta with unit kk, so that states stay bounded."""
+    value_size = value_size or head_size
+    shape = (batch, tokens, heads, head_size)
+    r, k = (torch.randn(shape, device="cuda") * 0.5 for _ in range(2))
+    v = torch.randn(batch, tokens, heads, value_size, device="cuda")
+    low, high = DECAY_RANGES.get(decays, decays)
+    log_decay = low + (high - low) * torch.rand(shape, device="cuda", dtype=torch.float64)
+    w = {
+        "raw": lambda g: torch.log(-g + 1e-12),
+        "sigmoid": lambda g: torch.logit((-g / 0.6065306597126334).clamp(1e-6, 1 - 1e-3)),
+        "log": lambda g: g,
+        "direct": torch.exp,
+    }[decay](log_decay)
+    if op == "wkv6":
+        given = {"r": r, "k": k, "v": v, "w": w, "u": torch.randn(heads, head_size, device="cuda") * 0.5}
+    else:
+        kk = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1)
+        given = {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * torch.rand(shape, device="cuda")}
+    return {n: x.to(w_dtype if n == "w" and w_dtype else dtype).requires_grad_() for n, x in given.items()}
+
+
+def relative(x, reference):
+    x, reference = x.detach().double(), reference.detach().double()
+    assert x.shape == reference.shape
+    assert torch.isfinite(x).all()
+    return float((x - reference).norm() / reference.norm().clamp_min(1e-300)) if x.numel() else 0.0
+
+
+def run(op, given, state=None, weights=None, function=None, **options):
+    """y, final state and the gradients of a random weighting of both."""
+    leaves = [*given.values(), *([state] if state is not None else [])]
+    y, final = (function or getattr(rwkv_jit, op))(
+        *given.values(), initial_state=state, output_final_state=True, **options
+    )
+    if weights is None:
+        weights = (
+            torch.randn(y.shape, device=y.device).to(y.dtype),
+            torch.randn(final.shape, device=y.device).to(final.dtype),
+        )
+    weighted = [w.to(o.dtype) for w, o in zip(weights, (y, final), strict=True)]
+    # Without tokens the reference uses no input at all; a kernel always gives every gradient.
+    grads = torch.autograd.grad([y, final], leaves, weighted, materialize_grads=function is not None)
+    return y, final, grads, weights
+
+
+def reference(op, given, state, weights, **options):
+    """The same in float64."""
+    exact = {n: x.detach().double().requires_grad_() for n, x in given.items()}
+    exact_state = None if state is None else state.detach().double().requires_grad_()
+    return run(op, exact, exact_state, weights, getattr(rwkv_jit, f"{op}_ref"), **options)
+
+
+def compare(op, given, state=None, options=(), exact_options=(), weights=None):
+    """The errors of y, of the final state and of every gradient by name; the final state; the gradients by name."""
+    y, final, grads, weights = run(op, given, state, weights, **dict(options))
+    want_y, want_final, want_grads, _ = reference(op, given, state, weights, **dict(exact_options))
+    errors = {"y": relative(y, want_y), "state": relative(final, want_final)}
+    named = {f"d{n}": grad for n, grad in zip([*given, "initial_state"], grads, strict=False)}
+    errors |= {n: relative(grad, want) for (n, grad), want in zip(named.items(), want_grads, strict=True)}
+    return errors, final, named
+
+
+def with_room(limits, named):
+    """The gates are for many roundings together; among few, a single one may be as large as the dtype has them."""
+    few = {n: torch.finfo(grad.dtype).eps for n, grad in named.items() if grad.numel() < 64}
+    return limits | {n: max(limits[n], 1.05 * eps / 2) for n, eps in few.items()}
+
+
+def strided(x, how):
+    if how == "heads first":
+        return x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "channels last but one":
+        return x.detach().transpose(2, 3).contiguous().transpose(2, 3)
+    if how == "a slice at an odd address":
+        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
+        wide[..., 1:-2] = x.detach()
+        return wide[..., 1:-2]
+    if how.startswith("heads first, "):  # strides a kernel could read in place, but not from this address
+        shift = int(how.split()[2])
+        batch, tokens, heads, size = x.shape
+        flat = torch.zeros(x.numel() + 8, device=x.device, dtype=x.dtype)[shift : shift + x.numel()]
+        view = flat.view(batch, heads, tokens, size).transpose(1, 2)
+        return view.copy_(x.detach())
+    return x.detach()[:, :1].expand_as(x)
+
+
+STRIDES = [
+    "heads first",
+    "heads first, 1 in",
+    "heads first, 4 in",
+    "channels last but one",
+    "a slice at an odd address",
+]

@@ -1,0 +1,407 @@
+"""wkv7 on the tensor cores against the float64 recurrence on the same rounded inputs, values and gradients."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit.ops import backends, boundary, chunked, prepared
+
+_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
+comparing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(comparing)
+make_inputs, relative, run = comparing.make_inputs, comparing.relative, comparing.run
+
+# A parameter, so that the record counts these tests.
+pytestmark = pytest.mark.parametrize("op", ["wkv7"])
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GATE = 6e-3
+ALL = ("y", "state", "dr", "dw", "dk", "dv", "da", "db", "dinitial_state")
+GATES = {"da": 8e-3, "db": 8e-3}
+CORRELATED = {"da": 2.5e-2, "db": 2.5e-2}
+REPEATED = {"da": 3e-2, "db": 3e-2}
+SLOW = (-1e-2, -1e-4)  # log-decay per step
+BOUNDED = {"decay": "raw", "decay_bound": -1.0}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+def inputs(dtype=torch.bfloat16, decay="sigmoid", **more):
+    return make_inputs("wkv7", dtype, decay=decay, **more)
+
+
+def check(given, state=None, gates=GATES, weights=None, **options):
+    """Compare a call of the chunked kernels; the reference needs to know only how to read the inputs."""
+    options = {"decay": "sigmoid", "backend": "chunked", **options}
+    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
+    errors, _, named = comparing.compare("wkv7", given, state, options, exact, weights)
+    limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
+    wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
+    assert not wrong, (wrong, limits)
+
+
+def make_state(given, sequences, dtype=torch.float32, layout="vk"):
+    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
+    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
+    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 31, 32, 33, 63, 65, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_len", [16, 32])
+def test_every_length(op, chunk_len, dtype, tokens):
+    given = inputs(DTYPES[dtype], tokens=tokens)
+    check(given, make_state(given, 2), chunk_len=chunk_len)
+
+
+def test_a_long_sequence(op):
+    given = inputs(batch=1, heads=2, tokens=4096)
+    check(given, make_state(given, 1))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [1, 7, 8, 24, 32, 37, 40, 48, 64, 72, 96, 100, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_head_size(op, dtype, head_size):
+    given = inputs(DTYPES[dtype], tokens=70, head_size=head_size)
+    # Sums over a single channel average nothing.
+    check(given, make_state(given, 2), gates=dict.fromkeys(ALL, 5e-2) if head_size == 1 else GATES)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    "sizes", [(64, 128), (128, 64), (40, 24), (24, 40), (100, 37), (37, 100), (7, 128), (128, 33), (36, 64)]
+)
+@pytest.mark.parametrize("chunk_len", [16, 32])
+def test_keys_and_values_of_different_size(op, chunk_len, sizes):
+    given = inputs(tokens=53, head_size=sizes[0], value_size=sizes[1])
+    check(given, make_state(given, 2), chunk_len=chunk_len)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("num_threads", [64, 96, 128, 160, 256, 512])
+@pytest.mark.parametrize("head_size", [40, 64])
+def test_every_number_of_threads_of_the_forward(op, head_size, num_threads):
+    check(inputs(tokens=70, head_size=head_size), num_threads=num_threads)
+
+
+# ---- decays ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["slow", "usual", "fastest"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_sigmoid_decay(op, dtype, kind):
+    given = inputs(DTYPES[dtype], tokens=130, decays=SLOW if kind == "slow" else "usual")
+    if kind == "fastest":
+        given["w"] = torch.full_like(given["w"], 8.0, requires_grad=True)
+    check(given)
+
+
+@pytest.mark.parametrize(("chunk_len", "bound"), [(32, -4.0), (16, -8.0)])
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+def test_every_bounded_decay(op, w_dtype, decay, chunk_len, bound):
+    """Down to the bound; a little less, as bfloat16 would round some decays below it."""
+    given = inputs(tokens=130, decay=decay, decays=(0.98 * bound, -0.01), w_dtype=w_dtype)
+    check(given, decay=decay, decay_bound=bound, chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float32_decay_beside_half_inputs(op, dtype):
+    given = inputs(DTYPES[dtype], w_dtype=torch.float32)
+    check(given)
+    y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
+    assert torch.autograd.grad(y.float().sum(), given["w"])[0].dtype == torch.float32
+
+
+def test_broken_promise_shows(op):
+    given = inputs(decay="log", decays=(-20.0, -19.0))
+    y, _ = rwkv_jit.wkv7(*given.values(), decay="log", decay_bound=-1.0)
+    assert y.isnan().any()
+    whole, _ = rwkv_jit.wkv7(*given.values(), decay="log")  # without a promise nothing breaks
+    assert whole.isfinite().all()
+
+
+# ---- states, packing, strides ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_in_and_out(op, dtype, layout, state_dtype):
+    given = inputs(DTYPES[dtype], head_size=24, value_size=40)
+    check(given, make_state(given, 2, state_dtype, layout), state_layout=layout)
+
+
+def test_state_shared_by_all_sequences(op):
+    given = inputs(batch=3)
+    state = torch.randn(3, 64, 64, device="cuda", requires_grad=True)
+    check(given, state)
+
+
+def test_no_tokens_copy_the_state(op):
+    given = inputs(tokens=0)
+    state = make_state(given, 2)
+    y, final, grads, weights = run(op, given, state, decay="sigmoid", backend="chunked")
+    assert y.numel() == 0
+    assert torch.equal(final, state)
+    assert torch.equal(grads[-1], weights[1])
+
+
+def test_gradient_of_the_final_state_alone(op):
+    given = inputs()
+    zeros = torch.zeros_like(given["v"])
+    weight = torch.randn(2, 3, 64, 64, device="cuda")
+    check(given, weights=(zeros, weight))
+
+
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype, chunk_len):
+    bounds = [0, 0, 5, 69, 70, 70, 102, 198, 200]
+    given = inputs(batch=1, tokens=200, head_size=40)
+    state = make_state(given, len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
+    options = {"decay": "sigmoid", "backend": "chunked", "chunk_len": chunk_len}
+    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
+        own_state = state[i : i + 1].detach().requires_grad_()
+        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
+        assert torch.equal(own[0], y[:, begin:end])
+        assert torch.equal(own[1], final[i : i + 1])
+        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
+        for name, one, whole in zip(given, own[2], grads, strict=False):
+            assert torch.equal(one, whole[:, begin:end]), name
+    check(given, state, cu_seqlens=cu_seqlens, chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("how", [*comparing.STRIDES, "expanded"])
+@pytest.mark.parametrize("head_size", [24, 36, 37])
+def test_inputs_of_any_stride(op, head_size, how):
+    """Rows that are read 16 bytes, four elements and one element at a time."""
+    given = inputs(head_size=head_size)
+    odd = {n: comparing.strided(x, how) for n, x in given.items()}
+    assert not any(x.is_contiguous() for x in odd.values())
+    # An expanded tensor has the same keys everywhere.
+    check({n: x.requires_grad_() for n, x in odd.items()}, gates=CORRELATED if how == "expanded" else GATES)
+
+
+def test_known_signature_at_an_address_the_kernel_cannot_read(op):
+    given = {n: x.detach().transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs().items()}
+    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
+    known = len(boundary._known)
+    for moved, x in given.items():
+        for shift in (1, 4):
+            memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
+            shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
+            y, _ = rwkv_jit.wkv7(*{**given, moved: shifted}.values(), decay="sigmoid")
+            assert torch.equal(y, want)
+    assert len(boundary._known) == known
+
+
+def test_an_expanded_output_gradient(op):
+    given = inputs()
+    ones = torch.ones(1, dtype=torch.bfloat16, device="cuda").expand_as(given["v"])
+    check(given, weights=(ones, torch.zeros(2, 3, 64, 64, device="cuda")))
+
+
+@pytest.mark.parametrize("scale", [0.37, -2.0])
+def test_scale(op, scale):
+    check(inputs(), scale=scale)
+
+
+def test_checkpoint_interval_changes_nothing(op):
+    given = inputs(tokens=100)
+    options = {"decay": "sigmoid", "backend": "chunked"}
+    y, final, grads, weights = run(op, given, **options)
+    again = run(op, given, None, weights, checkpoint_interval=3, **options)
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+# ---- hard inputs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ["r", "k", "v", "ab", "rkvab"])
+def test_zero_rows(op, names):
+    given = inputs(tokens=100)
+    zeroed = {n: x.detach().clone() for n, x in given.items()}
+    for name in names:
+        zeroed[name][:, 10:50] = 0
+        zeroed[name][:, :, 1] = 0  # a whole head
+    check({n: x.requires_grad_() for n, x in zeroed.items()})
+
+
+def with_keys(given, kk, rate):
+    """The inputs with other keys in the state's correction."""
+    dtype = given["a"].dtype
+    own = {n: x.detach() for n, x in given.items()} | {"a": -kk.to(dtype), "b": (kk * rate).to(dtype)}
+    return {n: x.contiguous().requires_grad_() for n, x in own.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decays", [SLOW, "usual"], ids=["slow", "usual"])
+def test_correlated_keys(op, decays, dtype):
+    given = inputs(DTYPES[dtype], tokens=256, decays=decays)
+    common = torch.randn(2, 1, 3, 64, device="cuda")
+    kk = torch.nn.functional.normalize(common + 0.5 * torch.randn(2, 256, 3, 64, device="cuda"), dim=-1)
+    check(with_keys(given, kk, torch.rand(2, 256, 3, 64, device="cuda")), gates=CORRELATED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decays", [SLOW, "usual"], ids=["slow", "usual"])
+def test_a_repeated_token(op, decays, dtype):
+    """Powers of one rank-one correction: the inverse has entries of many sizes."""
+    given = inputs(DTYPES[dtype], tokens=256, heads=16, decays=decays)
+    kk = -given["a"][:, :1].detach().float()
+    check(with_keys(given, kk.expand(-1, 256, -1, -1), 0.95), gates=REPEATED)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e4])
+def test_gradients_of_any_size(op, size):
+    given = inputs(tokens=100)
+    weights = (
+        (size * torch.randn(given["v"].shape, device="cuda")).to(torch.bfloat16),
+        size * torch.randn(2, 3, 64, 64, device="cuda"),
+    )
+    check(given, make_state(given, 2), weights=weights)
+
+
+# ---- the same results --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_results_repeat_bit_for_bit(op, head_size):
+    given = inputs(batch=4, tokens=300, heads=8, head_size=head_size)
+    y, final, grads, weights = run(op, given, decay="sigmoid", backend="chunked")
+    for _ in range(3):
+        again = run(op, given, weights=weights, decay="sigmoid", backend="chunked")
+        assert torch.equal(again[0], y)
+        assert torch.equal(again[1], final)
+        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+def test_the_batch_around_a_sequence_changes_nothing(op):
+    given = inputs(batch=64, tokens=40, heads=8)
+    many = run(op, given, decay="sigmoid")
+    few_given = {n: x[5:6].detach().requires_grad_() for n, x in given.items()}
+    few = run(op, few_given, None, [weight[5:6] for weight in many[3]], decay="sigmoid")
+    assert torch.equal(many[0][5:6], few[0])
+    assert all(torch.equal(a[5:6], b) for a, b in zip(many[2], few[2], strict=True))
+
+
+@pytest.mark.parametrize("split", [1, 15, 16, 31, 32, 33, 64, 77, 99])
+def test_a_prompt_continues_from_its_state(op, split):
+    """Short parts take the recurrent kernels; the whole stays as exact as one call."""
+    given = inputs(tokens=100)
+    exact = {n: x.detach().double() for n, x in given.items()}
+    want, last = rwkv_jit.wkv7_ref(*exact.values(), output_final_state=True, decay="sigmoid")
+    for backend in ("auto", "chunked"):
+        options = {"output_final_state": True, "decay": "sigmoid", "backend": backend}
+        head, state = rwkv_jit.wkv7(*[x[:, :split] for x in given.values()], **options)
+        tail, final = rwkv_jit.wkv7(*[x[:, split:] for x in given.values()], initial_state=state, **options)
+        assert relative(torch.cat([head, tail], 1), want) < GATE
+        assert relative(final, last) < GATE
+
+
+MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+
+@pytest.mark.skipif(MEMORY < 100 * 2**30, reason="needs 100 GB of GPU memory")
+def test_more_than_two_billion_elements(op):
+    batch, tokens, heads, head_size = 132, 4096, 64, 64
+    assert batch * tokens * heads * head_size > 2**31
+    first = inputs(batch=1, tokens=tokens, heads=heads)
+    # The same sequence in every row: rows that differ from the first show an address that wrapped.
+    given = {n: x.detach().expand(batch, -1, -1, -1).contiguous().requires_grad_() for n, x in first.items()}
+    y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
+    dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
+    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
+    want, _ = rwkv_jit.wkv7(*first.values(), decay="sigmoid")
+    want_grads = torch.autograd.grad(want, list(first.values()), dy)
+    for row in (0, 65, batch - 1):
+        assert torch.equal(y[row], want[0])
+        for name, grad, one in zip(given, grads, want_grads, strict=True):
+            assert torch.equal(grad[row], one[0]), name
+
+
+# ---- how it is called --------------------------------------------------------------------------------------------
+
+
+def test_the_rule_picks_these_kernels(op, monkeypatch):
+    monkeypatch.setattr(boundary, "_known", {})
+    given = inputs()
+    for options in ({"decay": "sigmoid"}, BOUNDED, {}, {"decay": "sigmoid", "chunk_len": 8}):
+        rwkv_jit.wkv7(*given.values(), **options)
+    rwkv_jit.wkv7(*[x[:, : backends.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
+    chosen = [known.options.backend for known in boundary._known.values()]
+    assert chosen == ["chunked", "chunked", "recurrent", "recurrent", "recurrent"]
+
+
+def test_a_cuda_graph_replays(op):
+    given = {n: x.detach() for n, x in inputs().items()}
+    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fullgraph_compile(op, dynamic):
+    given = inputs()
+    y, _, grads, weights = run(op, given, decay="sigmoid")
+    compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True, dynamic=dynamic)
+    again = run(op, given, None, weights, compiled, decay="sigmoid")
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(op, packed):
+    given = [x.detach() for x in inputs(batch=1, tokens=70, head_size=40).values()]
+    bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
+    state = torch.randn(2 if packed else 1, 3, 40, 40, device="cuda")
+    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked")
+    forward = (*given, state, bounds, *options, True, True)
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
+    y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv7_bwd.default, (y, final, *given, state, bounds, *options, saved))
+
+
+NATIVE = (
+    [f"sm_{major}{minor}a" for major, minor in [torch.cuda.get_device_capability()] if major >= 9] if MEMORY else []
+)
+
+
+@pytest.mark.parametrize("arch", ["compute_80", *NATIVE])
+def test_other_architectures(op, arch, monkeypatch):
+    """The code that sm_80 gets, as PTX that the driver makes run here, and this GPU's own extended target."""
+    monkeypatch.setenv("RWKVJIT_ARCH", arch)
+    monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(prepared, "_backwards", {})
+    for head_size in (40, 128):
+        check(inputs(tokens=70, head_size=head_size))
+    known = [*boundary._known.values(), *prepared._backwards.values()]
+    assert {each.plan.kernel.target for each in known} == {arch}
+    assert len(known) == 4
+
+
+def test_shared_memory_of_the_geometry_is_what_this_gpu_gives(op):
+    properties = torch.cuda.get_device_properties(0)
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    assert chunked._shared_limit(arch) <= properties.shared_memory_per_block_optin
