@@ -224,9 +224,9 @@ def call_requests(
     op: str, head_size: int, dtype: torch.dtype, arch: str | None, direction: str, decay: str, state_layout: str,
     w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
 ) -> list[kernel.Request]:  # fmt: skip
-    """Return the kernels that calls of an op may need in one direction, long and short ones, with many and few heads.
+    """Return the kernels that calls of an op may need in one direction.
 
-    Some of them may be equal.
+    Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
     for name, kind in (("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
         if kind not in tensors.STORAGE:
@@ -236,7 +236,8 @@ def call_requests(
         chosen["t_state"] = tensors.STORAGE[state_dtype]
     if op in OPS and OPS[op].fixed:
         chosen["t_u"] = chosen["t_w"]
-    calls = product((backends.LEAST_TOKENS, 1), (False, True))
+    purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
+    calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes)
     return [
         _request(
             op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
@@ -249,6 +250,7 @@ def _request(
     op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
     backend: str, decay: str, chunk_len: int | None, num_threads: int | None, parameters: dict[str, Parameter],
     decay_bound: float | None = None, tokens: int = backends.LEAST_TOKENS, few_heads: bool = False,
+    training: bool = True,
 ) -> kernel.Request:  # fmt: skip
     """Check everything and return the kernel of one direction that calls of so many tokens take."""
     layout = str(parameters.get("state_layout", "vk"))
@@ -279,11 +281,11 @@ def _request(
         types["T_U"] = storage
     # Who asks for a chunked kernel by its name will promise the bound in the calls.
     known_decay = "sigmoid" if backend == "chunked" else decay
-    case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len)
-    name, _ = backends.choose(backend, case, lambda: target)
+    case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len, training)
+    name, length = backends.choose(backend, case, lambda: target)
     chosen = {name.upper(): value for name, value in parameters.items()}
     return backends.KERNELS[name].specialize(
-        op, direction, head_size, value_size, types, target, chunk_len, num_threads, few_heads, chosen, also
+        op, direction, head_size, value_size, types, target, length, num_threads, few_heads, chosen, also
     )
 
 

@@ -28,6 +28,7 @@ class Case(NamedTuple):
     decay: str
     decay_bound: float | None
     chunk_len: int | None
+    training: bool = True  # with gradients
 
 
 def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int | None]:
@@ -52,10 +53,12 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     if backend == "recurrent" or (backend == "auto" and case.tokens < LEAST_TOKENS):
         return "recurrent", case.chunk_len
     reason = chunked.obstacle(
-        case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.decay, case.decay_bound
-    )
+        case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.decay, case.decay_bound,
+        case.training,
+    )  # fmt: skip
     if reason is None:
-        return "chunked", case.chunk_len or chunked.default_chunk_len(case.head_size, case.value_size, arch())
+        default = chunked.default_chunk_len(case.head_size, case.value_size, arch(), case.training)
+        return "chunked", case.chunk_len or default
     if backend == "auto":
         return "recurrent", case.chunk_len
     text, *values = reason

@@ -72,40 +72,41 @@ def call(
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks."""
     options = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+    training = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
     known = None
     if tensors.is_eager():
-        key = (op.name, decay_bound, options, tensors.signature((*arrays, initial_state, cu_seqlens)))
+        key = (op.name, decay_bound, options, training, tensors.signature((*arrays, initial_state, cu_seqlens)))
         try:
             known = _known.get(key)
         except TypeError:  # an option that cannot be one may have no hash
             known = None
     if known is None:
-        asked = (op.name, decay_bound, options)
+        asked = (op.name, decay_bound, options, training)
         check_options(scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
         options = Options(float(scale), *options[1:])
-        arrays, initial_state, cu_seqlens, options = _check(op, arrays, initial_state, cu_seqlens, decay_bound, options)
+        checked = _check(op, arrays, initial_state, cu_seqlens, decay_bound, options, training)
+        arrays, initial_state, cu_seqlens, options = checked
         on_gpu = options.backend in backends.KERNELS
         if on_gpu and tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens)):
-            training = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
             known = _prepare(op, arrays, initial_state, cu_seqlens, asked, options, training)
     if initial_state is not None and initial_state.dim() == 3:
         sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)
 
-    wants_grad = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
     final: Tensor | None
-    if known is not None and wants_grad:
+    if known is not None and training:
         y, final = op.known(known, output_final_state, *arrays, initial_state, cu_seqlens)
     elif known is not None:
         y, final, _ = prepared.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
     else:
         arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
-        y, final, *_ = op.traced(*arguments) if wants_grad else op.forward(*arguments, False)
+        y, final, *_ = op.traced(*arguments) if training else op.forward(*arguments, False)
     return y, final if output_final_state else None
 
 
-def _any_requires_grad(given: Sequence[Tensor], initial_state: Tensor | None) -> bool:
-    return any([x.requires_grad for x in given]) or (initial_state is not None and initial_state.requires_grad)
+def _any_requires_grad(given: Sequence[Any], initial_state: Any) -> bool:
+    """Return whether one of these wants a gradient; arrays of other libraries never do."""
+    return any([getattr(x, "requires_grad", False) for x in (*given, initial_state)])
 
 
 def _check(
@@ -115,6 +116,7 @@ def _check(
     cu_seqlens: Any,
     decay_bound: float | None,
     options: Options,
+    training: bool,
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Options]:
     """Check the arrays of a call; return them as tensors, and the options with the backend that will run."""
     names = (*op.streamed, *op.fixed)
@@ -139,7 +141,9 @@ def _check(
         tensors.check_state(initial_state, sequences, heads, sizes, first, wide=not on_gpu)
     backend, chunk_len = "reference", options.chunk_len
     if on_gpu:
-        case = backends.Case(op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len)
+        case = backends.Case(
+            op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len, training
+        )
         backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(first.device.index))
     scale, decay, layout, interval, _, num_threads, _ = options
     return given, initial_state, cu_seqlens, Options(scale, decay, layout, interval, chunk_len, num_threads, backend)

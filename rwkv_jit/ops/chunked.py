@@ -16,7 +16,7 @@ from rwkv_jit.template import Parameter
 
 OPS = ("wkv7",)
 DTYPES = (torch.float16, torch.bfloat16)
-CHUNK_LENS = (32, 16)  # the longer one is faster, where its shared memory is there
+CHUNK_LENS = (32, 16)
 LEAST_ARCH = 80  # mma.sync of bfloat16, cp.async
 LARGEST_HEAD = 128
 MOST_HEADS = 65535  # of a grid's second extent
@@ -37,6 +37,7 @@ def obstacle(
     chunk_len: int | None = None,
     decay: str = "sigmoid",
     decay_bound: float | None = None,
+    training: bool = True,
 ) -> tuple[Any, ...] | None:
     """Return why these kernels cannot do a call; None where they can.
 
@@ -63,7 +64,7 @@ def obstacle(
     target = arch()
     if _number(target) < LEAST_ARCH:
         return "needs an architecture from sm_{} on, got {}", LEAST_ARCH, target
-    length = chunk_len or default_chunk_len(head_size, value_size, target)
+    length = chunk_len or default_chunk_len(head_size, value_size, target, training)
     wanted, there = most_shared_bytes(head_size, value_size, length), _shared_limit(target)
     if wanted > there:
         needs = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
@@ -119,24 +120,30 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + centred + state_terms
 
 
-def _threads(direction: str, head_size: int, value_size: int, num_threads: int | None) -> int:
-    """Return the threads of a block; the backward has one choice."""
+def _threads(direction: str, head_size: int, value_size: int, chunk_len: int, num_threads: int | None) -> int:
+    """Return the threads of a block: a warp for 16 value rows, or for 32 where that leaves registers enough."""
     if direction == "backward":
         return 2 * padded(value_size)
-    return num_threads or max(2 * padded(value_size), padded(head_size))
+    rows = 32 if chunk_len == 16 and padded(value_size) > 64 else 16
+    return num_threads or max(32 * padded(value_size) // rows, padded(head_size))
 
 
 def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
     """Return what the larger of the two directions takes."""
     return max(
-        shared_bytes(way, head_size, value_size, chunk_len, _threads(way, head_size, value_size, None))
+        shared_bytes(way, head_size, value_size, chunk_len, _threads(way, head_size, value_size, chunk_len, None))
         for way in ("forward", "backward")
     )
 
 
-def default_chunk_len(head_size: int, value_size: int, arch: str) -> int:
-    """Return the longest chunk that fits in both directions: the forward's checkpoints are the backward's."""
-    for chunk_len in CHUNK_LENS:
+def default_chunk_len(head_size: int, value_size: int, arch: str, training: bool = True) -> int:
+    """Return the chunk length that is fastest on an H200, of those that fit in both directions.
+
+    With large heads the forward alone prefers short chunks; a forward for gradients saves a state per chunk, and so
+    does not. The forward's checkpoints are the backward's, hence one length for both.
+    """
+    prefers_long = training or max(padded(head_size), padded(value_size)) <= 64
+    for chunk_len in CHUNK_LENS if prefers_long else CHUNK_LENS[::-1]:
         if most_shared_bytes(head_size, value_size, chunk_len) <= _shared_limit(arch):
             return chunk_len
     return CHUNK_LENS[-1]
@@ -173,7 +180,7 @@ def specialize(
 ) -> kernel.Request:
     """Return the template and parameters of one direction; `chosen` overrides the geometry, the same for few heads."""
     length = chunk_len or default_chunk_len(head_size, value_size, arch)
-    threads = _threads(direction, head_size, value_size, num_threads)
+    threads = _threads(direction, head_size, value_size, length, num_threads)
     shared = shared_bytes(direction, head_size, value_size, length, threads)
     blocks = _blocks_per_multiprocessor(direction, head_size, value_size, arch, threads, shared)
     parameters: dict[str, Parameter] = {

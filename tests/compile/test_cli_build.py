@@ -214,7 +214,13 @@ def test_rule_of_a_template_that_does_not_hold_leaves_no_file(run, tmp_path):
 def test_interrupt_leaves_neither_traceback_nor_file(tmp_path, fresh_service):
     command = [sys.executable, "-m", "rwkv_jit", "build", "--op", "wkv7", "--head-size",
                ",".join(map(str, range(1, 65))), "--arch", "sm_90", "-o", str(tmp_path / "x.bundle")]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed():  # what runs in the background of a shell ignores interrupts, and so do its children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    ) as process:
         deadline = time.monotonic() + 60
         while not cache.entries() and time.monotonic() < deadline:
             time.sleep(0.02)

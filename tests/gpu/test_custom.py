@@ -162,10 +162,11 @@ def test_more_shared_memory_than_there_is_is_refused(kernel):
 def test_side_stream(kind, kernel):
     x, y = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
     affine(kernel, x, y, grid=0)
+    assert not y.any()  # loads the kernels of the check below; doing that then would wait for the other stream
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(2_000_000_000)
+        torch.cuda._sleep(500_000_000)
         if kind == "current":
             affine(kernel, x, y)
     if kind != "current":

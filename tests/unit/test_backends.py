@@ -135,10 +135,10 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: backend != "reference")
 
 
-def resolved(given, cu_seqlens=None, decay_bound=None, **options):
+def resolved(given, cu_seqlens=None, decay_bound=None, training=True, **options):
     plain = prepared.Options(1.0, "sigmoid", "vk", 64, None, None, "auto")
     op = rwkv_jit.wkv7.__globals__["OP"]
-    return boundary._check(op, given, None, cu_seqlens, decay_bound, plain._replace(**options))[-1]
+    return boundary._check(op, given, None, cu_seqlens, decay_bound, plain._replace(**options), training)[-1]
 
 
 def bf16(tokens, batch=1, head_size=64):
@@ -148,6 +148,8 @@ def bf16(tokens, batch=1, head_size=64):
 def test_call_is_resolved_with_its_chunk(on_gpu):
     assert resolved(bf16(32)) == (1.0, "sigmoid", "vk", 64, 32, None, "chunked")
     assert resolved(bf16(32), decay="raw", decay_bound=-1.0)[4:] == (32, None, "chunked")
+    assert resolved(bf16(32, head_size=96))[4:] == (32, None, "chunked")
+    assert resolved(bf16(32, head_size=96), training=False)[4:] == (16, None, "chunked")
     assert resolved(bf16(31))[4:] == (None, None, "recurrent")
     assert resolved(bf16(32), decay="raw")[4:] == (None, None, "recurrent")
     assert resolved(bf16(32), chunk_len=4, num_threads=64)[4:] == (4, 64, "recurrent")
@@ -195,11 +197,12 @@ LIMITS = {"sm_80": 166912, "sm_86": 101376, "sm_87": 166912, "sm_89": 101376, "s
 
 
 @pytest.mark.parametrize("arch", LIMITS)
-def test_default_chunk_is_the_longest_that_fits_in_both_directions(arch):
+def test_default_chunk_fits_in_both_directions(arch):
     for sizes in itertools.product(SIZES[::3], SIZES[::3]):
         chosen = chunked.default_chunk_len(*sizes, arch)
         fits = {each: chunked.most_shared_bytes(*sizes, each) <= LIMITS[arch] for each in (16, 32)}
         assert chosen == (32 if fits[32] else 16)
+        assert chunked.default_chunk_len(*sizes, arch, training=False) == (chosen if max(sizes) <= 64 else 16)
         reason = chunked.obstacle("wkv7", torch.bfloat16, *sizes, lambda: arch)
         assert (reason is None) == (fits[chosen] and -(-sizes[0] // 32) <= 2 * -(-sizes[1] // 32))
 
