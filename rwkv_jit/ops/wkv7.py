@@ -61,7 +61,7 @@ def wkv7(
         d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
     decay_bound : float, optional
         A promise that every log d is at least this negative number: -0.61 for the decays of a model in "raw". The
-        chunked kernels need it, or "sigmoid", and give NaN or wrong values where it is broken; the recurrent kernels
+        chunked kernels need it, or "sigmoid", and give NaN where it is broken; the recurrent kernels
         are right for any decay.
     state_layout : {"vk", "kv"}, default "vk"
         Order of the last two dimensions of the states.
@@ -70,7 +70,7 @@ def wkv7(
         `chunk_len` tokens, in bfloat16.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 in the chunked ones.
-        Chosen by the head size and the GPU by default.
+        Chosen by the head size, the GPU and whether gradients are wanted by default.
     num_threads : int, optional
         Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; in the chunked ones of the forward, a multiple
         of 32 from 64 to 512 and at least the head size, while their backward has one choice. Chosen by the head size
