@@ -157,11 +157,11 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
 
 struct Frame { float2 middle, end; };  // m and D of a thread's pair of channels
 
-// Second half, after a barrier: the operands. `centred` takes c_t - m in rows 1 .. CHUNK_LEN and -m in row 0.
-template <bool KEEPS_DECAYS, int CENTRED_PITCH>
+// Second half, after a barrier: the operands. `growth` takes e^(c_t - m) in rows 1 .. CHUNK_LEN and e^(-m) in row 0.
+template <bool KEEPS_GROWTH, int GROWTH_PITCH>
 __device__ inline Frame write_operands(const RateSums& sums, const float2 (&totals)[SEGMENTS][PAIRS],
                                        const RawKeys& raw, Operands& operands, float scale,
-                                       float (*centred)[CENTRED_PITCH]) {
+                                       float (*growth)[GROWTH_PITCH]) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS, position = position_of_pair(index);
     Frame frame = {};
     float2 before = {0.0f, 0.0f};
@@ -176,7 +176,7 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
     frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
     if (segment >= SEGMENTS) return frame;
     float2 grown = {exp2_fast(origin.x), exp2_fast(origin.y)};  // of the token before
-    if (KEEPS_DECAYS && segment == 0) *reinterpret_cast<float2*>(&centred[0][position]) = origin;
+    if (KEEPS_GROWTH && segment == 0) *reinterpret_cast<float2*>(&growth[0][position]) = grown;
     constexpr int BATCH = min_of(SEGMENT_LEN, 4);  // tokens read at once, before anything is written
 #pragma unroll
     for (int first = 0; first < SEGMENT_LEN; first += BATCH) {
@@ -204,7 +204,7 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
             write(operands.b, words[i][3], shrink);
             grown = {exp2_fast(c.x), exp2_fast(c.y)};
             write(operands.r, words[i][0], {grown.x * scale, grown.y * scale});
-            if (KEEPS_DECAYS) *reinterpret_cast<float2*>(&centred[token + 1][position]) = c;
+            if (KEEPS_GROWTH) *reinterpret_cast<float2*>(&growth[token + 1][position]) = grown;
         }
     }
     return frame;

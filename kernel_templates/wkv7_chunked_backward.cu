@@ -43,7 +43,7 @@ struct Smem {
         ValueTile dv;                    // later
     };
     StateTile state, e;                       // S' and E'
-    float centred[CHUNK_LEN + 1][KEY_PITCH];  // c_t - m, the row before the first token first
+    float growth[CHUNK_LEN + 1][KEY_PITCH];   // e^(c_t - m), the row before the first token first
     float state_terms[WARPS][CHANNELS];       // z, a part for each SLAB of value rows
     float factor[CHANNELS];
 };
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         copy_values(token), commit_copies();
         load_state(token);
         const Frame frame =
-            write_operands<true, KEY_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.centred);
+            write_operands<true, KEY_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
         write_factor(smem.factor,
                      {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
         behind = frame.middle;
@@ -299,20 +299,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         float state_sums[CHANNELS / 16];
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c) {
-            // z: products with S' of the same place, summed over the rows.
+            // z: products with S' of the same place, summed over the rows. A fragment's words lie as the accumulators do.
             float terms[4] = {};
 #pragma unroll
-            for (int i = 0; i < 2 * TILES; ++i) {
-                const int row = first_value + group() + 8 * i;
+            for (int i = 0; i < TILES; ++i)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const unsigned word =
-                        *reinterpret_cast<const unsigned*>(&smem.state[row][16 * c + 8 * j + 2 * quad_lane()]);
-                    const Accumulator& sum = e[i / 2][2 * c + j];
-                    terms[2 * j] += low_of(word) * sum[i % 2 * 2];
-                    terms[2 * j + 1] += high_of(word) * sum[i % 2 * 2 + 1];
+                for (int j = 0; j < 4; ++j) {
+                    const unsigned word = state_rows[i][c].at[j];
+                    const Accumulator& sum = e[i][2 * c + j / 2];
+                    terms[j / 2 * 2] += low_of(word) * sum[j % 2 * 2];
+                    terms[j / 2 * 2 + 1] += high_of(word) * sum[j % 2 * 2 + 1];
                 }
-            }
             // Lanes of the same channels: each exchange halves what a lane keeps, the last one only adds.
             const bool upper = lane_id() & 16, odd = lane_id() & 8;
             float2 kept = upper ? float2{terms[2], terms[3]} : float2{terms[0], terms[1]};
@@ -407,17 +404,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                             x[2 * j] = low_of(word), x[2 * j + 1] = high_of(word);
                         }
                     };
-                    const auto read_centred = [&](float (&x)[4], const float (&from)[KEY_PITCH]) {
+                    const auto read_growth = [&](float (&x)[4], const float (&from)[KEY_PITCH]) {
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
                             const float2 pair = *reinterpret_cast<const float2*>(&from[place + 8 * j]);
                             x[2 * j] = pair.x, x[2 * j + 1] = pair.y;
                         }
                     };
-                    float r_row[4], a_row[4], k_row[4], b_row[4], c[4], c_before[4];
+                    float r_row[4], a_row[4], k_row[4], b_row[4], grown[4], grown_before[4];
                     read_row(r_row, smem.operands.r), read_row(a_row, smem.operands.a);
                     read_row(k_row, smem.operands.k), read_row(b_row, smem.operands.b);
-                    read_centred(c, smem.centred[row + 1]), read_centred(c_before, smem.centred[row]);
+                    read_growth(grown, smem.growth[row + 1]), read_growth(grown_before, smem.growth[row]);
                     float own[4], own_a[4], sum[4], w_row[4];  // sum: over the lanes' tokens up to this one
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
@@ -426,8 +423,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                         own_a[j] = a_row[j] * sum_a;
                         own[j] = r_row[j] * sum_r + own_a[j] - k_row[j] * sum_k - b_row[j] * sum_b;
                         sum[j] = own[j];
-                        const float shrink = exp2_fast(-c[j]);
-                        r_row[j] = sum_r * exp2_fast(c[j]) * scale, a_row[j] = sum_a * exp2_fast(c_before[j]);
+                        const float shrink = reciprocal(grown[j]);
+                        r_row[j] = sum_r * grown[j] * scale, a_row[j] = sum_a * grown_before[j];
                         k_row[j] = sum_k * shrink, b_row[j] = sum_b * shrink;
                     }
 #pragma unroll

@@ -115,9 +115,9 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     common = 4 * key_tile + raw_keys + factor
     if direction == "forward":
         return common + token_matrices + 2 * value_tile + totals
-    state_tiles, centred = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 8)
+    state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 8)
     state_terms = threads // 32 * 4 * keys
-    return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + centred + state_terms
+    return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + growth + state_terms
 
 
 def _threads(direction: str, head_size: int, value_size: int, chunk_len: int, num_threads: int | None) -> int:
