@@ -124,9 +124,13 @@ def _read_shape(text: str) -> tuple[int, ...]:
 
 
 def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> dict[str, Any]:
-    _, tokens, _, head_size = shape
-    case = backends.Case(op, dtype, head_size, head_size, tokens, DECAYS[op], None, None)
-    backend, _ = backends.choose(asked, case, lambda: tensors.arch(torch.cuda.current_device()))
+    batch, tokens, heads, head_size = shape
+    device = torch.cuda.current_device()
+    case = backends.Case(
+        op, dtype, head_size, head_size, tokens, DECAYS[op], None, None, blocks=batch * heads,
+        multiprocessors=lambda: tensors.multiprocessors(device),
+    )  # fmt: skip
+    backend, _ = backends.choose(asked, case, lambda: tensors.arch(device))
     function = partial(OPS[op], decay=DECAYS[op], backend=backend)
     given = make_inputs(op, shape, dtype)
     weight = torch.randn(tuple(shape), device="cuda").to(dtype)

@@ -184,13 +184,15 @@ def _host_us() -> dict[str, float]:
     import torch
 
     from rwkv_jit import bench
-    from rwkv_jit.ops import boundary
+    from rwkv_jit.ops import boundary, prepared
 
     wkv7: Callable[..., Any] = bench.OPS["wkv7"]
     given = bench.make_inputs("wkv7", (1, 1, 4, 64), torch.bfloat16)
     constants = [x.detach() for x in given]
     wkv7(*constants)
-    plan = next(reversed(boundary._known.values())).plan
+    known = next(reversed(boundary._known.values()))
+    assert isinstance(known, prepared.Forward)
+    plan = known.plan
     values = [x.data_ptr() for x in constants] + [0] * 2 + [torch.empty_like(constants[2]).data_ptr()] + [0] * 3
     stream = torch.cuda.current_stream().cuda_stream
     x = torch.ones(64, device="cuda")

@@ -12,7 +12,7 @@ import torch
 
 from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, prepared, wkv6, wkv7
+from rwkv_jit.ops import backends, boundary, prepared, split, wkv6, wkv7
 from rwkv_jit.template import Parameter
 
 OPS = {op.name: op for op in (wkv6.OP, wkv7.OP)}
@@ -48,9 +48,9 @@ def specialize(
         E.g. "sm_90a", or "compute_80" for PTX; RWKVJIT_ARCH or this machine's GPU by default.
     direction : {"forward", "backward"}, default "forward"
         Which kernels.
-    backend : {"auto", "recurrent", "chunked"}, default "auto"
+    backend : {"auto", "recurrent", "chunked", "split"}, default "auto"
         Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked", the tensor
-        cores, takes any `decay`, as the bound is a promise of calls.
+        cores, takes any `decay`, as the bound is a promise of calls; "split" runs the same kernels.
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         The map from w to the per-step factor.
     chunk_len, num_threads : int, optional
@@ -238,12 +238,16 @@ def call_requests(
         chosen["t_u"] = chosen["t_w"]
     purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
     calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes)
-    return [
+    found = [
         _request(
             op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
         )
         for call in calls
     ]  # fmt: skip
+    if any("_chunked_" in request.template.name for request in found):
+        target, also = tensors.targets(arch)
+        found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
+    return found
 
 
 def _request(
@@ -280,6 +284,7 @@ def _request(
     if OPS[op].fixed:
         types["T_U"] = storage
     # Who asks for a chunked kernel by its name will promise the bound in the calls.
+    backend = "chunked" if backend == "split" else backend  # the same kernels
     known_decay = "sigmoid" if backend == "chunked" else decay
     case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len, training)
     name, length = backends.choose(backend, case, lambda: target)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, recurrent
+from rwkv_jit.ops import chunked, prepared, recurrent, split
 from rwkv_jit.ops.prepared import Backend
 
-KERNELS: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked}
+KERNELS: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked, "split": split}
 NAMES = ("auto", *KERNELS, "reference")
 # Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
 LEAST_TOKENS = 32
@@ -29,6 +30,16 @@ class Case(NamedTuple):
     decay_bound: float | None
     chunk_len: int | None
     training: bool = True  # with gradients
+    blocks: int = 1 << 20  # sequences times heads
+    packed: bool = False
+    multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
+
+
+def forward(known: prepared.Forward | split.Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Run what was prepared for a call."""
+    if isinstance(known, split.Forward):
+        return split.forward(known, *arguments)
+    return prepared.forward(known, *arguments)
 
 
 def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int | None]:
@@ -37,6 +48,8 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     "auto" takes the first of these rows that holds; any other `backend` is taken at its word.
 
     ========= ==========================================================================================
+    split     what chunked takes, eagerly and without cu_seqlens, where sequences times heads are less than
+              half the multiprocessors and the tokens make 4 equal segments or more, of at least 512
     chunked   wkv7 in float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer
               than twice the values, in chunks whose shared memory this architecture has;
               a decay that is known to be bounded: decay="sigmoid", or a `decay_bound` whose size times
@@ -58,8 +71,17 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     )  # fmt: skip
     if reason is None:
         default = chunked.default_chunk_len(case.head_size, case.value_size, arch(), case.training)
+        if backend == "chunked":
+            return "chunked", case.chunk_len or default
+        multiprocessors = case.multiprocessors and case.multiprocessors()
+        least = split.LEAST_SEGMENTS if backend == "split" else 1
+        cannot = split.obstacle(case.blocks, case.tokens, case.packed, multiprocessors, least)
+        if cannot is None:
+            return "split", case.chunk_len or default
+        if backend == "split":
+            raise UnsupportedConfigError(f"backend: 'split' {cannot}; use 'auto' or 'chunked'")
         return "chunked", case.chunk_len or default
     if backend == "auto":
         return "recurrent", case.chunk_len
     text, *values = reason
-    raise UnsupportedConfigError(f"backend: 'chunked' {text.format(*values)}; use 'auto' or 'recurrent'")
+    raise UnsupportedConfigError(f"backend: {backend!r} {text.format(*values)}; use 'auto' or 'recurrent'")

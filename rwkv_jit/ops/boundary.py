@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, prepared
+from rwkv_jit.ops import backends, prepared, split
 from rwkv_jit.ops.prepared import Options
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
@@ -42,13 +42,14 @@ class Op(NamedTuple):
 # ---- the public call ---------------------------------------------------------------------------------------------
 
 # Forwards by signature: a call that is found here has passed all checks before.
-_known: dict[Any, prepared.Forward] = {}
+_known: dict[Any, prepared.Forward | split.Forward] = {}
 
 
 def _forget() -> None:
     """Drop what is prepared: nothing of CUDA survives a fork."""
     _known.clear()
     prepared.forget()
+    split.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -97,7 +98,7 @@ def call(
     if known is not None and training:
         y, final = op.known(known, output_final_state, *arrays, initial_state, cu_seqlens)
     elif known is not None:
-        y, final, _ = prepared.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
+        y, final, _ = backends.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
     else:
         arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
         y, final, *_ = op.traced(*arguments) if training else op.forward(*arguments, False)
@@ -141,9 +142,12 @@ def _check(
         tensors.check_state(initial_state, sequences, heads, sizes, first, wide=not on_gpu)
     backend, chunk_len = "reference", options.chunk_len
     if on_gpu:
+        device = first.device.index
         case = backends.Case(
-            op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len, training
-        )
+            op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len, training,
+            sequences * heads, cu_seqlens is not None,
+            (lambda: tensors.multiprocessors(device)) if tensors.is_eager() else None,
+        )  # fmt: skip
         backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(first.device.index))
     scale, decay, layout, interval, _, num_threads, _ = options
     return given, initial_state, cu_seqlens, Options(scale, decay, layout, interval, chunk_len, num_threads, backend)
@@ -166,7 +170,7 @@ def _prepare(
     asked: tuple[Any, ...],
     options: Options,
     training: bool,
-) -> prepared.Forward:
+) -> prepared.Forward | split.Forward:
     """Return the forward for tensors that have been checked, and keep it for calls of the same signature.
 
     `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
@@ -178,9 +182,12 @@ def _prepare(
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
         state_dtype = torch.float32 if initial_state is None else initial_state.dtype
-        known = prepared.prepare_forward(
-            backends.KERNELS[options.backend], inputs, state_dtype, cu_seqlens is not None, options, training
-        )
+        if options.backend == "split":
+            known = split.prepare_forward(inputs, state_dtype, options, training)
+        else:
+            known = prepared.prepare_forward(
+                backends.KERNELS[options.backend], inputs, state_dtype, cu_seqlens is not None, options, training
+            )
         if len(_known) >= prepared.MOST_SIGNATURES:
             _known.clear()
         _known[key] = known
@@ -280,7 +287,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         if options.backend in backends.KERNELS:
             # The public call has checked these options, so what is known of it is no public call's.
             known = _prepare(op, given, state, cu_seqlens, (f"{name}_fwd", None, options), options, save)
-            y, final, saved = prepared.forward(known, given, state, cu_seqlens, output_final_state, save)
+            y, final, saved = backends.forward(known, given, state, cu_seqlens, output_final_state, save)
             return y, y.new_empty(0) if final is None else final, y.new_empty(0) if saved is None else saved
         if not arguments[0].is_cuda:
             stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
@@ -310,9 +317,11 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         inputs = _inputs(name, streamed, given, cu_seqlens)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
         backend, saved = backends.KERNELS[options.backend], arguments[-1]
-        grads, fixed_grads, grad_initial = prepared.backward(
-            backend, inputs, dy, grad_final, cu_seqlens, saved, options, state is not None
-        )
+        if options.backend == "split":
+            found = split.backward(inputs, dy, grad_final, saved, options, state is not None)
+        else:
+            found = prepared.backward(backend, inputs, dy, grad_final, cu_seqlens, saved, options, state is not None)
+        grads, fixed_grads, grad_initial = found
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
         return (*grads, *totals, given[0].new_empty(0) if grad_initial is None else grad_initial.to(state.dtype))
 
@@ -397,7 +406,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
             ctx: Any, known: prepared.Forward, output_final_state: bool, *given: Any
         ) -> tuple[Tensor, Tensor | None]:
             *inputs, state, cu_seqlens = given
-            y, final, saved = prepared.forward(known, inputs, state, cu_seqlens, output_final_state, True)
+            y, final, saved = backends.forward(known, inputs, state, cu_seqlens, output_final_state, True)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*given, saved)
             ctx.options = known.options

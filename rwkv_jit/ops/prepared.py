@@ -266,6 +266,21 @@ def get_kernels(
         raise UnsupportedConfigError(f"{error}; nearest legal: {', '.join(near)}") from error
 
 
+def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> None:
+    """Check that a capture that may be going on has no need to compile or load.
+
+    Raises
+    ------
+    RwkvJitError
+        It would have to.
+    """
+    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
+        raise RwkvJitError(
+            f"{op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
+            "call it once with these head sizes, dtypes and options before the capture"
+        )
+
+
 def _types(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[str, Parameter]:
     types: dict[str, Parameter] = {
         "T_IO": tensors.STORAGE[inputs["r"].dtype],
@@ -294,11 +309,7 @@ def _find(
         )
         for direction in directions
     ]  # fmt: skip
-    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
-        raise RwkvJitError(
-            f"{inputs.op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
-            "call it once with these head sizes, dtypes and options before the capture"
-        )
+    check_capture(inputs.op, requests, device)
     signature = tensors.signature(inputs.streamed)
     if signature not in _validated:  # the backward sees what the forward saw
         for name, x in zip(inputs.names, inputs.streamed, strict=True):

@@ -71,9 +71,9 @@ def wkv6(
         Tokens that a block stages at once: 1, 2, 4, 8 or 16. Chosen by the head size by default.
     num_threads : int, optional
         Threads of a block: 32, 64, 128 or 256. Chosen by the head size by default.
-    backend : {"auto", "recurrent", "chunked", "reference"}, default "auto"
+    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
         "recurrent" are the CUDA kernels, "reference" is plain torch; "auto" takes the kernels for CUDA tensors.
-        "chunked" has no kernels for this op and is an error.
+        "chunked" and "split" have no kernels for this op and are errors.
 
     Returns
     -------

@@ -75,11 +75,13 @@ def wkv7(
         Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; in the chunked ones of the forward, a multiple
         of 32 from 64 to 512 and at least the head size, while their backward has one choice. Chosen by the head size
         by default.
-    backend : {"auto", "recurrent", "chunked", "reference"}, default "auto"
-        "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "reference" is plain torch. "auto" takes
-        the reference for tensors that are not on a GPU; the chunked kernels for float16 and bfloat16 from sm_80 on,
-        head sizes up to 128 with K at most twice V, a bounded decay and 32 tokens a sequence on average; and the
-        recurrent ones for everything else.
+    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
+        "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "split" runs the chunked ones on segments of
+        the sequences side by side; "reference" is plain torch. "auto" takes the reference for tensors that are not on
+        a GPU; the chunked kernels for float16 and bfloat16 from sm_80 on, head sizes up to 128 with K at most twice V,
+        a bounded decay and 32 tokens a sequence on average, split where there are few heads and no cu_seqlens and T
+        makes 4 segments or more of at least 512 tokens and a multiple of 32; and the recurrent ones for everything
+        else. How many segments there are goes by the batch too: name "chunked" for results that do not.
 
     Returns
     -------

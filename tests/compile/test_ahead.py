@@ -132,10 +132,12 @@ def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
 def test_warm_compiles_both_backends_where_long_calls_take_the_chunked_one(options):
     made = rwkv_jit.warm("wkv7", 24, [torch.bfloat16, torch.float32], arch="sm_90", **options)
     ways = ("forward", "backward")
-    assert sorted({(each.name, each.parameters["T_IO"]) for each in made}) == sorted(
+    assert sorted({(each.name, each.parameters.get("T_IO", "")) for each in made}) == sorted(
         [(f"wkv7_chunked_{way}", "bf16") for way in ways]
         + [(f"wkv7_recurrent_{way}", dtype) for way in ways for dtype in ("bf16", "fp32")]
+        + [("wkv7_join", "")]
     )
+    assert {each.parameters["BACKWARD"] for each in made if each.name == "wkv7_join"} == {True, False}
     same = rwkv_jit.specialize("wkv7", 24, arch="sm_90", backend="chunked", decay=options.get("decay", "raw"))
     assert same.origin == "memory"
 

@@ -124,7 +124,8 @@ def test_every_option_is_a_list(build):
 def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     made = build("--op", "wkv7", "--head-size", "8", "--arch", "compute_80", "--decay-bound", "-1")
     assert {each["name"] for each in made["kernels"]} == {
-        f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")
+        "wkv7_join",
+        *(f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")),
     }
 
 
@@ -289,7 +290,10 @@ def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path,
     [
         (("wkv8",), "op: expected one of wkv6, wkv7, got 'wkv8'"),
         (("wkv7", "--decay", "soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
-        (("wkv7", "--backend", "tensor"), "backend: expected one of auto, recurrent, chunked, reference, got 'tensor'"),
+        (
+            ("wkv7", "--backend", "tensor"),
+            "backend: expected one of auto, recurrent, chunked, split, reference, got 'tensor'",
+        ),
         (("wkv6", "--backend", "chunked"), "backend: 'chunked' has kernels for wkv7, got wkv6"),
         (("wkv7", "--arch", "banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("wkv7", "--arch", "compute_80", "--sass"), "--sass: expected an architecture like sm_90, got compute_80"),

@@ -279,6 +279,63 @@ def test_gradients_of_any_size(op, size):
     check(given, make_state(given, 2), weights=weights)
 
 
+# ---- segments side by side -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 40), (64, 32), (37, 50)])
+def test_split_sequences(op, sizes, layout):
+    given = inputs(tokens=2048, heads=2, head_size=sizes[0], value_size=sizes[1], decays=SLOW)
+    check(given, make_state(given, 2, layout=layout), backend="split", state_layout=layout, scale=0.7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
+def test_split_dtypes(op, dtype, state_dtype):
+    given = inputs(DTYPES[dtype], tokens=2560, w_dtype=torch.float32)
+    check(given, make_state(given, 2, state_dtype), backend="split")
+
+
+def test_few_heads_are_split_and_agree_with_the_whole(op):
+    given = inputs(batch=1, tokens=8192, heads=2, decays=SLOW)
+    before = len(boundary._known)
+    y, final = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid")
+    (known,) = list(boundary._known.values())[before:]
+    assert known.segments == 16
+    grads = torch.autograd.grad(y.float().sum() + final.sum(), list(given.values()))
+    whole, end = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid", backend="chunked")
+    wanted = torch.autograd.grad(whole.float().sum() + end.sum(), list(given.values()))
+    for one, other in zip((y, final, *grads), (whole, end, *wanted), strict=True):
+        assert relative(one, other) < GATES["da"]
+
+
+def test_split_inputs_with_memory_between_sequences(op):
+    given = inputs(batch=2, tokens=2048, heads=2)
+    apart = {n: torch.cat([x.detach(), x.detach()], 1)[:, :2048].requires_grad_() for n, x in given.items()}
+    check(apart, backend="split")
+
+
+def test_split_results_repeat_bit_for_bit(op):
+    given = inputs(batch=1, tokens=4096, heads=2)
+    weight = torch.randn_like(given["v"])
+    results = []
+    for _ in range(3):
+        y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="split")
+        results.append([y, *torch.autograd.grad(y, list(given.values()), weight)])
+    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
+
+
+def test_a_split_call_is_captured(op):
+    given = [x.detach() for x in inputs(batch=1, tokens=2048, heads=2).values()]
+    want, _ = rwkv_jit.wkv7(*given, decay="sigmoid", backend="split")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = rwkv_jit.wkv7(*given, decay="sigmoid", backend="split")
+    graph.replay()
+    assert torch.equal(y, want)
+
+
 # ---- the same results --------------------------------------------------------------------------------------------
 
 
@@ -326,10 +383,10 @@ def test_more_than_two_billion_elements(op):
     first = inputs(batch=1, tokens=tokens, heads=heads)
     # The same sequence in every row: rows that differ from the first show an address that wrapped.
     given = {n: x.detach().expand(batch, -1, -1, -1).contiguous().requires_grad_() for n, x in first.items()}
-    y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
+    y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
     dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
     grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
-    want, _ = rwkv_jit.wkv7(*first.values(), decay="sigmoid")
+    want, _ = rwkv_jit.wkv7(*first.values(), decay="sigmoid", backend="chunked")
     want_grads = torch.autograd.grad(want, list(first.values()), dy)
     for row in (0, 65, batch - 1):
         assert torch.equal(y[row], want[0])

@@ -116,7 +116,7 @@ WRONG_OPTIONS = {
     "unknown backend": (
         {"backend": "cuda"},
         ValueError,
-        "backend: expected one of auto, recurrent, chunked, reference, got 'cuda'",
+        "backend: expected one of auto, recurrent, chunked, split, reference, got 'cuda'",
     ),
     "kernels on the CPU": (
         {"backend": "recurrent"},
@@ -307,7 +307,7 @@ WRONG_SPECIALIZATIONS = {
     "backend": (
         {"backend": "tensor"},
         ValueError,
-        "backend: expected one of auto, recurrent, chunked, reference, got 'tensor'",
+        "backend: expected one of auto, recurrent, chunked, split, reference, got 'tensor'",
     ),
     "reference": (
         {"backend": "reference"},

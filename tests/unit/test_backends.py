@@ -9,7 +9,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, chunked, prepared, recurrent
+from rwkv_jit.ops import backends, boundary, chunked, prepared, recurrent, split
 
 most_shared_bytes = chunked.most_shared_bytes
 CASE = backends.Case("wkv7", torch.bfloat16, 64, 64, 4096, "sigmoid", None, None)
@@ -132,6 +132,7 @@ def on_gpu(monkeypatch):
         return "sm_90"
 
     monkeypatch.setattr(tensors, "_capability", capability)
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: backend != "reference")
 
 
@@ -187,6 +188,54 @@ def test_compiler_sees_the_backend_that_will_run(tokens, options, backend, dynam
     (call,) = [node for node in graphs[0].graph.nodes if "wkv7_fwd" in str(node.target)]
     assert call.args[-3] == backend
     assert call.args[-5] == (32 if backend == "chunked" else None)
+
+
+# ---- segments ------------------------------------------------------------------------------------------------------
+
+
+def few(blocks, tokens, **changes):
+    return {"blocks": blocks, "tokens": tokens, "multiprocessors": lambda: 132, **changes}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "count"),
+    [(16, 32768, 16), (16, 8192, 16), (16, 4096, 8), (66, 32768, 4), (67, 32768, 1), (16, 32768 + 16, 1), (1, 2048, 4),
+     (1, 2047, 1), (1, 1, 1), (16, 5 * 544, 5), (1, 512 * 264, 264), (1, 512 * 266, 224)],
+)  # fmt: skip
+def test_segments_are_equal_and_end_where_chunks_do(blocks, tokens, count):
+    assert split.segments(blocks, tokens, 132) == count
+    assert tokens % count == 0
+
+
+def test_segments_that_are_asked_for_are_made_with_many_heads_too():
+    assert split.segments(1000, 4096, 132) == 1
+    assert split.segments(1000, 4096, 132, split.LEAST_SEGMENTS) == 4
+
+
+def test_few_heads_with_many_tokens_are_split():
+    assert choose("auto", few(16, 32768), "sm_90") == ("split", 32)
+    assert choose("auto", few(16, 32768, head_size=96, value_size=96, training=False), "sm_90") == ("split", 16)
+    assert choose("chunked", few(16, 32768), "sm_90") == ("chunked", 32)
+    assert choose("recurrent", few(16, 32768), "sm_90") == ("recurrent", None)
+    assert choose("auto", few(67, 32768), "sm_90")[0] == "chunked"
+    assert choose("split", few(67, 32768), "sm_90")[0] == "split"
+    assert choose("auto", few(16, 32768, packed=True), "sm_90")[0] == "chunked"
+    assert choose("auto", few(16, 32768, multiprocessors=None), "sm_90")[0] == "chunked"
+    assert choose("auto", few(16, 32768, dtype=torch.float32), "sm_90")[0] == "recurrent"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packed": True}, "takes no cu_seqlens"),
+        ({"multiprocessors": None}, "runs outside of traces and compiled graphs"),
+        ({"tokens": 1000}, "needs tokens for 4 equal segments of 512 or more, multiples of 32, got 1000"),
+        ({"dtype": torch.float32}, "takes float16 and bfloat16, got torch.float32"),
+    ],
+)
+def test_split_says_why_it_cannot(changes, message):
+    with pytest.raises(UnsupportedConfigError, match=re.escape(f"backend: 'split' {message}; use 'auto'")):
+        choose("split", few(16, 32768) | changes, "sm_90")
 
 
 # ---- the geometry of the chunked kernels -------------------------------------------------------------------------

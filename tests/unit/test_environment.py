@@ -389,7 +389,7 @@ def test_counts_of_many_threads_add_up():
 IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
-SHARED_OPS = {"ops.backends", "ops.boundary", "ops.chunked", "ops.prepared", "ops.recurrent"}
+SHARED_OPS = {"ops.backends", "ops.boundary", "ops.chunked", "ops.prepared", "ops.recurrent", "ops.split"}
 ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
 MAY_IMPORT = {
     "errors": set(),
@@ -415,8 +415,9 @@ MAY_IMPORT = {
     "ops.prepared": BELOW_OPS,
     "ops.recurrent": BELOW_OPS | {"ops.prepared"},
     "ops.chunked": BELOW_OPS | {"ops.prepared"},
-    "ops.backends": BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.chunked"},
-    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends"},
+    "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.backends": BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.chunked", "ops.split"},
+    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends", "ops.split"},
     "ops.wkv6": BELOW_OPS | SHARED_OPS,
     "ops.wkv7": BELOW_OPS | SHARED_OPS,
     "runtime": BELOW_OPS | ALL_OPS,
