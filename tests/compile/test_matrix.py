@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache
+from rwkv_jit import cache, kernel
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked
+from rwkv_jit.ops import chunked, split
 
 AXES = {
     "op": ("wkv6", "wkv7"),
@@ -100,8 +100,8 @@ def elf_extent(image):
     return max(ends)
 
 
-def check(kernel, row):
-    image = kernel.cubin
+def check(found, row):
+    image = found.cubin
     kind, machine = struct.unpack_from("<HH", image, 16)
     assert image[:6] == b"\x7fELF\x02\x01"
     assert (kind, machine) == (2, 190)  # an executable for EM_CUDA
@@ -113,13 +113,13 @@ def check(kernel, row):
     assert number in (flags & 0xFF, flags >> 8 & 0xFF)
     entry = f"{row['op']}_{row['direction']}"
     assert f".text.{entry}\0".encode() in image
-    assert entry in kernel.resources
-    assert 0 < kernel.registers <= 255
-    assert 0 < kernel.shared_bytes <= (232448 if "chunked" in kernel.name else 48 * 1024)
-    assert kernel.spill_bytes >= 0
-    assert kernel.origin == "compiled"
-    assert (kernel.arch, kernel.target) == (row["arch"], row["arch"])
-    assert f"constexpr int HEAD_SIZE = {row['head_size']};" in kernel.source
+    assert entry in found.resources
+    assert 0 < found.registers <= 255
+    assert 0 < found.shared_bytes <= (232448 if "chunked" in found.name else 48 * 1024)
+    assert found.spill_bytes >= 0
+    assert found.origin == "compiled"
+    assert (found.arch, found.target) == (row["arch"], row["arch"])
+    assert f"constexpr int HEAD_SIZE = {row['head_size']};" in found.source
 
 
 @pytest.mark.parametrize("row", sample(AXES), ids=name)
@@ -143,9 +143,9 @@ def check_chunked(row):
         with pytest.raises(UnsupportedConfigError, match="backend: 'chunked' needs .* bytes of shared memory"):
             compile_row(row, "chunked")
         return
-    kernel = compile_row(row, "chunked")
-    check(kernel, row)
-    assert kernel.name == f"wkv7_chunked_{row['direction']}"
+    found = compile_row(row, "chunked")
+    check(found, row)
+    assert found.name == f"wkv7_chunked_{row['direction']}"
 
 
 @pytest.mark.parametrize("row", sample(CHUNKED_AXES), ids=name)
@@ -157,6 +157,25 @@ def test_sample_of_the_chunked_kernels(row):
 @pytest.mark.parametrize("row", whole_product(CHUNKED_AXES), ids=name)
 def test_every_combination_of_the_chunked_kernels(row):
     check_chunked(row)
+
+
+JOIN_ROWS = [
+    (arch, head_size, value_size, backward)
+    for arch, (head_size, value_size), backward in itertools.product(
+        CHUNKED_AXES["arch"], ((1, 33), (40, 40), (64, 64), (100, 56), (128, 128)), (False, True)
+    )
+]
+
+
+@pytest.mark.parametrize(("arch", "head_size", "value_size", "backward"), JOIN_ROWS)
+def test_kernel_that_joins_segments(arch, head_size, value_size, backward):
+    found = kernel.get(split.join_request("wkv7", head_size, value_size, backward, arch))
+    assert found.cubin[:4] == b"\x7fELF"
+    assert "wkv7_join" in found.resources
+    assert 0 < found.registers <= 128
+    assert found.spill_bytes == 0
+    assert 0 < found.shared_bytes <= 48 * 1024
+    assert f"constexpr bool BACKWARD = {str(backward).lower()};" in found.source
 
 
 @pytest.mark.parametrize(("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40)])
