@@ -110,13 +110,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     if not runtime.is_available():
         raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
-    shapes = SHAPES if arguments.shape is None else (_read_shape(arguments.shape),)
+    shapes = SHAPES if arguments.shape is None else (read_shape(arguments.shape),)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     rows = [_measure(op, shape, dtype, arguments.backend) for shape in shapes for op in arguments.op or sorted(OPS)]
     return {"env": runtime.env_report(), "rows": rows, "first_call": _first_calls()}
 
 
-def _read_shape(text: str) -> tuple[int, ...]:
+def read_shape(text: str) -> tuple[int, ...]:
+    """Return B, T, H, N from a command line.
+
+    Raises
+    ------
+    ValueError
+        These are not four positive numbers.
+    """
     parts = text.split(",")
     if len(parts) != 4 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"shape: expected four positive numbers B,T,H,N, got {text!r}")

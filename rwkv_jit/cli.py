@@ -78,6 +78,7 @@ def _parser(with_bench: bool) -> argparse.ArgumentParser:
         from rwkv_jit.bench import add_arguments
 
         add_arguments(bench)
+    _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
     _add_build(_add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle"))
     _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
     summary = "look after the kernels on disk"
@@ -97,6 +98,15 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     function = "_".join(parser.prog.split()[1:])
     parser.set_defaults(function=function, program=parser.prog)
     return parser
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    text = "what to tune for; may be repeated (default: 8,4096,64,64 and 8,4096,32,128)"
+    parser.add_argument("--shape", action="append", metavar="B,T,H,N", help=text)
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="measure, and store nothing")
+    instead.add_argument("--show", action="store_true", help="list the choices there are; needs no GPU")
+    instead.add_argument("--forget", action="store_true", help="delete the choices that were stored")
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:

@@ -49,6 +49,22 @@ def bench(parsed: argparse.Namespace) -> Outcome:
     return bench.run(parsed), bench.show
 
 
+def tune(parsed: argparse.Namespace) -> Outcome:
+    """Choose geometries by measuring, list what is chosen, or delete it."""
+    from rwkv_jit import tune
+    from rwkv_jit.ops import choices
+
+    if parsed.show:
+        return tune.listed(), tune.show_listed
+    if parsed.forget:
+        deleted, path = choices.delete(), str(choices.path())
+        text = f"{path} deleted" if deleted else f"there is no {path}"
+        return {"path": path, "deleted": deleted}, lambda _: print(text)
+    if not parsed.dry_run:
+        _check_writable(None, "store nothing with --dry-run")
+    return tune.run(parsed), tune.show
+
+
 def info(parsed: argparse.Namespace) -> Outcome:
     """Return what belongs in a bug report."""
     from rwkv_jit import runtime
@@ -107,7 +123,7 @@ def build(parsed: argparse.Namespace) -> Outcome:
     requests = [request._replace(also=()) for request in requests]  # exactly what was asked for
     for arch in dict.fromkeys(request.arch for request in requests):
         compiler.target_for(arch, newer=False)  # a bundle for a GPU that is not known is a slip of the pen
-    _check_writable(parsed.output)
+    _check_writable(parsed.output, "name a bundle with --output")
     kernels = _compile(requests, alike=parsed.output is not None)
     written = bundle.write(Path(parsed.output), (kernel.entry() for kernel in kernels)) if parsed.output else None
     return {
@@ -118,12 +134,12 @@ def build(parsed: argparse.Namespace) -> Outcome:
     }, _show_built
 
 
-def _check_writable(output: str | None) -> None:
+def _check_writable(output: str | None, otherwise: str) -> None:
     argument, folder = ("--output", Path(output).parent) if output else ("RWKVJIT_CACHE_DIR", env.cache_dir())
     try:
         if output is None:
             if not env.cache_is_on():
-                raise CacheError("RWKVJIT_CACHE=0 turns the cache off: unset it, or name a bundle with --output")
+                raise CacheError(f"RWKVJIT_CACHE=0 turns the cache off: unset it, or {otherwise}")
             files.make_directory(folder)
         elif Path(output).is_dir():
             raise IsADirectoryError(None, "it is a directory")

@@ -12,7 +12,8 @@ import torch
 
 from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, prepared, split, wkv6, wkv7
+from rwkv_jit.ops import backends, boundary, choices, prepared, split, wkv6, wkv7
+from rwkv_jit.ops.choices import Choice
 from rwkv_jit.template import Parameter
 
 OPS = {op.name: op for op in (wkv6.OP, wkv7.OP)}
@@ -54,7 +55,7 @@ def specialize(
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         The map from w to the per-step factor.
     chunk_len, num_threads : int, optional
-        Chosen by the head size by default.
+        By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
     **parameters
         Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv6),
         state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm (chunked).
@@ -237,7 +238,7 @@ def call_requests(
     if op in OPS and OPS[op].fixed:
         chosen["t_u"] = chosen["t_w"]
     purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
-    calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes)
+    calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes, _known_choices(arch))
     found = [
         _request(
             op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
@@ -254,7 +255,7 @@ def _request(
     op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
     backend: str, decay: str, chunk_len: int | None, num_threads: int | None, parameters: dict[str, Parameter],
     decay_bound: float | None = None, tokens: int = backends.LEAST_TOKENS, few_heads: bool = False,
-    training: bool = True,
+    training: bool = True, known: Sequence[Choice] | None = None,
 ) -> kernel.Request:  # fmt: skip
     """Check everything and return the kernel of one direction that calls of so many tokens take."""
     layout = str(parameters.get("state_layout", "vk"))
@@ -288,10 +289,22 @@ def _request(
     known_decay = "sigmoid" if backend == "chunked" else decay
     case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len, training)
     name, length = backends.choose(backend, case, lambda: target)
-    chosen = {name.upper(): value for name, value in parameters.items()}
-    return backends.KERNELS[name].specialize(
-        op, direction, head_size, value_size, types, target, length, num_threads, few_heads, chosen, also
+    geometry = backends.geometry(
+        name, length, num_threads, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known
     )
+    chosen = prepared.blocks_chosen(direction, geometry)
+    chosen |= {name.upper(): value for name, value in parameters.items()}
+    return backends.KERNELS[name].specialize(
+        op, direction, head_size, value_size, types, target, geometry.chunk_len, geometry.num_threads, few_heads,
+        chosen, also,
+    )  # fmt: skip
+
+
+def _known_choices(arch: str | None) -> list[Sequence[Choice]]:
+    """Return the choices that calls may know: those of this GPU, or none and those of every GPU of an architecture."""
+    if arch is None and torch.cuda.is_available():
+        return [choices.of(torch.cuda.current_device())]
+    return [(), *choices.of_arch(tensors.targets(arch)[0])]
 
 
 def is_available() -> bool:

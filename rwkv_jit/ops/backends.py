@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, prepared, recurrent, split
-from rwkv_jit.ops.prepared import Backend
+from rwkv_jit.ops import choices, chunked, prepared, recurrent, split
+from rwkv_jit.ops.choices import Choice
+from rwkv_jit.ops.prepared import Backend, Geometry
 
 KERNELS: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked, "split": split}
 NAMES = ("auto", *KERNELS, "reference")
@@ -85,3 +86,28 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
         return "recurrent", case.chunk_len
     text, *values = reason
     raise UnsupportedConfigError(f"backend: {backend!r} {text.format(*values)}; use 'auto' or 'recurrent'")
+
+
+def geometry(
+    backend: str,
+    chunk_len: int | None,
+    num_threads: int | None,
+    case: Case,
+    arch: Callable[[], str],
+    known: Callable[[], Sequence[Choice]],
+) -> Geometry:
+    """Return the geometry of a call whose backend and chunk_len `choose` has found, with `known` choices on its GPU.
+
+    A choice was measured as a whole, so a call that names a part of the geometry takes none. It never decides about
+    the backend: where its chunks are too long for the decay of a call, the rule's are taken.
+    """
+    if backend in ("chunked", "split") and case.chunk_len is None and num_threads is None:
+        found = choices.find(known(), case.op, case.head_size, case.value_size, case.training)
+        if found is not None:
+            reason = chunked.obstacle(
+                case.op, case.dtype, case.head_size, case.value_size, arch, found.chunk_len, case.decay,
+                case.decay_bound, case.training,
+            )  # fmt: skip
+            if reason is None:
+                return found.geometry
+    return Geometry(chunk_len, num_threads)

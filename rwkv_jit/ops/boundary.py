@@ -17,13 +17,14 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, prepared, split
-from rwkv_jit.ops.prepared import Options
+from rwkv_jit.ops import backends, choices, prepared, split
+from rwkv_jit.ops.prepared import Geometry, Options
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
 _OPTIONS = (
-    "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend"
+    "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
+    "int? forward_blocks, int? backward_blocks"
 )
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
@@ -72,19 +73,19 @@ def call(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks."""
-    options = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+    tail = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
     training = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
     known = None
     if tensors.is_eager():
-        key = (op.name, decay_bound, options, training, tensors.signature((*arrays, initial_state, cu_seqlens)))
+        key = (op.name, decay_bound, tail, training, tensors.signature((*arrays, initial_state, cu_seqlens)))
         try:
             known = _known.get(key)
         except TypeError:  # an option that cannot be one may have no hash
             known = None
     if known is None:
-        asked = (op.name, decay_bound, options, training)
+        asked = (op.name, decay_bound, tail, training)
         check_options(scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
-        options = Options(float(scale), *options[1:])
+        options = Options(float(scale), *tail[1:])
         checked = _check(op, arrays, initial_state, cu_seqlens, decay_bound, options, training)
         arrays, initial_state, cu_seqlens, options = checked
         on_gpu = options.backend in backends.KERNELS
@@ -141,6 +142,7 @@ def _check(
         sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
         tensors.check_state(initial_state, sequences, heads, sizes, first, wide=not on_gpu)
     backend, chunk_len = "reference", options.chunk_len
+    geometry = Geometry(chunk_len, options.num_threads)
     if on_gpu:
         device = first.device.index
         case = backends.Case(
@@ -149,8 +151,15 @@ def _check(
             (lambda: tensors.multiprocessors(device)) if tensors.is_eager() else None,
         )  # fmt: skip
         backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(first.device.index))
-    scale, decay, layout, interval, _, num_threads, _ = options
-    return given, initial_state, cu_seqlens, Options(scale, decay, layout, interval, chunk_len, num_threads, backend)
+        geometry = backends.geometry(
+            backend, chunk_len, options.num_threads, case, lambda: tensors.arch(device), lambda: choices.of(device)
+        )
+    scale, decay, layout, interval, *_ = options
+    found = Options(
+        scale, decay, layout, interval, geometry.chunk_len, geometry.num_threads, backend,
+        geometry.forward_blocks, geometry.backward_blocks,
+    )  # fmt: skip
+    return given, initial_state, cu_seqlens, found
 
 
 def _is_for_kernels(backend: str, like: Tensor) -> bool:
@@ -256,6 +265,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
     """Register `rwkv_jit::<name>_fwd` and `<name>_bwd` and return the op."""
     names = (*streamed, *fixed)
     count = len(names)
+    end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
     given = ", ".join(f"Tensor {argument}" for argument in names)
     results = ", ".join(["Tensor"] * (count + 1))
     _LIBRARY.define(
@@ -269,7 +279,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
     def parts(arguments: Sequence[Any]) -> tuple[Any, Any, Options]:
         """Return the inputs; the state and cu_seqlens; the options."""
-        return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : count + 9])
+        return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
     def run_reference(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
         scale, decay, layout = arguments[count + 2 : count + 5]
@@ -283,7 +293,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
-        output_final_state, save = arguments[count + 9 :]
+        output_final_state, save = arguments[end:]
         if options.backend in backends.KERNELS:
             # The public call has checked these options, so what is known of it is no public call's.
             known = _prepare(op, given, state, cu_seqlens, (f"{name}_fwd", None, options), options, save)
@@ -296,7 +306,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
-        output_final_state, save = arguments[count + 9 :]
+        output_final_state, save = arguments[end:]
         inputs = _inputs(name, streamed, given, cu_seqlens)
         first, v = inputs["r"], inputs["v"]
         heads, value_size = v.shape[2:]
@@ -385,8 +395,8 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
             y, final, saved = forward_op(*arguments, True)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*arguments[: count + 2], saved)
-            ctx.options = arguments[count + 2 : count + 9]
-            ctx.has_final_state = bool(arguments[count + 9])
+            ctx.options = arguments[count + 2 : end]
+            ctx.has_final_state = bool(arguments[end])
             if not ctx.has_final_state:
                 ctx.mark_non_differentiable(final)
             return y, final

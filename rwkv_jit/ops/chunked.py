@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ MOST_HEADS = 65535  # of a grid's second extent
 # The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
 # of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
 LARGEST_DECAY = 64.0
+# What is worth measuring: threads of the forward's blocks, and threads that a multiprocessor shall have room for, which
+# leaves them 255, 168 and 128 registers each.
+FORWARD_THREADS = (64, 128, 256, 512)
+RESIDENT_THREADS = (256, 384, 512)
 
 
 # ---- what it can do ----------------------------------------------------------------------------------------------
@@ -160,6 +164,36 @@ def _blocks_per_multiprocessor(
     is_roomy = direction == "forward" and is_small and 90 <= _number(arch) < 120
     most = (512 if is_roomy else 256) // threads
     return max(1, min(most, _shared_per_multiprocessor(arch) // (shared + 1024)))
+
+
+class Candidate(NamedTuple):
+    """A geometry of one direction that can be measured."""
+
+    direction: str
+    chunk_len: int
+    num_threads: int
+    blocks: int  # that a multiprocessor shall have room for
+
+
+def candidates(direction: str, size: int, arch: str) -> list[Candidate]:
+    """Return what one direction may be launched with, for keys and values of one size; what the rule says is among it.
+
+    Blocks matter by the registers that they leave to a thread, so there are as many as go with RESIDENT_THREADS.
+    """
+    found = []
+    for chunk_len in CHUNK_LENS:
+        if most_shared_bytes(size, size, chunk_len) > _shared_limit(arch):
+            continue
+        legal = {_threads(direction, size, size, chunk_len, None)}
+        if direction == "forward":
+            legal |= {threads for threads in FORWARD_THREADS if threads >= padded(size)}
+        for threads in sorted(legal):
+            shared = shared_bytes(direction, size, size, chunk_len, threads)
+            if shared <= _shared_limit(arch):
+                most = _shared_per_multiprocessor(arch) // (shared + 1024)
+                several = {max(1, min(resident // threads, most)) for resident in RESIDENT_THREADS}
+                found += [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
+    return found
 
 
 # ---- the answers to `prepared` -----------------------------------------------------------------------------------

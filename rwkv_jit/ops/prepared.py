@@ -22,6 +22,15 @@ from rwkv_jit.launch import Extent, Plan
 from rwkv_jit.template import Parameter
 
 
+class Geometry(NamedTuple):
+    """How blocks are cut, where something else than a backend's rule says so."""
+
+    chunk_len: int | None = None
+    num_threads: int | None = None  # of the forward, in the chunked kernels
+    forward_blocks: int | None = None  # that a multiprocessor shall have room for
+    backward_blocks: int | None = None
+
+
 class Options(NamedTuple):
     """What a call chooses beside its tensors, as the torch op takes it: the backend is the one that will run."""
 
@@ -32,6 +41,8 @@ class Options(NamedTuple):
     chunk_len: int | None
     num_threads: int | None
     backend: str
+    forward_blocks: int | None = None
+    backward_blocks: int | None = None
 
 
 @dataclass(slots=True)
@@ -281,6 +292,12 @@ def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> N
         )
 
 
+def blocks_chosen(direction: str, geometry: Geometry | Options) -> dict[str, Parameter]:
+    """Return the parameter that overrides a rule's blocks of a multiprocessor, where one was chosen."""
+    blocks = geometry.forward_blocks if direction == "forward" else geometry.backward_blocks
+    return {} if blocks is None else {"BLOCKS_PER_SM": blocks}
+
+
 def _types(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[str, Parameter]:
     types: dict[str, Parameter] = {
         "T_IO": tensors.STORAGE[inputs["r"].dtype],
@@ -305,7 +322,7 @@ def _find(
     requests = [
         backend.specialize(
             inputs.op, direction, first.shape[3], value_size, types, arch, options.chunk_len, options.num_threads,
-            few_heads, also=also,
+            few_heads, blocks_chosen(direction, options), also,
         )
         for direction in directions
     ]  # fmt: skip

@@ -70,11 +70,11 @@ def wkv7(
         `chunk_len` tokens, in bfloat16.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 in the chunked ones.
-        Chosen by the head size, the GPU and whether gradients are wanted by default.
+        Chosen by the head size, the GPU and whether gradients are wanted by default, or as `rwkv-jit tune` measured.
     num_threads : int, optional
         Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; in the chunked ones of the forward, a multiple
         of 32 from 64 to 512 and at least the head size, while their backward has one choice. Chosen by the head size
-        by default.
+        by default, or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
         "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "split" runs the chunked ones on segments of
         the sequences side by side; "reference" is plain torch. "auto" takes the reference for tensors that are not on

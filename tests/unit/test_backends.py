@@ -132,6 +132,7 @@ def on_gpu(monkeypatch):
         return "sm_90"
 
     monkeypatch.setattr(tensors, "_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: backend != "reference")
 
@@ -147,14 +148,14 @@ def bf16(tokens, batch=1, head_size=64):
 
 
 def test_call_is_resolved_with_its_chunk(on_gpu):
-    assert resolved(bf16(32)) == (1.0, "sigmoid", "vk", 64, 32, None, "chunked")
-    assert resolved(bf16(32), decay="raw", decay_bound=-1.0)[4:] == (32, None, "chunked")
-    assert resolved(bf16(32, head_size=96))[4:] == (32, None, "chunked")
-    assert resolved(bf16(32, head_size=96), training=False)[4:] == (16, None, "chunked")
-    assert resolved(bf16(31))[4:] == (None, None, "recurrent")
-    assert resolved(bf16(32), decay="raw")[4:] == (None, None, "recurrent")
-    assert resolved(bf16(32), chunk_len=4, num_threads=64)[4:] == (4, 64, "recurrent")
-    assert resolved(bf16(32), backend="reference")[4:] == (None, None, "reference")
+    assert resolved(bf16(32)) == (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None)
+    assert resolved(bf16(32), decay="raw", decay_bound=-1.0)[4:7] == (32, None, "chunked")
+    assert resolved(bf16(32, head_size=96))[4:7] == (32, None, "chunked")
+    assert resolved(bf16(32, head_size=96), training=False)[4:7] == (16, None, "chunked")
+    assert resolved(bf16(31))[4:7] == (None, None, "recurrent")
+    assert resolved(bf16(32), decay="raw")[4:7] == (None, None, "recurrent")
+    assert resolved(bf16(32), chunk_len=4, num_threads=64)[4:7] == (4, 64, "recurrent")
+    assert resolved(bf16(32), backend="reference")[4:7] == (None, None, "reference")
 
 
 def test_packed_sequences_count_by_their_mean_length(on_gpu):
@@ -186,8 +187,8 @@ def test_compiler_sees_the_backend_that_will_run(tokens, options, backend, dynam
     torch._dynamo.reset()
     torch.compile(rwkv_jit.wkv7, fullgraph=True, backend=keep, dynamic=dynamic)(*bf16(tokens, 2), **options)
     (call,) = [node for node in graphs[0].graph.nodes if "wkv7_fwd" in str(node.target)]
-    assert call.args[-3] == backend
-    assert call.args[-5] == (32 if backend == "chunked" else None)
+    assert call.args[-5] == backend
+    assert call.args[-7] == (32 if backend == "chunked" else None)
 
 
 # ---- segments ------------------------------------------------------------------------------------------------------

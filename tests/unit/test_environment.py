@@ -389,7 +389,9 @@ def test_counts_of_many_threads_add_up():
 IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
-SHARED_OPS = {"ops.backends", "ops.boundary", "ops.chunked", "ops.prepared", "ops.recurrent", "ops.split"}
+SHARED_OPS = {
+    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.prepared", "ops.recurrent", "ops.split",
+}  # fmt: skip
 ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
 MAY_IMPORT = {
     "errors": set(),
@@ -416,20 +418,24 @@ MAY_IMPORT = {
     "ops.recurrent": BELOW_OPS | {"ops.prepared"},
     "ops.chunked": BELOW_OPS | {"ops.prepared"},
     "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked"},
-    "ops.backends": BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.chunked", "ops.split"},
-    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends", "ops.split"},
+    "ops.choices": BELOW_OPS | {"cache.files", "ops.prepared", "ops.chunked"},
+    "ops.backends": BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.choices", "ops.chunked", "ops.split"},
+    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends", "ops.choices", "ops.split"},
     "ops.wkv6": BELOW_OPS | SHARED_OPS,
     "ops.wkv7": BELOW_OPS | SHARED_OPS,
     "runtime": BELOW_OPS | ALL_OPS,
     "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "bench": BELOW_OPS | ALL_OPS | {"runtime", "report"},
+    "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
-    "commands": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "bench", "latency", "demo", "doctor", "report", "sass"},
+    "commands": (
+        BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "bench", "latency", "tune", "demo", "doctor", "report", "sass"}
+    ),
     "cli": {"commands", "bench", "errors", "stats"},
     "__main__": {"cli"},
 }
-MAY_IMPORT_TORCH = {"tensors", "reference", "custom", "runtime", "bench", "latency", "demo", "doctor", *ALL_OPS}
+MAY_IMPORT_TORCH = {"tensors", "reference", "custom", "runtime", "bench", "latency", "tune", "demo", "doctor", *ALL_OPS}
 
 
 def module_name(path):

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import struct
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
-from rwkv_jit import kernel, tensors
+from rwkv_jit import bench, kernel, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, chunked, prepared
+from rwkv_jit.ops.chunked import Candidate
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -49,6 +51,7 @@ def calls(gpus, monkeypatch):
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
     monkeypatch.setattr(tensors, "_capability", lambda device: "sm_80")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(tensors, "also", lambda device: ())
     monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
     # The index of the CPU is None.
@@ -349,7 +352,7 @@ def test_chunked_kernels_read_sixteen_bytes_where_rows_consist_of_them(size, shi
 
 def test_what_the_torch_op_may_do_a_public_call_may_not(chunked_calls):
     given = make(torch.bfloat16, LONG)
-    options = (1.0, "raw", "vk", 64, 32, None, "chunked")
+    options = (1.0, "raw", "vk", 64, 32, None, "chunked", None, None)
     torch.ops.rwkv_jit.wkv7_fwd(*given, None, None, *options, False, False)
     assert len(chunked_calls.launches) == 1
     message = (
@@ -368,7 +371,7 @@ def test_fake_of_a_chunked_call_has_the_sizes_of_the_real_one(packed, chunked_ca
 
     given = make(torch.bfloat16, (1, 70, H, 40))
     bounds = torch.tensor([0, 3, 3, 70]) if packed else None
-    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, 32, None, "chunked", True, True)
+    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, True, True)
     real = torch.ops.rwkv_jit.wkv7_fwd(*given, *arguments)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(x) for x in given]
@@ -376,3 +379,34 @@ def test_fake_of_a_chunked_call_has_the_sizes_of_the_real_one(packed, chunked_ca
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
     slots = 70 // 32 + 3 if packed else 3
     assert real[2].numel() * 4 == 2 * slots * H * 64 * 64  # states in bfloat16, both sizes rounded up to 64
+
+
+def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(chunked_calls, monkeypatch):
+    compiled, launched, get_kernels = [], [], prepared.get_kernels
+
+    def get_async(request):
+        compiled.append((request.template.name, request.parameters))
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def watched(backend, requests, *chosen):
+        launched.extend((request.template.name, request.parameters) for request in requests)
+        return get_kernels(backend, requests, *chosen)
+
+    monkeypatch.setattr(kernel, "get_async", get_async)
+    monkeypatch.setattr(tensors, "targets", lambda arch: ("sm_80", ()))
+    monkeypatch.setattr(prepared, "get_kernels", watched)
+    monkeypatch.setattr(bench, "make_inputs", lambda op, shape, dtype: make(dtype, shape, grad=True))
+    kernels = tune._Kernels(LONG, training=True)
+    y, final, *gradients = kernels.results(Candidate("forward", 16, 256, 1))
+    assert [x.shape for x in (y, final, *gradients)] == [LONG, (B, H, 16, 16), *[LONG] * 6]
+    assert [x.shape for x in kernels.results(Candidate("backward", 16, 64, 5))] == [LONG] * 6
+    assert [(launch.entry, launch.block[0]) for launch in chunked_calls.launches] == [
+        ("wkv7_forward", 256), ("wkv7_backward", 64), ("wkv7_forward", 64), ("wkv7_backward", 64),
+    ]  # fmt: skip
+    assert launched[0][1]["BLOCKS_PER_SM"] == 1
+    assert launched[-1][1]["BLOCKS_PER_SM"] == 5
+    y, final = tune._Kernels(LONG, training=False).results(Candidate("forward", 32, 128, 2))
+    tune._compile([each for way in ("forward", "backward") for each in chunked.candidates(way, 16, "sm_80")], 16)
+    assert [each for each in launched if each not in compiled] == []

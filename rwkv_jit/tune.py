@@ -1,0 +1,291 @@
+"""The tuner: times the legal geometries of the chunked kernels on this GPU, and keeps what beats the default."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import bench, cuda, report, runtime
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.ops import choices, chunked, prepared
+from rwkv_jit.ops.choices import Choice
+from rwkv_jit.ops.chunked import Candidate
+from rwkv_jit.ops.prepared import Geometry, Options
+
+# The op with chunked kernels, as its models train. What is fastest for them serves other dtypes and decays too.
+OP, DTYPE, DECAY = "wkv7", torch.bfloat16, "sigmoid"
+SHAPES = ((8, 4096, 64, 64), (8, 4096, 32, 128))  # batch, tokens, heads, head size
+LARGEST_ERROR = 1.6e-2  # relative L2; right results are each within 8e-3 of float64
+LEAST_GAIN = 0.02
+ROUNDS, REPEATS = 7, 5
+
+Call = tuple[Candidate, ...]  # the kernels of a call: a forward, and with gradients a backward of the same chunk_len
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tune, and store what was chosen unless it is a dry run.
+
+    Returns
+    -------
+    dict
+        gpu, arch; path, the file it was stored in, or None; rows : one dict per shape and purpose, with shape,
+        training, default and fastest (what is taken by default and what was fastest, with ms and spread), chosen
+        (whether the fastest is stored), measured (one dict per kernel) and dropped (those of other results).
+
+    Raises
+    ------
+    ValueError
+        A shape does not fit.
+    UnsupportedConfigError
+        There are no chunked kernels for a shape, or none for this GPU.
+    RwkvJitError
+        There is no GPU or no NVRTC, or the default's results are wrong.
+    CacheError
+        The choices cannot be stored.
+    """
+    shapes = [bench.read_shape(text) for text in arguments.shape or ()] or SHAPES
+    if not torch.cuda.is_available():
+        raise RwkvJitError("needs a GPU to measure on, and torch sees none; `rwkv-jit doctor` says why")
+    cuda.nvrtc()  # where it is missing, its error names the command that installs it
+    gpu, arch = choices.gpu(torch.cuda.current_device())
+    _check(shapes, arch)
+    rows, chosen = [], dict[choices.Key, Choice | None]()
+    for shape, training in itertools.product(shapes, (True, False)):
+        key = choices.key(gpu, arch, OP, shape[3], training)
+        default = _default(key, shape[3])
+        times, errors = _measure(shape, training, arch, default)
+        totals = _totals(times, training)
+        fastest = min(totals, key=lambda call: median(totals[call]))
+        is_chosen = beats(totals[fastest], totals[default])
+        blocks = _geometry(fastest).backward_blocks
+        choice = Choice(*key, *fastest[0][1:], blocks, choices.templates_of(OP))
+        chosen[key] = choice if is_chosen else None
+        rows.append({
+            "shape": list(shape), "training": training, "chosen": is_chosen,
+            "default": _geometry(default)._asdict() | _summary(totals[default]),
+            "fastest": _geometry(fastest)._asdict() | _summary(totals[fastest]),
+            "measured": [each._asdict() | _summary(times[each]) for each in times],
+            "dropped": [each._asdict() | {"error": errors[each]} for each in errors],
+        })  # fmt: skip
+    if not arguments.dry_run:
+        choices.store(chosen)
+    path = None if arguments.dry_run else str(choices.path())
+    return {"gpu": gpu, "arch": arch, "path": path, "rows": rows}
+
+
+def _check(shapes: Iterable[tuple[int, ...]], arch: str) -> None:
+    """Check the shapes before anything is compiled."""
+    seen: dict[int, tuple[int, ...]] = {}
+    for shape in shapes:
+        reason = chunked.obstacle(OP, DTYPE, shape[3], shape[3], lambda: arch)
+        if reason is not None:
+            text, *values = reason
+            raise UnsupportedConfigError(f"shape: the chunked backend {text.format(*values)}")
+        size = chunked.padded(shape[3])
+        if size in seen:
+            both = f"{seen[size]} and {shape}"
+            raise ValueError(f"shape: expected one for each head size in steps of 32, got {both}")
+        seen[size] = shape
+
+
+def _default(key: choices.Key, size: int) -> Call:
+    """Return what calls take without the user's file: what is shipped, else what the rule says."""
+    _, arch, _, _, training = key
+    shipped = choices.shipped(key)
+    geometry = shipped.geometry if shipped else Geometry(chunked.default_chunk_len(size, size, arch, training))
+    requests = [
+        (direction, chunked.specialize(
+            OP, direction, size, size, {}, arch, geometry.chunk_len, geometry.num_threads,
+            chosen=prepared.blocks_chosen(direction, geometry),
+        ).parameters)
+        for direction in (("forward", "backward") if training else ("forward",))
+    ]  # fmt: skip
+    names = ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM")
+    return tuple(Candidate(direction, *(int(found[name]) for name in names)) for direction, found in requests)
+
+
+def _geometry(call: Call) -> Geometry:
+    forward, *backward = call
+    return Geometry(*forward[1:], backward[0].blocks if backward else None)
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    shape: tuple[int, ...], training: bool, arch: str, default: Call
+) -> tuple[dict[Candidate, list[float]], dict[Candidate, float]]:
+    """Return a median per round of every kernel that agrees with the default, and the errors of the others.
+
+    Raises
+    ------
+    RwkvJitError
+        The default's results are no numbers: there is nothing to compare with.
+    """
+    candidates = [each for kernel in default for each in chunked.candidates(kernel.direction, shape[3], arch)]
+    _compile(candidates, shape[3])
+    kernels = _Kernels(shape, training)
+    wanted = {kernel.direction: kernels.results(kernel) for kernel in default}
+    errors = {each: _error(kernels.results(each), wanted[each.direction]) for each in candidates}
+    wrong = {each: error for each, error in errors.items() if not error <= LARGEST_ERROR}  # NaN is wrong too
+    if not wrong.keys().isdisjoint(default):
+        raise RwkvJitError(f"the default's results are not finite at {shape}: {default}")
+    times: dict[Candidate, list[float]] = {each: [] for each in candidates if each not in wrong}
+    for _ in range(ROUNDS):  # over all of them, as what slows the GPU down shall slow all down
+        for each, medians in times.items():
+            medians.append(bench.median_ms(functools.partial(kernels.launch, each), REPEATS))
+    return times, wrong
+
+
+def _compile(candidates: Sequence[Candidate], size: int) -> None:
+    """Compile side by side what would be compiled one after another when it is launched."""
+    futures = [
+        runtime.compile_async(
+            OP, size, dtype=DTYPE, direction=each.direction, backend="chunked", decay=DECAY, chunk_len=each.chunk_len,
+            num_threads=each.num_threads, blocks_per_sm=each.blocks,
+        )
+        for each in candidates
+    ]  # fmt: skip
+    with report.progress("compiling") as progress:
+        for done, future in enumerate(futures):
+            future.result()
+            if progress:
+                progress(done + 1, len(futures))
+
+
+class _Kernels:
+    """Kernels on inputs like a model's, launched through the torch ops, which take a geometry as it is."""
+
+    def __init__(self, shape: tuple[int, ...], training: bool):
+        self._training = training
+        self._inputs = [x.detach() for x in bench.make_inputs(OP, shape, DTYPE)]
+        self._dy = torch.randn_like(self._inputs[0])
+        self._saved: dict[int, Tensor] = {}  # by chunk_len
+
+    def launch(self, each: Candidate) -> Sequence[Tensor]:
+        """Launch one kernel; return y, the final state and what is saved, or the gradients of the inputs."""
+        if each.direction == "forward":
+            return self._forward(Geometry(each.chunk_len, each.num_threads, each.blocks))
+        if each.chunk_len not in self._saved:
+            self._saved[each.chunk_len] = self._forward(Geometry(each.chunk_len))[2]
+        return self._backward(Geometry(each.chunk_len, backward_blocks=each.blocks), self._saved[each.chunk_len])
+
+    def results(self, each: Candidate) -> Sequence[Tensor]:
+        """Return what a kernel finds: for what it saves, the gradients that the rule's backward finds with it."""
+        if each.direction == "backward":
+            return self.launch(each)
+        y, final, saved = self.launch(each)
+        return y, final, *(self._backward(Geometry(each.chunk_len), saved) if self._training else ())
+
+    def _forward(self, geometry: Geometry) -> Sequence[Tensor]:
+        given = (*self._inputs, None, None, *_options(geometry))
+        found: Sequence[Tensor] = torch.ops.rwkv_jit.wkv7_fwd(*given, True, self._training)
+        return found
+
+    def _backward(self, geometry: Geometry, saved: Tensor) -> Sequence[Tensor]:
+        found = torch.ops.rwkv_jit.wkv7_bwd(self._dy, None, *self._inputs, None, None, *_options(geometry), saved)
+        gradients: Sequence[Tensor] = found[: len(self._inputs)]
+        return gradients
+
+
+def _options(geometry: Geometry) -> Options:
+    chunk_len, num_threads, *blocks = geometry
+    return Options(1.0, DECAY, "vk", 64, chunk_len, num_threads, "chunked", *blocks)
+
+
+def _error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Return the largest relative L2 error; NaN where one of them is."""
+    errors = [(x.float() - want.float()).norm() / want.float().norm() for x, want in zip(found, wanted, strict=True)]
+    return float(torch.stack(errors).max())
+
+
+# ---- choosing ----------------------------------------------------------------------------------------------------
+
+
+def _totals(times: Mapping[Candidate, list[float]], training: bool) -> dict[Call, list[float]]:
+    """Return the times of whole calls: with gradients a forward and a backward of one chunk_len, in the same round."""
+    forwards = [each for each in times if each.direction == "forward"]
+    if not training:
+        return {(each,): times[each] for each in forwards}
+    backwards = [each for each in times if each.direction == "backward"]
+    return {
+        (ahead, back): [sum(pair) for pair in zip(times[ahead], times[back], strict=True)]
+        for ahead, back in itertools.product(forwards, backwards)
+        if ahead.chunk_len == back.chunk_len
+    }
+
+
+def beats(times: Sequence[float], default: Sequence[float]) -> bool:
+    """Return whether times are better than the default's by LEAST_GAIN, and each of them than any of the default's."""
+    return median(times) < (1 - LEAST_GAIN) * median(default) and max(times) < min(default)
+
+
+def _summary(times: Sequence[float]) -> dict[str, float]:
+    return {"ms": median(times), "spread": (max(times) - min(times)) / median(times)}
+
+
+# ---- printing ----------------------------------------------------------------------------------------------------
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print what was measured and chosen."""
+    print(f"{result['gpu']}, {result['arch']}\n")
+    report.table(
+        ("(B, T, H, N)", "for", "default", "ms", "spread", "fastest", "ms", "spread", "taken"),
+        [
+            (
+                f"({', '.join(map(str, row['shape']))})", _purpose(row["training"]), *_shown(row["default"]),
+                *_shown(row["fastest"]), "fastest" if row["chosen"] else "default",
+            )
+            for row in result["rows"]
+        ],
+    )  # fmt: skip
+    print("\nA geometry is chunk_len, threads of the forward, blocks of a multiprocessor (forward, backward).")
+    for row in result["rows"]:
+        for each in row["dropped"]:
+            geometry = f"{each['chunk_len']}, {each['num_threads']}, {each['blocks']}"
+            print(f"Dropped at {row['shape']}: {each['direction']} {geometry}, {each['error']:.1e} from the default.")
+    where = "not stored" if result["path"] is None else f"stored in {result['path']}, for processes that start from now"
+    print(f"{sum(row['chosen'] for row in result['rows'])} choices, {where}.")
+
+
+def _purpose(training: bool) -> str:
+    return "gradients" if training else "forward alone"
+
+
+def _shown(timed: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return a geometry, its time and its spread."""
+    geometry = ", ".join(str(timed[name]) for name in Geometry._fields if timed[name] is not None)
+    return geometry, f"{timed['ms']:.4f}", f"{timed['spread']:.1%}"
+
+
+def listed() -> dict[str, Any]:
+    """Return the choices for all GPUs, tuned and shipped, and the user's file."""
+    found = [each.choice._asdict() | {"origin": each.origin, "state": each.fault or "ok"} for each in choices.listed()]
+    return {"path": str(choices.path()), "choices": found}
+
+
+def show_listed(result: dict[str, Any]) -> None:
+    """Print the choices."""
+    if not result["choices"]:
+        print("no choices: every call takes the default")
+        return
+    report.table(
+        ("GPU", "arch", "op", "head size", "for", "chunk_len", "threads", "blocks", "origin", "state"),
+        [
+            (
+                each["gpu"], each["arch"], each["op"], each["head_size"], _purpose(each["training"]),
+                each["chunk_len"], each["num_threads"],
+                ", ".join(str(each[name]) for name in ("forward_blocks", "backward_blocks") if each[name] is not None),
+                each["origin"], each["state"],
+            )
+            for each in result["choices"]
+        ],
+    )  # fmt: skip

@@ -1,0 +1,659 @@
+"""Choices of geometries: their file, who takes them, how they are measured, and the command."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import stat
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import bench, cuda, kernel, runtime, tensors, tune
+from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+from rwkv_jit.ops import boundary, choices, chunked, prepared
+from rwkv_jit.ops.chunked import Candidate
+from rwkv_jit.ops.prepared import Geometry
+
+GPU, ARCH = "a GPU", "sm_90"
+RULE = Geometry(32, None, None, None)
+OTHERS = choices.Choice(GPU, ARCH, "wkv7", 32, True, 16, 64, 6, 6, "set by the fixture")
+
+
+def make(head_size=64, training=True, gpu=GPU, **changes):
+    """A choice that is legal and differs from the rule in everything."""
+    geometry = {"chunk_len": 16, "num_threads": 256, "forward_blocks": 2, "backward_blocks": 3 if training else None}
+    about = {"gpu": gpu, "arch": ARCH, "op": "wkv7", "head_size": head_size, "training": training}
+    return choices.Choice(**(about | geometry | {"templates": choices.templates_of("wkv7")} | changes))
+
+
+def store(*several):
+    choices.store({each.key: each for each in several})
+
+
+def write(data):
+    choices.path().parent.mkdir(mode=0o700, exist_ok=True)
+    choices.path().write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    choices.path().chmod(0o600)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """CPU tensors are taken for those of an sm_90, which a trace could not find out."""
+
+    def name(device):
+        torch._dynamo.graph_break()
+        return GPU
+
+    monkeypatch.setattr(tensors, "_capability", lambda device: ARCH)
+    monkeypatch.setattr(torch.cuda, "get_device_name", name)
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: backend != "reference")
+    choices._in_force.cache_clear()
+    yield
+    choices._in_force.cache_clear()
+
+
+def given(head_size=64, value_size=None, dtype=torch.bfloat16, tokens=64):
+    sizes = [head_size] * 3 + [value_size or head_size] + [head_size] * 2
+    return [torch.zeros(1, tokens, 200, size, dtype=dtype) for size in sizes]
+
+
+def resolved(inputs=None, decay_bound=None, training=True, **options):
+    """The backend and the geometry of a call."""
+    plain = prepared.Options(1.0, "sigmoid", "vk", 64, None, None, "auto")._replace(**options)
+    op = rwkv_jit.wkv7.__globals__["OP"]
+    found = boundary._check(op, inputs or given(), None, None, decay_bound, plain, training)[-1]
+    return found.backend, Geometry(*(getattr(found, name) for name in Geometry._fields))
+
+
+# ---- who takes a choice ------------------------------------------------------------------------------------------
+
+
+def test_argument_goes_before_the_users_choice_before_the_shipped_one_before_the_rule(monkeypatch):
+    assert resolved() == ("chunked", RULE)
+    monkeypatch.setattr(choices, "SHIPPED", (make(forward_blocks=1),))
+    choices._in_force.cache_clear()
+    assert resolved() == ("chunked", Geometry(16, 256, 1, 3))
+    store(make())
+    choices._in_force.cache_clear()
+    for backend in ("auto", "chunked"):
+        assert resolved(backend=backend) == ("chunked", Geometry(16, 256, 2, 3))
+    assert resolved(chunk_len=32) == ("chunked", RULE)
+    assert resolved(chunk_len=16) == ("chunked", Geometry(16, None, None, None))
+    assert resolved(num_threads=128) == ("chunked", Geometry(32, 128, None, None))
+
+
+def test_users_choice_that_cannot_be_used_leaves_the_shipped_one(monkeypatch):
+    monkeypatch.setattr(choices, "SHIPPED", (make(),))
+    store(make(chunk_len=8))
+    assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
+    assert choices.shipped(make().key) == make()
+    assert choices.shipped(make(training=False).key) is None
+    monkeypatch.setattr(choices, "SHIPPED", (make(chunk_len=8),))
+    assert choices.shipped(make().key) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "is_taken"),
+    [
+        ({}, True),
+        ({"inputs": given(40)}, True),  # as the kernels see it: 64
+        ({"inputs": given(64, 40)}, True),
+        ({"inputs": given(32)}, False),
+        ({"inputs": given(64, 96)}, False),
+        ({"inputs": given(64, 32)}, False),
+        ({"training": False}, False),
+        ({"inputs": given(dtype=torch.float16)}, True),
+        ({"decay": "raw", "decay_bound": -1.0}, True),
+    ],
+    ids=str,
+)
+def test_choice_is_for_its_head_size_and_purpose(call, is_taken):
+    store(make())
+    assert (resolved(**call) == ("chunked", Geometry(16, 256, 2, 3))) is is_taken
+    assert resolved(**call)[0] == "chunked"
+
+
+@pytest.mark.parametrize("changes", [{"gpu": "another GPU"}, {"arch": "sm_100"}])
+def test_choice_is_for_its_gpu(changes):
+    store(make(**changes))
+    assert resolved() == ("chunked", RULE)
+
+
+def test_calls_that_the_recurrent_kernels_serve_take_none():
+    store(make())
+    assert resolved(given(dtype=torch.float32)) == ("recurrent", Geometry())
+    assert resolved(given(tokens=31)) == ("recurrent", Geometry())
+    assert resolved(backend="reference") == ("reference", Geometry())
+    assert resolved(backend="recurrent", chunk_len=4, num_threads=64) == ("recurrent", Geometry(4, 64))
+
+
+def test_choice_does_not_decide_about_the_backend():
+    store(make(96, training=False, chunk_len=32, num_threads=192))
+    assert resolved(given(96), training=False)[1] == Geometry(32, 192, 2, None)
+    bounded = {"decay": "raw", "decay_bound": -6.0, "training": False}  # too much for chunks of 32
+    assert resolved(given(96), **bounded) == ("chunked", Geometry(16, None, None, None))
+
+
+def test_segments_take_the_choice_too():
+    store(make())
+    long = [x[:, :, :4] for x in given(tokens=4096)]
+    assert resolved(long) == ("split", Geometry(16, 256, 2, 3))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_call_takes_the_choice(dynamic):
+    store(make(training=False))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(1),) * 2
+
+    torch._dynamo.reset()
+    torch.compile(rwkv_jit.wkv7, fullgraph=True, backend=keep, dynamic=dynamic)(*given(), decay="sigmoid")
+    (call,) = [node for node in graphs[0].graph.nodes if "wkv7_fwd" in str(node.target)]
+    assert call.args[-7:-2] == (16, 256, "chunked", 2, None)
+
+
+def test_exported_call_takes_the_choice():
+    store(make(training=False))
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return rwkv_jit.wkv7(*inputs, decay="sigmoid")[0]
+
+    graph = torch.export.export(Module(), tuple(given())).graph
+    (call,) = [node for node in graph.nodes if "wkv7_fwd" in str(node.target)]
+    assert call.args[-7:-2] == (16, 256, "chunked", 2, None)
+
+
+def test_both_kernels_of_a_call_are_those_of_the_choice(monkeypatch):
+    asked = []
+
+    def get_kernels(backend, requests, *arguments):
+        asked.extend((request.template.name, request.parameters) for request in requests)
+        raise InterruptedError
+
+    store(make())
+    monkeypatch.setattr(prepared, "get_kernels", get_kernels)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "also", lambda device: ())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tensors, "capturing", lambda: False)
+    with pytest.raises(InterruptedError):
+        rwkv_jit.wkv7(*[x.requires_grad_() for x in given()], decay="sigmoid")
+    names = ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM")
+    assert [(name, *(parameters[each] for each in names)) for name, parameters in asked] == [
+        ("wkv7_chunked_forward", 16, 256, 2),
+        ("wkv7_chunked_backward", 16, 128, 3),
+    ]
+
+
+def geometries(requests):
+    return {
+        tuple(each.parameters[name] for name in ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM"))
+        for each in requests
+        if "_chunked_" in each.template.name
+    }
+
+
+def requests(arch):
+    options = ("sigmoid", "vk", None, torch.float32, None)
+    return [runtime.call_requests("wkv7", 64, torch.bfloat16, arch, way, *options) for way in ("forward", "backward")]
+
+
+def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):
+    """For this GPU its choices alone; for a named architecture those of every GPU of it, and for those without."""
+    store(make(), make(gpu="another GPU", forward_blocks=1))
+    rule = {(32, 128, 4)}
+    assert geometries(requests("sm_90")[0]) == geometries(requests("sm_90a")[0]) == rule | {(16, 256, 2), (16, 256, 1)}
+    assert geometries(requests("sm_90")[1]) == {(32, 128, 2), (16, 128, 3)}
+    assert geometries(requests("sm_100")[0]) == rule
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert geometries(requests(None)[0]) == rule | {(16, 256, 2)}  # rule: a forward alone
+    assert geometries(requests(None)[1]) == {(16, 128, 3)}
+    monkeypatch.setattr(prepared, "get_kernels", lambda backend, requests, *_: [geometries(requests)])
+    ask = {"head_size": 64, "backend": "chunked"}
+    assert rwkv_jit.specialize("wkv7", **ask) == {(16, 256, 2)}
+    assert rwkv_jit.specialize("wkv7", **ask, blocks_per_sm=1) == {(16, 256, 1)}
+    assert rwkv_jit.specialize("wkv7", **ask, arch="sm_90") == rule
+
+
+# ---- the file ----------------------------------------------------------------------------------------------------
+
+
+def test_choices_are_read_as_they_were_stored():
+    store(make(), make(training=False))
+    assert [each.choice for each in choices.listed()] == [make(), make(training=False)]
+    assert {(each.origin, each.fault) for each in choices.listed()} == {("tuned", "")}
+    assert choices.of(0) == (make(), make(training=False))
+    assert stat.S_IMODE(choices.path().stat().st_mode) == 0o600
+    assert not list(choices.path().parent.glob(".*"))
+
+
+def test_what_was_measured_replaces_its_own_and_nothing_else():
+    store(make(), make(training=False), make(gpu="another GPU"))
+    choices.store({make().key: make(forward_blocks=1), make(training=False).key: None})
+    assert [each.choice for each in choices.listed()] == [make(gpu="another GPU"), make(forward_blocks=1)]
+
+
+def test_choices_are_read_once_in_a_process():
+    assert choices.of(0) == ()
+    store(make())
+    assert choices.of(0) == ()
+
+
+def test_cache_that_is_off_has_no_choices(monkeypatch):
+    store(make())
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    assert choices.of(0) == ()
+    assert choices.listed() == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"7",
+        b"null",
+        b"[" * 100_000,
+        b"\0" * 64,
+        {"gpu": GPU},
+        [7],
+        [{}],
+        [OTHERS._asdict() | {"more": 1}],
+        [OTHERS._asdict() | {"gpu": 1}],
+        [OTHERS._asdict() | {"chunk_len": "16"}],
+        [OTHERS._asdict() | {"chunk_len": 16.0}],
+        [OTHERS._asdict() | {"forward_blocks": True}],
+        [OTHERS._asdict() | {"training": 1}],
+        [OTHERS._asdict() | {"arch": "hopper"}],
+        [OTHERS._asdict() | {"templates": None}],
+    ],
+    ids=lambda data: str(data)[:40],
+)
+def test_file_that_cannot_be_understood_is_as_none_with_one_notice(data, caplog):
+    write(data)
+    assert resolved() == resolved(given(32)) == ("chunked", RULE)
+    assert choices.listed() == []
+    (said,) = caplog.messages
+    assert said.startswith(f"tuned choices in {choices.path()} are not used: ")
+    store(make())
+    assert [each.choice for each in choices.listed()] == [make()]
+
+
+def test_one_record_that_is_none_spoils_the_file(caplog):
+    write([make()._asdict(), 7])
+    assert choices.of(0) == ()
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "root"])
+def test_choices_of_another_user_are_not_used(place, give_away, caplog):
+    store(make())
+    give_away(choices.path() if place == "file" else choices.path().parent)
+    assert resolved() == ("chunked", RULE)
+    (said,) = caplog.messages
+    assert "belongs to user 54321" in said
+
+
+def test_choices_that_others_may_write_are_not_used(caplog):
+    store(make())
+    choices.path().chmod(0o666)
+    assert resolved() == ("chunked", RULE)
+    (said,) = caplog.messages
+    assert f"chmod go-w '{choices.path()}'" in said
+
+
+def test_file_that_is_a_link_is_not_followed(tmp_path, caplog):
+    store(make())
+    choices.path().rename(tmp_path / "elsewhere")
+    choices.path().symlink_to(tmp_path / "elsewhere")
+    assert resolved() == ("chunked", RULE)
+    assert "is a symbolic link" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunk_len": 8},
+        {"chunk_len": 64},
+        {"num_threads": 32},
+        {"num_threads": 100},
+        {"num_threads": 1024},
+        {"forward_blocks": 0},
+        {"forward_blocks": -1},
+        {"forward_blocks": 9},
+        {"backward_blocks": 9},
+        {"backward_blocks": None},
+        {"training": False, "backward_blocks": 3},
+        {"head_size": 63},
+        {"head_size": 0},
+        {"head_size": -64},
+        {"head_size": 160},
+        {"op": "wkv6"},
+        {"op": "../wkv7"},
+        {"arch": "sm_75"},
+    ],
+    ids=str,
+)
+def test_illegal_choice_is_listed_and_not_used(changes, monkeypatch, caplog):
+    store(make(**changes), make(32, num_threads=64, forward_blocks=4, backward_blocks=6))
+    monkeypatch.setattr(choices, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
+    assert [each.fault for each in choices.listed()] == ["not legal", ""]
+    assert resolved() == resolved(training=False) == ("chunked", RULE)
+    assert caplog.messages == ["a tuned choice is not legal and not used; `rwkv-jit tune` measures anew"]
+    if "arch" not in changes:
+        assert resolved(given(32)) == ("chunked", Geometry(16, 64, 4, 6))
+
+
+@pytest.mark.parametrize("file", ["wkv7_chunked_forward.cu", "wkv7_chunked_backward.cu", "wkv7_chunk.cuh"])
+def test_choice_that_was_measured_with_other_kernels_is_not_used(file, own_templates, caplog):
+    store(make())
+    assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
+    path = own_templates / file
+    path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
+    for cached in (choices._in_force, choices.template.library):
+        cached.cache_clear()
+    assert resolved() == ("chunked", RULE)
+    assert [each.fault for each in choices.listed()] == ["measured with other kernels"]
+    assert "measured with other kernels" in caplog.text
+
+
+def test_shipped_choices_can_be_used():
+    assert [each for each in choices.SHIPPED if choices._fault(each)] == []
+    assert len({each.key for each in choices.SHIPPED}) == len(choices.SHIPPED)
+
+
+STORE = """
+import sys
+from rwkv_jit.ops import choices
+name = sys.argv[1]
+sys.stdin.readline()
+for number in range(25):
+    choice = choices.Choice(f"{name} {number}", "sm_90", "wkv7", 64, True, 16, 256, 2, 3, "x")
+    choices.store({choice.key: choice})
+"""
+
+
+def test_writers_at_once_lose_nothing(start):
+    writers = [start(STORE, name) for name in "abc"]
+    for each in writers:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    for each in writers:
+        assert each.wait(timeout=100) == 0, each.stderr.read()
+    assert {each.choice.gpu for each in choices.listed()} == {
+        f"{name} {number}" for name in "abc" for number in range(25)
+    }
+
+
+# ---- what is measured --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_80"])
+def test_candidates_fit_and_the_rule_is_one_of_them(arch):
+    for size in range(8, 129, 24):
+        for training in (True, False):
+            if chunked.obstacle("wkv7", torch.bfloat16, size, size, lambda: arch, training=training) is not None:
+                continue
+            key = choices.key(GPU, arch, "wkv7", size, training)
+            for default in tune._default(key, size):
+                found = chunked.candidates(default.direction, size, arch)
+                assert default in found
+                assert len(set(found)) == len(found)
+                for _, chunk_len, threads, blocks in found:
+                    shared = chunked.shared_bytes(default.direction, size, size, chunk_len, threads)
+                    assert blocks * (shared + 1024) <= chunked._shared_per_multiprocessor(arch)
+                    assert threads <= 512
+                    assert blocks * threads <= 1024
+
+
+class Gpu:
+    """Stands in for the kernels and the clock: times and results by candidate."""
+
+    def __init__(self):
+        self.ms, self.found, self.shape = {}, {}, None
+
+    def __call__(self, shape, training):
+        self.shape = shape
+        return self
+
+    def results(self, each):
+        return [torch.ones(4), torch.full((4,), self.found.get(each, 1.0))]
+
+    def launch(self, each):
+        raise AssertionError("it is timed here")
+
+    def median_ms(self, function, repeats):
+        times = self.ms.get(function.args[0], [2.0])
+        times.append(times.pop(0))
+        return times[-1]
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    """A GPU on which everything takes 2 ms and finds the same."""
+    fake = Gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "nvrtc", lambda: None)
+    monkeypatch.setattr(tune, "_Kernels", fake)
+    monkeypatch.setattr(tune, "_compile", lambda candidates, size: None)
+    monkeypatch.setattr(bench, "median_ms", fake.median_ms)
+    return fake
+
+
+def measure(*shapes, dry_run=False):
+    return tune.run(argparse.Namespace(shape=list(shapes) or ["8,4096,64,64"], dry_run=dry_run))
+
+
+def stored():
+    return [each.choice for each in choices.listed()]
+
+
+FORWARD, BACKWARD = Candidate("forward", 16, 256, 2), Candidate("backward", 16, 128, 3)
+
+
+def test_fastest_pair_of_one_chunk_is_stored(measuring):
+    measuring.ms[FORWARD], measuring.ms[BACKWARD] = [1.0], [1.5]
+    measuring.ms[Candidate("forward", 32, 128, 3)] = [0.9]  # with 2 ms of a backward: 2.9
+    result = measure()
+    assert stored() == [make(), make(training=False, chunk_len=32, num_threads=128, forward_blocks=3)]
+    training, alone = result["rows"]
+    assert training["default"] == {
+        "chunk_len": 32, "num_threads": 128, "forward_blocks": 4, "backward_blocks": 2, "ms": 4.0, "spread": 0.0,
+    }  # fmt: skip
+    assert training["fastest"] == make().geometry._asdict() | {"ms": 2.5, "spread": 0.0}
+    assert (training["training"], training["chosen"], training["shape"]) == (True, True, [8, 4096, 64, 64])
+    assert (alone["training"], alone["chosen"], alone["fastest"]["ms"]) == (False, True, 0.9)
+    assert FORWARD._asdict() | {"ms": 1.0, "spread": 0.0} in training["measured"]
+    assert (result["gpu"], result["arch"], result["path"]) == (GPU, ARCH, str(choices.path()))
+    choices._in_force.cache_clear()
+    assert resolved() == ("chunked", make().geometry)
+
+
+@pytest.mark.parametrize("times", [[1.97], [1.0, 1.0, 2.1], [2.0]], ids=str)
+def test_what_does_not_beat_the_default_beyond_doubt_leaves_no_choice(times, measuring):
+    store(make(training=False), make(32))
+    measuring.ms[FORWARD] = times
+    result = measure()
+    assert [row["chosen"] for row in result["rows"]] == [False, False]
+    assert stored() == [make(32)]
+
+
+@pytest.mark.parametrize("value", [1.1, float("nan"), float("inf")])
+def test_what_disagrees_with_the_default_is_dropped(value, measuring):
+    measuring.ms[FORWARD] = [0.5]
+    measuring.found[FORWARD] = value
+    rows = measure()["rows"]
+    for row in rows:
+        (dropped,) = row["dropped"]
+        assert Candidate(*[dropped[name] for name in Candidate._fields]) == FORWARD
+        assert FORWARD.num_threads not in [each["num_threads"] for each in row["measured"] if each["blocks"] == 2
+                                           and each["chunk_len"] == 16]  # fmt: skip
+    assert stored() == []
+    measuring.found[FORWARD] = 1.01  # as roundings differ
+    measure()
+    assert len(stored()) == 2
+
+
+def test_default_that_is_no_number_is_an_error_and_nothing_is_stored(measuring):
+    measuring.found[Candidate("forward", 32, 128, 4)] = float("nan")
+    with pytest.raises(RwkvJitError, match=re.escape("the default's results are not finite at (8, 4096, 64, 64)")):
+        measure()
+    assert not choices.path().exists()
+
+
+def test_default_is_what_is_shipped_and_the_users_choice_is_not(measuring, monkeypatch):
+    monkeypatch.setattr(choices, "SHIPPED", (make(),))
+    store(make(forward_blocks=1))
+    row, _ = measure()["rows"]
+    assert row["default"] == make().geometry._asdict() | {"ms": 4.0, "spread": 0.0}
+    assert [each.origin for each in choices.listed()] == ["shipped"]
+
+
+def test_dry_run_measures_and_stores_nothing(measuring, run):
+    measuring.ms[FORWARD] = [1.0]
+    code, printed, said = run("tune", "--dry-run", "--shape", "8,4096,64,64")
+    assert (code, said) == (0, "")
+    assert printed.splitlines()[-1] == "2 choices, not stored."
+    assert not choices.path().exists()
+    assert measure(dry_run=True)["path"] is None
+
+
+def test_measurement_is_printed_and_as_json_it_is_data(measuring, run):
+    measuring.ms[FORWARD], measuring.found[Candidate("forward", 16, 128, 3)] = [1.0, 1.1], 2.0
+    code, printed, said = run("tune")
+    assert (code, said) == (0, "")
+    lines = printed.splitlines()
+    assert lines[0] == f"{GPU}, {ARCH}"
+    assert re.search(r"\(8, 4096, 64, 64\) +gradients +32, 128, 4, 2 +4\.0000 +0\.0% +16, 256, 2, 2 +3\.\d+ ", printed)
+    assert "Dropped at [8, 4096, 64, 64]: forward 16, 128, 3, 7.1e-01 from the default." not in printed
+    assert "Dropped at [8, 4096, 64, 64]: forward 16, 128, 3, 1.0e+00 from the default." in lines
+    assert lines[-1] == f"4 choices, stored in {choices.path()}, for processes that start from now."
+    code, printed, _ = run("tune", "--json")
+    assert json.loads(printed)["rows"][0]["fastest"]["num_threads"] == 256
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Nothing may be compiled."""
+
+    def refuse(*_, **__):
+        raise AssertionError("it compiles")
+
+    monkeypatch.setattr(kernel, "get_async", refuse)
+    monkeypatch.setattr(kernel, "get_all", refuse)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ("8,4096,64", "shape: expected four positive numbers B,T,H,N, got '8,4096,64'"),
+        ("8,4096,64,0", "shape: expected four positive numbers B,T,H,N, got '8,4096,64,0'"),
+        ("8,4096,-1,64", "shape: expected four positive numbers B,T,H,N, got '8,4096,-1,64'"),
+        ("a,b,c,d", "shape: expected four positive numbers B,T,H,N, got 'a,b,c,d'"),
+        ("1,64,1,160", "shape: the chunked backend takes head sizes up to 128, got 160 and 160 for v"),
+    ],
+)
+def test_shape_that_does_not_fit_is_told_before_anything_is_compiled(shape, message, measuring, refuse, run):
+    assert run("tune", "--shape", "1,64,1,64", "--shape", shape) == (2, "", f"rwkv-jit tune: {message}\n")
+
+
+def test_two_shapes_of_one_choice_are_told(measuring, refuse, run):
+    _, _, said = run("tune", "--shape", "1,64,1,64", "--shape", "2,64,1,40")
+    assert said == (
+        "rwkv-jit tune: shape: expected one for each head size in steps of 32, got (1, 64, 1, 64) and (2, 64, 1, 40)\n"
+    )
+
+
+def test_gpu_without_chunked_kernels_is_told(measuring, refuse, monkeypatch):
+    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_75")
+    with pytest.raises(UnsupportedConfigError, match="needs an architecture from sm_80 on, got sm_75"):
+        measure()
+
+
+def test_without_a_gpu_the_error_says_so(refuse, monkeypatch, run):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = "needs a GPU to measure on, and torch sees none; `rwkv-jit doctor` says why"
+    assert run("tune") == (2, "", f"rwkv-jit tune: {message}\n")
+
+
+def test_without_nvrtc_the_error_says_so(measuring, refuse, monkeypatch, run):
+    def missing():
+        raise NvrtcNotFoundError("CuPy is not installed")
+
+    monkeypatch.setattr(cuda, "nvrtc", missing)
+    assert run("tune", "--json") == (2, "", "rwkv-jit tune: CuPy is not installed\n")
+
+
+def test_cache_that_is_off_or_cannot_be_written_is_told_before_measuring(measuring, refuse, monkeypatch, tmp_path, run):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tune, "run", lambda parsed: pytest.fail("it measures"))
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "file"))
+    code, _, said = run("tune")
+    assert code == 2
+    assert "RWKVJIT_CACHE_DIR: expected a place that can be written" in said
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    message = "RWKVJIT_CACHE=0 turns the cache off: unset it, or store nothing with --dry-run"
+    assert run("tune") == (2, "", f"rwkv-jit tune: {message}\n")
+
+
+def test_choices_are_shown(run, monkeypatch):
+    assert run("tune", "--show") == (0, "no choices: every call takes the default\n", "")
+    assert json.loads(run("tune", "--show", "--json")[1]) == {"path": str(choices.path()), "choices": []}
+    monkeypatch.setattr(
+        choices, "SHIPPED", (make(32, num_threads=64, forward_blocks=4, backward_blocks=6), make(training=False))
+    )
+    store(make(), make(training=False, forward_blocks=1), make(96, chunk_len=8))
+    code, printed, said = run("tune", "--show")
+    assert (code, said) == (0, "")
+    head, *rows = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
+    assert head == [
+        "GPU", "arch", "op", "head size", "for", "chunk_len", "threads", "blocks", "origin", "state",
+    ]  # fmt: skip
+    assert sorted(rows) == [
+        [GPU, ARCH, "wkv7", "32", "gradients", "16", "64", "4, 6", "shipped", "ok"],
+        [GPU, ARCH, "wkv7", "64", "forward alone", "16", "256", "1", "tuned", "ok"],
+        [GPU, ARCH, "wkv7", "64", "gradients", "16", "256", "2, 3", "tuned", "ok"],
+        [GPU, ARCH, "wkv7", "96", "gradients", "8", "256", "2, 3", "tuned", "not legal"],
+    ]
+    data = json.loads(run("tune", "--show", "--json")[1])
+    assert make()._asdict() | {"origin": "tuned", "state": "ok"} in data["choices"]
+
+
+def test_choices_are_forgotten(run):
+    path = choices.path()
+    store(make())
+    assert run("tune", "--forget") == (0, f"{path} deleted\n", "")
+    assert not path.exists()
+    assert run("tune", "--forget") == (0, f"there is no {path}\n", "")
+    assert json.loads(run("tune", "--forget", "--json")[1]) == {"path": str(path), "deleted": False}
+    os.makedirs(path)
+    code, _, said = run("tune", "--forget")
+    assert code == 2
+    assert said.startswith(f"rwkv-jit tune: {path} cannot be deleted: ")
+
+
+@pytest.mark.parametrize("options", [("--show", "--forget"), ("--forget", "--dry-run"), ("--show", "--dry-run")])
+def test_only_one_of_show_forget_and_dry_run(options, run):
+    code, _, said = run("tune", *options)
+    assert code == 2
+    assert "not allowed with argument" in said
+
+
+def test_kernels_are_cleared_and_choices_stay():
+    store(make())
+    rwkv_jit.clear_cache()
+    assert stored() == [make()]
