@@ -105,18 +105,21 @@ __device__ inline void multiply_add(Accumulator* sum, const Fragment& left, cons
 
 // ---- stores ----------------------------------------------------------------------------------------------------
 
-template <int PITCH> __device__ inline void store_block(Tile<PITCH> tile, int row, int column, const Fragment& f) {
+// By the lanes' addresses of the four matrices; before sm_90 there is no such store, and `word` gives the address of a
+// lane's word of each matrix.
+template <typename Word> __device__ inline void store_matrices(unsigned address, const Fragment& f, Word word) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(tile.address(row, column) + down_first<PITCH>()), "r"(f.at[0]), "r"(f.at[1]), "r"(f.at[2]),
-                 "r"(f.at[3]) : "memory");
+                 ::"r"(address), "r"(f.at[0]), "r"(f.at[1]), "r"(f.at[2]), "r"(f.at[3]) : "memory");
 #else
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        asm volatile("st.shared.b32 [%0], %1;"
-                     ::"r"(tile.address(row + group() + i % 2 * 8, column + 2 * quad_lane() + i / 2 * 8)),
-                     "r"(f.at[i]) : "memory");
+    for (int i = 0; i < 4; ++i) asm volatile("st.shared.b32 [%0], %1;" ::"r"(word(i)), "r"(f.at[i]) : "memory");
 #endif
+}
+template <int PITCH> __device__ inline void store_block(Tile<PITCH> tile, int row, int column, const Fragment& f) {
+    store_matrices(tile.address(row, column) + down_first<PITCH>(), f, [&](int i) {
+        return tile.address(row + group() + i % 2 * 8, column + 2 * quad_lane() + i / 2 * 8);
+    });
 }
 // The block's transpose goes to the tile.
 template <int PITCH>

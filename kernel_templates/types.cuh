@@ -15,6 +15,7 @@ template <> constexpr bool is_bf16<bf16> = true;
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int max_of(int a, int b) { return a < b ? b : a; }
 
 __device__ inline float to_float(fp32 x) { return x; }
 __device__ inline float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }

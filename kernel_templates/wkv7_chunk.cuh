@@ -17,6 +17,7 @@
 // Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
 #include "copy.cuh"
+#include "wkv7_decay.cuh"
 
 constexpr int CHANNELS = 32 * ceil_div(HEAD_SIZE, 32);
 constexpr int VALUES = 32 * ceil_div(VALUE_SIZE, 32);
@@ -36,55 +37,13 @@ template <int PITCH, int ROWS> __device__ inline Tile<PITCH> tile_of(const bf16 
     return {shared_address(&rows[0][0])};
 }
 
-// Taken from lane 0, so that the compiler knows it to be the same in the whole warp.
-__device__ inline int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-constexpr float LOG2_E = 1.4426950408889634f;
-
-// log2 of the per-step factor as RATE_UNIT times a rate, so that rates can be summed first.
-template <Decay MAP> __device__ inline float decay_rate(float w) {
-    if constexpr (MAP == Decay::raw) return exp2_fast(w * LOG2_E);
-    if constexpr (MAP == Decay::sigmoid) return reciprocal(1.0f + exp2_fast(-w * LOG2_E));
-    if constexpr (MAP == Decay::log) return w;
-    return log2f(w);
-}
-constexpr float RATE_UNIT = DECAY == Decay::raw       ? -LOG2_E
-                            : DECAY == Decay::sigmoid ? -SIGMOID_RATE * LOG2_E
-                            : DECAY == Decay::log     ? LOG2_E
-                                                      : 1.0f;
-// d ln(factor) / dw.
-template <Decay MAP> __device__ inline float log_decay_slope(float w) {
-    if constexpr (MAP == Decay::raw) return -exp2_fast(w * LOG2_E);
-    if constexpr (MAP == Decay::sigmoid) {
-        const float sigma = reciprocal(1.0f + exp2_fast(-w * LOG2_E));
-        return -SIGMOID_RATE * sigma * (1.0f - sigma);
-    }
-    if constexpr (MAP == Decay::log) return 1.0f;
-    return 1.0f / w;
-}
-
 // ---- operands --------------------------------------------------------------------------------------------------
 // A thread prepares one pair of channels over SEGMENT_LEN tokens.
 
-__device__ constexpr int ceil_power(int x) { return x <= 1 ? 1 : 2 * ceil_power((x + 1) / 2); }
 constexpr int PAIRS = CHANNELS / 2;
 constexpr int SEGMENT_LEN = ceil_power(ceil_div(CHUNK_LEN * PAIRS, NUM_THREADS));
 constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
 static_assert(SEGMENTS >= 2, "num_threads must be at least the head size, rounded up to a multiple of 32");
-
-// A state changes frames by a factor that spans two half chunks. Where the decay's map does not bound it, that may be
-// less than a float has, although the product is not: it comes in two steps.
-constexpr int FACTOR_STEPS = DECAY == Decay::sigmoid ? 1 : 2;
 
 // Where the pair of channels `pair` stands in a tile, and which channels an accumulator's lane holds: the columns
 // 2 t, 2 t + 1 of the accumulators 2 n and 2 n + 1 are the channels lane_channel(n) + 0, 1 and + 2, 3.
@@ -106,13 +65,6 @@ struct Operands {
 struct RawKeys {
     T_IO r[CHUNK_LEN][CHANNELS], a[CHUNK_LEN][CHANNELS], k[CHUNK_LEN][CHANNELS], b[CHUNK_LEN][CHANNELS];
 };
-
-__device__ inline float2 unpack(unsigned pair) {
-    if constexpr (sizeof(T_IO) == 2) {
-        const T_IO low = {static_cast<unsigned short>(pair)}, high = {static_cast<unsigned short>(pair >> 16)};
-        return {to_float(low), to_float(high)};
-    }
-}
 
 // The decays of a thread's tokens, as they come from memory.
 struct RawDecays {

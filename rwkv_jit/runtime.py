@@ -12,7 +12,7 @@ import torch
 
 from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, choices, prepared, split, wkv6, wkv7
+from rwkv_jit.ops import backends, boundary, choices, chunked, prepared, scan, split, wkv6, wkv7
 from rwkv_jit.ops.choices import Choice
 from rwkv_jit.template import Parameter
 
@@ -85,7 +85,7 @@ def specialize(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
     chosen = backends.KERNELS[request.template.name.split("_")[1]]
-    return prepared.get_kernels(chosen, [request], chunk_len, num_threads)[0]
+    return prepared.get_kernels(chosen.nearest, [request], chunk_len, num_threads)[0]
 
 
 def compile_async(
@@ -248,6 +248,11 @@ def call_requests(
     if any("_chunked_" in request.template.name for request in found):
         target, also = tensors.targets(arch)
         found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
+    for request in [request for request in found if request.template.name == f"{op}_scan"]:
+        length = int(request.parameters["CHUNK_LEN"])
+        found += scan.companions(
+            op, direction, head_size, head_size, request.parameters, request.arch, length, request.also
+        )
     return found
 
 
@@ -285,8 +290,9 @@ def _request(
     if OPS[op].fixed:
         types["T_U"] = storage
     # Who asks for a chunked kernel by its name will promise the bound in the calls.
-    backend = "chunked" if backend == "split" else backend  # the same kernels
-    known_decay = "sigmoid" if backend == "chunked" else decay
+    if backend == "split" and max(head_size, value_size) <= chunked.LARGEST_HEAD:
+        backend = "chunked"  # the same kernels
+    known_decay = "sigmoid" if backend in ("chunked", "split") else decay
     case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len, training)
     name, length = backends.choose(backend, case, lambda: target)
     geometry = backends.geometry(

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import choices, chunked, prepared, recurrent, split
+from rwkv_jit.ops import choices, chunked, prepared, recurrent, scan, split
 from rwkv_jit.ops.choices import Choice
-from rwkv_jit.ops.prepared import Backend, Geometry
+from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options
 
-KERNELS: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked, "split": split}
-NAMES = ("auto", *KERNELS, "reference")
+# By the names that a call's options have once the rule has been asked; callers say "split" for the scan too.
+KERNELS: dict[str, Kernels] = {"recurrent": recurrent, "chunked": chunked, "split": split, "scan": scan}
+_OF_ONE_KERNEL: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked}
+NAMES = ("auto", "recurrent", "chunked", "split", "reference")
 # Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
 LEAST_TOKENS = 32
 
@@ -36,11 +38,36 @@ class Case(NamedTuple):
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
 
 
-def forward(known: prepared.Forward | split.Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+Forward = prepared.Forward | split.Forward | scan.Forward
+
+
+def prepare_forward(
+    inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
+) -> Forward:
+    """Prepare what a forward launches: one kernel, or where the backend says so several."""
+    if options.backend == "split":
+        return split.prepare_forward(inputs, state_dtype, packed, options, training)
+    if options.backend == "scan":
+        return scan.prepare_forward(inputs, state_dtype, packed, options, training)
+    return prepared.prepare_forward(_OF_ONE_KERNEL[options.backend], inputs, state_dtype, packed, options, training)
+
+
+def forward(known: Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run what was prepared for a call."""
-    if isinstance(known, split.Forward):
-        return split.forward(known, *arguments)
-    return prepared.forward(known, *arguments)
+    if isinstance(known, prepared.Forward):
+        return prepared.forward(known, *arguments)
+    return scan.forward(known, *arguments) if isinstance(known, scan.Forward) else split.forward(known, *arguments)
+
+
+def backward(options: Options, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """Run the backward of a call with these options."""
+    inputs, dy, grad_final_state, cu_seqlens, saved, want_initial_state = arguments
+    following = (inputs, dy, grad_final_state, cu_seqlens, saved, options, want_initial_state)
+    if options.backend == "split":
+        return split.backward(*following)
+    if options.backend == "scan":
+        return scan.backward(*following)
+    return prepared.backward(_OF_ONE_KERNEL[options.backend], *following)
 
 
 def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int | None]:
@@ -56,6 +83,8 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
               a decay that is known to be bounded: decay="sigmoid", or a `decay_bound` whose size times
               chunk_len / 2 is at most 64 (-4 at 32, -8 at 16);
               LEAST_TOKENS per sequence on average; chunk_len not given, or one of its own
+    scan      the same for a head size or value size above 128 and up to 1024, with chunks of 64 or 32 tokens
+              (a `decay_bound` of -2 or -4); "split" asks for it too
     recurrent everything else
     ========= ==========================================================================================
 
@@ -82,6 +111,13 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
         if backend == "split":
             raise UnsupportedConfigError(f"backend: 'split' {cannot}; use 'auto' or 'chunked'")
         return "chunked", case.chunk_len or default
+    if backend != "chunked" and max(case.head_size, case.value_size) > chunked.LARGEST_HEAD:
+        reason = scan.obstacle(
+            case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.decay, case.decay_bound
+        )
+        if reason is None:
+            length = scan.default_chunk_len(case.head_size, case.value_size, arch(), case.decay, case.decay_bound)
+            return "scan", case.chunk_len or length
     if backend == "auto":
         return "recurrent", case.chunk_len
     text, *values = reason

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, prepared, split
+from rwkv_jit.ops import backends, choices, prepared, scan, split
 from rwkv_jit.ops.prepared import Geometry, Options
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
@@ -43,7 +43,7 @@ class Op(NamedTuple):
 # ---- the public call ---------------------------------------------------------------------------------------------
 
 # Forwards by signature: a call that is found here has passed all checks before.
-_known: dict[Any, prepared.Forward | split.Forward] = {}
+_known: dict[Any, backends.Forward] = {}
 
 
 def _forget() -> None:
@@ -51,6 +51,7 @@ def _forget() -> None:
     _known.clear()
     prepared.forget()
     split.forget()
+    scan.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -179,7 +180,7 @@ def _prepare(
     asked: tuple[Any, ...],
     options: Options,
     training: bool,
-) -> prepared.Forward | split.Forward:
+) -> backends.Forward:
     """Return the forward for tensors that have been checked, and keep it for calls of the same signature.
 
     `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
@@ -191,12 +192,7 @@ def _prepare(
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
         state_dtype = torch.float32 if initial_state is None else initial_state.dtype
-        if options.backend == "split":
-            known = split.prepare_forward(inputs, state_dtype, options, training)
-        else:
-            known = prepared.prepare_forward(
-                backends.KERNELS[options.backend], inputs, state_dtype, cu_seqlens is not None, options, training
-            )
+        known = backends.prepare_forward(inputs, state_dtype, cu_seqlens is not None, options, training)
         if len(_known) >= prepared.MOST_SIGNATURES:
             _known.clear()
         _known[key] = known
@@ -326,12 +322,9 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
             return backward_reference(dy, grad_final, arguments)
         inputs = _inputs(name, streamed, given, cu_seqlens)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
-        backend, saved = backends.KERNELS[options.backend], arguments[-1]
-        if options.backend == "split":
-            found = split.backward(inputs, dy, grad_final, saved, options, state is not None)
-        else:
-            found = prepared.backward(backend, inputs, dy, grad_final, cu_seqlens, saved, options, state is not None)
-        grads, fixed_grads, grad_initial = found
+        grads, fixed_grads, grad_initial = backends.backward(
+            options, inputs, dy, grad_final, cu_seqlens, arguments[-1], state is not None
+        )
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
         return (*grads, *totals, given[0].new_empty(0) if grad_initial is None else grad_initial.to(state.dtype))
 

@@ -66,10 +66,10 @@ def obstacle(
         longest = chunk_len or CHUNK_LENS[0]
         return unbounded, -2 * LARGEST_DECAY / longest, longest, decay, decay_bound
     target = arch()
-    if _number(target) < LEAST_ARCH:
+    if arch_number(target) < LEAST_ARCH:
         return "needs an architecture from sm_{} on, got {}", LEAST_ARCH, target
     length = chunk_len or default_chunk_len(head_size, value_size, target, training)
-    wanted, there = most_shared_bytes(head_size, value_size, length), _shared_limit(target)
+    wanted, there = most_shared_bytes(head_size, value_size, length), shared_limit(target)
     if wanted > there:
         needs = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
         return needs, wanted, head_size, value_size, length, target, there
@@ -86,21 +86,22 @@ def padded(size: int) -> int:
     return -(-size // 32) * 32
 
 
-def _number(arch: str) -> int:
+def arch_number(arch: str) -> int:
     """Return 90 for sm_90, sm_90a and compute_90."""
     return int(arch.split("_")[1].rstrip("a"))
 
 
-def _shared_per_multiprocessor(arch: str) -> int:
-    number = _number(arch)
+def shared_per_multiprocessor(arch: str) -> int:
+    """Return the bytes of shared memory of a multiprocessor."""
+    number = arch_number(arch)
     if number in (80, 87):
         return 164 * 1024
     return 228 * 1024 if 90 <= number < 120 else 100 * 1024  # the least there is, where the GPU is not known
 
 
-def _shared_limit(arch: str) -> int:
+def shared_limit(arch: str) -> int:
     """Return the bytes of shared memory that a block may have: the system keeps 1 KB for each."""
-    return _shared_per_multiprocessor(arch) - 1024
+    return shared_per_multiprocessor(arch) - 1024
 
 
 def _segment_len(head_size: int, chunk_len: int, threads: int) -> int:
@@ -148,7 +149,7 @@ def default_chunk_len(head_size: int, value_size: int, arch: str, training: bool
     """
     prefers_long = training or max(padded(head_size), padded(value_size)) <= 64
     for chunk_len in CHUNK_LENS if prefers_long else CHUNK_LENS[::-1]:
-        if most_shared_bytes(head_size, value_size, chunk_len) <= _shared_limit(arch):
+        if most_shared_bytes(head_size, value_size, chunk_len) <= shared_limit(arch):
             return chunk_len
     return CHUNK_LENS[-1]
 
@@ -161,9 +162,9 @@ def _blocks_per_multiprocessor(
     More blocks hide more waiting, until the registers of the state spill: with larger heads that takes 255 a thread.
     """
     is_small = max(head_size, value_size) <= 64
-    is_roomy = direction == "forward" and is_small and 90 <= _number(arch) < 120
+    is_roomy = direction == "forward" and is_small and 90 <= arch_number(arch) < 120
     most = (512 if is_roomy else 256) // threads
-    return max(1, min(most, _shared_per_multiprocessor(arch) // (shared + 1024)))
+    return max(1, min(most, shared_per_multiprocessor(arch) // (shared + 1024)))
 
 
 class Candidate(NamedTuple):
@@ -182,15 +183,15 @@ def candidates(direction: str, size: int, arch: str) -> list[Candidate]:
     """
     found = []
     for chunk_len in CHUNK_LENS:
-        if most_shared_bytes(size, size, chunk_len) > _shared_limit(arch):
+        if most_shared_bytes(size, size, chunk_len) > shared_limit(arch):
             continue
         legal = {_threads(direction, size, size, chunk_len, None)}
         if direction == "forward":
             legal |= {threads for threads in FORWARD_THREADS if threads >= padded(size)}
         for threads in sorted(legal):
             shared = shared_bytes(direction, size, size, chunk_len, threads)
-            if shared <= _shared_limit(arch):
-                most = _shared_per_multiprocessor(arch) // (shared + 1024)
+            if shared <= shared_limit(arch):
+                most = shared_per_multiprocessor(arch) // (shared + 1024)
                 several = {max(1, min(resident // threads, most)) for resident in RESIDENT_THREADS}
                 found += [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -80,8 +80,8 @@ class Launch(NamedTuple):
     scratch: int | None = None  # floats behind the last address; None where the kernel wants none
 
 
-class Backend(Protocol):
-    """What a backend's module answers."""
+class Kernels(Protocol):
+    """What every backend's module answers."""
 
     def specialize(
         self,
@@ -104,6 +104,10 @@ class Backend(Protocol):
 
     def saved_for(self, inputs: Inputs, packed: bool, options: Options) -> Saved:
         """Return what the forward saves."""
+
+
+class Backend(Kernels, Protocol):
+    """What the module of a backend answers that is one kernel in each direction."""
 
     def vector(self, x: Tensor) -> int:
         """Return how many neighbouring elements of `x` are read at once."""
@@ -254,7 +258,10 @@ def forget() -> None:
 
 
 def get_kernels(
-    backend: Backend, requests: Sequence[kernel.Request], chunk_len: int | None, num_threads: int | None
+    nearest: Callable[[kernel.Request, str, int], int | None],
+    requests: Sequence[kernel.Request],
+    chunk_len: int | None,
+    num_threads: int | None,
 ) -> list[kernel.Kernel]:
     """Compile or find kernels side by side.
 
@@ -267,7 +274,7 @@ def get_kernels(
         return kernel.get_all(requests)
     except UnsupportedConfigError as error:
         legal = {
-            argument: backend.nearest(requests[-1], argument, value)
+            argument: nearest(requests[-1], argument, value)
             for argument, value in (("chunk_len", chunk_len), ("num_threads", num_threads))
             if value is not None
         }
@@ -298,7 +305,19 @@ def blocks_chosen(direction: str, geometry: Geometry | Options) -> dict[str, Par
     return {} if blocks is None else {"BLOCKS_PER_SM": blocks}
 
 
-def _types(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[str, Parameter]:
+def validate(inputs: Inputs) -> None:
+    """Check once per signature that kernels will see the tensors that torch sees."""
+    signature = tensors.signature(inputs.streamed)
+    if signature not in _validated:  # the backward sees what the forward saw
+        for name, x in zip(inputs.names, inputs.streamed, strict=True):
+            tensors.validate(name, x)
+        if len(_validated) >= MOST_SIGNATURES:
+            _validated.clear()
+        _validated.add(signature)
+
+
+def types_of(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[str, Parameter]:
+    """Return the types that a call's templates are made for."""
     types: dict[str, Parameter] = {
         "T_IO": tensors.STORAGE[inputs["r"].dtype],
         "T_W": tensors.STORAGE[inputs["w"].dtype],
@@ -318,7 +337,7 @@ def _find(
     # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
     states = inputs.sequences * first.shape[2] * first.shape[3] * value_size / 64**2
     few_heads = states < tensors.multiprocessors(device)
-    types, arch, also = _types(inputs, options, state_dtype), tensors.arch(device), tensors.also(device)
+    types, arch, also = types_of(inputs, options, state_dtype), tensors.arch(device), tensors.also(device)
     requests = [
         backend.specialize(
             inputs.op, direction, first.shape[3], value_size, types, arch, options.chunk_len, options.num_threads,
@@ -327,14 +346,8 @@ def _find(
         for direction in directions
     ]  # fmt: skip
     check_capture(inputs.op, requests, device)
-    signature = tensors.signature(inputs.streamed)
-    if signature not in _validated:  # the backward sees what the forward saw
-        for name, x in zip(inputs.names, inputs.streamed, strict=True):
-            tensors.validate(name, x)
-        if len(_validated) >= MOST_SIGNATURES:
-            _validated.clear()
-        _validated.add(signature)
-    return get_kernels(backend, requests, options.chunk_len, options.num_threads)
+    validate(inputs)
+    return get_kernels(backend.nearest, requests, options.chunk_len, options.num_threads)
 
 
 def prepare_forward(

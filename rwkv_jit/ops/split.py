@@ -27,7 +27,6 @@ _JOIN_THREADS = 256
 _JOIN_ROWS = 16  # value rows of a block, as in the template
 
 specialize, nearest, saved_for = chunked.specialize, chunked.nearest, chunked.saved_for
-vector, launch = chunked.vector, chunked.launch
 
 
 _transition_forwards: dict[Any, prepared.Forward] = {}
@@ -55,9 +54,9 @@ def segments(blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> 
 
 
 def _count(inputs: Inputs) -> int:
-    batch, tokens, heads, _ = inputs["v"].shape
-    device = inputs["v"].device.index
-    return segments(batch * heads, tokens, tensors.multiprocessors(device), LEAST_SEGMENTS)
+    """Return the segments of a sequence: the same however many others there are, and so are its results."""
+    _, tokens, heads, _ = inputs["v"].shape
+    return segments(heads, tokens, tensors.multiprocessors(inputs["v"].device.index), LEAST_SEGMENTS)
 
 
 def _cut(x: Tensor, count: int) -> Tensor:
@@ -139,8 +138,11 @@ def _join(
     return Plan(found, f"{op}_join", device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
 
 
-def prepare_forward(inputs: Inputs, state_dtype: torch.dtype, options: Options, training: bool) -> Forward:
-    """Prepare what a forward over segments launches."""
+def prepare_forward(
+    inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
+) -> Forward:
+    """Prepare what a forward over segments launches; nothing is packed."""
+    del packed
     count, device = _count(inputs), inputs["v"].device.index
     cut = _cut_inputs(inputs, count)
     heads, value_size = inputs["v"].shape[2:]
@@ -187,11 +189,13 @@ def backward(
     inputs: Inputs,
     dy: Tensor,
     grad_final_state: Tensor | None,
+    cu_seqlens: Tensor | None,
     saved: Tensor,
     options: Options,
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Run the backward over segments; the arguments and results of `prepared.backward`."""
+    del cu_seqlens  # there are none
     count, device = _count(inputs), dy.device.index
     cut, dy, plain = _cut_inputs(inputs, count), _cut(dy, count), _plain(options)
     with torch.cuda.device(device):

@@ -69,19 +69,23 @@ def wkv7(
         Tokens between the states that the recurrent kernels save for the backward. The chunked kernels save one every
         `chunk_len` tokens, in bfloat16.
     chunk_len : int, optional
-        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 in the chunked ones.
+        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 in the chunked ones,
+        32 or 64 in those for head sizes above 128.
         Chosen by the head size, the GPU and whether gradients are wanted by default, or as `rwkv-jit tune` measured.
     num_threads : int, optional
         Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; in the chunked ones of the forward, a multiple
-        of 32 from 64 to 512 and at least the head size, while their backward has one choice. Chosen by the head size
-        by default, or as tuned where `chunk_len` is not given either.
+        of 32 from 64 to 512 and at least the head size, while their backward has one choice; above head size 128 those
+        of the kernel that carries the state, of two numbers that the error names. Chosen by the head size by default,
+        or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
         "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "split" runs the chunked ones on segments of
-        the sequences side by side; "reference" is plain torch. "auto" takes the reference for tensors that are not on
-        a GPU; the chunked kernels for float16 and bfloat16 from sm_80 on, head sizes up to 128 with K at most twice V,
-        a bounded decay and 32 tokens a sequence on average, split where there are few heads and no cu_seqlens and T
-        makes 4 segments or more of at least 512 tokens and a multiple of 32; and the recurrent ones for everything
-        else. How many segments there are goes by the batch too: name "chunked" for results that do not.
+        the sequences side by side, or for head sizes above 128 others that share a head between blocks; "reference" is
+        plain torch. "auto" takes the reference for tensors that are not on a GPU; the chunked kernels for float16 and
+        bfloat16 from sm_80 on, head sizes up to 128 with K at most twice V, a bounded decay and 32 tokens a sequence on
+        average, split where there are few heads and no cu_seqlens and T makes 4 segments or more of at least 512 tokens
+        and a multiple of 32; the same by "split" for K or V above 128 up to 1024; and the recurrent ones for everything
+        else. The choice goes by the batch too: name a backend, its
+        chunk_len and num_threads for results that do not.
 
     Returns
     -------
@@ -109,7 +113,8 @@ def wkv7(
     The chunked kernels: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors,
     measured on an H200 in bfloat16 and float16: y 3.4e-3; dr, dk, dv and dw up to 4.2e-3; da and db 5.4e-3, and 2.5e-2
     where keys repeat. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded up to
-    multiples of 32.
+    multiples of 32. Above head size 128 with multiples of 64 (K of 128 above 256, of 256 above 512), and beside them
+    B H T (8 K + 2 V) bytes and some 350 a token and head.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, env, kernel, runtime, stats
+from rwkv_jit import cache, compiler, env, kernel, runtime, stats, tensors
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.ops import boundary, prepared, scan
 
 
 @pytest.fixture
@@ -142,17 +143,103 @@ def test_warm_compiles_both_backends_where_long_calls_take_the_chunked_one(optio
     assert same.origin == "memory"
 
 
+def asked(requests):
+    """The kernels of requests, however often each is there."""
+    return {kernel.memory_key(request): request.template.name for request in requests}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("arch", "decay", "decay_bound", "chunk_len"),
+    [
+        ("sm_90", "sigmoid", None, 64),
+        ("sm_90", "raw", -2.0, 64),
+        ("sm_90", "log", -3.0, 32),
+        ("sm_86", "direct", -1.0, 32),
+    ],
+)
+@pytest.mark.parametrize("head_size", [129, 256, 512])
+def test_calls_with_large_heads_find_all_their_kernels_made(head_size, arch, decay, decay_bound, chunk_len, direction):
+    state_dtype, options = torch.float16, prepared.Options(1.0, decay, "kv", 64, chunk_len, None, "scan")
+    streamed = [torch.zeros(1, 1, 1, head_size, dtype=torch.bfloat16) for _ in range(6)]
+    inputs = prepared.Inputs("wkv7", ("r", "w", "k", "v", "a", "b"), tuple(streamed), (), 1)
+    types = prepared.types_of(inputs, options, state_dtype if direction == "forward" else torch.float32)
+    of_calls = [
+        request
+        for few_heads in (False, True)
+        for request in scan._requests(
+            "wkv7", direction, head_size, head_size, types, arch, chunk_len, None, few_heads, None, ()
+        )
+    ]
+    made = runtime.call_requests(
+        "wkv7", head_size, torch.bfloat16, arch, direction, decay, "kv", None, state_dtype, decay_bound
+    )
+    wanted, found = asked(of_calls), asked(made)
+    assert wanted.items() <= found.items()
+    # The others are for short calls; nothing is made that no call takes.
+    assert {name.split("_")[1] for key, name in found.items() if key not in wanted} == {"recurrent"}
+
+
+def test_call_with_large_heads_asks_for_no_kernel_that_warm_has_not_made(monkeypatch):
+    """The whole way of a call on CPU tensors, up to where its kernels would be loaded."""
+    made = runtime.call_requests(
+        "wkv7", 192, torch.bfloat16, "sm_90", "forward", "sigmoid", "vk", None, torch.float32, None
+    ) + runtime.call_requests(
+        "wkv7", 192, torch.bfloat16, "sm_90", "backward", "sigmoid", "vk", None, torch.float32, None
+    )
+    wanted = []
+
+    class Enough(Exception):  # noqa: N818
+        pass
+
+    def get_all(requests):
+        wanted.extend(requests)
+        raise Enough
+
+    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: True)
+    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_90")
+    monkeypatch.setattr(tensors, "also", lambda device: ())
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda device: 0)
+    monkeypatch.setattr(prepared, "check_capture", lambda *_: None)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(kernel, "get_all", get_all)
+    for heads in (1, 64):
+        x = torch.zeros(1, 64, heads, 192, dtype=torch.bfloat16, requires_grad=True)
+        with pytest.raises(Enough):
+            rwkv_jit.wkv7(x, x, x, x, x, x, decay="sigmoid")
+    assert len(wanted) == 10
+    assert len(asked(wanted)) == 7  # the scans of both directions are others with few heads
+    assert asked(wanted).items() <= asked(made).items()
+
+
+def test_warm_compiles_all_kernels_of_large_heads():
+    of_both_ways = {"wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"}
+    made = rwkv_jit.warm("wkv7", 192, arch="sm_90", decay="sigmoid")
+    assert {each.name for each in made} == of_both_ways | {"wkv7_recurrent_forward", "wkv7_recurrent_backward"}
+    assert {each.parameters["BACKWARD"] for each in made if each.name == "wkv7_scan"} == {False, True}
+    forward = rwkv_jit.warm("wkv7", 192, arch="sm_90", decay="sigmoid", backward=False)
+    assert {each.origin for each in forward} == {"memory"}
+    assert {each.name for each in forward} == {"wkv7_prepare", "wkv7_scan", "wkv7_recurrent_forward"}
+    same = rwkv_jit.specialize("wkv7", 192, arch="sm_90", backend="split", decay="sigmoid")
+    assert (same.name, same.origin) == ("wkv7_scan", "memory")
+
+
 def test_warm_without_a_bound_leaves_the_chunked_kernels_alone():
     for made in (
         rwkv_jit.warm("wkv7", 4, arch="sm_90"),
         rwkv_jit.warm("wkv7", 4, arch="sm_75", decay="sigmoid"),
         rwkv_jit.warm("wkv7", 4, arch="sm_90", decay="log", decay_bound=-9.0),
+        rwkv_jit.warm("wkv7", 136, arch="sm_90", decay="log", decay_bound=-4.1),
         rwkv_jit.warm("wkv6", 4, arch="sm_90", decay="sigmoid"),
     ):
         assert {each.name.split("_")[1] for each in made} == {"recurrent"}
 
 
 def test_specialize_takes_what_long_calls_take():
+    assert rwkv_jit.specialize("wkv7", 4, 136, arch="sm_80", decay="sigmoid").name == "wkv7_scan"
     for dtype, arch, decay, backend in (
         (torch.bfloat16, "sm_80", "sigmoid", "chunked"),
         (torch.bfloat16, "sm_80", "raw", "recurrent"),

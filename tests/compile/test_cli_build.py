@@ -129,6 +129,14 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     }
 
 
+def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
+    made = build("--op", "wkv7", "--head-size", "136", "--arch", "compute_80", "--decay-bound", "-1")
+    assert {each["name"] for each in made["kernels"]} == {
+        "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients", "wkv7_recurrent_forward",
+        "wkv7_recurrent_backward",
+    }  # fmt: skip
+
+
 def test_defaults_are_those_of_a_call(build):
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
     assert set(parameters(made, "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
@@ -252,6 +260,13 @@ def test_resources(run):
     assert (data["registers"], data["parameters"]["HEAD_SIZE"], data["compiler"]) == (
         made.registers, 12, identity.identity(),
     )  # fmt: skip
+
+
+def test_resources_of_a_kernel_of_large_heads(run):
+    arguments = ("show", "wkv7", "--head-size", 136, "--arch", "sm_90", "--backend", "split")
+    data = json.loads(run(*arguments, "--direction", "backward", "--json")[1])
+    assert (data["name"], data["parameters"]["BACKWARD"]) == ("wkv7_scan", True)
+    assert data["resources"]["wkv7_scan"]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
 
 
 def test_resources_of_a_chunked_kernel(run):

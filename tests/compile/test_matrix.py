@@ -11,7 +11,7 @@ import rwkv_jit
 from rwkv_jit import cache, kernel
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, split
+from rwkv_jit.ops import chunked, scan, split
 
 AXES = {
     "op": ("wkv6", "wkv7"),
@@ -36,6 +36,12 @@ CHUNKED_AXES = {
     "value_size": ("like K", 56),
     "chunk_len": ("default", 16),
     "state": ("fp32", "bf16", "fp16"),
+}
+SCAN_AXES = {
+    **CHUNKED_AXES,
+    "head_size": (1, 40, 129, 200, 256, 320, 512, 1000),
+    "value_size": (129, 256),
+    "chunk_len": ("default", 32),
 }
 # The two longest axes decide different things; their pairs alone would double the sample.
 UNPAIRED = {"head_size", "arch"}
@@ -100,26 +106,29 @@ def elf_extent(image):
     return max(ends)
 
 
-def check(found, row):
+def check(found, row, entry=None):
     image = found.cubin
     kind, machine = struct.unpack_from("<HH", image, 16)
     assert image[:6] == b"\x7fELF\x02\x01"
     assert (kind, machine) == (2, 190)  # an executable for EM_CUDA
     assert elf_extent(image) == len(image)
-    (path,) = cache.entries()
-    assert unpack(path.read_bytes())[0].image == image
+    assert image in [unpack(path.read_bytes())[0].image for path in cache.entries()]
     (flags,) = struct.unpack_from("<I", image, 48)
     number = int("".join(filter(str.isdigit, row["arch"])))
     assert number in (flags & 0xFF, flags >> 8 & 0xFF)
-    entry = f"{row['op']}_{row['direction']}"
+    entry = entry or f"{row['op']}_{row['direction']}"
     assert f".text.{entry}\0".encode() in image
     assert entry in found.resources
     assert 0 < found.registers <= 255
-    assert 0 < found.shared_bytes <= (232448 if "chunked" in found.name else 48 * 1024)
+    limit = 48 * 1024 if "recurrent" in found.name else SHARED_LIMITS[row["arch"]]
+    assert 0 < found.shared_bytes <= limit
     assert found.spill_bytes >= 0
     assert found.origin == "compiled"
     assert (found.arch, found.target) == (row["arch"], row["arch"])
     assert f"constexpr int HEAD_SIZE = {row['head_size']};" in found.source
+
+
+SHARED_LIMITS = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
 
 
 @pytest.mark.parametrize("row", sample(AXES), ids=name)
@@ -131,9 +140,6 @@ def test_sample_of_all_choices(row):
 @pytest.mark.parametrize("row", whole_product(AXES), ids=name)
 def test_every_combination(row):
     check(compile_row(row), row)
-
-
-SHARED_LIMITS = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
 
 
 def check_chunked(row):
@@ -159,6 +165,43 @@ def test_every_combination_of_the_chunked_kernels(row):
     check_chunked(row)
 
 
+OTHERS = {"forward": ["wkv7_prepare"], "backward": ["wkv7_token_gradients", "wkv7_key_gradients"]}
+
+
+def check_scan(row):
+    """The scan of a direction, for many and few heads, and the other kernels."""
+    sizes = row["head_size"], row["value_size"]
+    chunk_len = None if row["chunk_len"] == "default" else row["chunk_len"]
+    if scan.obstacle("wkv7", row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
+        with pytest.raises(UnsupportedConfigError, match="backend: 'split' needs more shared memory"):
+            compile_row(row, "split")
+        return
+    found = compile_row(row, "split")
+    assert found.name == "wkv7_scan"
+    assert found.parameters["BACKWARD"] == (row["direction"] == "backward")
+    length = found.parameters["CHUNK_LEN"]
+    types = {name: found.parameters[name] for name in ("T_IO", "T_W", "T_STATE", "DECAY", "STATE_LAYOUT")}
+    given = ("wkv7", row["direction"], *sizes, types, row["arch"], length)
+    others = scan.companions(*given)
+    assert [request.template.name for request in others] == OTHERS[row["direction"]]
+    few_heads = kernel.get(scan.specialize(*given, few_heads=True))
+    for each in [found, *kernel.get_all(others), *([few_heads] if few_heads.origin == "compiled" else [])]:
+        check(each, row, each.name)
+        # What the launch asks for; a static_assert says that it is what the kernel has.
+        assert each.shared_bytes == each.parameters["SHARED_BYTES"]
+
+
+@pytest.mark.parametrize("row", sample(SCAN_AXES), ids=name)
+def test_sample_of_the_kernels_for_large_heads(row):
+    check_scan(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", whole_product(SCAN_AXES), ids=name)
+def test_every_combination_of_the_kernels_for_large_heads(row):
+    check_scan(row)
+
+
 JOIN_ROWS = [
     (arch, head_size, value_size, backward)
     for arch, (head_size, value_size), backward in itertools.product(
@@ -178,7 +221,7 @@ def test_kernel_that_joins_segments(arch, head_size, value_size, backward):
     assert f"constexpr bool BACKWARD = {str(backward).lower()};" in found.source
 
 
-@pytest.mark.parametrize(("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40)])
+@pytest.mark.parametrize(("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40), (SCAN_AXES, 24, 40)])
 def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):
     rows = sample(axes)
     assert rows == sample(axes)

@@ -14,7 +14,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import backends, recurrent, split
+from rwkv_jit.ops import backends, recurrent, scan, split
 from rwkv_jit.ops.recurrent import VARIANTS
 
 # What specialize() below asks for, without torch, which takes seconds to load.
@@ -328,6 +328,30 @@ CHUNKED_RULES = {
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
 JOIN_RULES = {"num_threads must be 256": {"NUM_THREADS": 128}}
+# Of all kernels of the scan; of those that make operands; of each.
+SLAB_RULES = {
+    "the split kernels take float16 and bfloat16": {"T_IO": "fp32"},
+    "chunk_len must be 32 or 64": {"CHUNK_LEN": 16},
+    "channels must be head_size, rounded up to multiples of 64": {"CHANNELS": 96},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
+}
+OPERAND_RULES = {
+    "num_threads must make two or more equal segments of a chunk": {"NUM_THREADS": 32},
+    "num_threads must be four times chunk_len": {"NUM_THREADS": 64},
+}
+SCAN_RULES = {
+    "wkv7_prepare": SLAB_RULES | OPERAND_RULES,
+    "wkv7_scan": {
+        **SLAB_RULES,
+        "key_warps must be 1, 2 or 4": {"KEY_WARPS": 3},
+        "channels must be a multiple of 64 key_warps": {"KEY_WARPS": 2},
+        "key_warps must leave a warp 256 channels at most": {"CHANNELS": 512},
+        "num_threads must be a multiple of 32 key_warps, up to 512": {"NUM_THREADS": 544},
+        "stages must be 2 at least and look ahead one chunk at most": {"STAGES": 4},
+    },
+    "wkv7_token_gradients": {**SLAB_RULES, "num_threads must be four times chunk_len": {"NUM_THREADS": 64}},
+    "wkv7_key_gradients": SLAB_RULES | OPERAND_RULES,
+}
 OF_THE_BACKWARD = {"held_states must divide chunk_len"} | {rule for rule in CHUNKED_RULES if "value size" in rule}
 BROKEN = [
     (f"{kind}_{direction}", rule, rules[rule])
@@ -335,10 +359,18 @@ BROKEN = [
     for direction in ("forward", "backward")
     for rule in rules
     if direction == "backward" or rule not in OF_THE_BACKWARD
-] + [("wkv7_join", rule, change) for rule, change in JOIN_RULES.items()]
+] + [
+    (name, rule, change)
+    for name, rules in ({"wkv7_join": JOIN_RULES} | SCAN_RULES).items()
+    for rule, change in rules.items()
+]
 
 
 def parameters(name):
+    if name in SCAN_RULES:
+        given = [("wkv7", direction, 24, 24, TYPES, "sm_90", 64) for direction in ("forward", "backward")]
+        kernels = [scan.specialize(*given[0]), *scan.companions(*given[0]), *scan.companions(*given[1])]
+        return next(request.parameters for request in kernels if request.template.name == name)
     if name == "wkv7_join":
         return split.join_request("wkv7", 24, 24, False, "sm_90").parameters
     op, backend, direction = name.split("_")
@@ -363,7 +395,27 @@ def test_every_rule_of_the_templates_is_provoked_above():
     texts = "".join(path.read_text(encoding="utf-8") for path in template.directory().iterdir())
     written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
     assert len(written) == texts.count("static_assert(")
-    assert set(written) == set(RULES) | set(CHUNKED_RULES) | set(JOIN_RULES)
+    assert set(written) == set().union(RULES, CHUNKED_RULES, JOIN_RULES, *SCAN_RULES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "change"),
+    [
+        ("wkv7_scan", "channels must be head_size, rounded up to multiples of 64", {"HEAD_SIZE": 65}),
+        ("wkv7_scan", "stages must be 2 at least and look ahead one chunk at most", {"STAGES": 1}),
+        ("wkv7_scan", "num_threads must be a multiple of 32 key_warps, up to 512",
+         {"KEY_WARPS": 2, "CHANNELS": 128, "NUM_THREADS": 96}),
+    ],
+)  # fmt: skip
+def test_other_halves_of_rules(name, rule, change):
+    test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_threads_that_no_scan_has_are_refused_before_anything_is_compiled(direction):
+    with pytest.raises(UnsupportedConfigError, match="^num_threads must be .* at head size 256 .* on sm_90, got 96$"):
+        specialize(head_size=256, backend="split", direction=direction, num_threads=96)
+    assert cache.entries() == []
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,17 @@ def test_split_results_repeat_bit_for_bit(op):
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
 
 
+def test_the_batch_around_a_split_sequence_changes_nothing(op):
+    given = inputs(batch=5, tokens=2048, heads=2)
+    options = {"decay": "sigmoid", "backend": "split", "chunk_len": 32, "num_threads": 128}
+    many = run(op, given, **options)
+    one_given = {n: x[3:4].detach().requires_grad_() for n, x in given.items()}
+    one = run(op, one_given, None, [weight[3:4] for weight in many[3]], **options)
+    assert torch.equal(many[0][3:4], one[0])
+    assert torch.equal(many[1][3:4], one[1])
+    assert all(torch.equal(a[3:4], b) for a, b in zip(many[2], one[2], strict=True))
+
+
 def test_a_split_call_is_captured(op):
     given = [x.detach() for x in inputs(batch=1, tokens=2048, heads=2).values()]
     want, _ = rwkv_jit.wkv7(*given, decay="sigmoid", backend="split")
@@ -461,4 +472,4 @@ def test_other_architectures(op, arch, monkeypatch):
 def test_shared_memory_of_the_geometry_is_what_this_gpu_gives(op):
     properties = torch.cuda.get_device_properties(0)
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    assert chunked._shared_limit(arch) <= properties.shared_memory_per_block_optin
+    assert chunked.shared_limit(arch) <= properties.shared_memory_per_block_optin

@@ -1,4 +1,4 @@
-"""The rule that picks a backend, what each says it can do, and the geometry of the chunked kernels."""
+"""The rule that picks a backend, what each says it can do, and the geometry of the kernels in chunks."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, chunked, prepared, recurrent, split
+from rwkv_jit.ops import backends, boundary, chunked, prepared, recurrent, scan, split
 
 most_shared_bytes = chunked.most_shared_bytes
 CASE = backends.Case("wkv7", torch.bfloat16, 64, 64, 4096, "sigmoid", None, None)
@@ -39,8 +39,6 @@ RECURRENT = {
     "wkv6": ({"op": "wkv6"}, "sm_90", "has kernels for wkv7, got wkv6"),
     "float32": ({"dtype": torch.float32}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
     "float64": ({"dtype": torch.float64}, "sm_90", "takes float16 and bfloat16, got torch.float64"),
-    "keys": ({"head_size": 129}, "sm_90", "takes head sizes up to 128, got 129 and 64 for v"),
-    "values": ({"value_size": 200}, "sm_90", "takes head sizes up to 128, got 64 and 200 for v"),
     "keys beside short values": (
         {"head_size": 65, "value_size": 32},
         "sm_90",
@@ -112,7 +110,19 @@ def test_short_calls_are_recurrent_unless_chunks_are_asked_for():
     assert choose("chunked", short, "sm_90")[0] == "chunked"
 
 
-@pytest.mark.parametrize("changes", [{"op": "wkv6"}, {"dtype": torch.float32}, {"decay": "raw"}, {"tokens": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"op": "wkv6"},
+        {"dtype": torch.float32},
+        {"decay": "raw"},
+        {"tokens": 1},
+        {"head_size": 256, "dtype": torch.float32},
+        {"head_size": 256, "decay": "raw"},
+        {"head_size": 1025},
+    ],
+    ids=str,
+)
 def test_architecture_is_not_asked_where_it_decides_nothing(changes):
     def arch():
         raise AssertionError("it was asked")
@@ -151,6 +161,10 @@ def test_call_is_resolved_with_its_chunk(on_gpu):
     assert resolved(bf16(32)) == (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None)
     assert resolved(bf16(32), decay="raw", decay_bound=-1.0)[4:7] == (32, None, "chunked")
     assert resolved(bf16(32, head_size=96))[4:7] == (32, None, "chunked")
+    assert resolved(bf16(32, head_size=256)) == (1.0, "sigmoid", "vk", 64, 64, None, "scan", None, None)
+    assert resolved(bf16(32, head_size=256), decay="raw", decay_bound=-3.0)[4:7] == (32, None, "scan")
+    assert resolved(bf16(1, head_size=256), backend="split", num_threads=128)[4:7] == (64, 128, "scan")
+    assert resolved(bf16(31, head_size=256))[4:7] == (None, None, "recurrent")
     assert resolved(bf16(32, head_size=96), training=False)[4:7] == (16, None, "chunked")
     assert resolved(bf16(31))[4:7] == (None, None, "recurrent")
     assert resolved(bf16(32), decay="raw")[4:7] == (None, None, "recurrent")
@@ -166,18 +180,22 @@ def test_packed_sequences_count_by_their_mean_length(on_gpu):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    ("tokens", "options", "backend"),
+    ("tokens", "head_size", "options", "backend", "chunk_len"),
     [
-        (64, {"decay": "sigmoid"}, "chunked"),
-        (64, {"decay_bound": -0.7}, "chunked"),
-        (64, {"decay_bound": -7.0}, "recurrent"),
-        (20, {"decay": "sigmoid"}, "recurrent"),
-        (64, {}, "recurrent"),
-        (64, {"decay": "sigmoid", "backend": "recurrent"}, "recurrent"),
+        (64, 64, {"decay": "sigmoid"}, "chunked", 32),
+        (64, 64, {"decay_bound": -0.7}, "chunked", 32),
+        (64, 64, {"decay_bound": -7.0}, "recurrent", None),
+        (20, 64, {"decay": "sigmoid"}, "recurrent", None),
+        (64, 64, {}, "recurrent", None),
+        (64, 64, {"decay": "sigmoid", "backend": "recurrent"}, "recurrent", None),
+        (64, 192, {"decay": "sigmoid"}, "scan", 64),
+        (64, 192, {"decay_bound": -2.1}, "scan", 32),
+        (20, 192, {"decay": "sigmoid", "backend": "split"}, "scan", 64),
+        (64, 192, {"decay_bound": -4.1}, "recurrent", None),
     ],
     ids=str,
 )
-def test_compiler_sees_the_backend_that_will_run(tokens, options, backend, dynamic, on_gpu):
+def test_compiler_sees_the_backend_that_will_run(tokens, head_size, options, backend, chunk_len, dynamic, on_gpu):
     graphs = []
 
     def keep(graph, inputs):
@@ -185,10 +203,10 @@ def test_compiler_sees_the_backend_that_will_run(tokens, options, backend, dynam
         return lambda *_: (torch.zeros(1),) * 2
 
     torch._dynamo.reset()
-    torch.compile(rwkv_jit.wkv7, fullgraph=True, backend=keep, dynamic=dynamic)(*bf16(tokens, 2), **options)
+    torch.compile(rwkv_jit.wkv7, fullgraph=True, backend=keep, dynamic=dynamic)(*bf16(tokens, 2, head_size), **options)
     (call,) = [node for node in graphs[0].graph.nodes if "wkv7_fwd" in str(node.target)]
     assert call.args[-5] == backend
-    assert call.args[-7] == (32 if backend == "chunked" else None)
+    assert call.args[-7] == chunk_len
 
 
 # ---- segments ------------------------------------------------------------------------------------------------------
@@ -239,6 +257,133 @@ def test_split_says_why_it_cannot(changes, message):
         choose("split", few(16, 32768) | changes, "sm_90")
 
 
+# ---- large heads ---------------------------------------------------------------------------------------------------
+
+LARGE = {"head_size": 256, "value_size": 256}
+# What is changed in CASE, the architecture, and the tokens of a chunk.
+SCANNED = {
+    "keys": ({"head_size": 129}, "sm_90", 64),
+    "values": ({"value_size": 200}, "sm_90", 64),
+    "both": (LARGE, "sm_90", 64),
+    "keys of one channel": ({"head_size": 1, "value_size": 129}, "sm_90", 64),
+    "values of one row": ({"head_size": 1024, "value_size": 1}, "sm_90", 32),
+    "largest": ({"head_size": 1024, "value_size": 1024}, "sm_90", 32),
+    "float16": ({**LARGE, "dtype": torch.float16}, "sm_90", 64),
+    "least tokens": ({**LARGE, "tokens": backends.LEAST_TOKENS}, "sm_90", 64),
+    "few heads": ({**LARGE, "blocks": 1, "multiprocessors": lambda: 132}, "sm_90", 64),
+    "packed": ({**LARGE, "packed": True}, "sm_90", 64),
+    "without gradients": ({**LARGE, "training": False}, "sm_90", 64),
+    "bound at 64": ({**LARGE, "decay": "raw", "decay_bound": -2}, "sm_90", 64),
+    "64 asked for with its bound": ({**LARGE, "decay": "log", "decay_bound": -2.0, "chunk_len": 64}, "sm_90", 64),
+    "bound below that at 64": ({**LARGE, "decay": "direct", "decay_bound": -2.001}, "sm_90", 32),
+    "bound at 32": ({**LARGE, "decay": "raw", "decay_bound": -4.0}, "sm_90", 32),
+    "32 asked for with its bound": ({**LARGE, "decay": "log", "decay_bound": -4, "chunk_len": 32}, "sm_90", 32),
+    "32 asked for": ({**LARGE, "chunk_len": 32}, "sm_90", 32),
+    "sigmoid and a useless bound": ({**LARGE, "decay_bound": -50.0}, "sm_90", 64),
+    "Ampere": (LARGE, "sm_80", 64),
+    "extended": (LARGE, "sm_90a", 64),
+    "PTX": (LARGE, "compute_80", 64),
+    "Ampere with less shared memory": (LARGE, "sm_86", 32),
+    "Ada": (LARGE, "sm_89", 32),
+    "Blackwell with less shared memory": (LARGE, "sm_120", 32),
+}
+# And why not, where "split" asks for it.
+NOT_SCANNED = {
+    "wkv6": ({"op": "wkv6"}, "sm_90", "has kernels for wkv7, got wkv6"),
+    "float32": ({"dtype": torch.float32}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
+    "keys": ({"head_size": 1025}, "sm_90", "takes head sizes up to 1024, got 1025 and 256 for v"),
+    "values": ({"value_size": 1025}, "sm_90", "takes head sizes up to 1024, got 256 and 1025 for v"),
+    "chunk 16": ({"chunk_len": 16}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 16"),
+    "chunk 128": ({"chunk_len": 128}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 128"),
+    "no bound": (
+        {"decay": "raw"},
+        "sm_90",
+        "needs a bounded decay: decay='sigmoid' or decay_bound of at least -4 at chunk_len=32, got decay='raw', "
+        "decay_bound=None",
+    ),
+    "bound too low": (
+        {"decay": "log", "decay_bound": -4.1},
+        "sm_90",
+        "needs a bounded decay: decay='sigmoid' or decay_bound of at least -4 at chunk_len=32, got decay='log', "
+        "decay_bound=-4.1",
+    ),
+    "bound too low at 64": (
+        {"decay": "direct", "decay_bound": -2.1, "chunk_len": 64},
+        "sm_90",
+        "needs a bounded decay: decay='sigmoid' or decay_bound of at least -2 at chunk_len=64, got decay='direct', "
+        "decay_bound=-2.1",
+    ),
+    "Turing": ({}, "sm_75", "needs an architecture from sm_80 on, got sm_75"),
+    "older PTX": ({}, "compute_75", "needs an architecture from sm_80 on, got compute_75"),
+    "shared memory": (
+        {"head_size": 1024, "value_size": 1024},
+        "sm_89",
+        "needs more shared memory at head sizes 1024 and 1024 and chunk_len=32 than the 101376 bytes of sm_89",
+    ),
+    "shared memory of the chunk": (
+        {"chunk_len": 64},
+        "sm_120",
+        "needs more shared memory at head sizes 256 and 256 and chunk_len=64 than the 101376 bytes of sm_120",
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "split"])
+@pytest.mark.parametrize("name", SCANNED)
+def test_large_heads_are_scanned(name, backend):
+    changes, arch, chunk_len = SCANNED[name]
+    assert choose(backend, changes, arch) == ("scan", chunk_len)
+    assert choose("recurrent", changes, arch) == ("recurrent", changes.get("chunk_len"))
+
+
+@pytest.mark.parametrize("name", NOT_SCANNED)
+def test_other_large_heads_are_recurrent_and_say_why_where_the_scan_is_asked_for(name):
+    changes, arch, message = NOT_SCANNED[name]
+    assert choose("auto", LARGE | changes, arch) == ("recurrent", changes.get("chunk_len"))
+    with pytest.raises(UnsupportedConfigError) as caught:
+        choose("split", LARGE | changes, arch)
+    assert str(caught.value) == f"backend: 'split' {message}; use 'auto' or 'recurrent'"
+
+
+@pytest.mark.parametrize(("head_size", "value_size"), [(129, 64), (64, 200), (256, 256), (2000, 64)])
+def test_chunked_kernels_refuse_large_heads(head_size, value_size):
+    message = f"backend: 'chunked' takes head sizes up to 128, got {head_size} and {value_size} for v; use 'auto'"
+    with pytest.raises(UnsupportedConfigError, match=message):
+        choose("chunked", {"head_size": head_size, "value_size": value_size}, "sm_90")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_every_size_of_large_heads_has_the_longest_chunk_there_is_for_it(arch):
+    for size in range(129, 1025):
+        sizes = {"head_size": size, "value_size": size}
+        lengths = [each for each in (64, 32) if choose("auto", {**sizes, "chunk_len": each}, arch)[0] == "scan"]
+        assert choose("auto", sizes, arch) == ("scan", lengths[0])
+    assert choose("auto", {"head_size": 1025}, arch) == choose("auto", {"value_size": 1025}, arch)
+    assert choose("auto", {"head_size": 1025}, arch) == ("recurrent", None)
+
+
+def test_split_means_segments_up_to_head_sizes_of_128_and_the_scan_above():
+    for size, backend in ((1, "split"), (64, "split"), (128, "split"), (129, "scan"), (256, "scan")):
+        assert choose("split", few(16, 32768, head_size=size, value_size=size), "sm_90")[0] == backend
+    with pytest.raises(UnsupportedConfigError, match="needs tokens for 4 equal segments"):
+        choose("split", few(16, 100), "sm_90")
+    assert choose("split", few(16, 100, **LARGE), "sm_90") == ("scan", 64)
+
+
+def test_short_calls_with_large_heads_are_recurrent_unless_the_scan_is_asked_for():
+    short = {**LARGE, "tokens": backends.LEAST_TOKENS - 1}
+    assert choose("auto", short, "sm_90") == ("recurrent", None)
+    assert choose("split", short, "sm_90") == ("scan", 64)
+
+
+def test_measured_geometries_are_of_the_chunked_kernels_alone():
+    def known():
+        raise AssertionError("it was asked")
+
+    case = CASE._replace(**LARGE)
+    assert backends.geometry("scan", 64, None, case, lambda: "sm_90", known) == prepared.Geometry(64, None)
+
+
 # ---- the geometry of the chunked kernels -------------------------------------------------------------------------
 
 SIZES = [n for n in range(1, 129) if n % 8 in (0, 1, 7)]
@@ -287,6 +432,178 @@ def test_nearest_number_of_threads(given, nearest):
     assert chunked.nearest(request, "chunk_len", 32) is None
 
 
+# ---- the geometry of the scan --------------------------------------------------------------------------------------
+
+LARGE_SIZES = [*range(1, 1025, 61), 128, 129, 192, 256, 257, 320, 384, 512, 513, 640, 768, 1024]
+VALUE_SIZES = (1, 64, 65, 200, 256, 1024)
+SCAN_LIMITS = {arch: LIMITS[arch] for arch in ("sm_80", "sm_86", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_80")}
+TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
+
+
+def of_scan(direction, head_size, value_size, arch, **more):
+    return scan.specialize("wkv7", direction, head_size, value_size, TYPES, arch, **more).parameters
+
+
+def legal_threads(head_size, value_size, arch):
+    """What may be asked for, as far as the kernels are concerned that it is asked of."""
+    legal = []
+    for threads in range(16, 1040, 16):
+        try:
+            of_scan("forward", head_size, value_size, arch, num_threads=threads)
+        except UnsupportedConfigError:
+            continue
+        legal.append(threads)
+    return legal
+
+
+@pytest.mark.parametrize(
+    ("head_size", "channels"),
+    [(1, 64), (64, 64), (65, 128), (129, 192), (193, 256), (256, 256), (257, 384), (384, 384), (385, 512), (512, 512),
+     (513, 768), (768, 768), (769, 1024), (1024, 1024)],
+)  # fmt: skip
+def test_channels_are_slabs_that_warps_can_share(head_size, channels):
+    assert scan.channels(head_size) == channels
+
+
+@pytest.mark.parametrize("few_heads", [False, True])
+def test_warps_of_the_same_rows_have_as_many_channels_each_and_registers_for_them(few_heads):
+    for size in range(1, 1025):
+        channels, warps = scan.channels(size), scan._key_warps(size, few_heads)
+        assert channels >= size
+        assert channels % (scan.SLAB * warps) == 0
+        assert channels // warps <= 256
+        assert warps in (1, 2, 4)
+
+
+@pytest.mark.parametrize(("value_size", "values"), [(1, 64), (64, 64), (65, 128), (200, 256), (1024, 1024)])
+def test_value_rows_are_those_of_the_largest_blocks(value_size, values):
+    assert scan.values(value_size) == values
+    assert values % max(scan._ROWS) == 0
+
+
+@pytest.mark.parametrize("arch", SCAN_LIMITS)
+def test_geometry_that_is_offered_fits_in_both_directions(arch):
+    limit = SCAN_LIMITS[arch]
+    assert chunked.shared_limit(arch) == limit
+    seen = set()
+    for head_size, value_size, length in itertools.product(LARGE_SIZES, VALUE_SIZES, scan.CHUNK_LENS):
+        channels = scan.channels(head_size)
+        if scan.obstacle("wkv7", torch.bfloat16, head_size, value_size, lambda: arch, length) is not None:
+            continue
+        for each in (
+            *scan._scans(head_size, length, arch, False),
+            *scan._scans(head_size, length, arch, True),
+        ):
+            for backward in (False, True):
+                assert scan._scan_shared_bytes(head_size, length, backward, *each) <= limit
+            rows = each.num_threads // 2 // each.key_warps
+            assert rows in scan._ROWS
+            assert scan.values(value_size) % rows == 0
+            assert 2 <= each.stages <= 2 * (channels // scan.SLAB // each.key_warps) + 1
+            seen.add(each)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("arch", SCAN_LIMITS)
+def test_kernels_of_the_scan_have_the_shared_memory_and_registers_they_need(arch):
+    limit, found = SCAN_LIMITS[arch], 0
+    for head_size, value_size in itertools.product(LARGE_SIZES, VALUE_SIZES):
+        if scan.obstacle("wkv7", torch.bfloat16, head_size, value_size, lambda: arch) is not None:
+            continue
+        for direction in ("forward", "backward"):
+            requests = [
+                scan.specialize("wkv7", direction, head_size, value_size, TYPES, arch, few_heads=few_heads)
+                for few_heads in (False, True)
+            ]
+            requests += scan.companions("wkv7", direction, head_size, value_size, TYPES, arch, None)
+            for request in requests:
+                shared, threads, blocks = (
+                    request.parameters[name] for name in ("SHARED_BYTES", "NUM_THREADS", "BLOCKS_PER_SM")
+                )
+                assert shared <= limit
+                assert blocks * (shared + 1024) <= limit + 1024
+                assert blocks >= 1
+                # 65536 registers: 255 for a thread that holds states, and half of them for the others.
+                assert blocks * threads <= (256 if request.template.name == "wkv7_scan" else 512)
+                found += 1
+    assert found > 100
+
+
+def test_few_heads_make_more_and_smaller_blocks_or_more_warps_for_the_same_rows():
+    for size in (129, 192, 256, 384, 512):
+        many, few_heads = (of_scan("forward", size, size, "sm_90", few_heads=each) for each in (False, True))
+        rows, fewer = (each["NUM_THREADS"] // 2 // each["KEY_WARPS"] for each in (many, few_heads))
+        assert fewer < rows
+        assert few_heads["KEY_WARPS"] >= many["KEY_WARPS"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("head_size", [129, 256, 320, 512])
+def test_threads_asked_for_decide_alone(head_size, arch):
+    legal = legal_threads(head_size, 256, arch)
+    assert legal
+    for threads, direction in itertools.product(legal, ("forward", "backward")):
+        one, other = (
+            of_scan(direction, head_size, 256, arch, num_threads=threads, few_heads=each) for each in (False, True)
+        )
+        assert one == other
+        assert one["NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize("few_heads", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_threads_that_no_block_has_are_refused_with_those_there_are(direction, few_heads):
+    for size, arch in ((192, "sm_90"), (256, "sm_90"), (256, "sm_86"), (1024, "sm_90")):
+        legal = legal_threads(size, size, arch)
+        length = scan.default_chunk_len(size, size, arch)
+        message = (
+            f"num_threads must be {' or '.join(map(str, legal))} at head size {size} and chunk_len={length} on {arch}, "
+            "got 96"
+        )
+        with pytest.raises(UnsupportedConfigError) as caught:
+            of_scan(direction, size, size, arch, num_threads=96, few_heads=few_heads)
+        assert str(caught.value) == message
+
+
+def test_geometry_that_is_chosen_overrides_that_of_the_scan_alone():
+    request = scan.specialize("wkv7", "forward", 256, 256, TYPES, "sm_90", chosen={"BLOCKS_PER_SM": 7}, also=("sm_80",))
+    assert request.parameters["BLOCKS_PER_SM"] == 7
+    assert (request.template.name, request.arch, request.also) == ("wkv7_scan", "sm_90", ("sm_80",))
+    (other,) = scan.companions("wkv7", "forward", 256, 256, TYPES, "sm_90", None, ("sm_80",))
+    assert (other.template.name, other.also) == ("wkv7_prepare", ("sm_80",))
+    assert other.parameters["BLOCKS_PER_SM"] != 7
+
+
+def test_kernels_of_one_call_agree_about_what_passes_between_them():
+    for head_size, value_size, arch in ((256, 256, "sm_90"), (1000, 77, "sm_80"), (40, 300, "sm_86")):
+        requests = []
+        for direction in ("forward", "backward"):
+            requests.append(scan.specialize("wkv7", direction, head_size, value_size, TYPES, arch, 32))
+            requests += scan.companions("wkv7", direction, head_size, value_size, TYPES, arch, 32)
+        names = [request.template.name for request in requests]
+        assert names == ["wkv7_scan", "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"]
+        for name in ("CHANNELS", "CHUNK_LEN", "HEAD_SIZE", "VALUE_SIZE"):
+            assert len({request.parameters[name] for request in requests}) == 1
+        assert len({request.parameters["VALUES"] for request in requests if "VALUES" in request.parameters}) == 1
+        assert [request.parameters.get("BACKWARD") for request in requests] == [False, None, True, None, None]
+
+
+def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
+        v = torch.zeros(1, sum(lengths), 1, 1)
+        for chunk_len in scan.CHUNK_LENS:
+            slots = scan._slots(prepared.Inputs("wkv7", ("v",), (v,), (), len(lengths)), True, chunk_len)
+            begin, taken = 0, []
+            for sequence, length in enumerate(lengths):
+                first = begin // chunk_len + sequence  # as sequence.cuh counts
+                taken += range(first, first + -(-length // chunk_len))
+                begin += length
+            assert len(set(taken)) == len(taken)
+            assert max(taken, default=-1) < slots
+
+
 @pytest.mark.parametrize(
     ("size", "dtype", "vectors"),
     [
@@ -303,12 +620,23 @@ def test_elements_that_are_read_at_once(size, dtype, vectors):
     assert (chunked.vector(x), recurrent.vector(x)) == vectors
 
 
-@pytest.mark.parametrize("name", backends.KERNELS)
-def test_backend_answers_everything(name):
-    module = backends.KERNELS[name]
-    wanted = {each for each in vars(prepared.Backend) if not each.startswith("_")}
-    assert len(wanted) == 5
-    assert wanted <= set(vars(module))
+def asked_of(protocol):
+    return {name for name in dir(protocol) if not name.startswith("_")}
+
+
+def test_backends_answer_everything():
+    assert asked_of(prepared.Kernels) == {"specialize", "nearest", "saved_for"}
+    assert asked_of(prepared.Backend) == asked_of(prepared.Kernels) | {"vector", "launch"}
+    for module in backends.KERNELS.values():
+        assert asked_of(prepared.Kernels) <= set(vars(module))
+    for name, module in backends._OF_ONE_KERNEL.items():
+        assert backends.KERNELS[name] is module
+        assert asked_of(prepared.Backend) <= set(vars(module))
+
+
+def test_backends_of_several_kernels_prepare_and_run_them():
+    for name in backends.KERNELS.keys() - backends._OF_ONE_KERNEL.keys():
+        assert {"Forward", "prepare_forward", "forward", "backward", "forget"} <= set(vars(backends.KERNELS[name]))
 
 
 def test_names_are_those_of_the_docstring():

@@ -390,7 +390,8 @@ IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
 SHARED_OPS = {
-    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.prepared", "ops.recurrent", "ops.split",
+    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.prepared", "ops.recurrent", "ops.scan",
+    "ops.split",
 }  # fmt: skip
 ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
 MAY_IMPORT = {
@@ -418,9 +419,12 @@ MAY_IMPORT = {
     "ops.recurrent": BELOW_OPS | {"ops.prepared"},
     "ops.chunked": BELOW_OPS | {"ops.prepared"},
     "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.scan": BELOW_OPS | {"ops.prepared", "ops.chunked"},
     "ops.choices": BELOW_OPS | {"cache.files", "ops.prepared", "ops.chunked"},
-    "ops.backends": BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.choices", "ops.chunked", "ops.split"},
-    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends", "ops.choices", "ops.split"},
+    "ops.backends": (
+        BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.choices", "ops.chunked", "ops.split", "ops.scan"}
+    ),
+    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends", "ops.choices", "ops.split", "ops.scan"},
     "ops.wkv6": BELOW_OPS | SHARED_OPS,
     "ops.wkv7": BELOW_OPS | SHARED_OPS,
     "runtime": BELOW_OPS | ALL_OPS,

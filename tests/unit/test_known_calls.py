@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rwkv_jit
 from rwkv_jit import bench, kernel, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, chunked, prepared
+from rwkv_jit.ops import boundary, chunked, prepared, scan
 from rwkv_jit.ops.chunked import Candidate
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
@@ -34,19 +34,27 @@ CHUNKED_SIZES = {
     "wkv7_forward": [8] * 11 + [24] * 6 + [8] * 2 + [4],
     "wkv7_backward": [8] * 17 + [24] * 7 + [8] * 2 + [4],
 }
+# Addresses; strides; tokens, heads and sequences; scale; whether the backward's matrices are wanted.
+SCAN_SIZES = {
+    "wkv7_prepare": [8] * 9 + [24] * 5 + [8] * 3 + [4, 4],
+    "wkv7_scan": [8] * 10 + [24] + [8] * 2,
+    "wkv7_token_gradients": [8] * 6 + [24] * 2 + [8] * 3,
+    "wkv7_key_gradients": [8] * 18 + [24] * 7 + [8] * 3 + [4],
+}
 
 
 @pytest.fixture
 def calls(gpus, monkeypatch):
     """wkv7 on CPU tensors takes the way of CUDA tensors; returns the driver."""
 
-    def get_kernels(backend, requests, chunk_len, num_threads):
+    def get_all(requests):
         made = [gpus.make_kernel(entries=(request.template.name,)) for request in requests]
         for each, request in zip(made, requests, strict=True):
             each.parameters = dict(request.parameters)
         return made
 
-    monkeypatch.setattr(prepared, "get_kernels", get_kernels)
+    monkeypatch.setattr(kernel, "get_all", get_all)
+    monkeypatch.setattr(prepared, "get_kernels", lambda nearest, requests, *chosen: get_all(requests))
     monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: True)
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
@@ -61,6 +69,9 @@ def calls(gpus, monkeypatch):
     boundary._forget()
     yield gpus
     boundary._forget()
+
+
+TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
 
 
 def make(dtype=torch.float32, shape=(B, T, H, N), grad=False):
@@ -379,6 +390,144 @@ def test_fake_of_a_chunked_call_has_the_sizes_of_the_real_one(packed, chunked_ca
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
     slots = 70 // 32 + 3 if packed else 3
     assert real[2].numel() * 4 == 2 * slots * H * 64 * 64  # states in bfloat16, both sizes rounded up to 64
+
+
+# ---- the scan ----------------------------------------------------------------------------------------------------
+
+
+LARGE = (B, 70, H, 200)
+
+
+@pytest.fixture
+def scan_calls(calls):
+    """The driver knows what the kernels for large heads take."""
+    calls.sizes.update(SCAN_SIZES)
+    return calls
+
+
+def strides(*tensors):
+    return tuple(struct.pack("3q", *x.stride()[:3]) for x in tensors)
+
+
+def counts(*numbers):
+    return tuple(struct.pack("q", number) for number in numbers)
+
+
+def test_call_with_large_heads_prepares_its_chunks_and_scans_them(scan_calls, monkeypatch):
+    state = torch.randn(B, H, 200, 200)
+    for _ in range(2):
+        given = r, w, k, v, a, b = make(torch.bfloat16, LARGE)
+        y, final = rwkv_jit.wkv7(*given, state, True, decay="sigmoid", scale=0.5)
+        first, second = scan_calls.launches[-2:]
+        assert (first.entry, second.entry) == ("wkv7_prepare", "wkv7_scan")
+        assert addresses(first, 6) == [*[x.data_ptr() for x in (r, w, k, a, b)], 0]
+        passed = addresses(first, 9)[6:]
+        assert 0 not in passed
+        assert addresses(second, 10) == [v.data_ptr(), state.data_ptr(), 0, *passed, y.data_ptr(), 0, 0,
+                                         final.data_ptr()]  # fmt: skip
+        assert first.arguments[9:] == (
+            *strides(r, w, k, a, b), *counts(70, H, B), struct.pack("f", 0.5), struct.pack("i", 0)
+        )  # fmt: skip
+        assert second.arguments[10:] == (*strides(v), *counts(70, H))
+        of_scan = scan.specialize("wkv7", "forward", 200, 200, TYPES, "sm_80", few_heads=True).parameters
+        length, rows = of_scan["CHUNK_LEN"], 16 * (of_scan["NUM_THREADS"] // 32 // of_scan["KEY_WARPS"])
+        (of_chunks,) = (
+            each.parameters for each in scan.companions("wkv7", "forward", 200, 200, TYPES, "sm_80", length)
+        )
+        assert (first.grid, first.block) == ((B * -(-70 // length), H, 1), (4 * length, 1, 1))
+        assert (second.grid, second.block) == ((B * -(-200 // rows), H, 1), (of_scan["NUM_THREADS"], 1, 1))
+        assert (first.shared_bytes, second.shared_bytes) == (of_chunks["SHARED_BYTES"], of_scan["SHARED_BYTES"])
+        monkeypatch.setattr(boundary, "_check", refuse)
+
+
+def test_backward_of_a_call_with_large_heads(scan_calls):
+    state = torch.randn(B, H, 200, 200, requires_grad=True)
+    for _ in range(2):
+        given = r, w, k, v, a, b = make(torch.bfloat16, LARGE, grad=True)
+        y, final = rwkv_jit.wkv7(*given, state, True, decay="sigmoid")
+        prepare, forward = scan_calls.launches[-2:]
+        assert prepare.arguments[-1] == struct.pack("i", 1)
+        solutions, states = addresses(forward, 9)[7:]
+        assert 0 not in (solutions, states)
+        dy, d_final = torch.ones_like(y), torch.ones_like(final)
+        grads = torch.autograd.grad([y, final], [*given, state], [dy, d_final])
+        of = dict(zip(("r", "w", "k", "v", "a", "b"), grads[:6], strict=True))
+        back, of_tokens, of_keys = scan_calls.launches[-3:]
+        found = addresses(back, 10)
+        assert found[:3] == [dy.data_ptr(), d_final.data_ptr(), 0]
+        assert found[3:6] == addresses(prepare, 9)[6:]
+        dx, e = found[7:9]
+        assert found[6:] == [of["v"].data_ptr(), dx, e, grads[6].data_ptr()]
+        gradients = addresses(of_tokens, 6)[5]
+        assert addresses(of_tokens, 5) == [v.data_ptr(), dy.data_ptr(), 0, solutions, dx]
+        assert addresses(of_keys, 18) == [
+            *[x.data_ptr() for x in (*given, dy)], 0, solutions, dx, states, e, gradients,
+            *[of[name].data_ptr() for name in ("r", "w", "k", "a", "b")],
+        ]  # fmt: skip
+        passed = {dx, e, solutions, states, gradients}
+        assert len(passed) == 5
+        assert not any(address % 16 for address in passed)
+        assert back.arguments[10:] == (*strides(dy), *counts(70, H))
+        assert of_tokens.arguments[6:] == (*strides(v, dy), *counts(70, H, B))
+        assert of_keys.arguments[18:] == (*strides(*given, dy), *counts(70, H, B), struct.pack("f", 1.0))
+        others = scan.companions("wkv7", "backward", 200, 200, TYPES, "sm_80", None)
+        for launch, request, blocks in zip((of_tokens, of_keys), others, (1, 4), strict=True):  # 4 slabs
+            wanted = request.parameters
+            assert launch.entry == request.template.name
+            assert launch.grid == (B * -(-70 // wanted["CHUNK_LEN"]) * blocks, H, 1)
+            assert (launch.block[0], launch.shared_bytes) == (wanted["NUM_THREADS"], wanted["SHARED_BYTES"])
+    entries = [launch.entry for launch in scan_calls.launches]
+    assert entries == [
+        "wkv7_prepare", "wkv7_scan", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"
+    ] * 2  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_training_and_inference_of_equal_tensors_are_prepared_apart(first, scan_calls):
+    given = make(torch.bfloat16, LARGE, grad=True)
+    for training in (first, not first):
+        with torch.set_grad_enabled(training):
+            rwkv_jit.wkv7(*given, decay="sigmoid")
+        prepare, forward = scan_calls.launches[-2:]
+        assert prepare.arguments[-1] == struct.pack("i", training)
+        assert [address != 0 for address in addresses(forward, 9)[7:]] == [training, training]
+
+
+def test_training_asks_for_all_kernels_of_large_heads_at_once(scan_calls, monkeypatch):
+    asked, get_all = [], kernel.get_all
+
+    def watched(requests):
+        asked.append(sorted((request.template.name, request.parameters.get("BACKWARD")) for request in requests))
+        return get_all(requests)
+
+    monkeypatch.setattr(kernel, "get_all", watched)
+    rwkv_jit.wkv7(*make(torch.bfloat16, LARGE, grad=True), decay="sigmoid")
+    assert asked == [
+        [("wkv7_key_gradients", None), ("wkv7_prepare", None), ("wkv7_scan", False), ("wkv7_scan", True),
+         ("wkv7_token_gradients", None)]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fake_of_a_call_with_large_heads_has_the_sizes_of_the_real_one(packed, scan_calls):
+    from torch._subclasses import FakeTensorMode
+
+    length, size, value_size, tokens = 32, 200, 77, 70
+    given = make(torch.bfloat16, (1, tokens, H, size))
+    given[3] = torch.randn(1, tokens, H, value_size).to(torch.bfloat16)
+    bounds = torch.tensor([0, 3, 3, tokens]) if packed else None
+    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, length, None, "scan", None, None, True, True)
+    real = torch.ops.rwkv_jit.wkv7_fwd(*given, *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        fake = torch.ops.rwkv_jit.wkv7_fwd(*fakes, *arguments)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+    # As the templates count: tiles of 64 channels, lower triangles of 16 x 16, both frames, states of rounded sizes.
+    places, channels, blocks = (tokens // length + 3 if packed else 3) * H, 256, length // 16
+    of_a_place = (
+        4 * length * channels * 2 + 4 * blocks * (blocks + 1) // 2 * 512 + 2 * channels * 4 + channels * 128 * 2
+    )
+    assert real[2].numel() * 4 == places * of_a_place + -(-tokens * H * value_size * 2 // 16) * 16
 
 
 def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(chunked_calls, monkeypatch):

@@ -33,6 +33,7 @@ using T_W = fp32;
 constexpr int VALUE_SIZE = 40;
 #line 1 "wkv7_recurrent_forward.cu"
 """
+OF_TENSOR_CORES = ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh"]
 
 
 def render(name, parameters):
@@ -89,8 +90,12 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
         ("wkv7_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv6_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv7_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
-        ("wkv7_chunked_forward", ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh", "wkv7_chunk.cuh"]),
-        ("wkv7_chunked_backward", ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh", "wkv7_chunk.cuh"]),
+        ("wkv7_chunked_forward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
+        ("wkv7_chunked_backward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
+        ("wkv7_prepare", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
+        ("wkv7_scan", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_slab.cuh"]),
+        ("wkv7_token_gradients", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_slab.cuh"]),
+        ("wkv7_key_gradients", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
     ],
 )
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
@@ -201,4 +206,6 @@ def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_chec
 
 def test_templates_of_this_installation_are_found():
     kinds = ("wkv6_recurrent", "wkv7_recurrent", "wkv7_chunked")
-    assert {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")} <= set(template.names())
+    of_both_ways = {"wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"}
+    of_one_way = {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")}
+    assert of_one_way | of_both_ways <= set(template.names())

@@ -411,7 +411,7 @@ def test_candidates_fit_and_the_rule_is_one_of_them(arch):
                 assert len(set(found)) == len(found)
                 for _, chunk_len, threads, blocks in found:
                     shared = chunked.shared_bytes(default.direction, size, size, chunk_len, threads)
-                    assert blocks * (shared + 1024) <= chunked._shared_per_multiprocessor(arch)
+                    assert blocks * (shared + 1024) <= chunked.shared_per_multiprocessor(arch)
                     assert threads <= 512
                     assert blocks * threads <= 1024
 

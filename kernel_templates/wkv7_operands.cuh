@@ -1,0 +1,134 @@
+// R, A, K and B of wkv7_chunk.cuh for 64 of a head's channels at a time, in tiles of 64 columns.
+//
+// Channels stand in their own order, or, for kernels that write gradients, in the order of lanes: within every 32, column
+// 8 n + 2 t + e is channel 8 t + 2 n + e, so that lane t of an accumulator's rows has eight neighbouring channels in
+// four accumulators side by side. States that wkv7_scan stores, 16 bytes a lane, come in that order by themselves.
+//
+// Needs what wkv7_slab.cuh needs.
+#pragma once
+#include "wkv7_slab.cuh"
+
+constexpr int PAIRS = SLAB / 2;
+constexpr int SEGMENT_LEN = CHUNK_LEN * PAIRS / NUM_THREADS;  // tokens of a thread, which has one pair of channels
+constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
+static_assert(SEGMENTS % 2 == 0 && SEGMENT_LEN * SEGMENTS == CHUNK_LEN && SEGMENTS * PAIRS == NUM_THREADS,
+              "num_threads must make two or more equal segments of a chunk");
+
+enum class Order { channels, lanes };
+
+// Where a pair of channels stands, as a pair of columns.
+template <Order ORDER> __device__ inline int column_pair(int pair) {
+    return ORDER == Order::channels ? pair : (pair & ~15) | (pair & 3) << 2 | (pair >> 2 & 3);
+}
+
+struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
+struct RawKeys {
+    T_IO r[CHUNK_LEN][SLAB], a[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB], b[CHUNK_LEN][SLAB];
+};
+
+// The rows of a chunk in global memory: its first token, and what lies between two tokens.
+template <typename T> struct Rows { const T* first; i64 stride; };
+struct KeyRows { Rows<T_IO> r, a, k, b; };
+
+__device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_channel, int steps) {
+    const int width = min(SLAB, HEAD_SIZE - first_channel);
+    const auto copy = [&](T_IO (&target)[CHUNK_LEN][SLAB], const Rows<T_IO>& from) {
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(target[0], from.first + first_channel,
+                                                                         from.stride, steps, width, threadIdx.x);
+    };
+    copy(raw.r, rows.r), copy(raw.a, rows.a), copy(raw.k, rows.k), copy(raw.b, rows.b);
+}
+
+// The decays of a thread's tokens, as they come from memory.
+struct RawDecays {
+    static constexpr int VECTOR = HEAD_SIZE % 4 == 0 ? 2 : 1;
+    Words<T_W, VECTOR> held[SEGMENT_LEN][2 / VECTOR];
+
+    // What is past the last token or channel is read from there: a load under a condition would have to wait for the
+    // value that it may leave in place.
+    __device__ void load(const Rows<T_W>& w, int first_channel, int steps) {
+        const int first = threadIdx.x / PAIRS * SEGMENT_LEN, channel = first_channel + threadIdx.x % PAIRS * 2;
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            const T_W* row = w.first + min(first + i, steps - 1) * w.stride;
+#pragma unroll
+            for (int j = 0; j < 2 / VECTOR; ++j)
+                held[i][j] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + j, HEAD_SIZE - VECTOR));
+        }
+    }
+    __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
+};
+
+// Sums of the rates of a thread's pair of channels up to each of its tokens.
+struct RateSums { float2 at[SEGMENT_LEN]; };
+struct Frame { float2 middle, end; };  // m and D of a thread's pair of channels
+
+// First half: sums within the thread's segment. Padding has no decay.
+__device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw,
+                                 int first_channel, int steps) {
+    const int pair = threadIdx.x % PAIRS, channel = first_channel + 2 * pair, segment = threadIdx.x / PAIRS;
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i) {
+        const bool present = segment * SEGMENT_LEN + i < steps;
+        if (present && channel < HEAD_SIZE) sum.x += decay_rate<DECAY>(raw.at(i, 0));
+        if (present && channel + 1 < HEAD_SIZE) sum.y += decay_rate<DECAY>(raw.at(i, 1));
+        sums.at[i] = sum;
+    }
+    totals[segment][pair] = sum;
+}
+
+// Second half, after a barrier: the operands. keep(row, pair of columns, e^(c - m)) is told of every token's growth in
+// row token + 1, and of that before the first token in row 0.
+template <Order ORDER, typename Keep>
+__device__ inline Frame write_operands(const RateSums& sums, const float2 (&totals)[SEGMENTS][PAIRS],
+                                       const RawKeys& raw, Operands& operands, int first_channel, float scale,
+                                       Keep keep) {
+    const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS, column = column_pair<ORDER>(index);
+    const bool has_first = first_channel + 2 * index < HEAD_SIZE, has_second = first_channel + 2 * index + 1 < HEAD_SIZE;
+    Frame frame = {};
+    float2 before = {0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < SEGMENTS; ++s) {
+        const float2 total = totals[s][index];
+        if (s < segment) before.x += total.x, before.y += total.y;
+        if (s < SEGMENTS / 2) frame.middle.x += total.x, frame.middle.y += total.y;
+        frame.end.x += total.x, frame.end.y += total.y;
+    }
+    const float2 origin = {RATE_UNIT * (before.x - frame.middle.x), RATE_UNIT * (before.y - frame.middle.y)};
+    frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
+    float2 grown = {exp2_fast(origin.x), exp2_fast(origin.y)};  // of the token before
+    if (segment == 0) keep(0, column, grown);
+    constexpr int BATCH = min_of(SEGMENT_LEN, 4);  // tokens read at once, before anything is written
+#pragma unroll
+    for (int first = 0; first < SEGMENT_LEN; first += BATCH) {
+        unsigned words[BATCH][4];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int token = segment * SEGMENT_LEN + first + i;
+            const auto word = [&](const T_IO (&rows)[CHUNK_LEN][SLAB]) {
+                return *reinterpret_cast<const unsigned*>(&rows[token][2 * index]);
+            };
+            words[i][0] = word(raw.r), words[i][1] = word(raw.a), words[i][2] = word(raw.k), words[i][3] = word(raw.b);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int token = segment * SEGMENT_LEN + first + i;
+            const float2 sum = sums.at[first + i];
+            const float2 c = {origin.x + RATE_UNIT * sum.x, origin.y + RATE_UNIT * sum.y};
+            const float2 shrink = {exp2_fast(-c.x), exp2_fast(-c.y)};
+            const auto write = [&](Slab<CHUNK_LEN>& tile, unsigned word, float2 factor) {
+                const float2 x = unpack(word);  // past the last channel it is anything
+                *word_of(tile, token, column) =
+                    pack(has_first ? x.x * factor.x : 0.0f, has_second ? x.y * factor.y : 0.0f);
+            };
+            write(operands.a, words[i][1], grown);
+            write(operands.k, words[i][2], shrink);
+            write(operands.b, words[i][3], shrink);
+            grown = {exp2_fast(c.x), exp2_fast(c.y)};
+            write(operands.r, words[i][0], {grown.x * scale, grown.y * scale});
+            keep(token + 1, column, grown);
+        }
+    }
+    return frame;
+}

@@ -1,0 +1,211 @@
+// RWKV-7 time mixing, what a chunk's tokens do to any state, for all chunks at once: the keys' side of the split form.
+// With the operands and token matrices of wkv7_chunk.cuh,
+//
+//     W = Tm A    G = Arb Tm    R0 = R + G A    TA = Tm Aak    K0 = K + TA^T B    M = Ark + G Aak
+//
+// a chunk that begins with S has, S' = S diag(e^m), X = W S'^T,
+//
+//     Y = R0 S'^T + M V    U = X + TA V    S <- (S' + V^T K0 + X^T B) diag(e^(D - m))
+//
+// and its backward is the same with time reversed: E' = E diag(e^(D - m)), Z = B E'^T,
+//
+//     dV = K0 E'^T + M^T dY    dX = Tm^T Z + G^T dY    E <- (E' + dY^T R0 + Z^T W) diag(e^m)
+//
+//   r k a b, w  [batch, tokens, heads, K]  T_IO, T_W  in
+//   operands    [slots, heads, 2, SLABS, 2] tiles  out: W R0, then B K0
+//   matrices    [slots, heads, 4] triangles        out: TA M Tm G, or M alone for a forward that saves nothing
+//   frames      [slots, heads, 2, CHANNELS]  fp32  out: m and D - m to the base 2
+//
+// Grid (slots, heads), a block per chunk and head. It goes over the channels, 64 at a time, first for the token matrices
+// and then back for the products with them, and makes the operands again where they are gone.
+#include "wkv7_operands.cuh"
+
+static_assert(NUM_THREADS == 2 * CHUNK_LEN * 2, "num_threads must be four times chunk_len");
+
+struct Smem {
+    Operands operands;
+    RawKeys raw;
+    Triangle tm, ak, rb, rk, ta;
+    Triangle ab;                  // later G
+    float lower[BLOCKS][16][20];  // the diagonal blocks of Aab, a column of a block per row
+    float2 totals[SEGMENTS][PAIRS];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+// Tm on the diagonal: by substitution in fp32, half a warp for a block and a lane for a column, since products of narrow
+// powers lose everything where keys repeat.
+__device__ inline void invert_diagonal(Triangle& tm, const float (&lower)[BLOCKS][16][20], int block, int column) {
+    float x[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.0f : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 15; ++i)
+#pragma unroll
+        for (int row = (i + 1) / 4 * 4; row < 16; row += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(&lower[block][i][row]);
+            const float factors[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (row + j > i) x[row + j] += factors[j] * x[i];
+        }
+    bf16* const target = reinterpret_cast<bf16*>(tm.units[block * (block + 3) / 2]);  // (block, block)
+#pragma unroll
+    for (int i = 0; i < 16; ++i) target[(i / 8 + column / 8 * 2) * 64 + i % 8 * 8 + column % 8] = from_float<bf16>(x[i]);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_prepare(
+    const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ a,
+    const T_IO* __restrict__ b, const i64* __restrict__ cu_seqlens, uint4* __restrict__ operands,
+    uint4* __restrict__ matrices, float* __restrict__ frames, Strides r_strides, Strides w_strides, Strides k_strides,
+    Strides a_strides, Strides b_strides, i64 tokens, i64 heads, i64 sequences, float scale, int saves) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 slot = blockIdx.x, head = blockIdx.y;
+    const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
+    if (chunk.steps == 0) return;
+    const int warp = warp_id(), steps = chunk.steps;
+    const auto start = [&](Strides s) {
+        return chunk.span.batch * s.batch + (chunk.span.begin + chunk.token) * s.token + head * s.head;
+    };
+    const KeyRows keys = {{r + start(r_strides), r_strides.token}, {a + start(a_strides), a_strides.token},
+                          {k + start(k_strides), k_strides.token}, {b + start(b_strides), b_strides.token}};
+    const Rows<T_W> decays = {w + start(w_strides), w_strides.token};
+    const i64 place = slot * heads + head;
+    operands += place * (4 * SLABS * SLAB_UNITS);
+    matrices += place * (MATRICES * TRIANGLE_UNITS);
+    frames += place * (2 * CHANNELS);
+
+    const auto operand_a = tile_of(smem.operands.a), operand_r = tile_of(smem.operands.r);
+    const auto operand_b = tile_of(smem.operands.b), operand_k = tile_of(smem.operands.k);
+    const auto tm = tile_of(smem.tm), ak = tile_of(smem.ak), rb = tile_of(smem.rb), rk = tile_of(smem.rk);
+    const auto ta = tile_of(smem.ta), ab = tile_of(smem.ab), g = ab;
+
+    RawDecays next_w;
+    const auto load_slab = [&](int slab) {
+        copy_keys(smem.raw, keys, slab * SLAB, steps), commit_copies();
+        next_w.load(decays, slab * SLAB, steps);
+    };
+    const auto make_operands = [&](int slab) {
+        RateSums sums;
+        sum_rates(sums, smem.totals, next_w, slab * SLAB, steps);
+        wait_for_copies<0>();
+        __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
+        const Frame frame = write_operands<Order::channels>(sums, smem.totals, smem.raw, smem.operands, slab * SLAB,
+                                                            scale, [](int, int, float2) {});
+        if (threadIdx.x < PAIRS) {
+            float2* const middle = reinterpret_cast<float2*>(frames + slab * SLAB) + threadIdx.x;
+            middle[0] = frame.middle;
+            middle[CHANNELS / 2] = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        }
+        __syncthreads();  // the operands are there
+    };
+
+    // The token matrices: each warp half a triangle of one of them.
+    const bool is_r = warp & 1, is_k = warp & 2;
+    HalfTriangle sum = {};
+    load_slab(0);
+    for (int slab = 0; slab < SLABS; ++slab) {
+        make_operands(slab);
+        if (slab + 1 < SLABS) load_slab(slab + 1);
+        else if (SLABS > 1) load_slab(SLABS - 2);  // the way back
+        const auto left = is_r ? operand_r : operand_a, right = is_k ? operand_k : operand_b;
+        if (warp < 4) add_products<0>(sum, left, false, right, false);
+        else add_products<HALVES - 1>(sum, left, false, right, false);
+    }
+    const auto store = [&](int i, int p, int q) {
+        if (p == q) keep_lower(sum[i], !is_r);
+        if (is_r || is_k || p != q) {
+            store_block(is_r ? is_k ? rk : rb : is_k ? ak : ab, p, q, to_fragment(sum[i][0], sum[i][1]));
+            return;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int row = group() + j % 4 / 2 * 8, column = j / 4 * 8 + 2 * quad_lane() + j % 2;
+            smem.lower[p][column][row] = sum[i][j / 4][j % 4];
+        }
+    };
+    if (warp < 4) for_blocks_of_half<0>(store);
+    else for_blocks_of_half<HALVES - 1>(store);
+    __syncthreads();  // Aab Aak Arb Ark are there
+
+    if (warp < BLOCKS / 2) invert_diagonal(smem.tm, smem.lower, 2 * warp + lane_id() / 16, lane_id() % 16);
+    __syncthreads();  // the diagonal of Tm is there
+    if (warp < BLOCKS - 1) {  // a column of blocks a warp: Tm_pq = Tm_pp sum_m Aab_pm Tm_mq
+        for (int p = warp + 1; p < BLOCKS; ++p) {
+            Accumulator carried[2] = {};  // transpose of the sum over m
+            for (int m = warp; m < p; ++m)
+                multiply_add(carried, load_left_transposed(tm, m, warp), transposed(load_left(ab, p, m)));
+            Accumulator solved[2] = {};
+            multiply_add(solved, load_left(tm, p, p), transposed(to_fragment(carried[0], carried[1])));
+            store_block(tm, p, warp, to_fragment(solved[0], solved[1]));
+            __syncwarp();
+        }
+    }
+    __syncthreads();  // Tm is there, and nobody reads Aab any more
+    for (int task = warp; task < 2 * TRIANGLE; task += WARPS) {
+        const auto [p, q] = place_of(task / 2);
+        const bool is_g = task % 2;
+        Accumulator product[2] = {};
+        for (int m = q; m <= p; ++m)
+            multiply_add(product, load_left(is_g ? rb : tm, p, m), load_right(is_g ? tm : ak, m, q));
+        store_block(is_g ? g : ta, p, q, to_fragment(product[0], product[1]));
+    }
+    __syncthreads();  // G and TA are there
+    for (int task = warp; task < TRIANGLE; task += WARPS) {  // M in the place of Ark
+        const auto [p, q] = place_of(task);
+        Accumulator product[2];
+        from_fragment(product, load_left(rk, p, q));
+        for (int m = q; m <= p; ++m) multiply_add(product, load_left(g, p, m), load_right(ak, m, q));
+        store_block(rk, p, q, to_fragment(product[0], product[1]));
+    }
+    __syncthreads();  // M is there
+    const auto write = [&](int index, const Triangle& triangle) {
+        for (int i = threadIdx.x; i < TRIANGLE_UNITS; i += NUM_THREADS)
+            matrices[index * TRIANGLE_UNITS + i] = triangle.units[i / 32][i % 32];
+    };
+    write(1, smem.rk);
+    if (saves) write(0, smem.ta), write(2, smem.tm), write(3, smem.ab);
+
+    const int row = warp % BLOCKS, column = warp / BLOCKS * (SLAB / 2);  // 16 tokens and 32 channels a warp
+    for (int slab = SLABS - 1; slab >= 0; --slab) {
+        if (slab + 1 < SLABS) {
+            make_operands(slab);
+            if (slab > 0) load_slab(slab - 1);
+        }
+        Accumulator w_sum[2][2] = {}, r_sum[2][2], k_sum[2][2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            from_fragment(r_sum[n], load_left(operand_r, 16 * row, column + 16 * n));
+            from_fragment(k_sum[n], load_left(operand_k, 16 * row, column + 16 * n));
+        }
+        for (int m = 0; m <= row; ++m) {
+            const Fragment with_w = load_left(tm, row, m), with_r = load_left(g, row, m);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const Right block = load_right(operand_a, 16 * m, column + 16 * n);
+                multiply_add(w_sum[n], with_w, block), multiply_add(r_sum[n], with_r, block);
+            }
+        }
+        for (int m = row; m < BLOCKS; ++m) {
+            const Fragment with_k = load_left_transposed(ta, m, row);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) multiply_add(k_sum[n], with_k, load_right(operand_b, 16 * m, column + 16 * n));
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {  // nobody else reads these blocks of R and K
+            store_block(operand_r, 16 * row, column + 16 * n, to_fragment(r_sum[n][0], r_sum[n][1]));
+            store_block(operand_k, 16 * row, column + 16 * n, to_fragment(k_sum[n][0], k_sum[n][1]));
+        }
+        __syncthreads();  // nobody reads A any more
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            store_block(operand_a, 16 * row, column + 16 * n, to_fragment(w_sum[n][0], w_sum[n][1]));
+        __syncthreads();  // W R0 B K0 are there
+        const uint4* const tiles = &smem.operands.a.units[0][0];
+#pragma unroll
+        for (int i = threadIdx.x; i < 4 * SLAB_UNITS; i += NUM_THREADS) {
+            const int pair = i / (2 * SLAB_UNITS);
+            operands[(pair * SLABS + slab) * (2 * SLAB_UNITS) + i % (2 * SLAB_UNITS)] = tiles[i];
+        }
+    }
+}

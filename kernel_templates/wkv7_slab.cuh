@@ -1,0 +1,218 @@
+// Tiles of 64 columns, for the kernels of RWKV-7 that take a head apart (wkv7_prepare, wkv7_scan, wkv7_key_gradients).
+//
+// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t % 8.
+// Eight neighbouring rows of a column then lie in different banks, and a tile has the same bytes in shared memory as in
+// the tensors that pass it from kernel to kernel. A matrix of tokens x tokens is lower triangular; of it only the 16 x 16
+// blocks that are not zero are kept, one after another, four 8 x 8 matrices each.
+//
+// Needs HEAD_SIZE, VALUE_SIZE, CHANNELS, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
+#pragma once
+#include "copy.cuh"
+#include "wkv7_decay.cuh"
+
+constexpr int SLAB = 64;  // columns of a tile
+constexpr int SLABS = CHANNELS / SLAB;
+constexpr int WARPS = NUM_THREADS / 32;
+constexpr int BLOCKS = CHUNK_LEN / 16;  // of 16 tokens
+constexpr int TRIANGLE = BLOCKS * (BLOCKS + 1) / 2;
+
+static_assert(sizeof(T_IO) == 2, "the split kernels take float16 and bfloat16");
+static_assert(CHUNK_LEN == 32 || CHUNK_LEN == 64, "chunk_len must be 32 or 64");
+static_assert(CHANNELS % SLAB == 0 && CHANNELS >= HEAD_SIZE, "channels must be head_size, rounded up to multiples of 64");
+
+// ---- tiles of 64 columns ---------------------------------------------------------------------------------------
+
+template <int ROWS> struct Slab { uint4 units[ROWS][8]; };
+constexpr int SLAB_UNITS = CHUNK_LEN * 8;  // of a tile with a row per token
+
+// By its address in shared memory, a multiple of 128.
+template <int ROWS> struct SlabTile {
+    unsigned start;
+    // `lane` is one of the two offsets below; rows and columns are multiples of 16.
+    __device__ unsigned address(int row, int column, unsigned lane) const {
+        return start + 128 * row + (lane ^ column * 2);
+    }
+};
+template <int ROWS> __device__ inline SlabTile<ROWS> tile_of(const Slab<ROWS>& slab) {
+    return {shared_address(&slab.units[0][0])};
+}
+// Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.
+__device__ inline unsigned slab_down_first() { return lane_id() % 16 * 128 + (lane_id() / 16 ^ lane_id() % 8) * 16; }
+__device__ inline unsigned slab_across_first() {
+    return (lane_id() % 8 + lane_id() / 16 * 8) * 128 + (lane_id() / 8 % 2 ^ lane_id() % 8) * 16;
+}
+
+template <int ROWS> __device__ inline Fragment load_left(SlabTile<ROWS> tile, int row, int column) {
+    return load_matrices(tile.address(row, column, slab_down_first()));
+}
+template <int ROWS> __device__ inline Right load_right(SlabTile<ROWS> tile, int row, int column) {
+    const Fragment f = load_matrices_transposed(tile.address(row, column, slab_down_first()));
+    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
+}
+template <int ROWS> __device__ inline Right load_right_transposed(SlabTile<ROWS> tile, int row, int column) {
+    const Fragment f = load_matrices(tile.address(row, column, slab_across_first()));
+    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
+}
+template <int ROWS> __device__ inline void store_block(SlabTile<ROWS> tile, int row, int column, const Fragment& f) {
+    store_matrices(tile.address(row, column, slab_down_first()), f, [&](int i) {
+        const unsigned unit = (i / 2 ^ group()) * 16 + 4 * quad_lane();
+        return tile.address(row + i % 2 * 8, column, group() * 128 + unit);
+    });
+}
+// A pair of columns (2 `pair`, 2 `pair` + 1) of a row.
+template <int ROWS> __device__ inline unsigned* word_of(Slab<ROWS>& slab, int row, int pair) {
+    return reinterpret_cast<unsigned*>(&slab.units[row][pair / 4 ^ row % 8]) + pair % 4;
+}
+
+// Tiles as they are; `source` is the thread's first unit.
+template <typename Tiles> __device__ inline void copy_units(Tiles& target, const uint4* source) {
+    constexpr int COUNT = sizeof(Tiles) / 16;
+    const unsigned start = shared_address(&target) + 16 * threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += NUM_THREADS)
+        if (i + NUM_THREADS <= COUNT || i + static_cast<int>(threadIdx.x) < COUNT)
+            copy_async<16>(start + 16 * i, source + i, true);
+}
+
+// Columns of a tensor's rows of values, COLUMNS at a time one after another, to tiles; zeros where there is nothing. The
+// thread's place in them is worked out once.
+template <int COLUMNS, typename T> struct ValueColumns {
+    static constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T)), PER_ROW = COLUMNS / VECTOR;
+    static constexpr int ROW_STEP = NUM_THREADS / PER_ROW;
+    int value = threadIdx.x % PER_ROW * VECTOR;
+    const T* next;
+
+    __device__ ValueColumns(const T* first, i64 stride) : next(first + threadIdx.x / PER_ROW * stride + value) {}
+    // To `tile`, from `column` on.
+    __device__ void copy(Slab<CHUNK_LEN>& tile, int column, i64 stride, int steps) {
+        const int place = column + threadIdx.x % PER_ROW * VECTOR;
+        const T* from = next;
+#pragma unroll
+        for (int row = threadIdx.x / PER_ROW, n = 0; n < CHUNK_LEN / ROW_STEP; ++n, row += ROW_STEP) {
+            const bool present = row < steps && value < VALUE_SIZE;
+            uint4& unit = tile.units[row][place / 8 ^ row % 8];
+            if constexpr (VECTOR == 1) reinterpret_cast<T*>(&unit)[place % 8] = present ? *from : T{};
+            else copy_async<2 * VECTOR>(shared_address(&unit) + place % 8 * 2, from, present);
+            from += ROW_STEP * stride;
+        }
+        next += COLUMNS, value += COLUMNS;
+    }
+};
+
+// ---- triangles of tokens x tokens ------------------------------------------------------------------------------
+
+struct Triangle { uint4 units[TRIANGLE][32]; };
+constexpr int TRIANGLE_UNITS = TRIANGLE * 32;
+// Those that pass from wkv7_prepare to wkv7_scan, in this order: TA, M, Tm, G.
+constexpr int MATRICES = 4;
+struct TriangleTile {
+    unsigned start;
+    __device__ unsigned block(int p, int q) const { return start + 512 * (p * (p + 1) / 2 + q); }
+    __device__ unsigned address(int p, int q) const { return block(p, q) + 16 * lane_id(); }
+};
+__device__ inline TriangleTile tile_of(const Triangle& triangle) { return {shared_address(&triangle.units[0][0])}; }
+
+__device__ inline Fragment load_left(TriangleTile tile, int p, int q) { return load_matrices(tile.address(p, q)); }
+__device__ inline Fragment load_left_transposed(TriangleTile tile, int p, int q) {
+    const Fragment f = load_matrices_transposed(tile.address(p, q));
+    return {{f.at[0], f.at[2], f.at[1], f.at[3]}};
+}
+__device__ inline Right load_right(TriangleTile tile, int p, int q) {
+    const Fragment f = load_matrices_transposed(tile.address(p, q));
+    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
+}
+__device__ inline Right load_right_transposed(TriangleTile tile, int p, int q) {
+    return transposed(load_matrices(tile.address(p, q)));
+}
+__device__ inline void store_block(TriangleTile tile, int p, int q, const Fragment& f) {
+    store_matrices(tile.address(p, q), f, [&](int i) { return tile.block(p, q) + 128 * i + 4 * lane_id(); });
+}
+// The block of a number: 0 is (0, 0), 1 (1, 0), 2 (1, 1), 3 (2, 0) ..
+struct Place { int p, q; };
+__device__ inline Place place_of(int number) {
+    int p = 0;
+    while (number > p) number -= ++p;
+    return {p, number};
+}
+
+// ---- products over slabs that give a triangle ------------------------------------------------------------------
+// A warp has rows of blocks BLOCKS - 1 - HALF and HALF of one triangle, so that all have equally many blocks:
+// visit(index, p, q) for each.
+
+constexpr int HALVES = BLOCKS / 2;
+
+template <int HALF, typename Visit> __device__ inline void for_blocks_of_half(Visit visit) {
+    constexpr int HIGH = BLOCKS - 1 - HALF;
+#pragma unroll
+    for (int i = 0; i <= BLOCKS; ++i) i <= HIGH ? visit(i, HIGH, i) : visit(i, HALF, i - HIGH - 1);
+}
+using HalfTriangle = Accumulator[BLOCKS + 1][2];
+
+// Words of a tile that was copied as it is in T_IO; the tensor cores take bf16.
+__device__ inline void convert_raw(unsigned (&words)[4]) {
+    if constexpr (!is_bf16<T_IO>)
+#pragma unroll
+        for (unsigned& word : words) {
+            const float2 x = unpack(word);
+            word = pack(x.x, x.y);
+        }
+}
+// sum += left right^T; `is_raw` if a side is still in T_IO.
+template <int HALF>
+__device__ inline void add_products(HalfTriangle& sum, SlabTile<CHUNK_LEN> left, bool left_is_raw,
+                                    SlabTile<CHUNK_LEN> right, bool right_is_raw) {
+#pragma unroll
+    for (int c = 0; c < SLAB; c += 16) {
+        Fragment high = load_left(left, 16 * (BLOCKS - 1 - HALF), c), low = load_left(left, 16 * HALF, c);
+        if (left_is_raw) convert_raw(high.at), convert_raw(low.at);
+        Right columns[BLOCKS - HALF];
+#pragma unroll
+        for (int q = 0; q < BLOCKS - HALF; ++q) {
+            columns[q] = load_right_transposed(right, 16 * q, c);
+            if (right_is_raw) convert_raw(columns[q].at);
+        }
+        for_blocks_of_half<HALF>([&](int i, int p, int q) { multiply_add(sum[i], p == HALF ? low : high, columns[q]); });
+    }
+}
+// Keeps what is on or below the diagonal `offset` places down, of a block on the diagonal.
+__device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
+        if (row < column + offset) sum[i / 4][i % 4] = 0.0f;
+    }
+}
+__device__ inline void from_fragment(Accumulator (&sum)[2], const Fragment& f) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        sum[i / 2][i % 2 * 2] = low_of(f.at[i]), sum[i / 2][i % 2 * 2 + 1] = high_of(f.at[i]);
+}
+
+// ---- chunks ----------------------------------------------------------------------------------------------------
+
+// The chunk of a slot: slots are numbered as checkpoints are.
+struct Chunk {
+    Span span;
+    i64 token;  // of the sequence
+    int steps;  // none where the slot belongs to no chunk
+};
+__device__ inline Chunk chunk_of(const i64* cu_seqlens, i64 slot, i64 sequences, i64 tokens) {
+    i64 sequence, index;
+    if (cu_seqlens == nullptr) {
+        const i64 chunks = (tokens + CHUNK_LEN - 1) / CHUNK_LEN;
+        sequence = slot / chunks, index = slot % chunks;
+    } else {
+        i64 last = sequences - 1;  // the last sequence whose first slot is not behind this one
+        sequence = 0;
+        while (sequence < last) {
+            const i64 middle = (sequence + last + 1) / 2;
+            const Span span = sequence_span(cu_seqlens, middle, tokens);
+            if (first_checkpoint(cu_seqlens, middle, span, CHUNK_LEN) <= slot) sequence = middle;
+            else last = middle - 1;
+        }
+        index = slot - first_checkpoint(cu_seqlens, sequence, sequence_span(cu_seqlens, sequence, tokens), CHUNK_LEN);
+    }
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const i64 token = index * CHUNK_LEN;
+    return {span, token, static_cast<int>(max(min(span.length - token, i64(CHUNK_LEN)), i64(0)))};
+}

@@ -1,0 +1,271 @@
+"""wkv7 with large heads, taken apart, against the float64 recurrence on the same rounded inputs."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit.ops import boundary, scan
+
+_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
+comparing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(comparing)
+relative, run = comparing.relative, comparing.run
+
+# A parameter, so that the record counts these tests.
+pytestmark = pytest.mark.parametrize("op", ["wkv7"])
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GATE = 6e-3
+GATES = {"da": 8e-3, "db": 8e-3}
+REPEATED = {"da": 3e-2, "db": 3e-2}
+SLOW = (-1e-2, -1e-4)  # log-decay per step
+PINNED = {"decay": "sigmoid", "backend": "split", "chunk_len": 64, "num_threads": 128}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+def inputs(dtype=torch.bfloat16, decay="sigmoid", head_size=256, heads=2, **more):
+    return comparing.make_inputs("wkv7", dtype, decay=decay, head_size=head_size, heads=heads, **more)
+
+
+def check(given, state=None, gates=GATES, weights=None, **options):
+    options = {"decay": "sigmoid", "backend": "split", **options}
+    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
+    errors, _, named = comparing.compare("wkv7", given, state, options, exact, weights)
+    limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
+    wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
+    assert not wrong, (wrong, limits)
+
+
+def make_state(given, sequences, dtype=torch.float32, layout="vk"):
+    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
+    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
+    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_len", [32, 64])
+def test_every_length(op, chunk_len, dtype, tokens):
+    given = inputs(DTYPES[dtype], tokens=tokens, head_size=192)
+    check(given, make_state(given, 2), chunk_len=chunk_len)
+
+
+def test_no_tokens_copy_the_state(op):
+    given = inputs(tokens=0)
+    state = make_state(given, 2)
+    y, final, grads, weights = run(op, given, state, decay="sigmoid", backend="split")
+    assert y.numel() == 0
+    assert torch.equal(final, state)
+    assert torch.equal(grads[-1], weights[1])
+
+
+LARGEST_OF_64 = 512  # head size for chunks of 64 tokens: beyond, shared memory ends
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    ("chunk_len", "head_size"),
+    [(64, n) for n in (129, 130, 132, 136, 160, 192, 256, 257, 320, 384, 448, LARGEST_OF_64)]
+    + [(32, n) for n in (129, 136, 192, 256, 257, 384, 512, 520, 768, 1024)],
+)
+def test_every_head_size(op, chunk_len, head_size):
+    given = inputs(tokens=100, heads=1, head_size=head_size, value_size=min(head_size, 300))
+    check(given, make_state(given, 2), chunk_len=chunk_len)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    "sizes", [(256, 64), (40, 200), (137, 145), (512, 256), (256, 1024), (64, 136), (130, 5), (7, 129), (140, 36)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_of_different_size(op, dtype, sizes):
+    given = inputs(DTYPES[dtype], tokens=90, head_size=sizes[0], value_size=sizes[1])
+    check(given, make_state(given, 2))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(("head_size", "threads"), [(192, 64), (192, 128), (256, 128), (256, 256), (512, 256)])
+@pytest.mark.parametrize("chunk_len", [32, 64])
+def test_every_number_of_threads(op, chunk_len, head_size, threads):
+    given = inputs(tokens=90, head_size=head_size)
+    check(given, make_state(given, 2), num_threads=threads, chunk_len=chunk_len)
+
+
+def test_many_heads(op):
+    given = inputs(batch=8, tokens=130, heads=16)
+    check(given, make_state(given, 8))
+
+
+def test_a_long_sequence(op):
+    given = inputs(batch=1, heads=1, tokens=4096, decays=SLOW)
+    check(given, make_state(given, 1))
+
+
+@pytest.mark.parametrize(("chunk_len", "bound"), [(64, -2.0), (32, -4.0)])
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+def test_every_bounded_decay(op, w_dtype, decay, chunk_len, bound):
+    """Down to the bound; a little less, as bfloat16 would round some decays below it."""
+    given = inputs(tokens=130, decay=decay, decays=(0.98 * bound, -0.01), w_dtype=w_dtype)
+    check(given, decay=decay, decay_bound=bound, chunk_len=chunk_len)
+
+
+def test_broken_promise_shows(op):
+    given = inputs(decay="log", decays=(-20.0, -19.0))
+    y, _ = rwkv_jit.wkv7(*given.values(), decay="log", decay_bound=-1.0)
+    assert y.isnan().any()
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_in_and_out(op, dtype, layout, state_dtype):
+    given = inputs(DTYPES[dtype], head_size=150, value_size=200)
+    check(given, make_state(given, 2, state_dtype, layout), state_layout=layout, scale=0.7)
+
+
+def test_gradient_of_the_final_state_alone(op):
+    given = inputs()
+    check(given, weights=(torch.zeros_like(given["v"]), torch.randn(2, 2, 256, 256, device="cuda")))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
+    bounds = [0, 0, 5, 69, 70, 70, 134, 298, 300]
+    given = inputs(batch=1, tokens=300)
+    state = make_state(given, len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
+    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **PINNED)
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
+        own_state = state[i : i + 1].detach().requires_grad_()
+        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **PINNED)
+        assert torch.equal(own[0], y[:, begin:end])
+        assert torch.equal(own[1], final[i : i + 1])
+        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
+        for name, one, whole in zip(given, own[2], grads, strict=False):
+            assert torch.equal(one, whole[:, begin:end]), name
+    check(given, state, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("how", comparing.STRIDES)
+@pytest.mark.parametrize("head_size", [136, 132, 131])
+def test_inputs_of_any_stride(op, head_size, how):
+    odd = {n: comparing.strided(x, how) for n, x in inputs(head_size=head_size).items()}
+    assert not any(x.is_contiguous() for x in odd.values())
+    check({n: x.requires_grad_() for n, x in odd.items()})
+
+
+def test_known_signature_at_an_address_the_kernel_cannot_read(op):
+    given = {n: x.detach() for n, x in inputs().items()}
+    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
+    for moved, x in given.items():
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")
+        shifted = memory.as_strided(x.shape, x.stride(), 1).copy_(x)
+        y, _ = rwkv_jit.wkv7(*{**given, moved: shifted}.values(), decay="sigmoid")
+        assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decays", [SLOW, "usual"], ids=["slow", "usual"])
+def test_a_repeated_token(op, decays, dtype):
+    given = inputs(DTYPES[dtype], tokens=256, heads=4, decays=decays)
+    kk = -given["a"][:, :1].detach().float().expand(-1, 256, -1, -1)
+    own = {n: x.detach() for n, x in given.items()}
+    own |= {"a": -kk.to(own["a"].dtype), "b": (kk * 0.95).to(own["a"].dtype)}
+    check({n: x.contiguous().requires_grad_() for n, x in own.items()}, gates=REPEATED)
+
+
+def test_results_repeat_bit_for_bit_and_whatever_is_around(op):
+    given = inputs(batch=20, tokens=150, heads=8)
+    y, final, grads, weights = run(op, given, **PINNED)
+    again = run(op, given, None, weights, **PINNED)
+    few = {n: x[5:6].detach().requires_grad_() for n, x in given.items()}
+    one = run(op, few, None, [weight[5:6] for weight in weights], **PINNED)
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], final)
+    assert torch.equal(one[0], y[5:6])
+    for first, second, alone in zip(grads, again[2], one[2], strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first[5:6], alone)
+
+
+def test_gradients_of_tensors_that_were_inferred_before(op):
+    given = inputs(tokens=100)
+    with torch.no_grad():
+        rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="split", output_final_state=True)
+    check(given)
+
+
+@pytest.mark.parametrize("split", [1, 63, 64, 65])
+def test_a_prompt_continues_from_its_state(op, split):
+    given = inputs(tokens=130)
+    exact = {n: x.detach().double() for n, x in given.items()}
+    want, last = rwkv_jit.wkv7_ref(*exact.values(), output_final_state=True, decay="sigmoid")
+    options = {"output_final_state": True, "decay": "sigmoid"}
+    head, state = rwkv_jit.wkv7(*[x[:, :split] for x in given.values()], **options)
+    tail, final = rwkv_jit.wkv7(*[x[:, split:] for x in given.values()], initial_state=state, **options)
+    assert relative(torch.cat([head, tail], 1), want) < GATE
+    assert relative(final, last) < GATE
+
+
+def test_the_rule_picks_these_kernels(op, monkeypatch):
+    monkeypatch.setattr(boundary, "_known", {})
+    given = inputs()
+    for options in ({"decay": "sigmoid"}, {"decay": "raw", "decay_bound": -2.0}, {"decay_bound": -3.0}, {}):
+        rwkv_jit.wkv7(*given.values(), **options)
+    chosen = [(known.options.backend, known.options.chunk_len) for known in boundary._known.values()]
+    assert chosen == [("scan", 64), ("scan", 64), ("scan", 32), ("recurrent", None)]
+
+
+def test_a_cuda_graph_replays(op):
+    given = {n: x.detach() for n, x in inputs().items()}
+    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
+    y.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fullgraph_compile(op, dynamic):
+    given = inputs()
+    y, _, grads, weights = run(op, given, decay="sigmoid")
+    compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True, dynamic=dynamic)
+    again = run(op, given, None, weights, compiled, decay="sigmoid")
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(op, packed):
+    given = [x.detach() for x in inputs(batch=1, tokens=70).values()]
+    bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
+    state = torch.randn(2 if packed else 1, 2, 256, 256, device="cuda")
+    options = (1.0, "sigmoid", "vk", 64, 64, None, "scan", None, None)
+    forward = (*given, state, bounds, *options, True, True)
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
+    y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)
+    torch.library.opcheck(torch.ops.rwkv_jit.wkv7_bwd.default, (y, final, *given, state, bounds, *options, saved))
+
+
+def test_code_of_ampere(op, monkeypatch):
+    """The code that sm_80 gets, as PTX that the driver makes run here."""
+    monkeypatch.setenv("RWKVJIT_ARCH", "compute_80")
+    monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(scan, "_plans", {})
+    for head_size in (192, 256):
+        check(inputs(tokens=70, head_size=head_size))
+    assert {plan.kernel.target for plans in scan._plans.values() for plan in plans.launches} == {"compute_80"}
