@@ -2,11 +2,13 @@
 
 A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, Q from zero states
 and P from the identity without values, joins them to the states at the starts, and runs once more from these. The
-backward does the same with P^T. Segments are rows of the batch, so what is saved is what the chunked backend saves.
+backward does the same with P^T. Segments are rows of the batch, so what is saved is what the chunked backend saves,
+and P behind it.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +20,7 @@ from torch import Tensor
 from rwkv_jit import kernel, template, tensors
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, prepared
-from rwkv_jit.ops.prepared import Inputs, Options
+from rwkv_jit.ops.prepared import Inputs, Options, Saved
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
 SEGMENT_TOKENS = 512  # the least; shorter ones spend their time on beginning and joining
@@ -26,17 +28,14 @@ _LONGEST_CHUNK = max(chunked.CHUNK_LENS)  # segments end where a chunk does, whi
 _JOIN_THREADS = 256
 _JOIN_ROWS = 16  # value rows of a block, as in the template
 
-specialize, nearest, saved_for = chunked.specialize, chunked.nearest, chunked.saved_for
-
-
-_transition_forwards: dict[Any, prepared.Forward] = {}
+specialize, nearest = chunked.specialize, chunked.nearest
 
 
 class Forward(NamedTuple):
     """A forward over segments that can be run with any tensors of its signature."""
 
     segments: int
-    forward: prepared.Forward  # of a segment
+    forward: prepared.Forward  # of a segment; it saves what `saved_for` says
     transition: prepared.Forward  # the same without values
     join: Plan
     state_dtype: torch.dtype
@@ -77,6 +76,16 @@ def _without_values(streamed: Sequence[Tensor], value: int, head_size: int) -> l
     return [zeros if index == value else x for index, x in enumerate(streamed)]
 
 
+def _shape_of_transitions(inputs: Inputs) -> tuple[int, ...]:
+    heads, head_size = inputs["r"].shape[2:]
+    return inputs.sequences * _count(inputs), heads, head_size, head_size
+
+
+def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
+    """Return what the forward saves: what the chunked backend does, and P of every segment."""
+    return Saved(chunked.saved_for(inputs, packed, options).floats + math.prod(_shape_of_transitions(inputs)))
+
+
 def _transitions(known: prepared.Forward, cut: Sequence[Tensor]) -> Tensor:
     """Return P [segments of all sequences, H, K, K] of every segment."""
     keys = cut[0]
@@ -93,17 +102,7 @@ def _plain(options: Options) -> Options:
 
 
 def _prepare_transition(cut: Inputs, options: Options) -> prepared.Forward:
-    """Return the forward without values, which both directions run."""
-    key = (cut.op, options, tensors.signature(cut.streamed))
-    known = _transition_forwards.get(key)
-    if known is None:
-        if len(_transition_forwards) >= prepared.MOST_SIGNATURES:
-            _transition_forwards.clear()
-        known = _transition_forwards[key] = _new_transition(cut, options)
-    return known
-
-
-def _new_transition(cut: Inputs, options: Options) -> prepared.Forward:
+    """Return the forward without values."""
     value, head_size = cut.names.index("v"), cut["r"].shape[3]
     without = tuple(_without_values(cut.streamed, value, head_size))
     inputs = Inputs(cut.op, cut.names, without, cut.fixed, cut.sequences)
@@ -147,9 +146,10 @@ def prepare_forward(
     cut = _cut_inputs(inputs, count)
     heads, value_size = inputs["v"].shape[2:]
     with torch.cuda.device(device):
+        of_segment = prepared.prepare_forward(chunked, cut, torch.float32, False, _plain(options), training)
         return Forward(
             segments=count,
-            forward=prepared.prepare_forward(chunked, cut, torch.float32, False, _plain(options), training),
+            forward=of_segment._replace(saved=saved_for(inputs, False, options)),
             transition=_prepare_transition(cut, options),
             join=_join(inputs.op, inputs["r"].shape[3], value_size, inputs.sequences, heads, count, device, False),
             state_dtype=state_dtype,
@@ -177,6 +177,8 @@ def forward(
     given = (transitions, additions, first, starts, None)
     tensors.launch(known.join, [0 if x is None else x.data_ptr() for x in given])
     y, ends, saved = prepared.forward(known.forward, cut, starts, None, output_final_state, save)
+    if saved is not None:
+        saved[-transitions.numel() :].view(transitions.shape).copy_(transitions)
     batch, tokens = inputs[0].shape[:2]
     final = None
     if ends is not None:
@@ -199,7 +201,6 @@ def backward(
     count, device = _count(inputs), dy.device.index
     cut, dy, plain = _cut_inputs(inputs, count), _cut(dy, count), _plain(options)
     with torch.cuda.device(device):
-        transitions = _transitions(_prepare_transition(cut, options), cut.streamed)
         _, _, additions = prepared.backward(chunked, cut, dy, None, None, saved, plain, True)
         assert additions is not None
         heads, value_size = inputs["v"].shape[2:]
@@ -210,6 +211,7 @@ def backward(
         first = _turn(grad_final_state, options).to(torch.float32).contiguous()
     if want_initial_state:
         initial = torch.empty((inputs.sequences, *additions.shape[1:]), dtype=torch.float32, device=dy.device)
+    transitions = saved[-math.prod(_shape_of_transitions(inputs)) :]
     given = (transitions, additions, first, ends, initial)
     tensors.launch(join, [0 if x is None else x.data_ptr() for x in given])
     grads, fixed, _ = prepared.backward(chunked, cut, dy, ends, None, saved, plain, False)
@@ -220,7 +222,6 @@ def backward(
 def forget() -> None:
     """Drop all prepared launches."""
     _join.cache_clear()
-    _transition_forwards.clear()
 
 
 def obstacle(blocks: int, tokens: Any, packed: bool, multiprocessors: int | None, least: int) -> str | None:
