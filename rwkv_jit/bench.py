@@ -23,11 +23,11 @@ from rwkv_jit.ops.wkv7 import wkv7
 OPS: dict[str, Callable[..., Any]] = {"wkv6": wkv6, "wkv7": wkv7}
 REFERENCES: dict[str, Callable[..., Any]] = {"wkv6": reference.wkv6_ref, "wkv7": reference.wkv7_ref}
 DECAYS = {"wkv6": "raw", "wkv7": "sigmoid"}  # those of the models
+BACKENDS = [name for name in backends.NAMES if name != "reference"]
 # Batch, tokens, heads, head size: a short prompt, and training.
 SHAPES = ((1, 54, 32, 64), (8, 4096, 64, 64))
 _SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
 
-_BACKENDS = [name for name in backends.NAMES if name != "reference"]
 # A process of its own, timed from where imports, the CUDA context and torch's own first uses are done.
 _FIRST_CALL = """
 import time, platformdirs, torch, rwkv_jit
@@ -52,12 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
-    parser.add_argument(
-        "--backend",
-        choices=_BACKENDS,
-        default="auto",
-        help="default: auto",
-    )
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="default: auto")
     parser.add_argument("--shape", help="B,T,H,N instead of the usual shapes")
     parser.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
 

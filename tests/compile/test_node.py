@@ -204,6 +204,8 @@ FORK = """
 import os, sys, threading
 from pathlib import Path
 from rwkv_jit import compiler, kernel, stats, template
+def say(text):  # one write, as parent and child share the pipe
+    os.write(1, f"{text}\\n".encode())
 request = kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": 1}, "sm_90")
 compile, inside, go = compiler.compile, threading.Event(), threading.Event()
 def slow(*arguments):
@@ -211,19 +213,19 @@ def slow(*arguments):
     go.wait()
     return compile(*arguments)
 compiler.compile = slow
-thread = threading.Thread(target=lambda: print("parent", kernel.get(request).origin, flush=True))
+thread = threading.Thread(target=lambda: say(f"parent {kernel.get(request).origin}"))
 thread.start()
 inside.wait()
 child = os.fork()
 if child == 0:
     compiler.compile = compile
-    print("child", kernel.get(request._replace(parameters={"SIZE": 2})).origin, flush=True)
-    print("child", kernel.get(request).origin, flush=True)  # waits for its parent
+    say(f"child {kernel.get(request._replace(parameters={'SIZE': 2})).origin}")
+    say(f"child {kernel.get(request).origin}")  # waits for its parent
     os._exit(0)
-print(sys.stdin.readline().strip(), flush=True)
+say(sys.stdin.readline().strip())
 go.set()
 thread.join()
-print("status", os.waitpid(child, 0)[1], flush=True)
+say(f"status {os.waitpid(child, 0)[1]}")
 """
 
 

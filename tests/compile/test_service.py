@@ -31,6 +31,12 @@ PARAMETERS = recurrent.specialize("wkv7", "forward", 24, 24, TYPES, "sm_90").par
 PRINT_KERNEL = PRINT_KERNEL.replace("PARAMETERS", repr(json.dumps(PARAMETERS)))
 
 
+@pytest.fixture(autouse=True)
+def _no_notice_of_slow_compiles(monkeypatch):
+    """Tests read the whole log; on a busy machine any compile is slow."""
+    monkeypatch.setattr(stats, "_QUIET_SECONDS", 600)
+
+
 def specialize(op="wkv7", head_size=24, arch="sm_90", **more):
     return rwkv_jit.specialize(op, head_size=head_size, arch=arch, **more)
 
