@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import tempfile
 from functools import cache
 from importlib import metadata
@@ -85,6 +84,19 @@ def nvrtc() -> Any:
             f"CuPy is there but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[from_wheel]}"
         ) from error
     return module
+
+
+def nvrtc_library() -> str:
+    """Return the path of the library behind `nvrtc`; torch may have loaded another one beside it.
+
+    CuPy takes what its finder finds, whatever CUDA CuPy is for: a library that is loaded already, else an installed
+    one, and of several the newest. The finder remembers what it found.
+    """
+    nvrtc()
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path: str = os.path.realpath(load_nvidia_dynamic_lib("nvrtc").abs_path)
+    return path
 
 
 def driver() -> Any:
@@ -178,12 +190,3 @@ def parameter_sizes(function: int) -> list[int] | None:
 def from_dlpack(tensor: Any) -> Any:
     """View a tensor as a CuPy array through DLPack, without a copy."""
     return cupy().from_dlpack(tensor)
-
-
-def loaded_libraries(stem: str) -> list[str]:
-    """Return the paths of the shared libraries in this process whose file name starts with `stem`."""
-    if not sys.platform.startswith("linux"):
-        return []
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")}
-    return sorted(path for path in paths if os.path.basename(path).startswith(stem))

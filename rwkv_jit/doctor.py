@@ -107,7 +107,7 @@ def _compiler() -> Iterator[Finding]:
         share = "; they need not agree: one primary context serves both, and cubins go through the driver"
         yield Finding("CuPy and torch", "ok", text + share)
     yield Finding("NVRTC", "ok", identity.identity())
-    yield from (Finding("NVRTC library", "ok", path) for path in cuda.loaded_libraries("libnvrtc"))
+    yield from (Finding("NVRTC library", "ok", path) for path in identity.libraries())
     yield from _driver()
     yield from map(_arch, _archs())
 

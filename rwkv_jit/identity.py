@@ -24,12 +24,18 @@ def version() -> str:
 
 @cache
 def identity() -> str:
-    """Return what tells compiler builds apart: version and build-ids of the libraries really loaded."""
-    libraries = _libraries()
-    parts = [version(), *(_build_id(path) for path in libraries)]
-    name = " ".join(parts)
-    write_note(_note_name(), {"identity": name, "libraries": {path: _stamp(path) for path in libraries}})
+    """Return what tells compiler builds apart: version and build-ids of its libraries."""
+    paths = libraries()
+    name = " ".join([version(), *(_build_id(path) for path in paths)])
+    write_note(_note_name(), {"identity": name, "libraries": {path: _stamp(path) for path in paths}})
     return name
+
+
+def libraries() -> list[str]:
+    """Return the library that compiles and, beside it, its builtins, which it loads at the first compile."""
+    main = Path(cuda.nvrtc_library())
+    builtins = sorted(str(path) for path in main.parent.glob("libnvrtc-builtins*") if ".alt." not in path.name)
+    return [str(main), *builtins]
 
 
 def assumed_identity() -> str | None:
@@ -50,15 +56,6 @@ def _is_current(note: dict[str, Any]) -> bool:
         )
     except (OSError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _libraries() -> list[str]:
-    """Return libnvrtc and, beside it, its builtins, which it loads at the first compile."""
-    cuda.nvrtc()
-    main = [path for path in cuda.loaded_libraries("libnvrtc.") if "builtins" not in path]
-    return main + sorted(
-        str(p) for path in main for p in Path(path).parent.glob("libnvrtc-builtins*") if ".alt." not in p.name
-    )
 
 
 def _stamp(path: str) -> list[int]:

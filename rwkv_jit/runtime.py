@@ -375,7 +375,7 @@ def env_report() -> dict[str, Any]:
     -------
     dict
         package, python, platform, torch, torch_cuda, cupy, nvrtc, nvrtc_libraries, gpus, cache and the RWKVJIT_*
-        variables that are set. `nvrtc` is the library that was really loaded.
+        variables that are set. `nvrtc` is the library that really compiles.
     """
     report: dict[str, Any] = {
         "rwkv_jit": _version(),
@@ -387,7 +387,7 @@ def env_report() -> dict[str, Any]:
     }
     try:
         report["nvrtc"] = identity.identity()
-        report["nvrtc_libraries"] = cuda.loaded_libraries("libnvrtc")
+        report["nvrtc_libraries"] = identity.libraries()
     except NvrtcNotFoundError as error:
         report["nvrtc"] = str(error)
     report["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]

@@ -46,6 +46,7 @@ def compiler(monkeypatch):
         monkeypatch.setattr(cuda, "installed_cupy", lambda: list(wheels))
         monkeypatch.setattr(cuda, "driver_version", lambda: driver)
         monkeypatch.setattr(identity, "identity", lambda: f"{nvrtc} 0123abcd")
+        monkeypatch.setattr(identity, "libraries", lambda: ["/somewhere/libnvrtc.so"])
         for module in (identity, doctor.compiler):
             monkeypatch.setattr(module, "version", lambda: nvrtc)
 
