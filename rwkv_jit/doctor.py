@@ -113,9 +113,13 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _instead(major: int) -> str:
-    """Return the command that puts CuPy and NVRTC of a CUDA in the place of those that are there."""
+    """Return how to get NVRTC of another CUDA: CuPy takes the one that torch loaded, else the newest installed."""
+    import torch
+
+    if torch.version.cuda and torch.version.cuda.split(".")[0] != str(major):
+        return f"install a torch for CUDA {major}, which brings its NVRTC: https://pytorch.org/get-started/locally"
     wheels = " ".join(wheel.split()[0] for wheel in cuda.installed_cupy())
-    return f"pip uninstall -y {wheels} && {cuda.INSTALL[major]} --upgrade"
+    return f"pip uninstall -y {wheels} nvidia-cuda-nvrtc && {cuda.INSTALL[major]} --upgrade"
 
 
 def _driver() -> Iterator[Finding]:

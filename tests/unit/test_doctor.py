@@ -40,11 +40,12 @@ def gpus(monkeypatch):
 def compiler(monkeypatch):
     """Puts a compiler and a driver into the machine."""
 
-    def install(nvrtc="12.9", driver="12.9", known=(80, 90, 120), wheels=("cupy-cuda12x 14.2.0",)):
+    def install(nvrtc="12.9", driver="12.9", known=(80, 90, 120), wheels=("cupy-cuda12x 14.2.0",), torch_for=None):
         library = types.SimpleNamespace(getSupportedArchs=lambda: known)
         monkeypatch.setattr(cuda, "nvrtc", lambda: library)
         monkeypatch.setattr(cuda, "installed_cupy", lambda: list(wheels))
         monkeypatch.setattr(cuda, "driver_version", lambda: driver)
+        monkeypatch.setattr(torch.version, "cuda", torch_for)
         monkeypatch.setattr(identity, "identity", lambda: f"{nvrtc} 0123abcd")
         monkeypatch.setattr(identity, "libraries", lambda: ["/somewhere/libnvrtc.so"])
         for module in (identity, doctor.compiler):
@@ -156,9 +157,8 @@ def test_no_nvrtc(monkeypatch):
     assert found(doctor._ops) == []
 
 
-def test_different_cudas_of_cupy_and_torch_are_fine(compiler, monkeypatch):
-    compiler()
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+def test_different_cudas_of_cupy_and_torch_are_fine(compiler):
+    compiler(torch_for="13.0")
     state, text, mend = found(doctor._compiler, "CuPy and torch")
     assert (state, mend) == ("ok", "")
     assert text.startswith("CUDA 12 and CUDA 13; they need not agree")
@@ -167,7 +167,7 @@ def test_different_cudas_of_cupy_and_torch_are_fine(compiler, monkeypatch):
 @pytest.mark.parametrize(
     ("nvrtc", "driver", "state", "mend"),
     [
-        ("13.0", "12.8", "warning", f"pip uninstall -y cupy-cuda13x && {INSTALL_12} --upgrade"),
+        ("13.0", "12.8", "warning", f"pip uninstall -y cupy-cuda13x nvidia-cuda-nvrtc && {INSTALL_12} --upgrade"),
         ("13.0", "13.0", "ok", ""),
         ("13.2", "13.0", "ok", ""),
         ("12.9", "12.4", "ok", ""),
@@ -180,6 +180,15 @@ def test_nvrtc_against_driver(nvrtc, driver, state, mend, compiler):
     found_state, text, found_mend = found(doctor._compiler, "NVRTC and driver")
     assert (found_state, found_mend) == (state, mend)
     assert nvrtc in text
+
+
+def test_nvrtc_that_torch_brought_goes_with_that_torch(compiler, monkeypatch):
+    mend = "install a torch for CUDA {}, which brings its NVRTC: https://pytorch.org/get-started/locally"
+    compiler("13.2", driver="12.8", torch_for="13.0")
+    assert found(doctor._compiler, "NVRTC and driver")[2] == mend.format(12)
+    compiler("12.8", wheels=("cupy-cuda13x 14.2.0",), torch_for="12.8")
+    monkeypatch.setenv("RWKVJIT_ARCH", "sm_121")
+    assert found(doctor._compiler, "architecture")[2] == mend.format(13)
 
 
 def test_no_driver_is_a_warning(compiler):
