@@ -72,7 +72,10 @@ def target_for(arch: str, newer: bool = True) -> str:
             "makes the machine code"
         )
         return target
-    mend = f"; older GPUs need the CUDA 12 compiler: {cuda.INSTALL[12]}" if 50 <= number < min(known) else ""
+    mend = ""
+    if 50 <= number < min(known):
+        needed = "the CUDA 12 compiler and no NVRTC 13 beside it, which a torch for CUDA 13 brings"
+        mend = f"; older GPUs need {needed}: {cuda.INSTALL[12]}"
     raise UnsupportedConfigError(
         f"arch: NVRTC {version()} compiles for {', '.join(f'sm_{each}' for each in known)}, got {arch}{mend}"
     )

@@ -201,7 +201,7 @@ def test_no_driver_is_a_warning(compiler):
     [
         ("sm_90a", "ok", "sm_90a", ""),
         ("sm_130", "warning", "PTX of compute_120", "cupy-cuda13x>="),
-        ("sm_70", "error", "sm_120, got sm_70", INSTALL_12),
+        ("sm_70", "error", "sm_120, got sm_70", f"which a torch for CUDA 13 brings: {INSTALL_12}"),
         ("sm_85", "error", "got sm_85", "unset RWKVJIT_ARCH"),
         ("banana", "error", "'banana'", "unset RWKVJIT_ARCH"),
     ],
