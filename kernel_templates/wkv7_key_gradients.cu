@@ -40,7 +40,10 @@ using Products = float[CHUNK_LEN][PITCH];
 struct Smem {
     Operands operands;
     union {
-        RawKeys raw;
+        struct {
+            Stage first_stage;  // it is on its way while the operands are made
+            RawKeys raw;
+        };
         Stage stages[2];
         struct { Products a, k; } products;  // A dA, K dK + B dB
     };
@@ -102,34 +105,36 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     RawDecays raw_w;
     copy_keys(smem.raw, keys, first_channel, steps), commit_copies();
     raw_w.load(decays, first_channel, steps);
-    RateSums rates;
-    sum_rates(rates, smem.totals, raw_w, first_channel, steps);
-    wait_for_copies<0>();
-    __syncthreads();  // the raw rows are there
-    write_operands<Order::lanes>(rates, smem.totals, smem.raw, smem.operands, first_channel, scale,
-                                 [&](int row, int pair, float2 grown) {
-                                     *reinterpret_cast<float2*>(&smem.growth[row][2 * pair]) = grown;
-                                 });
-    __syncthreads();  // the operands are there, and nobody reads the raw rows any more
-
-    using Values = ValueColumns<VALUE_STEP, T_IO>;
-    using Solutions = ValueColumns<VALUE_STEP, bf16>;
-    Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
-    Solutions of_u(u + row_of_outputs * VALUE_SIZE, value_stride), of_dx(dx + row_of_outputs * VALUE_SIZE, value_stride);
+    // Half of the threads copy V and U, the others dY and dX.
+    const bool copies_gradients = threadIdx.x >= NUM_THREADS / 2;
+    const i64 row = row_of_outputs * VALUE_SIZE;
+    const ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(
+        copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
+        copies_gradients ? dy_strides.token : v_strides.token);
+    const ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, value_stride);
+    const int copied_column = copies_gradients ? VALUE_STEP : 0;
     const auto load_stage = [&](int step) {
         Stage& stage = smem.stages[step % 2];
         if (step < VALUE_STEPS) {
             auto& to = stage.values;
-            of_v.copy(to.v_dy, 0, v_strides.token, steps), of_dy.copy(to.v_dy, VALUE_STEP, dy_strides.token, steps);
-            of_u.copy(to.u_dx, 0, value_stride, steps), of_dx.copy(to.u_dx, VALUE_STEP, value_stride, steps);
-            copy_units(to.state, states), copy_units(to.e, e);
-            states += VALUE_STEP * 8, e += VALUE_STEP * 8;
+            const int value = step * VALUE_STEP;
+            values.copy(to.v_dy, copied_column, value, steps), solutions.copy(to.u_dx, copied_column, value, steps);
+            copy_units(to.state, states + value * 8), copy_units(to.e, e + value * 8);
         } else if (step == VALUE_STEPS) {
             copy_units(stage.gradients, gradients);
         }
         commit_copies();
     };
     load_stage(0);
+    RateSums rates;
+    sum_rates(rates, smem.totals, raw_w, first_channel, steps);
+    wait_for_copies<1>();
+    __syncthreads();  // the raw rows are there
+    write_operands<Order::lanes>(rates, smem.totals, smem.raw, smem.operands, first_channel, scale,
+                                 [&](int row, int pair, float2 grown) {
+                                     *reinterpret_cast<float2*>(&smem.growth[row][2 * pair]) = grown;
+                                 });
+    __syncthreads();  // the operands are there, and nobody reads the raw rows any more
 
     // dR and dA, or dK and dB; products of S' and E'.
     Accumulator first[2][WARP_CHANNELS / 8] = {}, second[2][WARP_CHANNELS / 8] = {};

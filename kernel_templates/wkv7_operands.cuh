@@ -14,13 +14,6 @@ constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
 static_assert(SEGMENTS % 2 == 0 && SEGMENT_LEN * SEGMENTS == CHUNK_LEN && SEGMENTS * PAIRS == NUM_THREADS,
               "num_threads must make two or more equal segments of a chunk");
 
-enum class Order { channels, lanes };
-
-// Where a pair of channels stands, as a pair of columns.
-template <Order ORDER> __device__ inline int column_pair(int pair) {
-    return ORDER == Order::channels ? pair : (pair & ~15) | (pair & 3) << 2 | (pair >> 2 & 3);
-}
-
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
 struct RawKeys {
     T_IO r[CHUNK_LEN][SLAB], a[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB], b[CHUNK_LEN][SLAB];

@@ -12,19 +12,18 @@
 //     dV = K0 E'^T + M^T dY    dX = Tm^T Z + G^T dY    E <- (E' + dY^T R0 + Z^T W) diag(e^m)
 //
 //   r k a b, w  [batch, tokens, heads, K]  T_IO, T_W  in
-//   operands    [slots, heads, 2, SLABS, 2] tiles  out: W R0, then B K0
+//   operands    [slots, heads, 2, SLABS, 2] tiles  out: W R0, then B K0, with BY_LANES in the order of lanes
 //   matrices    [slots, heads, 4] triangles        out: TA M Tm G, or M alone for a forward that saves nothing
 //   frames      [slots, heads, 2, CHANNELS]  fp32  out: m and D - m to the base 2
 //
 // Grid (slots, heads), a block per chunk and head. It goes over the channels, 64 at a time, first for the token matrices
-// and then back for the products with them, and makes the operands again where they are gone.
+// and then back for the products with them. In between the operands lie where these products will.
 #include "wkv7_operands.cuh"
 
 static_assert(NUM_THREADS == 2 * CHUNK_LEN * 2, "num_threads must be four times chunk_len");
 
 struct Smem {
-    Operands operands;
-    RawKeys raw;
+    Operands operands[2];  // the second in place of the raw rows, on the way back
     Triangle tm, ak, rb, rk, ta;
     Triangle ab;                  // later G
     float lower[BLOCKS][16][20];  // the diagonal blocks of Aab, a column of a block per row
@@ -75,14 +74,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     matrices += place * (MATRICES * TRIANGLE_UNITS);
     frames += place * (2 * CHANNELS);
 
-    const auto operand_a = tile_of(smem.operands.a), operand_r = tile_of(smem.operands.r);
-    const auto operand_b = tile_of(smem.operands.b), operand_k = tile_of(smem.operands.k);
     const auto tm = tile_of(smem.tm), ak = tile_of(smem.ak), rb = tile_of(smem.rb), rk = tile_of(smem.rk);
     const auto ta = tile_of(smem.ta), ab = tile_of(smem.ab), g = ab;
 
+    RawKeys& raw = *reinterpret_cast<RawKeys*>(&smem.operands[1]);
     RawDecays next_w;
     const auto load_slab = [&](int slab) {
-        copy_keys(smem.raw, keys, slab * SLAB, steps), commit_copies();
+        copy_keys(raw, keys, slab * SLAB, steps), commit_copies();
         next_w.load(decays, slab * SLAB, steps);
     };
     const auto make_operands = [&](int slab) {
@@ -90,14 +88,28 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
         sum_rates(sums, smem.totals, next_w, slab * SLAB, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
-        const Frame frame = write_operands<Order::channels>(sums, smem.totals, smem.raw, smem.operands, slab * SLAB,
-                                                            scale, [](int, int, float2) {});
+        const Frame frame = write_operands<BY_LANES ? Order::lanes : Order::channels>(
+            sums, smem.totals, raw, smem.operands[0], slab * SLAB, scale, [](int, int, float2) {});
         if (threadIdx.x < PAIRS) {
             float2* const middle = reinterpret_cast<float2*>(frames + slab * SLAB) + threadIdx.x;
             middle[0] = frame.middle;
             middle[CHANNELS / 2] = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         }
         __syncthreads();  // the operands are there
+    };
+    // A slab's tiles to the tensor and back; every thread has the same units both times.
+    constexpr int PAIR_UNITS = 2 * SLAB_UNITS;  // A and R, B and K
+    const auto put_slab = [&](const Operands& tiles, int slab) {
+        const uint4* const units = &tiles.a.units[0][0];
+#pragma unroll
+        for (int i = threadIdx.x; i < 2 * PAIR_UNITS; i += NUM_THREADS)
+            operands[(i / PAIR_UNITS * SLABS + slab) * PAIR_UNITS + i % PAIR_UNITS] = units[i];
+    };
+    const auto fetch_slab = [&](Operands& tiles, int slab) {
+        const uint4* const source = operands + slab * PAIR_UNITS + threadIdx.x;
+        copy_units(reinterpret_cast<Slab<CHUNK_LEN>(&)[2]>(tiles.a), source);
+        copy_units(reinterpret_cast<Slab<CHUNK_LEN>(&)[2]>(tiles.b), source + SLABS * PAIR_UNITS);
+        commit_copies();
     };
 
     // The token matrices: each warp half a triangle of one of them.
@@ -106,9 +118,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     load_slab(0);
     for (int slab = 0; slab < SLABS; ++slab) {
         make_operands(slab);
-        if (slab + 1 < SLABS) load_slab(slab + 1);
-        else if (SLABS > 1) load_slab(SLABS - 2);  // the way back
-        const auto left = is_r ? operand_r : operand_a, right = is_k ? operand_k : operand_b;
+        if (slab + 1 < SLABS) {
+            load_slab(slab + 1);
+            put_slab(smem.operands[0], slab);
+        } else if (SLABS > 1) {
+            fetch_slab(smem.operands[1], SLABS - 2);
+        }
+        const Operands& tiles = smem.operands[0];
+        const auto left = tile_of(is_r ? tiles.r : tiles.a), right = tile_of(is_k ? tiles.k : tiles.b);
         if (warp < 4) add_products<0>(sum, left, false, right, false);
         else add_products<HALVES - 1>(sum, left, false, right, false);
     }
@@ -168,10 +185,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
 
     const int row = warp % BLOCKS, column = warp / BLOCKS * (SLAB / 2);  // 16 tokens and 32 channels a warp
     for (int slab = SLABS - 1; slab >= 0; --slab) {
+        Operands& tiles = smem.operands[(SLABS - 1 - slab) % 2];
         if (slab + 1 < SLABS) {
-            make_operands(slab);
-            if (slab > 0) load_slab(slab - 1);
+            wait_for_copies<0>();
+            __syncthreads();  // the operands are there, and nobody reads the last slab's any more
+            if (slab > 0) fetch_slab(smem.operands[(SLABS - slab) % 2], slab - 1);
         }
+        const auto operand_a = tile_of(tiles.a), operand_r = tile_of(tiles.r);
+        const auto operand_b = tile_of(tiles.b), operand_k = tile_of(tiles.k);
         Accumulator w_sum[2][2] = {}, r_sum[2][2], k_sum[2][2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -201,11 +222,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
         for (int n = 0; n < 2; ++n)
             store_block(operand_a, 16 * row, column + 16 * n, to_fragment(w_sum[n][0], w_sum[n][1]));
         __syncthreads();  // W R0 B K0 are there
-        const uint4* const tiles = &smem.operands.a.units[0][0];
-#pragma unroll
-        for (int i = threadIdx.x; i < 4 * SLAB_UNITS; i += NUM_THREADS) {
-            const int pair = i / (2 * SLAB_UNITS);
-            operands[(pair * SLABS + slab) * (2 * SLAB_UNITS) + i % (2 * SLAB_UNITS)] = tiles[i];
-        }
+        put_slab(tiles, slab);
     }
 }

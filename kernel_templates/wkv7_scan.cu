@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
         for (int slab = 0; slab < SPAN_SLABS; ++slab) {
             const auto& tiles = *next_stage();
             // Forwards W R0, backwards B K0.
-            const SlabTile<CHUNK_LEN> for_x = {shared_address(&tiles[0].units[0][0])};
-            const SlabTile<CHUNK_LEN> for_out = {shared_address(&tiles[1].units[0][0])};
+            const SlabTile for_x = {shared_address(&tiles[0].units[0][0])};
+            const SlabTile for_out = {shared_address(&tiles[1].units[0][0])};
             scale_slab(slab);
 #pragma unroll
             for (int c = 0; c < SLAB / 16; c += 2) {
@@ -306,8 +306,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
         for (int slab = 0; slab < SPAN_SLABS; ++slab) {
             const auto& tiles = *next_stage();
             // Forwards B K0, backwards W R0.
-            const SlabTile<CHUNK_LEN> with_x = {shared_address(&tiles[0].units[0][0])};
-            const SlabTile<CHUNK_LEN> with_values = {shared_address(&tiles[1].units[0][0])};
+            const SlabTile with_x = {shared_address(&tiles[0].units[0][0])};
+            const SlabTile with_values = {shared_address(&tiles[1].units[0][0])};
 #pragma unroll
             for (int c = 0; c < SLAB / 16; ++c)
 #pragma unroll

@@ -26,14 +26,14 @@ template <int ROWS> struct Slab { uint4 units[ROWS][8]; };
 constexpr int SLAB_UNITS = CHUNK_LEN * 8;  // of a tile with a row per token
 
 // By its address in shared memory, a multiple of 128.
-template <int ROWS> struct SlabTile {
+struct SlabTile {
     unsigned start;
     // `lane` is one of the two offsets below; rows and columns are multiples of 16.
     __device__ unsigned address(int row, int column, unsigned lane) const {
         return start + 128 * row + (lane ^ column * 2);
     }
 };
-template <int ROWS> __device__ inline SlabTile<ROWS> tile_of(const Slab<ROWS>& slab) {
+template <int ROWS> __device__ inline SlabTile tile_of(const Slab<ROWS>& slab) {
     return {shared_address(&slab.units[0][0])};
 }
 // Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.
@@ -42,18 +42,18 @@ __device__ inline unsigned slab_across_first() {
     return (lane_id() % 8 + lane_id() / 16 * 8) * 128 + (lane_id() / 8 % 2 ^ lane_id() % 8) * 16;
 }
 
-template <int ROWS> __device__ inline Fragment load_left(SlabTile<ROWS> tile, int row, int column) {
+__device__ inline Fragment load_left(SlabTile tile, int row, int column) {
     return load_matrices(tile.address(row, column, slab_down_first()));
 }
-template <int ROWS> __device__ inline Right load_right(SlabTile<ROWS> tile, int row, int column) {
+__device__ inline Right load_right(SlabTile tile, int row, int column) {
     const Fragment f = load_matrices_transposed(tile.address(row, column, slab_down_first()));
     return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
 }
-template <int ROWS> __device__ inline Right load_right_transposed(SlabTile<ROWS> tile, int row, int column) {
+__device__ inline Right load_right_transposed(SlabTile tile, int row, int column) {
     const Fragment f = load_matrices(tile.address(row, column, slab_across_first()));
     return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
 }
-template <int ROWS> __device__ inline void store_block(SlabTile<ROWS> tile, int row, int column, const Fragment& f) {
+__device__ inline void store_block(SlabTile tile, int row, int column, const Fragment& f) {
     store_matrices(tile.address(row, column, slab_down_first()), f, [&](int i) {
         const unsigned unit = (i / 2 ^ group()) * 16 + 4 * quad_lane();
         return tile.address(row + i % 2 * 8, column, group() * 128 + unit);
@@ -62,6 +62,21 @@ template <int ROWS> __device__ inline void store_block(SlabTile<ROWS> tile, int 
 // A pair of columns (2 `pair`, 2 `pair` + 1) of a row.
 template <int ROWS> __device__ inline unsigned* word_of(Slab<ROWS>& slab, int row, int pair) {
     return reinterpret_cast<unsigned*>(&slab.units[row][pair / 4 ^ row % 8]) + pair % 4;
+}
+
+enum class Order { channels, lanes };
+
+// Where a pair of channels stands, as a pair of columns; and the other way.
+template <Order ORDER> __device__ inline int column_pair(int pair) {
+    return ORDER == Order::channels ? pair : (pair & ~15) | (pair & 3) << 2 | (pair >> 2 & 3);
+}
+template <Order ORDER> __device__ inline int channel_of_column(int column) {
+    return 2 * column_pair<ORDER>(column / 2) + column % 2;
+}
+__device__ inline void store_block_transposed(SlabTile tile, int row, int column, const Fragment& f) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(tile.address(row, column, slab_across_first())), "r"(f.at[0]), "r"(f.at[1]), "r"(f.at[2]),
+                 "r"(f.at[3]) : "memory");
 }
 
 // Tiles as they are; `source` is the thread's first unit.
@@ -74,28 +89,29 @@ template <typename Tiles> __device__ inline void copy_units(Tiles& target, const
             copy_async<16>(start + 16 * i, source + i, true);
 }
 
-// Columns of a tensor's rows of values, COLUMNS at a time one after another, to tiles; zeros where there is nothing. The
-// thread's place in them is worked out once.
-template <int COLUMNS, typename T> struct ValueColumns {
+// COLUMNS of a tensor's rows of values to tiles, by THREADS threads; zeros where there is nothing. The thread's place in
+// them is worked out once.
+template <int COLUMNS, int THREADS, typename T> struct ValueColumns {
     static constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T)), PER_ROW = COLUMNS / VECTOR;
-    static constexpr int ROW_STEP = NUM_THREADS / PER_ROW;
-    int value = threadIdx.x % PER_ROW * VECTOR;
-    const T* next;
+    static constexpr int ROW_STEP = THREADS / PER_ROW;
+    static_assert(CHUNK_LEN % ROW_STEP == 0, "each of the threads has equally many rows");
+    const T* first;
+    i64 stride;
+    int row = threadIdx.x % THREADS / PER_ROW, column = threadIdx.x % PER_ROW * VECTOR;
 
-    __device__ ValueColumns(const T* first, i64 stride) : next(first + threadIdx.x / PER_ROW * stride + value) {}
-    // To `tile`, from `column` on.
-    __device__ void copy(Slab<CHUNK_LEN>& tile, int column, i64 stride, int steps) {
-        const int place = column + threadIdx.x % PER_ROW * VECTOR;
-        const T* from = next;
+    __device__ ValueColumns(const T* values, i64 stride) : first(values), stride(stride) { first += row * stride + column; }
+    // Those from `value` on, to `tile` from `target` on.
+    __device__ void copy(Slab<CHUNK_LEN>& tile, int target, int value, int steps) const {
+        const int place = target + column;
+        const T* from = first + value;
 #pragma unroll
-        for (int row = threadIdx.x / PER_ROW, n = 0; n < CHUNK_LEN / ROW_STEP; ++n, row += ROW_STEP) {
-            const bool present = row < steps && value < VALUE_SIZE;
-            uint4& unit = tile.units[row][place / 8 ^ row % 8];
+        for (int n = 0; n < CHUNK_LEN; n += ROW_STEP) {
+            const bool present = row + n < steps && value + column < VALUE_SIZE;
+            uint4& unit = tile.units[row + n][place / 8 ^ (row + n) % 8];
             if constexpr (VECTOR == 1) reinterpret_cast<T*>(&unit)[place % 8] = present ? *from : T{};
             else copy_async<2 * VECTOR>(shared_address(&unit) + place % 8 * 2, from, present);
             from += ROW_STEP * stride;
         }
-        next += COLUMNS, value += COLUMNS;
     }
 };
 
@@ -159,8 +175,8 @@ __device__ inline void convert_raw(unsigned (&words)[4]) {
 }
 // sum += left right^T; `is_raw` if a side is still in T_IO.
 template <int HALF>
-__device__ inline void add_products(HalfTriangle& sum, SlabTile<CHUNK_LEN> left, bool left_is_raw,
-                                    SlabTile<CHUNK_LEN> right, bool right_is_raw) {
+__device__ inline void add_products(HalfTriangle& sum, SlabTile left, bool left_is_raw,
+                                    SlabTile right, bool right_is_raw) {
 #pragma unroll
     for (int c = 0; c < SLAB; c += 16) {
         Fragment high = load_left(left, 16 * (BLOCKS - 1 - HALF), c), low = load_left(left, 16 * HALF, c);
@@ -199,8 +215,9 @@ struct Chunk {
 __device__ inline Chunk chunk_of(const i64* cu_seqlens, i64 slot, i64 sequences, i64 tokens) {
     i64 sequence, index;
     if (cu_seqlens == nullptr) {
-        const i64 chunks = (tokens + CHUNK_LEN - 1) / CHUNK_LEN;
-        sequence = slot / chunks, index = slot % chunks;
+        // There are fewer blocks than 2^31, and a division of 64 bits is a long one.
+        const unsigned chunks = static_cast<unsigned>((tokens + CHUNK_LEN - 1) / CHUNK_LEN), place = slot;
+        sequence = place / chunks, index = place % chunks;
     } else {
         i64 last = sequences - 1;  // the last sequence whose first slot is not behind this one
         sequence = 0;

@@ -26,14 +26,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_to
     const i64 token = chunk.span.begin + chunk.token;
     const auto start = [&](Strides s) { return chunk.span.batch * s.batch + token * s.token + head * s.head; };
     const i64 stride = heads * VALUE_SIZE, row = (chunk.span.batch * tokens + token) * heads + head;  // what is contiguous
-    ValueColumns<SLAB, T_IO> of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
-    ValueColumns<SLAB, bf16> of_u(u + row * VALUE_SIZE, stride), of_dx(dx + row * VALUE_SIZE, stride);
+    using Values = ValueColumns<SLAB, NUM_THREADS, T_IO>;
+    using Solutions = ValueColumns<SLAB, NUM_THREADS, bf16>;
+    const Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
+    const Solutions of_u(u + row * VALUE_SIZE, stride), of_dx(dx + row * VALUE_SIZE, stride);
 
     const auto load_stage = [&](int first_value) {
         if (first_value < VALUE_SIZE) {
             Stage& stage = smem.stages[first_value / SLAB % 2];
-            of_v.copy(stage.v, 0, v_strides.token, chunk.steps), of_dy.copy(stage.dy, 0, dy_strides.token, chunk.steps);
-            of_u.copy(stage.u, 0, stride, chunk.steps), of_dx.copy(stage.dx, 0, stride, chunk.steps);
+            of_v.copy(stage.v, 0, first_value, chunk.steps), of_dy.copy(stage.dy, 0, first_value, chunk.steps);
+            of_u.copy(stage.u, 0, first_value, chunk.steps), of_dx.copy(stage.dx, 0, first_value, chunk.steps);
         }
         commit_copies();
     };

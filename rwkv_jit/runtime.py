@@ -84,7 +84,8 @@ def specialize(
     request = _request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
-    chosen = backends.KERNELS[request.template.name.split("_")[1]]
+    name = request.template.name
+    chosen = backends.KERNELS["scan" if name.endswith("_scan") else name.split("_")[1]]
     return prepared.get_kernels(chosen.nearest, [request], chunk_len, num_threads)[0]
 
 
@@ -245,14 +246,12 @@ def call_requests(
         )
         for call in calls
     ]  # fmt: skip
+    target, also = tensors.targets(arch)
     if any("_chunked_" in request.template.name for request in found):
-        target, also = tensors.targets(arch)
         found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
-    for request in [request for request in found if request.template.name == f"{op}_scan"]:
+    for request in [request for request in found if request.template.name.endswith("_scan")]:
         length = int(request.parameters["CHUNK_LEN"])
-        found += scan.companions(
-            op, direction, head_size, head_size, request.parameters, request.arch, length, request.also
-        )
+        found += scan.companions(op, direction, head_size, head_size, request.parameters, target, length, also)
     return found
 
 

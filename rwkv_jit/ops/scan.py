@@ -28,6 +28,8 @@ SLAB = 64  # channels that are moved and prepared at once
 _ROWS = (64, 32)  # value rows that a block of the scan may hold
 _STAGES = (3, 2)
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
+_GROUP_CHUNK_LEN, _GROUP_THREADS = 64, 384  # of the scan with products of warp groups
+_GROUP_STATE = 512 * 64  # channels times value rows that its registers hold
 _MOST_THREADS = 256  # of a multiprocessor, with 255 registers each; twice as many have 128
 
 
@@ -85,7 +87,9 @@ def _is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
 
 def _fits(head_size: int, chunk_len: int, arch: str) -> bool:
     others = max(_prepare_shared_bytes(chunk_len), _keys_shared_bytes(chunk_len))
-    return bool(_scans(head_size, chunk_len, arch)) and others <= chunked.shared_limit(arch)
+    if others > chunked.shared_limit(arch):
+        return False
+    return _has_groups(chunk_len, arch) or bool(_scans(head_size, chunk_len, arch))
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
@@ -142,7 +146,44 @@ def _keys_shared_bytes(chunk_len: int) -> int:
     stage = max(2 * 2 * chunk_len * SLAB + 2 * 2 * 32 * SLAB, 4 * _triangle(chunk_len))
     products, growth = 2 * 4 * chunk_len * (SLAB + 8), 4 * (chunk_len + 1) * (SLAB + 8)
     sums = 4 * chunk_len * 8 + (chunk_len // 8 + chunk_len // 32) * 4 * SLAB
-    return operands + max(raw, 2 * stage, products) + growth + sums
+    return operands + max(stage + raw, 2 * stage, products) + growth + sums
+
+
+def _has_groups(chunk_len: int, arch: str) -> bool:
+    """Return whether warps can multiply in groups of four: where there are such products, and chunks that they fit."""
+    return arch in ("sm_90", "sm_90a") and chunk_len == _GROUP_CHUNK_LEN
+
+
+class GroupScan(NamedTuple):
+    """How a block of the scan with products of warp groups is cut."""
+
+    value_rows: int
+    cluster: int  # blocks that fetch operands for each other
+    stages: int
+
+
+def _group_scan(head_size: int, value_size: int, chunk_len: int, arch: str, few_heads: bool) -> GroupScan | None:
+    """Return what such a block is in both directions; None where the architecture or the chunk has no such products.
+
+    Two blocks of a cluster halve what is read of the operands; more of them, and of small ones two, wait for each other
+    longer than that saves.
+    """
+    if not _has_groups(chunk_len, arch):
+        return None
+    rows = next(rows for rows in _ROWS if channels(head_size) * rows <= _GROUP_STATE)
+    rows = _ROWS[-1] if few_heads else rows
+    blocks = -(-value_size // rows)
+    cluster = 2 if rows == _ROWS[0] and blocks % 2 == 0 else 1
+    fixed = _group_scan_shared_bytes(head_size, rows, 0)
+    stage = _group_scan_shared_bytes(head_size, rows, 1) - fixed
+    fitting = (chunked.shared_limit(arch) - fixed) // stage
+    return GroupScan(rows, cluster, min(fitting, 2 * channels(head_size) // SLAB + 1))
+
+
+def _group_scan_shared_bytes(head_size: int, value_rows: int, stages: int) -> int:
+    tile = 2 * _GROUP_CHUNK_LEN * SLAB
+    image, outputs = 2 * channels(head_size) * value_rows, 8 * 16 * 2 * (value_rows + 8)
+    return image + 3 * tile + outputs + stages * (2 * tile + 16)
 
 
 class Scan(NamedTuple):
@@ -167,6 +208,13 @@ def _scans(head_size: int, chunk_len: int, arch: str, few_heads: bool = False) -
     ]
 
 
+def _rows_of(parameters: Mapping[str, Parameter]) -> int:
+    """Return the value rows of a block of a scan."""
+    if "VALUE_ROWS" in parameters:
+        return int(parameters["VALUE_ROWS"])
+    return 16 * (int(parameters["NUM_THREADS"]) // 32 // int(parameters["KEY_WARPS"]))
+
+
 def _requests(
     op: str, direction: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str,
     chunk_len: int | None, num_threads: int | None, few_heads: bool, chosen: Mapping[str, Parameter] | None = None,
@@ -177,7 +225,7 @@ def _requests(
     sizes: dict[str, Parameter] = {
         "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHANNELS": channels(head_size), "CHUNK_LEN": length,
     }  # fmt: skip
-    of_keys = {name: types[name] for name in ("T_IO", "T_W", "DECAY")}
+    of_keys: dict[str, Parameter] = {name: types[name] for name in ("T_IO", "T_W", "DECAY")}
     backward, threads = direction == "backward", 4 * length
 
     def request(
@@ -188,32 +236,56 @@ def _requests(
         own: dict[str, Parameter] = {"NUM_THREADS": threads, "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared}
         return kernel.Request(template.library(f"{op}_{name}"), {**sizes, **own, **more}, arch, also)
 
-    many = _scans(head_size, length, arch)
-    scans = (_scans(head_size, length, arch, True) or many) if few_heads and num_threads is None else many
-    fitting = [each for each in scans if num_threads in (None, each.num_threads)]
-    if not fitting:
-        legal = " or ".join(map(str, sorted({each.num_threads for each in scans})))
-        raise UnsupportedConfigError(
-            f"num_threads must be {legal} at head size {head_size} and chunk_len={length} on {arch}, got {num_threads}"
+    kept: dict[str, Parameter] = {"VALUES": values(value_size)}
+    of_scan = {**types, **kept, "BACKWARD": backward}
+    groups = None
+    if num_threads in (None, _GROUP_THREADS):
+        groups = _group_scan(head_size, value_size, length, arch, few_heads and num_threads is None)
+    if groups is not None:
+        shared = _group_scan_shared_bytes(head_size, groups.value_rows, groups.stages)
+        cut: dict[str, Parameter] = {
+            "VALUE_ROWS": groups.value_rows, "CLUSTER": groups.cluster, "STAGES": groups.stages,
+            "NUM_THREADS": _GROUP_THREADS, "SHARED_BYTES": shared,
+        }  # fmt: skip
+        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
+        scan = kernel.Request(
+            template.library(f"{op}_group_scan"), {**sizes, **of_scan, **cut, **(chosen or {})}, "sm_90a"
         )
-    cut, kept = fitting[0], {"VALUES": values(value_size)}
-    of_scan = {
-        **types,
-        **kept,
-        "KEY_WARPS": cut.key_warps,
-        "STAGES": cut.stages,
-        "BACKWARD": backward,
-        **(chosen or {}),
-    }
-    shared = _scan_shared_bytes(head_size, length, backward, *cut)
-    scan = request("scan", shared, cut.num_threads, _MOST_THREADS, of_scan)
+    else:
+        each = _scan(head_size, length, arch, few_heads, num_threads)
+        cut = {"KEY_WARPS": each.key_warps, "STAGES": each.stages}
+        shared = _scan_shared_bytes(head_size, length, backward, *each)
+        scan = request("scan", shared, each.num_threads, _MOST_THREADS, {**of_scan, **cut, **(chosen or {})})
     if not backward:
+        of_keys["BY_LANES"] = groups is not None
         return [request("prepare", _prepare_shared_bytes(length), threads, 2 * _MOST_THREADS, of_keys), scan]
     return [
         scan,
         request("token_gradients", _tokens_shared_bytes(length), threads, 2 * _MOST_THREADS, of_keys),
         request("key_gradients", _keys_shared_bytes(length), threads, 2 * _MOST_THREADS, {**of_keys, **kept}),
     ]
+
+
+def _scan(head_size: int, chunk_len: int, arch: str, few_heads: bool, num_threads: int | None) -> Scan:
+    """Return how a block of the scan is cut, `num_threads` alone deciding where it is given.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        No block has so many threads.
+    """
+    many = _scans(head_size, chunk_len, arch)
+    scans = (_scans(head_size, chunk_len, arch, True) or many) if few_heads and num_threads is None else many
+    fitting = [each for each in scans if num_threads in (None, each.num_threads)]
+    if not fitting:
+        legal = {each.num_threads for each in scans}
+        if _group_scan(head_size, head_size, chunk_len, arch, False) is not None:
+            legal.add(_GROUP_THREADS)
+        raise UnsupportedConfigError(
+            f"num_threads must be {' or '.join(map(str, sorted(legal)))} at head size {head_size} and "
+            f"chunk_len={chunk_len} on {arch}, got {num_threads}"
+        )
+    return fitting[0]
 
 
 def specialize(
@@ -238,11 +310,11 @@ def specialize(
 
 def companions(
     op: str, direction: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str,
-    chunk_len: int | None, also: tuple[str, ...] = (),
+    chunk_len: int | None, also: tuple[str, ...] = (), num_threads: int | None = None,
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the other kernels of a direction."""
-    found = _requests(op, direction, head_size, value_size, types, arch, chunk_len, None, False, None, also)
-    return [request for request in found if request.template.name != f"{op}_scan"]
+    found = _requests(op, direction, head_size, value_size, types, arch, chunk_len, num_threads, False, None, also)
+    return [request for request in found if not request.template.name.endswith("_scan")]
 
 
 def nearest(request: kernel.Request, argument: str, value: int) -> None:
@@ -387,26 +459,25 @@ def _new_plans(
         keys = [_strides(inputs[name]) for name in ("r", "w", "k", "a", "b")]
         scale = struct.pack("f", options.scale)
 
-        def plan(of: kernel.Kernel, name: str, blocks: int, addresses: int, constants: Sequence[bytes]) -> Plan:
+        def plan(index: int, blocks: int, addresses: int, constants: Sequence[bytes]) -> Plan:
+            of, entry = found[index], wanted[index].template.name
             threads, shared = int(of.parameters["NUM_THREADS"]), int(of.parameters["SHARED_BYTES"])
-            entry = f"{inputs.op}_{name}"
             return Plan(of, entry, device, (blocks, heads, 1), (threads, 1, 1), "Q" * addresses, constants, shared)
 
-        def scan_plan(of: kernel.Kernel, values: Tensor) -> Plan:
-            rows = 16 * (int(of.parameters["NUM_THREADS"]) // 32 // int(of.parameters["KEY_WARPS"]))
-            blocks = inputs.sequences * -(-value_size // rows)
-            return plan(of, "scan", blocks, 10, [_strides(values), *counts[:2]])
+        def scan_plan(index: int, values: Tensor) -> Plan:
+            blocks = inputs.sequences * -(-value_size // _rows_of(wanted[index].parameters))
+            return plan(index, blocks, 10, [_strides(values), *counts[:2]])
 
         sizes = _sizes(inputs, packed, length)
         if direction == "forward":
             saves = struct.pack("i", training)
-            first = plan(found[0], "prepare", slots, 9, [*keys, *counts, scale, saves])
-            return _Plans((first, scan_plan(found[1], inputs["v"])), sizes)
+            first = plan(0, slots, 9, [*keys, *counts, scale, saves])
+            return _Plans((first, scan_plan(1, inputs["v"])), sizes)
         v, dy = _strides(inputs["v"]), _strides(like[-1])
-        of_tokens = plan(found[1], "token_gradients", slots, 6, [v, dy, *counts])
+        of_tokens = plan(1, slots, 6, [v, dy, *counts])
         all_strides, blocks = [*map(_strides, inputs.streamed), dy], slots * (channels(head_size) // SLAB)
-        of_keys = plan(found[2], "key_gradients", blocks, 18, [*all_strides, *counts, scale])
-        return _Plans((scan_plan(found[0], like[-1]), of_tokens, of_keys), sizes)
+        of_keys = plan(2, blocks, 18, [*all_strides, *counts, scale])
+        return _Plans((scan_plan(0, like[-1]), of_tokens, of_keys), sizes)
 
 
 def prepare_forward(

@@ -75,7 +75,7 @@ def wkv7(
     num_threads : int, optional
         Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; in the chunked ones of the forward, a multiple
         of 32 from 64 to 512 and at least the head size, while their backward has one choice; above head size 128 those
-        of the kernel that carries the state, of two numbers that the error names. Chosen by the head size by default,
+        of the kernel that carries the state, one of those that the error names. Chosen by the head size by default,
         or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
         "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "split" runs the chunked ones on segments of

@@ -155,6 +155,7 @@ def asked(requests):
         ("sm_90", "sigmoid", None, 64),
         ("sm_90", "raw", -2.0, 64),
         ("sm_90", "log", -3.0, 32),
+        ("sm_100", "sigmoid", None, 64),
         ("sm_86", "direct", -1.0, 32),
     ],
 )
@@ -215,16 +216,23 @@ def test_call_with_large_heads_asks_for_no_kernel_that_warm_has_not_made(monkeyp
     assert asked(wanted).items() <= asked(made).items()
 
 
-def test_warm_compiles_all_kernels_of_large_heads():
-    of_both_ways = {"wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"}
-    made = rwkv_jit.warm("wkv7", 192, arch="sm_90", decay="sigmoid")
+@pytest.mark.parametrize(
+    ("arch", "name", "target"), [("sm_90", "wkv7_group_scan", "sm_90a"), ("sm_80", "wkv7_scan", "sm_80")]
+)
+def test_warm_compiles_all_kernels_of_large_heads(arch, name, target):
+    of_both_ways = {"wkv7_prepare", name, "wkv7_token_gradients", "wkv7_key_gradients"}
+    made = rwkv_jit.warm("wkv7", 192, arch=arch, decay="sigmoid")
     assert {each.name for each in made} == of_both_ways | {"wkv7_recurrent_forward", "wkv7_recurrent_backward"}
-    assert {each.parameters["BACKWARD"] for each in made if each.name == "wkv7_scan"} == {False, True}
-    forward = rwkv_jit.warm("wkv7", 192, arch="sm_90", decay="sigmoid", backward=False)
+    scans = [each for each in made if each.name == name]
+    assert {each.parameters["BACKWARD"] for each in scans} == {False, True}
+    assert {each.target for each in scans} == {target}
+    assert {each.arch for each in made} <= {arch, target}
+    assert {each.parameters["BY_LANES"] for each in made if each.name == "wkv7_prepare"} == {target == "sm_90a"}
+    forward = rwkv_jit.warm("wkv7", 192, arch=arch, decay="sigmoid", backward=False)
     assert {each.origin for each in forward} == {"memory"}
-    assert {each.name for each in forward} == {"wkv7_prepare", "wkv7_scan", "wkv7_recurrent_forward"}
-    same = rwkv_jit.specialize("wkv7", 192, arch="sm_90", backend="split", decay="sigmoid")
-    assert (same.name, same.origin) == ("wkv7_scan", "memory")
+    assert {each.name for each in forward} == {"wkv7_prepare", name, "wkv7_recurrent_forward"}
+    same = rwkv_jit.specialize("wkv7", 192, arch=arch, backend="split", decay="sigmoid")
+    assert (same.name, same.arch, same.origin) == (name, target, "memory")
 
 
 def test_warm_without_a_bound_leaves_the_chunked_kernels_alone():
@@ -240,6 +248,9 @@ def test_warm_without_a_bound_leaves_the_chunked_kernels_alone():
 
 def test_specialize_takes_what_long_calls_take():
     assert rwkv_jit.specialize("wkv7", 4, 136, arch="sm_80", decay="sigmoid").name == "wkv7_scan"
+    for threads, name in ((None, "wkv7_group_scan"), (384, "wkv7_group_scan"), (128, "wkv7_scan")):
+        found = rwkv_jit.specialize("wkv7", 4, 136, arch="sm_90", decay="sigmoid", num_threads=threads)
+        assert found.name == name
     for dtype, arch, decay, backend in (
         (torch.bfloat16, "sm_80", "sigmoid", "chunked"),
         (torch.bfloat16, "sm_80", "raw", "recurrent"),

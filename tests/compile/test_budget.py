@@ -20,26 +20,29 @@ KINDS = {
     "wkv7_chunked": {"op": "wkv7", "head_size": 64, "backend": "chunked", "decay": "sigmoid"},
     "wkv7_chunked_128": {"op": "wkv7", "head_size": 128, "backend": "chunked", "decay": "sigmoid"},
 }
-# Head size 256, all kernels: the direction, and whether it is for few heads.
+# Head size 256, all kernels: the architecture, the direction, and what else is asked for.
 SCANS = {
-    "wkv7_scan_forward": ("forward", False),
-    "wkv7_scan_forward_few_heads": ("forward", True),
-    "wkv7_scan_backward": ("backward", False),
-    "wkv7_scan_backward_few_heads": ("backward", True),
-    "wkv7_prepare": ("forward", False),
-    "wkv7_token_gradients": ("backward", False),
-    "wkv7_key_gradients": ("backward", False),
+    "wkv7_group_scan_forward": ("sm_90", "forward", {}),
+    "wkv7_group_scan_forward_few_heads": ("sm_90", "forward", {"few_heads": True}),
+    "wkv7_group_scan_backward": ("sm_90", "backward", {}),
+    "wkv7_group_scan_backward_few_heads": ("sm_90", "backward", {"few_heads": True}),
+    "wkv7_scan_forward": ("sm_90", "forward", {"num_threads": 256}),
+    "wkv7_scan_forward_few_heads": ("sm_100", "forward", {"few_heads": True}),
+    "wkv7_scan_backward": ("sm_90", "backward", {"num_threads": 256}),
+    "wkv7_scan_backward_few_heads": ("sm_100", "backward", {"few_heads": True}),
+    "wkv7_prepare": ("sm_90", "forward", {}),
+    "wkv7_token_gradients": ("sm_90", "backward", {}),
+    "wkv7_key_gradients": ("sm_90", "backward", {}),
 }
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
 FLAGSHIPS = [*(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS]
 
 
 def request_of_scan(name):
-    direction, few_heads = SCANS[name]
-    given = ("wkv7", direction, 256, 256, TYPES, "sm_90")
-    if name.startswith("wkv7_scan"):
-        return scan.specialize(*given, few_heads=few_heads)
-    return next(request for request in scan.companions(*given, None) if request.template.name == name)
+    arch, direction, more = SCANS[name]
+    given = ("wkv7", direction, 256, 256, TYPES, arch, 64)
+    requests = [scan.specialize(*given, **more), *scan.companions(*given)]
+    return next(request for request in requests if name.startswith(request.template.name))
 
 
 def used(name):

@@ -262,11 +262,12 @@ def test_resources(run):
     )  # fmt: skip
 
 
-def test_resources_of_a_kernel_of_large_heads(run):
-    arguments = ("show", "wkv7", "--head-size", 136, "--arch", "sm_90", "--backend", "split")
+@pytest.mark.parametrize(("arch", "name"), [("sm_90", "wkv7_group_scan"), ("sm_80", "wkv7_scan")])
+def test_resources_of_a_kernel_of_large_heads(arch, name, run):
+    arguments = ("show", "wkv7", "--head-size", 136, "--arch", arch, "--backend", "split")
     data = json.loads(run(*arguments, "--direction", "backward", "--json")[1])
-    assert (data["name"], data["parameters"]["BACKWARD"]) == ("wkv7_scan", True)
-    assert data["resources"]["wkv7_scan"]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
+    assert (data["name"], data["parameters"]["BACKWARD"]) == (name, True)
+    assert data["resources"][name]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
 
 
 def test_resources_of_a_chunked_kernel(run):

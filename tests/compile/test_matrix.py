@@ -2,13 +2,14 @@
 
 import itertools
 import random
+import re
 import struct
 
 import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, kernel
+from rwkv_jit import cache, compiler, kernel
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, scan, split
@@ -106,7 +107,7 @@ def elf_extent(image):
     return max(ends)
 
 
-def check(found, row, entry=None):
+def check(found, row, entry=None, arch=None):
     image = found.cubin
     kind, machine = struct.unpack_from("<HH", image, 16)
     assert image[:6] == b"\x7fELF\x02\x01"
@@ -124,7 +125,7 @@ def check(found, row, entry=None):
     assert 0 < found.shared_bytes <= limit
     assert found.spill_bytes >= 0
     assert found.origin == "compiled"
-    assert (found.arch, found.target) == (row["arch"], row["arch"])
+    assert (found.arch, found.target) == (arch or row["arch"],) * 2
     assert f"constexpr int HEAD_SIZE = {row['head_size']};" in found.source
 
 
@@ -169,7 +170,7 @@ OTHERS = {"forward": ["wkv7_prepare"], "backward": ["wkv7_token_gradients", "wkv
 
 
 def check_scan(row):
-    """The scan of a direction, for many and few heads, and the other kernels."""
+    """The scan of a direction, for many and few heads, and the other kernels; and those of a number of threads."""
     sizes = row["head_size"], row["value_size"]
     chunk_len = None if row["chunk_len"] == "default" else row["chunk_len"]
     if scan.obstacle("wkv7", row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
@@ -177,18 +178,25 @@ def check_scan(row):
             compile_row(row, "split")
         return
     found = compile_row(row, "split")
-    assert found.name == "wkv7_scan"
-    assert found.parameters["BACKWARD"] == (row["direction"] == "backward")
     length = found.parameters["CHUNK_LEN"]
+    in_groups = row["arch"] == "sm_90" and length == 64
+    assert (found.name, found.arch) == (("wkv7_group_scan", "sm_90a") if in_groups else ("wkv7_scan", row["arch"]))
     types = {name: found.parameters[name] for name in ("T_IO", "T_W", "T_STATE", "DECAY", "STATE_LAYOUT")}
     given = ("wkv7", row["direction"], *sizes, types, row["arch"], length)
-    others = scan.companions(*given)
-    assert [request.template.name for request in others] == OTHERS[row["direction"]]
-    few_heads = kernel.get(scan.specialize(*given, few_heads=True))
-    for each in [found, *kernel.get_all(others), *([few_heads] if few_heads.origin == "compiled" else [])]:
-        check(each, row, each.name)
+    requests = [scan.specialize(*given), *scan.companions(*given), scan.specialize(*given, few_heads=True)]
+    assert [request.template.name for request in requests] == [found.name, *OTHERS[row["direction"]], found.name]
+    if in_groups and (fitting := scan._scans(row["head_size"], length, row["arch"])):
+        threads = fitting[0].num_threads
+        of_warps = scan.specialize(*given, num_threads=threads)
+        assert (of_warps.template.name, of_warps.arch) == ("wkv7_scan", "sm_90")
+        requests += [of_warps, *scan.companions(*given, num_threads=threads)]
+    different = {kernel.memory_key(request): request for request in requests}
+    made = [found, *kernel.get_all([*different.values()][1:])]
+    for request, each in zip(different.values(), made, strict=True):
+        check(each, row, each.name, request.arch)
         # What the launch asks for; a static_assert says that it is what the kernel has.
         assert each.shared_bytes == each.parameters["SHARED_BYTES"]
+        assert each.parameters.get("BACKWARD", row["direction"] == "backward") == (row["direction"] == "backward")
 
 
 @pytest.mark.parametrize("row", sample(SCAN_AXES), ids=name)
@@ -200,6 +208,63 @@ def test_sample_of_the_kernels_for_large_heads(row):
 @pytest.mark.parametrize("row", whole_product(SCAN_AXES), ids=name)
 def test_every_combination_of_the_kernels_for_large_heads(row):
     check_scan(row)
+
+
+# Head and value size: slabs of channels that two groups share evenly and not, rows that come in blocks of 64 and 32.
+GROUP_ROWS = [
+    (head_size, value_size, direction, few_heads)
+    for head_size, value_size in ((1, 129), (129, 129), (256, 256), (300, 65), (512, 512), (700, 64), (1024, 1024))
+    for direction in ("forward", "backward")
+    for few_heads in ((False, True) if head_size <= 512 else (False,))
+]
+
+
+def log_of(request):
+    return compiler._run(request.template.render(request.parameters), request.arch, request.parameters)[1]
+
+
+# What ptxas says of products that wait for each other though nothing of the source asks for it: C7510, C7514, C7520 ..
+# "wgmma.mma_async instructions are serialized", C7517 and C7519 "warpgroup.wait is injected".
+COMPLAINT = re.compile(r"\(C75\d\d\).*")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("head_size", "value_size", "direction", "few_heads"), GROUP_ROWS)
+def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_size, direction, few_heads, dtype):
+    types = {"T_IO": dtype, "T_W": "fp32", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
+    given = ("wkv7", direction, head_size, value_size, types, "sm_90", 64)
+    of_scan = scan.specialize(*given, few_heads=few_heads)
+    assert of_scan.template.name == "wkv7_group_scan"
+    for request in [of_scan, *([] if few_heads else scan.companions(*given))]:
+        if request.arch == "sm_90a":
+            log = log_of(request)
+            assert f"Compiling entry function '{request.template.name}' for 'sm_90a'" in log
+            assert COMPLAINT.findall(log) == []
+
+
+PRODUCTS = """
+extern "C" __global__ void fill(float* x) {
+    float s[4] = {};
+    const unsigned long long tile = SIZE;
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    for (int i = 0; i < 2; ++i) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
+                     : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]) : "l"(tile));
+        BETWEEN
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+    *x = s[0];
+}
+"""
+
+
+def test_log_says_where_products_wait_for_each_other(tiny):
+    well, badly = (
+        log_of(tiny(arch="sm_90a", name=name, text=PRODUCTS.replace("BETWEEN", between)))
+        for name, between in (("well", ""), ("badly", "s[0] += 1.0f;"))
+    )
+    assert COMPLAINT.findall(well) == []
+    assert any("wgmma.mma_async instructions are serialized" in each for each in COMPLAINT.findall(badly))
 
 
 JOIN_ROWS = [

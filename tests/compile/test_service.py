@@ -359,9 +359,29 @@ SCAN_RULES = {
         "num_threads must be a multiple of 32 key_warps, up to 512": {"NUM_THREADS": 544},
         "stages must be 2 at least and look ahead one chunk at most": {"STAGES": 4},
     },
+    "wkv7_group_scan": {
+        **SLAB_RULES,
+        "num_threads must be 384": {"NUM_THREADS": 256},
+        "chunk_len must be 64": {"CHUNK_LEN": 32},
+        "value_rows must be 32 or 64": {"VALUE_ROWS": 48},
+        "cluster must divide the blocks of a head": {"CLUSTER": 3},
+        "stages must be 2 at least": {"STAGES": 1},
+    },
     "wkv7_token_gradients": {**SLAB_RULES, "num_threads must be four times chunk_len": {"NUM_THREADS": 64}},
     "wkv7_key_gradients": SLAB_RULES | OPERAND_RULES,
 }
+# What no parameter breaks but a change of a file: the kernel, the file, what is changed there, and into what.
+OWN_RULES = {
+    "the token matrices fill one stage": ("wkv7_group_scan", "wkv7_group_scan.cu", "BACKWARD ? 3 : 2;", "4;"),
+    "products have 32 or 64 columns": (
+        "wkv7_group_scan", "wkv7_group_scan.cu", "multiply_group<VALUE_ROWS,", "multiply_group<16,",
+    ),
+    "each of the threads has equally many rows": (
+        "wkv7_token_gradients", "wkv7_slab.cuh", "ROW_STEP = THREADS / PER_ROW;", "ROW_STEP = 3;",
+    ),
+}  # fmt: skip
+# And the bytes by which that makes shared memory larger: of 16 x 16 blocks, in each of three stages.
+MORE_BYTES = {"the token matrices fill one stage": 3 * (4 * 10 - 32) * 512}
 OF_THE_BACKWARD = {"held_states must divide chunk_len"} | {rule for rule in CHUNKED_RULES if "value size" in rule}
 BROKEN = [
     (f"{kind}_{direction}", rule, rules[rule])
@@ -378,7 +398,8 @@ BROKEN = [
 
 def parameters(name):
     if name in SCAN_RULES:
-        given = [("wkv7", direction, 24, 24, TYPES, "sm_90", 64) for direction in ("forward", "backward")]
+        arch = "sm_80" if name == "wkv7_scan" else "sm_90"
+        given = [("wkv7", direction, 24, 24, TYPES, arch, 64) for direction in ("forward", "backward")]
         kernels = [scan.specialize(*given[0]), *scan.companions(*given[0]), *scan.companions(*given[1])]
         return next(request.parameters for request in kernels if request.template.name == name)
     if name == "wkv7_join":
@@ -390,9 +411,9 @@ def parameters(name):
 
 @pytest.mark.parametrize(("name", "rule", "change"), BROKEN, ids=lambda x: str(x))
 def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
-    broken = {**parameters(name), **change}
+    broken, arch = {**parameters(name), **change}, "sm_90a" if name == "wkv7_group_scan" else "sm_90"
     with pytest.raises(UnsupportedConfigError) as caught:
-        kernel.get(kernel.Request(template.library(name), broken, "sm_90"))
+        kernel.get(kernel.Request(template.library(name), broken, arch))
     message = str(caught.value)
     assert message.startswith(f"{name}: {rule}; got ")
     for parameter, value in change.items():
@@ -401,11 +422,23 @@ def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
     assert cache.entries() == []
 
 
+@pytest.mark.parametrize("rule", OWN_RULES)
+def test_broken_rule_of_a_template_about_itself_comes_back_as_its_text(rule, own_templates):
+    name, file, was, becomes = OWN_RULES[rule]
+    text = (own_templates / file).read_text(encoding="utf-8")
+    assert was in text
+    (own_templates / file).write_text(text.replace(was, becomes), encoding="utf-8")
+    given = parameters(name)
+    given = {**given, "SHARED_BYTES": given["SHARED_BYTES"] + MORE_BYTES.get(rule, 0)}
+    with pytest.raises(UnsupportedConfigError, match=f"^{name}: {rule}; got "):
+        kernel.get(kernel.Request(template.library(name), given, "sm_90a"))
+
+
 def test_every_rule_of_the_templates_is_provoked_above():
     texts = "".join(path.read_text(encoding="utf-8") for path in template.directory().iterdir())
     written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
     assert len(written) == texts.count("static_assert(")
-    assert set(written) == set().union(RULES, CHUNKED_RULES, JOIN_RULES, *SCAN_RULES.values())
+    assert set(written) == set().union(RULES, CHUNKED_RULES, JOIN_RULES, OWN_RULES, *SCAN_RULES.values())
 
 
 @pytest.mark.parametrize(
@@ -415,6 +448,8 @@ def test_every_rule_of_the_templates_is_provoked_above():
         ("wkv7_scan", "stages must be 2 at least and look ahead one chunk at most", {"STAGES": 1}),
         ("wkv7_scan", "num_threads must be a multiple of 32 key_warps, up to 512",
          {"KEY_WARPS": 2, "CHANNELS": 128, "NUM_THREADS": 96}),
+        ("wkv7_group_scan", "channels must be head_size, rounded up to multiples of 64", {"HEAD_SIZE": 65}),
+        ("wkv7_group_scan", "cluster must divide the blocks of a head", {"VALUE_SIZE": 1024, "CLUSTER": 16}),
     ],
 )  # fmt: skip
 def test_other_halves_of_rules(name, rule, change):

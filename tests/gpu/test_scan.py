@@ -22,7 +22,11 @@ GATE = 6e-3
 GATES = {"da": 8e-3, "db": 8e-3}
 REPEATED = {"da": 3e-2, "db": 3e-2}
 SLOW = (-1e-2, -1e-4)  # log-decay per step
-PINNED = {"decay": "sigmoid", "backend": "split", "chunk_len": 64, "num_threads": 128}
+PINNED = {"decay": "sigmoid", "backend": "split", "chunk_len": 64}  # with a number of threads
+HAS_GROUPS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_groups = pytest.mark.skipif(not HAS_GROUPS, reason="only an sm_90 has products of warp groups")
+# Threads of the scan with products of warp groups; asked for, they have blocks of 64 rows however few heads there are.
+OF_GROUPS = pytest.param(384, marks=needs_groups)
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +56,10 @@ def make_state(given, sequences, dtype=torch.float32, layout="vk"):
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 128, 200])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_len", [32, 64])
-def test_every_length(op, chunk_len, dtype, tokens):
+@pytest.mark.parametrize(("chunk_len", "threads"), [(32, None), (64, None), pytest.param(64, 384, marks=needs_groups)])
+def test_every_length(op, chunk_len, threads, dtype, tokens):
     given = inputs(DTYPES[dtype], tokens=tokens, head_size=192)
-    check(given, make_state(given, 2), chunk_len=chunk_len)
+    check(given, make_state(given, 2), chunk_len=chunk_len, num_threads=threads)
 
 
 def test_no_tokens_copy_the_state(op):
@@ -67,13 +71,14 @@ def test_no_tokens_copy_the_state(op):
     assert torch.equal(grads[-1], weights[1])
 
 
-LARGEST_OF_64 = 512  # head size for chunks of 64 tokens: beyond, shared memory ends
+LARGEST_OF_64 = 512  # head size for chunks of 64 tokens: beyond, shared memory ends without products of warp groups
 
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize(
     ("chunk_len", "head_size"),
     [(64, n) for n in (129, 130, 132, 136, 160, 192, 256, 257, 320, 384, 448, LARGEST_OF_64)]
+    + [pytest.param(64, n, marks=needs_groups) for n in (520, 768, 1024)]
     + [(32, n) for n in (129, 136, 192, 256, 257, 384, 512, 520, 768, 1024)],
 )
 def test_every_head_size(op, chunk_len, head_size):
@@ -97,6 +102,47 @@ def test_keys_and_values_of_different_size(op, dtype, sizes):
 def test_every_number_of_threads(op, chunk_len, head_size, threads):
     given = inputs(tokens=90, head_size=head_size)
     check(given, make_state(given, 2), num_threads=threads, chunk_len=chunk_len)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    ("head_size", "threads", "name"),
+    [
+        (192, 128, "wkv7_scan"),
+        (256, 256, "wkv7_scan"),
+        *(pytest.param(n, 384, "wkv7_group_scan", marks=needs_groups) for n in (192, 256, 512, 1024)),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_either_scan(op, dtype, head_size, threads, name, monkeypatch):
+    monkeypatch.setattr(scan, "_plans", {})
+    tokens = 150 if head_size <= 256 else 70  # the reference keeps every token's state, in float64
+    given = inputs(DTYPES[dtype], tokens=tokens, heads=1, head_size=head_size)
+    check(given, make_state(given, 2), chunk_len=64, num_threads=threads)
+    names = [plan.kernel.name for plans in scan._plans.values() for plan in plans.launches]
+    assert [each for each in names if each.endswith("_scan")] == [name, name]
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@needs_groups
+@pytest.mark.parametrize("sizes", [(40, 200), (137, 145), (512, 66), (130, 5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_end_within_a_block_of_warp_groups(op, dtype, sizes):
+    """Of a cluster of two, and alone."""
+    given = inputs(DTYPES[dtype], tokens=90, head_size=sizes[0], value_size=sizes[1])
+    check(given, make_state(given, 2), chunk_len=64, num_threads=384)
+
+
+@pytest.mark.parametrize("threads", [None, 128, OF_GROUPS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_gradients(op, dtype, threads):
+    given = {n: x.detach() for n, x in inputs(DTYPES[dtype], tokens=150).items()}
+    state = make_state(given, 2).detach()
+    y, final = rwkv_jit.wkv7(*given.values(), state, True, num_threads=threads, **PINNED)
+    exact = [x.double() for x in (*given.values(), state)]
+    want_y, want_final = rwkv_jit.wkv7_ref(*exact, output_final_state=True, decay="sigmoid")
+    assert relative(y, want_y) < GATE
+    assert relative(final, want_final) < GATE
 
 
 def test_many_heads(op):
@@ -140,22 +186,25 @@ def test_gradient_of_the_final_state_alone(op):
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
+@pytest.mark.parametrize("threads", [128, OF_GROUPS])
+def test_packed_sequences_are_the_sequences_one_by_one(op, threads, index_dtype):
+    options = {**PINNED, "num_threads": threads}
     bounds = [0, 0, 5, 69, 70, 70, 134, 298, 300]
     given = inputs(batch=1, tokens=300)
     state = make_state(given, len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
-    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **PINNED)
+    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
     for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
         own_state = state[i : i + 1].detach().requires_grad_()
-        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **PINNED)
+        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
         assert torch.equal(own[0], y[:, begin:end])
         assert torch.equal(own[1], final[i : i + 1])
         assert torch.equal(own[2][-1], grads[-1][i : i + 1])
         for name, one, whole in zip(given, own[2], grads, strict=False):
             assert torch.equal(one, whole[:, begin:end]), name
     check(given, state, cu_seqlens=cu_seqlens)
+    check(given, state, cu_seqlens=cu_seqlens, **options)
 
 
 @pytest.mark.parametrize("how", comparing.STRIDES)
@@ -186,15 +235,18 @@ def test_a_repeated_token(op, decays, dtype):
     check({n: x.contiguous().requires_grad_() for n, x in own.items()}, gates=REPEATED)
 
 
-def test_results_repeat_bit_for_bit_and_whatever_is_around(op):
+@pytest.mark.parametrize("threads", [128, OF_GROUPS])
+def test_results_repeat_bit_for_bit_and_whatever_is_around(op, threads):
+    options = {**PINNED, "num_threads": threads}
     given = inputs(batch=20, tokens=150, heads=8)
-    y, final, grads, weights = run(op, given, **PINNED)
-    again = run(op, given, None, weights, **PINNED)
+    y, final, grads, weights = run(op, given, **options)
+    again = run(op, given, None, weights, **options)
     few = {n: x[5:6].detach().requires_grad_() for n, x in given.items()}
-    one = run(op, few, None, [weight[5:6] for weight in weights], **PINNED)
+    one = run(op, few, None, [weight[5:6] for weight in weights], **options)
     assert torch.equal(again[0], y)
     assert torch.equal(again[1], final)
     assert torch.equal(one[0], y[5:6])
+    assert torch.equal(one[1], final[5:6])
     for first, second, alone in zip(grads, again[2], one[2], strict=True):
         assert torch.equal(first, second)
         assert torch.equal(first[5:6], alone)

@@ -163,6 +163,7 @@ def test_call_is_resolved_with_its_chunk(on_gpu):
     assert resolved(bf16(32, head_size=96))[4:7] == (32, None, "chunked")
     assert resolved(bf16(32, head_size=256)) == (1.0, "sigmoid", "vk", 64, 64, None, "scan", None, None)
     assert resolved(bf16(32, head_size=256), decay="raw", decay_bound=-3.0)[4:7] == (32, None, "scan")
+    assert resolved(bf16(32, head_size=1024))[4:7] == (64, None, "scan")
     assert resolved(bf16(1, head_size=256), backend="split", num_threads=128)[4:7] == (64, 128, "scan")
     assert resolved(bf16(31, head_size=256))[4:7] == (None, None, "recurrent")
     assert resolved(bf16(32, head_size=96), training=False)[4:7] == (16, None, "chunked")
@@ -260,14 +261,17 @@ def test_split_says_why_it_cannot(changes, message):
 # ---- large heads ---------------------------------------------------------------------------------------------------
 
 LARGE = {"head_size": 256, "value_size": 256}
+LARGEST = {"head_size": 1024, "value_size": 1024}
 # What is changed in CASE, the architecture, and the tokens of a chunk.
 SCANNED = {
     "keys": ({"head_size": 129}, "sm_90", 64),
     "values": ({"value_size": 200}, "sm_90", 64),
     "both": (LARGE, "sm_90", 64),
     "keys of one channel": ({"head_size": 1, "value_size": 129}, "sm_90", 64),
-    "values of one row": ({"head_size": 1024, "value_size": 1}, "sm_90", 32),
-    "largest": ({"head_size": 1024, "value_size": 1024}, "sm_90", 32),
+    "values of one row": ({"head_size": 1024, "value_size": 1}, "sm_90", 64),
+    "largest": (LARGEST, "sm_90", 64),
+    "largest, bound at 32": ({**LARGEST, "decay": "raw", "decay_bound": -4.0}, "sm_90", 32),
+    "largest, 32 asked for": ({**LARGEST, "chunk_len": 32}, "sm_90", 32),
     "float16": ({**LARGE, "dtype": torch.float16}, "sm_90", 64),
     "least tokens": ({**LARGE, "tokens": backends.LEAST_TOKENS}, "sm_90", 64),
     "few heads": ({**LARGE, "blocks": 1, "multiprocessors": lambda: 132}, "sm_90", 64),
@@ -283,6 +287,10 @@ SCANNED = {
     "Ampere": (LARGE, "sm_80", 64),
     "extended": (LARGE, "sm_90a", 64),
     "PTX": (LARGE, "compute_80", 64),
+    "largest of Ampere": (LARGEST, "sm_80", 32),
+    "largest, extended": (LARGEST, "sm_90a", 64),
+    "largest as PTX": (LARGEST, "compute_90", 32),
+    "largest of Blackwell": (LARGEST, "sm_100", 32),
     "Ampere with less shared memory": (LARGE, "sm_86", 32),
     "Ada": (LARGE, "sm_89", 32),
     "Blackwell with less shared memory": (LARGE, "sm_120", 32),
@@ -316,9 +324,14 @@ NOT_SCANNED = {
     "Turing": ({}, "sm_75", "needs an architecture from sm_80 on, got sm_75"),
     "older PTX": ({}, "compute_75", "needs an architecture from sm_80 on, got compute_75"),
     "shared memory": (
-        {"head_size": 1024, "value_size": 1024},
+        LARGEST,
         "sm_89",
         "needs more shared memory at head sizes 1024 and 1024 and chunk_len=32 than the 101376 bytes of sm_89",
+    ),
+    "shared memory without products of warp groups": (
+        {**LARGEST, "chunk_len": 64},
+        "sm_100",
+        "needs more shared memory at head sizes 1024 and 1024 and chunk_len=64 than the 232448 bytes of sm_100",
     ),
     "shared memory of the chunk": (
         {"chunk_len": 64},
@@ -352,12 +365,15 @@ def test_chunked_kernels_refuse_large_heads(head_size, value_size):
         choose("chunked", {"head_size": head_size, "value_size": value_size}, "sm_90")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_every_size_of_large_heads_has_the_longest_chunk_there_is_for_it(arch):
+@pytest.mark.parametrize(
+    ("arch", "largest_of_64"), [("sm_80", 512), ("sm_90", 1024), ("sm_90a", 1024), ("sm_100", 512)]
+)
+def test_every_size_of_large_heads_has_the_longest_chunk_there_is_for_it(arch, largest_of_64):
     for size in range(129, 1025):
         sizes = {"head_size": size, "value_size": size}
         lengths = [each for each in (64, 32) if choose("auto", {**sizes, "chunk_len": each}, arch)[0] == "scan"]
         assert choose("auto", sizes, arch) == ("scan", lengths[0])
+        assert lengths == ([64, 32] if size <= largest_of_64 else [32])
     assert choose("auto", {"head_size": 1025}, arch) == choose("auto", {"value_size": 1025}, arch)
     assert choose("auto", {"head_size": 1025}, arch) == ("recurrent", None)
 
@@ -437,6 +453,7 @@ def test_nearest_number_of_threads(given, nearest):
 LARGE_SIZES = [*range(1, 1025, 61), 128, 129, 192, 256, 257, 320, 384, 512, 513, 640, 768, 1024]
 VALUE_SIZES = (1, 64, 65, 200, 256, 1024)
 SCAN_LIMITS = {arch: LIMITS[arch] for arch in ("sm_80", "sm_86", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_80")}
+WITH_GROUPS = ("sm_90", "sm_90a")  # whose warps can multiply in groups of four, in chunks of 64 tokens
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
 
 
@@ -444,12 +461,19 @@ def of_scan(direction, head_size, value_size, arch, **more):
     return scan.specialize("wkv7", direction, head_size, value_size, TYPES, arch, **more).parameters
 
 
-def legal_threads(head_size, value_size, arch):
+def requests(direction, head_size, value_size, arch, chunk_len=None, num_threads=None, few_heads=False, also=()):
+    """The kernels of a direction in the order of their launches."""
+    return scan._requests(
+        "wkv7", direction, head_size, value_size, TYPES, arch, chunk_len, num_threads, few_heads, None, also
+    )
+
+
+def legal_threads(head_size, value_size, arch, chunk_len=None):
     """What may be asked for, as far as the kernels are concerned that it is asked of."""
     legal = []
     for threads in range(16, 1040, 16):
         try:
-            of_scan("forward", head_size, value_size, arch, num_threads=threads)
+            of_scan("forward", head_size, value_size, arch, chunk_len=chunk_len, num_threads=threads)
         except UnsupportedConfigError:
             continue
         legal.append(threads)
@@ -504,34 +528,34 @@ def test_geometry_that_is_offered_fits_in_both_directions(arch):
     assert len(seen) > 1
 
 
+# 65536 registers: 255 for a thread that holds states, or 168 where some leave theirs to others, and half of them else.
+MOST_THREADS = {"wkv7_scan": 256, "wkv7_group_scan": 384}
+
+
 @pytest.mark.parametrize("arch", SCAN_LIMITS)
 def test_kernels_of_the_scan_have_the_shared_memory_and_registers_they_need(arch):
     limit, found = SCAN_LIMITS[arch], 0
     for head_size, value_size in itertools.product(LARGE_SIZES, VALUE_SIZES):
         if scan.obstacle("wkv7", torch.bfloat16, head_size, value_size, lambda: arch) is not None:
             continue
-        for direction in ("forward", "backward"):
-            requests = [
-                scan.specialize("wkv7", direction, head_size, value_size, TYPES, arch, few_heads=few_heads)
-                for few_heads in (False, True)
-            ]
-            requests += scan.companions("wkv7", direction, head_size, value_size, TYPES, arch, None)
-            for request in requests:
-                shared, threads, blocks = (
-                    request.parameters[name] for name in ("SHARED_BYTES", "NUM_THREADS", "BLOCKS_PER_SM")
-                )
+        for direction, few_heads in itertools.product(("forward", "backward"), (False, True)):
+            for request in requests(direction, head_size, value_size, arch, few_heads=few_heads):
+                shared, threads = (request.parameters[name] for name in ("SHARED_BYTES", "NUM_THREADS"))
+                blocks = request.parameters.get("BLOCKS_PER_SM", 1)
                 assert shared <= limit
                 assert blocks * (shared + 1024) <= limit + 1024
                 assert blocks >= 1
-                # 65536 registers: 255 for a thread that holds states, and half of them for the others.
-                assert blocks * threads <= (256 if request.template.name == "wkv7_scan" else 512)
+                assert blocks * threads <= MOST_THREADS.get(request.template.name, 512)
                 found += 1
     assert found > 100
 
 
-def test_few_heads_make_more_and_smaller_blocks_or_more_warps_for_the_same_rows():
+@pytest.mark.parametrize(("arch", "chunk_len"), [("sm_80", 32), ("sm_90", 32), ("sm_100", 64)])
+def test_few_heads_make_more_and_smaller_blocks_or_more_warps_for_the_same_rows(arch, chunk_len):
     for size in (129, 192, 256, 384, 512):
-        many, few_heads = (of_scan("forward", size, size, "sm_90", few_heads=each) for each in (False, True))
+        many, few_heads = (
+            of_scan("forward", size, size, arch, chunk_len=chunk_len, few_heads=each) for each in (False, True)
+        )
         rows, fewer = (each["NUM_THREADS"] // 2 // each["KEY_WARPS"] for each in (many, few_heads))
         assert fewer < rows
         assert few_heads["KEY_WARPS"] >= many["KEY_WARPS"]
@@ -550,6 +574,27 @@ def test_threads_asked_for_decide_alone(head_size, arch):
         assert one["NUM_THREADS"] == threads
 
 
+@pytest.mark.parametrize(
+    ("head_size", "arch", "chunk_len", "legal"),
+    [
+        (192, "sm_90", 64, [64, 128, 384]),
+        (256, "sm_90", 64, [128, 256, 384]),
+        (256, "sm_90a", 64, [128, 256, 384]),
+        (512, "sm_90", 64, [128, 256, 384]),
+        (513, "sm_90", 64, [384]),
+        (1024, "sm_90", 64, [384]),
+        (256, "sm_90", 32, [128, 256]),
+        (1024, "sm_90", 32, [256]),
+        (256, "sm_100", 64, [128, 256]),
+        (256, "compute_90", 64, [128, 256]),
+        (256, "sm_80", 64, [128, 256]),
+        (256, "sm_86", 32, [128, 256]),
+    ],
+)
+def test_threads_that_may_be_asked_for(head_size, arch, chunk_len, legal):
+    assert legal_threads(head_size, head_size, arch, chunk_len) == legal
+
+
 @pytest.mark.parametrize("few_heads", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_threads_that_no_block_has_are_refused_with_those_there_are(direction, few_heads):
@@ -566,26 +611,114 @@ def test_threads_that_no_block_has_are_refused_with_those_there_are(direction, f
 
 
 def test_geometry_that_is_chosen_overrides_that_of_the_scan_alone():
-    request = scan.specialize("wkv7", "forward", 256, 256, TYPES, "sm_90", chosen={"BLOCKS_PER_SM": 7}, also=("sm_80",))
+    request = scan.specialize("wkv7", "forward", 256, 256, TYPES, "sm_86", chosen={"BLOCKS_PER_SM": 7}, also=("sm_80",))
     assert request.parameters["BLOCKS_PER_SM"] == 7
-    assert (request.template.name, request.arch, request.also) == ("wkv7_scan", "sm_90", ("sm_80",))
-    (other,) = scan.companions("wkv7", "forward", 256, 256, TYPES, "sm_90", None, ("sm_80",))
-    assert (other.template.name, other.also) == ("wkv7_prepare", ("sm_80",))
+    assert (request.template.name, request.arch, request.also) == ("wkv7_scan", "sm_86", ("sm_80",))
+    (other,) = scan.companions("wkv7", "forward", 256, 256, TYPES, "sm_86", None, ("sm_80",))
+    assert (other.template.name, other.arch, other.also) == ("wkv7_prepare", "sm_86", ("sm_80",))
     assert other.parameters["BLOCKS_PER_SM"] != 7
+    of_groups = scan.specialize("wkv7", "forward", 256, 256, TYPES, "sm_90", chosen={"STAGES": 2})
+    assert of_groups.parameters == of_scan("forward", 256, 256, "sm_90") | {"STAGES": 2}
 
 
 def test_kernels_of_one_call_agree_about_what_passes_between_them():
-    for head_size, value_size, arch in ((256, 256, "sm_90"), (1000, 77, "sm_80"), (40, 300, "sm_86")):
-        requests = []
+    for head_size, value_size, arch, length, of_states in (
+        (256, 256, "sm_90", 32, "wkv7_scan"),
+        (1000, 77, "sm_80", 32, "wkv7_scan"),
+        (40, 300, "sm_86", 32, "wkv7_scan"),
+        (256, 256, "sm_90", 64, "wkv7_group_scan"),
+        (1000, 77, "sm_90", 64, "wkv7_group_scan"),
+    ):
+        found = []
         for direction in ("forward", "backward"):
-            requests.append(scan.specialize("wkv7", direction, head_size, value_size, TYPES, arch, 32))
-            requests += scan.companions("wkv7", direction, head_size, value_size, TYPES, arch, 32)
-        names = [request.template.name for request in requests]
-        assert names == ["wkv7_scan", "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"]
+            given = ("wkv7", direction, head_size, value_size, TYPES, arch, length)
+            found += [scan.specialize(*given), *scan.companions(*given)]
+        names = [request.template.name for request in found]
+        assert names == [of_states, "wkv7_prepare", of_states, "wkv7_token_gradients", "wkv7_key_gradients"]
         for name in ("CHANNELS", "CHUNK_LEN", "HEAD_SIZE", "VALUE_SIZE"):
-            assert len({request.parameters[name] for request in requests}) == 1
-        assert len({request.parameters["VALUES"] for request in requests if "VALUES" in request.parameters}) == 1
-        assert [request.parameters.get("BACKWARD") for request in requests] == [False, None, True, None, None]
+            assert len({request.parameters[name] for request in found}) == 1
+        assert len({request.parameters["VALUES"] for request in found if "VALUES" in request.parameters}) == 1
+        assert [request.parameters.get("BACKWARD") for request in found] == [False, None, True, None, None]
+
+
+# ---- the scan with products of warp groups -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "compute_80", "compute_90"])
+@pytest.mark.parametrize("chunk_len", scan.CHUNK_LENS)
+def test_which_scan_it_is_goes_by_architecture_chunk_and_threads(chunk_len, arch):
+    """It is the same one in both directions, as the operands and states that they share are in its order."""
+    seen = set()
+    for head_size in LARGE_SIZES:
+        if scan.obstacle("wkv7", torch.bfloat16, head_size, 200, lambda: arch, chunk_len) is not None:
+            continue
+        for threads, few_heads in itertools.product(
+            (None, *legal_threads(head_size, 200, arch, chunk_len)), (False, True)
+        ):
+            in_groups = arch in WITH_GROUPS and chunk_len == 64 and threads in (None, 384)
+            given = (head_size, 200, arch, chunk_len, threads, few_heads)
+            prepare, forward = requests("forward", *given, also=("sm_80",))
+            backward, *_ = requests("backward", *given, also=("sm_80",))
+            for request in (forward, backward):
+                assert request.template.name == ("wkv7_group_scan" if in_groups else "wkv7_scan")
+                assert (request.arch, request.also) == (("sm_90a", ()) if in_groups else (arch, ("sm_80",)))
+            assert prepare.parameters["BY_LANES"] is in_groups
+            assert (prepare.arch, prepare.also) == (arch, ("sm_80",))
+            assert [prepare] == scan.companions(
+                "wkv7", "forward", head_size, 200, TYPES, arch, chunk_len, ("sm_80",), threads
+            )
+            seen.add(in_groups)
+    assert seen == ({True, False} if arch in WITH_GROUPS and chunk_len == 64 else {False})
+
+
+@pytest.mark.parametrize("arch", WITH_GROUPS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_blocks_of_warp_groups_fit(direction, arch):
+    seen = set()
+    for head_size, value_size, few_heads in itertools.product(LARGE_SIZES, VALUE_SIZES, (False, True)):
+        found = of_scan(direction, head_size, value_size, arch, chunk_len=64, few_heads=few_heads)
+        rows, cluster, stages, shared = (found[name] for name in ("VALUE_ROWS", "CLUSTER", "STAGES", "SHARED_BYTES"))
+        channels = scan.channels(head_size)
+        assert rows in scan._ROWS
+        assert scan.values(value_size) % rows == 0
+        assert channels * rows <= 512 * 64  # 128 registers of a thread, of two groups of four warps
+        assert -(-value_size // rows) % cluster == 0
+        assert 2 <= stages <= 2 * (channels // 64) + 1
+        assert shared <= LIMITS[arch]
+        # The image of the state; the solution, values twice, and outputs; a stage has two tiles and two barriers.
+        outputs = 8 * 16 * 2 * (rows + 8)
+        assert shared == 2 * channels * rows + 3 * 8192 + outputs + stages * (2 * 8192 + 16)
+        seen.add((rows, cluster))
+    assert seen == {(64, 1), (64, 2), (32, 1)}
+
+
+@pytest.mark.parametrize(
+    ("head_size", "value_size", "few_heads", "cut"),
+    [
+        (192, 192, False, (64, 1, 7)),
+        (256, 256, False, (64, 2, 9)),
+        (256, 256, True, (32, 1, 9)),
+        (256, 64, False, (64, 1, 9)),
+        (256, 65, False, (64, 2, 9)),
+        (512, 512, False, (64, 2, 7)),
+        (512, 512, True, (32, 1, 10)),
+        (513, 513, False, (32, 1, 9)),
+        (1024, 1024, False, (32, 1, 8)),
+        (1024, 1024, True, (32, 1, 8)),
+    ],
+)
+def test_value_rows_cluster_and_stages_of_warp_groups(head_size, value_size, few_heads, cut):
+    for direction in ("forward", "backward"):
+        found = of_scan(direction, head_size, value_size, "sm_90", few_heads=few_heads)
+        assert (found["VALUE_ROWS"], found["CLUSTER"], found["STAGES"]) == cut
+        assert scan._rows_of(found) == cut[0]
+
+
+def test_few_heads_make_smaller_blocks_of_warp_groups_where_these_can_be_smaller():
+    for size in range(129, 1025):
+        many, few_heads = (of_scan("forward", size, size, "sm_90", few_heads=each) for each in (False, True))
+        assert few_heads["VALUE_ROWS"] == 32
+        assert many["VALUE_ROWS"] == (64 if size <= 512 else 32)
 
 
 def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are():

@@ -38,6 +38,7 @@ CHUNKED_SIZES = {
 SCAN_SIZES = {
     "wkv7_prepare": [8] * 9 + [24] * 5 + [8] * 3 + [4, 4],
     "wkv7_scan": [8] * 10 + [24] + [8] * 2,
+    "wkv7_group_scan": [8] * 10 + [24] + [8] * 2,
     "wkv7_token_gradients": [8] * 6 + [24] * 2 + [8] * 3,
     "wkv7_key_gradients": [8] * 18 + [24] * 7 + [8] * 3 + [4],
 }
@@ -398,8 +399,18 @@ def test_fake_of_a_chunked_call_has_the_sizes_of_the_real_one(packed, chunked_ca
 LARGE = (B, 70, H, 200)
 
 
+SCANS = {"sm_80": "wkv7_scan", "sm_90": "wkv7_group_scan"}
+
+
+@pytest.fixture(params=SCANS)
+def arch(request, calls, monkeypatch):
+    """The architecture of the driver's GPU."""
+    monkeypatch.setattr(tensors, "_capability", lambda device: request.param)
+    return request.param
+
+
 @pytest.fixture
-def scan_calls(calls):
+def scan_calls(calls, arch):
     """The driver knows what the kernels for large heads take."""
     calls.sizes.update(SCAN_SIZES)
     return calls
@@ -413,13 +424,15 @@ def counts(*numbers):
     return tuple(struct.pack("q", number) for number in numbers)
 
 
-def test_call_with_large_heads_prepares_its_chunks_and_scans_them(scan_calls, monkeypatch):
+@pytest.mark.parametrize("few_heads", [False, True])
+def test_call_with_large_heads_prepares_its_chunks_and_scans_them(few_heads, scan_calls, arch, monkeypatch):
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: B * H * 4 + few_heads)
     state = torch.randn(B, H, 200, 200)
     for _ in range(2):
         given = r, w, k, v, a, b = make(torch.bfloat16, LARGE)
         y, final = rwkv_jit.wkv7(*given, state, True, decay="sigmoid", scale=0.5)
         first, second = scan_calls.launches[-2:]
-        assert (first.entry, second.entry) == ("wkv7_prepare", "wkv7_scan")
+        assert (first.entry, second.entry) == ("wkv7_prepare", SCANS[arch])
         assert addresses(first, 6) == [*[x.data_ptr() for x in (r, w, k, a, b)], 0]
         passed = addresses(first, 9)[6:]
         assert 0 not in passed
@@ -429,18 +442,16 @@ def test_call_with_large_heads_prepares_its_chunks_and_scans_them(scan_calls, mo
             *strides(r, w, k, a, b), *counts(70, H, B), struct.pack("f", 0.5), struct.pack("i", 0)
         )  # fmt: skip
         assert second.arguments[10:] == (*strides(v), *counts(70, H))
-        of_scan = scan.specialize("wkv7", "forward", 200, 200, TYPES, "sm_80", few_heads=True).parameters
-        length, rows = of_scan["CHUNK_LEN"], 16 * (of_scan["NUM_THREADS"] // 32 // of_scan["KEY_WARPS"])
-        (of_chunks,) = (
-            each.parameters for each in scan.companions("wkv7", "forward", 200, 200, TYPES, "sm_80", length)
-        )
+        of_scan = scan.specialize("wkv7", "forward", 200, 200, TYPES, arch, few_heads=few_heads).parameters
+        length, rows = of_scan["CHUNK_LEN"], 32 if few_heads and arch == "sm_90" else 64  # no room for others
+        (of_chunks,) = (each.parameters for each in scan.companions("wkv7", "forward", 200, 200, TYPES, arch, length))
         assert (first.grid, first.block) == ((B * -(-70 // length), H, 1), (4 * length, 1, 1))
         assert (second.grid, second.block) == ((B * -(-200 // rows), H, 1), (of_scan["NUM_THREADS"], 1, 1))
         assert (first.shared_bytes, second.shared_bytes) == (of_chunks["SHARED_BYTES"], of_scan["SHARED_BYTES"])
         monkeypatch.setattr(boundary, "_check", refuse)
 
 
-def test_backward_of_a_call_with_large_heads(scan_calls):
+def test_backward_of_a_call_with_large_heads(scan_calls, arch):
     state = torch.randn(B, H, 200, 200, requires_grad=True)
     for _ in range(2):
         given = r, w, k, v, a, b = make(torch.bfloat16, LARGE, grad=True)
@@ -470,7 +481,7 @@ def test_backward_of_a_call_with_large_heads(scan_calls):
         assert back.arguments[10:] == (*strides(dy), *counts(70, H))
         assert of_tokens.arguments[6:] == (*strides(v, dy), *counts(70, H, B))
         assert of_keys.arguments[18:] == (*strides(*given, dy), *counts(70, H, B), struct.pack("f", 1.0))
-        others = scan.companions("wkv7", "backward", 200, 200, TYPES, "sm_80", None)
+        others = scan.companions("wkv7", "backward", 200, 200, TYPES, arch, None)
         for launch, request, blocks in zip((of_tokens, of_keys), others, (1, 4), strict=True):  # 4 slabs
             wanted = request.parameters
             assert launch.entry == request.template.name
@@ -478,7 +489,7 @@ def test_backward_of_a_call_with_large_heads(scan_calls):
             assert (launch.block[0], launch.shared_bytes) == (wanted["NUM_THREADS"], wanted["SHARED_BYTES"])
     entries = [launch.entry for launch in scan_calls.launches]
     assert entries == [
-        "wkv7_prepare", "wkv7_scan", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"
+        "wkv7_prepare", SCANS[arch], SCANS[arch], "wkv7_token_gradients", "wkv7_key_gradients"
     ] * 2  # fmt: skip
 
 
@@ -493,7 +504,7 @@ def test_training_and_inference_of_equal_tensors_are_prepared_apart(first, scan_
         assert [address != 0 for address in addresses(forward, 9)[7:]] == [training, training]
 
 
-def test_training_asks_for_all_kernels_of_large_heads_at_once(scan_calls, monkeypatch):
+def test_training_asks_for_all_kernels_of_large_heads_at_once(scan_calls, arch, monkeypatch):
     asked, get_all = [], kernel.get_all
 
     def watched(requests):
@@ -502,10 +513,8 @@ def test_training_asks_for_all_kernels_of_large_heads_at_once(scan_calls, monkey
 
     monkeypatch.setattr(kernel, "get_all", watched)
     rwkv_jit.wkv7(*make(torch.bfloat16, LARGE, grad=True), decay="sigmoid")
-    assert asked == [
-        [("wkv7_key_gradients", None), ("wkv7_prepare", None), ("wkv7_scan", False), ("wkv7_scan", True),
-         ("wkv7_token_gradients", None)]
-    ]  # fmt: skip
+    others = [("wkv7_key_gradients", None), ("wkv7_prepare", None), ("wkv7_token_gradients", None)]
+    assert asked == [sorted([(SCANS[arch], False), (SCANS[arch], True), *others])]
 
 
 @pytest.mark.parametrize("packed", [False, True])

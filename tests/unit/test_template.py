@@ -94,6 +94,10 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
         ("wkv7_chunked_backward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
         ("wkv7_prepare", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
         ("wkv7_scan", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_slab.cuh"]),
+        (
+            "wkv7_group_scan",
+            sorted(OF_TENSOR_CORES + ["bulk_copy.cuh", "wgmma.cuh", "wkv7_decay.cuh", "wkv7_slab.cuh"]),
+        ),
         ("wkv7_token_gradients", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_slab.cuh"]),
         ("wkv7_key_gradients", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
     ],
@@ -206,6 +210,8 @@ def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_chec
 
 def test_templates_of_this_installation_are_found():
     kinds = ("wkv6_recurrent", "wkv7_recurrent", "wkv7_chunked")
-    of_both_ways = {"wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients"}
+    of_both_ways = {
+        "wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_group_scan", "wkv7_token_gradients", "wkv7_key_gradients",
+    }  # fmt: skip
     of_one_way = {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")}
     assert of_one_way | of_both_ways <= set(template.names())

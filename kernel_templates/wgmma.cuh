@@ -1,0 +1,88 @@
+// Tensor-core products of sm_90a: four warps together multiply 64 rows, from shared memory or held in registers as
+// mma.cuh has them, with a tile of shared memory. Tiles are those of wkv7_slab.cuh, whose swizzle is the hardware's.
+//
+// Needs what wkv7_slab.cuh needs.
+#pragma once
+#include "wkv7_slab.cuh"
+
+// What threads wrote to shared memory is seen by these products, and by bulk copies, only after a fence of the writer's.
+__device__ inline void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Products read and write registers from here on ..
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// .. and until all but the last PENDING of the batches that ended are done.
+__device__ inline void end_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ inline void wait_for_batches() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// A tile by its place, from a row and a column on: rows of 128 bytes, eight of them 1024 bytes.
+__device__ inline unsigned long long descriptor(SlabTile tile, int row, int column) {
+    const unsigned address = tile.start + 128 * row + 2 * column;
+    return (address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// How a tile is read: along its rows, or along its columns where its rows are what is summed over.
+enum class Read { rows, columns };
+
+#define SUMS_OF_32                                                                                                  \
+    "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),        \
+        "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),    \
+        "+f"(s[3][2]), "+f"(s[3][3])
+#define SUMS_OF_64                                                                                                  \
+    SUMS_OF_32, "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]), "+f"(s[5][1]),           \
+        "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]), "+f"(s[7][0]),    \
+        "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3])
+#define REGISTERS_OF_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_OF_64                                                                                             \
+    REGISTERS_OF_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+
+// sum[64, COLUMNS] += left[64, 16] right[16, COLUMNS]
+template <int COLUMNS, Read LEFT, Read RIGHT>
+__device__ inline void multiply_group(Accumulator* s, unsigned long long left, unsigned long long right) {
+    static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
+    constexpr int TURN_LEFT = LEFT == Read::columns, TURN_RIGHT = RIGHT == Read::columns;
+    if constexpr (COLUMNS == 32)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, %16, %17, 1, 1, 1, "
+                     "%18, %19;"
+                     : SUMS_OF_32 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT));
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, %32, %33, 1, 1, 1, "
+                     "%34, %35;"
+                     : SUMS_OF_64 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT));
+}
+template <int COLUMNS, Read RIGHT>
+__device__ inline void multiply_group(Accumulator* s, const Fragment& left, unsigned long long right) {
+    static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
+    constexpr int TURN = RIGHT == Read::columns;
+    if constexpr (COLUMNS == 32)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, {%16, %17, %18, %19}, "
+                     "%20, 1, 1, 1, %21;"
+                     : SUMS_OF_32
+                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN));
+    else
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, {%32, %33, %34, %35}, "
+                     "%36, 1, 1, 1, %37;"
+                     : SUMS_OF_64
+                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN));
+}
+#undef SUMS_OF_32
+#undef SUMS_OF_64
+#undef REGISTERS_OF_32
+#undef REGISTERS_OF_64
+
+// Keeps the compiler from moving what reads the sums above the wait before this.
+template <int COUNT> __device__ inline void hold(Accumulator (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(sums[i][j])::"memory");
+}
+
+// Registers of a thread from here on, for all of a group's warps: what some leave others can take.
+template <int COUNT> __device__ inline void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}

@@ -1,0 +1,373 @@
+// RWKV-7 time mixing, what wkv7_scan.cu does, in the same notation, with the products and copies of sm_90a.
+//
+// The state is kept transposed, channels down and values across, so that a block may have few value rows: a product's 64
+// rows are channels here and tokens in X and Y. Two groups of four warps have every other slab of the state in registers,
+// in fp32, for the whole sequence; per chunk they write its bf16 image S' to shared memory, and then one of them finds X
+// and U, the other Y. Operands and token matrices come in stages of a ring that a warp of its own keeps full; blocks of
+// the same head make a cluster and fetch a part of every stage for all of them, as each of them needs all of it.
+//
+//   arguments as in wkv7_scan.cu; operands in the order of lanes (wkv7_operands.cuh), and states therefore as well
+//
+// Grid (sequences x blocks of VALUE_ROWS rows, heads).
+#include "bulk_copy.cuh"
+#include "wgmma.cuh"
+
+constexpr int GROUPS = 2, GROUP_THREADS = 128, CONSUMERS = GROUPS * GROUP_THREADS;
+constexpr int OWN_SLABS = ceil_div(SLABS, GROUPS);  // a group has slabs group, group + 2 ..
+// Stages of a chunk: W and R0 by slab, the token matrices, B and K0 by slab; backwards B and K0 first.
+constexpr int STEPS = 2 * SLABS + 1;
+// 65536 are 168 for each of 384 threads at first; the copies need few of theirs.
+constexpr int COPY_REGISTERS = 24, PRODUCT_REGISTERS = 240;
+constexpr int FIRST_MATRIX = BACKWARD ? 1 : 0, TAKEN = BACKWARD ? 3 : 2;  // of the chunk's
+constexpr int ROW_BLOCKS = ceil_div(VALUE_SIZE, VALUE_ROWS);
+constexpr int VALUE_PITCH = VALUE_ROWS + 8;
+static_assert(NUM_THREADS == CONSUMERS + GROUP_THREADS, "num_threads must be 384");
+static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
+static_assert(VALUE_ROWS == 32 || VALUE_ROWS == 64, "value_rows must be 32 or 64");
+static_assert(ROW_BLOCKS % CLUSTER == 0 && CLUSTER <= 8, "cluster must divide the blocks of a head");
+static_assert(STAGES >= 2, "stages must be 2 at least");
+
+union Stage {
+    Slab<CHUNK_LEN> tiles[2];
+    Triangle matrices[TAKEN];
+};
+struct Smem {
+    Stage ring[STAGES];
+    Slab<VALUE_ROWS> state[SLABS];  // S'
+    Slab<CHUNK_LEN> solution;       // X
+    Slab<CHUNK_LEN> values[2];
+    bf16 outputs[CONSUMERS / 32][16][VALUE_PITCH];
+    CopyBarrier full[STAGES], empty[STAGES];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+static_assert(sizeof(Triangle[TAKEN]) <= sizeof(Slab<CHUNK_LEN>[2]), "the token matrices fill one stage");
+
+// Where in the ring one is.
+struct Turn {
+    int slot = 0, parity = 0;
+    __device__ void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+};
+
+// A warp's part of the state: of every slab of its group's, 16 channels and all values.
+using StateSlab = Accumulator[VALUE_ROWS / 8];
+struct Part {
+    int group_of_warps, first_row;
+    __device__ int slab(int i) const { return GROUPS * i + group_of_warps; }
+    __device__ bool has(int i) const { return SLABS % GROUPS == 0 || slab(i) < SLABS; }
+    // A lane has two of the channels: a row of the accumulators, and the one eight further down.
+    __device__ int channel(int i, int half) const {
+        return slab(i) * SLAB + channel_of_column<Order::lanes>(first_row + group() + 8 * half);
+    }
+};
+// visit(element, whether it exists, its place in a tensor's state)
+template <typename Visit>
+__device__ inline void for_each_element(StateSlab (&state)[OWN_SLABS], const Part& part, int row, Visit visit) {
+#pragma unroll
+    for (int i = 0; i < OWN_SLABS; ++i)
+#pragma unroll
+        for (int j = 0; j < VALUE_ROWS / 8; ++j) {
+            asm volatile("" ::: "memory");  // a few addresses at a time
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int value = row + 8 * j + 2 * quad_lane() + e % 2, channel = part.channel(i, e / 2);
+                const bool present = part.has(i) && value < VALUE_SIZE && channel < HEAD_SIZE;
+                visit(state[i][j][e], present, state_index<STATE_LAYOUT>(value, channel));
+            }
+        }
+}
+
+// Sums of 16 tokens to rows of a tensor, by way of `staged`.
+template <typename T>
+__device__ inline void write_outputs(T* target, i64 stride, bf16 (&staged)[16][VALUE_PITCH],
+                                     const Accumulator (&sum)[VALUE_ROWS / 8], int rows, int width) {
+    const Tile<VALUE_PITCH> tile = {shared_address(&staged[0][0])};
+#pragma unroll
+    for (int j = 0; j < VALUE_ROWS / 8; j += 2) {
+        const Accumulator &left = sum[j], &right = sum[j + 1];
+        store_block(tile, 0, 8 * j, {{pack_as<T>(left[0], left[1]), pack_as<T>(left[2], left[3]),
+                                      pack_as<T>(right[0], right[1]), pack_as<T>(right[2], right[3])}});
+    }
+    __syncwarp();
+    write_rows<T, VALUE_SIZE, 16, VALUE_ROWS, VALUE_PITCH, 32>(target, stride, reinterpret_cast<const T*>(&staged[0][0]),
+                                                               rows, width, lane_id());
+    __syncwarp();
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, 1) wkv7_group_scan(
+    const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
+    const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
+    T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states, T_STATE* __restrict__ last,
+    Strides input_strides, i64 tokens, i64 heads) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
+    const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
+    const i64 first_slot = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN);
+    const auto index_of = [&](int n) { return BACKWARD ? chunks - 1 - n : n; };  // chunks by the order they are met in
+    const auto place_of_chunk = [&](int n) { return (first_slot + index_of(n)) * heads + head; };
+
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            begin_barrier(smem.full[i], 1);
+            begin_barrier(smem.empty[i], CLUSTER * CONSUMERS / 32);
+        }
+        publish_barriers();
+    }
+    synchronize_cluster();
+
+    Turn turn;
+    if (warp >= CONSUMERS / 32) {  // keeps the ring full
+        leave_registers<COPY_REGISTERS>();
+        if (threadIdx.x == CONSUMERS) {
+            const int part = block_of_cluster();
+            for (int n = 0; n < chunks; ++n) {
+                const i64 place = place_of_chunk(n);
+                for (int step = 0; step < STEPS; ++step, turn.advance()) {
+                    Stage& stage = smem.ring[turn.slot];
+                    const uint4* source;
+                    uint4* target = &stage.tiles[0].units[0][0];
+                    int units = sizeof(stage.tiles) / 16;
+                    if (step == SLABS) {  // TA only where U is wanted
+                        const int skipped = BACKWARD || solved != nullptr ? 0 : TRIANGLE_UNITS;
+                        source = matrices + (place * MATRICES + FIRST_MATRIX) * TRIANGLE_UNITS + skipped;
+                        target = &stage.matrices[0].units[0][0] + skipped;
+                        units = TAKEN * TRIANGLE_UNITS - skipped;
+                    } else {
+                        const int pair = (step > SLABS) != BACKWARD, slab = step > SLABS ? step - SLABS - 1 : step;
+                        source = operands + ((place * 2 + pair) * SLABS + slab) * (2 * SLAB_UNITS);
+                    }
+                    const int own = units / CLUSTER;
+                    wait_for(smem.empty[turn.slot], turn.parity ^ 1);  // nobody in the cluster reads it any more
+                    expect_bytes(smem.full[turn.slot], 16 * units);
+                    copy_bulk<CLUSTER>(target + part * own, source + part * own, 16 * own, smem.full[turn.slot]);
+                }
+            }
+        }
+    } else {
+        take_registers<PRODUCT_REGISTERS>();
+        const int group_of_warps = warp / 4, own_row = warp % 4 * 16;  // of a product's 64
+        const Part part = {group_of_warps, own_row};
+        const auto release = [&](int slot) {
+            __syncwarp();
+            if (lane_id() < CLUSTER) arrive_at<CLUSTER>(smem.empty[slot], lane_id());
+        };
+
+        // Values: a thread copies, and converts, the same place of every chunk.
+        constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T_IO)), PER_ROW = VALUE_ROWS / VECTOR;
+        constexpr int ROW_STEP = CONSUMERS / PER_ROW;
+        const int value = threadIdx.x % PER_ROW * VECTOR, first_token = threadIdx.x / PER_ROW;
+        const bool has_value = block_row + value < VALUE_SIZE;
+        input += span.batch * input_strides.batch + (span.begin + first_token) * input_strides.token +
+                 head * input_strides.head + block_row + value;
+        const auto place_of_values = [&](int n, int row) {
+            return reinterpret_cast<T_IO*>(&smem.values[n % 2].units[row][value / 8 ^ row % 8]) + value % 8;
+        };
+        const auto load_values = [&](int n) {
+            if (n < chunks) {
+                const i64 token = i64(index_of(n)) * CHUNK_LEN;
+                const T_IO* from = input + token * input_strides.token;
+#pragma unroll
+                for (int row = first_token, i = 0; i < CHUNK_LEN / ROW_STEP; ++i, row += ROW_STEP) {
+                    const bool present = has_value && token + row < span.length;
+                    T_IO* const to = place_of_values(n, row);
+                    if constexpr (VECTOR == 1) *to = present ? *from : T_IO{};
+                    else copy_async<2 * VECTOR>(shared_address(to), from, present);
+                    from += ROW_STEP * input_strides.token;
+                }
+            }
+            commit_copies();
+        };
+        const auto convert_values = [&](int n) {  // tensor cores take bf16
+            if constexpr (!is_bf16<T_IO>)
+#pragma unroll
+                for (int row = first_token, i = 0; i < CHUNK_LEN / ROW_STEP; ++i, row += ROW_STEP) {
+                    T_IO* const at = place_of_values(n, row);
+#pragma unroll
+                    for (int j = 0; j < VECTOR; ++j) at[j] = {from_float<bf16>(to_float(at[j])).bits};
+                }
+        };
+
+        // Exponents of the lane's channels: a chunk's frame, and what the last one left behind.
+        using Exponents = float[OWN_SLABS][2];
+        Exponents begins = {}, ends = {}, behind = {};
+        const auto load_frame = [&](Exponents& to, int n, bool is_end) {
+            const float* const frame = frames + place_of_chunk(n) * (2 * CHANNELS) + (is_end != BACKWARD ? CHANNELS : 0);
+#pragma unroll
+            for (int i = 0; i < OWN_SLABS; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    if (part.has(i)) to[i][half] = frame[part.channel(i, half)];
+        };
+        StateSlab state[OWN_SLABS];
+        const auto scale = [&](bool is_last) {
+#pragma unroll
+            for (int i = 0; i < OWN_SLABS; ++i) {
+                float factor[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float exponent = behind[i][half] + (is_last ? 0.0f : begins[i][half]);
+                    factor[half] = exp2_fast(exponent / FACTOR_STEPS);
+                    behind[i][half] = ends[i][half];
+                }
+#pragma unroll
+                for (Accumulator& x : state[i])
+#pragma unroll
+                    for (int j = 0; j < 4 * FACTOR_STEPS; ++j) x[j % 4] *= factor[j % 4 / 2];
+            }
+        };
+        const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+        if (chunks > 0) load_frame(begins, 0, false);
+        load_values(0);
+        for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
+            x = present && first != nullptr ? to_float(first[state_offset + place]) : 0.0f;
+        });
+        const i64 out_stride = heads * VALUE_SIZE;
+        const i64 out_place = ((span.batch * tokens + span.begin + own_row) * heads + head) * VALUE_SIZE + block_row;
+        const int width = min(VALUE_ROWS, VALUE_SIZE - block_row);
+
+        for (int n = 0; n < chunks; ++n) {
+            const auto solution = tile_of(smem.solution), values = tile_of(smem.values[n % 2]);
+            load_frame(ends, n, true);
+            if (states != nullptr) {  // the last image may be overwritten
+                if (threadIdx.x % GROUP_THREADS == 0) wait_until_read();
+                synchronize_threads(2 + group_of_warps, GROUP_THREADS);
+            }
+            scale(false);
+#pragma unroll
+            for (int i = 0; i < OWN_SLABS; ++i)
+                if (part.has(i))
+#pragma unroll
+                    for (int j = 0; j < VALUE_ROWS / 8; j += 2)
+                        store_block_transposed(tile_of(smem.state[part.slab(i)]), 8 * j, own_row,
+                                               to_fragment(state[i][j], state[i][j + 1]));
+            if (n + 1 < chunks) load_frame(begins, n + 1, false);
+            wait_for_copies<0>();
+            convert_values(n);
+            publish_writes();
+            synchronize_threads(1, CONSUMERS);  // S' and the values are there, and nobody reads the last values any more
+            load_values(n + 1);
+            if (states != nullptr && threadIdx.x % GROUP_THREADS == 0) {
+#pragma unroll
+                for (int i = 0; i < OWN_SLABS; ++i) {
+                    const int slab = part.slab(i);
+                    uint4* const target = states + ((place_of_chunk(n) * SLABS + slab) * VALUES + block_row) * 8;
+                    if (part.has(i)) write_bulk(target, &smem.state[slab], sizeof(smem.state[slab]));
+                }
+                end_writes();
+            }
+
+            // X, or what Y has of the state.
+            Accumulator sum[VALUE_ROWS / 8] = {};
+            Turn released = turn;
+#pragma unroll 1
+            for (int slab = 0; slab < SLABS; ++slab, turn.advance()) {
+                wait_for(smem.full[turn.slot], turn.parity);
+                const auto operand = tile_of(smem.ring[turn.slot].tiles[group_of_warps]);
+                const auto image = tile_of(smem.state[slab]);
+                begin_products();
+#pragma unroll
+                for (int c = 0; c < SLAB; c += 16)
+                    multiply_group<VALUE_ROWS, Read::rows, Read::rows>(sum, descriptor(operand, 0, c),
+                                                                       descriptor(image, 0, c));
+                end_batch();
+                wait_for_batches<1>();
+                if (slab > 0) release(released.slot), released.advance();
+            }
+            wait_for_batches<0>();
+            hold(sum);
+            release(released.slot);
+            if (group_of_warps == 0) {
+#pragma unroll
+                for (int j = 0; j < VALUE_ROWS / 8; j += 2)
+                    store_block(solution, own_row, 8 * j, to_fragment(sum[j], sum[j + 1]));
+                publish_writes();
+            }
+            Fragment with_values[BLOCKS], with_solution[BLOCKS];
+            wait_for(smem.full[turn.slot], turn.parity);
+            // Forwards TA for U and M for Y; backwards G and Tm for dX, M for dV. Zeros where there is no block.
+            const Triangle(&triangles)[TAKEN] = smem.ring[turn.slot].matrices;
+            const auto for_values = tile_of(triangles[!BACKWARD ? group_of_warps : group_of_warps == 0 ? 2 : 0]);
+            const auto for_solution = tile_of(triangles[1]);
+            const int p = warp % 4;
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                with_values[q] = {}, with_solution[q] = {};
+                if (!BACKWARD && q <= p) with_values[q] = load_left(for_values, p, q);
+                if (BACKWARD && q >= p) with_values[q] = load_left_transposed(for_values, q, p);
+                if (BACKWARD && q >= p && group_of_warps == 0) with_solution[q] = load_left_transposed(for_solution, q, p);
+            }
+            release(turn.slot);
+            turn.advance();
+            synchronize_threads(1, CONSUMERS);  // X is there
+
+            // Both groups go the same way: the compiler cannot follow products that only some make.
+            if constexpr (BACKWARD) {
+#pragma unroll
+                for (Accumulator& x : sum)
+#pragma unroll
+                    for (float& e : x) e = group_of_warps == 0 ? 0.0f : e;
+            }
+            begin_products();
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                if constexpr (BACKWARD)
+                    multiply_group<VALUE_ROWS, Read::columns>(sum, with_solution[q],
+                                                              descriptor(group_of_warps == 0 ? solution : values, 16 * q, 0));
+                multiply_group<VALUE_ROWS, Read::columns>(sum, with_values[q], descriptor(values, 16 * q, 0));
+            }
+            end_batch();
+            int held = 0;  // the slot that products read
+#pragma unroll
+            for (int i = 0; i < OWN_SLABS; ++i) {
+                int slot = 0;
+#pragma unroll
+                for (int other = 0; other < GROUPS; ++other)
+                    if (GROUPS * i + other < SLABS) {
+                        wait_for(smem.full[turn.slot], turn.parity);
+                        // A last slab without a partner is multiplied by both, by one in vain.
+                        if (other == group_of_warps || GROUPS * i + 1 == SLABS) slot = turn.slot;
+                        else release(turn.slot);
+                        turn.advance();
+                    }
+                const Stage& stage = smem.ring[slot];
+                const auto with_x = tile_of(stage.tiles[0]), with_values = tile_of(stage.tiles[1]);
+                begin_products();
+#pragma unroll
+                for (int q = 0; q < CHUNK_LEN; q += 16) {
+                    multiply_group<VALUE_ROWS, Read::columns, Read::columns>(state[i], descriptor(with_x, q, 0),
+                                                                             descriptor(solution, q, 0));
+                    multiply_group<VALUE_ROWS, Read::columns, Read::columns>(state[i], descriptor(with_values, q, 0),
+                                                                             descriptor(values, q, 0));
+                }
+                end_batch();
+                wait_for_batches<1>();
+                if (i > 0) release(held);
+                held = slot;
+            }
+            hold(sum);
+            if (BACKWARD || group_of_warps == 1 || solved != nullptr) {  // while the last slab's products go on
+                const i64 token = i64(index_of(n)) * CHUNK_LEN, target = out_place + token * out_stride;
+                const int rows = static_cast<int>(min(span.length - token - own_row, i64(16)));
+                if (group_of_warps == 0) write_outputs(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
+                else write_outputs(output + target, out_stride, smem.outputs[warp], sum, rows, width);
+            }
+            wait_for_batches<0>();
+#pragma unroll
+            for (StateSlab& own : state) hold(own);
+            release(held);
+        }
+        if (last != nullptr) {
+            scale(true);
+            for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
+                if (present) last[state_offset + place] = from_float<T_STATE>(x);
+            });
+        }
+        wait_until_read();
+    }
+    synchronize_cluster();  // nobody leaves while others copy to it
+}
