@@ -73,7 +73,6 @@ def nvrtc() -> Any:
     NvrtcNotFoundError
         The library is not there.
     """
-    from_wheel = next((13 if "cuda13x" in wheel else 12 for wheel in installed_cupy()), 12)
     cupy()
     from cupy.cuda import nvrtc as module
 
@@ -81,9 +80,14 @@ def nvrtc() -> Any:
         module.getVersion()
     except Exception as error:  # CuPy raises differently by version; each means that the library did not load
         raise NvrtcNotFoundError(
-            f"CuPy is there but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[from_wheel]}"
+            f"CuPy is there but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[_cuda_of_wheel()]}"
         ) from error
     return module
+
+
+def _cuda_of_wheel() -> int:
+    """Return the CUDA that the installed CuPy is for."""
+    return next((13 if "cuda13x" in wheel else 12 for wheel in installed_cupy()), 12)
 
 
 def nvrtc_library() -> str:
@@ -91,9 +95,18 @@ def nvrtc_library() -> str:
 
     CuPy takes what its finder finds, whatever CUDA CuPy is for: a library that is loaded already, else an installed
     one, and of several the newest. The finder remembers what it found.
+
+    Raises
+    ------
+    NvrtcNotFoundError
+        The library is not there, or CuPy is older than the finder.
     """
     nvrtc()
-    from cuda.pathfinder import load_nvidia_dynamic_lib
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError as error:
+        wheel = next(iter(installed_cupy()), "CuPy")
+        raise NvrtcNotFoundError(f"{wheel} is too old:\n    {INSTALL[_cuda_of_wheel()]}") from error
 
     path: str = os.path.realpath(load_nvidia_dynamic_lib("nvrtc").abs_path)
     return path

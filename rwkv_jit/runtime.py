@@ -81,12 +81,10 @@ def specialize(
     >>> kernel.origin, kernel.spill_bytes
     ('compiled', 0)
     """
-    request = _request(
+    name, request = _request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
-    name = request.template.name
-    chosen = backends.KERNELS["scan" if name.endswith("_scan") else name.split("_")[1]]
-    return prepared.get_kernels(chosen.nearest, [request], chunk_len, num_threads)[0]
+    return prepared.get_kernels(backends.KERNELS[name].nearest, [request], chunk_len, num_threads)[0]
 
 
 def compile_async(
@@ -124,9 +122,10 @@ def compile_async(
     >>> futures = [rwkv_jit.compile_async("wkv7", head_size=n, arch="sm_90") for n in (64, 96)]
     >>> kernels = [future.result() for future in futures]
     """
-    return kernel.get_async(
-        _request(op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters)
+    _, request = _request(
+        op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
+    return kernel.get_async(request)
 
 
 def warm(
@@ -240,16 +239,17 @@ def call_requests(
         chosen["t_u"] = chosen["t_w"]
     purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
     calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes, _known_choices(arch))
-    found = [
+    of_calls = [
         _request(
             op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
         )
         for call in calls
     ]  # fmt: skip
     target, also = tensors.targets(arch)
-    if any("_chunked_" in request.template.name for request in found):
+    found = [request for _, request in of_calls]
+    if any(name == "chunked" for name, _ in of_calls):
         found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
-    for request in [request for request in found if request.template.name.endswith("_scan")]:
+    for request in [request for name, request in of_calls if name == "scan"]:
         length = int(request.parameters["CHUNK_LEN"])
         found += scan.companions(op, direction, head_size, head_size, request.parameters, target, length, also)
     return found
@@ -260,8 +260,8 @@ def _request(
     backend: str, decay: str, chunk_len: int | None, num_threads: int | None, parameters: dict[str, Parameter],
     decay_bound: float | None = None, tokens: int = backends.LEAST_TOKENS, few_heads: bool = False,
     training: bool = True, known: Sequence[Choice] | None = None,
-) -> kernel.Request:  # fmt: skip
-    """Check everything and return the kernel of one direction that calls of so many tokens take."""
+) -> tuple[str, kernel.Request]:  # fmt: skip
+    """Check everything and return the backend and the kernel of one direction that calls of so many tokens take."""
     layout = str(parameters.get("state_layout", "vk"))
     boundary.check_options(1.0, decay, decay_bound, layout, 1, chunk_len, num_threads, backend)
     for name, value, legal in (("op", op, tuple(OPS)), ("direction", direction, DIRECTIONS)):
@@ -298,11 +298,12 @@ def _request(
         name, length, num_threads, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known
     )
     chosen = prepared.blocks_chosen(direction, geometry)
-    chosen |= {name.upper(): value for name, value in parameters.items()}
-    return backends.KERNELS[name].specialize(
+    chosen |= {parameter.upper(): value for parameter, value in parameters.items()}
+    request = backends.KERNELS[name].specialize(
         op, direction, head_size, value_size, types, target, geometry.chunk_len, geometry.num_threads, few_heads,
         chosen, also,
     )  # fmt: skip
+    return name, request
 
 
 def _known_choices(arch: str | None) -> list[Sequence[Choice]]:

@@ -4,6 +4,7 @@ import ast
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from importlib import metadata
@@ -152,6 +153,16 @@ def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monke
         assert f"{name} {number}" in first
     assert "are both installed" in first
     assert last == f"    {command}"
+
+
+@pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
+def test_cupy_without_a_finder_is_too_old(wheel, command, monkeypatch):
+    monkeypatch.setattr(cuda, "nvrtc", lambda: None)
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: [f"{wheel} 13.6.0"])
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    with pytest.raises(NvrtcNotFoundError) as caught:
+        cuda.nvrtc_library()
+    assert str(caught.value) == f"{wheel} 13.6.0 is too old:\n    {command}"
 
 
 @pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
