@@ -107,7 +107,11 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
     if (segment < SEGMENTS) totals[segment][threadIdx.x % PAIRS] = sum;
 }
 
-struct Frame { float2 middle, end; };  // m and D of a thread's pair of channels
+// m and D of a thread's pair of channels, and the largest c_t - m of its tokens, which growth may hide from the two.
+struct Frame {
+    float2 middle, end;
+    float farthest;
+};
 
 // Second half, after a barrier: the operands. `growth` takes e^(c_t - m) in rows 1 .. CHUNK_LEN and e^(-m) in row 0.
 template <bool KEEPS_GROWTH, int GROWTH_PITCH>
@@ -147,6 +151,7 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
             const float2 sum = sums.at[first + i];
             const float2 c = {origin.x + RATE_UNIT * sum.x, origin.y + RATE_UNIT * sum.y};
             const float2 shrink = {exp2_fast(-c.x), exp2_fast(-c.y)};
+            frame.farthest = fmaxf(frame.farthest, fmaxf(fabsf(c.x), fabsf(c.y)));
             const auto write = [&](KeyTile& tile, unsigned word, float2 factor) {
                 const float2 x = unpack(word);
                 *reinterpret_cast<unsigned*>(&tile[token][position]) = pack(x.x * factor.x, x.y * factor.y);

@@ -7,6 +7,9 @@
 //   v, y     [batch, tokens, heads, V]  T_IO   in, out
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads]  out or null: S' of every chunk
+//   leaves  [sequences, heads]  out: 1 where some |c_t - m| is above LARGEST_DECAY (in units of 1, not of log 2) or no
+//           number, so that operands and what is made of them leave the range of bfloat16; else 0. For a LARGEST_DECAY
+//           of 0 nothing is looked at and nothing written.
 //
 // Grid (sequences, heads). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
@@ -26,12 +29,14 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
+__device__ inline bool in_range(float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; }
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_forward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    Checkpoint* __restrict__ checkpoints, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
-    Strides a_strides, Strides b_strides, i64 tokens, i64 heads, float scale) {
+    Checkpoint* __restrict__ checkpoints, int* __restrict__ leaves, Strides r_strides, Strides w_strides,
+    Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
@@ -82,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const auto values = tile_of(smem.v), outputs = tile_of(smem.y);
 
     float2 behind = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
+    bool leaves_range = false;
     for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         RateSums sums;
@@ -96,6 +102,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
             write_operands<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, nullptr);
         write_factor(smem.factor, {behind.x + frame.middle.x, behind.y + frame.middle.y});
         behind = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        if constexpr (LARGEST_DECAY > 0) {
+            leaves_range |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
+            leaves_range |= !(in_range(behind.x) && in_range(behind.y));
+            if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_range |= !in_range(frame.farthest);
+        }
         if constexpr (!is_bf16<T_IO>) {
             for (int i = lane_id(); i < CHUNK_LEN * SLAB / 2; i += 32) {
                 unsigned& word = *reinterpret_cast<unsigned*>(&smem.v[i / (SLAB / 2)][first_value + i % (SLAB / 2) * 2]);
@@ -206,6 +217,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
             lane_id());
     }
     wait_for_copies<0>();
+    if constexpr (LARGEST_DECAY > 0) {
+        const bool found = __syncthreads_or(leaves_range);
+        if (threadIdx.x == 0) leaves[sequence * heads + head] = found;
+    }
     if (final_state == nullptr) return;
     __syncthreads();
     write_factor(smem.factor, behind);

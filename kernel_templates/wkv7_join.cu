@@ -9,63 +9,91 @@
 //   states       [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
 //   last         [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
-// Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory. All fp32.
-#include "sequence.cuh"
+// Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, 16 lanes each, and
+// goes through P a few rows at a time, with the next ones on their way. All fp32.
+#include "copy.cuh"
 
-constexpr int ROWS = 16, DEPTH = 32;  // value rows of a block; rows of P at a time
-constexpr int COLUMNS = ceil_div(HEAD_SIZE, 16);
-static_assert(NUM_THREADS == 256, "num_threads must be 256");
+constexpr int ROWS = NUM_THREADS / 16, DEPTH = min_of(HEAD_SIZE, 16), STAGES = 4;  // value rows; rows of P at a time
+constexpr int TILES = ceil_div(HEAD_SIZE, DEPTH);
+constexpr int GROUPS = ceil_div(HEAD_SIZE, 64);  // of four neighbouring columns, for a lane
+constexpr int PITCH = 64 * GROUPS + 4;
+static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS <= 256, "num_threads must be a multiple of 32 up to 256");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
     const float* __restrict__ transitions, const float* __restrict__ additions, const float* __restrict__ first,
     float* __restrict__ states, float* __restrict__ last, i64 heads, i64 segments) {
-    __shared__ float state[ROWS][HEAD_SIZE], part[DEPTH][HEAD_SIZE + 1];
+    __shared__ float state[ROWS][64 * GROUPS];
+    __shared__ alignas(16) float ring[STAGES][DEPTH][PITCH];
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const int row = threadIdx.x / 16, lane = threadIdx.x % 16, value = blockIdx.z * ROWS + row;
-    const bool present = value < VALUE_SIZE;
     const i64 own = i64(value) * HEAD_SIZE;
-    float now[COLUMNS];
+    const auto column = [&](int c) { return c / 4 * 64 + 4 * lane + c % 4; };
+    const auto exists = [&](int c) { return value < VALUE_SIZE && column(c) < HEAD_SIZE; };
+    const auto item = [&](i64 step) {
+        return (sequence * segments + (BACKWARD ? segments - 1 - step : step)) * heads + head;
+    };
+    i64 coming = 0;  // the step whose rows are copied next, and which of them
+    int coming_tile = 0, coming_stage = 0;
+    const auto copy = [&] {
+        if (coming < segments) {
+            const float* const p = transitions + item(coming) * (HEAD_SIZE * HEAD_SIZE);
+            const int begin = coming_tile * DEPTH, depth = min(DEPTH, HEAD_SIZE - begin);
+            constexpr int VECTOR = !BACKWARD && HEAD_SIZE % 4 == 0 ? 4 : 1, PER_LINE = HEAD_SIZE / VECTOR;
+            for (int i = threadIdx.x; i < DEPTH * PER_LINE; i += NUM_THREADS) {
+                // A row of P, or backwards a column: neighbouring threads read neighbours.
+                const int line = BACKWARD ? i % DEPTH : i / PER_LINE, at = BACKWARD ? i / DEPTH : i % PER_LINE * VECTOR;
+                const float* const from = BACKWARD ? p + at * HEAD_SIZE + begin + line : p + (begin + line) * HEAD_SIZE + at;
+                if (line < depth) copy_async<4 * VECTOR>(shared_address(&ring[coming_stage][line][at]), from, true);
+            }
+        }
+        commit_copies();
+        coming_stage = (coming_stage + 1) % STAGES;
+        if (++coming_tile == TILES) coming_tile = 0, ++coming;
+    };
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-        const int column = lane + 16 * c;
-        const bool exists = present && column < HEAD_SIZE && first != nullptr;
-        now[c] = exists ? first[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own + column] : 0.0f;
-    }
+    for (int i = 0; i < STAGES - 1; ++i) copy();
+
+    float now[4 * GROUPS];
+#pragma unroll
+    for (int c = 0; c < 4 * GROUPS; ++c)
+        now[c] = exists(c) && first != nullptr
+            ? first[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own + column(c)] : 0.0f;
+    int stage = 0;
     for (i64 step = 0; step < segments; ++step) {
-        const i64 segment = (sequence * segments + (BACKWARD ? segments - 1 - step : step)) * heads + head;
-        const float* const p = transitions + segment * (HEAD_SIZE * HEAD_SIZE);
-        float next[COLUMNS];
+        const i64 offset = item(step) * (VALUE_SIZE * HEAD_SIZE) + own;
+        float next[4 * GROUPS] = {}, added[4 * GROUPS] = {};
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-            const int column = lane + 16 * c;
-            if (column >= HEAD_SIZE) continue;
-            state[row][column] = now[c];
-            next[c] = present ? additions[segment * (VALUE_SIZE * HEAD_SIZE) + own + column] : 0.0f;
-            if (present) states[segment * (VALUE_SIZE * HEAD_SIZE) + own + column] = now[c];
+        for (int c = 0; c < 4 * GROUPS; ++c) {
+            state[row][column(c)] = now[c];
+            if (!exists(c)) continue;
+            added[c] = additions[offset + column(c)];
+            states[offset + column(c)] = now[c];
         }
         for (int begin = 0; begin < HEAD_SIZE; begin += DEPTH) {
+            wait_for_copies<STAGES - 2>();
+            __syncthreads();  // the rows are there, and nobody reads the last ones any more
+            copy();
             const int depth = min(DEPTH, HEAD_SIZE - begin);
-            __syncthreads();
-            for (int i = threadIdx.x; i < depth * HEAD_SIZE; i += NUM_THREADS) {
-                if (BACKWARD) part[i % depth][i / depth] = p[i / depth * HEAD_SIZE + begin + i % depth];
-                else part[i / HEAD_SIZE][i % HEAD_SIZE] = p[begin * HEAD_SIZE + i];
-            }
-            __syncthreads();
-#pragma unroll 8
-            for (int i = 0; i < depth; ++i) {
+#pragma unroll
+            for (int i = 0; i < DEPTH; ++i) {
+                if (HEAD_SIZE % DEPTH != 0 && i >= depth) break;
                 const float factor = state[row][begin + i];
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c)
-                    if (lane + 16 * c < HEAD_SIZE) next[c] += factor * part[i][lane + 16 * c];
+                for (int g = 0; g < GROUPS; ++g) {
+                    const float4 four = *reinterpret_cast<const float4*>(&ring[stage][i][64 * g + 4 * lane]);
+                    next[4 * g] += factor * four.x, next[4 * g + 1] += factor * four.y;
+                    next[4 * g + 2] += factor * four.z, next[4 * g + 3] += factor * four.w;
+                }
             }
+            stage = (stage + 1) % STAGES;
         }
-        __syncthreads();
+        __syncwarp();  // the lanes of a row are of one warp
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) now[c] = next[c];
+        for (int c = 0; c < 4 * GROUPS; ++c) now[c] = next[c] + added[c];
     }
-    if (last == nullptr || !present) return;
+    wait_for_copies<0>();
+    if (last == nullptr) return;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; ++c)
-        if (lane + 16 * c < HEAD_SIZE)
-            last[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own + lane + 16 * c] = now[c];
+    for (int c = 0; c < 4 * GROUPS; ++c)
+        if (exists(c)) last[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own + column(c)] = now[c];
 }

@@ -12,7 +12,7 @@ import torch
 
 from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, choices, chunked, prepared, scan, split, wkv6, wkv7
+from rwkv_jit.ops import backends, boundary, choices, chunked, prepared, scan_geometry, split, wkv6, wkv7
 from rwkv_jit.ops.choices import Choice
 from rwkv_jit.template import Parameter
 
@@ -50,15 +50,16 @@ def specialize(
     direction : {"forward", "backward"}, default "forward"
         Which kernels.
     backend : {"auto", "recurrent", "chunked", "split"}, default "auto"
-        Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked", the tensor
-        cores, takes any `decay`, as the bound is a promise of calls; "split" runs the same kernels.
+        Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked" is the tensor
+        cores; "split" runs the same kernels.
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         The map from w to the per-step factor.
     chunk_len, num_threads : int, optional
         By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
     **parameters
         Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv6),
-        state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm (chunked).
+        state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
+        and for the forward largest_decay (chunked): 0 is for calls with a `decay_bound`.
 
     Returns
     -------
@@ -166,13 +167,13 @@ def warm(
     progress : callable, optional
         Called with the numbers of finished and of all kernels, before the first and after each.
     decay_bound : float, optional
-        The promise that calls will give: with it, or with "sigmoid", long calls take the chunked kernels.
+        The promise that calls will give: it can make chunks shorter, and kernels then need not look at the decays.
 
     Returns
     -------
     list of Kernel
         One per architecture, head size, dtype and direction; a second forward, for calls with few heads, where that is
-        another kernel; and where long calls take the chunked kernels those too, before the recurrent ones.
+        another kernel; and where long calls take the tensor cores those kernels too, before the recurrent ones.
 
     Raises
     ------
@@ -247,11 +248,17 @@ def call_requests(
     ]  # fmt: skip
     target, also = tensors.targets(arch)
     found = [request for _, request in of_calls]
-    if any(name == "chunked" for name, _ in of_calls):
+    of_chunks = [request for name, request in of_calls if name == "chunked"]
+    if of_chunks:
         found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
+    for like in of_chunks:
+        found.append(split.segment_request(op, like.parameters, direction == "backward", target, also))
     for request in [request for name, request in of_calls if name == "scan"]:
         length = int(request.parameters["CHUNK_LEN"])
-        found += scan.companions(op, direction, head_size, head_size, request.parameters, target, length, also)
+        if direction == "forward" and backends.is_guarded("scan", length, decay, decay_bound):
+            types = {**request.parameters, "T_W": chosen["t_w"], "DECAY": decay}
+            found.append(scan_geometry.look_request(op, head_size, types, length, target, also))
+        found += scan_geometry.companions(op, direction, head_size, head_size, request.parameters, target, length, also)
     return found
 
 
@@ -288,16 +295,15 @@ def _request(
     }  # fmt: skip
     if OPS[op].fixed:
         types["T_U"] = storage
-    # Who asks for a chunked kernel by its name will promise the bound in the calls.
     if backend == "split" and max(head_size, value_size) <= chunked.LARGEST_HEAD:
         backend = "chunked"  # the same kernels
-    known_decay = "sigmoid" if backend in ("chunked", "split") else decay
-    case = backends.Case(op, dtype, head_size, value_size, tokens, known_decay, decay_bound, chunk_len, training)
+    case = backends.Case(op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, training)
     name, length = backends.choose(backend, case, lambda: target)
     geometry = backends.geometry(
         name, length, num_threads, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known
     )
-    chosen = prepared.blocks_chosen(direction, geometry)
+    guarded = backends.is_guarded(name, geometry.chunk_len, decay, decay_bound)
+    chosen = prepared.chosen(direction, geometry, guarded and name == "chunked")
     chosen |= {parameter.upper(): value for parameter, value in parameters.items()}
     request = backends.KERNELS[name].specialize(
         op, direction, head_size, value_size, types, target, geometry.chunk_len, geometry.num_threads, few_heads,

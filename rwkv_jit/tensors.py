@@ -232,6 +232,11 @@ def aligned(x: Tensor, vector: int) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % alignment(x, vector) else x
 
 
+def readable(x: Tensor, vector: int) -> Tensor:
+    """Return `x`, or a copy where a kernel cannot read it in place."""
+    return aligned(x.contiguous() if needs_copy(x, vector) else x, vector)
+
+
 class _Capsule:
     """A tensor's DLPack capsule without the stream handshake, which would wait for CuPy's stream."""
 

@@ -103,7 +103,7 @@ def _default(key: choices.Key, size: int) -> Call:
     requests = [
         (direction, chunked.specialize(
             OP, direction, size, size, {}, arch, geometry.chunk_len, geometry.num_threads,
-            chosen=prepared.blocks_chosen(direction, geometry),
+            chosen=prepared.chosen(direction, geometry),
         ).parameters)
         for direction in (("forward", "backward") if training else ("forward",))
     ]  # fmt: skip
@@ -196,8 +196,8 @@ class _Kernels:
 
 
 def _options(geometry: Geometry) -> Options:
-    chunk_len, num_threads, *blocks = geometry
-    return Options(1.0, DECAY, "vk", 64, chunk_len, num_threads, "chunked", *blocks)
+    chunk_len, num_threads, forward_blocks, backward_blocks = geometry
+    return Options(1.0, DECAY, "vk", 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks)
 
 
 def _error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import choices, chunked, prepared, recurrent, scan, split
+from rwkv_jit.ops import choices, chunked, guarded, prepared, recurrent, scan, scan_geometry, split
 from rwkv_jit.ops.choices import Choice
-from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options
+from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options, Saved
 
 # By the names that a call's options have once the rule has been asked; callers say "split" for the scan too.
 KERNELS: dict[str, Kernels] = {"recurrent": recurrent, "chunked": chunked, "split": split, "scan": scan}
@@ -38,13 +38,29 @@ class Case(NamedTuple):
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
 
 
-Forward = prepared.Forward | split.Forward | scan.Forward
+Forward = prepared.Forward | split.Forward | scan.Forward | guarded.Forward
+
+
+def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
+    """Return what the forward of a call saves."""
+    found = KERNELS[options.backend].saved_for(inputs, packed, options)
+    return Saved(guarded.kept_for(found, inputs).floats) if options.guarded else found
 
 
 def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> Forward:
     """Prepare what a forward launches: one kernel, or where the backend says so several."""
+    given = (inputs, state_dtype, packed, options, training)
+    if options.guarded:
+        saved = KERNELS[options.backend].saved_for(inputs, packed, options)
+        return guarded.prepare_forward(_prepare_forward, saved, *given)
+    return _prepare_forward(*given)
+
+
+def _prepare_forward(
+    inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
+) -> prepared.Forward | split.Forward | scan.Forward:
     if options.backend == "split":
         return split.prepare_forward(inputs, state_dtype, packed, options, training)
     if options.backend == "scan":
@@ -56,13 +72,25 @@ def forward(known: Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Ten
     """Run what was prepared for a call."""
     if isinstance(known, prepared.Forward):
         return prepared.forward(known, *arguments)
+    if isinstance(known, guarded.Forward):
+        return guarded.forward(forward, known, *arguments)
     return scan.forward(known, *arguments) if isinstance(known, scan.Forward) else split.forward(known, *arguments)
 
 
-def backward(options: Options, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """Run the backward of a call with these options."""
-    inputs, dy, grad_final_state, cu_seqlens, saved, want_initial_state = arguments
-    following = (inputs, dy, grad_final_state, cu_seqlens, saved, options, want_initial_state)
+def backward(
+    options: Options,
+    inputs: Inputs,
+    dy: Tensor,
+    grad_final_state: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """Run the backward of a call with these options, as `prepared.backward` does; `state` is the initial one."""
+    if options.guarded:
+        of_fast = KERNELS[options.backend].saved_for(inputs, cu_seqlens is not None, options)
+        return guarded.backward(backward, of_fast, inputs, dy, grad_final_state, state, cu_seqlens, saved, options)
+    following = (inputs, dy, grad_final_state, cu_seqlens, saved, options, state is not None)
     if options.backend == "split":
         return split.backward(*following)
     if options.backend == "scan":
@@ -80,13 +108,14 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
               half the multiprocessors and the tokens make 4 equal segments or more, of at least 512
     chunked   wkv7 in float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer
               than twice the values, in chunks whose shared memory this architecture has;
-              a decay that is known to be bounded: decay="sigmoid", or a `decay_bound` whose size times
-              chunk_len / 2 is at most 64 (-4 at 32, -8 at 16);
               LEAST_TOKENS per sequence on average; chunk_len not given, or one of its own
-    scan      the same for a head size or value size above 128 and up to 1024, with chunks of 64 or 32 tokens
-              (a `decay_bound` of -2 or -4); "split" asks for it too
+    scan      the same for a head size or value size above 128 and up to 1024, with chunks of 64 or 32 tokens;
+              "split" asks for it too
     recurrent everything else
     ========= ==========================================================================================
+
+    All but the recurrent kernels need decays whose size times chunk_len / 2 is at most 64: decay="sigmoid", or a
+    `decay_bound` of -2, -4 or -8 at 64, 32 or 16. Any others are `guarded`.
 
     Raises
     ------
@@ -95,33 +124,42 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     """
     if backend == "recurrent" or (backend == "auto" and case.tokens < LEAST_TOKENS):
         return "recurrent", case.chunk_len
-    reason = chunked.obstacle(
-        case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.decay, case.decay_bound,
-        case.training,
-    )  # fmt: skip
+    reason = chunked.obstacle(case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.training)
     if reason is None:
-        default = chunked.default_chunk_len(case.head_size, case.value_size, arch(), case.training)
+        length = case.chunk_len or _chunk_len(case, arch())
         if backend == "chunked":
-            return "chunked", case.chunk_len or default
+            return "chunked", length
         multiprocessors = case.multiprocessors and case.multiprocessors()
         least = split.LEAST_SEGMENTS if backend == "split" else 1
         cannot = split.obstacle(case.blocks, case.tokens, case.packed, multiprocessors, least)
         if cannot is None:
-            return "split", case.chunk_len or default
+            return "split", length
         if backend == "split":
             raise UnsupportedConfigError(f"backend: 'split' {cannot}; use 'auto' or 'chunked'")
-        return "chunked", case.chunk_len or default
+        return "chunked", length
     if backend != "chunked" and max(case.head_size, case.value_size) > chunked.LARGEST_HEAD:
-        reason = scan.obstacle(
-            case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.decay, case.decay_bound
-        )
+        reason = scan_geometry.obstacle(case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len)
         if reason is None:
-            length = scan.default_chunk_len(case.head_size, case.value_size, arch(), case.decay, case.decay_bound)
+            length = scan_geometry.default_chunk_len(case.head_size, arch(), case.decay, case.decay_bound)
             return "scan", case.chunk_len or length
     if backend == "auto":
         return "recurrent", case.chunk_len
     text, *values = reason
     raise UnsupportedConfigError(f"backend: {backend!r} {text.format(*values)}; use 'auto' or 'recurrent'")
+
+
+def _chunk_len(case: Case, arch: str) -> int:
+    """Return the rule's chunk, or a shorter one where that keeps a promise about the decays."""
+    length = chunked.default_chunk_len(case.head_size, case.value_size, arch, case.training)
+    kept = [n for n in (length, *chunked.CHUNK_LENS) if chunked.is_bounded(case.decay, case.decay_bound, n)]
+    return (kept or [length])[0]
+
+
+def is_guarded(backend: str, chunk_len: int | None, decay: str, decay_bound: float | None) -> bool:
+    """Return whether a call's decays may leave the range of its kernels."""
+    if backend in ("recurrent", "reference") or chunk_len is None:
+        return False
+    return not chunked.is_bounded(decay, decay_bound, chunk_len)
 
 
 def geometry(
@@ -138,12 +176,13 @@ def geometry(
     the backend: where its chunks are too long for the decay of a call, the rule's are taken.
     """
     if backend in ("chunked", "split") and case.chunk_len is None and num_threads is None:
+        assert chunk_len is not None  # `choose` has found it
         found = choices.find(known(), case.op, case.head_size, case.value_size, case.training)
         if found is not None:
             reason = chunked.obstacle(
-                case.op, case.dtype, case.head_size, case.value_size, arch, found.chunk_len, case.decay,
-                case.decay_bound, case.training,
-            )  # fmt: skip
-            if reason is None:
+                case.op, case.dtype, case.head_size, case.value_size, arch, found.chunk_len, case.training
+            )
+            bounded = [n for n in (chunk_len, found.chunk_len) if chunked.is_bounded(case.decay, case.decay_bound, n)]
+            if reason is None and (found.chunk_len in bounded or not bounded):
                 return found.geometry
     return Geometry(chunk_len, num_threads)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, prepared, scan, split
+from rwkv_jit.ops import backends, choices, guarded, prepared, scan, split
 from rwkv_jit.ops.prepared import Geometry, Options
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
 _OPTIONS = (
     "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
-    "int? forward_blocks, int? backward_blocks"
+    "int? forward_blocks, int? backward_blocks, bool guarded"
 )
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
@@ -52,6 +52,7 @@ def _forget() -> None:
     prepared.forget()
     split.forget()
     scan.forget()
+    guarded.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -157,8 +158,8 @@ def _check(
         )
     scale, decay, layout, interval, *_ = options
     found = Options(
-        scale, decay, layout, interval, geometry.chunk_len, geometry.num_threads, backend,
-        geometry.forward_blocks, geometry.backward_blocks,
+        scale, decay, layout, interval, *geometry[:2], backend, *geometry[2:],
+        guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
     )  # fmt: skip
     return given, initial_state, cu_seqlens, found
 
@@ -312,7 +313,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
             final = v.new_empty((inputs.sequences, heads, *sizes), dtype=dtype)
         if save and options.backend in backends.KERNELS:
-            kept = backends.KERNELS[options.backend].saved_for(inputs, cu_seqlens is not None, options)
+            kept = backends.saved_for(inputs, cu_seqlens is not None, options)
             saved = v.new_empty(kept.floats, dtype=torch.float32)
         return torch.empty_like(v, memory_format=torch.contiguous_format), final, saved
 
@@ -323,7 +324,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         inputs = _inputs(name, streamed, given, cu_seqlens)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
         grads, fixed_grads, grad_initial = backends.backward(
-            options, inputs, dy, grad_final, cu_seqlens, arguments[-1], state is not None
+            options, inputs, dy, grad_final, state, cu_seqlens, arguments[-1]
         )
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
         return (*grads, *totals, given[0].new_empty(0) if grad_initial is None else grad_initial.to(state.dtype))

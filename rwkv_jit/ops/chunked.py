@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rwkv_jit import kernel, template
 from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops import prepared
 from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
@@ -20,9 +21,6 @@ CHUNK_LENS = (32, 16)
 LEAST_ARCH = 80  # mma.sync of bfloat16, cp.async
 LARGEST_HEAD = 128
 MOST_HEADS = 65535  # of a grid's second extent
-# The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
-# of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
-LARGEST_DECAY = 64.0
 # What is worth measuring: threads of the forward's blocks, and threads that a multiprocessor shall have room for, which
 # leaves them 255, 168 and 128 registers each.
 FORWARD_THREADS = (64, 128, 256, 512)
@@ -39,8 +37,6 @@ def obstacle(
     value_size: int,
     arch: Callable[[], str],
     chunk_len: int | None = None,
-    decay: str = "sigmoid",
-    decay_bound: float | None = None,
     training: bool = True,
 ) -> tuple[Any, ...] | None:
     """Return why these kernels cannot do a call; None where they can.
@@ -58,13 +54,6 @@ def obstacle(
         return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
     if chunk_len is not None and chunk_len not in CHUNK_LENS:
         return "takes chunk_len 16 or 32, got {}", chunk_len
-    unbounded = (
-        "needs a bounded decay: decay='sigmoid' or decay_bound of at least {:g} at chunk_len={}, got decay={!r}, "
-        "decay_bound={}"
-    )
-    if decay != "sigmoid" and decay_bound is None:
-        longest = chunk_len or CHUNK_LENS[0]
-        return unbounded, -2 * LARGEST_DECAY / longest, longest, decay, decay_bound
     target = arch()
     if arch_number(target) < LEAST_ARCH:
         return "needs an architecture from sm_{} on, got {}", LEAST_ARCH, target
@@ -73,9 +62,12 @@ def obstacle(
     if wanted > there:
         needs = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
         return needs, wanted, head_size, value_size, length, target, there
-    if decay != "sigmoid" and decay_bound is not None and -decay_bound * length / 2 > LARGEST_DECAY:
-        return unbounded, -2 * LARGEST_DECAY / length, length, decay, decay_bound
     return None
+
+
+def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
+    """Return whether no decay leaves the range of chunks of this length; `guarded` takes calls where one may."""
+    return decay == "sigmoid" or (decay_bound is not None and -decay_bound * chunk_len / 2 <= prepared.LARGEST_DECAY)
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
@@ -224,6 +216,8 @@ def specialize(
     }  # fmt: skip
     if direction == "backward":
         parameters.pop("T_STATE", None)  # states come as fp32 there
+    else:
+        parameters.setdefault("LARGEST_DECAY", 0)  # without a look at the decays
     return kernel.Request(template.library(f"{op}_chunked_{direction}"), parameters, arch, also)
 
 
@@ -257,4 +251,5 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
     if heads > MOST_HEADS:
         raise UnsupportedConfigError(f"backend: 'chunked' takes up to {MOST_HEADS} heads, got {heads}; use 'recurrent'")
     constants = [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
-    return Launch((inputs.sequences, heads, 1), int(found.parameters["SHARED_BYTES"]), constants)
+    shared = int(found.parameters["SHARED_BYTES"])
+    return Launch((inputs.sequences, heads, 1), shared, constants, takes_flags=direction == "forward")

@@ -21,6 +21,10 @@ from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.launch import Extent, Plan
 from rwkv_jit.template import Parameter
 
+# The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
+# of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
+LARGEST_DECAY = 64
+
 
 class Geometry(NamedTuple):
     """How blocks are cut, where something else than a backend's rule says so."""
@@ -43,6 +47,7 @@ class Options(NamedTuple):
     backend: str
     forward_blocks: int | None = None
     backward_blocks: int | None = None
+    guarded: bool = False  # heads whose decay leaves the kernels' range are done by the recurrent ones
 
 
 @dataclass(slots=True)
@@ -78,6 +83,9 @@ class Launch(NamedTuple):
     shared_bytes: int  # dynamic ones
     constants: list[bytes]  # after the strides
     scratch: int | None = None  # floats behind the last address; None where the kernel wants none
+    # A flag for every sequence and head, whose decays leave the range of chunks: the chunked forward writes it, and the
+    # recurrent kernels compute these heads alone.
+    takes_flags: bool = False
 
 
 class Kernels(Protocol):
@@ -129,6 +137,7 @@ class Forward(NamedTuple):
     state_shape: tuple[int, ...]
     saved: Saved
     options: Options
+    takes_flags: bool
 
 
 class Backward(NamedTuple):
@@ -138,6 +147,7 @@ class Backward(NamedTuple):
     copies: tuple[bool, ...]
     saved: Saved
     scratch: int | None
+    takes_flags: bool
 
 
 MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
@@ -152,10 +162,15 @@ def forward(
     bounds: Tensor | None,
     output_final_state: bool,
     save: bool,
+    into: Tensor | None = None,
+    flags: Tensor | None = None,
+    results: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Launch a prepared forward on tensors of its signature; `bounds` are those of packed sequences.
 
-    Return y, the final state, and what the backward needs; None for what is not wanted.
+    Return y, the final state, and what the backward needs, `into` where that is given; None for what is not wanted.
+    `results` are y, empty where it is not wanted, and the final state, where they are there already and only heads with
+    `flags` are computed; bounds have been checked then.
     """
     plan = known.plan
     if known.copies:
@@ -165,16 +180,16 @@ def forward(
         plan, inputs = known.plan_of_copies, [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         values = [x.data_ptr() for x in inputs]
     v = inputs[known.value]
-    y = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = saved = None
+    y, final = results or (torch.empty_like(v, memory_format=torch.contiguous_format), None)
+    saved = None
     if state is not None:
         state = state.contiguous()
-    if bounds is not None:
+    if bounds is not None and results is None:
         bounds = tensors.packing(bounds, v.shape[1])
-    if output_final_state:
+    if output_final_state and results is None:
         final = torch.empty(known.state_shape, dtype=known.state_dtype, device=v.device)
     if save:
-        saved = torch.empty(known.saved.floats, dtype=torch.float32, device=v.device)
+        saved = torch.empty(known.saved.floats, dtype=torch.float32, device=v.device) if into is None else into
     values += (
         0 if state is None else state.data_ptr(),
         0 if bounds is None else bounds.data_ptr(),
@@ -182,6 +197,8 @@ def forward(
         0 if final is None else final.data_ptr(),
         *known.saved.addresses(saved),
     )
+    if known.takes_flags:
+        values.append(0 if flags is None else flags.data_ptr())
     tensors.launch(plan, values)
     return y, final, saved
 
@@ -199,8 +216,10 @@ def backward(
     saved: Tensor,
     options: Options,
     want_initial_state: bool,
+    flags: Tensor | None = None,
+    results: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """Launch the backward.
+    """Launch the backward. With `flags` only heads with them are computed, into `results` that are there already.
 
     Return the gradients of the streamed inputs, of the fixed ones per sequence (fp32), and of
     the initial state (fp32, None unless asked for).
@@ -223,17 +242,22 @@ def backward(
     *streamed, dy = [x.contiguous() if copy else x for x, copy in readable]
     if grad_final_state is not None:
         grad_final_state = grad_final_state.to(torch.float32).contiguous()
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.streamed]
-    fixed_grads = [
-        torch.empty((inputs.sequences, *x.shape), dtype=torch.float32, device=x.device) for x in inputs.fixed
-    ]
-    sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-    grad_initial = None
-    if want_initial_state:
-        grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
+    if results is None:
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.streamed]
+        fixed_grads = [
+            torch.empty((inputs.sequences, *x.shape), dtype=torch.float32, device=x.device) for x in inputs.fixed
+        ]
+        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
+        grad_initial = None
+        if want_initial_state:
+            grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
+    else:
+        grads, fixed_grads, grad_initial = results
     values = [0 if x is None else x.data_ptr() for x in (*streamed, *inputs.fixed, dy, cu_seqlens)]
     values += known.saved.addresses(saved)
     values += [0 if x is None else x.data_ptr() for x in (grad_final_state, *grads, *fixed_grads, grad_initial)]
+    if known.takes_flags:
+        values.append(0 if flags is None else flags.data_ptr())
     if known.scratch is not None:
         scratch = torch.empty(known.scratch, dtype=torch.float32, device=v.device)
         values.append(scratch.data_ptr())
@@ -299,10 +323,11 @@ def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> N
         )
 
 
-def blocks_chosen(direction: str, geometry: Geometry | Options) -> dict[str, Parameter]:
-    """Return the parameter that overrides a rule's blocks of a multiprocessor, where one was chosen."""
+def chosen(direction: str, geometry: Geometry | Options, guarded: bool = False) -> dict[str, Parameter]:
+    """Return the parameters that override a rule: of blocks, where they were chosen, and that decays be looked at."""
     blocks = geometry.forward_blocks if direction == "forward" else geometry.backward_blocks
-    return {} if blocks is None else {"BLOCKS_PER_SM": blocks}
+    found: dict[str, Parameter] = {} if blocks is None else {"BLOCKS_PER_SM": blocks}
+    return found | {"LARGEST_DECAY": LARGEST_DECAY} if guarded and direction == "forward" else found
 
 
 def validate(inputs: Inputs) -> None:
@@ -341,7 +366,7 @@ def _find(
     requests = [
         backend.specialize(
             inputs.op, direction, first.shape[3], value_size, types, arch, options.chunk_len, options.num_threads,
-            few_heads, blocks_chosen(direction, options), also,
+            few_heads, chosen(direction, options, options.guarded), also,
         )
         for direction in directions
     ]  # fmt: skip
@@ -363,7 +388,7 @@ def prepare_forward(
         found = _find(backend, inputs, directions, options, state_dtype)[0]
         launch, saved = backend.launch(found, "forward", inputs, options), backend.saved_for(inputs, packed, options)
         # Inputs; initial state, cu_seqlens, y, final state; what is saved.
-        addresses = len(inputs.streamed) + len(inputs.fixed) + 4 + len(saved.addresses(None))
+        addresses = len(inputs.streamed) + len(inputs.fixed) + 4 + len(saved.addresses(None)) + launch.takes_flags
         vectors = [backend.vector(x) for x in inputs.streamed]
         needs_copy = list(map(tensors.needs_copy, inputs.streamed, vectors))
         copies = (*needs_copy, *(not x.is_contiguous() for x in inputs.fixed))
@@ -382,6 +407,7 @@ def prepare_forward(
             state_shape=(inputs.sequences, heads, *sizes),
             saved=saved,
             options=options,
+            takes_flags=launch.takes_flags,
         )
 
 
@@ -394,8 +420,9 @@ def _prepare_backward(backend: Backend, inputs: Inputs, dy: Tensor, packed: bool
         copies = tuple([tensors.needs_copy(x, backend.vector(x)) for x in streamed])
         # Inputs and their gradients; dy, cu_seqlens, gradients of the final and initial state; what is saved; scratch.
         addresses = 2 * (len(inputs.streamed) + len(inputs.fixed)) + 4 + len(saved.addresses(None))
-        plan = _plan(found, "backward", launch, inputs, streamed, copies, addresses + (launch.scratch is not None))
-    return Backward(plan, copies, saved, launch.scratch)
+        more = launch.takes_flags + (launch.scratch is not None)
+        plan = _plan(found, "backward", launch, inputs, streamed, copies, addresses + more)
+    return Backward(plan, copies, saved, launch.scratch, launch.takes_flags)
 
 
 def _plan(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
+from rwkv_jit.ops import chunked
 from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
@@ -183,7 +184,7 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
         sizes += [inputs.sequences, per_block]
         grid, scratch = (blocks, 1, 1), blocks * per_block
     constants = [*[struct.pack("q", size) for size in sizes], struct.pack("i", interval)]
-    return Launch(grid, 0, [*constants, struct.pack("f", options.scale)], scratch)
+    return Launch(grid, 0, [*constants, struct.pack("f", options.scale)], scratch, inputs.op in chunked.OPS)
 
 
 def _scratch_per_block(inputs: Inputs, parameters: Mapping[str, Parameter], interval: int) -> int:

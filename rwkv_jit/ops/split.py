@@ -1,16 +1,15 @@
 """The split backend: the chunked kernels over segments of a sequence side by side, for few heads and long sequences.
 
-A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, Q from zero states
-and P from the identity without values, joins them to the states at the starts, and runs once more from these. The
-backward does the same with P^T. Segments are rows of the batch, so what is saved is what the chunked backend saves,
-and P behind it.
+A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, joins them to the
+states at the starts, and runs the chunked kernels from these. The backward does the same with P^T. Segments are rows of
+the batch, so what is saved is what the chunked backend saves, and P behind it.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,22 +20,26 @@ from rwkv_jit import kernel, template, tensors
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, prepared
 from rwkv_jit.ops.prepared import Inputs, Options, Saved
+from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
 SEGMENT_TOKENS = 512  # the least; shorter ones spend their time on beginning and joining
 _LONGEST_CHUNK = max(chunked.CHUNK_LENS)  # segments end where a chunk does, whichever length is taken
-_JOIN_THREADS = 256
-_JOIN_ROWS = 16  # value rows of a block, as in the template
+_JOIN_THREADS = 128
+_JOIN_LANES = 16  # for a value row, as in the template
+_SEGMENT_ROWS = 128  # the most that a block of `segment_request` holds
 
 specialize, nearest = chunked.specialize, chunked.nearest
+_plans: dict[Any, Plan] = {}
 
 
 class Forward(NamedTuple):
     """A forward over segments that can be run with any tensors of its signature."""
 
+    op: str
     segments: int
+    names: tuple[str, ...]
     forward: prepared.Forward  # of a segment; it saves what `saved_for` says
-    transition: prepared.Forward  # the same without values
     join: Plan
     state_dtype: torch.dtype
     options: Options
@@ -69,13 +72,6 @@ def _cut_inputs(inputs: Inputs, count: int) -> Inputs:
     return Inputs(inputs.op, inputs.names, streamed, inputs.fixed, inputs.sequences * count)
 
 
-def _without_values(streamed: Sequence[Tensor], value: int, head_size: int) -> list[Tensor]:
-    """Return the inputs with zeros for v, as many as there are keys: they move the identity on."""
-    v = streamed[value]
-    zeros = torch.zeros((*v.shape[:3], head_size), dtype=v.dtype, device=v.device)
-    return [zeros if index == value else x for index, x in enumerate(streamed)]
-
-
 def _shape_of_transitions(inputs: Inputs) -> tuple[int, ...]:
     heads, head_size = inputs["r"].shape[2:]
     return inputs.sequences * _count(inputs), heads, head_size, head_size
@@ -86,27 +82,8 @@ def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     return Saved(chunked.saved_for(inputs, packed, options).floats + math.prod(_shape_of_transitions(inputs)))
 
 
-def _transitions(known: prepared.Forward, cut: Sequence[Tensor]) -> Tensor:
-    """Return P [segments of all sequences, H, K, K] of every segment."""
-    keys = cut[0]
-    count, _, heads, head_size = keys.shape
-    identity = torch.eye(head_size, device=keys.device).expand(count, heads, head_size, head_size).contiguous()
-    without = _without_values(cut, known.value, head_size)
-    _, found, _ = prepared.forward(known, without, identity, None, True, False)
-    assert found is not None
-    return found
-
-
 def _plain(options: Options) -> Options:
     return options._replace(backend="chunked", state_layout="vk")
-
-
-def _prepare_transition(cut: Inputs, options: Options) -> prepared.Forward:
-    """Return the forward without values."""
-    value, head_size = cut.names.index("v"), cut["r"].shape[3]
-    without = tuple(_without_values(cut.streamed, value, head_size))
-    inputs = Inputs(cut.op, cut.names, without, cut.fixed, cut.sequences)
-    return prepared.prepare_forward(chunked, inputs, torch.float32, False, _plain(options), training=False)
 
 
 def _turn(state: Tensor, options: Options) -> Tensor:
@@ -114,11 +91,79 @@ def _turn(state: Tensor, options: Options) -> Tensor:
     return state if options.state_layout == "vk" else state.transpose(-1, -2)
 
 
+def segment_request(
+    op: str, like: Mapping[str, Parameter], backward: bool, arch: str, also: tuple[str, ...] = ()
+) -> kernel.Request:
+    """Return the kernel that finds what segments do to any state; `like` are parameters of the chunked kernels.
+
+    Its state has the rows of Q and, but for gradients, those of P; a block holds a share of them.
+    """
+    head_size, value_size, chunk_len = (int(like[name]) for name in ("HEAD_SIZE", "VALUE_SIZE", "CHUNK_LEN"))
+    in_all = chunked.padded(value_size) + (0 if backward else chunked.padded(head_size))
+    rows = chunked.padded(-(-in_all // -(-in_all // _SEGMENT_ROWS)))
+    threads = max(rows, chunked.padded(head_size), 64)  # a warp for 32 rows: more blocks hide more waiting
+    # What the forward of so many values takes, but for its results.
+    shared = chunked.shared_bytes("forward", head_size, rows, chunk_len, threads) - 2 * chunk_len * (rows + 8)
+    blocks = min(256 // threads, chunked.shared_per_multiprocessor(arch) // (shared + 1024))
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": max(blocks, 1), "SHARED_BYTES": shared, "ROWS": rows, "BACKWARD": backward,
+        **{name: like[name] for name in ("T_IO", "T_W", "DECAY")},
+    }  # fmt: skip
+    return kernel.Request(template.library(f"{op}_segment"), parameters, arch, also)
+
+
+def _segment_request(inputs: Inputs, options: Options, backward: bool) -> kernel.Request:
+    """Return that kernel for a call."""
+    device, length = inputs["v"].device.index, options.chunk_len
+    assert length is not None  # the rule that chose this backend has chosen it too
+    sizes = {"HEAD_SIZE": inputs["r"].shape[3], "VALUE_SIZE": inputs["v"].shape[3], "CHUNK_LEN": length}
+    like = prepared.types_of(inputs, options, torch.float32) | sizes
+    return segment_request(inputs.op, like, backward, tensors.arch(device), tensors.also(device))
+
+
+def _plan(cut: Inputs, options: Options, given: Sequence[Tensor], backward: bool) -> Plan:
+    """Return the launch of that kernel on keys, w, a, b and values."""
+    key = (cut.op, backward, options, tensors.signature(given))
+    known = _plans.get(key)
+    if known is None:
+        kernel.check_not_forked()
+        request = _segment_request(cut, options, backward)
+        count, tokens, heads, _ = given[0].shape
+        device = given[0].device.index
+        with torch.cuda.device(device):
+            prepared.check_capture(cut.op, [request], device)
+            (found,) = kernel.get_all([request])
+        rows = given[4].shape[3] if backward else chunked.padded(given[4].shape[3]) + given[0].shape[3]
+        grid = (count, heads, -(-rows // int(request.parameters["ROWS"])))
+        constants = [*[struct.pack("3q", *x.stride()[:3]) for x in given]]
+        constants += [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
+        threads, shared = int(request.parameters["NUM_THREADS"]), int(request.parameters["SHARED_BYTES"])
+        if len(_plans) >= prepared.MOST_SIGNATURES:
+            _plans.clear()
+        known = Plan(found, f"{cut.op}_segment", device, grid, (threads, 1, 1), "Q" * 7, constants, shared)
+        _plans[key] = known
+    return known
+
+
+def _run_segments(cut: Inputs, options: Options, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return Q [segments, H, V, K] and P [segments, H, K, K] of all segments; with `dy` Q of gradients, and no P."""
+    keys, values = (cut["k"], cut["v"]) if dy is None else (cut["r"], dy)
+    given = [tensors.readable(x, chunked.vector(x)) for x in (keys, cut["w"], cut["a"], cut["b"], values)]
+    plan = _plan(cut, options, given, dy is not None)
+    count, _, heads, head_size = keys.shape
+    additions = torch.empty((count, heads, values.shape[3], head_size), dtype=torch.float32, device=keys.device)
+    of_values = count if dy is None else 0
+    transitions = torch.empty((of_values, heads, head_size, head_size), dtype=torch.float32, device=keys.device)
+    tensors.launch(plan, [x.data_ptr() for x in (*given, additions, transitions)])
+    return additions, transitions
+
+
 def join_request(
     op: str, head_size: int, value_size: int, backward: bool, arch: str, also: tuple[str, ...] = ()
 ) -> kernel.Request:
     """Return the kernel that joins segments, forwards or backwards."""
-    parameters: dict[str, template.Parameter] = {
+    parameters: dict[str, Parameter] = {
         "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "NUM_THREADS": _JOIN_THREADS, "BACKWARD": backward,
     }  # fmt: skip
     return kernel.Request(template.library(f"{op}_join"), parameters, arch, also)
@@ -132,7 +177,7 @@ def _join(
     request = join_request(op, head_size, value_size, backward, tensors.arch(device), tensors.also(device))
     prepared.check_capture(op, [request], device)
     (found,) = kernel.get_all([request])
-    grid = (sequences, heads, -(-value_size // _JOIN_ROWS))
+    grid = (sequences, heads, -(-value_size * _JOIN_LANES // _JOIN_THREADS))
     constants = [struct.pack("q", heads), struct.pack("q", count)]
     return Plan(found, f"{op}_join", device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
 
@@ -147,10 +192,14 @@ def prepare_forward(
     heads, value_size = inputs["v"].shape[2:]
     with torch.cuda.device(device):
         of_segment = prepared.prepare_forward(chunked, cut, torch.float32, False, _plain(options), training)
+        wanted = [_segment_request(cut, options, backward) for backward in ((False, True) if training else (False,))]
+        prepared.check_capture(inputs.op, wanted, device)
+        kernel.get_all(wanted)  # side by side
         return Forward(
+            op=inputs.op,
             segments=count,
             forward=of_segment._replace(saved=saved_for(inputs, False, options)),
-            transition=_prepare_transition(cut, options),
+            names=inputs.names,
             join=_join(inputs.op, inputs["r"].shape[3], value_size, inputs.sequences, heads, count, device, False),
             state_dtype=state_dtype,
             options=options,
@@ -164,19 +213,23 @@ def forward(
     bounds: Tensor | None,
     output_final_state: bool,
     save: bool,
+    into: Tensor | None = None,
+    flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run a prepared forward on tensors of its signature, as `prepared.forward` does; there are no packed sequences."""
     del bounds
     count = known.segments
     cut = [_cut(x, count) for x in inputs]
-    _, additions, _ = prepared.forward(known.forward, cut, None, None, True, False)
-    assert additions is not None
-    transitions = _transitions(known.transition, cut)
+    of_segments = Inputs(known.op, known.names, tuple(cut), (), cut[0].shape[0])
+    additions, transitions = _run_segments(of_segments, known.options)
     starts = torch.empty(additions.shape, dtype=torch.float32, device=additions.device)
     first = None if state is None else _turn(state, known.options).to(torch.float32).contiguous()
     given = (transitions, additions, first, starts, None)
     tensors.launch(known.join, [0 if x is None else x.data_ptr() for x in given])
-    y, ends, saved = prepared.forward(known.forward, cut, starts, None, output_final_state, save)
+    of_starts = None if flags is None else flags.new_empty((starts.shape[0], flags.shape[1]))
+    y, ends, saved = prepared.forward(known.forward, cut, starts, None, output_final_state, save, into, of_starts)
+    if flags is not None and of_starts is not None:
+        torch.amax(of_starts.view(flags.shape[0], count, flags.shape[1]), 1, out=flags)
     if saved is not None:
         saved[-transitions.numel() :].view(transitions.shape).copy_(transitions)
     batch, tokens = inputs[0].shape[:2]
@@ -201,8 +254,7 @@ def backward(
     count, device = _count(inputs), dy.device.index
     cut, dy, plain = _cut_inputs(inputs, count), _cut(dy, count), _plain(options)
     with torch.cuda.device(device):
-        _, _, additions = prepared.backward(chunked, cut, dy, None, None, saved, plain, True)
-        assert additions is not None
+        additions, _ = _run_segments(cut, options, dy)
         heads, value_size = inputs["v"].shape[2:]
         head_size = inputs["r"].shape[3]
         join = _join(inputs.op, head_size, value_size, inputs.sequences, heads, count, device, True)
@@ -222,6 +274,7 @@ def backward(
 def forget() -> None:
     """Drop all prepared launches."""
     _join.cache_clear()
+    _plans.clear()
 
 
 def obstacle(blocks: int, tokens: Any, packed: bool, multiprocessors: int | None, least: int) -> str | None:

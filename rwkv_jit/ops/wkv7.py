@@ -61,8 +61,10 @@ def wkv7(
         d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
     decay_bound : float, optional
         A promise that every log d is at least this negative number: -0.61 for the decays of a model in "raw". The
-        chunked kernels need it, or "sigmoid", and give NaN where it is broken; the recurrent kernels
-        are right for any decay.
+        chunked kernels can take what decays by e^-64 or less in half a chunk. Where the promise says so, or "sigmoid",
+        they take it without looking, and give NaN where it is broken; a shorter chunk is taken where that keeps it.
+        Otherwise they look, and the recurrent kernels compute heads of sequences with stronger decays once more: any
+        decay is right.
     state_layout : {"vk", "kv"}, default "vk"
         Order of the last two dimensions of the states.
     checkpoint_interval : int, default 64
@@ -81,7 +83,7 @@ def wkv7(
         "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "split" runs the chunked ones on segments of
         the sequences side by side, or for head sizes above 128 others that share a head between blocks; "reference" is
         plain torch. "auto" takes the reference for tensors that are not on a GPU; the chunked kernels for float16 and
-        bfloat16 from sm_80 on, head sizes up to 128 with K at most twice V, a bounded decay and 32 tokens a sequence on
+        bfloat16 from sm_80 on, head sizes up to 128 with K at most twice V and 32 tokens a sequence on
         average, split where there are few heads and no cu_seqlens and T makes 4 segments or more of at least 512 tokens
         and a multiple of 32; the same by "split" for K or V above 128 up to 1024; and the recurrent ones for everything
         else. The choice goes by the batch too: name a backend, its
@@ -116,6 +118,10 @@ def wkv7(
     kept between the passes, with V and K rounded up to multiples of 32. Above head size 128 with multiples of 64 (K of
     128 above 256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward
     without gradients needs B H T (8 K + 350) bytes while it runs.
+
+    Where the decays are looked at, the backward needs what the recurrent kernels keep while it runs: there they repeat
+    their forward. Their work is that of the heads they compute, and errors are those of the kernels that computed a
+    head.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 

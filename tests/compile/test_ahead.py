@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, env, kernel, runtime, stats, tensors
+from rwkv_jit import cache, compiler, cuda, env, kernel, runtime, stats, tensors
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, prepared, scan
+from rwkv_jit.ops import boundary, prepared, scan, scan_geometry, split
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def test_several_kernels_of_one_call_compile_side_by_side(cores, at_once, tiny):
 def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     progress = []
     made = rwkv_jit.warm(
-        "wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_90", progress=lambda *done: progress.append(done)
+        "wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_75", progress=lambda *done: progress.append(done)
     )
     assert {shown(each) for each in made} == {
-        (f"wkv7_recurrent_{direction}", "sm_90", head_size, dtype)
+        (f"wkv7_recurrent_{direction}", "sm_75", head_size, dtype)
         for direction in ("forward", "backward")
         for head_size in (4, 5)
         for dtype in ("fp32", "bf16")
@@ -102,7 +102,7 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     assert {each.origin for each in made} == {"compiled"}
     assert len(cache.entries()) == len(made) == stats.snapshot()["compiled"]
     kernel.forget()
-    again = rwkv_jit.warm("wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_90")
+    again = rwkv_jit.warm("wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_75")
     assert [each.cubin for each in again] == [each.cubin for each in made]
     assert {each.origin for each in again} == {"disk"}
 
@@ -136,10 +136,12 @@ def test_warm_compiles_both_backends_where_long_calls_take_the_chunked_one(optio
     assert sorted({(each.name, each.parameters.get("T_IO", "")) for each in made}) == sorted(
         [(f"wkv7_chunked_{way}", "bf16") for way in ways]
         + [(f"wkv7_recurrent_{way}", dtype) for way in ways for dtype in ("bf16", "fp32")]
-        + [("wkv7_join", "")]
+        + [("wkv7_join", ""), ("wkv7_segment", "bf16")]
     )
-    assert {each.parameters["BACKWARD"] for each in made if each.name == "wkv7_join"} == {True, False}
-    same = rwkv_jit.specialize("wkv7", 24, arch="sm_90", backend="chunked", decay=options.get("decay", "raw"))
+    for name in ("wkv7_join", "wkv7_segment"):
+        assert {each.parameters["BACKWARD"] for each in made if each.name == name} == {True, False}
+    decay, more = options.get("decay", "raw"), {} if "decay" in options else {"largest_decay": 0}
+    same = rwkv_jit.specialize("wkv7", 24, arch="sm_90", backend="chunked", decay=decay, **more)
     assert same.origin == "memory"
 
 
@@ -168,8 +170,8 @@ def test_calls_with_large_heads_find_all_their_kernels_made(head_size, arch, dec
     of_calls = [
         request
         for few_heads in (False, True)
-        for request in scan._requests(
-            "wkv7", direction, head_size, head_size, types, arch, chunk_len, None, few_heads, None, ()
+        for request in scan_geometry.requests(
+            "wkv7", direction, head_size, head_size, types, arch, chunk_len, few_heads=few_heads
         )
     ]
     made = runtime.call_requests(
@@ -216,6 +218,69 @@ def test_call_with_large_heads_asks_for_no_kernel_that_warm_has_not_made(monkeyp
     assert asked(wanted).items() <= asked(made).items()
 
 
+@pytest.mark.parametrize("head_size", [7, 64, 128, 192])
+@pytest.mark.parametrize(("decay", "decay_bound"), [("raw", None), ("log", -8.0), ("direct", -9.0)])
+@pytest.mark.parametrize("w_dtype", [torch.bfloat16, torch.float32])
+def test_guarded_calls_ask_for_no_kernel_that_warm_has_not_made(w_dtype, decay, decay_bound, head_size, monkeypatch):
+    """Forwards and backwards on CPU tensors, for gradients and not, with kernels that are never launched."""
+    made = [
+        request
+        for way in ("forward", "backward")
+        for request in runtime.call_requests(
+            "wkv7", head_size, torch.bfloat16, "sm_90", way, decay, "vk", w_dtype, torch.float32, decay_bound
+        )
+    ]
+    wanted = []
+
+    class Driver:
+        @staticmethod
+        def occupancyMaxActiveBlocksPerMultiprocessor(*_):  # noqa: N802
+            return 1
+
+    class Made:
+        def __init__(self, request):
+            self.parameters = request.parameters
+
+        def function(self, device, entry):
+            return None
+
+    class Launch:
+        def __init__(self, *_):
+            pass
+
+    def get_all(requests):
+        wanted.extend(requests)
+        return [Made(request) for request in requests]
+
+    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: True)
+    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_90")
+    monkeypatch.setattr(tensors, "also", lambda device: ())
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "launch", lambda plan, values: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda device: 0)
+    monkeypatch.setattr(prepared, "check_capture", lambda *_: None)
+    monkeypatch.setattr(kernel, "get_all", get_all)
+    monkeypatch.setattr(cuda, "driver", Driver)
+    for module in (prepared, scan, split):
+        monkeypatch.setattr(module, "Plan", Launch)
+    boundary._forget()
+    for heads, tokens in ((1, 64), (64, 64), (1, 2048), (64, 20)):
+        x = torch.zeros(1, tokens, heads, head_size, dtype=torch.bfloat16)
+        given = [x.to(w_dtype) if name == "w" else x for name in "rwkvab"]
+        options = {"decay": decay, "decay_bound": decay_bound}
+        rwkv_jit.wkv7(*given, **options)
+        given = [each.clone().requires_grad_() for each in given]
+        y, _ = rwkv_jit.wkv7(*given, **options)
+        torch.autograd.grad(y.sum(), given)
+    boundary._forget()
+    assert asked(wanted).items() <= asked(made).items()
+    is_look = [each.parameters.get("LARGEST_DECAY", 0) > 0 for each in wanted]
+    assert any(is_look) == (decay_bound != -8.0 or head_size > 128)
+
+
 @pytest.mark.parametrize(
     ("arch", "name", "target"), [("sm_90", "wkv7_group_scan", "sm_90a"), ("sm_80", "wkv7_scan", "sm_80")]
 )
@@ -235,12 +300,29 @@ def test_warm_compiles_all_kernels_of_large_heads(arch, name, target):
     assert (same.name, same.arch, same.origin) == (name, target, "memory")
 
 
-def test_warm_without_a_bound_leaves_the_chunked_kernels_alone():
+@pytest.mark.parametrize(("head_size", "backend"), [(8, "chunked"), (136, "scan")])
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+@pytest.mark.parametrize(("decay_bound", "looks"), [(None, True), (-0.61, False), (-8.1, True)])
+def test_warm_without_a_bound_adds_what_looks_at_decays(decay_bound, looks, decay, head_size, backend):
+    made = rwkv_jit.warm("wkv7", head_size, arch="sm_90", decay=decay, decay_bound=decay_bound, w_dtype=torch.float32)
+    names = {each.name for each in made}
+    assert ("wkv7_decay_range" in names) == (looks and head_size > 128)
+    assert {"wkv7_recurrent_forward", "wkv7_recurrent_backward"} < names
+    assert any(backend in name for name in names)
+    looking = "wkv7_decay_range" if head_size > 128 else "wkv7_chunked_forward"
+    found = [each for each in made if each.name == looking]
+    lengths = {each.parameters["CHUNK_LEN"] for each in made if backend in each.name}
+    assert {each.parameters["CHUNK_LEN"] for each in found} == (lengths if looks or head_size <= 128 else set())
+    for each in found:
+        wanted = {"HEAD_SIZE": head_size, "T_W": "fp32", "DECAY": decay, "LARGEST_DECAY": 64 if looks else 0}
+        assert wanted.items() <= each.parameters.items()
+
+
+def test_warm_leaves_the_chunked_kernels_alone_where_no_call_takes_them():
     for made in (
-        rwkv_jit.warm("wkv7", 4, arch="sm_90"),
+        rwkv_jit.warm("wkv7", 4, torch.float32, arch="sm_90"),
+        rwkv_jit.warm("wkv7", 4, arch="sm_75"),
         rwkv_jit.warm("wkv7", 4, arch="sm_75", decay="sigmoid"),
-        rwkv_jit.warm("wkv7", 4, arch="sm_90", decay="log", decay_bound=-9.0),
-        rwkv_jit.warm("wkv7", 136, arch="sm_90", decay="log", decay_bound=-4.1),
         rwkv_jit.warm("wkv6", 4, arch="sm_90", decay="sigmoid"),
     ):
         assert {each.name.split("_")[1] for each in made} == {"recurrent"}
@@ -253,7 +335,8 @@ def test_specialize_takes_what_long_calls_take():
         assert found.name == name
     for dtype, arch, decay, backend in (
         (torch.bfloat16, "sm_80", "sigmoid", "chunked"),
-        (torch.bfloat16, "sm_80", "raw", "recurrent"),
+        (torch.bfloat16, "sm_80", "raw", "chunked"),
+        (torch.float32, "sm_80", "raw", "recurrent"),
         (torch.bfloat16, "sm_75", "sigmoid", "recurrent"),
         (torch.float32, "sm_80", "sigmoid", "recurrent"),
     ):
@@ -278,7 +361,7 @@ def test_nothing_to_warm_is_nothing():
 
 def test_warm_raises_the_error_of_a_kernel(monkeypatch):
     monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
-    with pytest.raises(CompileError, match="RWKVJIT_ASSERT_CACHED is set and wkv7_recurrent_"):
+    with pytest.raises(CompileError, match="RWKVJIT_ASSERT_CACHED is set and wkv7_chunked_"):
         rwkv_jit.warm("wkv7", [4, 5], arch="sm_90")
 
 

@@ -11,7 +11,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import identity, kernel
-from rwkv_jit.ops import scan
+from rwkv_jit.ops import scan_geometry, split
 
 BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {
@@ -34,20 +34,25 @@ SCANS = {
     "wkv7_token_gradients": ("sm_90", "backward", {}),
     "wkv7_key_gradients": ("sm_90", "backward", {}),
 }
+# Head size 64: what segments of a sequence do to a state.
+SEGMENTS = {"wkv7_segment_forward": False, "wkv7_segment_backward": True}
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
-FLAGSHIPS = [*(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS]
+FLAGSHIPS = [*(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *SEGMENTS]
 
 
 def request_of_scan(name):
     arch, direction, more = SCANS[name]
     given = ("wkv7", direction, 256, 256, TYPES, arch, 64)
-    requests = [scan.specialize(*given, **more), *scan.companions(*given)]
+    requests = [scan_geometry.specialize(*given, **more), *scan_geometry.companions(*given)]
     return next(request for request in requests if name.startswith(request.template.name))
 
 
 def used(name):
     if name in SCANS:
         found = kernel.get(request_of_scan(name))
+    elif name in SEGMENTS:
+        like = TYPES | {"HEAD_SIZE": 64, "VALUE_SIZE": 64, "CHUNK_LEN": 32}
+        found = kernel.get(split.segment_request("wkv7", like, SEGMENTS[name], "sm_90"))
     else:
         kind, direction = name.rsplit("_", 1)
         found = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)

@@ -14,7 +14,11 @@ from rwkv_jit import cache, identity, kernel, stats
 from rwkv_jit.cache import bundle
 
 SMALL = ("--op", "wkv7", "--head-size", "16", "--arch", "sm_90")
-WAYS = ("wkv7_recurrent_forward", "wkv7_recurrent_backward")
+# Calls take the chunked kernels, and with decays that nothing bounds the recurrent ones too.
+WAYS = (
+    "wkv7_chunked_forward", "wkv7_chunked_backward", "wkv7_recurrent_forward", "wkv7_recurrent_backward", "wkv7_join",
+    "wkv7_segment",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -92,15 +96,16 @@ def test_kernels_of_another_compiler_do_not_get_into_a_bundle(build, tmp_path, m
 
 
 def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
-    made = build(*SMALL, "--direction", "backward")
+    small = (*SMALL, "--direction", "backward", "--dtype", "fp32")
+    made = build(*small)
     assert (made["path"], made["bytes"]) == (str(fresh_service), None)
     assert len(cache.entries()) == len(made["kernels"]) == 1
-    code, printed, _ = run("build", *SMALL, "--direction", "backward")
+    code, printed, _ = run("build", *small)
     assert code == 0
     (row,) = [line.split() for line in printed.splitlines() if "wkv7" in line]
     (about,) = made["kernels"]
     assert row == [
-        "wkv7_recurrent_backward", "sm_90", "16", "bf16", str(about["registers"]), str(about["spill_bytes"]),
+        "wkv7_recurrent_backward", "sm_90", "16", "fp32", str(about["registers"]), str(about["spill_bytes"]),
         str(about["shared_bytes"]), "memory",
     ]  # fmt: skip
     assert printed.splitlines()[-1] == f"1 kernels in {fresh_service}, by NVRTC {identity.version()}"
@@ -125,6 +130,7 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     made = build("--op", "wkv7", "--head-size", "8", "--arch", "compute_80", "--decay-bound", "-1")
     assert {each["name"] for each in made["kernels"]} == {
         "wkv7_join",
+        "wkv7_segment",
         *(f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")),
     }
 
@@ -251,7 +257,7 @@ def test_resources(run):
     code, printed, _ = run(*arguments)
     assert code == 0
     lines = printed.splitlines()
-    assert lines[0] == f"wkv7_recurrent_backward for sm_90, by NVRTC {identity.version()}: memory"
+    assert lines[0] == f"wkv7_chunked_backward for sm_90, by NVRTC {identity.version()}: memory"
     assert lines[3].split() == ["kernel", "registers", "spill", "B", "shared", "B"]
     assert {line.split()[0]: [*map(int, line.split()[1:])] for line in lines[4:]} == {
         name: [used.registers, used.spill_bytes, used.shared_bytes] for name, used in made.resources.items()

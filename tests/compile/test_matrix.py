@@ -12,7 +12,7 @@ import rwkv_jit
 from rwkv_jit import cache, compiler, kernel
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, scan, split
+from rwkv_jit.ops import chunked, scan_geometry, split
 
 AXES = {
     "op": ("wkv6", "wkv7"),
@@ -173,7 +173,7 @@ def check_scan(row):
     """The scan of a direction, for many and few heads, and the other kernels; and those of a number of threads."""
     sizes = row["head_size"], row["value_size"]
     chunk_len = None if row["chunk_len"] == "default" else row["chunk_len"]
-    if scan.obstacle("wkv7", row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
+    if scan_geometry.obstacle("wkv7", row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
         with pytest.raises(UnsupportedConfigError, match="backend: 'split' needs more shared memory"):
             compile_row(row, "split")
         return
@@ -183,13 +183,16 @@ def check_scan(row):
     assert (found.name, found.arch) == (("wkv7_group_scan", "sm_90a") if in_groups else ("wkv7_scan", row["arch"]))
     types = {name: found.parameters[name] for name in ("T_IO", "T_W", "T_STATE", "DECAY", "STATE_LAYOUT")}
     given = ("wkv7", row["direction"], *sizes, types, row["arch"], length)
-    requests = [scan.specialize(*given), *scan.companions(*given), scan.specialize(*given, few_heads=True)]
+    requests = [
+        scan_geometry.specialize(*given),
+        *scan_geometry.companions(*given),
+        scan_geometry.specialize(*given, few_heads=True),
+    ]
     assert [request.template.name for request in requests] == [found.name, *OTHERS[row["direction"]], found.name]
-    if in_groups and (fitting := scan._scans(row["head_size"], length, row["arch"])):
-        threads = fitting[0].num_threads
-        of_warps = scan.specialize(*given, num_threads=threads)
-        assert (of_warps.template.name, of_warps.arch) == ("wkv7_scan", "sm_90")
-        requests += [of_warps, *scan.companions(*given, num_threads=threads)]
+    if in_groups and (fitting := scan_geometry._scans(row["head_size"], length, row["arch"])):
+        of_threads = scan_geometry.requests(*given, num_threads=fitting[0].num_threads)
+        assert ("wkv7_scan", "sm_90") in [(request.template.name, request.arch) for request in of_threads]
+        requests += of_threads
     different = {kernel.memory_key(request): request for request in requests}
     made = [found, *kernel.get_all([*different.values()][1:])]
     for request, each in zip(different.values(), made, strict=True):
@@ -233,9 +236,9 @@ COMPLAINT = re.compile(r"\(C75\d\d\).*")
 def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_size, direction, few_heads, dtype):
     types = {"T_IO": dtype, "T_W": "fp32", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
     given = ("wkv7", direction, head_size, value_size, types, "sm_90", 64)
-    of_scan = scan.specialize(*given, few_heads=few_heads)
+    of_scan = scan_geometry.specialize(*given, few_heads=few_heads)
     assert of_scan.template.name == "wkv7_group_scan"
-    for request in [of_scan, *([] if few_heads else scan.companions(*given))]:
+    for request in [of_scan, *([] if few_heads else scan_geometry.companions(*given))]:
         if request.arch == "sm_90a":
             log = log_of(request)
             assert f"Compiling entry function '{request.template.name}' for 'sm_90a'" in log
@@ -286,7 +289,64 @@ def test_kernel_that_joins_segments(arch, head_size, value_size, backward):
     assert f"constexpr bool BACKWARD = {str(backward).lower()};" in found.source
 
 
-@pytest.mark.parametrize(("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40), (SCAN_AXES, 24, 40)])
+SEGMENT_AXES = {
+    "sizes": ((1, 33), (7, 7), (40, 40), (64, 64), (64, 96), (100, 56), (96, 96), (128, 128)),
+    "arch": CHUNKED_AXES["arch"],
+    "dtype": ("bf16", "fp16"),
+    "w_dtype": ("bf16", "fp32"),
+    "decay": ("raw", "sigmoid", "log", "direct"),
+    "chunk_len": (16, 32),
+    "backward": (False, True),
+}
+
+
+@pytest.mark.parametrize("row", sample(SEGMENT_AXES), ids=name)
+def test_kernel_of_segments(row):
+    like = {
+        "HEAD_SIZE": row["sizes"][0], "VALUE_SIZE": row["sizes"][1], "CHUNK_LEN": row["chunk_len"],
+        "T_IO": row["dtype"], "T_W": row["w_dtype"], "DECAY": row["decay"],
+    }  # fmt: skip
+    found = kernel.get(split.segment_request("wkv7", like, row["backward"], row["arch"]))
+    assert "wkv7_segment" in found.resources
+    assert 0 < found.registers <= 255
+    assert found.spill_bytes <= (0 if max(row["sizes"]) <= 64 else 640)
+    assert found.parameters["SHARED_BYTES"] <= chunked.shared_limit(row["arch"])
+
+
+LOOK_AXES = {
+    "head_size": (1, 7, 30, 64, 100, 128, 200, 513, 1000, 1024),
+    "arch": ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"),
+    "w_dtype": ("bf16", "fp16", "fp32"),
+    "decay": ("raw", "log", "direct"),
+    "chunk_len": (16, 32, 64),
+}
+
+
+@pytest.mark.parametrize("row", sample(LOOK_AXES), ids=name)
+def test_kernel_that_looks_at_decays(row):
+    found = kernel.get(
+        scan_geometry.look_request(
+            "wkv7",
+            row["head_size"],
+            {"T_IO": "bf16", "T_W": row["w_dtype"], "DECAY": row["decay"]},
+            row["chunk_len"],
+            row["arch"],
+        )  # fmt: skip
+    )
+    assert found.cubin[:4] == b"\x7fELF"
+    assert "wkv7_decay_range" in found.resources
+    assert 0 < found.registers <= 128
+    assert found.spill_bytes <= (32 if row["arch"] == "sm_75" else 0)  # where no call takes it
+    assert found.shared_bytes == 0
+    threads = found.parameters["NUM_THREADS"]
+    assert threads >= row["head_size"] or row["head_size"] % 4 == 0
+    assert threads in (256, 1024)
+    assert f"constexpr auto DECAY = Decay::{row['decay']};" in found.source
+
+
+@pytest.mark.parametrize(
+    ("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40), (SCAN_AXES, 24, 40), (LOOK_AXES, 30, 60)]
+)
 def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):
     rows = sample(axes)
     assert rows == sample(axes)

@@ -16,7 +16,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import backends, recurrent, scan, split
+from rwkv_jit.ops import backends, recurrent, scan_geometry, split
 from rwkv_jit.ops.recurrent import VARIANTS
 
 # What specialize() below asks for, without torch, which takes seconds to load.
@@ -40,7 +40,7 @@ def _no_notice_of_slow_compiles(monkeypatch):
 
 
 def specialize(op="wkv7", head_size=24, arch="sm_90", **more):
-    return rwkv_jit.specialize(op, head_size=head_size, arch=arch, **more)
+    return rwkv_jit.specialize(op, head_size=head_size, arch=arch, **{"backend": "recurrent", **more})
 
 
 def shown(made):
@@ -337,7 +337,12 @@ CHUNKED_RULES = {
     "num_threads must be once or twice the value size, rounded up to a multiple of 32": {"NUM_THREADS": 96},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
-JOIN_RULES = {"num_threads must be 256": {"NUM_THREADS": 128}}
+OTHER_RULES = {
+    "wkv7_join": {"num_threads must be a multiple of 32 up to 256": {"NUM_THREADS": 272}},
+    "wkv7_segment": {**CHUNKED_RULES, "rows must be a multiple of 32": {"ROWS": 48}},
+    "wkv7_decay_range": {"num_threads must be a multiple of the lanes": {"NUM_THREADS": 2}},
+}
+del OTHER_RULES["wkv7_segment"]["num_threads must be once or twice the value size, rounded up to a multiple of 32"]
 # Of all kernels of the scan; of those that make operands; of each.
 SLAB_RULES = {
     "the split kernels take float16 and bfloat16": {"T_IO": "fp32"},
@@ -389,21 +394,26 @@ BROKEN = [
     for direction in ("forward", "backward")
     for rule in rules
     if direction == "backward" or rule not in OF_THE_BACKWARD
-] + [
-    (name, rule, change)
-    for name, rules in ({"wkv7_join": JOIN_RULES} | SCAN_RULES).items()
-    for rule, change in rules.items()
-]
+] + [(name, rule, change) for name, rules in (OTHER_RULES | SCAN_RULES).items() for rule, change in rules.items()]
 
 
 def parameters(name):
     if name in SCAN_RULES:
         arch = "sm_80" if name == "wkv7_scan" else "sm_90"
         given = [("wkv7", direction, 24, 24, TYPES, arch, 64) for direction in ("forward", "backward")]
-        kernels = [scan.specialize(*given[0]), *scan.companions(*given[0]), *scan.companions(*given[1])]
+        kernels = [
+            scan_geometry.specialize(*given[0]),
+            *scan_geometry.companions(*given[0]),
+            *scan_geometry.companions(*given[1]),
+        ]
         return next(request.parameters for request in kernels if request.template.name == name)
     if name == "wkv7_join":
         return split.join_request("wkv7", 24, 24, False, "sm_90").parameters
+    if name == "wkv7_segment":
+        like = {**TYPES, "HEAD_SIZE": 24, "VALUE_SIZE": 24, "CHUNK_LEN": 32}
+        return split.segment_request("wkv7", like, False, "sm_90").parameters
+    if name == "wkv7_decay_range":
+        return scan_geometry.look_request("wkv7", 24, TYPES, 32, "sm_90").parameters
     op, backend, direction = name.split("_")
     types = {**TYPES, "T_U": "bf16"} if op == "wkv6" else TYPES
     return backends.KERNELS[backend].specialize(op, direction, 24, 24, types, "sm_90").parameters
@@ -438,7 +448,7 @@ def test_every_rule_of_the_templates_is_provoked_above():
     texts = "".join(path.read_text(encoding="utf-8") for path in template.directory().iterdir())
     written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
     assert len(written) == texts.count("static_assert(")
-    assert set(written) == set().union(RULES, CHUNKED_RULES, JOIN_RULES, OWN_RULES, *SCAN_RULES.values())
+    assert set(written) == set().union(RULES, CHUNKED_RULES, OWN_RULES, *OTHER_RULES.values(), *SCAN_RULES.values())
 
 
 @pytest.mark.parametrize(

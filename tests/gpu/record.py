@@ -12,7 +12,8 @@ OPS = ("wkv6", "wkv7")
 # The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
 LAUNCHING = (
     "compiler.py", "kernel.py", "launch.py", "tensors.py", "ops/boundary.py", "ops/backends.py", "ops/prepared.py",
-    "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py", "ops/choices.py",
+    "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py", "ops/scan_geometry.py", "ops/choices.py",
+    "ops/guarded.py",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')

@@ -284,10 +284,18 @@ def test_gradients_of_any_size(op, size):
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 40), (64, 32), (37, 50)])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 40), (64, 32), (37, 50), (64, 96), (96, 96), (100, 56)])
 def test_split_sequences(op, sizes, layout):
     given = inputs(tokens=2048, heads=2, head_size=sizes[0], value_size=sizes[1], decays=SLOW)
     check(given, make_state(given, 2, layout=layout), backend="split", state_layout=layout, scale=0.7)
+
+
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+def test_split_decays(op, decay, head_size, chunk_len):
+    given = inputs(tokens=2048, heads=2, head_size=head_size, decay=decay, decays=(-0.6, -1e-3))
+    check(given, make_state(given, 2), backend="split", decay=decay, decay_bound=-0.7, chunk_len=chunk_len)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -415,7 +423,8 @@ def test_the_rule_picks_these_kernels(op, monkeypatch):
         rwkv_jit.wkv7(*given.values(), **options)
     rwkv_jit.wkv7(*[x[:, : backends.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
     chosen = [known.options.backend for known in boundary._known.values()]
-    assert chosen == ["chunked", "chunked", "recurrent", "recurrent", "recurrent"]
+    assert chosen == ["chunked", "chunked", "chunked", "recurrent", "recurrent"]
+    assert [known.options.guarded for known in boundary._known.values()] == [False, False, True, False, False]
 
 
 def test_a_cuda_graph_replays(op):
@@ -444,7 +453,7 @@ def test_opcheck(op, packed):
     given = [x.detach() for x in inputs(batch=1, tokens=70, head_size=40).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 3, 40, 40, device="cuda")
-    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None)
+    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, False)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)

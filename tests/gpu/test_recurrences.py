@@ -29,7 +29,7 @@ GATE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-3}
 
 def check(op, given, state=None, options=(), exact_options=(), gate=None):
     gate = gate or GATE[given["r"].dtype]
-    errors, final, named = compare(op, given, state, options, exact_options)
+    errors, final, named = compare(op, given, state, {"backend": "recurrent", **dict(options)}, exact_options)
     limits = dict.fromkeys(errors, gate)
     if final.dtype == torch.float32:
         limits["state"] = GATE[torch.float32]
@@ -438,7 +438,7 @@ def test_fullgraph_compile(op):
 def test_opcheck(op):
     given = [x.detach() for x in make_inputs(op, torch.float32, head_size=16).values()]
     state = torch.randn(2, 3, 16, 16, device="cuda")
-    options = (1.0, "raw", "vk", 64, None, None, "recurrent", None, None)
+    options = (1.0, "raw", "vk", 64, None, None, "recurrent", None, None, False)
     forward = (*given, state, None, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)

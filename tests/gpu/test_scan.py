@@ -277,7 +277,8 @@ def test_the_rule_picks_these_kernels(op, monkeypatch):
     for options in ({"decay": "sigmoid"}, {"decay": "raw", "decay_bound": -2.0}, {"decay_bound": -3.0}, {}):
         rwkv_jit.wkv7(*given.values(), **options)
     chosen = [(known.options.backend, known.options.chunk_len) for known in boundary._known.values()]
-    assert chosen == [("scan", 64), ("scan", 64), ("scan", 32), ("recurrent", None)]
+    assert chosen == [("scan", 64), ("scan", 64), ("scan", 32), ("scan", 64)]
+    assert [known.options.guarded for known in boundary._known.values()] == [False, False, False, True]
 
 
 def test_a_cuda_graph_replays(op):
@@ -306,7 +307,7 @@ def test_opcheck(op, packed):
     given = [x.detach() for x in inputs(batch=1, tokens=70).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 2, 256, 256, device="cuda")
-    options = (1.0, "sigmoid", "vk", 64, 64, None, "scan", None, None)
+    options = (1.0, "sigmoid", "vk", 64, 64, None, "scan", None, None, False)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)

@@ -343,13 +343,18 @@ WRONG_SPECIALIZATIONS = {
         TypeError,
         "parameter LANES_PER_ROW: expected an int, a float, a bool or an identifier, got (2,)",
     ),
-    "unknown parameter": ({"warp_len": 4}, ValueError, "template wkv7_recurrent_forward has no parameter WARP_LEN"),
+    "unknown parameter": ({"warp_len": 4}, ValueError, "template wkv7_chunked_forward has no parameter WARP_LEN"),
     "lanes of chunks": (
         {"backend": "chunked", "lanes_per_row": 4},
         ValueError,
         "template wkv7_chunked_forward has no parameter LANES_PER_ROW",
     ),
-    "bonus of wkv6": ({"t_u": "fp32"}, ValueError, "template wkv7_recurrent_forward has no parameter T_U"),
+    "blocks of the recurrent kernels": (
+        {"dtype": torch.float32, "blocks_per_sm": 4},
+        ValueError,
+        "template wkv7_recurrent_forward has no parameter BLOCKS_PER_SM",
+    ),
+    "bonus of wkv6": ({"t_u": "fp32"}, ValueError, "template wkv7_chunked_forward has no parameter T_U"),
 }
 
 

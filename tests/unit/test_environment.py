@@ -401,8 +401,8 @@ IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
 SHARED_OPS = {
-    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.prepared", "ops.recurrent", "ops.scan",
-    "ops.split",
+    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.guarded", "ops.prepared", "ops.recurrent",
+    "ops.scan", "ops.scan_geometry", "ops.split",
 }  # fmt: skip
 ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
 MAY_IMPORT = {
@@ -427,15 +427,18 @@ MAY_IMPORT = {
     "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "template", "tensors"},
     "ops": set(),
     "ops.prepared": BELOW_OPS,
-    "ops.recurrent": BELOW_OPS | {"ops.prepared"},
     "ops.chunked": BELOW_OPS | {"ops.prepared"},
+    "ops.recurrent": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.guarded": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
     "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked"},
-    "ops.scan": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.scan_geometry": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.scan_geometry"},
     "ops.choices": BELOW_OPS | {"cache.files", "ops.prepared", "ops.chunked"},
-    "ops.backends": (
-        BELOW_OPS | {"ops.prepared", "ops.recurrent", "ops.choices", "ops.chunked", "ops.split", "ops.scan"}
+    "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary"},
+    "ops.boundary": (
+        BELOW_OPS
+        | {"ops.prepared", "ops.backends", "ops.choices", "ops.chunked", "ops.split", "ops.scan", "ops.guarded"}
     ),
-    "ops.boundary": BELOW_OPS | {"ops.prepared", "ops.backends", "ops.choices", "ops.split", "ops.scan"},
     "ops.wkv6": BELOW_OPS | SHARED_OPS,
     "ops.wkv7": BELOW_OPS | SHARED_OPS,
     "runtime": BELOW_OPS | ALL_OPS,

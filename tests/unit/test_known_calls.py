@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
-from rwkv_jit import bench, kernel, tensors, tune
+from rwkv_jit import bench, cuda, kernel, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, chunked, prepared, scan
+from rwkv_jit.ops import boundary, chunked, prepared, scan_geometry
 from rwkv_jit.ops.chunked import Candidate
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
@@ -24,14 +24,14 @@ gpus, in_fork = stub_driver.gpus, stub_driver.in_fork
 B, T, H, N = 2, 5, 3, 8
 # Addresses; strides of six inputs; tokens, heads and more; interval and scale.
 SIZES = {
-    "wkv7_forward": [8] * 12 + [24] * 6 + [8] * 2 + [4, 4],
-    "wkv7_backward": [8] * 19 + [24] * 7 + [8] * 4 + [4, 4],
+    "wkv7_forward": [8] * 13 + [24] * 6 + [8] * 2 + [4, 4],
+    "wkv7_backward": [8] * 20 + [24] * 7 + [8] * 4 + [4, 4],
 }
 
 
 # Addresses; strides; tokens and heads; scale.
 CHUNKED_SIZES = {
-    "wkv7_forward": [8] * 11 + [24] * 6 + [8] * 2 + [4],
+    "wkv7_forward": [8] * 12 + [24] * 6 + [8] * 2 + [4],
     "wkv7_backward": [8] * 17 + [24] * 7 + [8] * 2 + [4],
 }
 # Addresses; strides; tokens, heads and sequences; scale; whether the backward's matrices are wanted.
@@ -96,9 +96,9 @@ def test_known_call_is_not_checked_again_and_launches_its_own_tensors(calls, mon
     assert final is None
     assert (y.shape, y.dtype) == ((B, T, H, N), torch.float32)
     assert addresses(one, 6) == [x.data_ptr() for x in first]
-    assert addresses(other, 12) == [*[x.data_ptr() for x in second], 0, 0, y.data_ptr(), 0, 0, 0]
+    assert addresses(other, 13) == [*[x.data_ptr() for x in second], 0, 0, y.data_ptr(), 0, 0, 0, 0]
     assert (one.grid, one.block, one.stream) == (other.grid, other.block, other.stream)
-    assert one.arguments[12:] == other.arguments[12:]
+    assert one.arguments[13:] == other.arguments[13:]
 
 
 def test_state_and_final_state_are_launched_in_their_places(calls):
@@ -156,7 +156,7 @@ def test_wrong_call_after_a_known_one_is_an_error(calls):
 def test_address_that_cannot_be_read_is_copied_for_a_known_call(calls):
     given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in make()]  # heads before tokens
     rwkv_jit.wkv7(*given)
-    strides = calls.launches[0].arguments[12:18]
+    strides = calls.launches[0].arguments[13:19]
     assert strides == (struct.pack("3q", *given[0].stride()[:3]),) * 6
     storage = torch.randn(given[3].numel() + 1)[1:]
     shifted = storage.as_strided(given[3].shape, given[3].stride(), storage.storage_offset())
@@ -165,7 +165,7 @@ def test_address_that_cannot_be_read_is_copied_for_a_known_call(calls):
     assert len(boundary._known) == 1
     launch = calls.launches[1]
     assert not any(address % 16 for address in addresses(launch, 6))
-    assert launch.arguments[12:18] == (struct.pack("3q", T * H * N, H * N, N),) * 6
+    assert launch.arguments[13:19] == (struct.pack("3q", T * H * N, H * N, N),) * 6
 
 
 def test_known_call_with_gradients_saves_and_goes_back(calls, monkeypatch):
@@ -282,9 +282,9 @@ def test_long_call_with_a_bounded_decay_takes_the_chunked_kernels_from_then_on(c
         given = make(torch.bfloat16, LONG)
         y, _ = rwkv_jit.wkv7(*given, **options)
         launch = chunked_calls.launches[-1]
-        assert addresses(launch, 11) == [*[x.data_ptr() for x in given], 0, 0, y.data_ptr(), 0, 0]
-        assert launch.arguments[11:17] == (struct.pack("3q", 40 * H * 16, H * 16, 16),) * 6
-        assert launch.arguments[17:] == (struct.pack("q", 40), struct.pack("q", H), struct.pack("f", 0.5))
+        assert addresses(launch, 12) == [*[x.data_ptr() for x in given], 0, 0, y.data_ptr(), 0, 0, 0]
+        assert launch.arguments[12:18] == (struct.pack("3q", 40 * H * 16, H * 16, 16),) * 6
+        assert launch.arguments[18:] == (struct.pack("q", 40), struct.pack("q", H), struct.pack("f", 0.5))
         assert (launch.grid, launch.block) == ((B, H, 1), (64, 1, 1))
         assert launch.shared_bytes == chunked.shared_bytes("forward", 16, 16, 32, 64) > 0
         monkeypatch.setattr(boundary, "_check", refuse)
@@ -293,13 +293,12 @@ def test_long_call_with_a_bounded_decay_takes_the_chunked_kernels_from_then_on(c
 @pytest.mark.parametrize(
     ("dtype", "shape", "options"),
     [
-        (torch.bfloat16, LONG, {"decay": "raw"}),
         (torch.bfloat16, (B, 31, H, 16), {"decay": "sigmoid"}),
         (torch.float32, LONG, {"decay": "sigmoid"}),
         (torch.bfloat16, LONG, {"decay": "sigmoid", "backend": "recurrent"}),
-        (torch.bfloat16, LONG, {"decay": "raw", "decay_bound": -5.1}),
+        (torch.bfloat16, LONG, {"decay": "raw", "backend": "recurrent"}),
     ],
-    ids=["decay", "tokens", "dtype", "asked", "bound"],
+    ids=["tokens", "dtype", "asked", "asked, no bound"],
 )
 def test_other_calls_take_the_recurrent_kernels(dtype, shape, options, calls):
     rwkv_jit.wkv7(*make(dtype, shape), **options)
@@ -364,16 +363,13 @@ def test_chunked_kernels_read_sixteen_bytes_where_rows_consist_of_them(size, shi
 
 def test_what_the_torch_op_may_do_a_public_call_may_not(chunked_calls):
     given = make(torch.bfloat16, LONG)
-    options = (1.0, "raw", "vk", 64, 32, None, "chunked", None, None)
+    options = (1.0, "sigmoid", "vk", 64, 64, None, "chunked", None, None, False)
     torch.ops.rwkv_jit.wkv7_fwd(*given, None, None, *options, False, False)
     assert len(chunked_calls.launches) == 1
-    message = (
-        "backend: 'chunked' needs a bounded decay: decay='sigmoid' or decay_bound of at least -4 at chunk_len=32, got "
-        "decay='raw', decay_bound=None; use 'auto' or 'recurrent'"
-    )
+    message = "backend: 'chunked' takes chunk_len 16 or 32, got 64; use 'auto' or 'recurrent'"
     with pytest.raises(UnsupportedConfigError, match=re.escape(message)):
-        rwkv_jit.wkv7(*given, backend="chunked", chunk_len=32)
-    rwkv_jit.wkv7(*given, backend="chunked", chunk_len=32, decay_bound=-4)
+        rwkv_jit.wkv7(*given, decay="sigmoid", backend="chunked", chunk_len=64)
+    rwkv_jit.wkv7(*given, decay="sigmoid", backend="chunked", chunk_len=32)
     assert len(chunked_calls.launches) == 2
 
 
@@ -383,7 +379,7 @@ def test_fake_of_a_chunked_call_has_the_sizes_of_the_real_one(packed, chunked_ca
 
     given = make(torch.bfloat16, (1, 70, H, 40))
     bounds = torch.tensor([0, 3, 3, 70]) if packed else None
-    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, True, True)
+    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, False, True, True)
     real = torch.ops.rwkv_jit.wkv7_fwd(*given, *arguments)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(x) for x in given]
@@ -442,9 +438,11 @@ def test_call_with_large_heads_prepares_its_chunks_and_scans_them(few_heads, sca
             *strides(r, w, k, a, b), *counts(70, H, B), struct.pack("f", 0.5), struct.pack("i", 0)
         )  # fmt: skip
         assert second.arguments[10:] == (*strides(v), *counts(70, H))
-        of_scan = scan.specialize("wkv7", "forward", 200, 200, TYPES, arch, few_heads=few_heads).parameters
+        of_scan = scan_geometry.specialize("wkv7", "forward", 200, 200, TYPES, arch, few_heads=few_heads).parameters
         length, rows = of_scan["CHUNK_LEN"], 32 if few_heads and arch == "sm_90" else 64  # no room for others
-        (of_chunks,) = (each.parameters for each in scan.companions("wkv7", "forward", 200, 200, TYPES, arch, length))
+        (of_chunks,) = (
+            each.parameters for each in scan_geometry.companions("wkv7", "forward", 200, 200, TYPES, arch, length)
+        )
         assert (first.grid, first.block) == ((B * -(-70 // length), H, 1), (4 * length, 1, 1))
         assert (second.grid, second.block) == ((B * -(-200 // rows), H, 1), (of_scan["NUM_THREADS"], 1, 1))
         assert (first.shared_bytes, second.shared_bytes) == (of_chunks["SHARED_BYTES"], of_scan["SHARED_BYTES"])
@@ -481,7 +479,7 @@ def test_backward_of_a_call_with_large_heads(scan_calls, arch):
         assert back.arguments[10:] == (*strides(dy), *counts(70, H))
         assert of_tokens.arguments[6:] == (*strides(v, dy), *counts(70, H, B))
         assert of_keys.arguments[18:] == (*strides(*given, dy), *counts(70, H, B), struct.pack("f", 1.0))
-        others = scan.companions("wkv7", "backward", 200, 200, TYPES, arch, None)
+        others = scan_geometry.companions("wkv7", "backward", 200, 200, TYPES, arch, None)
         for launch, request, blocks in zip((of_tokens, of_keys), others, (1, 4), strict=True):  # 4 slabs
             wanted = request.parameters
             assert launch.entry == request.template.name
@@ -525,7 +523,7 @@ def test_fake_of_a_call_with_large_heads_has_the_sizes_of_the_real_one(packed, s
     given = make(torch.bfloat16, (1, tokens, H, size))
     given[3] = torch.randn(1, tokens, H, value_size).to(torch.bfloat16)
     bounds = torch.tensor([0, 3, 3, tokens]) if packed else None
-    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, length, None, "scan", None, None, True, True)
+    arguments = (None, bounds, 1.0, "sigmoid", "vk", 64, length, None, "scan", None, None, False, True, True)
     real = torch.ops.rwkv_jit.wkv7_fwd(*given, *arguments)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(x) for x in given]
@@ -537,6 +535,267 @@ def test_fake_of_a_call_with_large_heads_has_the_sizes_of_the_real_one(packed, s
         4 * length * channels * 2 + 4 * blocks * (blocks + 1) // 2 * 512 + 2 * channels * 4 + channels * 128 * 2
     )
     assert real[2].numel() * 4 == places * of_a_place + -(-tokens * H * value_size * 2 // 16) * 16
+
+
+# ---- decays without a promise --------------------------------------------------------------------------------------
+
+# By template, as kernels of both kinds have one entry.
+GUARDED_SIZES = {
+    "wkv7_decay_range": [8] * 3 + [24] + [8] * 2 + [4],
+    **{f"wkv7_recurrent_{way}": SIZES[f"wkv7_{way}"] for way in ("forward", "backward")},
+    **{f"wkv7_chunked_{way}": CHUNKED_SIZES[f"wkv7_{way}"] for way in ("forward", "backward")},
+    **SCAN_SIZES,
+    "wkv7_segment": [8] * 7 + [24] * 5 + [8] * 2 + [4],
+    "wkv7_join": [8] * 5 + [8] * 2,
+}
+
+
+@pytest.fixture
+def guarded_calls(calls, monkeypatch):
+    """The driver calls functions by their templates."""
+
+    def get_all(requests):
+        made = []
+        for request in requests:
+            name = request.template.name
+            entry = re.sub("_(recurrent|chunked)", "", name)
+            made.append(calls.make_kernel(entries=(entry,), image=f"sm_80 sm_90 {name}".encode()))
+            made[-1].parameters = dict(request.parameters)
+        return made
+
+    def function(module, entry):
+        return calls.function(module, module.image.decode().split()[-1])
+
+    monkeypatch.setattr(kernel, "get_all", get_all)
+    monkeypatch.setattr(prepared, "get_kernels", lambda nearest, requests, *chosen: get_all(requests))
+    monkeypatch.setattr(cuda, "function", function)
+    calls.sizes.update(GUARDED_SIZES)
+    return calls
+
+
+def entries(launches):
+    return [launch.entry.removeprefix("wkv7_") for launch in launches]
+
+
+PACKINGS = pytest.mark.parametrize("bounds", [None, [0, 3, 3, 120]], ids=["rows", "packed"])
+
+
+def packing(bounds):
+    return (LONG, B, None) if bounds is None else ((1, 120, H, 16), len(bounds) - 1, torch.tensor(bounds))
+
+
+@PACKINGS
+def test_guarded_call_computes_all_heads_and_then_those_whose_decays_leave(bounds, guarded_calls, monkeypatch):
+    shape, sequences, cu_seqlens = packing(bounds)
+    at_bounds = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    state = torch.randn(sequences, H, 16, 16)
+    for _ in range(2):
+        given = make(torch.bfloat16, shape)
+        y, final = rwkv_jit.wkv7(*given, state, True, cu_seqlens, scale=0.5)
+        fast, exact = guarded_calls.launches[-2:]
+        assert entries([fast, exact]) == ["chunked_forward", "recurrent_forward"]
+        passed = [*[x.data_ptr() for x in given], state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
+        *found, checkpoints, flags = addresses(fast, 12)
+        assert (found, checkpoints) == (passed, 0)
+        assert flags
+        assert addresses(exact, 13) == [*passed, 0, 0, flags]
+        assert exact.arguments[13:] == (
+            *strides(*given), *counts(shape[1], H), struct.pack("i", min(64, shape[1])), struct.pack("f", 0.5)
+        )  # fmt: skip
+        monkeypatch.setattr(boundary, "_check", refuse)
+    assert len(guarded_calls.launches) == 4
+
+
+@PACKINGS
+def test_backward_of_a_guarded_call(bounds, guarded_calls):
+    shape, sequences, cu_seqlens = packing(bounds)
+    at_bounds = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    state = torch.randn(sequences, H, 16, 16, requires_grad=True)
+    for _ in range(2):
+        given = make(torch.bfloat16, shape, grad=True)
+        y, final = rwkv_jit.wkv7(*given, state, True, cu_seqlens)
+        fast, exact = guarded_calls.launches[-2:]
+        chunks, flags = addresses(fast, 12)[10:]
+        assert addresses(exact, 13)[10:] == [0, 0, flags]
+        slots = 120 // 32 + 3 if bounds else B * 2
+        assert flags - chunks == 2 * slots * H * 32 * 32  # one behind the other, and nothing else is kept
+        dy, d_final = torch.ones_like(y), torch.ones_like(final)
+        grads = torch.autograd.grad([y, final], [*given, state], [dy, d_final])
+        fast, repeat, exact = guarded_calls.launches[-3:]
+        assert entries([fast, repeat, exact]) == ["chunked_backward", "recurrent_forward", "recurrent_backward"]
+        inputs, results = [x.data_ptr() for x in (*given, dy)], [grad.data_ptr() for grad in grads]
+        assert addresses(fast, 17) == [*inputs, at_bounds, chunks, d_final.data_ptr(), *results]
+        *passed, checkpoints, sa, of_repeat = addresses(repeat, 13)
+        assert passed == [*inputs[:-1], state.data_ptr(), at_bounds, 0, 0]
+        assert of_repeat == flags
+        slots = 120 // 64 + 3 if bounds else B
+        assert sa - checkpoints == 4 * slots * H * 16 * 16
+        found = addresses(exact, 20)
+        assert found[:-1] == [*inputs, at_bounds, checkpoints, sa, d_final.data_ptr(), *results, flags]
+        assert found[-1]
+        assert exact.arguments[27:29] == counts(shape[1], H)
+        interval = min(64, shape[1])
+        assert exact.arguments[31:] == (struct.pack("i", interval), struct.pack("f", 1.0))
+    assert len(guarded_calls.launches) == 10
+
+
+@pytest.mark.parametrize("arch", SCANS)
+@PACKINGS
+def test_guarded_call_with_large_heads(bounds, arch, guarded_calls, monkeypatch):
+    monkeypatch.setattr(tensors, "_capability", lambda device: arch)
+    shape, sequences, cu_seqlens = packing(bounds)
+    given = r, w, k, v, a, b = make(torch.bfloat16, (*shape[:3], 200), grad=True)
+    state = torch.randn(sequences, H, 200, 200, requires_grad=True)
+    y, final = rwkv_jit.wkv7(*given, state, True, cu_seqlens, decay="log")
+    look, first, fast, exact = guarded_calls.launches
+    of_scan = SCANS[arch].removeprefix("wkv7_")
+    assert entries(guarded_calls.launches) == ["decay_range", "prepare", of_scan, "recurrent_forward"]
+    w_seen, bounds_seen, flags = addresses(look, 3)
+    assert (w_seen, bounds_seen) == (w.data_ptr(), 0 if cu_seqlens is None else cu_seqlens.data_ptr())
+    parts = -(-512 // (sequences * H))
+    assert look.arguments[3:] == (*strides(w), *counts(shape[1], H), struct.pack("i", parts))
+    assert (look.grid, look.block) == ((sequences * parts, H, 1), (256, 1, 1))
+    assert addresses(fast, 10)[6] == addresses(exact, 9)[8] == y.data_ptr()
+    assert addresses(fast, 10)[9] == addresses(exact, 10)[9] == final.data_ptr()
+    saved = [*addresses(first, 9)[6:], *addresses(fast, 9)[7:]]
+    assert 0 not in saved
+    assert not any((address - saved[0]) % 16 for address in (*saved, flags))
+    assert saved[0] == min(saved) < max(saved) < flags
+    assert addresses(exact, 13)[10:] == [0, 0, flags]
+    grads = torch.autograd.grad([y, final], [*given, state], [torch.ones_like(y), torch.ones_like(final)])
+    back, _, of_keys, repeat, exact = guarded_calls.launches[4:]
+    names = [of_scan, "token_gradients", "key_gradients", "recurrent_forward", "recurrent_backward"]
+    assert entries(guarded_calls.launches[4:]) == names
+    assert addresses(repeat, 7)[6] == state.data_ptr()
+    assert addresses(back, 6)[3:] == saved[:3]
+    found = addresses(exact, 19)
+    assert found[8:10] == addresses(repeat, 12)[10:]
+    assert found[11:] == [*[grad.data_ptr() for grad in grads], flags]
+    of = dict(zip("rwkvab", found[11:17], strict=True))
+    assert addresses(of_keys, 18)[13:] == [of[name] for name in "rwkab"]
+    assert (addresses(back, 10)[6], addresses(back, 10)[9]) == (of["v"], found[17])
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+def test_guarded_call_in_segments(layout, guarded_calls):
+    given = make(torch.bfloat16, (1, 2048, H, 16), grad=True)
+    state = torch.randn(1, H, 16, 16, requires_grad=True)
+    y, final = rwkv_jit.wkv7(*given, state, True, decay="direct", state_layout=layout)
+    names = entries(guarded_calls.launches)
+    assert names == ["segment", "join", "chunked_forward", "recurrent_forward"]
+    segment, join, fast, exact = guarded_calls.launches
+    assert addresses(fast, 9)[8] == y.data_ptr()
+    assert addresses(exact, 13)[6:10] == [state.data_ptr(), 0, y.data_ptr(), final.data_ptr()]
+    flags = addresses(exact, 13)[12]
+    assert 0 not in (addresses(fast, 12)[11], flags)  # of segments, and of sequences
+    grads = torch.autograd.grad([y, final], [*given, state], [torch.ones_like(y), torch.ones_like(final)])
+    r, w, k, v, a, b = given
+    assert addresses(segment, 5) == [x.data_ptr() for x in (k, w, a, b, v)]
+    assert addresses(join, 2) == addresses(segment, 7)[:4:-1]
+    of_segments = (2048 // 4 * H * 16, H * 16, 16)
+    assert segment.arguments[7:] == (
+        *[struct.pack("3q", *of_segments)] * 5, *counts(2048 // 4, H), struct.pack("f", 1.0)
+    )  # fmt: skip
+    assert segment.grid == (4, H, 1)
+    names = entries(guarded_calls.launches[4:])
+    assert names == ["segment", "join", "chunked_backward", "recurrent_forward", "recurrent_backward"]
+    segment, join = guarded_calls.launches[4:6]
+    assert addresses(segment, 4) == [x.data_ptr() for x in (r, w, a, b)]
+    repeat, back = guarded_calls.launches[-2], addresses(guarded_calls.launches[-1], 19)
+    assert addresses(segment, 7)[4:] == [back[6], addresses(join, 2)[1], 0]
+    assert addresses(repeat, 10)[6:] == [state.data_ptr(), 0, 0, 0]
+    assert back[8:10] == addresses(repeat, 12)[10:]
+    assert back[11:] == [*[grad.data_ptr() for grad in grads], flags]
+    assert addresses(guarded_calls.launches[-3], 16)[10:] == back[11:17]
+
+
+def test_call_whose_decays_are_bounded_is_not_guarded(guarded_calls):
+    given = make(torch.bfloat16, LONG)
+    rwkv_jit.wkv7(*given, decay_bound=-4.0)
+    rwkv_jit.wkv7(*given, decay="sigmoid")
+    rwkv_jit.wkv7(*given, backend="recurrent")
+    rwkv_jit.wkv7(*given, decay_bound=-4.1, chunk_len=32)
+    names = ["chunked_forward", "chunked_forward", "recurrent_forward"]
+    assert entries(guarded_calls.launches) == [*names, "chunked_forward", "recurrent_forward"]
+    assert addresses(guarded_calls.launches[2], 13)[12] == 0
+
+
+@pytest.mark.parametrize("head_size", [160, 132, 130, 131])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decays_are_copied_where_they_cannot_be_read(dtype, head_size, guarded_calls):
+    """Of a signature that has been seen at an address that can be read."""
+    given = make(torch.bfloat16, (B, 40, H, head_size))
+    given[1] = given[1].to(dtype)
+    rwkv_jit.wkv7(*given)
+    memory = torch.randn(given[1].numel() + 8).to(dtype)
+    for shift in (1, 8):
+        moved = memory[shift : shift + given[1].numel()].view(given[1].shape)
+        rwkv_jit.wkv7(given[0], moved, *given[2:])
+        look = guarded_calls.launches[-4]
+        readable = shift == 8 or head_size % 4
+        assert (addresses(look, 1) == [moved.data_ptr()]) == bool(readable)
+        assert look.arguments[3:4] == strides(given[1])
+    turned = given[1].transpose(1, 2).contiguous().transpose(1, 2)
+    rwkv_jit.wkv7(given[0], turned, *given[2:])
+    look = guarded_calls.launches[-4]
+    assert addresses(look, 1) == [turned.data_ptr()]
+    assert look.arguments[3:4] == strides(turned)
+    apart = given[1].transpose(2, 3).contiguous().transpose(2, 3)  # channels that are no neighbours
+    rwkv_jit.wkv7(given[0], apart, *given[2:])
+    look = guarded_calls.launches[-4]
+    assert addresses(look, 1) != [apart.data_ptr()]
+    assert look.arguments[3:4] == strides(given[1])
+
+
+def test_guarded_call_without_tokens_or_heads(guarded_calls):
+    empty = make(torch.bfloat16, (B, 0, H, 16), grad=True)
+    y, final = rwkv_jit.wkv7(*empty, output_final_state=True, backend="chunked")
+    assert entries(guarded_calls.launches) == ["chunked_forward", "recurrent_forward"]
+    torch.autograd.grad(final.sum() + y.sum(), empty)
+    names = ["chunked_backward", "recurrent_forward", "recurrent_backward"]
+    assert entries(guarded_calls.launches[2:]) == names
+    for shape in ((0, 40, H, 16), (B, 40, 0, 16)):
+        given = make(torch.bfloat16, shape, grad=True)
+        y, _ = rwkv_jit.wkv7(*given)
+        assert y.shape == shape
+        torch.autograd.grad(y.sum(), given)
+    assert len(guarded_calls.launches) == 5
+
+
+@pytest.mark.parametrize("backend", ["chunked", "scan", "split"])
+@PACKINGS
+def test_fake_of_a_guarded_call_has_the_sizes_of_the_real_one(bounds, backend, guarded_calls):
+    from torch._subclasses import FakeTensorMode
+
+    if backend == "split" and bounds:
+        pytest.skip("segments are not packed")
+    shape, _, cu_seqlens = packing(bounds)
+    size = {"chunked": 7, "scan": 131, "split": 7}[backend]
+    shape = (*shape[:1], 2048 if backend == "split" else shape[1], *shape[2:3], size)
+    given = make(torch.bfloat16, shape)
+    arguments = (None, cu_seqlens, 1.0, "raw", "vk", 64, 32, None, backend, None, None, True, True, True)
+    real = torch.ops.rwkv_jit.wkv7_fwd(*given, *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        fake = torch.ops.rwkv_jit.wkv7_fwd(*fakes, *arguments)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+
+
+def test_compiler_need_not_know_the_batch_of_a_guarded_call(guarded_calls):
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    shapes = ShapeEnv()
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3])
+    given = make(torch.bfloat16, (6, 40, H, 16))
+    arguments = (None, None, 1.0, "raw", "vk", 64, 32, None, "chunked", None, None, True, True, True)
+    with FakeTensorMode(shape_env=shapes) as mode:
+        fakes = [mode.from_tensor(given[0], symbolic_context=context, source=ConstantSource("x"))] * 6
+        before = len(shapes.guards)
+        fake = torch.ops.rwkv_jit.wkv7_fwd(*fakes, *arguments)
+    assert len(shapes.guards) == before
+    assert str(fake[2].shape[0]) != str(int(fake[2].shape[0]))  # symbolic
 
 
 def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(chunked_calls, monkeypatch):

@@ -303,7 +303,7 @@ def torch_op(op, direction):
 
 
 def op_arguments(op, given, state, cu_seqlens=None):
-    return (*given.values(), state, cu_seqlens, 0.7, "raw", "vk", 64, None, None, "reference", None, None)
+    return (*given.values(), state, cu_seqlens, 0.7, "raw", "vk", 64, None, None, "reference", None, None, False)
 
 
 @pytest.mark.parametrize("output_final_state", [True, False])

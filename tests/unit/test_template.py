@@ -90,6 +90,9 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
         ("wkv7_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv6_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv7_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("wkv7_join", OF_TENSOR_CORES),
+        ("wkv7_segment", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
+        ("wkv7_decay_range", OF_TENSOR_CORES + ["wkv7_decay.cuh"]),
         ("wkv7_chunked_forward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
         ("wkv7_chunked_backward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
         ("wkv7_prepare", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
@@ -212,6 +215,7 @@ def test_templates_of_this_installation_are_found():
     kinds = ("wkv6_recurrent", "wkv7_recurrent", "wkv7_chunked")
     of_both_ways = {
         "wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_group_scan", "wkv7_token_gradients", "wkv7_key_gradients",
+        "wkv7_segment", "wkv7_decay_range",
     }  # fmt: skip
     of_one_way = {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")}
     assert of_one_way | of_both_ways <= set(template.names())

@@ -160,7 +160,7 @@ def test_compiled_call_takes_the_choice(dynamic):
     torch._dynamo.reset()
     torch.compile(rwkv_jit.wkv7, fullgraph=True, backend=keep, dynamic=dynamic)(*given(), decay="sigmoid")
     (call,) = [node for node in graphs[0].graph.nodes if "wkv7_fwd" in str(node.target)]
-    assert call.args[-7:-2] == (16, 256, "chunked", 2, None)
+    assert call.args[-8:-2] == (16, 256, "chunked", 2, None, False)
 
 
 def test_exported_call_takes_the_choice():
@@ -172,7 +172,7 @@ def test_exported_call_takes_the_choice():
 
     graph = torch.export.export(Module(), tuple(given())).graph
     (call,) = [node for node in graph.nodes if "wkv7_fwd" in str(node.target)]
-    assert call.args[-7:-2] == (16, 256, "chunked", 2, None)
+    assert call.args[-8:-2] == (16, 256, "chunked", 2, None, False)
 
 
 def test_both_kernels_of_a_call_are_those_of_the_choice(monkeypatch):

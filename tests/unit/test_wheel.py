@@ -103,7 +103,7 @@ def test_kernel_compiles_from_the_installed_wheel(wheel, venv, tmp_path, fresh_s
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check",
         "--no-deps", "--no-index", wheel)  # fmt: skip
     compile_in(python, home, tmp_path)
-    assert len(list(fresh_service.glob("sm_90/wkv7_recurrent_forward-*.cubin"))) == 1
+    assert len(list(fresh_service.glob("sm_90/wkv7_chunked_forward-*.cubin"))) == 1
 
 
 def test_kernel_compiles_from_an_editable_install(venv, root, tmp_path):

@@ -1,0 +1,205 @@
+// What a segment of a sequence does to any state, a chunk after another on the tensor cores: it takes S at its start to
+// S P + Q. Q is what becomes of zeros, P of the identity without values, so both are rows of one state; with the
+// operands of wkv7_chunk.cuh
+//
+//     U = Tm (Aak V + A S'^T);   S <- (S' + V^T K + U^T B) diag(e^(D - m))
+//
+// Backwards a segment takes the gradient E after its end to E P^T + Q: the same with dX for U, dY for V and tokens in
+// reverse, from the last chunk to the first,
+//
+//     dX = Tm^T (Arb^T dY + B E'^T);   E <- (E' + dY^T R + dX^T A) diag(e^m)
+//
+//   keys     k, backwards r  [segments, tokens, heads, K]  T_IO  in     w a b  the same shape  T_W, T_IO  in
+//   values   v, backwards dy  [segments, tokens, heads, V]  T_IO  in
+//   additions    [segments, heads, V, K]  fp32  out: Q
+//   transitions  [segments, heads, K, K]  fp32  out: P, of the forward alone
+//
+// Grid (segments, heads, rows / ROWS): the rows of P come behind those of Q, a multiple of 32. Tokens are a multiple of
+// CHUNK_LEN. A warp holds 16 TILES rows of the state in fp32, as in wkv7_chunked_forward.cu.
+#include "wkv7_chunk.cuh"
+
+constexpr int TILES = ceil_div(ROWS / 16, WARPS);
+constexpr int SLAB = 16 * TILES;  // rows of a warp
+constexpr int INPUT_PITCH = ROWS + 8;
+static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
+
+struct Smem {
+    Operands operands;
+    TokenMatrices matrices;
+    RawKeys raw;
+    bf16 input[CHUNK_LEN][INPUT_PITCH];  // V or dY; zeros for the rows of P
+    float2 totals[SEGMENTS][PAIRS];
+    float factor[CHANNELS];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+// A block (p, q) of a token matrix, or of its transpose, as the right operand; and whether there is one.
+__device__ inline Right load_token_block(Tile<TOKEN_PITCH> tile, int p, int q) {
+    return BACKWARD ? load_right(tile, 16 * q, 16 * p) : load_right_transposed(tile, 16 * p, 16 * q);
+}
+__device__ constexpr bool has_token_block(int p, int q) { return BACKWARD ? q >= p : q <= p; }
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_segment(
+    const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ a, const T_IO* __restrict__ b,
+    const T_IO* __restrict__ values, float* __restrict__ additions, float* __restrict__ transitions, Strides key_strides,
+    Strides w_strides, Strides a_strides, Strides b_strides, Strides value_strides, i64 tokens, i64 heads, float scale) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 segment = blockIdx.x, head = blockIdx.y;
+    const int block_row = blockIdx.z * ROWS, own_row = warp_id() * SLAB, first_row = block_row + own_row;
+    const bool has_rows = own_row < ROWS;
+    const int width = max(min(SLAB, VALUE_SIZE - first_row), 0);
+
+    const auto start = [&](Strides s) { return segment * s.batch + head * s.head; };
+    keys += start(key_strides), w += start(w_strides), a += start(a_strides), b += start(b_strides);
+    values += start(value_strides) + first_row;
+
+    const auto copy = [&](i64 token) {
+        const auto copy_keys = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
+            copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
+                rows[0], source + token * stride, stride, CHUNK_LEN, HEAD_SIZE, threadIdx.x);
+        };
+        copy_keys(BACKWARD ? smem.raw.r : smem.raw.k, keys, key_strides.token);
+        copy_keys(smem.raw.a, a, a_strides.token), copy_keys(smem.raw.b, b, b_strides.token);
+        // A warp reads what it has copied itself.
+        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
+            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), values + token * value_strides.token, value_strides.token,
+            CHUNK_LEN, width, lane_id());
+    };
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero, and so does the fourth of the keys
+    __syncthreads();
+    const i64 first = BACKWARD ? tokens - CHUNK_LEN : 0, step = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
+    RawDecays next_w;
+    copy(first), commit_copies();
+    next_w.load(w + first * w_strides.token, w_strides.token, CHUNK_LEN);
+    StateRows state[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+        for_each_element(state[i], first_row + 16 * i, [&](float& x, int row, int channel, bool) {
+            x = row == VALUES + channel ? 1.0f : 0.0f;
+        });
+
+    const auto with_values = tile_of(BACKWARD ? smem.operands.r : smem.operands.k);
+    const auto with_solution = tile_of(BACKWARD ? smem.operands.a : smem.operands.b);
+    const auto with_state = tile_of(BACKWARD ? smem.operands.b : smem.operands.a);
+    const auto pairs = tile_of(BACKWARD ? smem.matrices.rb : smem.matrices.ak);
+    const auto tm = tile_of(smem.matrices.tm);
+    const auto input = tile_of(smem.input);
+
+    float2 behind = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
+    i64 token = first;
+    for (i64 left = tokens; left > 0; left -= CHUNK_LEN, token += step) {
+        RateSums sums;
+        sum_rates(sums, smem.totals, next_w, CHUNK_LEN);
+        const i64 next = token + step;
+        if (left > CHUNK_LEN) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+        wait_for_copies<0>();
+        __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
+        const Frame frame =
+            write_operands<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, nullptr);
+        const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        const float2 before = BACKWARD ? rest : frame.middle;
+        write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
+        behind = BACKWARD ? frame.middle : rest;
+        if constexpr (!is_bf16<T_IO>) {
+            for (int i = lane_id(); has_rows && i < CHUNK_LEN * SLAB / 2; i += 32) {
+                unsigned& word = *reinterpret_cast<unsigned*>(&smem.input[i / (SLAB / 2)][own_row + i % (SLAB / 2) * 2]);
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+            __syncwarp();
+        }
+        __syncthreads();  // the operands are there
+
+        Fragment value_rows[TILES][BLOCKS];
+        Accumulator sum[TILES][CHUNK_LEN / 8] = {};
+        if (has_rows) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q) value_rows[i][q] = load_left_transposed(input, 16 * q, own_row + 16 * i);
+            __syncwarp();
+        }
+        if (left > CHUNK_LEN) copy(next);
+        commit_copies();
+        if (warp_id() == 0) {
+            invert(smem.matrices, smem.operands);
+        } else {
+            for (int task = warp_id() - 1; task < BLOCKS * (BLOCKS + 1) / 2; task += WARPS - 1) {
+                const int p = task == 0 ? 0 : 1, q = task < 2 ? 0 : 1;
+                const LeftRows rows(tile_of(BACKWARD ? smem.operands.r : smem.operands.a), p);
+                Accumulator products[2] = {};
+                multiply_rows(products, rows, tile_of(BACKWARD ? smem.operands.b : smem.operands.k), q);
+                if (q == p) keep_lower(products, !BACKWARD);
+                store_block(pairs, 16 * p, 16 * q, to_fragment(products[0], products[1]));
+            }
+        }
+
+        if (has_rows) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c)
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    const Fragment start_rows = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
+#pragma unroll
+                    for (int p = 0; p < BLOCKS; ++p)
+                        multiply_add(&sum[i][2 * p], start_rows, load_right_transposed(with_state, 16 * p, 16 * c));
+                }
+        }
+        __syncthreads();  // the token matrices are there
+        if (!has_rows) continue;
+
+        Fragment solution[TILES][BLOCKS];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q)
+                    if (has_token_block(p, q))
+                        multiply_add(&sum[i][2 * p], value_rows[i][q], load_token_block(pairs, p, q));
+            Fragment sums[BLOCKS];
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) sums[q] = to_fragment(sum[i][2 * q], sum[i][2 * q + 1]);
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                Accumulator solved[2] = {};
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q)
+                    if (has_token_block(p, q)) multiply_add(solved, sums[q], load_token_block(tm, p, q));
+                solution[i][p] = to_fragment(solved[0], solved[1]);
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c)
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                const Right of_values = load_right(with_values, 16 * q, 16 * c);
+                const Right of_solution = load_right(with_solution, 16 * q, 16 * c);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    multiply_add(&state[i][2 * c], value_rows[i][q], of_values);
+                    multiply_add(&state[i][2 * c], solution[i][q], of_solution);
+                }
+            }
+    }
+    __syncthreads();
+    write_factor(smem.factor, behind);
+    __syncthreads();
+    if (!has_rows) return;
+    const i64 item = segment * heads + head;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        scale_columns(state[i], smem.factor);
+        for_each_element(state[i], first_row + 16 * i, [&](float& x, int row, int channel, bool present) {
+            const int key = row - VALUES;
+            if (present) additions[item * (VALUE_SIZE * HEAD_SIZE) + i64(row) * HEAD_SIZE + channel] = x;
+            else if (key >= 0 && key < HEAD_SIZE && channel < HEAD_SIZE)
+                transitions[item * (HEAD_SIZE * HEAD_SIZE) + i64(key) * HEAD_SIZE + channel] = x;
+        });
+    }
+}

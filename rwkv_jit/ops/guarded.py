@@ -1,0 +1,137 @@
+"""Decays without a promise: the tensor cores for all heads, the recurrent kernels for heads outside their range.
+
+The forward of the first finds out which heads of which sequences these are, on the device, so nothing waits for the
+host; then the recurrent kernels compute them once more, exactly, in place of what is not right there. Where no head
+leaves the range, that is a kernel that returns at once.
+
+What is kept for the backward is what the first forward keeps, and a flag per sequence and head: the backward repeats
+the forward of the recurrent kernels for the heads with a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+from rwkv_jit.ops import prepared, recurrent
+from rwkv_jit.ops.prepared import Inputs, Options, Saved
+
+
+class Kept(NamedTuple):
+    """What the forward keeps, in one tensor: the floats of the fast one, then the flags."""
+
+    fast: Any
+    shape: tuple[Any, Any]  # of the flags: sequences, heads
+
+    @property
+    def floats(self) -> Any:
+        """Return how many there are in all."""
+        return self.fast + self.shape[0] * self.shape[1]
+
+    def split(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the fast forward's floats, and the flags."""
+        return kept[: self.fast], kept[self.fast :].view(torch.int32).view(self.shape)
+
+
+class Forward(NamedTuple):
+    """A guarded forward that can be run with any tensors of its signature."""
+
+    fast: Any  # what another backend has prepared; it writes the flags
+    exact: prepared.Forward
+    kept: Kept
+    options: Options
+
+
+def _exact_options(options: Options) -> Options:
+    return Options(
+        options.scale, options.decay, options.state_layout, options.checkpoint_interval, None, None, "recurrent"
+    )
+
+
+def kept_for(fast: Saved, inputs: Inputs) -> Kept:
+    """Return what a guarded forward keeps."""
+    return Kept(fast.floats, (inputs.sequences, inputs["v"].shape[2]))
+
+
+def prepare_forward(
+    prepare_fast: Callable[..., Any], fast_saved: Saved, inputs: Inputs, state_dtype: torch.dtype, packed: bool,
+    options: Options, training: bool,
+) -> Forward:  # fmt: skip
+    """Find or compile all that a guarded forward launches."""
+    fast = prepare_fast(inputs, state_dtype, packed, options, training)
+    exact = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, _exact_options(options), training)
+    return Forward(fast, exact, kept_for(fast_saved, inputs), options)
+
+
+def forward(
+    run_fast: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
+    known: Forward,
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    bounds: Tensor | None,
+    output_final_state: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
+    of, device = known.kept, inputs[0].device
+    kept = torch.empty(of.floats, dtype=torch.float32, device=device) if save else None
+    if kept is None:
+        saved, flags = None, torch.empty(of.shape, dtype=torch.int32, device=device)
+    else:
+        saved, flags = of.split(kept)
+    y, final, _ = run_fast(known.fast, inputs, state, bounds, output_final_state, save, saved, flags)
+    if bounds is not None:
+        bounds = tensors.readable_packing(bounds)
+    prepared.forward(known.exact, inputs, state, bounds, output_final_state, False, None, flags, (y, final))
+    return y, final, kept
+
+
+# Forwards that the backward repeats, by signature.
+_repeats: dict[Any, prepared.Forward] = {}
+
+
+def _repeat(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, options: Options, flags: Tensor) -> Tensor:
+    """Return what the recurrent backward needs, from a forward of the heads with flags."""
+    key = (inputs.op, inputs.sequences, options, tensors.signature((*inputs.streamed, state, cu_seqlens)))
+    known = _repeats.get(key)
+    if known is None:
+        state_dtype = torch.float32 if state is None else state.dtype
+        packed = cu_seqlens is not None
+        if len(_repeats) >= prepared.MOST_SIGNATURES:
+            _repeats.clear()
+        known = _repeats[key] = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, options, True)
+    bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
+    nothing = flags.new_empty(0), None
+    _, _, saved = prepared.forward(known, inputs.streamed, state, bounds, False, True, None, flags, nothing)
+    assert saved is not None
+    return saved
+
+
+def forget() -> None:
+    """Drop all prepared launches."""
+    _repeats.clear()
+
+
+def backward(
+    run_fast: Callable[..., tuple[list[Tensor], list[Tensor], Tensor | None]],
+    fast_saved: Saved,
+    inputs: Inputs,
+    dy: Tensor,
+    grad_final_state: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kept: Tensor,
+    options: Options,
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """Run the backward; the arguments and results of `backends.backward`."""
+    saved, flags = kept_for(fast_saved, inputs).split(kept)
+    plain, exact = options._replace(guarded=False), _exact_options(options)
+    results = run_fast(plain, inputs, dy, grad_final_state, state, cu_seqlens, saved)
+    again = _repeat(inputs, state, cu_seqlens, exact, flags)
+    return prepared.backward(
+        recurrent, inputs, dy, grad_final_state, cu_seqlens, again, exact, state is not None, flags, results
+    )

@@ -1,0 +1,307 @@
+"""wkv7 without a promise about its decays: fast where they are usual, exact where they are not."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit.ops import boundary, prepared
+
+_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
+comparing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(comparing)
+relative, run, reference = comparing.relative, comparing.run, comparing.reference
+
+# A parameter, so that the record counts these tests.
+pytestmark = pytest.mark.parametrize("op", ["wkv7"])
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Of the tensor cores, and of the recurrent kernels: little more than the rounding of the results.
+GATE = 6e-3
+GATES = {"da": 8e-3, "db": 8e-3}
+EXACT = 3e-3
+EXACT_STATE = 3e-5  # fp32, but a factor e^-150 has the rounding of its exponent 150 times over
+HEAD_SIZES = [40, 64, 128, 192, 256]
+STRONG = {"raw": [5.0, 11.0, 20.0], "direct": [0.0, 1e-30], "log": [-200.0, -float("inf")]}
+# Log-decays, and a bound that they keep.
+USUAL = (-0.6, -0.01)
+BOUND = -0.7
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+@pytest.fixture
+def seen_flags(monkeypatch):
+    """The flags of every forward."""
+    seen, run = [], prepared.forward
+
+    def watched(known, inputs, state, bounds, output_final_state, save, into=None, flags=None, results=None):
+        if results is not None and not save:
+            seen.append(flags.clone())
+        return run(known, inputs, state, bounds, output_final_state, save, into, flags, results)
+
+    monkeypatch.setattr(prepared, "forward", watched)
+    return seen
+
+
+def inputs(dtype="bf16", decay="raw", batch=2, tokens=130, heads=3, head_size=64, **more):
+    return comparing.make_inputs(
+        "wkv7", DTYPES[dtype], batch, tokens, heads, head_size, decays=USUAL, decay=decay, **more
+    )
+
+
+def make_state(given, sequences, dtype=torch.float32, layout="vk"):
+    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
+    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
+    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
+
+
+def strengthen(given, places, strong):
+    """Set w at some (row, tokens, head), a different strong value at each."""
+    w = given["w"].detach().clone()
+    for index, (row, tokens, head) in enumerate(places):
+        w[row, tokens, head] = strong[index % len(strong)]
+    return given | {"w": w.requires_grad_()}
+
+
+def results(given, state, **options):
+    """Results and gradients by name, those of the float64 recurrence, and the weights."""
+    y, final, grads, weights = run("wkv7", given, state, **options)
+    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
+    want_y, want_final, want_grads, _ = reference("wkv7", given, state, weights, **exact)
+    names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
+    found = dict(zip(names, (y, final, *grads), strict=False))
+    return found, dict(zip(names, (want_y, want_final, *want_grads), strict=False)), weights
+
+
+def of_head(name, x, row, head):
+    """What belongs to one head of one row: of states [N, H, ..], of all others [B, T, H, ..]."""
+    return x[row, head] if name in ("state", "dinitial_state") else x[row, :, head]
+
+
+def check_heads(found, want, rows, heads, strong):
+    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are."""
+    wrong = {}
+    for row in range(rows):
+        for head in range(heads):
+            for name in found:
+                one, exact = (of_head(name, x[name], row, head) for x in (found, want))
+                if (row, head) in strong:
+                    limit = EXACT
+                    if name in ("state", "dinitial_state"):
+                        limit = EXACT_STATE
+                else:
+                    limit = GATES.get(name, GATE)
+                # A slope at strong decays is less than a float has.
+                error = relative(one, exact) if exact.norm() > 1e-20 else float(one.norm())
+                if not error <= limit:
+                    wrong[name, row, head] = error, limit
+    assert not wrong
+
+
+# Single tokens at the begin, in the middle of a chunk and at the end, and whole sequences.
+PLACES = [(0, 0, 0), (0, 77, 2), (1, -1, 1), (1, slice(None), 2)]
+STRONG_HEADS = {(row, head) for row, _, head in PLACES}
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("decay", STRONG)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_usual_decays_leave_nothing_to_do(op, dtype, decay, head_size, seen_flags):
+    given = inputs(dtype, decay, head_size=head_size)
+    state = make_state(given, 2)
+    found, want, _ = results(given, state, decay=decay)
+    check_heads(found, want, 2, 3, ())
+    (flags,) = seen_flags
+    assert flags.shape == (2, 3)
+    assert not flags.any()
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("decay", STRONG)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_with_strong_decays_are_exact(op, dtype, decay, head_size, seen_flags):
+    given = strengthen(inputs(dtype, decay, head_size=head_size), PLACES, STRONG[decay])
+    found, want, _ = results(given, make_state(given, 2), decay=decay)
+    check_heads(found, want, 2, 3, STRONG_HEADS)
+    assert {(row, head) for row, head in seen_flags[0].nonzero().tolist()} == STRONG_HEADS
+
+
+@pytest.mark.parametrize("head_size", [33, 64, 70, 192])
+def test_one_channel_of_one_token_is_enough(op, head_size, seen_flags):
+    for channel in (0, 1, head_size - 2, head_size - 1):
+        given = inputs(head_size=head_size)
+        w = given["w"].detach().clone()
+        w[1, 100, 2, channel] = 9.0
+        given |= {"w": w.requires_grad_()}
+        found, want, _ = results(given, None)
+        check_heads(found, want, 2, 3, {(1, 2)})
+        assert seen_flags[-1].nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("chunk_len", [16, 32])
+def test_limit_is_that_of_half_a_chunk(op, chunk_len, seen_flags):
+    half = chunk_len // 2
+    for step, leaves in ((63.0 / half, False), (65.0 / half, True)):
+        given = inputs(decay="log", dtype="fp16", w_dtype=torch.float32)
+        w = given["w"].detach().clone()
+        w[0, 2 * half : 3 * half, 1] = -step
+        given |= {"w": w.requires_grad_()}
+        found, want, _ = results(given, None, decay="log", backend="chunked", chunk_len=chunk_len)
+        check_heads(found, want, 2, 3, {(0, 1)} if leaves else ())
+        assert bool(seen_flags[-1].any()) == leaves
+
+
+@pytest.mark.parametrize("head_size", [64, 192])
+def test_growth_does_not_hide_decay(op, head_size, seen_flags):
+    given = inputs(decay="log", tokens=64, head_size=head_size, w_dtype=torch.float32)
+    w = given["w"].detach().clone()
+    w[0, 4:8, 1] = torch.tensor([50.0, -60.0, 50.0, -60.0], device="cuda")[:, None]
+    rwkv_jit.wkv7(*(given | {"w": w}).values(), decay="log")
+    assert seen_flags[-1].nonzero().tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_heads_are_those_of_a_call_with_a_bound(op, dtype, head_size):
+    usual = inputs(dtype, head_size=head_size)
+    state = make_state(usual, 2)
+    y, final, grads, weights = run(op, usual, state, decay_bound=BOUND)
+    names = ["y", "state", *[f"d{n}" for n in [*usual, "initial_state"]]]
+    want = dict(zip(names, (y, final, *grads), strict=True))
+    for given in (usual, strengthen(usual, PLACES, STRONG["raw"])):
+        found = run(op, given, state, weights)
+        for name, x in zip(names, (*found[:2], *found[2]), strict=True):
+            for row in range(2):
+                for head in range(3):
+                    if given is usual or (row, head) not in STRONG_HEADS:
+                        assert torch.equal(of_head(name, x, row, head), of_head(name, want[name], row, head)), name
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [40, 192])
+def test_states_of_every_kind(op, head_size, state_dtype, layout):
+    given = strengthen(inputs(head_size=head_size, value_size=head_size + 8), PLACES, STRONG["raw"])
+    state = make_state(given, 2, state_dtype, layout)
+    found, want, _ = results(given, state, state_layout=layout, scale=0.7)
+    names = {name: x for name, x in found.items() if not (state_dtype != torch.float32 and "state" in name)}
+    check_heads(names, want, 2, 3, STRONG_HEADS)
+    for name in found.keys() - names.keys():
+        assert relative(found[name], want[name]) < GATE
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("head_size", [64, 192])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_sequences_are_the_sequences_one_by_one(op, dtype, head_size, index_dtype):
+    bounds = [0, 0, 70, 134, 135, 135, 300, 300]
+    given = inputs(dtype, batch=1, tokens=300, head_size=head_size)
+    # The last token of one sequence, the first of the next, one that is alone.
+    given = strengthen(given, [(0, 69, 0), (0, 70, 1), (0, 134, 2), (0, slice(135, 300), 0)], STRONG["raw"])
+    strong = {(1, 0), (2, 1), (3, 2), (5, 0)}
+    state = make_state(given, len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
+    found, want, _ = results(given, state, cu_seqlens=cu_seqlens)
+    of_states = {name for name in found if name in ("state", "dinitial_state")}
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        parts = [
+            {n: x[i : i + 1] if n in of_states else x[:, begin:end] for n, x in every.items()}
+            for every in (found, want)
+        ]
+        # Of a single token the roundings of one vector are the whole error.
+        one_token = end - begin <= 1
+        if one_token:
+            for name in of_states:
+                assert relative(parts[0][name], parts[1][name]) < GATE
+        else:
+            check_heads(*parts, 1, 3, {(0, head) for sequence, head in strong if sequence == i})
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_segments(op, head_size, layout, monkeypatch):
+    monkeypatch.setattr(boundary, "_known", {})
+    given = inputs(tokens=2048, batch=1, head_size=head_size)
+    places = [(0, 511, 0), (0, 1024, 1)]
+    given = strengthen(given, places, STRONG["raw"])
+    state = make_state(given, 1, layout=layout)
+    found, want, _ = results(given, state, state_layout=layout)
+    check_heads(found, want, 1, 3, {(0, 0), (0, 1)})
+    (known,) = boundary._known.values()
+    assert (known.options.backend, known.options.guarded) == ("split", True)
+
+
+def test_no_tokens_copy_the_state(op):
+    for head_size, backend in ((64, "chunked"), (192, "split")):
+        given = inputs(tokens=0, head_size=head_size)
+        state = make_state(given, 2)
+        y, final, grads, weights = run(op, given, state, backend=backend)
+        assert y.numel() == 0
+        assert torch.equal(final, state)
+        assert torch.equal(grads[-1], weights[1])
+
+
+@pytest.mark.parametrize("how", comparing.STRIDES)
+@pytest.mark.parametrize("head_size", [64, 36, 35, 192])
+def test_decays_of_any_stride(op, head_size, how):
+    given = strengthen(inputs(head_size=head_size), PLACES, STRONG["raw"])
+    odd = {n: comparing.strided(x, how).requires_grad_() for n, x in given.items()}
+    found, want, _ = results(odd, None)
+    check_heads(found, want, 2, 3, STRONG_HEADS)
+
+
+@pytest.mark.parametrize("head_size", [64, 192])
+def test_without_gradients(op, head_size):
+    given = strengthen(inputs(head_size=head_size), PLACES, STRONG["raw"])
+    with torch.no_grad():
+        y, final = rwkv_jit.wkv7(*given.values(), output_final_state=True)
+        want_y, want_final = rwkv_jit.wkv7_ref(*[x.double() for x in given.values()], output_final_state=True)
+    check_heads({"y": y, "state": final}, {"y": want_y, "state": want_final}, 2, 3, STRONG_HEADS)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_results_repeat_bit_for_bit(op, head_size):
+    given = strengthen(inputs(tokens=300, batch=4, head_size=head_size), PLACES, STRONG["raw"])
+    state = make_state(given, 4)
+    y, final, grads, weights = run(op, given, state)
+    again = run(op, given, state, weights)
+    for one, other in zip((y, final, *grads), (*again[:2], *again[2]), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("head_size", [64, 192])
+def test_a_cuda_graph_replays(op, head_size):
+    """With other decays than it was captured with: which heads leave is found on the device."""
+    given = {n: x.detach() for n, x in inputs(head_size=head_size).items()}
+    strong = strengthen(given, PLACES, STRONG["raw"])["w"].detach()
+    usual = given["w"].clone()
+    wants = [rwkv_jit.wkv7(*(given | {"w": w}).values())[0] for w in (strong, usual)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = rwkv_jit.wkv7(*given.values())
+    for w, want in zip((strong, usual), wants, strict=True):
+        given["w"].copy_(w)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("head_size", [64, 192])
+def test_fullgraph_compile(op, head_size, dynamic):
+    given = strengthen(inputs(head_size=head_size), PLACES, STRONG["raw"])
+    y, final, grads, weights = run(op, given)
+    compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True, dynamic=dynamic)
+    again = run(op, given, None, weights, compiled)
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], final)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
