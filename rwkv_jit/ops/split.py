@@ -127,23 +127,26 @@ def _plan(cut: Inputs, options: Options, given: Sequence[Tensor], backward: bool
     key = (cut.op, backward, options, tensors.signature(given))
     known = _plans.get(key)
     if known is None:
-        kernel.check_not_forked()
-        request = _segment_request(cut, options, backward)
-        count, tokens, heads, _ = given[0].shape
-        device = given[0].device.index
-        with torch.cuda.device(device):
-            prepared.check_capture(cut.op, [request], device)
-            (found,) = kernel.get_all([request])
-        rows = given[4].shape[3] if backward else chunked.padded(given[4].shape[3]) + given[0].shape[3]
-        grid = (count, heads, -(-rows // int(request.parameters["ROWS"])))
-        constants = [*[struct.pack("3q", *x.stride()[:3]) for x in given]]
-        constants += [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
-        threads, shared = int(request.parameters["NUM_THREADS"]), int(request.parameters["SHARED_BYTES"])
         if len(_plans) >= prepared.MOST_SIGNATURES:
             _plans.clear()
-        known = Plan(found, f"{cut.op}_segment", device, grid, (threads, 1, 1), "Q" * 7, constants, shared)
-        _plans[key] = known
+        with torch.cuda.device(given[0].device.index):
+            known = _plans[key] = _new_plan(cut, options, given, backward)
     return known
+
+
+def _new_plan(cut: Inputs, options: Options, given: Sequence[Tensor], backward: bool) -> Plan:
+    kernel.check_not_forked()
+    request, device = _segment_request(cut, options, backward), given[0].device.index
+    prepared.check_capture(cut.op, [request], device)
+    (found,) = kernel.get_all([request])
+    count, tokens, heads, head_size = given[0].shape
+    value_size = given[4].shape[3]
+    rows = value_size if backward else chunked.padded(value_size) + head_size
+    grid = (count, heads, -(-rows // int(request.parameters["ROWS"])))
+    constants = [struct.pack("3q", *x.stride()[:3]) for x in given]
+    constants += [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
+    threads, shared = int(request.parameters["NUM_THREADS"]), int(request.parameters["SHARED_BYTES"])
+    return Plan(found, f"{cut.op}_segment", device, grid, (threads, 1, 1), "Q" * 7, constants, shared)
 
 
 def _run_segments(cut: Inputs, options: Options, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -153,8 +156,8 @@ def _run_segments(cut: Inputs, options: Options, dy: Tensor | None = None) -> tu
     plan = _plan(cut, options, given, dy is not None)
     count, _, heads, head_size = keys.shape
     additions = torch.empty((count, heads, values.shape[3], head_size), dtype=torch.float32, device=keys.device)
-    of_values = count if dy is None else 0
-    transitions = torch.empty((of_values, heads, head_size, head_size), dtype=torch.float32, device=keys.device)
+    of_states = count if dy is None else 0
+    transitions = torch.empty((of_states, heads, head_size, head_size), dtype=torch.float32, device=keys.device)
     tensors.launch(plan, [x.data_ptr() for x in (*given, additions, transitions)])
     return additions, transitions
 

@@ -305,3 +305,18 @@ def test_fullgraph_compile(op, head_size, dynamic):
     assert torch.equal(again[0], y)
     assert torch.equal(again[1], final)
     assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("tokens", "head_size"), [(70, 64), (2048, 64), (70, 192)])
+def test_tensors_of_a_device_that_is_not_current(op, tokens, head_size):
+    given = inputs(tokens=tokens, batch=1, head_size=head_size)
+    given = strengthen(given, [(0, 50, 1)], STRONG["raw"])
+    elsewhere = {n: x.detach().to("cuda:1").requires_grad_() for n, x in given.items()}
+    for _ in range(2):  # prepared, then known
+        y, final, grads, weights = run(op, given)
+        other = run(op, elsewhere, None, [weight.to("cuda:1") for weight in weights])
+        assert torch.cuda.current_device() == 0
+        for one, x in zip((y, final, *grads), (*other[:2], *other[2]), strict=True):
+            assert x.device == torch.device("cuda:1")
+            assert torch.equal(x.to("cuda:0"), one)

@@ -552,7 +552,18 @@ GUARDED_SIZES = {
 
 @pytest.fixture
 def guarded_calls(calls, monkeypatch):
-    """The driver calls functions by their templates."""
+    """The driver calls functions by their templates, and finds them while their device is the current one."""
+    within = []
+
+    class Device:
+        def __init__(self, index):
+            pass
+
+        def __enter__(self):
+            within.append(self)
+
+        def __exit__(self, *_):
+            within.pop()
 
     def get_all(requests):
         made = []
@@ -564,11 +575,13 @@ def guarded_calls(calls, monkeypatch):
         return made
 
     def function(module, entry):
+        assert within
         return calls.function(module, module.image.decode().split()[-1])
 
     monkeypatch.setattr(kernel, "get_all", get_all)
     monkeypatch.setattr(prepared, "get_kernels", lambda nearest, requests, *chosen: get_all(requests))
     monkeypatch.setattr(cuda, "function", function)
+    monkeypatch.setattr(torch.cuda, "device", Device)
     calls.sizes.update(GUARDED_SIZES)
     return calls
 
