@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GATE = 6e-3
 GATES = {"da": 8e-3, "db": 8e-3}
 EXACT = 3e-3
-EXACT_STATE = 3e-5  # fp32, but a factor e^-150 has the rounding of its exponent 150 times over
+EXACT_STATE = 5e-6  # of fp32, as of the recurrent kernels by themselves
 HEAD_SIZES = [40, 64, 128, 192, 256]
 STRONG = {"raw": [5.0, 11.0, 20.0], "direct": [0.0, 1e-30], "log": [-200.0, -float("inf")]}
 # Log-decays, and a bound that they keep.
@@ -62,11 +62,20 @@ def make_state(given, sequences, dtype=torch.float32, layout="vk"):
 
 
 def strengthen(given, places, strong):
-    """Set w at some (row, tokens, head), a different strong value at each."""
-    w = given["w"].detach().clone()
+    """Set w at some (row, tokens, head), a different strong value at each.
+
+    Where nothing outlives its token, all that is left of the initial state's gradient is (r . b) dy a^T of the first
+    one. As r . b may cancel, and lose what digits it likes, r gets as much of b there as it has of itself.
+    """
+    w, r = given["w"].detach().clone(), given["r"].detach().clone()
     for index, (row, tokens, head) in enumerate(places):
         w[row, tokens, head] = strong[index % len(strong)]
-    return given | {"w": w.requires_grad_()}
+        if isinstance(tokens, slice):
+            first = r[row, tokens.start or 0, head]
+            first += first.norm() * torch.nn.functional.normalize(
+                given["b"].detach()[row, tokens.start or 0, head], dim=0
+            )
+    return given | {"w": w.requires_grad_(), "r": r.requires_grad_()}
 
 
 def results(given, state, **options):
