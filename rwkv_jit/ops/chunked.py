@@ -1,4 +1,4 @@
-"""The chunked backend: 16 or 32 tokens at once on the tensor cores, for wkv7 in 16-bit dtypes with a bounded decay."""
+"""The chunked backend: 16 or 32 tokens at once on the tensor cores, for wkv7 in 16-bit dtypes."""
 
 from __future__ import annotations
 

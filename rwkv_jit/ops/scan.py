@@ -1,4 +1,4 @@
-"""The scan backend: heads of up to 1024 channels taken apart, for wkv7 in 16-bit dtypes with a bounded decay.
+"""The scan backend: heads of up to 1024 channels taken apart, for wkv7 in 16-bit dtypes.
 
 What a chunk's tokens do to a state does not depend on the state, so one kernel prepares it for all chunks at once. A
 second one walks over the chunks with the state, a block for some of its value rows; backwards, with the gradient of the
