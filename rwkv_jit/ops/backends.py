@@ -159,7 +159,10 @@ def is_guarded(backend: str, chunk_len: int | None, decay: str, decay_bound: flo
     """Return whether a call's decays may leave the range of its kernels."""
     if backend in ("recurrent", "reference") or chunk_len is None:
         return False
-    return not chunked.is_bounded(decay, decay_bound, chunk_len)
+    # A compiler may trace the bound as a symbol; a branch makes a plain answer of it, which the torch op needs.
+    if chunked.is_bounded(decay, decay_bound, chunk_len):  # noqa: SIM103
+        return False
+    return True
 
 
 def geometry(
