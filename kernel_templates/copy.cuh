@@ -50,6 +50,11 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
     }
 }
 
+// One store of 16 bytes, spelt out: the compiler may make four of it.
+template <typename T> __device__ inline void write_global(T* target, uint4 x) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 // The other way: `rows` rows of `width` elements from shared memory.
 template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS>
 __device__ inline void write_rows(T* target, i64 stride, const T* source, int rows, int width, int index) {
@@ -61,5 +66,27 @@ __device__ inline void write_rows(T* target, i64 stride, const T* source, int ro
         if (row < rows && column < width)
             *reinterpret_cast<Vector*>(target + row * stride + column) =
                 *reinterpret_cast<const Vector*>(source + row * PITCH + column);
+    }
+}
+
+// The same where rows are read in one go before any is written: a row that is not there would else be a branch around each
+// access, with its wait. Takes a register for every four bytes.
+template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS>
+__device__ inline void write_rows_at_once(T* target, i64 stride, const T* source, int rows, int width, int index) {
+    constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_power(ceil_div(WIDTH, VECTOR)), STEP = THREADS / PER_ROW;
+    if constexpr (VECTOR * sizeof(T) != 16 || STEP == 0 || ROWS % STEP != 0) {
+        write_rows<T, SIZE, ROWS, WIDTH, PITCH, THREADS>(target, stride, source, rows, width, index);
+    } else {
+        constexpr int COUNT = ROWS / STEP;
+        const int row = index / PER_ROW, column = index % PER_ROW * VECTOR;
+        const bool exists = column < width;
+        uint4 held[COUNT];
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            held[n] = *reinterpret_cast<const uint4*>(source + (row + n * STEP) * PITCH + min(column, PITCH - VECTOR));
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            if (exists && row + n * STEP < rows)
+                write_global(target + (unsigned(row + n * STEP) * unsigned(stride) + column), held[n]);
     }
 }

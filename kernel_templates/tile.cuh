@@ -4,7 +4,7 @@
 // COLUMNS key columns; column c of lane l is key channel 4 (l + LANES_PER_ROW (c / 4)) + c % 4, so that the lanes
 // of a group read shared memory 16 bytes side by side. Channels past HEAD_SIZE read zeros and stay zero.
 //
-// Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD.
+// Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, LANES_PER_ROW, ROWS_PER_THREAD, DECAY.
 #pragma once
 #include "sequence.cuh"
 
@@ -36,6 +36,16 @@ __device__ inline void read_columns(float (&x)[COLUMNS], const float* row_smem) 
     for (int q = 0; q < COLUMNS / 4; ++q) {
         const float4 four = reinterpret_cast<const float4*>(row_smem)[lane_in_row() + LANES_PER_ROW * q];
         x[4 * q] = four.x, x[4 * q + 1] = four.y, x[4 * q + 2] = four.z, x[4 * q + 3] = four.w;
+    }
+}
+
+// The factors of one token; with Decay::none they are 1, and row_smem is not read.
+__device__ inline void read_factors(float (&d)[COLUMNS], const float* row_smem) {
+    if constexpr (DECAY == Decay::none) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) d[c] = 1.0f;
+    } else {
+        read_columns(d, row_smem);
     }
 }
 

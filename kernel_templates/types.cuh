@@ -7,13 +7,14 @@ struct bf16 { unsigned short bits; };
 using fp32 = float;
 using i64 = long long;
 
-enum class Decay { raw, sigmoid, log, direct };
+enum class Decay { raw, sigmoid, log, direct, none };
 enum class StateLayout { vk, kv };
 
 template <typename T> constexpr bool is_bf16 = false;
 template <> constexpr bool is_bf16<bf16> = true;
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int ceil_power(int x) { return x <= 1 ? 1 : 2 * ceil_power((x + 1) / 2); }
 __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int max_of(int a, int b) { return a < b ? b : a; }
 
@@ -63,7 +64,7 @@ template <typename T> struct Words<T, 1> {
     __device__ float at(int) const { return to_float(whole); }
 };
 
-// The per-step factor d(w) that multiplies the state, and its slope dd/dw.
+// The per-step factor d(w) that multiplies the state, and its slope dd/dw. With Decay::none there is no w.
 constexpr float SIGMOID_RATE = 0.6065306597126334f;  // e^(-1/2)
 
 template <Decay DECAY> __device__ inline float decay_factor(float w) {

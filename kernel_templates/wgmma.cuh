@@ -1,9 +1,7 @@
 // Tensor-core products of sm_90a: four warps together multiply 64 rows, from shared memory or held in registers as
-// mma.cuh has them, with a tile of shared memory. Tiles are those of wkv7_slab.cuh, whose swizzle is the hardware's.
-//
-// Needs what wkv7_slab.cuh needs.
+// mma.cuh has them, with a tile of shared memory. Tiles are those of slab.cuh, whose swizzle is the hardware's.
 #pragma once
-#include "wkv7_slab.cuh"
+#include "slab.cuh"
 
 // What threads wrote to shared memory is seen by these products, and by bulk copies, only after a fence of the writer's.
 __device__ inline void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -16,10 +14,14 @@ template <int PENDING> __device__ inline void wait_for_batches() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// A tile by its place, from a row and a column on: rows of 128 bytes, eight of them 1024 bytes.
-__device__ inline unsigned long long descriptor(SlabTile tile, int row, int column) {
-    const unsigned address = tile.start + 128 * row + 2 * column;
-    return (address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// A tile by its place, from a row and a column on: rows of 128 bytes, eight of them 1024 bytes. The first part is what
+// tiles differ in, so that places in one of them differ by an addition.
+__device__ inline unsigned place_of(unsigned start) { return start >> 4 & 0x3fffu | 1u << 16; }
+template <int STRIDE>
+__device__ inline unsigned long long descriptor(SlabsTile<STRIDE> tile, int row, int column) {
+    const int slab = STRIDE == 0 ? 0 : column / SLAB * STRIDE, within = STRIDE == 0 ? column : column % SLAB;
+    const unsigned low = place_of(tile.start) + (slab + 128 * row + 2 * within) / 16;
+    return 0x4000004000000000ull | low;
 }
 
 // How a tile is read: along its rows, or along its columns where its rows are what is summed over.
@@ -37,39 +39,51 @@ enum class Read { rows, columns };
 #define REGISTERS_OF_64                                                                                             \
     REGISTERS_OF_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 
-// sum[64, COLUMNS] += left[64, 16] right[16, COLUMNS]
-template <int COLUMNS, Read LEFT, Read RIGHT>
+// sum[64, COLUMNS] += left[64, 16] right[16, COLUMNS]; without ADD what was in the sum is lost.
+template <int COLUMNS, Read LEFT, Read RIGHT, bool ADD = true>
 __device__ inline void multiply_group(Accumulator* s, unsigned long long left, unsigned long long right) {
     static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
     constexpr int TURN_LEFT = LEFT == Read::columns, TURN_RIGHT = RIGHT == Read::columns;
     if constexpr (COLUMNS == 32)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, %16, %17, 1, 1, 1, "
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, %16, %17, %20, 1, 1, "
                      "%18, %19;"
-                     : SUMS_OF_32 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT));
+                     : SUMS_OF_32 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
     else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, %32, %33, 1, 1, 1, "
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, %32, %33, %36, 1, 1, "
                      "%34, %35;"
-                     : SUMS_OF_64 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT));
+                     : SUMS_OF_64 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
 }
-template <int COLUMNS, Read RIGHT>
+template <int COLUMNS, Read RIGHT, bool ADD = true>
 __device__ inline void multiply_group(Accumulator* s, const Fragment& left, unsigned long long right) {
     static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
     constexpr int TURN = RIGHT == Read::columns;
     if constexpr (COLUMNS == 32)
         asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, {%16, %17, %18, %19}, "
-                     "%20, 1, 1, 1, %21;"
+                     "%20, %22, 1, 1, %21;"
                      : SUMS_OF_32
-                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN));
+                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN), "n"(ADD));
     else
         asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, {%32, %33, %34, %35}, "
-                     "%36, 1, 1, 1, %37;"
+                     "%36, %38, 1, 1, %37;"
                      : SUMS_OF_64
-                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN));
+                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN), "n"(ADD));
 }
 #undef SUMS_OF_32
 #undef SUMS_OF_64
 #undef REGISTERS_OF_32
 #undef REGISTERS_OF_64
+
+// The same for the first of several products, whose sum is new, and for others; `first` is known to the compiler.
+template <int COLUMNS, Read LEFT, Read RIGHT>
+__device__ inline void multiply_group(bool first, Accumulator* s, unsigned long long left, unsigned long long right) {
+    if (first) multiply_group<COLUMNS, LEFT, RIGHT, false>(s, left, right);
+    else multiply_group<COLUMNS, LEFT, RIGHT>(s, left, right);
+}
+template <int COLUMNS, Read RIGHT>
+__device__ inline void multiply_group(bool first, Accumulator* s, const Fragment& left, unsigned long long right) {
+    if (first) multiply_group<COLUMNS, RIGHT, false>(s, left, right);
+    else multiply_group<COLUMNS, RIGHT>(s, left, right);
+}
 
 // Keeps the compiler from moving what reads the sums above the wait before this.
 template <int COUNT> __device__ inline void hold(Accumulator (&sums)[COUNT]) {

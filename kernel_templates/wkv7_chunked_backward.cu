@@ -22,11 +22,10 @@
 //
 // Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV for
 // them as the forward does, in transposes; then the gradients of the keys' side for KEY_SLAB channels at a time.
-#include "wkv7_chunk.cuh"
+#include "wkv7_key_side.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int SLAB = 16 * TILES;  // value rows of a warp
-constexpr int KEY_TILES = min_of(ceil_div(CHANNELS / 16, WARPS), 2), KEY_SLAB = 16 * KEY_TILES;  // channels, likewise
 static_assert(WARPS * SLAB == VALUES, "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
 using StateTile = bf16[VALUES][KEY_PITCH];
@@ -43,40 +42,11 @@ struct Smem {
         ValueTile dv;                    // later
     };
     StateTile state, e;                       // S' and E'
-    float growth[CHUNK_LEN + 1][KEY_PITCH];   // e^(c_t - m), the row before the first token first
+    float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
     float state_terms[WARPS][CHANNELS];       // z, a part for each SLAB of value rows
     float factor[CHANNELS];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
-
-// Four neighbouring channels of w, as they come from memory; past the last channel the last ones.
-struct RawChannels {
-    static constexpr int VECTOR = HEAD_SIZE % 4 == 0 ? 4 : 1;
-    Words<T_W, VECTOR> held[4 / VECTOR];
-    __device__ void load(const T_W* row, int channel) {
-#pragma unroll
-        for (int i = 0; i < 4 / VECTOR; ++i)
-            held[i] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + i, HEAD_SIZE - VECTOR));
-    }
-    __device__ float at(int i) const { return held[i / VECTOR].at(i % VECTOR); }
-};
-
-// Four neighbouring channels to a row in global memory, where they exist.
-template <typename T> __device__ inline void write_channels(T* row, int channel, const float (&x)[4]) {
-    if constexpr (HEAD_SIZE % 4 != 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (channel + i < HEAD_SIZE) row[channel + i] = from_float<T>(x[i]);
-    } else if (HEAD_SIZE == CHANNELS || channel < HEAD_SIZE) {
-        // The compiler would store a struct piece by piece.
-        if constexpr (sizeof(T) == 2)
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};"
-                         ::"l"(row + channel), "r"(pack_as<T>(x[0], x[1])), "r"(pack_as<T>(x[2], x[3])) : "memory");
-        else
-            asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                         ::"l"(row + channel), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_backward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
@@ -144,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
+    const KeyTiles<Tile<KEY_PITCH>> tiles = {operand_r, operand_a, operand_k, operand_b};
     const auto tm = tile_of(smem.matrices.tm), ak = tile_of(smem.matrices.ak);
     const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
     const auto d_rk = tile_of(smem.d_rk), d_rb = tile_of(smem.d_rb);
@@ -163,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         copy_values(token), commit_copies();
         load_state(token);
         const Frame frame =
-            write_operands<true, KEY_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
+            write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
         write_factor(smem.factor,
                      {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
         behind = frame.middle;
@@ -268,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             }
         __syncthreads();  // U and dX are there, and nobody reads the token matrices any more
 
-        write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
-            dv + token * value_stride + first_value, value_stride,
-            reinterpret_cast<const T_IO*>(&smem.dv[0][first_value]), steps, min(SLAB, VALUE_SIZE - first_value), lane_id());
+        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
+            dv + token * value_stride, value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps, VALUE_SIZE,
+            threadIdx.x);
         // dArk dArb dAak dAab, a block of one of them at a time.
         for (int task = warp; task < 4 * (BLOCKS * (BLOCKS + 1) / 2); task += WARPS) {
             const bool is_x = task & 1, is_u = task & 2;
@@ -296,157 +267,56 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 }
             }
         }
-        float state_sums[CHANNELS / 16];
-#pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c) {
-            // z: products with S' of the same place, summed over the rows. A fragment's words lie as the accumulators do.
-            float terms[4] = {};
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const unsigned word = state_rows[i][c].at[j];
-                    const Accumulator& sum = e[i][2 * c + j / 2];
-                    terms[j / 2 * 2] += low_of(word) * sum[j % 2 * 2];
-                    terms[j / 2 * 2 + 1] += high_of(word) * sum[j % 2 * 2 + 1];
-                }
-            // Lanes of the same channels: each exchange halves what a lane keeps, the last one only adds.
-            const bool upper = lane_id() & 16, odd = lane_id() & 8;
-            float2 kept = upper ? float2{terms[2], terms[3]} : float2{terms[0], terms[1]};
-            kept.x += __shfl_xor_sync(0xffffffffu, upper ? terms[0] : terms[2], 16);
-            kept.y += __shfl_xor_sync(0xffffffffu, upper ? terms[1] : terms[3], 16);
-            float term = odd ? kept.y : kept.x;
-            term += __shfl_xor_sync(0xffffffffu, odd ? kept.x : kept.y, 8);
-            term += __shfl_xor_sync(0xffffffffu, term, 4);
-            state_sums[c] = term;
-        }
-        if ((lane_id() & 4) == 0) {
-            const int place = lane_id() / 16 * 8 + 2 * quad_lane() + lane_id() / 8 % 2;
-#pragma unroll
-            for (int c = 0; c < CHANNELS / 16; ++c) smem.state_terms[warp][16 * c + place] = state_sums[c];
-        }
+        write_state_terms(smem.state_terms[warp], state_rows, e);
         __syncthreads();  // the gradients of the token matrices are there
 
         if (next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
 #pragma unroll 1
-        for (int column = KEY_SLAB * warp; column < CHANNELS; column += KEY_SLAB * WARPS) {
-            RawChannels raw_w[2 * BLOCKS][KEY_TILES];
-#pragma unroll
-            for (int i = 0; i < 2 * BLOCKS; ++i)
-#pragma unroll
-                for (int n = 0; n < KEY_TILES; ++n)
-                    raw_w[i][n].load(w + (token + min(8 * i + group(), steps - 1)) * w_strides.token,
-                                     column + lane_channel(n));
-            using Sums = Accumulator[2 * KEY_TILES];
-            Sums d_r[BLOCKS] = {}, d_a[BLOCKS] = {}, d_k[BLOCKS] = {}, d_b[BLOCKS] = {};
-            using Columns = Right[KEY_TILES];
-            const auto read = [&](Columns& columns, Tile<KEY_PITCH> tile, int row) {
-#pragma unroll
-                for (int n = 0; n < KEY_TILES; ++n) columns[n] = load_right(tile, row, column + 16 * n);
-            };
-            const auto add = [&](Sums& sums, const Fragment& left, const Columns& columns) {
-#pragma unroll
-                for (int n = 0; n < KEY_TILES; ++n) multiply_add(sums + 2 * n, left, columns[n]);
-            };
+        for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
+            // [channel, token]
+            using Sums = Accumulator[CHUNK_LEN / 8];
+            Sums d_r = {}, d_a = {}, d_k = {}, d_b = {};
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
-                Columns with_state, with_e;
-                read(with_state, tile_state, c), read(with_e, tile_e, c);
+                const Fragment with_state = load_left_transposed(tile_state, c, column);
+                const Fragment with_e = load_left_transposed(tile_e, c, column);
 #pragma unroll
                 for (int p = 0; p < BLOCKS; ++p) {
-                    add(d_r[p], load_left(tile_dy, 16 * p, c), with_state);
-                    add(d_a[p], load_left(tile_dx, 16 * p, c), with_state);
-                    add(d_k[p], load_left(tile_v, 16 * p, c), with_e);
-                    add(d_b[p], load_left(tile_u, 16 * p, c), with_e);
+                    multiply_add(&d_r[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
+                    multiply_add(&d_a[2 * p], with_state, load_right_transposed(tile_dx, 16 * p, c));
+                    multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
+                    multiply_add(&d_b[2 * p], with_e, load_right_transposed(tile_u, 16 * p, c));
                 }
             }
+            const KeyRows rows(tiles, column);
 #pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                Columns with_k, with_b, with_r, with_a;
-                read(with_k, operand_k, 16 * q), read(with_b, operand_b, 16 * q);
-                read(with_r, operand_r, 16 * q), read(with_a, operand_a, 16 * q);
+            for (int p = 0; p < BLOCKS; ++p)
 #pragma unroll
-                for (int p = q; p < BLOCKS; ++p) {
-                    add(d_r[p], load_left(d_rk, 16 * p, 16 * q), with_k);
-                    add(d_r[p], load_left(d_rb, 16 * p, 16 * q), with_b);
-                    add(d_a[p], load_left(d_ak, 16 * p, 16 * q), with_k);
-                    add(d_a[p], load_left(d_ab, 16 * p, 16 * q), with_b);
+                for (int q = 0; q <= p; ++q) {
+                    multiply_add(&d_r[2 * p], rows.k[q], load_right_transposed(d_rk, 16 * p, 16 * q));
+                    multiply_add(&d_r[2 * p], rows.b[q], load_right_transposed(d_rb, 16 * p, 16 * q));
+                    multiply_add(&d_a[2 * p], rows.k[q], load_right_transposed(d_ak, 16 * p, 16 * q));
+                    multiply_add(&d_a[2 * p], rows.b[q], load_right_transposed(d_ab, 16 * p, 16 * q));
+                    multiply_add(&d_k[2 * q], rows.r[p], load_right(d_rk, 16 * p, 16 * q));
+                    multiply_add(&d_k[2 * q], rows.a[p], load_right(d_ak, 16 * p, 16 * q));
+                    multiply_add(&d_b[2 * q], rows.r[p], load_right(d_rb, 16 * p, 16 * q));
+                    multiply_add(&d_b[2 * q], rows.a[p], load_right(d_ab, 16 * p, 16 * q));
                 }
-#pragma unroll
-                for (int p = 0; p <= q; ++p) {
-                    add(d_k[p], load_left_transposed(d_rk, 16 * q, 16 * p), with_r);
-                    add(d_k[p], load_left_transposed(d_ak, 16 * q, 16 * p), with_a);
-                    add(d_b[p], load_left_transposed(d_rb, 16 * q, 16 * p), with_r);
-                    add(d_b[p], load_left_transposed(d_ab, 16 * q, 16 * p), with_a);
-                }
-            }
 
-            // A lane has four neighbouring channels of a token, two in each of two accumulators.
-#pragma unroll
-            for (int n = 0; n < KEY_TILES; ++n) {
-                const int place = column + 16 * n + 2 * quad_lane(), channel = column + lane_channel(n);
-                float left[4] = {};  // z less what the tokens so far take from it
-#pragma unroll
-                for (int i = 0; i < WARPS; ++i)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const float2 part = *reinterpret_cast<const float2*>(&smem.state_terms[i][place + 8 * j]);
-                        left[2 * j] += part.x, left[2 * j + 1] += part.y;
-                    }
-                i64 offset = (token + group()) * key_stride;
-#pragma unroll
-                for (int i = 0; i < 2 * BLOCKS; ++i, offset += 8 * key_stride) {
-                    const int row = 8 * i + group(), p = i / 2, h = i % 2 * 2;
-                    const auto read_row = [&](float (&x)[4], const KeyTile& tile) {
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) {
-                            const unsigned word = *reinterpret_cast<const unsigned*>(&tile[row][place + 8 * j]);
-                            x[2 * j] = low_of(word), x[2 * j + 1] = high_of(word);
-                        }
-                    };
-                    const auto read_growth = [&](float (&x)[4], const float (&from)[KEY_PITCH]) {
-#pragma unroll
-                        for (int j = 0; j < 2; ++j) {
-                            const float2 pair = *reinterpret_cast<const float2*>(&from[place + 8 * j]);
-                            x[2 * j] = pair.x, x[2 * j + 1] = pair.y;
-                        }
-                    };
-                    float r_row[4], a_row[4], k_row[4], b_row[4], grown[4], grown_before[4];
-                    read_row(r_row, smem.operands.r), read_row(a_row, smem.operands.a);
-                    read_row(k_row, smem.operands.k), read_row(b_row, smem.operands.b);
-                    read_growth(grown, smem.growth[row + 1]), read_growth(grown_before, smem.growth[row]);
-                    float own[4], own_a[4], sum[4], w_row[4];  // sum: over the lanes' tokens up to this one
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const float sum_r = d_r[p][2 * n + j / 2][h + j % 2], sum_a = d_a[p][2 * n + j / 2][h + j % 2];
-                        const float sum_k = d_k[p][2 * n + j / 2][h + j % 2], sum_b = d_b[p][2 * n + j / 2][h + j % 2];
-                        own_a[j] = a_row[j] * sum_a;
-                        own[j] = r_row[j] * sum_r + own_a[j] - k_row[j] * sum_k - b_row[j] * sum_b;
-                        sum[j] = own[j];
-                        const float shrink = reciprocal(grown[j]);
-                        r_row[j] = sum_r * grown[j] * scale, a_row[j] = sum_a * grown_before[j];
-                        k_row[j] = sum_k * shrink, b_row[j] = sum_b * shrink;
-                    }
-#pragma unroll
-                    for (int delta = 4; delta < 32; delta *= 2)
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            const float other = __shfl_up_sync(0xffffffffu, sum[j], delta);
-                            if (lane_id() >= delta) sum[j] += other;
-                        }
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        w_row[j] = (left[j] - (sum[j] - own[j]) - own_a[j]) * log_decay_slope<DECAY>(raw_w[i][n].at(j));
-                        left[j] -= __shfl_sync(0xffffffffu, sum[j], 28 + quad_lane());
-                    }
-                    if (row < steps) {
-                        write_channels(dr + offset, channel, r_row), write_channels(dw + offset, channel, w_row);
-                        write_channels(dk + offset, channel, k_row), write_channels(da + offset, channel, a_row);
-                        write_channels(db + offset, channel, b_row);
-                    }
-                }
-            }
+            write_key_gradients(d_r, d_a, d_k, d_b, rows, tiles, smem.growth, smem.state_terms, column, scale);
         }
+        ChunkDecays<CHANNELS> raw_w;
+        raw_w.load(w + token * w_strides.token, w_strides.token, steps);
+        __syncthreads();  // the gradients are there
+
+        const auto write = [&](T_IO* target, const KeyTile& tile) {
+            write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
+                target + token * key_stride, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, HEAD_SIZE,
+                threadIdx.x);
+        };
+        write(dr, smem.operands.r), write(da, smem.operands.a);
+        write(dk, smem.operands.k), write(db, smem.operands.b);
+        raw_w.write_slopes(dw + token * key_stride, static_cast<unsigned>(key_stride), smem.growth, steps);
     }
     wait_for_copies<0>();
     if (grad_initial_state == nullptr) return;

@@ -8,7 +8,7 @@
 // Grid (sequences x parts, heads): several blocks may find the same, and write the same. A thread has neighbouring channels, as many as one load, and every so many halves.
 constexpr int VALUE_SIZE = HEAD_SIZE;  // of states, which there are none of
 #include "copy.cuh"
-#include "wkv7_decay.cuh"
+#include "decay.cuh"
 
 constexpr int HALF = CHUNK_LEN / 2, VECTOR = vector_of(HEAD_SIZE, sizeof(T_W));
 constexpr int LANES = ceil_power(HEAD_SIZE / VECTOR), TEAMS = NUM_THREADS / LANES;  // a team has a half at a time

@@ -11,6 +11,7 @@
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
 #include "bulk_copy.cuh"
 #include "wgmma.cuh"
+#include "wkv7_slab.cuh"
 
 constexpr int GROUPS = 2, GROUP_THREADS = 128, CONSUMERS = GROUPS * GROUP_THREADS;
 constexpr int OWN_SLABS = ceil_div(SLABS, GROUPS);  // a group has slabs group, group + 2 ..

@@ -8,9 +8,10 @@
 // Needs HEAD_SIZE, VALUE_SIZE, CHANNELS, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
 #include "copy.cuh"
-#include "wkv7_decay.cuh"
+#include "decay.cuh"
+#include "slab.cuh"
+#include "slots.cuh"
 
-constexpr int SLAB = 64;  // columns of a tile
 constexpr int SLABS = CHANNELS / SLAB;
 constexpr int WARPS = NUM_THREADS / 32;
 constexpr int BLOCKS = CHUNK_LEN / 16;  // of 16 tokens
@@ -20,49 +21,7 @@ static_assert(sizeof(T_IO) == 2, "the split kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 32 || CHUNK_LEN == 64, "chunk_len must be 32 or 64");
 static_assert(CHANNELS % SLAB == 0 && CHANNELS >= HEAD_SIZE, "channels must be head_size, rounded up to multiples of 64");
 
-// ---- tiles of 64 columns ---------------------------------------------------------------------------------------
-
-template <int ROWS> struct Slab { uint4 units[ROWS][8]; };
 constexpr int SLAB_UNITS = CHUNK_LEN * 8;  // of a tile with a row per token
-
-// By its address in shared memory, a multiple of 128.
-struct SlabTile {
-    unsigned start;
-    // `lane` is one of the two offsets below; rows and columns are multiples of 16.
-    __device__ unsigned address(int row, int column, unsigned lane) const {
-        return start + 128 * row + (lane ^ column * 2);
-    }
-};
-template <int ROWS> __device__ inline SlabTile tile_of(const Slab<ROWS>& slab) {
-    return {shared_address(&slab.units[0][0])};
-}
-// Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.
-__device__ inline unsigned slab_down_first() { return lane_id() % 16 * 128 + (lane_id() / 16 ^ lane_id() % 8) * 16; }
-__device__ inline unsigned slab_across_first() {
-    return (lane_id() % 8 + lane_id() / 16 * 8) * 128 + (lane_id() / 8 % 2 ^ lane_id() % 8) * 16;
-}
-
-__device__ inline Fragment load_left(SlabTile tile, int row, int column) {
-    return load_matrices(tile.address(row, column, slab_down_first()));
-}
-__device__ inline Right load_right(SlabTile tile, int row, int column) {
-    const Fragment f = load_matrices_transposed(tile.address(row, column, slab_down_first()));
-    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
-}
-__device__ inline Right load_right_transposed(SlabTile tile, int row, int column) {
-    const Fragment f = load_matrices(tile.address(row, column, slab_across_first()));
-    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
-}
-__device__ inline void store_block(SlabTile tile, int row, int column, const Fragment& f) {
-    store_matrices(tile.address(row, column, slab_down_first()), f, [&](int i) {
-        const unsigned unit = (i / 2 ^ group()) * 16 + 4 * quad_lane();
-        return tile.address(row + i % 2 * 8, column, group() * 128 + unit);
-    });
-}
-// A pair of columns (2 `pair`, 2 `pair` + 1) of a row.
-template <int ROWS> __device__ inline unsigned* word_of(Slab<ROWS>& slab, int row, int pair) {
-    return reinterpret_cast<unsigned*>(&slab.units[row][pair / 4 ^ row % 8]) + pair % 4;
-}
 
 enum class Order { channels, lanes };
 
@@ -73,12 +32,6 @@ template <Order ORDER> __device__ inline int column_pair(int pair) {
 template <Order ORDER> __device__ inline int channel_of_column(int column) {
     return 2 * column_pair<ORDER>(column / 2) + column % 2;
 }
-__device__ inline void store_block_transposed(SlabTile tile, int row, int column, const Fragment& f) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(tile.address(row, column, slab_across_first())), "r"(f.at[0]), "r"(f.at[1]), "r"(f.at[2]),
-                 "r"(f.at[3]) : "memory");
-}
-
 // Tiles as they are; `source` is the thread's first unit.
 template <typename Tiles> __device__ inline void copy_units(Tiles& target, const uint4* source) {
     constexpr int COUNT = sizeof(Tiles) / 16;
@@ -202,34 +155,4 @@ __device__ inline void from_fragment(Accumulator (&sum)[2], const Fragment& f) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         sum[i / 2][i % 2 * 2] = low_of(f.at[i]), sum[i / 2][i % 2 * 2 + 1] = high_of(f.at[i]);
-}
-
-// ---- chunks ----------------------------------------------------------------------------------------------------
-
-// The chunk of a slot: slots are numbered as checkpoints are.
-struct Chunk {
-    Span span;
-    i64 token;  // of the sequence
-    int steps;  // none where the slot belongs to no chunk
-};
-__device__ inline Chunk chunk_of(const i64* cu_seqlens, i64 slot, i64 sequences, i64 tokens) {
-    i64 sequence, index;
-    if (cu_seqlens == nullptr) {
-        // There are fewer blocks than 2^31, and a division of 64 bits is a long one.
-        const unsigned chunks = static_cast<unsigned>((tokens + CHUNK_LEN - 1) / CHUNK_LEN), place = slot;
-        sequence = place / chunks, index = place % chunks;
-    } else {
-        i64 last = sequences - 1;  // the last sequence whose first slot is not behind this one
-        sequence = 0;
-        while (sequence < last) {
-            const i64 middle = (sequence + last + 1) / 2;
-            const Span span = sequence_span(cu_seqlens, middle, tokens);
-            if (first_checkpoint(cu_seqlens, middle, span, CHUNK_LEN) <= slot) sequence = middle;
-            else last = middle - 1;
-        }
-        index = slot - first_checkpoint(cu_seqlens, sequence, sequence_span(cu_seqlens, sequence, tokens), CHUNK_LEN);
-    }
-    const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const i64 token = index * CHUNK_LEN;
-    return {span, token, static_cast<int>(max(min(span.length - token, i64(CHUNK_LEN)), i64(0)))};
 }

@@ -17,12 +17,21 @@ from torch import Tensor
 
 from rwkv_jit import reference, report, runtime, tensors
 from rwkv_jit.ops import backends
+from rwkv_jit.ops.gla import gla
+from rwkv_jit.ops.linear_attention import linear_attention
+from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
-OPS: dict[str, Callable[..., Any]] = {"wkv6": wkv6, "wkv7": wkv7}
-REFERENCES: dict[str, Callable[..., Any]] = {"wkv6": reference.wkv6_ref, "wkv7": reference.wkv7_ref}
-DECAYS = {"wkv6": "raw", "wkv7": "sigmoid"}  # those of the models
+OPS: dict[str, Callable[..., Any]] = {
+    "wkv5": wkv5,
+    "wkv6": wkv6,
+    "wkv7": wkv7,
+    "gla": gla,
+    "linear_attention": linear_attention,
+}
+REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, f"{op}_ref") for op in OPS}
+OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
 BACKENDS = [name for name in backends.NAMES if name != "reference"]
 # Batch, tokens, heads, head size: a short prompt, and training.
 SHAPES = ((1, 54, 32, 64), (8, 4096, 64, 64))
@@ -64,7 +73,13 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tenso
     kk = torch.nn.functional.normalize(kk, dim=-1)
     r, k, w = r * 0.5, k * 0.5, w - 0.6
     bonus = torch.randn(heads, head_size, device="cuda")
-    given = [r, w, k, v, -kk, kk * torch.rand_like(kk)] if op == "wkv7" else [r, k, v, w, bonus]
+    given = {
+        "wkv5": [r, k, v, w[0, 0], bonus],
+        "wkv6": [r, k, v, w, bonus],
+        "wkv7": [r, w, k, v, -kk, kk * torch.rand_like(kk)],
+        "gla": [r, k, v, torch.nn.functional.logsigmoid(w) / 16],
+        "linear_attention": [r, k, v],
+    }[op]
     return [x.to(dtype).requires_grad_() for x in given]
 
 
@@ -134,12 +149,14 @@ def read_shape(text: str) -> tuple[int, ...]:
 def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> dict[str, Any]:
     batch, tokens, heads, head_size = shape
     device = torch.cuda.current_device()
+    options = OPTIONS.get(op, {})
+    decay = options.get("decay", runtime.OPS[op].decay)
     case = backends.Case(
-        op, dtype, head_size, head_size, tokens, DECAYS[op], None, None, blocks=batch * heads,
+        op, dtype, head_size, head_size, tokens, decay, None, None, blocks=batch * heads,
         multiprocessors=lambda: tensors.multiprocessors(device),
     )  # fmt: skip
     backend, _ = backends.choose(asked, case, lambda: tensors.arch(device))
-    function = partial(OPS[op], decay=DECAYS[op], backend=backend)
+    function = partial(OPS[op], backend=backend, **options)
     given = make_inputs(op, shape, dtype)
     weight = torch.randn(tuple(shape), device="cuda").to(dtype)
     detached = [x.detach() for x in given]
@@ -167,7 +184,7 @@ def _error(op: str, shape: Sequence[int], dtype: torch.dtype, function: Callable
     """Return the largest relative L2 error of y and the gradients against float64, over at most 300 tokens of a row."""
     given = make_inputs(op, (1, min(shape[1], 300), *shape[2:]), dtype)
     exact = [x.detach().double().requires_grad_() for x in given]
-    y, want = function(*given)[0], REFERENCES[op](*exact, decay=DECAYS[op])[0]
+    y, want = function(*given)[0], REFERENCES[op](*exact, **OPTIONS.get(op, {}))[0]
     weight = torch.randn_like(y)
     grads = torch.autograd.grad(y, given, weight)
     want_grads = torch.autograd.grad(want, exact, weight.double())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _DTYPES = ("bf16", "fp16", "fp32")
+_OPS = "wkv5, wkv6, wkv7, gla, linear_attention"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +70,7 @@ def _parser(with_bench: bool) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    _add(commands, "demo", "compile wkv6 and wkv7, run them, compare them with float64 and time them")
+    _add(commands, "demo", "compile the ops, run them, compare them with float64 and time them")
     _add(commands, "doctor", "check what kernels need of this machine, and say how to mend what is missing")
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
     bench = _add(commands, "bench", "measure the speed of the ops")
@@ -114,27 +115,27 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=_list_of(kind), action="extend", metavar="LIST", help=help, **more)
 
     parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
-    add("--op", "wkv6, wkv7", required=True)
+    add("--op", _OPS, required=True)
     add("--head-size", "from 1", _size, required=True)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
-    add("--decay", "raw (default), sigmoid, log, direct")
+    add("--decay", "raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument("--decay-bound", type=float, metavar="X", help="what calls will promise, e.g. -1")
-    add("--state-layout", "vk (default), kv")
-    add("--w-dtype", "of w, and of u in wkv6 (default: that of r, k, v)", _dtype)
+    add("--state-layout", "vk, kv (default: the op's)")
+    add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of the initial state (default: fp32)", _dtype)
     parser.add_argument("-o", "--output", metavar="FILE", help="the bundle to write (default: into the cache)")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", help="wkv6 or wkv7")
+    parser.add_argument("op", help=f"one of {_OPS}")
     parser.add_argument("--head-size", type=_size, required=True, metavar="K", help="from 1")
     parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
     parser.add_argument("--direction", choices=("forward", "backward"), default="forward", help="default: forward")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
     parser.add_argument("--arch", help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
-    parser.add_argument("--decay", default="raw", help="raw (default), sigmoid, log, direct")
+    parser.add_argument("--decay", help="raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument("--backend", default="auto", help="auto (default), recurrent, chunked")
     parts = parser.add_mutually_exclusive_group()
     for part, text in (

@@ -102,8 +102,8 @@ def build(parsed: argparse.Namespace) -> Outcome:
             parsed.dtype or ["bf16"],
             parsed.arch or [None],
             runtime.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
-            parsed.decay or ["raw"],
-            parsed.state_layout or ["vk"],
+            parsed.decay or [None],
+            parsed.state_layout or [None],
             parsed.w_dtype or [None],
             parsed.state_dtype or ["fp32"],
         )
@@ -375,8 +375,16 @@ def cache_export(parsed: argparse.Namespace) -> Outcome:
 
 
 def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Iterable[str] | None) -> bool:
-    name = manifest["name"]
-    return (not ops or any(f"{name}_".startswith(f"{op}_") for op in ops)) and (not archs or manifest["arch"] in archs)
+    return (not ops or any(_is_of(op, manifest) for op in ops)) and (not archs or manifest["arch"] in archs)
+
+
+def _is_of(op: str, manifest: dict[str, Any]) -> bool:
+    """Return whether calls of an op may take a kernel: its templates, which ops can share, with its parameters."""
+    from rwkv_jit.ops import recurrent
+
+    of, parameters = recurrent.OPS.get(op, recurrent.Variant(op)), manifest.get("parameters", {})
+    constants = of.constants | {name: value for name, value in of.of_backward.items() if name in parameters}
+    return f"{manifest['name']}_".startswith(f"{of.stem}_") and constants.items() <= parameters.items()
 
 
 def cache_import(parsed: argparse.Namespace) -> Outcome:

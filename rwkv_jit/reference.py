@@ -6,6 +6,7 @@ What CPU tensors get, and what the kernels are tested against.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,36 @@ def wkv7_ref(
     return y, final if output_final_state else None
 
 
+def _gated(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d: Tensor | None,
+    u: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Run gated linear attention; with a bonus u, y sees the state before the update, without the one after it.
+
+    `d` are the factors of the state, [B, T, H, K], or [H, K] for every token; None where nothing decays.
+    """
+    dtype = torch.promote_types(r.dtype, torch.float32)
+    rf, kf, vf = (x.to(dtype) for x in (r, k, v))
+    factors = None if d is None else d.expand(r.shape)
+    bonus = None if u is None else (rf * u.to(dtype) * kf).sum(-1, keepdim=True) * vf
+
+    def step(state: Tensor, rows: slice, t: int) -> tuple[Tensor, Tensor]:
+        kept = state if factors is None else state * factors[rows, t].unsqueeze(-2)
+        after = kept + vf[rows, t].unsqueeze(-1) * kf[rows, t].unsqueeze(-2)
+        seen = after if bonus is None else state
+        y_t = (seen @ rf[rows, t].unsqueeze(-1)).squeeze(-1)
+        return after, scale * (y_t if bonus is None else y_t + bonus[rows, t])
+
+    return _scan(step, v, r.shape[-1], initial_state, cu_seqlens, layout, rf)
+
+
 def wkv6_ref(
     r: Tensor,
     k: Tensor,
@@ -186,14 +217,165 @@ def wkv6_ref(
     final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
     """
     dtype = torch.promote_types(r.dtype, torch.float32)
-    rf, kf, vf, uf = (x.to(dtype) for x in (r, k, v, u))
     d = decay_factor(w.to(dtype), decay)
-    bonus = (rf * uf * kf).sum(-1, keepdim=True) * vf
-
-    def step(state: Tensor, rows: slice, t: int) -> tuple[Tensor, Tensor]:
-        y_t = scale * ((state @ rf[rows, t].unsqueeze(-1)).squeeze(-1) + bonus[rows, t])
-        outer = vf[rows, t].unsqueeze(-1) * kf[rows, t].unsqueeze(-2)
-        return state * d[rows, t].unsqueeze(-2) + outer, y_t
-
-    y, final = _scan(step, v, r.shape[-1], initial_state, cu_seqlens, state_layout, rf)
+    y, final = _gated(r, k, v, d, u, initial_state, cu_seqlens, scale, state_layout)
     return y, final if output_final_state else None
+
+
+def wkv5_ref(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    scale: float = 1.0,
+    decay: str = "raw",
+    decay_bound: float | None = None,
+    state_layout: str = "vk",
+) -> tuple[Tensor, Tensor | None]:
+    """RWKV-5 time mixing in plain torch; see `rwkv_jit.wkv5` for the arguments.
+
+        y = scale (S r + (sum_j u_j r_j k_j) v);  S = S diag(d(w)) + v k^T        per head, S [V, K]
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    r, k : torch.Tensor, shape (B, T, H, K)
+        As in the op, float64 too.
+    v : torch.Tensor, shape (B, T, H, V)
+        Value.
+    w, u : torch.Tensor, shape (H, K)
+        Decay, the same for every token, and bonus of the current token.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token; zeros by default.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of sequences packed along T with B = 1.
+    scale : float, default 1.0
+        Factor of y.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
+        The map from w to the per-step factor.
+    decay_bound : float, optional
+        Changes nothing here.
+    state_layout : {"vk", "kv"}, default "vk"
+        Order of the last two dimensions of the states.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
+    """
+    return wkv6_ref(
+        r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout
+    )
+
+
+def gla_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    decay: str = "log",
+    decay_bound: float | None = None,
+    state_layout: str = "kv",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention in plain torch; see `rwkv_jit.gla` for the arguments.
+
+        S = S diag(d(g)) + v k^T;  y = scale S q        per head, S [V, K]
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    q, k, g : torch.Tensor, shape (B, T, H, K)
+        As in the op, float64 too.
+    v : torch.Tensor, shape (B, T, H, V)
+        Value.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token; zeros by default.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of sequences packed along T with B = 1.
+    scale : float, optional
+        Factor of y; K^-0.5 by default.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "log"
+        The map from g to the per-step factor.
+    decay_bound : float, optional
+        Changes nothing here.
+    state_layout : {"vk", "kv"}, default "kv"
+        Order of the last two dimensions of the states.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K)
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    d = decay_factor(g.to(torch.promote_types(q.dtype, torch.float32)), decay)
+    y, final = _gated(q, k, v, d, None, initial_state, cu_seqlens, scale, state_layout)
+    return y, final if output_final_state else None
+
+
+def linear_attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    state_layout: str = "kv",
+    normalize: bool = False,
+) -> tuple[Tensor, Any]:
+    """Linear attention in plain torch; see `rwkv_jit.linear_attention` for the arguments.
+
+        S = S + v k^T;  z = z + k;  y = scale S q,  normalized y = scale S q / (scale z . q + 1e-10)
+
+    per head, S [V, K]. Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, H, K)
+        As in the op, float64 too.
+    v : torch.Tensor, shape (B, T, H, V)
+        Value.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token; zeros by default. Normalized a pair, with z of shape (N, H, K) or (H, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of sequences packed along T with B = 1.
+    scale : float, optional
+        Factor of y; K^-0.5 by default.
+    state_layout : {"vk", "kv"}, default "kv"
+        Order of the last two dimensions of the states.
+    normalize : bool, default False
+        Whether y is divided by what it would be for values of 1.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor or None, shape (N, H, K, V) or (N, H, V, K); normalized a pair, with z (N, H, K)
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not normalize:
+        y, final = _gated(q, k, v, None, None, initial_state, cu_seqlens, scale, state_layout)
+        return y, final if output_final_state else None
+    # z is the state of a value that is always 1.
+    state, z = (None, None) if initial_state is None else initial_state
+    wide = v.to(torch.promote_types(v.dtype, torch.float32))
+    start = None if z is None else z.unsqueeze(-1)
+    y, final = _gated(q, k, wide, None, None, state, cu_seqlens, scale, state_layout)
+    ones = torch.ones_like(wide[..., :1])
+    total, last = _gated(q, k, ones, None, None, start, cu_seqlens, scale, "kv")
+    return (y / (total + 1e-10)).to(v.dtype), (final, last.squeeze(-1)) if output_final_state else None

@@ -12,11 +12,26 @@ import torch
 
 from rwkv_jit import cache, cuda, env, identity, kernel, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError, UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, choices, chunked, prepared, scan_geometry, split, wkv6, wkv7
+from rwkv_jit.ops import (
+    backends,
+    boundary,
+    choices,
+    chunked,
+    gated,
+    gla,
+    linear_attention,
+    prepared,
+    recurrent,
+    scan_geometry,
+    split,
+    wkv5,
+    wkv6,
+    wkv7,
+)
 from rwkv_jit.ops.choices import Choice
 from rwkv_jit.template import Parameter
 
-OPS = {op.name: op for op in (wkv6.OP, wkv7.OP)}
+OPS = {op.name: op for op in (wkv5.OP, wkv6.OP, wkv7.OP, gla.OP, linear_attention.OP)}
 DIRECTIONS = ("forward", "backward")
 
 
@@ -28,7 +43,7 @@ def specialize(
     arch: str | None = None,
     direction: str = "forward",
     backend: str = "auto",
-    decay: str = "raw",
+    decay: str | None = None,
     chunk_len: int | None = None,
     num_threads: int | None = None,
     **parameters: Parameter,
@@ -37,7 +52,7 @@ def specialize(
 
     Parameters
     ----------
-    op : {"wkv6", "wkv7"}
+    op : {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
         The op.
     head_size : int
         K, from 1.
@@ -51,13 +66,14 @@ def specialize(
         Which kernels.
     backend : {"auto", "recurrent", "chunked", "split"}, default "auto"
         Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked" is the tensor
-        cores; "split" runs the same kernels.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        The map from w to the per-step factor.
+        cores; "split" runs the same kernels in wkv7 up to head size 128, and those of larger heads.
+    decay : {"raw", "sigmoid", "log", "direct"}, optional
+        The map from w to the per-step factor; by default the op's: "raw", for gla "log", for linear_attention "none",
+        which is all it has.
     chunk_len, num_threads : int, optional
         By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
     **parameters
-        Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv6),
+        Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
         state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
         and for the forward largest_decay (chunked): 0 is for calls with a `decay_bound`.
 
@@ -82,10 +98,10 @@ def specialize(
     >>> kernel.origin, kernel.spill_bytes
     ('compiled', 0)
     """
-    name, request = _request(
+    name, request = call_request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
-    return prepared.get_kernels(backends.KERNELS[name].nearest, [request], chunk_len, num_threads)[0]
+    return prepared.get_kernels(backends.KERNELS[op][name].nearest, [request], chunk_len, num_threads)[0]
 
 
 def compile_async(
@@ -96,7 +112,7 @@ def compile_async(
     arch: str | None = None,
     direction: str = "forward",
     backend: str = "auto",
-    decay: str = "raw",
+    decay: str | None = None,
     chunk_len: int | None = None,
     num_threads: int | None = None,
     **parameters: Parameter,
@@ -123,7 +139,7 @@ def compile_async(
     >>> futures = [rwkv_jit.compile_async("wkv7", head_size=n, arch="sm_90") for n in (64, 96)]
     >>> kernels = [future.result() for future in futures]
     """
-    _, request = _request(
+    _, request = call_request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
     return kernel.get_async(request)
@@ -135,8 +151,8 @@ def warm(
     dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16,
     backward: bool = True,
     arch: str | Iterable[str] | None = None,
-    decay: str = "raw",
-    state_layout: str = "vk",
+    decay: str | None = None,
+    state_layout: str | None = None,
     w_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], None] | None = None,
@@ -146,7 +162,7 @@ def warm(
 
     Parameters
     ----------
-    op : {"wkv6", "wkv7"}
+    op : {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
         The op.
     head_sizes : int or iterable of int
         K, with V equal to it.
@@ -156,12 +172,13 @@ def warm(
         The kernels of the gradients too.
     arch : str or iterable of str, optional
         Architectures; RWKVJIT_ARCH or this machine's GPU by default.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        The map from w to the per-step factor.
-    state_layout : {"vk", "kv"}, default "vk"
-        Order of the last two dimensions of the states.
+    decay : {"raw", "sigmoid", "log", "direct"}, optional
+        The map from w to the per-step factor; by default the op's: "raw", for gla "log", for linear_attention "none",
+        which is all it has.
+    state_layout : {"vk", "kv"}, optional
+        Order of the last two dimensions of the states; by default the op's: "vk", for gla and linear_attention "kv".
     w_dtype : torch.dtype, optional
-        Of w (and u in wkv6): float32, or like r, k, v, which is the default.
+        Of w (g, and u): float32, or like r, k, v, which is the default.
     state_dtype : torch.dtype, default torch.float32
         Of the initial state.
     progress : callable, optional
@@ -223,57 +240,68 @@ def _several(given: Any, one: type) -> list[Any]:
 
 
 def call_requests(
-    op: str, head_size: int, dtype: torch.dtype, arch: str | None, direction: str, decay: str, state_layout: str,
-    w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
+    op: str, head_size: int, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
+    state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the kernels that calls of an op may need in one direction.
 
     Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
+    of = _op(op)
+    decay, state_layout = decay or of.decay, state_layout or of.state_layout
     for name, kind in (("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
         if kind not in tensors.STORAGE:
             raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {kind}")
-    chosen: dict[str, Parameter] = {"state_layout": state_layout, "t_w": tensors.STORAGE[w_dtype or dtype]}
+    chosen: dict[str, Parameter] = {"state_layout": state_layout}
     if direction == "forward":
         chosen["t_state"] = tensors.STORAGE[state_dtype]
-    if op in OPS and OPS[op].fixed:
-        chosen["t_u"] = chosen["t_w"]
+    chosen |= {f"t_{name}": tensors.STORAGE[w_dtype or dtype] for name in ("w", "u") if name in of.names}
     purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
     calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes, _known_choices(arch))
     of_calls = [
-        _request(
+        call_request(
             op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
         )
         for call in calls
     ]  # fmt: skip
     target, also = tensors.targets(arch)
     found = [request for _, request in of_calls]
-    of_chunks = [request for name, request in of_calls if name == "chunked"]
+    of_chunks = [request for name, request in of_calls if name == "chunked" and op in chunked.OPS]
     if of_chunks:
         found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
     for like in of_chunks:
         found.append(split.segment_request(op, like.parameters, direction == "backward", target, also))
     for request in [request for name, request in of_calls if name == "scan"]:
         length = int(request.parameters["CHUNK_LEN"])
-        if direction == "forward" and backends.is_guarded("scan", length, decay, decay_bound):
+        is_guarded = backends.is_guarded("scan", length, decay, decay_bound)
+        if op in chunked.OPS and direction == "forward" and is_guarded:
             types = {**request.parameters, "T_W": chosen["t_w"], "DECAY": decay}
             found.append(scan_geometry.look_request(op, head_size, types, length, target, also))
-        found += scan_geometry.companions(op, direction, head_size, head_size, request.parameters, target, length, also)
+        found += backends.SCANS[op].companions(
+            op, direction, head_size, head_size, request.parameters, target, length, also
+        )
     return found
 
 
-def _request(
+def _op(name: str) -> boundary.Op:
+    if name not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {name!r}")
+    return OPS[name]
+
+
+def call_request(
     op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
-    backend: str, decay: str, chunk_len: int | None, num_threads: int | None, parameters: dict[str, Parameter],
-    decay_bound: float | None = None, tokens: int = backends.LEAST_TOKENS, few_heads: bool = False,
-    training: bool = True, known: Sequence[Choice] | None = None,
+    backend: str, decay: str | None, chunk_len: int | None, num_threads: int | None,
+    parameters: dict[str, Parameter], decay_bound: float | None = None, tokens: int = backends.LEAST_TOKENS,
+    few_heads: bool = False, training: bool = True, known: Sequence[Choice] | None = None,
 ) -> tuple[str, kernel.Request]:  # fmt: skip
     """Check everything and return the backend and the kernel of one direction that calls of so many tokens take."""
-    layout = str(parameters.get("state_layout", "vk"))
-    boundary.check_options(1.0, decay, decay_bound, layout, 1, chunk_len, num_threads, backend)
-    for name, value, legal in (("op", op, tuple(OPS)), ("direction", direction, DIRECTIONS)):
-        if value not in legal:
-            raise ValueError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
+    of = _op(op)
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    decay = of.decay if decay is None else decay
+    layout = str(parameters.get("state_layout", of.state_layout))
+    boundary.check_options(of.decays, 1.0, decay, decay_bound, layout, 1, chunk_len, num_threads, backend)
     if backend == "reference":
         raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
     if head_size is None:
@@ -289,13 +317,12 @@ def _request(
         if isinstance(chosen_value, float):  # templates of one's own may take one; an op does not
             expected = "expected an int, a bool or an identifier"
             raise TypeError(f"parameter {parameter.upper()}: {expected}, got {chosen_value!r}")
+        if parameter.upper() in recurrent.OPS[op].all_constants:
+            raise ValueError(f"parameter {parameter.upper()}: is no choice for {op}, got {chosen_value!r}")
     storage = tensors.STORAGE[dtype]
-    types: dict[str, Parameter] = {
-        "T_IO": storage, "T_W": storage, "T_STATE": "fp32", "DECAY": decay, "STATE_LAYOUT": layout,
-    }  # fmt: skip
-    if OPS[op].fixed:
-        types["T_U"] = storage
-    if backend == "split" and max(head_size, value_size) <= chunked.LARGEST_HEAD:
+    types: dict[str, Parameter] = {"T_IO": storage, "T_STATE": "fp32", "DECAY": decay, "STATE_LAYOUT": layout}
+    types |= {f"T_{name.upper()}": storage for name in ("w", "u") if name in of.names}
+    if backend == "split" and op in chunked.OPS and max(head_size, value_size) <= chunked.LARGEST_HEAD:
         backend = "chunked"  # the same kernels
     case = backends.Case(op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, training)
     name, length = backends.choose(backend, case, lambda: target)
@@ -303,9 +330,10 @@ def _request(
         name, length, num_threads, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known
     )
     guarded = backends.is_guarded(name, geometry.chunk_len, decay, decay_bound)
-    chosen = prepared.chosen(direction, geometry, guarded and name == "chunked")
+    looks = guarded and (name == "chunked" or op in gated.OPS)  # wkv7's scan has another kernel for that
+    chosen = prepared.chosen(direction, geometry, looks)
     chosen |= {parameter.upper(): value for parameter, value in parameters.items()}
-    request = backends.KERNELS[name].specialize(
+    request = backends.KERNELS[op][name].specialize(
         op, direction, head_size, value_size, types, target, geometry.chunk_len, geometry.num_threads, few_heads,
         chosen, also,
     )  # fmt: skip

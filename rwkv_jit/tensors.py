@@ -13,6 +13,8 @@ from torch import Tensor
 from rwkv_jit import compiler, cuda, env
 from rwkv_jit.launch import Plan
 
+# Elements between tokens that offsets of 32 bits within a chunk of 32 allow.
+MOST_TOKEN_STRIDE = 2**27 - 1
 STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -28,7 +30,7 @@ def from_any(name: str, array: Any) -> Tensor:
     return torch.from_dlpack(array)  # type: ignore[attr-defined]
 
 
-def check_inputs(inputs: Mapping[str, Tensor], like: str, value: str, decay: str, wide: bool) -> None:
+def check_inputs(inputs: Mapping[str, Tensor], like: str, value: str, decay: str | None, wide: bool) -> None:
     """Check the [B, T, H, K] inputs of an op; the one named `value` may have its own last size.
 
     `wide` admits float64, which only the reference computes.
@@ -215,8 +217,11 @@ def capturing() -> bool:
 def needs_copy(x: Tensor, vector: int) -> bool:
     """Return whether a kernel cannot read `x` in place.
 
-    Kernels take any stride but need neighbouring channels, and read `vector` of them at once.
+    Kernels take any stride but need neighbouring channels, and read `vector` of them at once. Offsets within a chunk
+    have 32 bits.
     """
+    if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) > MOST_TOKEN_STRIDE:
+        return True
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return True
     return vector > 1 and any(s % vector for s, n in zip(x.stride()[:-1], x.shape, strict=False) if n > 1)

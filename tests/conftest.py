@@ -200,7 +200,7 @@ def make_inputs():
     import torch
 
     def make(
-        op, batch=2, tokens=5, heads=2, head_size=3, value_size=4, dtype=torch.float64, decay="raw",
+        op, batch=2, tokens=5, heads=2, head_size=3, value_size=4, dtype=torch.float64, decay=None,
         low=-2.0, high=-0.1, seed=0, requires_grad=True,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
@@ -215,15 +215,20 @@ def make_inputs():
             "sigmoid": lambda g: torch.logit((-g / 0.6065306597126334).clamp(0.01, 0.99)),
             "log": lambda g: g,
             "direct": torch.exp,
-        }[decay](log_decay)
-        given = {"r": random(*shape), "w": w, "k": random(*shape), "v": random(batch, tokens, heads, value_size)}
-        if op == "wkv6":
-            given["u"] = random(heads, head_size)
-        else:
-            unit = torch.nn.functional.normalize(random(*shape), dim=-1)
-            given["a"], given["b"] = -unit, unit * torch.rand(shape, generator=generator, dtype=torch.float64)
-        order = "rkvwu" if op == "wkv6" else "rwkvab"
-        return {name: given[name].to(dtype).requires_grad_(requires_grad) for name in order}
+            "none": lambda g: g,
+        }[decay or {"gla": "log"}.get(op, "raw")](log_decay)
+        r, k, v = random(*shape), random(*shape), random(batch, tokens, heads, value_size)
+        u, unit = random(heads, head_size), torch.nn.functional.normalize(random(*shape), dim=-1)
+        kept = torch.rand(shape, generator=generator, dtype=torch.float64)
+        constant = w.new_ones(heads, head_size) * (w[0, 0] if batch * tokens else -0.5)
+        given = {
+            "wkv5": {"r": r, "k": k, "v": v, "w": constant, "u": u},
+            "wkv6": {"r": r, "k": k, "v": v, "w": w, "u": u},
+            "wkv7": {"r": r, "w": w, "k": k, "v": v, "a": -unit, "b": unit * kept},
+            "gla": {"q": r, "k": k, "v": v, "g": w},
+            "linear_attention": {"q": r, "k": k, "v": v},
+        }[op]
+        return {name: x.to(dtype).requires_grad_(requires_grad) for name, x in given.items()}
 
     return make
 

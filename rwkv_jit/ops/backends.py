@@ -2,20 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import choices, chunked, guarded, prepared, recurrent, scan, scan_geometry, split
+from rwkv_jit.ops import choices, chunked, gated, gated_scan, guarded, prepared, recurrent, scan, scan_geometry, split
 from rwkv_jit.ops.choices import Choice
-from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options, Saved
+from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options, Saved, Several
+from rwkv_jit.template import Parameter
 
-# By the names that a call's options have once the rule has been asked; callers say "split" for the scan too.
-KERNELS: dict[str, Kernels] = {"recurrent": recurrent, "chunked": chunked, "split": split, "scan": scan}
-_OF_ONE_KERNEL: dict[str, Backend] = {"recurrent": recurrent, "chunked": chunked}
+
+class Chunks(Protocol):
+    """What the rule asks of kernels that hold a head in a block."""
+
+    CHUNK_LENS: tuple[int, ...]
+
+    def obstacle(
+        self,
+        op: str,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        arch: Callable[[], str],
+        chunk_len: int | None = None,
+        training: bool = True,
+    ) -> tuple[Any, ...] | None:
+        """Return why they cannot do a call, as the end of a sentence and what to format it with."""
+
+    def default_chunk_len(self, head_size: int, value_size: int, arch: str, training: bool = True) -> int:
+        """Return the chunk length that is fastest."""
+
+
+class Scan(Protocol):
+    """What the rule, and who compiles ahead of calls, ask of kernels for larger heads."""
+
+    def obstacle(
+        self,
+        op: str,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        arch: Callable[[], str],
+        chunk_len: int | None = None,
+    ) -> tuple[Any, ...] | None:
+        """Return why they cannot do a call, as the end of a sentence and what to format it with."""
+
+    def default_chunk_len(
+        self, head_size: int, arch: str, decay: str = "sigmoid", decay_bound: float | None = None
+    ) -> int:
+        """Return the chunk length that is fastest and keeps a promise about the decays."""
+
+    def companions(
+        self, op: str, direction: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str,
+        chunk_len: int | None, also: tuple[str, ...] = (),
+    ) -> list[kernel.Request]:  # fmt: skip
+        """Return the other kernels of a direction, for calls that ask for no number of threads."""
+
+
+# By op, and by the names that a call's options have once the rule has been asked; callers say "split" for the scan too.
+_OF_ONE_KERNEL: dict[str, dict[str, Backend]] = {
+    "wkv7": {"recurrent": recurrent, "chunked": chunked},
+    **dict.fromkeys(gated.OPS, {"recurrent": recurrent, "chunked": gated}),
+}
+_OF_SEVERAL: dict[str, dict[str, Several]] = {
+    "wkv7": {"split": split, "scan": scan},
+    **dict.fromkeys(gated.OPS, {"scan": gated_scan}),
+}
+KERNELS: dict[str, dict[str, Kernels]] = {op: {**_OF_ONE_KERNEL[op], **_OF_SEVERAL[op]} for op in _OF_ONE_KERNEL}
+_CHUNKS: dict[str, Chunks] = {"wkv7": chunked, **dict.fromkeys(gated.OPS, gated)}
+SCANS: dict[str, Scan] = {"wkv7": scan_geometry, **dict.fromkeys(gated.OPS, gated_scan)}
 NAMES = ("auto", "recurrent", "chunked", "split", "reference")
 # Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
 LEAST_TOKENS = 32
@@ -43,7 +102,7 @@ Forward = prepared.Forward | split.Forward | scan.Forward | guarded.Forward
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     """Return what the forward of a call saves."""
-    found = KERNELS[options.backend].saved_for(inputs, packed, options)
+    found = KERNELS[inputs.op][options.backend].saved_for(inputs, packed, options)
     return Saved(guarded.kept_for(found, inputs).floats) if options.guarded else found
 
 
@@ -53,7 +112,7 @@ def prepare_forward(
     """Prepare what a forward launches: one kernel, or where the backend says so several."""
     given = (inputs, state_dtype, packed, options, training)
     if options.guarded:
-        saved = KERNELS[options.backend].saved_for(inputs, packed, options)
+        saved = KERNELS[inputs.op][options.backend].saved_for(inputs, packed, options)
         return guarded.prepare_forward(_prepare_forward, saved, *given)
     return _prepare_forward(*given)
 
@@ -61,11 +120,12 @@ def prepare_forward(
 def _prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> prepared.Forward | split.Forward | scan.Forward:
-    if options.backend == "split":
-        return split.prepare_forward(inputs, state_dtype, packed, options, training)
-    if options.backend == "scan":
-        return scan.prepare_forward(inputs, state_dtype, packed, options, training)
-    return prepared.prepare_forward(_OF_ONE_KERNEL[options.backend], inputs, state_dtype, packed, options, training)
+    given = (inputs, state_dtype, packed, options, training)
+    several = _OF_SEVERAL[inputs.op].get(options.backend)
+    if several is not None:
+        found: prepared.Forward | split.Forward | scan.Forward = several.prepare_forward(*given)
+        return found
+    return prepared.prepare_forward(_OF_ONE_KERNEL[inputs.op][options.backend], *given)
 
 
 def forward(known: Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -88,14 +148,13 @@ def backward(
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Run the backward of a call with these options, as `prepared.backward` does; `state` is the initial one."""
     if options.guarded:
-        of_fast = KERNELS[options.backend].saved_for(inputs, cu_seqlens is not None, options)
+        of_fast = KERNELS[inputs.op][options.backend].saved_for(inputs, cu_seqlens is not None, options)
         return guarded.backward(backward, of_fast, inputs, dy, grad_final_state, state, cu_seqlens, saved, options)
     following = (inputs, dy, grad_final_state, cu_seqlens, saved, options, state is not None)
-    if options.backend == "split":
-        return split.backward(*following)
-    if options.backend == "scan":
-        return scan.backward(*following)
-    return prepared.backward(_OF_ONE_KERNEL[options.backend], *following)
+    several = _OF_SEVERAL[inputs.op].get(options.backend)
+    if several is not None:
+        return several.backward(*following)
+    return prepared.backward(_OF_ONE_KERNEL[inputs.op][options.backend], *following)
 
 
 def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int | None]:
@@ -104,18 +163,19 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     "auto" takes the first of these rows that holds; any other `backend` is taken at its word.
 
     ========= ==========================================================================================
-    split     what chunked takes, eagerly and without cu_seqlens, where sequences times heads are less than
-              half the multiprocessors and the tokens make 4 equal segments or more, of at least 512
-    chunked   wkv7 in float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer
-              than twice the values, in chunks whose shared memory this architecture has;
-              LEAST_TOKENS per sequence on average; chunk_len not given, or one of its own
-    scan      the same for a head size or value size above 128 and up to 1024, with chunks of 64 or 32 tokens;
-              "split" asks for it too
+    split     what chunked takes of wkv7, eagerly and without cu_seqlens, where sequences times heads are less
+              than half the multiprocessors and the tokens make 4 equal segments or more, of at least 512
+    chunked   float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer than twice
+              the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
+              average; chunk_len not given, or one of its own
+    scan      the same for a head size or value size above 128 and up to 1024, with chunk lengths of its own;
+              in other ops than wkv7 keys up to 256, and smaller heads that chunked does not take; "split" asks
+              for it too
     recurrent everything else
     ========= ==========================================================================================
 
-    All but the recurrent kernels need decays whose size times chunk_len / 2 is at most 64: decay="sigmoid", or a
-    `decay_bound` of -2, -4 or -8 at 64, 32 or 16. Any others are `guarded`.
+    All but the recurrent kernels need decays whose size times chunk_len / 2 is at most 64: none, decay="sigmoid", or
+    a `decay_bound` of -2, -4 or -8 at 64, 32 or 16. Any others are `guarded`.
 
     Raises
     ------
@@ -124,23 +184,25 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     """
     if backend == "recurrent" or (backend == "auto" and case.tokens < LEAST_TOKENS):
         return "recurrent", case.chunk_len
-    reason = chunked.obstacle(case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len, case.training)
+    sizes = case.op, case.dtype, case.head_size, case.value_size
+    reason = _CHUNKS[case.op].obstacle(*sizes, arch, case.chunk_len, case.training)
     if reason is None:
         length = case.chunk_len or _chunk_len(case, arch())
         if backend == "chunked":
             return "chunked", length
         multiprocessors = case.multiprocessors and case.multiprocessors()
         least = split.LEAST_SEGMENTS if backend == "split" else 1
-        cannot = split.obstacle(case.blocks, case.tokens, case.packed, multiprocessors, least)
+        cannot = split.obstacle(case.op, case.blocks, case.tokens, case.packed, multiprocessors, least)
         if cannot is None:
             return "split", length
         if backend == "split":
             raise UnsupportedConfigError(f"backend: 'split' {cannot}; use 'auto' or 'chunked'")
         return "chunked", length
-    if backend != "chunked" and max(case.head_size, case.value_size) > chunked.LARGEST_HEAD:
-        reason = scan_geometry.obstacle(case.op, case.dtype, case.head_size, case.value_size, arch, case.chunk_len)
+    is_large = max(case.head_size, case.value_size) > chunked.LARGEST_HEAD
+    if backend != "chunked" and (is_large or case.op in gated.OPS):
+        reason = SCANS[case.op].obstacle(*sizes, arch, case.chunk_len)
         if reason is None:
-            length = scan_geometry.default_chunk_len(case.head_size, arch(), case.decay, case.decay_bound)
+            length = SCANS[case.op].default_chunk_len(case.head_size, arch(), case.decay, case.decay_bound)
             return "scan", case.chunk_len or length
     if backend == "auto":
         return "recurrent", case.chunk_len
@@ -150,8 +212,9 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
 
 def _chunk_len(case: Case, arch: str) -> int:
     """Return the rule's chunk, or a shorter one where that keeps a promise about the decays."""
-    length = chunked.default_chunk_len(case.head_size, case.value_size, arch, case.training)
-    kept = [n for n in (length, *chunked.CHUNK_LENS) if chunked.is_bounded(case.decay, case.decay_bound, n)]
+    of = _CHUNKS[case.op]
+    length = of.default_chunk_len(case.head_size, case.value_size, arch, case.training)
+    kept = [n for n in (length, *of.CHUNK_LENS) if chunked.is_bounded(case.decay, case.decay_bound, n)]
     return (kept or [length])[0]
 
 

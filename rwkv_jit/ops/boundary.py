@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, guarded, prepared, scan, split
+from rwkv_jit.ops import backends, choices, gated_scan, guarded, prepared, scan, split
 from rwkv_jit.ops.prepared import Geometry, Options
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
@@ -30,14 +30,27 @@ _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
 
 class Op(NamedTuple):
-    """One recurrence: its names in argument order, and how autograd runs it."""
+    """One recurrence: its names in argument order, its conventions, and how autograd runs it."""
 
     name: str
     streamed: tuple[str, ...]
     fixed: tuple[str, ...]
+    public: tuple[str, ...]  # what callers call these
+    decay: str  # by default; "none" where there is no other
+    state_layout: str  # by default
     forward: Any  # the torch op
     traced: Callable[..., tuple[Tensor, Tensor]]  # the same with gradients
     known: Callable[..., tuple[Tensor, Tensor | None]]  # a prepared forward with gradients
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what the kernels call the inputs."""
+        return (*self.streamed, *self.fixed)
+
+    @property
+    def decays(self) -> tuple[str, ...]:
+        """Return the legal maps from w to the per-step factor."""
+        return ("none",) if self.decay == "none" else DECAYS
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
@@ -52,6 +65,7 @@ def _forget() -> None:
     prepared.forget()
     split.forget()
     scan.forget()
+    gated_scan.forget()
     guarded.forget()
 
 
@@ -86,11 +100,13 @@ def call(
             known = None
     if known is None:
         asked = (op.name, decay_bound, tail, training)
-        check_options(scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+        check_options(
+            op.decays, scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend
+        )
         options = Options(float(scale), *tail[1:])
         checked = _check(op, arrays, initial_state, cu_seqlens, decay_bound, options, training)
         arrays, initial_state, cu_seqlens, options = checked
-        on_gpu = options.backend in backends.KERNELS
+        on_gpu = options.backend != "reference"
         if on_gpu and tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens)):
             known = _prepare(op, arrays, initial_state, cu_seqlens, asked, options, training)
     if initial_state is not None and initial_state.dim() == 3:
@@ -123,29 +139,19 @@ def _check(
     training: bool,
 ) -> tuple[list[Tensor], Tensor | None, Tensor | None, Options]:
     """Check the arrays of a call; return them as tensors, and the options with the backend that will run."""
-    names = (*op.streamed, *op.fixed)
-    given = [tensors.from_any(name, x) for name, x in zip(names, arrays, strict=True)]
-    streamed = dict(zip(op.streamed, given, strict=False))
-    first, v = streamed["r"], streamed["v"]
-    on_gpu = _is_for_kernels(options.backend, first)
-    tensors.check_inputs(streamed, like="r", value="v", decay="w", wide=not on_gpu)
+    given, initial_state, cu_seqlens = check_tensors(
+        op, arrays, initial_state, cu_seqlens, options.state_layout, options.backend
+    )
+    first = given[0]
     batch, tokens, heads, head_size = first.shape
-    value_size = v.shape[3]
-    for name, x in zip(op.fixed, given[len(op.streamed) :], strict=True):
-        tensors.check_fixed(name, x, (heads, head_size), first)
+    value_size = given[op.streamed.index("v")].shape[3]
     sequences = batch
     if cu_seqlens is not None:
-        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
-        tensors.check_packing(cu_seqlens, first)
         sequences = cu_seqlens.shape[0] - 1
         tokens = tokens // sequences
-    if initial_state is not None:
-        initial_state = tensors.from_any("initial_state", initial_state)
-        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-        tensors.check_state(initial_state, sequences, heads, sizes, first, wide=not on_gpu)
     backend, chunk_len = "reference", options.chunk_len
     geometry = Geometry(chunk_len, options.num_threads)
-    if on_gpu:
+    if _is_for_kernels(options.backend, first):
         device = first.device.index
         case = backends.Case(
             op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len, training,
@@ -164,9 +170,41 @@ def _check(
     return given, initial_state, cu_seqlens, found
 
 
+def check_tensors(
+    op: Op, arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, state_layout: str, backend: str
+) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Check the arrays of a call whose options are right, and return them as tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was expected and what came.
+    """
+    given = [tensors.from_any(name, x) for name, x in zip(op.public, arrays, strict=True)]
+    count, public = len(op.streamed), dict(zip(op.names, op.public, strict=True))
+    first, v = given[0], given[op.streamed.index("v")]
+    on_gpu = _is_for_kernels(backend, first)
+    streamed = dict(zip(op.public[:count], given, strict=False))
+    tensors.check_inputs(streamed, public["r"], public["v"], public.get("w"), wide=not on_gpu)
+    batch, _, heads, head_size = first.shape
+    value_size = v.shape[3]
+    for name, x in zip(op.public[count:], given[count:], strict=True):
+        tensors.check_fixed(name, x, (heads, head_size), first)
+    sequences = batch
+    if cu_seqlens is not None:
+        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
+        tensors.check_packing(cu_seqlens, first)
+        sequences = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        initial_state = tensors.from_any("initial_state", initial_state)
+        sizes = (value_size, head_size) if state_layout == "vk" else (head_size, value_size)
+        tensors.check_state(initial_state, sequences, heads, sizes, first, wide=not on_gpu)
+    return given, initial_state, cu_seqlens
+
+
 def _is_for_kernels(backend: str, like: Tensor) -> bool:
     """Return whether kernels run a call: CUDA tensors take them, all others plain torch."""
-    if backend in backends.KERNELS and like.device.type != "cuda":
+    if backend not in ("auto", "reference") and like.device.type != "cuda":
         raise UnsupportedConfigError(
             f"backend: {backend!r} runs on CUDA tensors, got {like.device}; use 'auto' or 'reference'"
         )
@@ -189,7 +227,7 @@ def _prepare(
     key = (*asked, tensors.signature((*given, initial_state, cu_seqlens)))
     known = _known.get(key)
     if known is None:
-        inputs = _inputs(op.name, op.streamed, given, cu_seqlens)
+        inputs = _inputs(op, given, cu_seqlens)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
         state_dtype = torch.float32 if initial_state is None else initial_state.dtype
@@ -200,15 +238,19 @@ def _prepare(
     return known
 
 
-def _inputs(
-    name: str, streamed: tuple[str, ...], given: Sequence[Tensor], cu_seqlens: Tensor | None
-) -> prepared.Inputs:
+def _inputs(op: Op, given: Sequence[Tensor], cu_seqlens: Tensor | None) -> prepared.Inputs:
     sequences = given[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    count = len(streamed)
-    return prepared.Inputs(name, streamed, tuple(given[:count]), tuple(given[count:]), sequences)
+    count = len(op.streamed)
+    return prepared.Inputs(op.name, op.names, tuple(given[:count]), tuple(given[count:]), sequences)
+
+
+def key_scale(q: Any) -> float:
+    """Return K^-0.5. A `q` without a head size is left for the checks to refuse."""
+    return float(max((1, *tensors.from_any("q", q).shape[-1:])) ** -0.5)
 
 
 def check_options(
+    decays: tuple[str, ...],
     scale: float,
     decay: str,
     decay_bound: float | None,
@@ -226,7 +268,7 @@ def check_options(
         Naming the argument, what was expected and what came.
     """
     for name, value, legal in (
-        ("decay", decay, DECAYS),
+        ("decay", decay, decays),
         ("state_layout", state_layout, STATE_LAYOUTS),
         ("backend", backend, backends.NAMES),
     ):
@@ -258,12 +300,20 @@ def _autograd_dispatch() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], reference: Callable[..., Any]) -> Op:
+def define(
+    name: str,
+    streamed: tuple[str, ...],
+    fixed: tuple[str, ...],
+    reference: Callable[..., Any],
+    public: tuple[str, ...] | None = None,
+    decay: str = "raw",
+    state_layout: str = "vk",
+) -> Op:
     """Register `rwkv_jit::<name>_fwd` and `<name>_bwd` and return the op."""
-    names = (*streamed, *fixed)
-    count = len(names)
+    public = public or (*streamed, *fixed)
+    count = len(public)
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
-    given = ", ".join(f"Tensor {argument}" for argument in names)
+    given = ", ".join(f"Tensor {argument}" for argument in public)
     results = ", ".join(["Tensor"] * (count + 1))
     _LIBRARY.define(
         f"{name}_fwd({given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}, bool output_final_state, "
@@ -279,19 +329,20 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
     def run_reference(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        scale, decay, layout = arguments[count + 2 : count + 5]
+        scale, map_of_w, layout = arguments[count + 2 : count + 5]
         cu_seqlens = arguments[count + 1]
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
+        has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
         result: tuple[Tensor, Tensor] = reference(
-            *arguments[:count], arguments[count], True, cu_seqlens, scale, decay, None, layout
+            *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
         )
         return result
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
-        if options.backend in backends.KERNELS:
+        if options.backend != "reference":
             # The public call has checked these options, so what is known of it is no public call's.
             known = _prepare(op, given, state, cu_seqlens, (f"{name}_fwd", None, options), options, save)
             y, final, saved = backends.forward(known, given, state, cu_seqlens, output_final_state, save)
@@ -304,7 +355,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
     def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
-        inputs = _inputs(name, streamed, given, cu_seqlens)
+        inputs = _inputs(op, given, cu_seqlens)
         first, v = inputs["r"], inputs["v"]
         heads, value_size = v.shape[2:]
         final, saved = v.new_empty(0), v.new_empty(0)
@@ -312,7 +363,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
             sizes = (value_size, first.shape[3]) if options.state_layout == "vk" else (first.shape[3], value_size)
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
             final = v.new_empty((inputs.sequences, heads, *sizes), dtype=dtype)
-        if save and options.backend in backends.KERNELS:
+        if save and options.backend != "reference":
             kept = backends.saved_for(inputs, cu_seqlens is not None, options)
             saved = v.new_empty(kept.floats, dtype=torch.float32)
         return torch.empty_like(v, memory_format=torch.contiguous_format), final, saved
@@ -321,7 +372,7 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
         given, (state, cu_seqlens), options = parts(arguments)
         if options.backend == "reference":
             return backward_reference(dy, grad_final, arguments)
-        inputs = _inputs(name, streamed, given, cu_seqlens)
+        inputs = _inputs(op, given, cu_seqlens)
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
         grads, fixed_grads, grad_initial = backends.backward(
             options, inputs, dy, grad_final, state, cu_seqlens, arguments[-1]
@@ -422,5 +473,5 @@ def define(name: str, streamed: tuple[str, ...], fixed: tuple[str, ...], referen
 
     # Function.apply looks for transforms first; a known call has none, and saves that time.
     apply_known = super(torch.autograd.Function, Known).apply
-    op = Op(name, streamed, fixed, forward_op, Traced.apply, apply_known)
+    op = Op(name, streamed, fixed, public, decay, state_layout, forward_op, Traced.apply, apply_known)
     return op

@@ -17,7 +17,7 @@ from rwkv_jit.template import Parameter
 
 OPS = ("wkv7",)
 DTYPES = (torch.float16, torch.bfloat16)
-CHUNK_LENS = (32, 16)
+CHUNK_LENS: tuple[int, ...] = (32, 16)
 LEAST_ARCH = 80  # mma.sync of bfloat16, cp.async
 LARGEST_HEAD = 128
 MOST_HEADS = 65535  # of a grid's second extent
@@ -67,7 +67,9 @@ def obstacle(
 
 def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
     """Return whether no decay leaves the range of chunks of this length; `guarded` takes calls where one may."""
-    return decay == "sigmoid" or (decay_bound is not None and -decay_bound * chunk_len / 2 <= prepared.LARGEST_DECAY)
+    if decay in ("none", "sigmoid"):
+        return True
+    return decay_bound is not None and -decay_bound * chunk_len / 2 <= prepared.LARGEST_DECAY
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------
@@ -112,9 +114,32 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     common = 4 * key_tile + raw_keys + factor
     if direction == "forward":
         return common + token_matrices + 2 * value_tile + totals
-    state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 8)
+    state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 4)
     state_terms = threads // 32 * 4 * keys
     return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + growth + state_terms
+
+
+def _has_groups(direction: str, head_size: int, value_size: int, chunk_len: int, arch: str) -> bool:
+    """Return whether four warps multiply together: where there are such products, and tiles that they fit.
+
+    Keys that are longer than values would take more registers than a thread has.
+    """
+    is_direction = direction == "backward" and chunk_len == 32 and arch in ("sm_90", "sm_90a")
+    return is_direction and head_size % 64 == value_size % 64 == 0 and head_size <= value_size
+
+
+def _group_shared_bytes(head_size: int, value_size: int) -> int:
+    """Return the size of the Smem of wkv7_group_backward, whose tiles have no padding; it is a multiple of 1 KB."""
+    keys, values, chunk_len = head_size, value_size, 32
+    threads = 2 * values
+    token_tile = 2 * chunk_len * (chunk_len + 8)
+    token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile + 2 * chunk_len * 128
+    operands = raw = 4 * 2 * chunk_len * keys
+    states = 2 * 2 * values * keys
+    totals = chunk_len // _segment_len(head_size, chunk_len, threads) * 4 * keys
+    rest = max(2 * chunk_len * (values + 8), totals) + 4 * (chunk_len + 1) * (keys + 4) + (threads // 32 + 1) * 4 * keys
+    size = operands + raw + 4 * 2 * chunk_len * values + states + token_matrices + rest
+    return -(-size // 1024) * 1024
 
 
 def _threads(direction: str, head_size: int, value_size: int, chunk_len: int, num_threads: int | None) -> int:
@@ -208,7 +233,9 @@ def specialize(
     """Return the template and parameters of one direction; `chosen` overrides the geometry, the same for few heads."""
     length = chunk_len or default_chunk_len(head_size, value_size, arch)
     threads = _threads(direction, head_size, value_size, length, num_threads)
-    shared = shared_bytes(direction, head_size, value_size, length, threads)
+    shared, name = shared_bytes(direction, head_size, value_size, length, threads), f"{op}_chunked_{direction}"
+    if _has_groups(direction, head_size, value_size, length, arch):
+        shared, name, arch = _group_shared_bytes(head_size, value_size), f"{op}_group_backward", "sm_90a"
     blocks = _blocks_per_multiprocessor(direction, head_size, value_size, arch, threads, shared)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": length, "NUM_THREADS": threads,
@@ -218,7 +245,7 @@ def specialize(
         parameters.pop("T_STATE", None)  # states come as fp32 there
     else:
         parameters.setdefault("LARGEST_DECAY", 0)  # without a look at the decays
-    return kernel.Request(template.library(f"{op}_chunked_{direction}"), parameters, arch, also)
+    return kernel.Request(template.library(name), parameters, arch, also)
 
 
 def nearest(request: kernel.Request, argument: str, value: int) -> int | None:
@@ -252,4 +279,5 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
         raise UnsupportedConfigError(f"backend: 'chunked' takes up to {MOST_HEADS} heads, got {heads}; use 'recurrent'")
     constants = [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
     shared = int(found.parameters["SHARED_BYTES"])
-    return Launch((inputs.sequences, heads, 1), shared, constants, takes_flags=direction == "forward")
+    entry = f"{inputs.op}_{direction}"
+    return Launch(entry, (inputs.sequences, heads, 1), shared, constants, takes_flags=direction == "forward")

@@ -96,7 +96,8 @@ _repeats: dict[Any, prepared.Forward] = {}
 
 def _repeat(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, options: Options, flags: Tensor) -> Tensor:
     """Return what the recurrent backward needs, from a forward of the heads with flags."""
-    key = (inputs.op, inputs.sequences, options, tensors.signature((*inputs.streamed, state, cu_seqlens)))
+    given = (*inputs.streamed, *inputs.fixed)
+    key = (inputs.op, inputs.sequences, options, tensors.signature((*given, state, cu_seqlens)))
     known = _repeats.get(key)
     if known is None:
         state_dtype = torch.float32 if state is None else state.dtype
@@ -106,7 +107,7 @@ def _repeat(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, opt
         known = _repeats[key] = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, options, True)
     bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
     nothing = flags.new_empty(0), None
-    _, _, saved = prepared.forward(known, inputs.streamed, state, bounds, False, True, None, flags, nothing)
+    _, _, saved = prepared.forward(known, given, state, bounds, False, True, None, flags, nothing)
     assert saved is not None
     return saved
 

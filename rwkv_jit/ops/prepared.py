@@ -1,8 +1,8 @@
 """Prepared launches: what the first call of a signature works out, every later one finds.
 
-An op is two templates per backend, `<op>_<backend>_forward.cu` and `<op>_<backend>_backward.cu`. Their arguments are
-addresses in the order of `forward` and `backward` below, then strides, then what the backend adds. Everything that
-differs between backends is asked of its module, a `Backend`.
+An op is two templates per backend, `<stem>_<backend>_forward.cu` and `<stem>_<backend>_backward.cu`; its name is the
+stem, or ops share templates. Their arguments are addresses in the order of `forward` and `backward` below, then
+strides, then what the backend adds. Everything that differs between backends is asked of its module, a `Backend`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Inputs:
     """The tensors of a call, in the order of the kernels' arguments."""
 
     op: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the streamed ones, then of the fixed ones
     streamed: tuple[Tensor, ...]  # [B, T, H, K], and v [B, T, H, V]
     fixed: tuple[Tensor, ...]  # the same for every token
     sequences: int
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.streamed[self.names.index(name)]
+        return (*self.streamed, *self.fixed)[self.names.index(name)]
 
 
 class Saved(NamedTuple):
@@ -79,6 +79,7 @@ class Saved(NamedTuple):
 class Launch(NamedTuple):
     """How a kernel is launched, and what it takes beside the addresses and strides that all kernels take."""
 
+    entry: str
     grid: Extent
     shared_bytes: int  # dynamic ones
     constants: list[bytes]  # after the strides
@@ -86,6 +87,8 @@ class Launch(NamedTuple):
     # A flag for every sequence and head, whose decays leave the range of chunks: the chunked forward writes it, and the
     # recurrent kernels compute these heads alone.
     takes_flags: bool = False
+    nulls: int = 0  # null addresses behind the inputs, and behind their gradients, for what the op does not have
+    strides: Sequence[tuple[int, ...]] = ()  # behind those of the streamed inputs, for what is not streamed in this op
 
 
 class Kernels(Protocol):
@@ -124,6 +127,27 @@ class Backend(Kernels, Protocol):
         """Return how a kernel is launched on its device, which is current."""
 
 
+class Several(Kernels, Protocol):
+    """What the module of a backend answers that is several kernels in a direction."""
+
+    def prepare_forward(
+        self, inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
+    ) -> Any:
+        """Prepare what a forward launches."""
+
+    def backward(
+        self,
+        inputs: Inputs,
+        dy: Tensor,
+        grad_final_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        saved: Tensor,
+        options: Options,
+        want_initial_state: bool,
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Run the backward, as `prepared.backward` does."""
+
+
 class Forward(NamedTuple):
     """A forward that can be launched with any tensors of its signature, and what it returns."""
 
@@ -138,6 +162,7 @@ class Forward(NamedTuple):
     saved: Saved
     options: Options
     takes_flags: bool
+    nulls: tuple[int, ...]
 
 
 class Backward(NamedTuple):
@@ -148,6 +173,7 @@ class Backward(NamedTuple):
     saved: Saved
     scratch: int | None
     takes_flags: bool
+    nulls: tuple[None, ...]
 
 
 MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
@@ -191,6 +217,7 @@ def forward(
     if save:
         saved = torch.empty(known.saved.floats, dtype=torch.float32, device=v.device) if into is None else into
     values += (
+        *known.nulls,
         0 if state is None else state.data_ptr(),
         0 if bounds is None else bounds.data_ptr(),
         y.data_ptr(),
@@ -253,9 +280,10 @@ def backward(
             grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
     else:
         grads, fixed_grads, grad_initial = results
-    values = [0 if x is None else x.data_ptr() for x in (*streamed, *inputs.fixed, dy, cu_seqlens)]
+    values = [0 if x is None else x.data_ptr() for x in (*streamed, *inputs.fixed, *known.nulls, dy, cu_seqlens)]
     values += known.saved.addresses(saved)
-    values += [0 if x is None else x.data_ptr() for x in (grad_final_state, *grads, *fixed_grads, grad_initial)]
+    outputs = (grad_final_state, *grads, *fixed_grads, *known.nulls, grad_initial)
+    values += [0 if x is None else x.data_ptr() for x in outputs]
     if known.takes_flags:
         values.append(0 if flags is None else flags.data_ptr())
     if known.scratch is not None:
@@ -268,7 +296,7 @@ def backward(
 def _aligned(backend: Backend, inputs: Inputs) -> Inputs:
     """Return the inputs at addresses a kernel can read; before the signature is taken, as a copy has other strides."""
     streamed = tuple([tensors.aligned(x, backend.vector(x)) for x in inputs.streamed])
-    fixed = tuple(x.contiguous() for x in inputs.fixed)
+    fixed = tuple([tensors.aligned(x.contiguous(), backend.vector(x)) for x in inputs.fixed])
     return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
 
 
@@ -334,7 +362,7 @@ def validate(inputs: Inputs) -> None:
     """Check once per signature that kernels will see the tensors that torch sees."""
     signature = tensors.signature(inputs.streamed)
     if signature not in _validated:  # the backward sees what the forward saw
-        for name, x in zip(inputs.names, inputs.streamed, strict=True):
+        for name, x in zip(inputs.names, inputs.streamed, strict=False):
             tensors.validate(name, x)
         if len(_validated) >= MOST_SIGNATURES:
             _validated.clear()
@@ -345,32 +373,35 @@ def types_of(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict
     """Return the types that a call's templates are made for."""
     types: dict[str, Parameter] = {
         "T_IO": tensors.STORAGE[inputs["r"].dtype],
-        "T_W": tensors.STORAGE[inputs["w"].dtype],
         "T_STATE": tensors.STORAGE[state_dtype],
         "DECAY": options.decay,
         "STATE_LAYOUT": options.state_layout,
     }
-    return types | ({"T_U": tensors.STORAGE[inputs.fixed[0].dtype]} if inputs.fixed else {})
+    return types | {f"T_{n.upper()}": tensors.STORAGE[inputs[n].dtype] for n in ("w", "u") if n in inputs.names}
+
+
+def request(
+    backend: Kernels, inputs: Inputs, direction: str, options: Options, state_dtype: torch.dtype
+) -> kernel.Request:
+    """Return the kernel of a direction that a call takes."""
+    first, value_size = inputs["r"], inputs["v"].shape[3]
+    device = first.device.index
+    # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
+    states = inputs.sequences * first.shape[2] * first.shape[3] * value_size / 64**2
+    few_heads = states < tensors.multiprocessors(device)
+    return backend.specialize(
+        inputs.op, direction, first.shape[3], value_size, types_of(inputs, options, state_dtype), tensors.arch(device),
+        options.chunk_len, options.num_threads, few_heads, chosen(direction, options, options.guarded),
+        tensors.also(device),
+    )  # fmt: skip
 
 
 def _find(
     backend: Backend, inputs: Inputs, directions: Sequence[str], options: Options, state_dtype: torch.dtype
 ) -> list[kernel.Kernel]:
     """Validate the tensors and return the kernels of `directions`."""
-    first, value_size = inputs["r"], inputs["v"].shape[3]
-    device = first.device.index
-    # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
-    states = inputs.sequences * first.shape[2] * first.shape[3] * value_size / 64**2
-    few_heads = states < tensors.multiprocessors(device)
-    types, arch, also = types_of(inputs, options, state_dtype), tensors.arch(device), tensors.also(device)
-    requests = [
-        backend.specialize(
-            inputs.op, direction, first.shape[3], value_size, types, arch, options.chunk_len, options.num_threads,
-            few_heads, chosen(direction, options, options.guarded), also,
-        )
-        for direction in directions
-    ]  # fmt: skip
-    check_capture(inputs.op, requests, device)
+    requests = [request(backend, inputs, direction, options, state_dtype) for direction in directions]
+    check_capture(inputs.op, requests, inputs["r"].device.index)
     validate(inputs)
     return get_kernels(backend.nearest, requests, options.chunk_len, options.num_threads)
 
@@ -388,17 +419,16 @@ def prepare_forward(
         found = _find(backend, inputs, directions, options, state_dtype)[0]
         launch, saved = backend.launch(found, "forward", inputs, options), backend.saved_for(inputs, packed, options)
         # Inputs; initial state, cu_seqlens, y, final state; what is saved.
-        addresses = len(inputs.streamed) + len(inputs.fixed) + 4 + len(saved.addresses(None)) + launch.takes_flags
-        vectors = [backend.vector(x) for x in inputs.streamed]
-        needs_copy = list(map(tensors.needs_copy, inputs.streamed, vectors))
+        given, nulls = (*inputs.streamed, *inputs.fixed), (0,) * launch.nulls
+        addresses = len(given) + len(nulls) + 4 + len(saved.addresses(None)) + launch.takes_flags
+        vectors = [backend.vector(x) for x in given]
+        needs_copy = [*map(tensors.needs_copy, inputs.streamed, vectors)]
         copies = (*needs_copy, *(not x.is_contiguous() for x in inputs.fixed))
         sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-        alignments = (*map(tensors.alignment, inputs.streamed, vectors), *(1 for _ in inputs.fixed))
+        alignments = (*map(tensors.alignment, given, vectors),)
         return Forward(
-            plan=_plan(found, "forward", launch, inputs, inputs.streamed, needs_copy, addresses),
-            plan_of_copies=_plan(
-                found, "forward", launch, inputs, inputs.streamed, [True] * len(needs_copy), addresses
-            ),
+            plan=_plan(found, launch, inputs, inputs.streamed, needs_copy, addresses),
+            plan_of_copies=_plan(found, launch, inputs, inputs.streamed, [True] * len(needs_copy), addresses),
             copies=copies if any(copies) else (),
             alignments=alignments,
             alignment=max(alignments),
@@ -408,6 +438,7 @@ def prepare_forward(
             saved=saved,
             options=options,
             takes_flags=launch.takes_flags,
+            nulls=nulls,
         )
 
 
@@ -419,21 +450,21 @@ def _prepare_backward(backend: Backend, inputs: Inputs, dy: Tensor, packed: bool
         streamed = (*inputs.streamed, dy)
         copies = tuple([tensors.needs_copy(x, backend.vector(x)) for x in streamed])
         # Inputs and their gradients; dy, cu_seqlens, gradients of the final and initial state; what is saved; scratch.
-        addresses = 2 * (len(inputs.streamed) + len(inputs.fixed)) + 4 + len(saved.addresses(None))
+        addresses = 2 * (len(inputs.streamed) + len(inputs.fixed) + launch.nulls) + 4 + len(saved.addresses(None))
         more = launch.takes_flags + (launch.scratch is not None)
-        plan = _plan(found, "backward", launch, inputs, streamed, copies, addresses + more)
-    return Backward(plan, copies, saved, launch.scratch, launch.takes_flags)
+        plan = _plan(found, launch, inputs, streamed, copies, addresses + more)
+    return Backward(plan, copies, saved, launch.scratch, launch.takes_flags, (None,) * launch.nulls)
 
 
 def _plan(
-    found: kernel.Kernel, direction: str, launch: Launch, inputs: Inputs, streamed: Sequence[Tensor],
-    copies: Sequence[bool], addresses: int,
+    found: kernel.Kernel, launch: Launch, inputs: Inputs, streamed: Sequence[Tensor], copies: Sequence[bool],
+    addresses: int,
 ) -> Plan:  # fmt: skip
     strides = [_strides_of_copy(x) if copy else x.stride()[:3] for x, copy in zip(streamed, copies, strict=True)]
+    strides[len(inputs.streamed) : len(inputs.streamed)] = launch.strides
     constants = [*[struct.pack("3q", *stride) for stride in strides], *launch.constants]
-    block = (int(found.parameters["NUM_THREADS"]), 1, 1)
-    entry, device = f"{inputs.op}_{direction}", inputs["v"].device.index
-    return Plan(found, entry, device, launch.grid, block, "Q" * addresses, constants, launch.shared_bytes)
+    block, device = (int(found.parameters["NUM_THREADS"]), 1, 1), inputs["v"].device.index
+    return Plan(found, launch.entry, device, launch.grid, block, "Q" * addresses, constants, launch.shared_bytes)
 
 
 def _strides_of_copy(x: Tensor) -> tuple[int, ...]:

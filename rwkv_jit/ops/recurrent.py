@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
-from rwkv_jit.ops import chunked
 from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
@@ -36,11 +35,38 @@ class Staging(NamedTuple):
     sums: int
 
 
+# By the stem of the templates, `<stem>_recurrent_<direction>.cu`.
 STAGING = {
     ("wkv7", "forward"): Staging(5, 3, 0),
     ("wkv7", "backward"): Staging(6, 5, 5),
-    ("wkv6", "forward"): Staging(3, 2, 0),
-    ("wkv6", "backward"): Staging(4, 3, 3),
+    ("gla", "forward"): Staging(3, 2, 0),
+    ("gla", "backward"): Staging(4, 3, 3),
+}
+
+
+class Variant(NamedTuple):
+    """The templates of an op: their stem, what tells the op from others that take them, and what it does without."""
+
+    stem: str
+    constants: dict[str, Parameter] = {}
+    of_backward: dict[str, Parameter] = {}  # those that only this direction has
+    nulls: int = 0  # inputs that the templates take behind those that the op has
+
+    @property
+    def all_constants(self) -> dict[str, Parameter]:
+        """Return the parameters that nobody can choose."""
+        return self.constants | self.of_backward
+
+
+# An input that an op does not have still has a type in the templates.
+_NO_U: dict[str, Parameter] = {"BONUS": False, "T_U": "fp32"}
+_NO_W: dict[str, Parameter] = {"DECAY": "none", "T_W": "fp32"}
+OPS = {
+    "wkv7": Variant("wkv7"),
+    "wkv6": Variant("gla", {"BONUS": True}, {"CONSTANT_DECAY": False}),
+    "wkv5": Variant("gla", {"BONUS": True}, {"CONSTANT_DECAY": True}),
+    "gla": Variant("gla", _NO_U, {"CONSTANT_DECAY": False}, nulls=1),
+    "linear_attention": Variant("gla", _NO_U | _NO_W, {"CONSTANT_DECAY": False}, nulls=2),
 }
 
 
@@ -83,7 +109,7 @@ def geometry(
     # The backward keeps HELD_STATES + 1 rectangles in registers, the forward one.
     most_rows, most_elements = (2 if few_heads else 8, 64) if forward else (8, 32)
     most_rows = min(most_rows, _floor_power(most_elements / columns))
-    staging = STAGING[op, direction]
+    staging = STAGING[OPS[op].stem, direction]
 
     def rows(threads: int) -> int:
         """Rows per thread: no more than a block of so many threads needs for all value rows."""
@@ -128,11 +154,13 @@ def specialize(
     also: tuple[str, ...] = (),
 ) -> kernel.Request:
     """Return the template and parameters of one direction; `chosen` overrides the geometry."""
+    of = OPS[op]
     parameters = geometry(op, direction, head_size, value_size, chunk_len, num_threads, few_heads)
-    parameters.update({"HEAD_SIZE": head_size, "VALUE_SIZE": value_size, **types, **(chosen or {})})
+    parameters.update({"HEAD_SIZE": head_size, "VALUE_SIZE": value_size, **types, **of.constants, **(chosen or {})})
     if direction == "backward":
+        parameters.update(of.of_backward)
         parameters.pop("T_STATE", None)  # states come as fp32 there
-    return kernel.Request(template.library(f"{op}_recurrent_{direction}"), parameters, arch, also)
+    return kernel.Request(template.library(f"{of.stem}_recurrent_{direction}"), parameters, arch, also)
 
 
 def nearest(request: kernel.Request, argument: str, value: int) -> int:
@@ -140,9 +168,9 @@ def nearest(request: kernel.Request, argument: str, value: int) -> int:
     legal = VARIANTS[argument]
     if value not in legal:
         return int(min(legal, key=lambda each: abs(each - value)))
-    op, _, direction = request.template.name.split("_")
+    stem, _, direction = request.template.name.split("_")  # which is the name of an op too
     sizes = int(request.parameters["HEAD_SIZE"]), int(request.parameters["VALUE_SIZE"])
-    return min(value, int(geometry(op, direction, *sizes)[argument.upper()]))
+    return min(value, int(geometry(stem, direction, *sizes)[argument.upper()]))
 
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
@@ -170,21 +198,26 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
     The backward takes the row blocks one after another. A resident block owns a piece of scratch there, so there are
     no more blocks than fit on the device at once.
     """
-    device, (tokens, heads, value_size) = inputs["v"].device.index, inputs["v"].shape[1:]
+    of, device, (tokens, heads, value_size) = OPS[inputs.op], inputs["v"].device.index, inputs["v"].shape[1:]
+    entry = f"{of.stem}_{direction}"
     sizes, blocks = [tokens, heads], inputs.sequences * heads
     interval = min(options.checkpoint_interval, max(tokens, 1))  # none is longer than the tokens: scratch goes by it
     grid, scratch = (blocks, math.ceil(value_size / block_rows(found.parameters)), 1), None
     if direction == "backward":
-        entry, threads = f"{inputs.op}_backward", int(found.parameters["NUM_THREADS"])
         per_multiprocessor = cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
-            found.function(device, entry), threads, 0
+            found.function(device, entry), int(found.parameters["NUM_THREADS"]), 0
         )
         blocks = min(blocks, per_multiprocessor * tensors.multiprocessors(device))
         per_block = _scratch_per_block(inputs, found.parameters, interval)
         sizes += [inputs.sequences, per_block]
         grid, scratch = (blocks, 1, 1), blocks * per_block
     constants = [*[struct.pack("q", size) for size in sizes], struct.pack("i", interval)]
-    return Launch(grid, 0, [*constants, struct.pack("f", options.scale)], scratch, inputs.op in chunked.OPS)
+    # A decay [H, K] has a stride between heads alone; one that is not there needs none at all.
+    strides = [] if "w" in inputs.names[: len(inputs.streamed)] else [(0, 0, inputs["r"].shape[3])]
+    return Launch(
+        entry, grid, 0, [*constants, struct.pack("f", options.scale)], scratch, takes_flags=True, nulls=of.nulls,
+        strides=strides,
+    )  # fmt: skip
 
 
 def _scratch_per_block(inputs: Inputs, parameters: Mapping[str, Parameter], interval: int) -> int:

@@ -280,8 +280,10 @@ def forget() -> None:
     _plans.clear()
 
 
-def obstacle(blocks: int, tokens: Any, packed: bool, multiprocessors: int | None, least: int) -> str | None:
+def obstacle(op: str, blocks: int, tokens: Any, packed: bool, multiprocessors: int | None, least: int) -> str | None:
     """Return why sequences cannot be cut, as the end of a sentence; None where they can."""
+    if op not in chunked.OPS:
+        return f"has kernels for {', '.join(chunked.OPS)} at head sizes up to {chunked.LARGEST_HEAD}, got {op}"
     if multiprocessors is None:
         return "runs outside of traces and compiled graphs"
     if packed:

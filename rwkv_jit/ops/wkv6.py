@@ -61,19 +61,30 @@ def wkv6(
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
     decay_bound : float, optional
-        A promise that every log d is at least this negative number. The recurrent kernels are right for any decay
-        and need no promise.
+        A promise that every log d is at least this negative number. The tensor cores can take what decays by e^-64 or
+        less in half a chunk. Where the promise says so, or "sigmoid", they take it without looking, and give NaN where
+        it is broken; a shorter chunk is taken where that keeps it. Otherwise they look, and the recurrent kernels
+        compute heads of sequences with stronger decays once more: any decay is right.
     state_layout : {"vk", "kv"}, default "vk"
         Order of the last two dimensions of the states.
     checkpoint_interval : int, default 64
-        Tokens between the states that are saved for the backward.
+        Tokens between the states that the recurrent kernels save for the backward. The tensor cores save one every
+        `chunk_len` tokens, in bfloat16.
     chunk_len : int, optional
-        Tokens that a block stages at once: 1, 2, 4, 8 or 16. Chosen by the head size by default.
+        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
+        cores. Chosen by the head size, the GPU and `decay_bound` by default.
     num_threads : int, optional
-        Threads of a block: 32, 64, 128 or 256. Chosen by the head size by default.
+        Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; on the tensor cores a multiple of 32 up to 512,
+        and not less than the head sizes ask for, which the error names, while some kernels of the backward have one
+        choice. Chosen by the head size by default.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        "recurrent" are the CUDA kernels, "reference" is plain torch; "auto" takes the kernels for CUDA tensors.
-        "chunked" and "split" have no kernels for this op and are errors.
+        "recurrent" are CUDA kernels in float32; "chunked" and "split" the tensor cores, for heads that a block holds
+        and for larger ones, which several blocks share; "reference" is plain torch. "auto" takes the reference for
+        tensors that are not on a GPU; the tensor cores for float16 and bfloat16 from sm_80 on, K up to 256, V up to
+        1024 and 32 tokens a sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU
+        has the shared memory, and split else; and the recurrent kernels for everything else. The choice goes by the
+        number of sequences too where they are packed: name a backend, its chunk_len and num_threads for results that
+        do not.
 
     Returns
     -------
@@ -86,18 +97,28 @@ def wkv6(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     UnsupportedConfigError
-        No kernel for this `chunk_len` or `num_threads`; with the nearest legal value.
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
     NvrtcNotFoundError
         CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
     Notes
     -----
-    Arithmetic, state and saved states are float32. Relative L2 error against float64 on the same rounded inputs, y and
-    gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the rounding of the outputs.
-    Results are the same bit for bit from run to run. du is added over tokens and sequences in float32.
+    The recurrent kernels: arithmetic, state and saved states are float32. Relative L2 error against float64 on the
+    same rounded inputs, y and gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the
+    rounding of the outputs. The backward recomputes the states forward from the saved ones and never divides by
+    the decay, so any decay is safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
 
-    The backward recomputes the states forward from the saved ones and never divides by the decay, so any decay is
-    safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes. A second derivative is an error.
+    The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
+    below 6e-3, of dw 8e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded
+    up to multiples of 32; with "split" the backward needs as many again while it runs.
+
+    Where the decays are looked at, the backward needs what the recurrent kernels keep while it runs: there they repeat
+    their forward. Their work is that of the heads they compute, and errors are those of the kernels that computed a
+    head.
+
+    Results are the same bit for bit from run to run. du is added over tokens and sequences in float32. A second
+    derivative is an error.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.

@@ -9,7 +9,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, env, kernel, runtime, stats, tensors
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, prepared, scan, scan_geometry, split
+from rwkv_jit.ops import boundary, prepared, recurrent, scan, scan_geometry, split
 
 
 @pytest.fixture
@@ -108,15 +108,46 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
 
 
 def test_warm_compiles_just_what_specialize_names():
-    (made,) = rwkv_jit.warm(
+    made = rwkv_jit.warm(
         "wkv6", 4, torch.float16, backward=False, arch="sm_80", decay="log", state_layout="kv",
         w_dtype=torch.float32, state_dtype=torch.bfloat16,
     )  # fmt: skip
-    same = rwkv_jit.specialize(
-        "wkv6", 4, None, torch.float16, "sm_80", decay="log", state_layout="kv", t_w="fp32", t_u="fp32", t_state="bf16"
+    for backend, each in zip(("chunked", "recurrent"), made, strict=True):
+        same = rwkv_jit.specialize(
+            "wkv6", 4, None, torch.float16, "sm_80", "forward", backend, "log", state_layout="kv", t_w="fp32",
+            t_u="fp32", t_state="bf16",
+        )  # fmt: skip
+        assert same.origin == "memory"
+        assert same.cubin == each.cubin
+
+
+@pytest.mark.parametrize(("op", "decay", "layout"), [
+    ("wkv5", "raw", "vk"), ("wkv6", "raw", "vk"), ("gla", "log", "kv"), ("linear_attention", "none", "kv"),
+])  # fmt: skip
+def test_warm_makes_what_calls_of_an_op_with_its_own_defaults_take(op, decay, layout):
+    of = runtime.OPS[op]
+    inputs = prepared.Inputs(
+        op,
+        of.names,
+        tuple(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16) for _ in of.streamed),
+        tuple(torch.zeros(1, 8, dtype=torch.bfloat16) for _ in of.fixed),
+        1,
     )
-    assert same.origin == "memory"
-    assert same.cubin == made.cubin
+    options = prepared.Options(1.0, decay, layout, 64, None, None, "recurrent")
+    types = prepared.types_of(inputs, options, torch.float32)
+    made = rwkv_jit.warm(op, 8, arch="sm_80")
+    for direction in ("forward", "backward"):
+        request = recurrent.specialize(op, direction, 8, 8, types, "sm_80")
+        assert kernel.get(request).origin == "memory"
+        assert request.parameters in [each.parameters for each in made]
+
+
+def test_what_tells_ops_apart_is_no_choice():
+    for op, parameter in (("gla", "bonus"), ("wkv5", "constant_decay"), ("linear_attention", "t_w"), ("gla", "t_u")):
+        with pytest.raises(ValueError, match=f"parameter {parameter.upper()}: is no choice for {op}"):
+            rwkv_jit.specialize(op, 8, arch="sm_80", **{parameter: "fp32"})
+    with pytest.raises(ValueError, match="decay: expected one of none, got 'log'"):
+        rwkv_jit.warm("linear_attention", 8, arch="sm_80", decay="log")
 
 
 def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
@@ -323,9 +354,31 @@ def test_warm_leaves_the_chunked_kernels_alone_where_no_call_takes_them():
         rwkv_jit.warm("wkv7", 4, torch.float32, arch="sm_90"),
         rwkv_jit.warm("wkv7", 4, arch="sm_75"),
         rwkv_jit.warm("wkv7", 4, arch="sm_75", decay="sigmoid"),
-        rwkv_jit.warm("wkv6", 4, arch="sm_90", decay="sigmoid"),
+        rwkv_jit.warm("wkv6", 4, torch.float32, arch="sm_90", decay="sigmoid"),
+        rwkv_jit.warm("gla", 264, arch="sm_80", backward=False),
     ):
         assert {each.name.split("_")[1] for each in made} == {"recurrent"}
+
+
+@pytest.mark.parametrize(
+    ("op", "decay", "bound", "looks"),
+    [
+        ("wkv5", None, None, 64),
+        ("gla", None, -1.0, 0),
+        ("wkv6", "sigmoid", None, 0),
+        ("linear_attention", None, None, 0),
+    ],
+)
+@pytest.mark.parametrize("size", [40, 136])
+def test_warm_makes_the_gated_kernels_that_look_at_decays_where_calls_take_them(size, op, decay, bound, looks):
+    made = rwkv_jit.warm(op, size, arch="sm_80", decay=decay, decay_bound=bound)
+    forward, *_ = [each for each in made if each.name == "gla_scan" and not each.parameters["BACKWARD"]]
+    assert forward.parameters["LARGEST_DECAY"] == looks
+    others = {"gla_chunked_backward"} if size == 40 else {"gla_key_gradients"}
+    names = {"gla_scan", "gla_recurrent_forward", "gla_recurrent_backward"} | others
+    assert {each.name for each in made} == names
+    scans = [each.parameters["BACKWARD"] for each in made if each.name == "gla_scan"]
+    assert sorted(scans) == ([False] if size == 40 else [False, True])
 
 
 def test_specialize_takes_what_long_calls_take():

@@ -11,13 +11,22 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import identity, kernel
-from rwkv_jit.ops import scan_geometry, split
+from rwkv_jit.ops import gated_scan, scan_geometry, split
 
 BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {
+    "wkv5": {"op": "wkv5", "head_size": 64, "backend": "recurrent"},
+    "gla": {"op": "gla", "head_size": 64, "backend": "recurrent"},
+    "linear_attention": {"op": "linear_attention", "head_size": 64, "backend": "recurrent"},
     "wkv6": {"op": "wkv6", "head_size": 64, "backend": "recurrent"},
     "wkv7": {"op": "wkv7", "head_size": 64, "backend": "recurrent"},
     "wkv7_chunked": {"op": "wkv7", "head_size": 64, "backend": "chunked", "decay": "sigmoid"},
+    "wkv6_chunked": {"op": "wkv6", "head_size": 64, "backend": "chunked", "decay": "sigmoid"},
+    "wkv6_chunked_128": {"op": "wkv6", "head_size": 128, "backend": "chunked", "decay": "sigmoid"},
+    "wkv5_chunked": {"op": "wkv5", "head_size": 64, "backend": "chunked", "decay": "sigmoid"},
+    "gla_chunked_128": {"op": "gla", "head_size": 128, "backend": "chunked"},
+    "linear_attention_chunked_128": {"op": "linear_attention", "head_size": 128, "backend": "chunked"},
+    "gla_scan": {"op": "gla", "head_size": 256, "value_size": 512, "backend": "split"},
     "wkv7_chunked_128": {"op": "wkv7", "head_size": 128, "backend": "chunked", "decay": "sigmoid"},
 }
 # Head size 256, all kernels: the architecture, the direction, and what else is asked for.
@@ -34,10 +43,14 @@ SCANS = {
     "wkv7_token_gradients": ("sm_90", "backward", {}),
     "wkv7_key_gradients": ("sm_90", "backward", {}),
 }
+# Keys of 256 and values of 512: the gradients of all chunks.
+GATED_KEYS = {"wkv5_key_gradients": "wkv5", "gla_key_gradients": "gla"}
 # Head size 64: what segments of a sequence do to a state.
 SEGMENTS = {"wkv7_segment_forward": False, "wkv7_segment_backward": True}
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
-FLAGSHIPS = [*(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *SEGMENTS]
+FLAGSHIPS = [
+    *(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *GATED_KEYS, *SEGMENTS
+]  # fmt: skip
 
 
 def request_of_scan(name):
@@ -50,6 +63,9 @@ def request_of_scan(name):
 def used(name):
     if name in SCANS:
         found = kernel.get(request_of_scan(name))
+    elif name in GATED_KEYS:
+        (request,) = gated_scan.companions(GATED_KEYS[name], "backward", 256, 512, TYPES | {"T_U": "bf16"}, "sm_90", 32)
+        found = kernel.get(request)
     elif name in SEGMENTS:
         like = TYPES | {"HEAD_SIZE": 64, "VALUE_SIZE": 64, "CHUNK_LEN": 32}
         found = kernel.get(split.segment_request("wkv7", like, SEGMENTS[name], "sm_90"))

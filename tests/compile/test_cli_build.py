@@ -10,8 +10,9 @@ import time
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, identity, kernel, stats
+from rwkv_jit import cache, identity, kernel, runtime, stats
 from rwkv_jit.cache import bundle
+from rwkv_jit.ops import recurrent
 
 SMALL = ("--op", "wkv7", "--head-size", "16", "--arch", "sm_90")
 # Calls take the chunked kernels, and with decays that nothing bounds the recurrent ones too.
@@ -123,6 +124,7 @@ def test_every_option_is_a_list(build):
         for dtype in ("bf16", "fp16")
         for decay in ("log", "direct")
         for state in ("fp16", "fp32")
+        for _ in ("recurrent", "chunked")
     )
 
 
@@ -133,6 +135,13 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
         "wkv7_segment",
         *(f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")),
     }
+
+
+def test_kernels_of_large_heads_of_the_other_ops(build):
+    made = build("--op", "gla", "--head-size", "136", "--arch", "compute_80")
+    names = [each["name"] for each in made["kernels"]]
+    assert set(names) == {"gla_scan", "gla_key_gradients", "gla_recurrent_forward", "gla_recurrent_backward"}
+    assert names.count("gla_scan") == 2  # one in each direction
 
 
 def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
@@ -153,7 +162,7 @@ def test_defaults_are_those_of_a_call(build):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "wkv7,wkv8"), "op: expected one of wkv6, wkv7, got 'wkv8'"),
+        (("--op", "wkv7,wkv8"), "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv8'"),
         (("--arch", "sm_80,banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("--arch", "sm_90,"), "arch: expected sm_NN, sm_NNa or compute_NN, got ''"),
         (("--arch", "sm_30"), "got sm_30"),
@@ -310,13 +319,13 @@ def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("wkv8",), "op: expected one of wkv6, wkv7, got 'wkv8'"),
+        (("wkv8",), "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv8'"),
         (("wkv7", "--decay", "soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
         (
             ("wkv7", "--backend", "tensor"),
             "backend: expected one of auto, recurrent, chunked, split, reference, got 'tensor'",
         ),
-        (("wkv6", "--backend", "chunked"), "backend: 'chunked' has kernels for wkv7, got wkv6"),
+        (("wkv6", "--backend", "split"), "backend: 'split' has kernels for wkv7 at head sizes up to 128, got wkv6"),
         (("wkv7", "--arch", "banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("wkv7", "--arch", "compute_80", "--sass"), "--sass: expected an architecture like sm_90, got compute_80"),
         (("wkv7", "--head-size", "9000"), "shared memory; got "),
@@ -338,7 +347,7 @@ def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service)
     data = json.loads(printed)
     assert (code, data["passed"]) == (0, True), printed
     compiled = {finding["name"]: finding for finding in data["findings"] if finding["name"].startswith("compile ")}
-    assert set(compiled) == {f"compile {op} {way}" for op in ("wkv6", "wkv7") for way in ("forward", "backward")}
+    assert set(compiled) == {f"compile {op} {way}" for op in runtime.OPS for way in ("forward", "backward")}
     assert all(finding["state"] == "ok" and "registers" in finding["text"] for finding in compiled.values())
     assert {finding["state"] for finding in data["findings"]} <= {"ok", "warning"}
     nvrtc = next(finding for finding in data["findings"] if finding["name"] == "NVRTC")
@@ -347,10 +356,11 @@ def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service)
 
 
 def test_doctor_says_which_op_does_not_compile(run, own_templates, monkeypatch):
-    path = own_templates / "wkv6_recurrent_backward.cu"
+    path = own_templates / "gla_chunked_backward.cu"  # what calls of many tokens take
     path.write_text(path.read_text() + "\n#error broken on purpose\n")
     code, printed, _ = run("doctor", "--json")
     assert code == 1
     errors = [finding for finding in json.loads(printed)["findings"] if finding["state"] == "error"]
-    assert [finding["name"] for finding in errors] == ["compile wkv6 backward"]
-    assert "broken on purpose" in errors[0]["text"]
+    of_it = [op for op, variant in recurrent.OPS.items() if variant.stem == "gla"]
+    assert {finding["name"] for finding in errors} == {f"compile {op} backward" for op in of_it}
+    assert all("broken on purpose" in finding["text"] for finding in errors)

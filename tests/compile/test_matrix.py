@@ -12,10 +12,10 @@ import rwkv_jit
 from rwkv_jit import cache, compiler, kernel
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, scan_geometry, split
+from rwkv_jit.ops import chunked, gated, gated_scan, recurrent, scan_geometry, split
 
 AXES = {
-    "op": ("wkv6", "wkv7"),
+    "op": ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"),
     "direction": ("forward", "backward"),
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
     "head_size": (1, 7, 24, 40, 64, 96, 100, 128, 256),
@@ -43,6 +43,14 @@ SCAN_AXES = {
     "head_size": (1, 40, 129, 200, 256, 320, 512, 1000),
     "value_size": (129, 256),
     "chunk_len": ("default", 32),
+}
+GATED_AXES = {**CHUNKED_AXES, "op": gated.OPS, "chunk_len": ("default", 16, 64)}
+GATED_SCAN_AXES = {
+    **CHUNKED_AXES,
+    "op": gated.OPS,
+    "head_size": (1, 40, 129, 200, 256),
+    "value_size": (129, 256, 1000),
+    "chunk_len": ("default", 16, 32),
 }
 # The two longest axes decide different things; their pairs alone would double the sample.
 UNPAIRED = {"head_size", "arch"}
@@ -82,14 +90,17 @@ def whole_product(axes):
 
 
 def compile_row(row, backend="recurrent"):
+    decay = row["decay"]
     more = {} if row["w_dtype"] == "like the rest" else {"t_w": "fp32"}
+    if row["op"] == "linear_attention":
+        decay, more = None, {}
     if row.get("chunk_len", "default") != "default":
         more["chunk_len"] = row["chunk_len"]
     if "state" in row and row["direction"] == "forward":
         more["t_state"] = row["state"]
     return rwkv_jit.specialize(
         row["op"], row["head_size"], None if row["value_size"] == "like K" else row["value_size"], row["dtype"],
-        row["arch"], row["direction"], backend, row["decay"], state_layout=row["state_layout"], **more,
+        row["arch"], row["direction"], backend, decay, state_layout=row["state_layout"], **more,
     )  # fmt: skip
 
 
@@ -117,7 +128,7 @@ def check(found, row, entry=None, arch=None):
     (flags,) = struct.unpack_from("<I", image, 48)
     number = int("".join(filter(str.isdigit, row["arch"])))
     assert number in (flags & 0xFF, flags >> 8 & 0xFF)
-    entry = entry or f"{row['op']}_{row['direction']}"
+    entry = entry or f"{recurrent.OPS[row['op']].stem}_{row['direction']}"
     assert f".text.{entry}\0".encode() in image
     assert entry in found.resources
     assert 0 < found.registers <= 255
@@ -143,6 +154,32 @@ def test_every_combination(row):
     check(compile_row(row), row)
 
 
+# What tells apart the ops that share templates.
+VARIANTS = {
+    "wkv5": {"BONUS": "true", "CONSTANT_DECAY": "true"},
+    "wkv6": {"BONUS": "true", "CONSTANT_DECAY": "false"},
+    "gla": {"BONUS": "false", "CONSTANT_DECAY": "false"},
+    "linear_attention": {"BONUS": "false", "CONSTANT_DECAY": "false", "DECAY": "Decay::none"},
+}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", VARIANTS)
+def test_ops_of_one_template_are_told_apart_by_constants(op, direction):
+    found = rwkv_jit.specialize(op, 8, 12, torch.float32, "sm_80", direction)
+    assert found.name == f"gla_recurrent_{direction}"
+    for parameter, value in VARIANTS[op].items():
+        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
+        assert (line in found.source) == (parameter != "CONSTANT_DECAY" or direction == "backward")
+    assert ("Decay::none;" in found.source) == (op == "linear_attention")
+
+
+def test_forwards_of_a_constant_decay_and_of_one_a_token_are_one_kernel():
+    five, six = (rwkv_jit.specialize(op, 8, dtype=torch.float32, arch="sm_80") for op in ("wkv5", "wkv6"))
+    assert five.cubin == six.cubin
+    assert six.origin == "memory"
+
+
 def check_chunked(row):
     """Where an architecture has too little shared memory the rule says so, and there is nothing to compile."""
     sizes = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
@@ -164,6 +201,75 @@ def test_sample_of_the_chunked_kernels(row):
 @pytest.mark.parametrize("row", whole_product(CHUNKED_AXES), ids=name)
 def test_every_combination_of_the_chunked_kernels(row):
     check_chunked(row)
+
+
+def check_gated(row):
+    """As `check_chunked`, with kernels that ops share."""
+    sizes = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
+    chunk_len = None if row["chunk_len"] == "default" else row["chunk_len"]
+    if gated.obstacle(row["op"], row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
+        with pytest.raises(UnsupportedConfigError, match="backend: 'chunked' needs .* bytes of shared memory"):
+            compile_row(row, "chunked")
+        return
+    found, forward = compile_row(row, "chunked"), row["direction"] == "forward"
+    check(found, row, "gla_scan" if forward else "gla_backward")
+    assert found.name == ("gla_scan" if forward else "gla_chunked_backward")
+    assert found.shared_bytes == found.parameters["SHARED_BYTES"]
+    for parameter, value in VARIANTS[row["op"]].items():
+        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
+        assert (line in found.source) == (parameter != "CONSTANT_DECAY" or not forward)
+
+
+@pytest.mark.parametrize("row", sample(GATED_AXES), ids=name)
+def test_sample_of_the_gated_kernels(row):
+    check_gated(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", whole_product(GATED_AXES), ids=name)
+def test_every_combination_of_the_gated_kernels(row):
+    check_gated(row)
+
+
+def check_gated_scan(row):
+    """The scan of a direction, and backwards the kernel that makes the gradients of all chunks."""
+    found, backward = compile_row(row, "split"), row["direction"] == "backward"
+    given = row["head_size"], row["value_size"], found.parameters, row["arch"], found.parameters["CHUNK_LEN"]
+    requests = gated_scan.companions(row["op"], row["direction"], *given)
+    assert [request.template.name for request in requests] == ["gla_key_gradients"] * backward
+    for each in (found, *kernel.get_all(requests)):
+        check(each, row, each.name)
+        assert each.shared_bytes == each.parameters["SHARED_BYTES"]
+        assert each.parameters.get("BACKWARD", backward) == backward
+    assert found.name == "gla_scan"
+
+
+@pytest.mark.parametrize("row", sample(GATED_SCAN_AXES), ids=name)
+def test_sample_of_the_gated_kernels_for_large_heads(row):
+    check_gated_scan(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", whole_product(GATED_SCAN_AXES), ids=name)
+def test_every_combination_of_the_gated_kernels_for_large_heads(row):
+    check_gated_scan(row)
+
+
+THREADS_ROWS = [
+    (sizes, threads, direction)
+    for sizes in ((7, 20), (64, 64), (40, 100), (128, 128), (256, 512))
+    for threads in (64, 96, 160, 256, 512)
+    for direction in ("forward", "backward")
+    if threads >= gated._least_threads(*sizes)
+]
+
+
+@pytest.mark.parametrize(("sizes", "threads", "direction"), THREADS_ROWS)
+def test_scan_has_a_kernel_for_every_number_of_threads(sizes, threads, direction):
+    """What the rule in Python admits the template admits too."""
+    types = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
+    request = gated_scan.specialize("gla", direction, *sizes, types, "sm_90", 32, threads)
+    assert kernel.get(request).parameters["NUM_THREADS"] == threads
 
 
 OTHERS = {"forward": ["wkv7_prepare"], "backward": ["wkv7_token_gradients", "wkv7_key_gradients"]}
@@ -345,7 +451,15 @@ def test_kernel_that_looks_at_decays(row):
 
 
 @pytest.mark.parametrize(
-    ("axes", "least", "most"), [(AXES, 40, 60), (CHUNKED_AXES, 24, 40), (SCAN_AXES, 24, 40), (LOOK_AXES, 30, 60)]
+    ("axes", "least", "most"),
+    [
+        (AXES, 40, 80),
+        (CHUNKED_AXES, 24, 40),
+        (SCAN_AXES, 24, 40),
+        (GATED_AXES, 32, 48),
+        (GATED_SCAN_AXES, 20, 40),
+        (LOOK_AXES, 30, 60),
+    ],
 )
 def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):
     rows = sample(axes)

@@ -16,7 +16,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import backends, recurrent, scan_geometry, split
+from rwkv_jit.ops import backends, chunked, gated, gated_scan, recurrent, scan_geometry, split
 from rwkv_jit.ops.recurrent import VARIANTS
 
 # What specialize() below asks for, without torch, which takes seconds to load.
@@ -244,13 +244,13 @@ def test_ptx_of_a_cubin_kernel_is_made_when_it_is_read():
 
 @pytest.mark.parametrize("arch", ["compute_75", "compute_80"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("op", ["wkv6", "wkv7"])
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"])
 def test_ptx_for_the_driver(op, direction, arch):
     made = specialize(op, direction=direction, arch=arch)
     assert made.cubin == b""
     assert made.target == arch
     assert f".target {arch.replace('compute', 'sm')}\n" in made.ptx
-    assert f".visible .entry {op}_{direction}(" in made.ptx
+    assert f".visible .entry {made.name.split('_')[0]}_{direction}(" in made.ptx
     assert (made.registers, made.spill_bytes, made.shared_bytes) == (0, 0, 0)
     kernel.forget()
     again = specialize(op, direction=direction, arch=arch)
@@ -343,6 +343,18 @@ OTHER_RULES = {
     "wkv7_decay_range": {"num_threads must be a multiple of the lanes": {"NUM_THREADS": 2}},
 }
 del OTHER_RULES["wkv7_segment"]["num_threads must be once or twice the value size, rounded up to a multiple of 32"]
+GATED_RULES = {**CHUNKED_RULES, "chunk_len must be 16, 32 or 64": {"CHUNK_LEN": 8}}
+del GATED_RULES["chunk_len must be 16 or 32"]
+OTHER_RULES["gla_chunked_backward"] = GATED_RULES
+OTHER_RULES["gla_scan"] = {rule: change for rule, change in GATED_RULES.items() if "value size" not in rule}
+OTHER_RULES["gla_scan"]["rows must be a multiple of those of a warp"] = {"ROWS": 40, "SHARED_BYTES": 18688}
+OTHER_RULES["wkv7_group_backward"] = {
+    "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
+    "head sizes in steps of 64, chunks of 32": {"HEAD_SIZE": 40},
+    "num_threads must be twice the value size": {"NUM_THREADS": 64},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
+}
+OTHER_RULES["gla_key_gradients"] = {"shared_bytes is what the geometry says": {"SHARED_BYTES": 16}}
 # Of all kernels of the scan; of those that make operands; of each.
 SLAB_RULES = {
     "the split kernels take float16 and bfloat16": {"T_IO": "fp32"},
@@ -381,6 +393,7 @@ OWN_RULES = {
     "products have 32 or 64 columns": (
         "wkv7_group_scan", "wkv7_group_scan.cu", "multiply_group<VALUE_ROWS,", "multiply_group<16,",
     ),
+    "a middle lies between two segments": ("gla_key_gradients", "gla_key_gradients.cu", "CHUNK_LEN / TOKENS;", "1;"),
     "each of the threads has equally many rows": (
         "wkv7_token_gradients", "wkv7_slab.cuh", "ROW_STEP = THREADS / PER_ROW;", "ROW_STEP = 3;",
     ),
@@ -390,7 +403,7 @@ MORE_BYTES = {"the token matrices fill one stage": 3 * (4 * 10 - 32) * 512}
 OF_THE_BACKWARD = {"held_states must divide chunk_len"} | {rule for rule in CHUNKED_RULES if "value size" in rule}
 BROKEN = [
     (f"{kind}_{direction}", rule, rules[rule])
-    for kind, rules in (("wkv6_recurrent", RULES), ("wkv7_recurrent", RULES), ("wkv7_chunked", CHUNKED_RULES))
+    for kind, rules in (("gla_recurrent", RULES), ("wkv7_recurrent", RULES), ("wkv7_chunked", CHUNKED_RULES))
     for direction in ("forward", "backward")
     for rule in rules
     if direction == "backward" or rule not in OF_THE_BACKWARD
@@ -414,14 +427,19 @@ def parameters(name):
         return split.segment_request("wkv7", like, False, "sm_90").parameters
     if name == "wkv7_decay_range":
         return scan_geometry.look_request("wkv7", 24, TYPES, 32, "sm_90").parameters
+    if name == "wkv7_group_backward":
+        return chunked.specialize("wkv7", "backward", 64, 64, TYPES, "sm_90", 32).parameters
+    if name == "gla_scan":
+        return gated.specialize("gla", "forward", 24, 24, TYPES, "sm_90").parameters
+    if name == "gla_key_gradients":
+        return gated_scan.companions("gla", "backward", 24, 24, TYPES, "sm_90", 32)[0].parameters
     op, backend, direction = name.split("_")
-    types = {**TYPES, "T_U": "bf16"} if op == "wkv6" else TYPES
-    return backends.KERNELS[backend].specialize(op, direction, 24, 24, types, "sm_90").parameters
+    return backends.KERNELS[op][backend].specialize(op, direction, 24, 24, TYPES, "sm_90").parameters
 
 
 @pytest.mark.parametrize(("name", "rule", "change"), BROKEN, ids=lambda x: str(x))
 def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
-    broken, arch = {**parameters(name), **change}, "sm_90a" if name == "wkv7_group_scan" else "sm_90"
+    broken, arch = {**parameters(name), **change}, "sm_90a" if "_group_" in name else "sm_90"
     with pytest.raises(UnsupportedConfigError) as caught:
         kernel.get(kernel.Request(template.library(name), broken, arch))
     message = str(caught.value)
@@ -505,7 +523,7 @@ def test_chunked_kernels_say_their_dynamic_shared_memory():
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("op", ["wkv6", "wkv7"])
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"])
 def test_chunk_that_does_not_fit_comes_with_one_that_compiles(op, direction):
     with pytest.raises(UnsupportedConfigError, match="more than 48 KB of shared memory") as caught:
         specialize(op, head_size=256, direction=direction, chunk_len=16)

@@ -5,33 +5,45 @@ import torch
 import rwkv_jit
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-NAMES = {"wkv6": "rkvwu", "wkv7": "rwkvab"}
+# The inputs of the ops, by what the kernels call them, and those of them that are the same for every token.
+NAMES = {"wkv5": "rkvwu", "wkv6": "rkvwu", "wkv7": "rwkvab", "gla": "rkvw", "linear_attention": "rkv"}
+FIXED = {"wkv5": "wu", "wkv6": "u"}
 # Log-decay per step: none at all, what models have, so fast that a division by it would overflow, and all together.
 DECAY_RANGES = {"none": (-1e-6, 0.0), "usual": (-0.6, -0.01), "fast": (-20.0, -15.0), "mixed": (-20.0, 0.0)}
+# One of two: a step forgets a channel, or keeps it as it is.
+DECAY_PAIRS = {"-5 or 0": (-5.0, 0.0), "-20 or 0": (-20.0, 0.0)}
 
 
 def make_inputs(
-    op, dtype, batch=2, tokens=65, heads=3, head_size=64, value_size=None, decays="usual", decay="raw", w_dtype=None
+    op, dtype, batch=2, tokens=65, heads=3, head_size=64, value_size=None, decays="usual", decay=None, w_dtype=None
 ):
-    """Model-like inputs: for wkv7 a = -kk and b = kk * eta with unit kk, so that states stay bounded."""
+    """Model-like inputs, with the op's own decay by default: for wkv7 a = -kk and b = kk * eta with unit kk, so that
+    states stay bounded.
+    """
     value_size = value_size or head_size
     shape = (batch, tokens, heads, head_size)
     r, k = (torch.randn(shape, device="cuda") * 0.5 for _ in range(2))
     v = torch.randn(batch, tokens, heads, value_size, device="cuda")
-    low, high = DECAY_RANGES.get(decays, decays)
-    log_decay = low + (high - low) * torch.rand(shape, device="cuda", dtype=torch.float64)
+    of_w = (heads, head_size) if "w" in FIXED.get(op, "") else shape
+    low, high = DECAY_PAIRS.get(decays) or DECAY_RANGES.get(decays, decays)
+    random = torch.rand(of_w, device="cuda", dtype=torch.float64)
+    log_decay = low + (high - low) * (random.round() if decays in DECAY_PAIRS else random)
     w = {
         "raw": lambda g: torch.log(-g + 1e-12),
         "sigmoid": lambda g: torch.logit((-g / 0.6065306597126334).clamp(1e-6, 1 - 1e-3)),
         "log": lambda g: g,
         "direct": torch.exp,
-    }[decay](log_decay)
-    if op == "wkv6":
-        given = {"r": r, "k": k, "v": v, "w": w, "u": torch.randn(heads, head_size, device="cuda") * 0.5}
-    else:
-        kk = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1)
-        given = {"r": r, "w": w, "k": k, "v": v, "a": -kk, "b": kk * torch.rand(shape, device="cuda")}
+    }[decay or {"gla": "log"}.get(op, "raw")](log_decay)
+    kk = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1)
+    u = torch.randn(heads, head_size, device="cuda") * 0.5
+    made = {"r": r, "w": w, "k": k, "v": v, "u": u, "a": -kk, "b": kk * torch.rand(shape, device="cuda")}
+    given = {n: made[n] for n in NAMES[op]}
     return {n: x.to(w_dtype if n == "w" and w_dtype else dtype).requires_grad_() for n, x in given.items()}
+
+
+def of_tokens(op, given, index):
+    """The inputs of some rows or tokens, as `index` picks them."""
+    return {n: x if n in FIXED.get(op, "") else x[index] for n, x in given.items()}
 
 
 def relative(x, reference):

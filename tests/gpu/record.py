@@ -8,12 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-OPS = ("wkv6", "wkv7")
+# The ops, and how the names of their templates begin.
+STEMS = {"wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla", "linear_attention": "gla"}
+OPS = tuple(STEMS)
 # The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
 LAUNCHING = (
     "compiler.py", "kernel.py", "launch.py", "tensors.py", "ops/boundary.py", "ops/backends.py", "ops/prepared.py",
     "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py", "ops/scan_geometry.py", "ops/choices.py",
-    "ops/guarded.py",
+    "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
@@ -54,7 +56,7 @@ def canonical(node):
 
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
-    templates = sorted(path.name for path in (ROOT / "kernel_templates").glob(f"{op}_*.cu"))
+    templates = sorted(path.name for path in (ROOT / "kernel_templates").glob(f"{STEMS[op]}_*.cu"))
     parts = [template_text(name, {"types.cuh"}) for name in templates]
     parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, f"ops/{op}.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

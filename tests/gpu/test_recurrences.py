@@ -1,4 +1,4 @@
-"""wkv6 and wkv7 on the GPU against the float64 recurrence on the same rounded inputs, values and gradients."""
+"""The recurrent kernels on the GPU against the float64 recurrence on the same rounded inputs, values and gradients."""
 
 import importlib.util
 import os
@@ -17,13 +17,15 @@ from rwkv_jit.ops import boundary, prepared, recurrent
 _spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
 comparing = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(comparing)
-DECAY_RANGES, DTYPES, NAMES, STRIDES = comparing.DECAY_RANGES, comparing.DTYPES, comparing.NAMES, comparing.STRIDES
+DTYPES, FIXED, NAMES, STRIDES = comparing.DTYPES, comparing.FIXED, comparing.NAMES, comparing.STRIDES
+DECAY_KINDS = [*comparing.DECAY_RANGES, *comparing.DECAY_PAIRS]
 compare, make_inputs, reference, relative = (
     comparing.compare, comparing.make_inputs, comparing.reference, comparing.relative,
 )  # fmt: skip
-run, strided, with_room = comparing.run, comparing.strided, comparing.with_room
+of_tokens, run, strided, with_room = comparing.of_tokens, comparing.run, comparing.strided, comparing.with_room
 
-OPS = ("wkv6", "wkv7")
+OPS = tuple(NAMES)
+WITH_DECAY = [op for op in OPS if "w" in NAMES[op]]
 GATE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-3}
 
 
@@ -77,10 +79,10 @@ def test_the_largest_head_sizes(op, head_size):
 
 
 @pytest.mark.usefixtures("guarded_memory")
-@pytest.mark.parametrize("decays", DECAY_RANGES)
+@pytest.mark.parametrize("decays", DECAY_KINDS)
 @pytest.mark.parametrize("decay", ["raw", "sigmoid", "log", "direct"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_DECAY)
 def test_every_decay(op, decay, decays, dtype):
     given = make_inputs(op, DTYPES[dtype], tokens=130, decays=decays, decay=decay, w_dtype=torch.float32)
     check(op, given, options={"decay": decay, "backend": "recurrent"}, exact_options={"decay": decay})
@@ -125,14 +127,15 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
     pinned = {"chunk_len": 4, "num_threads": 64, "backend": "recurrent"}
     y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **pinned)
     for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        part = {n: (x[:, begin:end] if n != "u" else x).detach().requires_grad_() for n, x in given.items()}
+        part = of_tokens(op, given, (slice(None), slice(begin, end)))
+        part = {n: x.detach().requires_grad_() for n, x in part.items()}
         own_state = state[i : i + 1].detach().requires_grad_()
         own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **pinned)
         assert torch.equal(own[0], y[:, begin:end])
         assert torch.equal(own[1], final[i : i + 1])
         assert torch.equal(own[2][-1], grads[-1][i : i + 1])
         for name, one, whole in zip(given, own[2], grads, strict=False):
-            assert name == "u" or torch.equal(one, whole[:, begin:end]), name
+            assert name in FIXED.get(op, "") or torch.equal(one, whole[:, begin:end]), name
     check(op, given, state, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": cu_seqlens})
 
 
@@ -149,13 +152,14 @@ def test_seventy_thousand_sequences(op):
     given = make_inputs(op, torch.float32, batch=1, tokens=count, heads=1, head_size=4)
     cu_seqlens = torch.arange(count + 1, device="cuda")
     y, final, grads, weights = run(op, given, cu_seqlens=cu_seqlens)
-    by_row = {n: (x.detach().transpose(0, 1) if n != "u" else x.detach()).requires_grad_() for n, x in given.items()}
+    fixed = FIXED.get(op, "")
+    by_row = {n: (x if n in fixed else x.transpose(0, 1)).detach().requires_grad_() for n, x in given.items()}
     by_row_weights = weights[0].transpose(0, 1), weights[1]
     want_y, want_final, want_grads, _ = reference(op, by_row, None, by_row_weights)
     assert relative(y, want_y.transpose(0, 1)) < 5e-6
     assert relative(final, want_final) < 5e-6
     for name, grad, want in zip(given, grads, want_grads, strict=True):
-        assert relative(grad, want if name == "u" else want.transpose(0, 1)) < 5e-6, name
+        assert relative(grad, want if name in fixed else want.transpose(0, 1)) < 5e-6, name
 
 
 MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
@@ -167,9 +171,8 @@ def test_more_than_two_billion_elements(op):
     assert batch * tokens * heads * head_size > 2**31
     first = make_inputs(op, torch.bfloat16, batch=1, tokens=tokens, heads=heads, head_size=head_size)
     # The same sequence in every row: rows that differ from the first show an address that wrapped.
-    given = {
-        n: (x.detach().expand(batch, -1, -1, -1) if n != "u" else x.detach()).contiguous() for n, x in first.items()
-    }
+    fixed = FIXED.get(op, "")
+    given = {n: (x if n in fixed else x.expand(batch, -1, -1, -1)).detach().contiguous() for n, x in first.items()}
     for x in given.values():
         x.requires_grad_()
     pinned = {"chunk_len": 4, "num_threads": 128, "backend": "recurrent"}
@@ -181,7 +184,7 @@ def test_more_than_two_billion_elements(op):
     for row in (0, 65, batch - 1):
         assert torch.equal(y[row], want[0])
         for name, grad, one in zip(given, grads, want_grads, strict=True):
-            assert name == "u" or torch.equal(grad[row], one[0]), name
+            assert name in fixed or torch.equal(grad[row], one[0]), name
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -200,7 +203,7 @@ def test_the_batch_around_a_sequence_changes_nothing(op):
     """Also across the two tiles the forward takes for few and for many heads."""
     given = make_inputs(op, torch.float32, batch=64, tokens=40, heads=8)
     many, _ = getattr(rwkv_jit, op)(*given.values())
-    few, _ = getattr(rwkv_jit, op)(*[x if n == "u" else x[5:6] for n, x in given.items()])
+    few, _ = getattr(rwkv_jit, op)(*of_tokens(op, given, slice(5, 6)).values())
     assert torch.equal(many[5:6], few)
 
 
@@ -210,8 +213,8 @@ def test_a_prompt_continues_from_its_state(op, split):
     given = make_inputs(op, torch.float32, tokens=100)
     function = getattr(rwkv_jit, op)
     whole, last = function(*given.values(), output_final_state=True)
-    head = [x if n == "u" else x[:, :split] for n, x in given.items()]
-    tail = [x if n == "u" else x[:, split:] for n, x in given.items()]
+    head = of_tokens(op, given, (slice(None), slice(0, split))).values()
+    tail = of_tokens(op, given, (slice(None), slice(split, None))).values()
     y_head, state = function(*head, output_final_state=True)
     y_tail, final = function(*tail, initial_state=state, output_final_state=True)
     assert torch.equal(torch.cat([y_head, y_tail], 1), whole)
@@ -223,7 +226,7 @@ def test_a_prompt_continues_from_its_state(op, split):
 @pytest.mark.parametrize("op", OPS)
 def test_inputs_of_any_stride(op, dtype, how):
     given = make_inputs(op, DTYPES[dtype], head_size=24)
-    odd = {n: (x.detach().t().contiguous().t() if n == "u" else strided(x, how)) for n, x in given.items()}
+    odd = {n: (x.detach().t().contiguous().t() if x.dim() == 2 else strided(x, how)) for n, x in given.items()}
     assert not any(x.is_contiguous() for x in odd.values())
     check(op, {n: x.requires_grad_() for n, x in odd.items()})
 
@@ -258,7 +261,7 @@ def test_scale(op):
     check(op, make_inputs(op, torch.float32), options={"scale": 0.37}, exact_options={"scale": 0.37})
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", WITH_DECAY)
 def test_float32_decay_beside_half_inputs(op):
     given = make_inputs(op, torch.float16, w_dtype=torch.float32)
     check(op, given)
@@ -340,7 +343,7 @@ def test_a_cuda_graph_replays(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_first_use_in_a_capture_is_a_clear_error(op):
-    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=11).items()}
+    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=19).items()}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
@@ -350,7 +353,7 @@ def test_first_use_in_a_capture_is_a_clear_error(op):
                 getattr(rwkv_jit, op)(*given.values())
         finally:
             graph.capture_end()
-    check(op, make_inputs(op, torch.float32, head_size=11))
+    check(op, make_inputs(op, torch.float32, head_size=19))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -402,13 +405,17 @@ def test_torch_op_and_direct_call_do_the_same(op):
     assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
 
 
+def shapes_of(op):
+    """Of inputs in programs of their own."""
+    return [(2, 20) if n in FIXED.get(op, "") else (1, 4, 2, 20) for n in NAMES[op]]
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_forked_child_gets_a_clear_error(op):
     program = (
         "import os, torch, rwkv_jit\n"
-        f"given = [torch.randn(1, 4, 2, 20, device='cuda') for _ in range({len(NAMES[op])})]\n"
-        + ("given[4] = torch.randn(2, 20, device='cuda')\n" if op == "wkv6" else "")
-        + f"rwkv_jit.{op}(*given)\n"
+        f"given = [torch.randn(*shape, device='cuda') for shape in {shapes_of(op)}]\n"
+        f"rwkv_jit.{op}(*given)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    try:\n"
@@ -438,7 +445,7 @@ def test_fullgraph_compile(op):
 def test_opcheck(op):
     given = [x.detach() for x in make_inputs(op, torch.float32, head_size=16).values()]
     state = torch.randn(2, 3, 16, 16, device="cuda")
-    options = (1.0, "raw", "vk", 64, None, None, "recurrent", None, None, False)
+    options = (1.0, "raw" if op in WITH_DECAY else "none", "vk", 64, None, None, "recurrent", None, None, False)
     forward = (*given, state, None, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
@@ -479,9 +486,8 @@ def test_other_architectures(op, arch, monkeypatch):
 def test_a_second_process_finds_the_kernels_on_disk(op, tmp_path):
     program = (
         "import torch, rwkv_jit\n"
-        f"given = [torch.randn(1, 4, 2, 20, device='cuda').requires_grad_() for _ in range({len(NAMES[op])})]\n"
-        + ("given[4] = torch.randn(2, 20, device='cuda').requires_grad_()\n" if op == "wkv6" else "")
-        + f"y, _ = rwkv_jit.{op}(*given)\ny.sum().backward()\ntorch.cuda.synchronize()\n"
+        f"given = [torch.randn(*shape, device='cuda').requires_grad_() for shape in {shapes_of(op)}]\n"
+        f"y, _ = rwkv_jit.{op}(*given)\ny.sum().backward()\ntorch.cuda.synchronize()\n"
         "print(rwkv_jit.cache_info())"
     )
     env = {**os.environ, "RWKVJIT_CACHE_DIR": str(tmp_path)}
@@ -497,3 +503,61 @@ def test_a_second_process_finds_the_kernels_on_disk(op, tmp_path):
 def test_available_here(op):
     assert runtime.is_available()
     assert op in runtime.OPS
+
+
+# ---- the normalizer of linear attention --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("value_size", [1, 7, 24, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["linear_attention"])
+def test_normalized(op, dtype, value_size, layout):
+    """Keys and queries are positive, as a feature map makes them: their products are then far from 0."""
+    given = make_inputs(op, DTYPES[dtype], tokens=130, head_size=40, value_size=value_size)
+    given = {n: (x if n == "v" else x.abs() + 0.1).detach().requires_grad_() for n, x in given.items()}
+    sizes = (value_size, 40) if layout == "vk" else (40, value_size)
+    state = torch.randn(2, 3, *sizes, device="cuda", requires_grad=True)
+    z = (torch.rand(2, 3, 40, device="cuda") + 0.1).requires_grad_()
+
+    def results(function, leaves, weights=None):
+        *inputs, state, z = leaves
+        options = {"backend": "recurrent"} if function is rwkv_jit.linear_attention else {}
+        y, (final, last) = function(*inputs, (state, z), True, state_layout=layout, normalize=True, **options)
+        weights = weights or [torch.randn_like(x) for x in (y, final, last)]
+        grads = torch.autograd.grad([y, final, last], leaves, [w.to(y.dtype) if i == 0 else w.to(final.dtype)
+                                                              for i, w in enumerate(weights)])  # fmt: skip
+        return [y, final, last, *grads], weights
+
+    leaves = [*given.values(), state, z]
+    found, weights = results(rwkv_jit.linear_attention, leaves)
+    exact, _ = results(rwkv_jit.linear_attention_ref, [x.detach().double().requires_grad_() for x in leaves], weights)
+    names = ("y", "S", "z", "dq", "dk", "dv", "dS", "dz")
+    errors = {n: relative(x, want) for n, x, want in zip(names, found, exact, strict=True)}
+    gate = 1e-5 if dtype == "fp32" else 8e-3
+    assert all(error <= gate for error in errors.values()), errors
+    assert max(errors["S"], errors["z"]) <= GATE[torch.float32]
+
+
+@pytest.mark.parametrize("op", ["linear_attention"])
+def test_normalized_prompt_continues_from_its_state(op):
+    q, k, v = (x.detach().abs() for x in make_inputs(op, torch.float32, tokens=50).values())
+    whole, last = rwkv_jit.linear_attention(q, k, v, None, True, normalize=True)
+    _, state = rwkv_jit.linear_attention(q[:, :20], k[:, :20], v[:, :20], None, True, normalize=True)
+    y, final = rwkv_jit.linear_attention(q[:, 20:], k[:, 20:], v[:, 20:], state, True, normalize=True)
+    assert torch.equal(y, whole[:, 20:])
+    assert all(torch.equal(a, b) for a, b in zip(final, last, strict=True))
+
+
+def test_ops_of_one_template_agree_where_they_are_the_same():
+    """Without decay gla is linear attention, and wkv5 is wkv6 with the same w for every token."""
+    r, k, v, g = make_inputs("gla", torch.float32).values()
+    y, final = rwkv_jit.gla(r, k, v, torch.zeros_like(g), None, True)
+    same, last = rwkv_jit.linear_attention(r, k, v, None, True)
+    assert relative(y, same) < 1e-6
+    assert relative(final, last) < 1e-6
+    r, k, v, w, u = make_inputs("wkv5", torch.float32).values()
+    y, _ = rwkv_jit.wkv5(r, k, v, w, u)
+    same, _ = rwkv_jit.wkv6(r, k, v, w.expand_as(r), u)
+    assert torch.equal(y, same)

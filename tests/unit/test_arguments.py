@@ -194,10 +194,78 @@ WRONG_PACKING = {
 }
 
 
+OF_OTHERS = {
+    "dtype of q": (
+        "gla", {"k": zeros(*X, dtype=torch.float16)}, TypeError, "k: expected torch.float32 like q, got torch.float16",
+    ),
+    "rank of q": ("gla", {"q": zeros(5, 3, 4)}, ValueError, "q: expected 4 dimensions [B, T, H, head size], got shape"),
+    "number for q": ("gla", {"q": zeros()}, ValueError, "q: expected 4 dimensions [B, T, H, head size], got shape ()"),
+    "no q": ("linear_attention", {"q": None}, TypeError, "q: expected a torch.Tensor or an array with __dlpack__, got"),
+    "head size 0": (
+        "linear_attention", {n: zeros(2, 5, 3, 0) for n in "qk"}, ValueError,
+        "q: expected a head size of at least 1, got shape [2, 5, 3, 0]",
+    ),
+    "dtype of g": (
+        "gla", {"g": zeros(*X, dtype=torch.bfloat16)}, TypeError,
+        "g: expected torch.float32 like q or torch.float32, got torch.bfloat16",
+    ),
+    "tokens of g": (
+        "gla", {"g": zeros(2, 6, 3, 4)}, ValueError, "g: expected shape [2, 5, 3, 4] like q, got [2, 6, 3, 4]",
+    ),
+    "tokens in w": (
+        "wkv5", {"w": zeros(*X)}, ValueError, "w: expected shape [3, 4] [heads, head size], got [2, 5, 3, 4]",
+    ),
+    "dtype of w": (
+        "wkv5", {"w": zeros(3, 4, dtype=torch.float16)}, TypeError,
+        "w: expected torch.float32 or torch.float32, got torch.float16",
+    ),
+    "none for gla": (
+        "gla", {"decay": "none"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'none'",
+    ),
+    "state in the layout of RWKV": (
+        "gla", {"initial_state": zeros(2, 3, 6, 4)}, ValueError,
+        "initial_state: expected shape [2, 3, 4, 6] or [3, 4, 6], got [2, 3, 6, 4]",
+    ),
+    "scale": ("gla", {"scale": NAN}, ValueError, "scale: expected a finite number, got nan"),
+    "chunks": (
+        "linear_attention", {"backend": "chunked"}, rwkv_jit.UnsupportedConfigError,
+        "backend: 'chunked' runs on CUDA tensors, got cpu; use 'auto' or 'reference'",
+    ),
+}  # fmt: skip
+NORMALIZED = {
+    "one tensor": (zeros(2, 3, 4, 6), TypeError, "expected a pair (S, z) with normalize=True, got Tensor"),
+    "three": ((1, 2, 3), TypeError, "expected a pair (S, z) with normalize=True, got tuple"),
+    "shape of S": (
+        (zeros(2, 3, 6, 4), zeros(2, 3, 4)), ValueError,
+        "initial_state: expected shape [2, 3, 4, 6] or [3, 4, 6], got [2, 3, 6, 4]",
+    ),
+    "shape of z": (
+        (zeros(2, 3, 4, 6), zeros(2, 3, 6)), ValueError, "initial_state[1]: expected shape [2, 3, 4]",
+    ),
+    "z of every sequence": (
+        (zeros(3, 4, 6), zeros(2, 3, 4)), ValueError, "initial_state[1]: expected shape [3, 4]",
+    ),
+    "dtype of z": (
+        (zeros(2, 3, 4, 6), zeros(2, 3, 4, dtype=torch.float16)), TypeError,
+        "initial_state[1]: expected torch.float32 like the state, got torch.float16",
+    ),
+    "device of z": (
+        (zeros(2, 3, 4, 6), zeros(2, 3, 4, device="meta")), ValueError,
+        "initial_state[1]: expected device cpu, got meta",
+    ),
+    "kind of z": ((zeros(2, 3, 4, 6), 0), TypeError, "initial_state[1]: expected a torch.Tensor or an array with"),
+}  # fmt: skip
+
+
 def arguments(op, batch=2):
+    if op in ("gla", "linear_attention"):
+        given = {name: zeros(batch, 5, 3, 4) for name in "qkvg"} | {"v": zeros(batch, 5, 3, 6)}
+        return {name: given[name] for name in ("qkvg" if op == "gla" else "qkv")}
     given = {name: zeros(batch, 5, 3, 4) for name in "rkwab"}
     given |= {"v": zeros(batch, 5, 3, 6), "u": zeros(3, 4)}
-    return {name: given[name] for name in ("rkvwu" if op == "wkv6" else "rwkvab")}
+    if op == "wkv5":
+        given["w"] = zeros(3, 4)
+    return {name: given[name] for name in ("rwkvab" if op == "wkv7" else "rkvwu")}
 
 
 def call(op, changes, batch=2):
@@ -214,9 +282,9 @@ def nothing_runs(monkeypatch):
     def ran(*_, **__):
         raise AssertionError("the op ran")
 
-    from rwkv_jit.ops import wkv6, wkv7
+    from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
 
-    for module in (wkv6, wkv7):
+    for module in (gla, linear_attention, wkv5, wkv6, wkv7):
         monkeypatch.setattr(module, "OP", module.OP._replace(forward=ran, traced=ran, known=ran))
 
 
@@ -240,6 +308,34 @@ def test_wrong_bonus(case, nothing_runs):
     changes, error, message = WRONG_FIXED[case]
     with pytest.raises(error, match=re.escape(message)):
         call("wkv6", changes)
+
+
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_errors_have_the_names_and_conventions_of_the_op(case, nothing_runs):
+    op, changes, error, message = OF_OTHERS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call(op, changes)
+
+
+@pytest.mark.parametrize("op", ["wkv5", "gla", "linear_attention"])
+def test_arguments_of_the_other_ops_are_right(op):
+    y, final = call(op, {"output_final_state": True})
+    assert y.shape == (2, 5, 3, 6)
+    assert final.shape == ((2, 3, 6, 4) if op == "wkv5" else (2, 3, 4, 6))
+
+
+@pytest.mark.parametrize("case", NORMALIZED)
+def test_wrong_state_of_a_normalized_call(case, nothing_runs):
+    state, error, message = NORMALIZED[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call("linear_attention", {"initial_state": state, "normalize": True})
+
+
+def test_wrong_values_of_a_normalized_call_are_named_as_they_came(nothing_runs):
+    with pytest.raises(ValueError, match=re.escape("v: expected shape [2, 5, 3, value size] like q, got [2, 4, 3, 6]")):
+        call("linear_attention", {"v": zeros(2, 4, 3, 6), "normalize": True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'decay'"):
+        call("linear_attention", {"decay": "log"})
 
 
 @pytest.mark.parametrize("case", WRONG_OPTIONS)
@@ -282,7 +378,11 @@ def test_unknown_or_missing_argument(op):
 # ---- specialize --------------------------------------------------------------------------------------------------
 
 WRONG_SPECIALIZATIONS = {
-    "unknown op": ({"op": "wkv9"}, ValueError, "op: expected one of wkv6, wkv7, got 'wkv9'"),
+    "unknown op": (
+        {"op": "wkv9"},
+        ValueError,
+        "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv9'",
+    ),
     "no head size": ({"head_size": None}, TypeError, "head_size: wkv7 needs one, got None"),
     "head size 0": ({"head_size": 0}, ValueError, "head_size: expected an int of at least 1, got 0"),
     "head size True": ({"head_size": True}, ValueError, "head_size: expected an int of at least 1, got True"),
@@ -314,10 +414,25 @@ WRONG_SPECIALIZATIONS = {
         rwkv_jit.UnsupportedConfigError,
         "backend: the reference is plain torch and has no kernel",
     ),
-    "chunks of wkv6": (
-        {"op": "wkv6", "backend": "chunked"},
+    "chunk of wkv6": (
+        {"op": "wkv6", "backend": "chunked", "chunk_len": 8},
         rwkv_jit.UnsupportedConfigError,
-        "backend: 'chunked' has kernels for wkv7, got wkv6; use 'auto' or 'recurrent'",
+        "backend: 'chunked' takes chunk_len 16, 32 or 64, got 8; use 'auto' or 'recurrent'",
+    ),
+    "keys of wkv6": (
+        {"op": "wkv6", "head_size": 320, "value_size": 96, "backend": "split"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: 'split' takes keys up to 256 and values up to 1024, got 320 and 96 for v; use 'auto' or 'recurrent'",
+    ),
+    "segments of gla": (
+        {"op": "gla", "backend": "split"},
+        rwkv_jit.UnsupportedConfigError,
+        "backend: 'split' has kernels for wkv7 at head sizes up to 128, got gla; use 'auto' or 'chunked'",
+    ),
+    "threads of gla": (
+        {"op": "gla", "head_size": 128, "num_threads": 96},
+        rwkv_jit.UnsupportedConfigError,
+        "num_threads must be a multiple of 32 from 128 to 512 at head sizes 128 and 128, got 96",
     ),
     "chunks in float32": (
         {"dtype": torch.float32, "backend": "chunked"},
@@ -389,7 +504,11 @@ def test_wrong_background_specialization_is_refused_at_once(case, monkeypatch):
 
 
 WRONG_WARMINGS = {
-    "unknown op": ({"op": "wkv9"}, ValueError, "op: expected one of wkv6, wkv7, got 'wkv9'"),
+    "unknown op": (
+        {"op": "wkv9"},
+        ValueError,
+        "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv9'",
+    ),
     "one of the head sizes": ({"head_sizes": [4, 0]}, ValueError, "head_size: expected an int of at least 1, got 0"),
     "one of the dtypes": (
         {"dtypes": [torch.float32, torch.float64]},

@@ -7,9 +7,20 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import tensors
+from rwkv_jit import runtime, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, chunked, prepared, recurrent, scan, scan_geometry, split
+from rwkv_jit.ops import (
+    backends,
+    boundary,
+    chunked,
+    gated,
+    gated_scan,
+    prepared,
+    recurrent,
+    scan,
+    scan_geometry,
+    split,
+)
 
 most_shared_bytes = chunked.most_shared_bytes
 CASE = backends.Case("wkv7", torch.bfloat16, 64, 64, 4096, "sigmoid", None, None)
@@ -41,7 +52,6 @@ CHUNKED = {
 }
 # And why not, where "chunked" is asked for.
 RECURRENT = {
-    "wkv6": ({"op": "wkv6"}, "sm_90", "has kernels for wkv7, got wkv6"),
     "float32": ({"dtype": torch.float32}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
     "float64": ({"dtype": torch.float64}, "sm_90", "takes float16 and bfloat16, got torch.float64"),
     "keys beside short values": (
@@ -100,7 +110,8 @@ def test_short_calls_are_recurrent_unless_chunks_are_asked_for():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"op": "wkv6"},
+        {"op": "wkv6", "dtype": torch.float32},
+        {"op": "gla", "head_size": 257, "value_size": 512},
         {"dtype": torch.float32},
         {"tokens": 1},
         {"head_size": 256, "dtype": torch.float32},
@@ -252,6 +263,34 @@ def test_compiler_sees_the_backend_that_will_run(
     assert call.args[-8:-2] == (chunk_len, None, backend, None, None, guarded)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("head_size", "options", "backend", "chunk_len", "guarded"),
+    [
+        (64, {"decay": "sigmoid"}, "chunked", 32, False),
+        (64, {}, "chunked", 32, True),
+        (64, {"decay_bound": -7.0}, "chunked", 16, False),
+        (192, {"decay": "sigmoid"}, "scan", 32, False),
+        (192, {"decay_bound": -4.1}, "scan", 16, False),
+        (192, {}, "scan", 32, True),
+        (300, {}, "recurrent", None, False),
+    ],
+    ids=str,
+)
+def test_compiler_sees_the_backend_of_the_other_ops(head_size, options, backend, chunk_len, guarded, dynamic, on_gpu):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(1),) * 2
+
+    torch._dynamo.reset()
+    given = bf16(64, 2, head_size)[:4]
+    torch.compile(rwkv_jit.gla, fullgraph=True, backend=keep, dynamic=dynamic)(*given, **options)
+    (call,) = [node for node in graphs[0].graph.nodes if "gla_fwd" in str(node.target)]
+    assert call.args[-8:-2] == (chunk_len, None, backend, None, None, guarded)
+
+
 # ---- segments ------------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +382,6 @@ SCANNED = {
 }
 # And why not, where "split" asks for it.
 NOT_SCANNED = {
-    "wkv6": ({"op": "wkv6"}, "sm_90", "has kernels for wkv7, got wkv6"),
     "float32": ({"dtype": torch.float32}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
     "keys": ({"head_size": 1025}, "sm_90", "takes head sizes up to 1024, got 1025 and 256 for v"),
     "values": ({"value_size": 1025}, "sm_90", "takes head sizes up to 1024, got 256 and 1025 for v"),
@@ -784,6 +822,245 @@ def test_elements_that_are_read_at_once(size, dtype, vectors):
     assert (chunked.vector(x), recurrent.vector(x)) == vectors
 
 
+# ---- gated linear attention and its kin ------------------------------------------------------------------------------
+
+# What is changed in CASE, the architecture, the backend and the tokens of a chunk.
+GATED = {
+    "usual": ({}, "sm_90", "chunked", 32),
+    "float16": ({"dtype": torch.float16}, "sm_90", "chunked", 32),
+    "least tokens": ({"tokens": backends.LEAST_TOKENS}, "sm_90", "chunked", 32),
+    "without gradients": ({"head_size": 128, "value_size": 128, "training": False}, "sm_90", "chunked", 32),
+    "few heads": (few(16, 32768), "sm_90", "chunked", 32),
+    "largest": ({"head_size": 128, "value_size": 128}, "sm_90", "chunked", 32),
+    "largest of Ampere": ({"head_size": 128, "value_size": 128}, "sm_80", "chunked", 32),
+    "smallest": ({"head_size": 1, "value_size": 1}, "sm_90", "chunked", 32),
+    "keys twice the values": ({"head_size": 128, "value_size": 33}, "sm_90", "chunked", 32),
+    "raw, a bound of 64": ({"decay": "raw", "decay_bound": -2.0}, "sm_90", "chunked", 32),
+    "raw, a bound of 16": ({"decay": "raw", "decay_bound": -8.0}, "sm_90", "chunked", 16),
+    "raw, no bound": ({"decay": "raw"}, "sm_90", "chunked", 32),
+    "64 asked for": ({"chunk_len": 64}, "sm_90", "chunked", 64),
+    "16 asked for": ({"chunk_len": 16}, "sm_90", "chunked", 16),
+    "keys beside short values": ({"head_size": 128, "value_size": 32}, "sm_90", "scan", 32),
+    "heads that Ada has no room for": ({"head_size": 128, "value_size": 128}, "sm_89", "scan", 32),
+    "chunk that Hopper has no room for": (
+        {"head_size": 128, "value_size": 128, "chunk_len": 64},
+        "sm_90",
+        "scan",
+        64,
+    ),
+    "keys": ({"head_size": 256}, "sm_90", "scan", 32),
+    "values": ({"value_size": 1024}, "sm_90", "scan", 32),
+    "both": ({"head_size": 256, "value_size": 512}, "sm_90", "scan", 32),
+    "keys of Ampere": ({"head_size": 256}, "sm_80", "scan", 32),
+    "large, raw, a bound of 32": ({**LARGE, "decay": "raw", "decay_bound": -4.0}, "sm_90", "scan", 32),
+    "large, raw, a bound of 16": ({**LARGE, "decay": "raw", "decay_bound": -8.0}, "sm_90", "scan", 16),
+    "large, raw, no bound": ({**LARGE, "decay": "raw"}, "sm_90", "scan", 32),
+    "large, 16 asked for": ({**LARGE, "chunk_len": 16}, "sm_90", "scan", 16),
+}
+# Where "chunked" and "split" are asked for, and why not.
+NOT_GATED = {
+    "float32": (
+        {"dtype": torch.float32},
+        "sm_90",
+        ("takes float16 and bfloat16, got torch.float32",) * 2,
+    ),
+    "Turing": ({}, "sm_75", ("needs an architecture from sm_80 on, got sm_75",) * 2),
+    "chunk 8": ({"chunk_len": 8}, "sm_90", ("takes chunk_len 16, 32 or 64, got 8",) * 2),
+    "keys": (
+        {"head_size": 257, "value_size": 512},
+        "sm_90",
+        (
+            "takes head sizes up to 128, got 257 and 512 for v",
+            "takes keys up to 256 and values up to 1024, got 257 and 512 for v",
+        ),
+    ),
+    "values": (
+        {"value_size": 1025},
+        "sm_90",
+        (
+            "takes head sizes up to 128, got 64 and 1025 for v",
+            "takes keys up to 256 and values up to 1024, got 64 and 1025 for v",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("op", gated.OPS)
+def test_tensor_cores_of_the_other_ops_are_taken_where_they_can_do_it(op, name):
+    changes, arch, backend, chunk_len = GATED[name]
+    assert choose("auto", {"op": op, **changes}, arch) == (backend, chunk_len)
+    assert choose({"scan": "split"}.get(backend, backend), {"op": op, **changes}, arch) == (backend, chunk_len)
+    assert choose("recurrent", {"op": op, **changes}, arch) == ("recurrent", changes.get("chunk_len"))
+    short = {"op": op, **changes, "tokens": backends.LEAST_TOKENS - 1}
+    assert choose("auto", short, arch)[0] == "recurrent"
+
+
+@pytest.mark.parametrize("name", NOT_GATED)
+@pytest.mark.parametrize("op", gated.OPS)
+def test_other_calls_of_the_other_ops_are_recurrent_and_say_why(op, name):
+    changes, arch, messages = NOT_GATED[name]
+    assert choose("auto", {"op": op, **changes}, arch) == ("recurrent", changes.get("chunk_len"))
+    for backend, message in zip(("chunked", "split"), messages, strict=True):
+        with pytest.raises(UnsupportedConfigError) as caught:
+            choose(backend, {"op": op, **changes}, arch)
+        assert str(caught.value) == f"backend: {backend!r} {message}; use 'auto' or 'recurrent'"
+
+
+def test_chunks_of_the_other_ops_say_what_they_have_no_room_for():
+    changes = {"op": "gla", "head_size": 128, "value_size": 128}
+    for arch, length, there in (("sm_89", 16, 101376), ("sm_90", 64, 232448)):
+        needs = gated.most_shared_bytes(128, 128, length)
+        assert needs > there
+        message = (
+            f"backend: 'chunked' needs {needs} bytes of shared memory at head sizes 128 and 128 and "
+            f"chunk_len={length}, {arch} has {there}; use 'auto'"
+        )
+        with pytest.raises(UnsupportedConfigError, match=re.escape(message)):
+            choose("chunked", {**changes, "chunk_len": length}, arch)
+    with pytest.raises(UnsupportedConfigError, match="takes keys up to twice as long as values .* got 65 and 32 for v"):
+        choose("chunked", {"op": "gla", "head_size": 65, "value_size": 32}, "sm_90")
+    with pytest.raises(
+        UnsupportedConfigError, match="'split' needs more shared memory .* chunk_len=64 than the 101376"
+    ):
+        choose("split", {"op": "gla", **LARGE, "chunk_len": 64}, "sm_86")
+
+
+@pytest.mark.parametrize("op", gated.OPS)
+def test_there_are_no_segments_of_the_other_ops(op):
+    message = f"backend: 'split' has kernels for wkv7 at head sizes up to 128, got {op}; use 'auto' or 'chunked'"
+    with pytest.raises(UnsupportedConfigError, match=message):
+        choose("split", few(16, 32768, op=op), "sm_90")
+
+
+def test_call_without_a_decay_is_never_guarded():
+    for backend, length in (("chunked", 64), ("scan", 64), ("recurrent", None)):
+        assert not backends.is_guarded(backend, length, "none", None)
+    assert backends.is_guarded("scan", 64, "log", None)
+
+
+GATED_TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_U": "bf16", "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
+
+
+def gated_request(direction, head_size, value_size, arch="sm_90", op="wkv6", of=gated, **more):
+    decay = {"DECAY": "none"} if op == "linear_attention" else {}
+    return of.specialize(op, direction, head_size, value_size, GATED_TYPES | decay, arch, **more)
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "forward", "backward"),
+    [
+        ("wkv6", 32, (32, 64, 8), (64, 4)),
+        ("wkv6", 64, (64, 128, 4), (128, 2)),
+        ("wkv6", 96, (96, 96, 2), (192, 1)),
+        ("wkv6", 128, (128, 128, 2), (256, 1)),
+        ("linear_attention", 64, (64, 128, 4), (128, 2)),
+        ("linear_attention", 128, (128, 128, 2), (256, 1)),
+    ],
+)
+def test_geometry_of_the_gated_kernels_is_what_was_fastest(op, size, forward, backward):
+    found = gated_request("forward", size, size, op=op).parameters
+    assert (found["ROWS"], found["NUM_THREADS"], found["BLOCKS_PER_SM"]) == forward
+    assert (found["CHUNK_LEN"], found["BACKWARD"], found["LARGEST_DECAY"]) == (32, False, 0)
+    found = gated_request("backward", size, size, op=op).parameters
+    assert (found["NUM_THREADS"], found["BLOCKS_PER_SM"]) == backward
+    assert "T_STATE" not in found
+
+
+@pytest.mark.parametrize(("value_size", "rows"), [(1, 32), (33, 64), (128, 128), (129, 96), (257, 96), (512, 128)])
+def test_value_rows_are_shared_evenly_between_blocks(value_size, rows):
+    assert gated.rows(value_size) == rows
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+def test_gated_kernels_have_the_shared_memory_and_threads_they_need(arch):
+    limit, seen = chunked.shared_limit(arch), set()
+    sizes = (1, 32, 40, 64, 96, 128, 200, 256)
+    for op, keys, values in itertools.product(gated.OPS, sizes, (*sizes, 512, 1000, 1024)):
+        for of, lengths in ((gated, gated.CHUNK_LENS), (gated_scan, gated_scan.CHUNK_LENS)):
+            for length in (None, *lengths):
+                if of.obstacle(op, torch.bfloat16, keys, values, lambda: arch, length) is not None:
+                    continue
+                requests = [
+                    gated_request(way, keys, values, arch, op, of, chunk_len=length) for way in ("forward", "backward")
+                ]
+                if of is gated_scan:
+                    given = (keys, values, GATED_TYPES, arch, length)
+                    assert gated_scan.companions(op, "forward", *given) == []
+                    requests += gated_scan.companions(op, "backward", *given)
+                for request in requests:
+                    found, name = request.parameters, request.template.name
+                    shared, blocks, threads = (found[n] for n in ("SHARED_BYTES", "BLOCKS_PER_SM", "NUM_THREADS"))
+                    assert shared <= limit
+                    assert blocks * (shared + 1024) <= limit + 1024
+                    assert 64 <= threads <= 512
+                    assert blocks * threads <= 512
+                    if name == "gla_scan":
+                        tiles = -(-found["ROWS"] * 2 // threads)
+                        assert threads >= chunked.padded(keys)
+                        assert found["ROWS"] % (16 * tiles) == 0
+                        assert tiles * chunked.padded(keys) // 2 <= 128  # floats of a thread's state
+                    elif name == "gla_chunked_backward":
+                        assert threads == 2 * chunked.padded(values) >= chunked.padded(keys)
+                    seen.add(name)
+                assert {request.parameters["CHUNK_LEN"] for request in requests} == {
+                    requests[0].parameters["CHUNK_LEN"]
+                }
+    assert seen == {"gla_scan", "gla_chunked_backward", "gla_key_gradients"}
+
+
+def test_threads_of_the_gated_forward_that_may_be_asked_for():
+    for of, sizes, least in ((gated, (40, 40), 64), (gated, (128, 33), 128), (gated_scan, (256, 512), 256)):
+        for threads in (least, least + 32, 512):
+            assert gated_request("forward", *sizes, of=of, num_threads=threads).parameters["NUM_THREADS"] == threads
+        for threads in (32, least - 32, least + 16, 544):
+            message = (
+                f"num_threads must be a multiple of 32 from {least} to 512 at head sizes {sizes[0]} and {sizes[1]}, "
+                f"got {threads}"
+            )
+            with pytest.raises(UnsupportedConfigError) as caught:
+                gated_request("forward", *sizes, of=of, num_threads=threads)
+            assert str(caught.value) == message
+
+
+def test_what_is_chosen_and_what_ops_are_made_of_overrides_the_geometry():
+    found = gated_request("forward", 64, 64, chosen={"BLOCKS_PER_SM": 3, "LARGEST_DECAY": 64}, also=("sm_80",))
+    assert (found.parameters["BLOCKS_PER_SM"], found.parameters["LARGEST_DECAY"]) == (3, 64)
+    assert (found.template.name, found.arch, found.also) == ("gla_scan", "sm_90", ("sm_80",))
+    for op, bonus, constant in (("wkv5", True, True), ("wkv6", True, False), ("gla", False, False)):
+        of_keys = gated_scan.companions(op, "backward", 256, 256, GATED_TYPES, "sm_90", None)[0].parameters
+        for found in (gated_request("backward", 64, 64, op=op).parameters, of_keys):
+            assert (found["BONUS"], found["CONSTANT_DECAY"]) == (bonus, constant)
+    back = gated_request("backward", 256, 256, of=gated_scan).parameters
+    assert (back["BACKWARD"], back["T_STATE"]) == (True, "fp32")
+
+
+@pytest.mark.parametrize("chunk_len", [16, 32, 64])
+def test_chunks_of_packed_sequences_are_summed_one_sequence_at_a_time(chunk_len):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+        slots = gated_scan._slots(
+            prepared.Inputs("gla", ("v",), (torch.zeros(1, sum(lengths), 1, 1),), (), 5), True, chunk_len
+        )
+        parts, want = torch.zeros(slots, 3, 4), torch.zeros(5, 3, 4)
+        for sequence, (begin, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
+            for chunk in range(-(-length // chunk_len)):
+                rows = torch.randint(-9, 9, (3, 4), generator=generator).float()
+                parts[begin // chunk_len + sequence + chunk] = rows  # as sequence.cuh counts
+                want[sequence] += rows
+        assert torch.equal(gated_scan._of_sequences(parts, bounds, 5, sum(lengths), chunk_len), want)
+
+
+def test_chunks_of_rows_are_summed_row_by_row():
+    parts = torch.arange(24.0).view(6, 2, 2)
+    want = torch.stack([parts[:3].sum(0), parts[3:].sum(0)])
+    assert torch.equal(gated_scan._of_sequences(parts, None, 2, 70, 32), want)
+    for sequences in (0, 2):  # without sequences or tokens
+        assert gated_scan._of_sequences(parts[:0], None, sequences, 0, 32).shape == (sequences, 2, 2)
+
+
 def asked_of(protocol):
     return {name for name in dir(protocol) if not name.startswith("_")}
 
@@ -791,16 +1068,19 @@ def asked_of(protocol):
 def test_backends_answer_everything():
     assert asked_of(prepared.Kernels) == {"specialize", "nearest", "saved_for"}
     assert asked_of(prepared.Backend) == asked_of(prepared.Kernels) | {"vector", "launch"}
-    for module in backends.KERNELS.values():
-        assert asked_of(prepared.Kernels) <= set(vars(module))
-    for name, module in backends._OF_ONE_KERNEL.items():
-        assert backends.KERNELS[name] is module
-        assert asked_of(prepared.Backend) <= set(vars(module))
+    assert asked_of(prepared.Several) == asked_of(prepared.Kernels) | {"prepare_forward", "backward"}
+    assert set(backends.KERNELS) == set(backends.SCANS) == set(runtime.OPS)
+    for op, kernels in backends.KERNELS.items():
+        for module in backends._OF_ONE_KERNEL[op].values():
+            assert asked_of(prepared.Backend) <= set(vars(module))
+        for module in backends._OF_SEVERAL[op].values():
+            assert asked_of(prepared.Several) | {"forget"} <= set(vars(module))
+        assert kernels == backends._OF_ONE_KERNEL[op] | backends._OF_SEVERAL[op]
 
 
-def test_backends_of_several_kernels_prepare_and_run_them():
-    for name in backends.KERNELS.keys() - backends._OF_ONE_KERNEL.keys():
-        assert {"Forward", "prepare_forward", "forward", "backward", "forget"} <= set(vars(backends.KERNELS[name]))
+def test_backends_whose_forward_is_several_kernels_run_them():
+    for module in (split, scan):
+        assert {"Forward", "forward"} <= set(vars(module))
 
 
 def test_names_are_those_of_the_docstring():

@@ -148,17 +148,33 @@ def test_reader_that_has_gone_is_no_traceback(unbuffered, fresh_service):
 # ---- demo, info, bench -------------------------------------------------------------------------------------------
 
 
+def test_kernels_of_shared_templates_are_told_apart_by_their_parameters():
+    def named(name, **parameters):
+        return {"name": name, "arch": "sm_90", "parameters": parameters}
+
+    backward = named("gla_recurrent_backward", BONUS=True, CONSTANT_DECAY=True, HEAD_SIZE=8)
+    forward = named("gla_recurrent_forward", BONUS=True, HEAD_SIZE=8)
+    plain = named("gla_recurrent_forward", BONUS=False, DECAY="none", T_U="fp32", T_W="fp32")
+    mine = named("gladly")
+    wanted = {"wkv5": [backward, forward], "wkv6": [forward], "linear_attention": [plain], "wkv7": [], "gladly": [mine]}
+    for op, kernels in wanted.items():
+        every = (backward, forward, plain, mine)
+        assert [each for each in every if commands._is_chosen(each, [op], None)] == kernels
+
+
 def test_demo_compiles_and_keeps_the_errors_small(program, fresh_service):
+    from rwkv_jit import runtime
+
     done = program("demo", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     kernels, calls = data["kernels"], data["calls"]
     assert {(k["op"], k["direction"]) for k in kernels} == {
-        (op, direction) for op in ("wkv6", "wkv7") for direction in ("forward", "backward")
+        (op, direction) for op in runtime.OPS for direction in ("forward", "backward")
     }
     assert all(k["registers"] > 0 for k in kernels)
     assert all(k["origins"] == ["compiled", "disk", "memory"] for k in kernels)
-    assert {(k["op"], k["backend"]) for k in kernels} == {("wkv6", "recurrent"), ("wkv7", "chunked")}
+    assert {k["backend"] for k in kernels} == {"chunked"}
     assert data["passed"]
     assert all(0 < c["error"] < 3e-3 and 0 < c["gradient_error"] < 3e-3 for c in calls)
     assert not list(fresh_service.glob("*/*.cubin"))

@@ -401,10 +401,11 @@ IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
 SHARED_OPS = {
-    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.guarded", "ops.prepared", "ops.recurrent",
-    "ops.scan", "ops.scan_geometry", "ops.split",
+    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_scan", "ops.guarded",
+    "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry", "ops.split",
 }  # fmt: skip
-ALL_OPS = {*SHARED_OPS, "ops", "ops.wkv6", "ops.wkv7"}
+OPS = ("ops.gla", "ops.linear_attention", "ops.wkv5", "ops.wkv6", "ops.wkv7")
+ALL_OPS = {*SHARED_OPS, "ops", *OPS}
 MAY_IMPORT = {
     "errors": set(),
     "env": set(),
@@ -428,8 +429,10 @@ MAY_IMPORT = {
     "ops": set(),
     "ops.prepared": BELOW_OPS,
     "ops.chunked": BELOW_OPS | {"ops.prepared"},
-    "ops.recurrent": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.recurrent": BELOW_OPS | {"ops.prepared"},
     "ops.guarded": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
+    "ops.gated": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
+    "ops.gated_scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent", "ops.gated"},
     "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked"},
     "ops.scan_geometry": BELOW_OPS | {"ops.prepared", "ops.chunked"},
     "ops.scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.scan_geometry"},
@@ -437,10 +440,9 @@ MAY_IMPORT = {
     "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary"},
     "ops.boundary": (
         BELOW_OPS
-        | {"ops.prepared", "ops.backends", "ops.choices", "ops.chunked", "ops.split", "ops.scan", "ops.guarded"}
+        | {"ops.prepared", "ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
     ),
-    "ops.wkv6": BELOW_OPS | SHARED_OPS,
-    "ops.wkv7": BELOW_OPS | SHARED_OPS,
+    **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,
     "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "bench": BELOW_OPS | ALL_OPS | {"runtime", "report"},

@@ -1,5 +1,6 @@
 """Calls that are known by their signature, on a driver that takes notes; CPU tensors stand in for CUDA ones."""
 
+import ctypes
 import importlib.util
 import re
 import struct
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rwkv_jit
 from rwkv_jit import bench, cuda, kernel, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, chunked, prepared, scan_geometry
+from rwkv_jit.ops import boundary, chunked, gated, gated_scan, prepared, scan_geometry
 from rwkv_jit.ops.chunked import Candidate
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
@@ -22,8 +23,10 @@ _spec.loader.exec_module(stub_driver)
 gpus, in_fork = stub_driver.gpus, stub_driver.in_fork
 
 B, T, H, N = 2, 5, 3, 8
-# Addresses; strides of six inputs; tokens, heads and more; interval and scale.
+# Addresses; strides of the inputs that have tokens; tokens, heads and more; interval and scale.
 SIZES = {
+    "gla_forward": [8] * 11 + [24] * 4 + [8] * 2 + [4, 4],
+    "gla_backward": [8] * 17 + [24] * 5 + [8] * 4 + [4, 4],
     "wkv7_forward": [8] * 13 + [24] * 6 + [8] * 2 + [4, 4],
     "wkv7_backward": [8] * 20 + [24] * 7 + [8] * 4 + [4, 4],
 }
@@ -261,6 +264,131 @@ def test_signatures_are_not_kept_without_end(calls, monkeypatch):
     for tokens in range(1, 9):
         rwkv_jit.wkv7(*make(shape=(1, tokens, 1, N)))
         assert len(boundary._known) <= 3
+
+
+# ---- ops that share templates ------------------------------------------------------------------------------------
+
+# Which of r k v w u an op has, and which of these have tokens.
+SHARED = {
+    "wkv5": ("rkvwu", "rkv"),
+    "wkv6": ("rkvwu", "rkvw"),
+    "gla": ("rkvw", "rkvw"),
+    "linear_attention": ("rkv",) * 2,
+}
+
+
+def make_shared(op, grad=False):
+    names, with_tokens = SHARED[op]
+    shapes = {n: (B, T, H, N if n != "v" else 12) if n in with_tokens else (H, N) for n in names}
+    return {n: torch.randn(shape).requires_grad_(grad) for n, shape in shapes.items()}
+
+
+def strides_of(size):
+    return struct.pack("3q", T * H * size, H * size, size)
+
+
+# A w without tokens has a stride between heads alone; where there is none its strides are never used.
+STRIDE_OF_CONSTANT = struct.pack("3q", 0, 0, N)
+
+
+@pytest.mark.parametrize("op", SHARED)
+def test_what_an_op_does_not_have_is_null_in_the_forward(op, calls, monkeypatch):
+    _, with_tokens = SHARED[op]
+    state = torch.randn(B, H, N, 12)
+    for _ in range(2):
+        given = make_shared(op)
+        y, final = getattr(rwkv_jit, op)(*given.values(), state, True, scale=0.5, state_layout="kv")
+        launch = calls.launches[-1]
+        assert launch.entry == "gla_forward"
+        places = [given[n].data_ptr() if n in given else 0 for n in "rkvwu"]
+        assert addresses(launch, 11) == [*places, state.data_ptr(), 0, y.data_ptr(), final.data_ptr(), 0, 0]
+        of_w = strides_of(N) if "w" in with_tokens else STRIDE_OF_CONSTANT
+        assert launch.arguments[11:15] == (strides_of(N), strides_of(N), strides_of(12), of_w)
+        assert launch.arguments[15:17] == (struct.pack("q", T), struct.pack("q", H))
+        assert launch.arguments[17:] == (struct.pack("i", T), struct.pack("f", 0.5))
+        monkeypatch.setattr(boundary, "_check", refuse)
+
+
+@pytest.mark.parametrize("op", SHARED)
+def test_what_an_op_does_not_have_is_null_in_the_backward(op, calls, monkeypatch):
+    names, with_tokens = SHARED[op]
+    for _ in range(2):
+        given, state = make_shared(op, grad=True), torch.randn(B, H, 12, N, requires_grad=True)
+        y, final = getattr(rwkv_jit, op)(*given.values(), state, True, state_layout="vk")
+        (checkpoints,) = addresses(calls.launches[-1], 10)[9:]
+        dy, grad_final = torch.randn_like(y), torch.randn_like(final)
+        grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, grad_final])
+        launch = calls.launches[-1]
+        assert launch.entry == "gla_backward"
+        found = addresses(launch, 17)
+        places = [given[n].data_ptr() if n in given else 0 for n in "rkvwu"]
+        assert found[:9] == [*places, dy.data_ptr(), 0, checkpoints, grad_final.data_ptr()]
+        of_inputs = dict(zip(names, grads, strict=False))
+        for name, address in zip("rkvwu", found[9:14], strict=True):
+            if name not in names:
+                assert address == 0
+            elif name in with_tokens:
+                assert address == of_inputs[name].data_ptr()
+            else:  # one for each sequence, which torch adds up
+                assert address not in (0, of_inputs[name].data_ptr())
+        assert (found[14], found[15]) == (grads[-1].data_ptr(), 0)
+        assert found[16]
+        of_w = strides_of(N) if "w" in with_tokens else STRIDE_OF_CONSTANT
+        assert launch.arguments[17:22] == (strides_of(N), strides_of(N), strides_of(12), of_w, strides_of(12))
+        assert launch.arguments[22:24] == (struct.pack("q", T), struct.pack("q", H))
+        monkeypatch.setattr(boundary, "_check", refuse)
+
+
+@pytest.mark.parametrize("op", ["gla", "linear_attention"])
+def test_scale_that_is_not_given_is_that_of_attention(op, calls):
+    getattr(rwkv_jit, op)(*make_shared(op).values())
+    assert calls.launches[-1].arguments[-1] == struct.pack("f", N**-0.5)
+
+
+def test_constant_decay_at_an_address_that_cannot_be_read_is_copied(calls):
+    given = make_shared("wkv5")
+    rwkv_jit.wkv5(*given.values())
+    shifted = torch.randn(H * N + 1)[1:].view(H, N)
+    assert shifted.data_ptr() % 16
+    rwkv_jit.wkv5(*{**given, "w": shifted}.values())
+    assert len(boundary._known) == 1
+    assert addresses(calls.launches[1], 4)[3] % 16 == 0
+
+
+def test_gradients_of_inputs_without_tokens_are_added_over_the_sequences(calls, monkeypatch):
+    empty = torch.empty
+
+    def ones(*size, **more):
+        return empty(*size, **more).fill_(1.0)
+
+    given = make_shared("wkv5", grad=True)
+    y, _ = rwkv_jit.wkv5(*given.values())
+    monkeypatch.setattr(torch, "empty", ones)  # the stub writes nothing: results are what they were made with
+    _, _, _, dw, du = torch.autograd.grad(y, list(given.values()), torch.ones_like(y))
+    assert torch.equal(dw, torch.full((H, N), float(B)))
+    assert torch.equal(du, dw)
+
+
+@pytest.mark.parametrize("value_size", [5, 8])
+def test_normalized_attention_runs_on_values_with_a_column_of_ones(value_size, calls, monkeypatch):
+    seen = []
+    launch = calls.launchKernel
+
+    def note(*arguments):
+        launch(*arguments)
+        address = addresses(calls.launches[-1], 3)[2]
+        size = 8 if value_size == 5 else 16
+        floats = (ctypes.c_float * (B * T * H * size)).from_address(address)
+        seen.append(torch.tensor(list(floats)).view(B, T, H, size))
+
+    monkeypatch.setattr(calls, "launchKernel", note)
+    q, k, v = torch.randn(B, T, H, N), torch.randn(B, T, H, N), torch.randn(B, T, H, value_size)
+    y, (final, z) = rwkv_jit.linear_attention(q, k, v, None, True, normalize=True)
+    assert (y.shape, final.shape, z.shape) == (v.shape, (B, H, N, value_size), (B, H, N))
+    (wide,) = seen
+    assert torch.equal(wide[..., :value_size], v)
+    assert torch.equal(wide[..., value_size], torch.ones(B, T, H))
+    assert not wide[..., value_size + 1 :].any()
 
 
 # ---- the chunked backend -----------------------------------------------------------------------------------------
@@ -547,6 +675,10 @@ GUARDED_SIZES = {
     **SCAN_SIZES,
     "wkv7_segment": [8] * 7 + [24] * 5 + [8] * 2 + [4],
     "wkv7_join": [8] * 5 + [8] * 2,
+    **{f"gla_recurrent_{way}": SIZES[f"gla_{way}"] for way in ("forward", "backward")},
+    "gla_scan": [8] * 11 + [24] * 4 + [8] * 2 + [4],
+    "gla_chunked_backward": [8] * 15 + [24] * 5 + [8] * 2 + [4],
+    "gla_key_gradients": [8] * 13 + [24] * 5 + [8] * 3 + [4],
 }
 
 
@@ -822,6 +954,283 @@ def test_compiler_need_not_know_the_batch_of_a_guarded_call(guarded_calls):
         fake = torch.ops.rwkv_jit.wkv7_fwd(*fakes, *arguments)
     assert len(shapes.guards) == before
     assert str(fake[2].shape[0]) != str(int(fake[2].shape[0]))  # symbolic
+
+
+# ---- the tensor cores of the ops that share templates ----------------------------------------------------------------
+
+
+def make_gated(op, shape, value_size, grad=False):
+    """Inputs in bfloat16, all but w, which is in float32."""
+    names, with_tokens = SHARED[op]
+    *lead, heads, size = shape
+    given = {}
+    for n in names:
+        of_n = (*lead, heads, value_size if n == "v" else size) if n in with_tokens else (heads, size)
+        given[n] = torch.randn(of_n).to(torch.float32 if n == "w" else torch.bfloat16).requires_grad_(grad)
+    return given
+
+
+def gated_options(op, **more):
+    """Options of a call whose decays are bounded."""
+    return more if op == "linear_attention" else {"decay": "sigmoid", **more}
+
+
+def places(given, names="rkvwu"):
+    return [given[n].data_ptr() if n in given else 0 for n in names]
+
+
+def strides_of_gated(op, given, *more):
+    """Of q, k, v or what is in its place, w, and more."""
+    q, k, v = (given[n] for n in "rkv")
+    of_w = strides(given["w"]) if "w" in SHARED[op][1] else (struct.pack("3q", 0, 0, q.shape[3]),)
+    return (*strides(q, k, v), *of_w, *strides(*more))
+
+
+@PACKINGS
+@pytest.mark.parametrize("op", SHARED)
+def test_gated_call_is_one_launch_in_each_direction(op, bounds, guarded_calls, monkeypatch):
+    shape, sequences, cu_seqlens = packing(bounds)
+    shape = (*shape[:3], 40)
+    at_bounds = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    for _ in range(2):
+        given, state = make_gated(op, shape, 56, grad=True), torch.randn(sequences, H, 56, 40, requires_grad=True)
+        options = gated_options(op, scale=0.5, state_layout="vk")
+        y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, **options)
+        forward = guarded_calls.launches[-1]
+        assert forward.entry == "gla_scan"
+        found = addresses(forward, 11)
+        assert found[:9] == [*places(given), state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
+        assert found[9]
+        assert found[10] == 0
+        assert forward.arguments[11:] == (
+            *strides_of_gated(op, given), *counts(shape[1], H), struct.pack("f", 0.5)
+        )  # fmt: skip
+        of_forward = gated.specialize(op, "forward", 40, 56, gated_types(op), "sm_80").parameters
+        assert (forward.grid, forward.block) == ((sequences, H, 1), (of_forward["NUM_THREADS"], 1, 1))
+        assert forward.shared_bytes == of_forward["SHARED_BYTES"]
+        dy, d_final = torch.randn_like(y), torch.randn_like(final)
+        grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, d_final])
+        back = guarded_calls.launches[-1]
+        assert back.entry == "gla_chunked_backward"
+        made, passed = addresses(back, 15), dict(zip(given, grads, strict=False))
+        assert made[:9] == [*places(given), dy.data_ptr(), at_bounds, found[9], d_final.data_ptr()]
+        for name, address in zip("rkvwu", made[9:14], strict=True):
+            if name in SHARED[op][1]:
+                assert address == passed[name].data_ptr()
+            else:  # a row for each sequence, or nothing
+                assert (address != 0) == (name in given)
+        assert made[14] == grads[-1].data_ptr()
+        assert back.arguments[15:] == (
+            *strides_of_gated(op, given, dy), *counts(shape[1], H), struct.pack("f", 0.5)
+        )  # fmt: skip
+        of_backward = gated.specialize(op, "backward", 40, 56, gated_types(op), "sm_80").parameters
+        assert (back.grid, back.block) == ((sequences, H, 1), (of_backward["NUM_THREADS"], 1, 1))
+        assert back.shared_bytes == of_backward["SHARED_BYTES"]
+        monkeypatch.setattr(boundary, "_check", refuse)
+    assert len(guarded_calls.launches) == 4
+
+
+def gated_types(op):
+    types = {"T_IO": "bf16", "T_W": "fp32", "T_U": "bf16", "T_STATE": "fp32", "STATE_LAYOUT": "vk"}
+    return types | {"DECAY": "none" if op == "linear_attention" else "sigmoid"}
+
+
+@PACKINGS
+@pytest.mark.parametrize("op", SHARED)
+def test_gated_call_with_large_heads(op, bounds, guarded_calls, monkeypatch):
+    shape, sequences, cu_seqlens = packing(bounds)
+    shape = (*shape[:3], 200)
+    at_bounds = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    for _ in range(2):
+        given, state = make_gated(op, shape, 300, grad=True), torch.randn(sequences, H, 300, 200, requires_grad=True)
+        options = gated_options(op, scale=0.5, state_layout="vk")
+        y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, **options)
+        forward = guarded_calls.launches[-1]
+        found = addresses(forward, 11)
+        assert found[:9] == [*places(given), state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
+        states = found[9]
+        assert states
+        assert found[10] == 0
+        of_scan = gated_scan.specialize(op, "forward", 200, 300, gated_types(op), "sm_80").parameters
+        assert (forward.grid, forward.block) == ((sequences, H, 3), (of_scan["NUM_THREADS"], 1, 1))
+        dy, d_final = torch.randn_like(y), torch.randn_like(final)
+        grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, d_final])
+        scan, of_keys = guarded_calls.launches[-2:]
+        assert [launch.entry for launch in (forward, scan, of_keys)] == ["gla_scan", "gla_scan", "gla_key_gradients"]
+        passed = dict(zip(given, grads, strict=False))
+        in_place = {**given, "v": dy}
+        back = addresses(scan, 11)
+        assert back[:7] == [*places(in_place), d_final.data_ptr(), at_bounds]
+        assert back[7:9] == [passed["v"].data_ptr(), grads[-1].data_ptr()]
+        e = back[9]
+        assert e not in (0, states)
+        assert e % 16 == states % 16 == back[10] == 0
+        assert scan.arguments[11:] == (
+            *strides_of_gated(op, in_place), *counts(shape[1], H), struct.pack("f", 0.5)
+        )  # fmt: skip
+        assert (scan.grid, scan.block, scan.shared_bytes) == (forward.grid, forward.block, forward.shared_bytes)
+        made = addresses(of_keys, 13)
+        assert made[:9] == [*places(given), dy.data_ptr(), at_bounds, states, e]
+        for name, address in zip("rkwu", made[9:], strict=True):
+            if name in SHARED[op][1]:
+                assert address == passed[name].data_ptr()
+            else:  # a row for each chunk, or nothing
+                assert (address != 0) == (name in given)
+        assert of_keys.arguments[13:] == (
+            *strides_of_gated(op, given, dy), *counts(shape[1], H, sequences), struct.pack("f", 0.5)
+        )  # fmt: skip
+        (request,) = gated_scan.companions(op, "backward", 200, 300, gated_types(op), "sm_80", None)
+        length, threads = (request.parameters[name] for name in ("CHUNK_LEN", "NUM_THREADS"))
+        slots = 120 // length + 3 if bounds else B * -(-40 // length)
+        assert of_keys.grid == (slots * -(-224 // (threads // 2)), H, 1)
+        assert (of_keys.block[0], of_keys.shared_bytes) == (threads, request.parameters["SHARED_BYTES"])
+        monkeypatch.setattr(boundary, "_check", refuse)
+    assert len(guarded_calls.launches) == 6
+
+
+def test_gradients_of_large_heads_without_tokens_are_added_over_the_chunks(guarded_calls, monkeypatch):
+    zeros = torch.zeros
+
+    def ones(*size, **more):
+        return zeros(*size, **more).fill_(1.0)
+
+    for bounds, slots in ((None, B * 2), (torch.tensor([0, 3, 3, 120]), 120 // 32 + 3)):
+        shape = (B, 40, H, 200) if bounds is None else (1, 120, H, 200)
+        given = make_gated("wkv5", shape, 300, grad=True)
+        y, _ = rwkv_jit.wkv5(*given.values(), cu_seqlens=bounds, decay="sigmoid", chunk_len=32)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "zeros", ones)  # the stub writes nothing: results are what they were made with
+            *_, dw, du = torch.autograd.grad(y, list(given.values()), torch.ones_like(y))
+        assert torch.equal(dw, torch.full((H, 200), float(slots)))
+        assert torch.equal(du.float(), dw)
+        assert (dw.dtype, du.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(40, 56), (200, 300)])
+def test_training_asks_for_all_kernels_of_a_gated_call_at_once(size, value_size, guarded_calls, monkeypatch):
+    asked, get_all, get_kernels = [], kernel.get_all, prepared.get_kernels
+
+    def names(requests):
+        asked.append([(request.template.name, request.parameters.get("BACKWARD")) for request in requests])
+
+    monkeypatch.setattr(kernel, "get_all", lambda requests: names(requests) or get_all(requests))
+    monkeypatch.setattr(
+        prepared,
+        "get_kernels",
+        lambda nearest, requests, *rest: names(requests) or get_kernels(nearest, requests, *rest),
+    )
+    rwkv_jit.gla(*make_gated("gla", (B, 40, H, size), value_size, grad=True).values(), decay="sigmoid")
+    forward = ("gla_scan", False)
+    if size == 40:
+        assert asked == [[forward, ("gla_chunked_backward", None)]]
+    else:  # the last one is in memory by then
+        assert asked == [[forward, ("gla_scan", True), ("gla_key_gradients", None)], [forward]]
+    asked.clear()
+    with torch.no_grad():
+        rwkv_jit.gla(*make_gated("gla", (B, 40, H, size), value_size, grad=True).values(), decay="sigmoid")
+    assert asked == [[forward]]
+
+
+@PACKINGS
+@pytest.mark.parametrize(("size", "value_size"), [(40, 56), (200, 300)])
+@pytest.mark.parametrize("op", [op for op in SHARED if op != "linear_attention"])
+def test_guarded_call_of_the_other_ops(op, size, value_size, bounds, guarded_calls, monkeypatch):
+    asked, get_kernels = [], prepared.get_kernels
+
+    def watched(nearest, requests, *rest):
+        asked.extend(request.parameters for request in requests if request.template.name == "gla_scan")
+        return get_kernels(nearest, requests, *rest)
+
+    monkeypatch.setattr(prepared, "get_kernels", watched)
+    shape, sequences, cu_seqlens = packing(bounds)
+    at_bounds = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    given = make_gated(op, (*shape[:3], size), value_size, grad=True)
+    state = torch.randn(sequences, H, value_size, size, requires_grad=True)
+    y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, state_layout="vk")
+    fast, exact = guarded_calls.launches
+    assert [fast.entry, exact.entry] == ["gla_scan", "gla_recurrent_forward"]
+    assert {each["LARGEST_DECAY"] for each in asked} == {prepared.LARGEST_DECAY}
+    passed = [*places(given), state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
+    *found, chunks, flags = addresses(fast, 11)
+    assert found == passed
+    padded = chunked.padded(size) * chunked.padded(value_size)
+    length = asked[0]["CHUNK_LEN"]
+    slots = shape[1] // length + 3 if bounds else B * -(-shape[1] // length)
+    assert flags - chunks == 2 * slots * H * padded
+    assert addresses(exact, 11) == [*passed, 0, flags]
+    dy, d_final = torch.ones_like(y), torch.ones_like(final)
+    grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, d_final])
+    *fast, repeat, exact = guarded_calls.launches[2:]
+    names = ["gla_chunked_backward"] if size == 40 else ["gla_scan", "gla_key_gradients"]
+    assert [launch.entry for launch in fast] == names
+    assert [repeat.entry, exact.entry] == ["gla_recurrent_forward", "gla_recurrent_backward"]
+    *found, checkpoints, of_repeat = addresses(repeat, 11)
+    assert found == [*places(given), state.data_ptr(), at_bounds, 0, 0]
+    assert of_repeat == flags
+    back = addresses(exact, 17)
+    assert back[:9] == [*places(given), dy.data_ptr(), at_bounds, checkpoints, d_final.data_ptr()]
+    for name, address in zip("rkvwu", back[9:14], strict=True):
+        if name in SHARED[op][1]:
+            assert address == dict(zip(given, grads, strict=False))[name].data_ptr()
+        else:
+            assert (address != 0) == (name in given)
+    assert back[14:16] == [grads[-1].data_ptr(), flags]
+    assert back[16]
+    if size == 40:  # what all sequences have of their own is corrected in place
+        assert addresses(fast[0], 15)[9:14] == back[9:14]
+
+
+@pytest.mark.parametrize("op", ["linear_attention"])
+def test_normalized_attention_takes_the_tensor_cores_with_its_column_of_ones(op, guarded_calls):
+    for value_size, entries in (
+        (120, ["gla_scan", "gla_chunked_backward"]),
+        (128, ["gla_scan", "gla_scan", "gla_key_gradients"]),
+    ):
+        del guarded_calls.launches[:]
+        given = make_gated(op, (B, 40, H, 64), value_size, grad=True)
+        y, _ = rwkv_jit.linear_attention(*given.values(), normalize=True)
+        torch.autograd.grad(y.sum(), list(given.values()))
+        assert [launch.entry for launch in guarded_calls.launches] == entries
+        assert y.shape == (B, 40, H, value_size)
+
+
+@pytest.mark.parametrize("size", [40, 200])
+def test_gated_call_without_tokens_or_heads(size, guarded_calls):
+    for shape in ((B, 0, H, size), (0, 40, H, size), (B, 40, 0, size)):
+        given = make_gated("wkv5", shape, size, grad=True)
+        y, final = rwkv_jit.wkv5(
+            *given.values(), output_final_state=True, decay="sigmoid", backend="chunked" if size == 40 else "split"
+        )
+        assert y.shape == shape
+        grads = torch.autograd.grad(y.sum() + final.sum(), list(given.values()))
+        assert [grad.shape for grad in grads] == [x.shape for x in given.values()]
+    # Without tokens states are copied, and for large heads there is no chunk that could have gradients.
+    names = ["gla_scan", "gla_chunked_backward" if size == 40 else "gla_scan"]
+    assert [launch.entry for launch in guarded_calls.launches] == names
+
+
+@pytest.mark.parametrize(("backend", "size"), [("chunked", 7), ("scan", 131)])
+@pytest.mark.parametrize("guarded", [False, True])
+@PACKINGS
+def test_fake_of_a_gated_call_has_the_sizes_of_the_real_one(bounds, guarded, backend, size, guarded_calls):
+    from torch._subclasses import FakeTensorMode
+
+    shape, _, cu_seqlens = packing(bounds)
+    given = make_gated("wkv6", (*shape[:3], size), size + 2).values()
+    arguments = (None, cu_seqlens, 1.0, "raw", "vk", 64, 32, None, backend, None, None, guarded, True, True)
+    real = torch.ops.rwkv_jit.wkv6_fwd(*given, *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        fake = torch.ops.rwkv_jit.wkv6_fwd(*fakes, *arguments)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+
+
+def test_too_many_heads_for_a_grid_are_refused(guarded_calls):
+    for size, backend in ((1, "chunked"), (129, "split")):
+        given = make_gated("gla", (1, 1, 65536, size), 1)
+        message = f"backend: {backend!r} takes up to 65535 heads, got 65536; use 'recurrent'"
+        with pytest.raises(UnsupportedConfigError, match=message):
+            rwkv_jit.gla(*given.values(), decay="sigmoid", backend=backend)
 
 
 def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(chunked_calls, monkeypatch):

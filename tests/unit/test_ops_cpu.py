@@ -1,5 +1,6 @@
 """The public ops on CPU tensors: the same torch ops as on a GPU, computed by the reference."""
 
+import functools
 import logging
 
 import numpy as np
@@ -9,17 +10,23 @@ import torch
 import rwkv_jit
 from rwkv_jit import tensors
 
-OPS = ("wkv6", "wkv7")
+OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 DECAYS = ("raw", "sigmoid", "log", "direct")
+OPS_AND_DECAYS = [(op, decay) for op in OPS for decay in (DECAYS if op != "linear_attention" else ("none",))]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def public(op):
-    return getattr(rwkv_jit, op)
+    """The op with states [.., V, K] by default, whatever its own default is."""
+    return functools.partial(getattr(rwkv_jit, op), state_layout="vk")
 
 
 def reference(op):
-    return getattr(rwkv_jit, f"{op}_ref")
+    return functools.partial(getattr(rwkv_jit, f"{op}_ref"), state_layout="vk")
+
+
+def of_decay(decay):
+    return {} if decay == "none" else {"decay": decay}
 
 
 def copies(given):
@@ -42,12 +49,11 @@ def assert_same(values, wanted):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "decay"), OPS_AND_DECAYS)
 def test_values_and_gradients_are_the_references(op, decay, dtype, make_inputs, make_state):
     given, state = make_inputs(op, dtype=dtype, decay=decay), make_state(2, dtype=dtype)
-    y, final = public(op)(*given.values(), state, True, scale=0.7, decay=decay)
-    want_y, want_final = reference(op)(*given.values(), state, True, scale=0.7, decay=decay)
+    y, final = public(op)(*given.values(), state, True, scale=0.7, **of_decay(decay))
+    want_y, want_final = reference(op)(*given.values(), state, True, scale=0.7, **of_decay(decay))
     assert_same((y, final), (want_y, want_final))
     leaves = [*given.values(), state]
     assert_same(torch.autograd.grad(loss(y, final), leaves), torch.autograd.grad(loss(want_y, want_final), leaves))
@@ -65,15 +71,15 @@ def test_packed_values_and_gradients_are_the_references(op, make_inputs, make_st
     assert_same(torch.autograd.grad(loss(*outputs), leaves), torch.autograd.grad(loss(*wanted), leaves))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "linear_attention"])
 def test_float32_decay_beside_half_inputs_keeps_its_precision(op, make_inputs):
-    given = make_inputs(op, dtype=torch.bfloat16)
-    given["w"] = make_inputs(op, dtype=torch.float32)["w"]
+    given, w = make_inputs(op, dtype=torch.bfloat16), "g" if op == "gla" else "w"
+    given[w] = make_inputs(op, dtype=torch.float32)[w]
     y, final = public(op)(*given.values(), None, True)
     wanted = reference(op)(*given.values(), None, True)
     assert_same((y, final), wanted)
-    assert torch.autograd.grad(final.sum(), given["w"])[0].dtype == torch.float32
-    rounded = {**given, "w": given["w"].bfloat16()}
+    assert torch.autograd.grad(final.sum(), given[w])[0].dtype == torch.float32
+    rounded = {**given, w: given[w].bfloat16()}
     assert not torch.equal(public(op)(*rounded.values(), None, True)[1], final)
 
 
@@ -88,6 +94,8 @@ def test_options_of_the_kernels_change_nothing(op, make_inputs):
     given = make_inputs(op)
     plain = public(op)(*given.values(), None, True)
     options = {"decay_bound": -5.0, "checkpoint_interval": 1, "chunk_len": 3, "num_threads": 5}
+    if op == "linear_attention":
+        del options["decay_bound"]
     assert_same(public(op)(*given.values(), None, True, **options), plain)
 
 
@@ -303,7 +311,8 @@ def torch_op(op, direction):
 
 
 def op_arguments(op, given, state, cu_seqlens=None):
-    return (*given.values(), state, cu_seqlens, 0.7, "raw", "vk", 64, None, None, "reference", None, None, False)
+    decay = "none" if op == "linear_attention" else "raw"
+    return (*given.values(), state, cu_seqlens, 0.7, decay, "vk", 64, None, None, "reference", None, None, False)
 
 
 @pytest.mark.parametrize("output_final_state", [True, False])
@@ -332,6 +341,8 @@ def test_backward_op_passes_opcheck(op, with_state, make_inputs, make_state):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_into_one_graph_forward_and_backward(op, dynamic, make_inputs, make_state):
+    torch._dynamo.reset()  # all these tests compile one function, which may be done a few times only
+
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
     def step(state, *arguments):
         y, final = public(op)(*arguments, state, True)
@@ -350,6 +361,8 @@ def test_compiles_into_one_graph_forward_and_backward(op, dynamic, make_inputs, 
 
 @pytest.mark.parametrize("op", OPS)
 def test_compiles_with_packed_sequences(op, make_inputs):
+    torch._dynamo.reset()
+
     @torch.compile(backend="aot_eager", fullgraph=True)
     def step(cu_seqlens, *arguments):
         return public(op)(*arguments, cu_seqlens=cu_seqlens)[0]
@@ -371,7 +384,9 @@ def test_cpu_tensors_give_one_notice(caplog, make_inputs):
     with caplog.at_level(logging.INFO, logger="rwkv_jit"):
         for op in (*OPS, *OPS):
             public(op)(*make_inputs(op).values())[0].sum().backward()
-    assert [record.getMessage() for record in caplog.records] == ["wkv6: CPU tensors run the reference in plain torch"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{OPS[0]}: CPU tensors run the reference in plain torch"
+    ]
 
 
 def test_notice_is_one_line_of_standard_error_in_a_bare_program(child):

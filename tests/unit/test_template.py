@@ -34,6 +34,8 @@ constexpr int VALUE_SIZE = 40;
 #line 1 "wkv7_recurrent_forward.cu"
 """
 OF_TENSOR_CORES = ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh"]
+OF_CHUNKS = [*OF_TENSOR_CORES, "chunk.cuh", "chunk_decay.cuh", "decay.cuh"]
+OF_SLABS = [*OF_TENSOR_CORES, "decay.cuh", "slab.cuh", "slots.cuh", "wkv7_slab.cuh"]
 
 
 def render(name, parameters):
@@ -86,29 +88,30 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
 @pytest.mark.parametrize(
     ("name", "headers"),
     [
-        ("wkv6_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("gla_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv7_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
-        ("wkv6_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("gla_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv7_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv7_join", OF_TENSOR_CORES),
-        ("wkv7_segment", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
-        ("wkv7_decay_range", OF_TENSOR_CORES + ["wkv7_decay.cuh"]),
-        ("wkv7_chunked_forward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
-        ("wkv7_chunked_backward", OF_TENSOR_CORES + ["wkv7_chunk.cuh", "wkv7_decay.cuh"]),
-        ("wkv7_prepare", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
-        ("wkv7_scan", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_slab.cuh"]),
-        (
-            "wkv7_group_scan",
-            sorted(OF_TENSOR_CORES + ["bulk_copy.cuh", "wgmma.cuh", "wkv7_decay.cuh", "wkv7_slab.cuh"]),
-        ),
-        ("wkv7_token_gradients", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_slab.cuh"]),
-        ("wkv7_key_gradients", OF_TENSOR_CORES + ["wkv7_decay.cuh", "wkv7_operands.cuh", "wkv7_slab.cuh"]),
+        ("wkv7_segment", [*OF_CHUNKS, "wkv7_chunk.cuh"]),
+        ("wkv7_decay_range", [*OF_TENSOR_CORES, "decay.cuh"]),
+        ("wkv7_chunked_forward", [*OF_CHUNKS, "wkv7_chunk.cuh"]),
+        ("wkv7_chunked_backward", [*OF_CHUNKS, "wkv7_chunk.cuh", "wkv7_key_side.cuh"]),
+        ("wkv7_group_backward", [*OF_CHUNKS, "slab.cuh", "wgmma.cuh", "wkv7_chunk.cuh", "wkv7_key_side.cuh"]),
+        ("gla_scan", [*OF_CHUNKS, "gla_chunk.cuh"]),
+        ("gla_chunked_backward", [*OF_CHUNKS, "gla_chunk.cuh", "gla_key_side.cuh"]),
+        ("gla_key_gradients", [*OF_TENSOR_CORES, "chunk.cuh", "decay.cuh", "gla_key_side.cuh", "slots.cuh"]),
+        ("wkv7_prepare", [*OF_SLABS, "wkv7_operands.cuh"]),
+        ("wkv7_scan", OF_SLABS),
+        ("wkv7_group_scan", [*OF_SLABS, "bulk_copy.cuh", "wgmma.cuh"]),
+        ("wkv7_token_gradients", OF_SLABS),
+        ("wkv7_key_gradients", [*OF_SLABS, "wkv7_operands.cuh"]),
     ],
 )
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
     rendered = render(name, {})
     assert rendered.headers == tuple(
-        (header, (template.directory() / header).read_text(encoding="utf-8")) for header in headers
+        (header, (template.directory() / header).read_text(encoding="utf-8")) for header in sorted(headers)
     )
 
 
@@ -120,7 +123,7 @@ def test_headers_that_include_each_other_are_read_once(own_templates):
 
 
 def test_unknown_template_names_those_there_are():
-    with pytest.raises(rwkv_jit.UnsupportedConfigError, match="no kernel template 'wkv8'.*wkv6_recurrent_backward"):
+    with pytest.raises(rwkv_jit.UnsupportedConfigError, match="no kernel template 'wkv8'.*gla_recurrent_backward"):
         template.library("wkv8")
 
 
@@ -212,7 +215,7 @@ def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_chec
 
 
 def test_templates_of_this_installation_are_found():
-    kinds = ("wkv6_recurrent", "wkv7_recurrent", "wkv7_chunked")
+    kinds = ("gla_recurrent", "wkv7_recurrent", "wkv7_chunked")
     of_both_ways = {
         "wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_group_scan", "wkv7_token_gradients", "wkv7_key_gradients",
         "wkv7_segment", "wkv7_decay_range",

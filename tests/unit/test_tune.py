@@ -201,7 +201,7 @@ def geometries(requests):
     return {
         tuple(each.parameters[name] for name in ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM"))
         for each in requests
-        if "_chunked_" in each.template.name
+        if each.template.name.split("_")[1] in ("chunked", "group")
     }
 
 

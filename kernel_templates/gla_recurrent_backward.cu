@@ -1,14 +1,21 @@
-// RWKV-6 time mixing, backward. With E_t = dL/dS_t from later tokens and delta_t = v_t . dy_t:
+// Gated linear attention, backward. With E_t = dL/dS_t from later tokens and delta_t = v_t . dy_t, with BONUS:
 //
 //     dr_t = scale (S_{t-1}^T dy_t + delta_t u * k_t);   dk_t = E_t^T v_t + scale delta_t u * r_t;
 //     dv_t = E_t k_t + scale (sum_j u_j r_tj k_tj) dy_t;   du = scale sum_t delta_t r_t * k_t;
 //     dd_t = sum_v E_t * S_{t-1};   dw_t = dd_t slope(w_t);   E_{t-1} = E_t diag(d_t) + scale dy_t r_t^T
 //
+// Without, y_t sees S_t, so with G_t = E_t + scale dy_t r_t^T:
+//
+//     dr_t = scale S_t^T dy_t = scale (d_t * S_{t-1}^T dy_t + delta_t k_t);   dk_t = G_t^T v_t;   dv_t = G_t k_t;
+//     dd_t = sum_v G_t * S_{t-1};   dw_t = dd_t slope(w_t);   E_{t-1} = G_t diag(d_t)
+//
 //   r k v w u, cu_seqlens, checkpoints   as in the forward       dy  [batch, tokens, heads, V]  T_IO  in
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
 //   dr dk  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
-//   du  [sequences, heads, K]  fp32  out: to be added over the sequences
+//   du, and with CONSTANT_DECAY dw  [sequences, heads, K]  fp32  out: to be added over the sequences
+//   dw is null with Decay::none, du without BONUS
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
+//   leaves  as in the forward
 //   scratch  [gridDim.x, scratch_stride]  fp32
 //
 // The states are recomputed forward, never by dividing by the decay, so any decay is safe. From the checkpoint at
@@ -23,7 +30,9 @@
 
 static_assert(HELD_STATES >= 1 && CHUNK_LEN % HELD_STATES == 0, "held_states must divide chunk_len");
 
-constexpr int SUMS = 3;  // dr dd dk: sums over the value rows
+constexpr bool TOKEN_DECAY = DECAY != Decay::none && !CONSTANT_DECAY;  // every token has a dw of its own
+constexpr int SUMS = TOKEN_DECAY ? 3 : 2;  // dr dd dk, or dr dk: sums over the value rows
+constexpr int DK = SUMS - 1;
 constexpr int RECTANGLE = ROWS_PER_THREAD * COLUMNS * NUM_THREADS;
 constexpr int PIECES = CHUNK_LEN / HELD_STATES;
 constexpr int STATE_SIZE = VALUE_SIZE * HEAD_SIZE;
@@ -38,15 +47,18 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
+template <bool IS_TOTAL> struct DecayGradient { using type = T_W; };
+template <> struct DecayGradient<true> { using type = float; };
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_backward(
     const T_IO* __restrict__ r_all, const T_IO* __restrict__ k_all, const T_IO* __restrict__ v_all,
     const T_W* __restrict__ w_all, const T_U* __restrict__ u_all, const T_IO* __restrict__ dy_all,
     const i64* __restrict__ cu_seqlens, const float* __restrict__ checkpoints,
     const float* __restrict__ grad_final_state, T_IO* __restrict__ dr_all, T_IO* __restrict__ dk_all,
-    T_IO* __restrict__ dv_all, T_W* __restrict__ dw_all, float* __restrict__ du_all,
-    float* __restrict__ grad_initial_state, float* __restrict__ scratch_all, Strides r_strides, Strides k_strides,
-    Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens, i64 heads, i64 sequences,
-    i64 scratch_stride, int interval, float scale) {
+    T_IO* __restrict__ dv_all, DecayGradient<CONSTANT_DECAY>::type* __restrict__ dw_all, float* __restrict__ du_all,
+    float* __restrict__ grad_initial_state, const int* __restrict__ leaves, float* __restrict__ scratch_all,
+    Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens,
+    i64 heads, i64 sequences, i64 scratch_stride, int interval, float scale) {
     __shared__ alignas(16) Smem smem;
     clear_shared(reinterpret_cast<float*>(&smem), sizeof(Smem) / sizeof(float));
 
@@ -57,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
     float* const saved_sums = saved_state + most_chunks * PIECES * RECTANGLE;
 
     for (i64 item = blockIdx.x; item < sequences * heads; item += gridDim.x) {
+        if (leaves != nullptr && leaves[item] == 0) continue;
         const i64 sequence = item / heads, head = item % heads;
         const Span span = sequence_span(cu_seqlens, sequence, tokens);
         const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
@@ -65,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
             checkpoints + (first_checkpoint(cu_seqlens, sequence, span, interval) * heads + head) * STATE_SIZE;
 
         Rectangle e;
-        float bonus[COLUMNS], du[COLUMNS] = {};
-        read_channels(bonus, u_all + head * HEAD_SIZE);
+        float bonus[COLUMNS] = {}, du[COLUMNS] = {}, dw[COLUMNS] = {};
+        if constexpr (BONUS) read_channels(bonus, u_all + head * HEAD_SIZE);
         for (int rows = 0; rows < ROW_BLOCKS; ++rows) {
             const float* const last = grad_final_state ? grad_final_state + item * STATE_SIZE : nullptr;
             read_state<STATE_LAYOUT>(e, last, rows * BLOCK_ROWS);
@@ -94,19 +107,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                 StagedValues<T_IO> next_v, next_dy;
                 const auto load_forward = [&](int token) {
                     const int steps = length - token;
-                    next_w.load(w + token * w_strides.token, w_strides.token, steps);
+                    if constexpr (DECAY != Decay::none)
+                        next_w.load(w + token * w_strides.token, w_strides.token, steps);
                     next_k.load(k + token * k_strides.token, k_strides.token, steps);
                     next_v.load(v + token * v_strides.token, v_strides.token, steps, width);
                 };
                 const auto store_forward = [&](int steps) {
-                    next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [](float x) { return decay_factor<DECAY>(x); });
+                    if constexpr (DECAY != Decay::none)
+                        next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f,
+                                                  [](float x) { return decay_factor<DECAY>(x); });
                     next_k.store<PADDED_HEAD>(smem.k[0], steps);
                     next_v.store<BLOCK_ROWS>(smem.v[0], steps, width);
                 };
                 const auto advance = [&](const Rectangle& from, Rectangle& to, int s) {
                     float v_t[ROWS_PER_THREAD], d_t[COLUMNS], k_t[COLUMNS];
                     read_rows(v_t, smem.v[s]);
-                    read_columns(d_t, smem.d[s]);
+                    read_factors(d_t, smem.d[s]);
                     read_columns(k_t, smem.k[s]);
 #pragma unroll
                     for (int c = 0; c < COLUMNS; ++c)
@@ -153,8 +169,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                         const int steps = length - chunk * CHUNK_LEN;
                         store_forward(steps);
                         next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
-                        next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f,
-                                                  [](float x) { return decay_slope<DECAY>(x); });
+                        if constexpr (DECAY != Decay::none)
+                            next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f,
+                                                      [](float x) { return decay_slope<DECAY>(x); });
                         next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
                         __syncthreads();
                         load_backward(chunk - 1);
@@ -176,27 +193,39 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                         read_rows(v_t, smem.v[at]);
                         read_columns(r_t, smem.r[at]);
                         read_columns(k_t, smem.k[at]);
-                        read_columns(d_t, smem.d[at]);
+                        read_factors(d_t, smem.d[at]);
+                        float slope_t[COLUMNS] = {};  // 0 past the end of the sequence
+                        if constexpr (CONSTANT_DECAY) read_columns(slope_t, smem.slope[at]);
                         float delta = 0.0f, bonus_t = 0.0f;
 #pragma unroll
                         for (int i = 0; i < ROWS_PER_THREAD; ++i) delta += v_t[i] * dy_t[i];
 #pragma unroll
                         for (int c = 0; c < COLUMNS; ++c) {
-                            bonus_t += bonus[c] * r_t[c] * k_t[c];
-                            du[c] += delta * r_t[c] * k_t[c];
-                            sums[0][c] = delta * bonus[c] * k_t[c];
-                            sums[2][c] = delta * bonus[c] * r_t[c];
+                            if constexpr (BONUS) {
+                                bonus_t += bonus[c] * r_t[c] * k_t[c];
+                                du[c] += delta * r_t[c] * k_t[c];
+                                sums[0][c] = delta * bonus[c] * k_t[c];
+                                sums[DK][c] = delta * bonus[c] * r_t[c];
+                            }
+                            float dd = 0.0f;
 #pragma unroll
                             for (int i = 0; i < ROWS_PER_THREAD; ++i) {
+                                if constexpr (!BONUS) e[i][c] += dy_t[i] * r_t[c];
                                 dv_t[i] += e[i][c] * k_t[c];
                                 sums[0][c] += before[i][c] * dy_t[i];
-                                sums[1][c] += before[i][c] * e[i][c];
-                                sums[2][c] += e[i][c] * v_t[i];
-                                e[i][c] = e[i][c] * d_t[c] + dy_t[i] * r_t[c];
+                                dd += before[i][c] * e[i][c];
+                                sums[DK][c] += e[i][c] * v_t[i];
+                                e[i][c] *= d_t[c];
+                                if constexpr (BONUS) e[i][c] += dy_t[i] * r_t[c];
                             }
+                            if constexpr (!BONUS) sums[0][c] = sums[0][c] * d_t[c] + delta * k_t[c];
+                            if constexpr (TOKEN_DECAY) sums[1][c] = dd;
+                            if constexpr (CONSTANT_DECAY) dw[c] += dd * slope_t[c];
                         }
+                        if constexpr (BONUS) {
 #pragma unroll
-                        for (int i = 0; i < ROWS_PER_THREAD; ++i) dv_t[i] += bonus_t * dy_t[i];
+                            for (int i = 0; i < ROWS_PER_THREAD; ++i) dv_t[i] += bonus_t * dy_t[i];
+                        }
                         write_row_sums(dv_t, smem.dv[at]);
                         write_column_sums<SUMS>(smem.sums[s % FLUSH_LEN], sums);
 
@@ -212,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
                                 float* const running = saved_sums + (at_token * SUMS + sum) * PADDED_HEAD + channel;
                                 if (!add_row_blocks(total, running, rows)) return;
                                 const i64 out = key_row + at_token * heads * HEAD_SIZE;
-                                if (sum == 1) {
+                                if (TOKEN_DECAY && sum == 1) {
 #pragma unroll
                                     for (int i = 0; i < 4; ++i) total.at[i] *= smem.slope[slot][channel + i];
                                     write_channels(dw_all + out, total, channel);
@@ -234,16 +263,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv6_backward(
             }
         }
 
-        // du takes the place of one more sum over the value rows, over the whole sequence.
-        float du_sums[SUMS][COLUMNS] = {};
+        // du, and the dw of a constant decay, take the places of sums over the value rows, over the whole sequence.
+        if constexpr (BONUS || CONSTANT_DECAY) {
+            float totals[SUMS][COLUMNS] = {};
 #pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) du_sums[0][c] = du[c];
-        __syncthreads();
-        write_column_sums<SUMS>(smem.sums[0], du_sums);
-        __syncthreads();
-        add_up_parts<SUMS>(smem.sums, 1, [&](int sum, int, int channel, const Pack<float, 4>& total) {
-            if (sum == 0) write_channels(du_all + item * HEAD_SIZE, total, channel);
-        });
+            for (int c = 0; c < COLUMNS; ++c) {
+                totals[0][c] = du[c];
+                if constexpr (CONSTANT_DECAY) totals[1][c] = dw[c];
+            }
+            __syncthreads();
+            write_column_sums<SUMS>(smem.sums[0], totals);
+            __syncthreads();
+            add_up_parts<SUMS>(smem.sums, 1, [&](int sum, int, int channel, const Pack<float, 4>& total) {
+                if (BONUS && sum == 0) write_channels(du_all + item * HEAD_SIZE, total, channel);
+                if (CONSTANT_DECAY && sum == 1) write_channels(dw_all + item * HEAD_SIZE, total, channel);
+            });
+        }
         if (grad_initial_state != nullptr)
             for (int rows = 0; rows < ROW_BLOCKS; ++rows) {
                 restore_rectangle(e, saved_e + i64(rows) * RECTANGLE);

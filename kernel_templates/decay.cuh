@@ -1,10 +1,8 @@
-// What the tensor-core kernels of RWKV-7 share whatever their tiles are: rates of decay, their slopes, small helpers.
+// What all tensor-core kernels share, whatever their tiles are: rates of decay, their slopes, small helpers.
 //
 // Needs T_IO, DECAY.
 #pragma once
 #include "types.cuh"
-
-__device__ constexpr int ceil_power(int x) { return x <= 1 ? 1 : 2 * ceil_power((x + 1) / 2); }
 
 // Taken from lane 0, so that the compiler knows it to be the same in the whole warp.
 __device__ inline int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
@@ -19,6 +17,7 @@ __device__ inline float reciprocal(float x) {
     return y;
 }
 
+constexpr bool HAS_DECAY = DECAY != Decay::none;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // log2 of the per-step factor as RATE_UNIT times a rate, so that rates can be summed first.

@@ -1,0 +1,66 @@
+// The decays of a chunk, by threads that have a pair of channels over SEGMENT_LEN tokens each: c_t, the sum of the
+// log-decays up to token t, m over the first half and D over all. Logarithms are to the base 2, for which the GPU has an
+// instruction.
+//
+// Needs T_W beside what chunk.cuh needs.
+#pragma once
+#include "chunk.cuh"
+
+constexpr int PAIRS = CHANNELS / 2;
+constexpr int SEGMENT_LEN = ceil_power(ceil_div(CHUNK_LEN * PAIRS, NUM_THREADS));
+constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
+static_assert(SEGMENTS >= 2, "num_threads must be at least the head size, rounded up to a multiple of 32");
+
+// The thread's pair of channels in `factor`.
+__device__ inline void write_factor(float (&factor)[CHANNELS], float2 exponent) {
+    if (threadIdx.x < PAIRS)
+        *reinterpret_cast<float2*>(&factor[2 * threadIdx.x]) = {
+            exp2_fast(exponent.x / FACTOR_STEPS), exp2_fast(exponent.y / FACTOR_STEPS)};
+}
+
+// The decays of a thread's tokens, as they come from memory.
+struct RawDecays {
+    static constexpr int VECTOR = HEAD_SIZE % 4 == 0 ? 2 : 1;
+    Words<T_W, VECTOR> held[SEGMENT_LEN][2 / VECTOR];
+
+    // `w` is the chunk's first token of `steps`. What is past the last token or channel is read from there: a load
+    // under a condition would have to wait for the value that it may leave in place.
+    __device__ void load(const T_W* w, i64 token_stride, int steps) {
+        const int first = threadIdx.x / PAIRS * SEGMENT_LEN, channel = threadIdx.x % PAIRS * 2;
+        const T_W* row = w + min(first, steps - 1) * token_stride;
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2 / VECTOR; ++j)
+                held[i][j] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + j, HEAD_SIZE - VECTOR));
+            if (first + i + 1 < steps) row += token_stride;
+        }
+    }
+    __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
+};
+
+// Sums of the rates of a thread's pair of channels up to each of its tokens.
+struct RateSums { float2 at[SEGMENT_LEN]; };
+
+// First half: sums within the thread's segment. Padding has no decay.
+__device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps) {
+    const int channel = threadIdx.x % PAIRS * 2, segment = threadIdx.x / PAIRS;
+    float2 sum = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i) {
+        const bool present = segment * SEGMENT_LEN + i < steps;
+        const auto rate = [&](int j) {
+            const bool is_channel = HEAD_SIZE == CHANNELS || channel + j < HEAD_SIZE;
+            return present && is_channel ? decay_rate<DECAY>(raw.at(i, j)) : 0.0f;
+        };
+        sum.x += rate(0), sum.y += rate(1);
+        sums.at[i] = sum;
+    }
+    if (segment < SEGMENTS) totals[segment][threadIdx.x % PAIRS] = sum;
+}
+
+// m and D of a thread's pair of channels, and the largest c_t - m of its tokens, which growth may hide from the two.
+struct Frame {
+    float2 middle, end;
+    float farthest;
+};

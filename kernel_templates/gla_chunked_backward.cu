@@ -1,0 +1,294 @@
+// Gated linear attention and its kin, backward, a chunk after another from the last to the first on the tensor cores.
+// With the operands of gla_chunk.cuh, S' from the forward, E = dL/dS at the chunk's end and E' = E diag(e^(D - m)):
+//
+//     dV = P^T dY + K E'^T;   dP = tril(dY V^T), strictly with the bonus
+//     dQ = dP K + dY S';   dK = dP^T Q + V E';   E <- (E' + dY^T Q) diag(e^m)
+//
+// and dq, dk are dQ, dK times the factors that made Q, K. With z = sum_v S' * (E' + dY^T Q) the gradient of token t's
+// log-decay is z - sum_(s < t) (Q dQ - K dK)_s, with the bonus z - sum_(s <= t) (Q dQ)_s + sum_(s < t) (K dK)_s, from the
+// rounded operands and the unrounded dQ, dK as in wkv7_chunked_backward.cu. The bonus adds scale (dy_t . v_t) u k_t to
+// dq_t, the same with q_t to dk_t, and with q_t k_t to du.
+//
+//   q k w v u, cu_seqlens, checkpoints   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
+//   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
+//   dq dk  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
+//   du  [sequences, heads, K]  fp32  out, of the bonus; dw  the same, of a constant decay
+//   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
+//
+// Grid (sequences, heads).
+#include "gla_chunk.cuh"
+#include "gla_key_side.cuh"
+
+constexpr int TILES = ceil_div(VALUES / 16, WARPS);
+constexpr int SLAB = 16 * TILES;
+constexpr int GROWTH_PITCH = CHANNELS + 4;  // eight channels of every other row are in different banks
+static_assert(WARPS * SLAB == VALUES, "num_threads must be once or twice the value size, rounded up to a multiple of 32");
+
+using StateTile = bf16[VALUES][KEY_PITCH];
+struct Smem {
+    PairOperands operands;
+    TokenTile pairs, d_pairs;
+    RawPair raw;
+    ValueTile v, dy, dv;
+    float2 totals[SEGMENTS][PAIRS];
+    StateTile state, e;
+    float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
+    float state_terms[WARPS][CHANNELS];
+    float factor[CHANNELS], own[PAIRS / 16][CHUNK_LEN], diagonal[CHUNK_LEN];  // dy_t . v_t
+    float sums[2][4][CHANNELS];  // du and of a constant log-decay, a part for each of four lanes
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_backward(
+    const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
+    const T_U* __restrict__ u, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
+    const Checkpoint* __restrict__ checkpoints, const float* __restrict__ grad_final_state, T_IO* __restrict__ dq,
+    T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_DW* __restrict__ dw, float* __restrict__ du,
+    float* __restrict__ grad_initial_state, Strides q_strides, Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens, i64 heads, float scale) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, head = blockIdx.y;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int warp = warp_id(), first_value = SLAB * warp;
+
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    q += start(q_strides), k += start(k_strides), w += start(w_strides), v += start(v_strides), dy += start(dy_strides);
+    const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;
+    const i64 out_row = (span.batch * tokens + span.begin) * heads + head;
+    dq += out_row * HEAD_SIZE, dk += out_row * HEAD_SIZE, dv += out_row * VALUE_SIZE;
+    if (!CONSTANT_DECAY) dw += out_row * HEAD_SIZE;
+    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+    checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+
+    const auto copy_keys = [&](i64 token) {
+        const i64 steps = span.length - token;
+        const auto copy = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
+            copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
+                rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
+        };
+        copy(smem.raw.q, q, q_strides.token), copy(smem.raw.k, k, k_strides.token);
+    };
+    const auto copy_values = [&](i64 token) {
+        const i64 steps = span.length - token;
+        const auto copy = [&](ValueTile& rows, const T_IO* source, i64 stride) {
+            copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
+                reinterpret_cast<T_IO*>(rows[0]), source + token * stride, stride, steps, VALUE_SIZE, threadIdx.x);
+        };
+        copy(smem.v, v, v_strides.token), copy(smem.dy, dy, dy_strides.token);
+    };
+    Fragment state_rows[TILES][CHANNELS / 16];  // S'
+    const auto load_state = [&](i64 token) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c)
+                state_rows[i][c] = read_checkpoint(checkpoints + token / CHUNK_LEN * heads, first_value + 16 * i, c);
+    };
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    __syncthreads();
+    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+    RawDecays next_w;
+    if (last >= 0) {
+        copy_keys(last), commit_copies();
+        if constexpr (HAS_DECAY)
+            next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
+    }
+    float2 bonus = {0.0f, 0.0f};
+    if constexpr (BONUS) {
+        const int channel = threadIdx.x % PAIRS * 2;
+        if (channel < HEAD_SIZE) bonus.x = scale * to_float(u[head * HEAD_SIZE + channel]);
+        if (channel + 1 < HEAD_SIZE) bonus.y = scale * to_float(u[head * HEAD_SIZE + channel + 1]);
+    }
+    StateRows e[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+        read_state<STATE_LAYOUT>(e[i], grad_final_state ? grad_final_state + state_offset : nullptr, first_value + 16 * i);
+
+    const auto operand_q = tile_of(smem.operands.q), operand_k = tile_of(smem.operands.k);
+    const auto pairs = tile_of(smem.pairs), d_pairs = tile_of(smem.d_pairs);
+    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_dv = tile_of(smem.dv);
+    const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
+
+    float2 behind = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
+    for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
+        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
+        const i64 next = token - CHUNK_LEN;
+        RateSums sums;
+        sum_decays(sums, smem.totals, next_w, steps);
+        wait_for_copies<0>();
+        __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
+        copy_values(token), commit_copies();
+        load_state(token);
+        float own[SEGMENT_LEN];
+        const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, own,
+                                                        smem.growth);
+        if constexpr (BONUS) write_own(smem.own, own);
+        write_factor(smem.factor,
+                     {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
+        behind = frame.middle;
+        __syncthreads();  // the operands are there
+        if (next >= 0) copy_keys(next);
+        commit_copies();
+
+        Accumulator d_value[TILES][CHUNK_LEN / 8] = {};  // dV, [value, token]
+        write_pairs(smem.pairs, smem.operands, smem.own);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) scale_columns(e[i], smem.factor);
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c) {
+            Fragment e_rows[TILES];
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                e_rows[i] = to_fragment(e[i][2 * c], e[i][2 * c + 1]);
+                store_block(tile_e, first_value + 16 * i, 16 * c, e_rows[i]);
+                store_block(tile_state, first_value + 16 * i, 16 * c, state_rows[i][c]);
+            }
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                const Right block = load_right_transposed(operand_k, 16 * p, 16 * c);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) multiply_add(&d_value[i][2 * p], e_rows[i], block);
+            }
+        }
+        wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
+        if constexpr (!is_bf16<T_IO>) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < CHUNK_LEN * VALUES; i += NUM_THREADS) {
+                ValueTile& tile = i < CHUNK_LEN * VALUES / 2 ? smem.v : smem.dy;
+                const int index = i % (CHUNK_LEN * VALUES / 2) * 2;
+                unsigned& word = *reinterpret_cast<unsigned*>(&tile[index / VALUES][index % VALUES]);
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+        }
+        __syncthreads();  // P, V and dY are there
+
+        Fragment dy_rows[TILES][BLOCKS];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < BLOCKS; ++j) dy_rows[i][j] = load_left_transposed(tile_dy, 16 * j, first_value + 16 * i);
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+            for (int j = p; j < BLOCKS; ++j) {
+                const Right block = load_right(pairs, 16 * j, 16 * p);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) multiply_add(&d_value[i][2 * p], dy_rows[i][j], block);
+            }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                const Accumulator &left = d_value[i][2 * p], &right = d_value[i][2 * p + 1];
+                store_block_transposed(tile_dv, 16 * p, first_value + 16 * i,
+                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
+                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
+            }
+        constexpr int TASKS = BLOCKS * (BLOCKS + 1) / 2;
+        for (int task = warp; task < TASKS; task += WARPS) {
+            int p = 0, j = task;
+            while (j > p) j -= ++p;
+            Accumulator sum[2] = {};
+#pragma unroll
+            for (int c = 0; c < VALUES; c += 16)
+                multiply_add(sum, load_left(tile_dy, 16 * p, c), load_right_transposed(tile_v, 16 * j, c));
+            if (j == p) {
+                if constexpr (BONUS) {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        const int at = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
+                        if (at == column) smem.diagonal[16 * p + at] = sum[i / 4][i % 4];
+                    }
+                }
+                keep_lower(sum, BONUS);
+            }
+            store_block(d_pairs, 16 * p, 16 * j, to_fragment(sum[0], sum[1]));
+        }
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c)
+#pragma unroll
+            for (int j = 0; j < BLOCKS; ++j) {
+                const Right block = load_right(operand_q, 16 * j, 16 * c);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) multiply_add(&e[i][2 * c], dy_rows[i][j], block);
+            }
+        write_state_terms(smem.state_terms[warp], state_rows, e);
+        __syncthreads();  // dP, dV and z are there
+
+        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
+            dv + token * value_stride, value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps, VALUE_SIZE,
+            threadIdx.x);
+        if (HAS_DECAY && next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+#pragma unroll 1
+        for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
+            Accumulator d_q[CHUNK_LEN / 8] = {}, d_k[CHUNK_LEN / 8] = {};  // [channel, token]
+#pragma unroll
+            for (int c = 0; c < VALUES; c += 16) {
+                const Fragment with_state = load_left_transposed(tile_state, c, column);
+                const Fragment with_e = load_left_transposed(tile_e, c, column);
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) {
+                    multiply_add(&d_q[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
+                    multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
+                }
+            }
+            const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+                for (int j = 0; j <= p; ++j) {
+                    multiply_add(&d_q[2 * p], k_rows.at[j], load_right_transposed(d_pairs, 16 * p, 16 * j));
+                    multiply_add(&d_k[2 * j], q_rows.at[p], load_right(d_pairs, 16 * p, 16 * j));
+                }
+            float left[2] = {}, scaled_bonus[2];
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) left[j] += smem.state_terms[i][column + group() + 8 * j];
+            read_bonus(scaled_bonus, u + head * HEAD_SIZE, scale, column);
+            ChannelSums channel_sums = {};
+            write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal,
+                                 scaled_bonus, scale, column, steps, channel_sums);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int channel = column + group() + 8 * j;
+                if constexpr (BONUS) smem.sums[0][quad_lane()][channel] += channel_sums.bonus[j];
+                if constexpr (CONSTANT_DECAY) smem.sums[1][quad_lane()][channel] += channel_sums.decay[j];
+            }
+        }
+        ChunkDecays<CHANNELS> raw_w;
+        if constexpr (HAS_DECAY && !CONSTANT_DECAY) raw_w.load(w + token * w_strides.token, w_strides.token, steps);
+        __syncthreads();  // the gradients are there
+
+        const auto write = [&](T_IO* target, const KeyTile& tile) {
+            write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
+                target + token * key_stride, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, HEAD_SIZE,
+                threadIdx.x);
+        };
+        write(dq, smem.operands.q), write(dk, smem.operands.k);
+        if constexpr (HAS_DECAY && !CONSTANT_DECAY)
+            raw_w.write_slopes(dw + token * key_stride, static_cast<unsigned>(key_stride), smem.growth, steps);
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    if constexpr (BONUS || CONSTANT_DECAY)
+        for (int channel = threadIdx.x; channel < HEAD_SIZE; channel += NUM_THREADS) {
+            const i64 at = (sequence * heads + head) * HEAD_SIZE + channel;
+            float totals[2] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) totals[0] += smem.sums[0][i][channel], totals[1] += smem.sums[1][i][channel];
+            if constexpr (BONUS) du[at] = totals[0];
+            if constexpr (CONSTANT_DECAY) dw[at] = from_float<T_DW>(totals[1] * log_decay_slope<DECAY>(to_float(w[channel])));
+        }
+    if (grad_initial_state == nullptr) return;
+    write_factor(smem.factor, behind);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        scale_columns(e[i], smem.factor);
+        write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e[i], first_value + 16 * i);
+    }
+}

@@ -1,0 +1,211 @@
+// Gated linear attention and its kin over a chunk of CHUNK_LEN tokens after another on the tensor cores: the forward, and
+// what the backward of large heads does first. With the operands of gla_chunk.cuh and S [V, K] at the chunk's start
+//
+//     Y = P V + Q S'^T;   S <- (S' + V^T K) diag(e^(D - m))
+//
+// and backwards, from the last chunk to the first, with E = dL/dS at the chunk's end and E' = E diag(e^(D - m))
+//
+//     dV = P^T dY + K E'^T;   E <- (E' + dY^T Q) diag(e^m)
+//
+//   q k      [batch, tokens, heads, K]  T_IO  in     w  the same shape, T_W, in     u  [heads, K]  T_U  in, for the bonus
+//   input, output  V and Y, or dY and dV  [batch, tokens, heads, V]  T_IO  in, out
+//   first, last    S or E  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
+//   checkpoints    [slots, heads]  out or null: S' or E' of every chunk
+//   leaves         as in wkv7_chunked_forward.cu
+//
+// Grid (sequences, heads, value rows / ROWS). A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
+#include "gla_chunk.cuh"
+
+constexpr int TILES = ceil_div(ROWS / 16, WARPS);
+constexpr int SLAB = 16 * TILES;
+constexpr int INPUT_PITCH = ROWS + 8;
+
+struct Smem {
+    PairOperands operands;
+    TokenTile pairs;
+    RawPair raw;
+    bf16 input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
+    float2 totals[SEGMENTS][PAIRS];
+    float factor[CHANNELS], own[PAIRS / 16][CHUNK_LEN];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+static_assert(ROWS % SLAB == 0, "rows must be a multiple of those of a warp");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_scan(
+    const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ input, const T_W* __restrict__ w,
+    const T_U* __restrict__ u, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
+    T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
+    int* __restrict__ leaves, Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides, i64 tokens,
+    i64 heads, float scale) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, head = blockIdx.y;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int own_row = warp_id() * SLAB, first_value = blockIdx.z * ROWS + own_row;
+    const bool has_values = own_row < ROWS && first_value < VALUES;
+    const int slab_width = has_values ? max(min(SLAB, VALUE_SIZE - first_value), 0) : 0;
+
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    q += start(q_strides), k += start(k_strides), w += start(w_strides), input += start(input_strides) + first_value;
+    const i64 out_stride = heads * VALUE_SIZE;
+    output += (span.batch * tokens + span.begin) * out_stride + head * VALUE_SIZE + first_value;
+    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+    if (checkpoints != nullptr)
+        checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+
+    const auto copy = [&](i64 token) {
+        const i64 steps = span.length - token;
+        const auto copy_keys = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
+            copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
+                rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
+        };
+        copy_keys(smem.raw.q, q, q_strides.token), copy_keys(smem.raw.k, k, k_strides.token);
+        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(  // a warp reads what it has copied itself
+            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), input + token * input_strides.token, input_strides.token, steps,
+            slab_width, lane_id());
+        commit_copies();
+    };
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    __syncthreads();
+    constexpr int STEP = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
+    const i64 last_chunk = (span.length - 1) / CHUNK_LEN * CHUNK_LEN, first_token = BACKWARD ? last_chunk : 0;
+    const auto exists = [&](i64 token) { return BACKWARD ? token >= 0 : token < span.length; };
+    const auto load_decays = [&](RawDecays& decays, i64 token) {
+        if constexpr (HAS_DECAY)
+            decays.load(w + token * w_strides.token, w_strides.token,
+                        static_cast<int>(min(span.length - token, i64(CHUNK_LEN))));
+    };
+    RawDecays next_w;
+    if (span.length > 0) copy(first_token), load_decays(next_w, first_token);
+    float2 bonus = {0.0f, 0.0f};
+    if constexpr (BONUS) {
+        const int channel = threadIdx.x % PAIRS * 2;
+        if (channel < HEAD_SIZE) bonus.x = scale * to_float(u[head * HEAD_SIZE + channel]);
+        if (channel + 1 < HEAD_SIZE) bonus.y = scale * to_float(u[head * HEAD_SIZE + channel + 1]);
+    }
+    StateRows state[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+        read_state<STATE_LAYOUT>(state[i], first ? first + state_offset : nullptr, first_value + 16 * i);
+
+    const auto with_state = tile_of(BACKWARD ? smem.operands.k : smem.operands.q);
+    const auto with_input = tile_of(BACKWARD ? smem.operands.q : smem.operands.k);
+    const auto pairs = tile_of(smem.pairs);
+    const auto inputs = tile_of(smem.input), outputs = tile_of(smem.output);
+
+    float2 behind = {0.0f, 0.0f};
+    bool leaves_range = false;
+    if (checkpoints != nullptr) checkpoints += first_token / CHUNK_LEN * heads;
+    for (i64 token = first_token; exists(token) && span.length > 0; token += STEP) {
+        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
+        RateSums sums;
+        sum_decays(sums, smem.totals, next_w, steps);
+        const i64 next = token + STEP;
+        if (exists(next)) load_decays(next_w, next);
+        wait_for_copies<0>();
+        __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
+        float own[SEGMENT_LEN];
+        const Frame frame = write_pair<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, own,
+                                                        nullptr);
+        if constexpr (BONUS) write_own(smem.own, own);
+        const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        const float2 before = BACKWARD ? rest : frame.middle;
+        write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
+        behind = BACKWARD ? frame.middle : rest;
+        if constexpr (LARGEST_DECAY > 0) {
+            const auto in_range = [](float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; };
+            leaves_range |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
+            leaves_range |= !(in_range(rest.x) && in_range(rest.y));
+            if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_range |= !in_range(frame.farthest);
+        }
+        if constexpr (!is_bf16<T_IO>) {
+            for (int i = lane_id(); has_values && i < CHUNK_LEN * SLAB / 2; i += 32) {
+                unsigned& word = *reinterpret_cast<unsigned*>(&smem.input[i / (SLAB / 2)][own_row + i % (SLAB / 2) * 2]);
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+            __syncwarp();
+        }
+        __syncthreads();  // the operands are there
+
+        Fragment input_rows[TILES][BLOCKS];
+        Accumulator out[TILES][CHUNK_LEN / 8] = {};
+        if (has_values) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) input_rows[i][p] = load_left_transposed(inputs, 16 * p, own_row + 16 * i);
+            __syncwarp();
+        }
+        if (exists(next)) copy(next);
+        write_pairs(smem.pairs, smem.operands, smem.own);
+        if (has_values) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c) {
+                Fragment start_rows[TILES];
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) {
+                    start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
+                    if (checkpoints != nullptr) write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
+                }
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) {
+                    const Right block = load_right_transposed(with_state, 16 * p, 16 * c);
+#pragma unroll
+                    for (int i = 0; i < TILES; ++i) multiply_add(&out[i][2 * p], start_rows[i], block);
+                }
+                // What the chunk adds to these channels, which nobody needs any more as they were.
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) {
+                    const Right block = load_right(with_input, 16 * p, 16 * c);
+#pragma unroll
+                    for (int i = 0; i < TILES; ++i) multiply_add(&state[i][2 * c], input_rows[i][p], block);
+                }
+            }
+        }
+        if (checkpoints != nullptr) checkpoints += BACKWARD ? -heads : heads;
+        __syncthreads();  // the pairs are there
+        if (!has_values) continue;
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+            for (int j = 0; j < BLOCKS; ++j) {
+                if (BACKWARD ? j < p : j > p) continue;
+                const Right block = BACKWARD ? load_right(pairs, 16 * j, 16 * p) : load_right_transposed(pairs, 16 * p, 16 * j);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) multiply_add(&out[i][2 * p], input_rows[i][j], block);
+            }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                const Accumulator &left = out[i][2 * p], &right = out[i][2 * p + 1];
+                store_block_transposed(outputs, 16 * p, own_row + 16 * i,
+                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
+                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
+            }
+        __syncwarp();
+        write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
+            output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]), steps,
+            slab_width, lane_id());
+    }
+    wait_for_copies<0>();
+    if constexpr (LARGEST_DECAY > 0) {
+        const bool found = __syncthreads_or(leaves_range);
+        if (threadIdx.x == 0 && blockIdx.z == 0) leaves[sequence * heads + head] = found;
+    }
+    if (last == nullptr) return;
+    __syncthreads();
+    write_factor(smem.factor, behind);
+    __syncthreads();
+    if (!has_values) return;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        scale_columns(state[i], smem.factor);
+        write_state<STATE_LAYOUT>(last + state_offset, state[i], first_value + 16 * i);
+    }
+}

@@ -1,0 +1,389 @@
+// RWKV-7 time mixing, backward, as wkv7_chunked_backward does it (arguments and formulas are there), with the large
+// products by four warps at once: for head sizes of 64 and 128 and chunks of 32 on sm_90a.
+//
+// Every product has 64 rows: value rows of E and S', of which a warp holds 16; channels of the gradients of the keys' side;
+// or tokens of two operands, one below the other ("twins"). The products of tokens with tokens are all four at once,
+//
+//     [R; A] [B; K]^T = [Arb Ark; Aab Aak]      [dY; dX] [V; U]^T = [dArk dArb; dAak dAab]
+//     [dR; dA]^T = S'^T [dY; dX]^T + K^T [dArk; dAak]^T + B^T [dArb; dAab]^T
+//     [dK; dB]^T = E'^T [V; U]^T + R^T [dArk dArb] + A^T [dAak dAab]
+//
+// The solve with Tm and the products with single token matrices stay a warp's own. Results go by way of the operands'
+// tiles to the tensors, whole rows at a time: pieces of 32 bytes by single warps cost 0.2 ms in 1.9.
+#include "wgmma.cuh"
+#include "wkv7_key_side.cuh"
+
+static_assert(HEAD_SIZE % SLAB == 0 && VALUE_SIZE % SLAB == 0 && CHUNK_LEN == 32, "head sizes in steps of 64, chunks of 32");
+static_assert(NUM_THREADS == 2 * VALUES, "num_threads must be twice the value size");
+
+// Two tiles of tokens, one below the other: together the right side of products for both.
+template <int COLUMNS> struct Twins { uint4 units[COLUMNS / SLAB][2][CHUNK_LEN][8]; };
+constexpr int TWIN_STRIDE = 2 * CHUNK_LEN * 128;
+using TwinTile = SlabsTile<TWIN_STRIDE>;
+struct Twin {
+    uint4 (*units)[8];  // of the first 64 columns
+};
+template <int COLUMNS> __device__ inline Twin twin_of(Twins<COLUMNS>& twins, int which) { return {twins.units[0][which]}; }
+__device__ inline TwinTile tile_of(const Twin& twin) { return {shared_address(twin.units)}; }
+__device__ inline uint4* unit_of(const Twin& twin, int row, int unit) {
+    return &twin.units[unit / 8 * 2 * CHUNK_LEN + row][unit % 8 ^ row % 8];
+}
+__device__ inline unsigned* word_of(const Twin& twin, int row, int pair) {
+    return reinterpret_cast<unsigned*>(unit_of(twin, row, pair / 4)) + pair % 4;
+}
+struct OperandTwins { Twin r, a, b, k; };
+
+template <int COLUMNS> struct States { uint4 units[COLUMNS / SLAB][VALUES][8]; };
+using StatesTile = SlabsTile<VALUES * 128>;
+
+struct __align__(1024) Smem {
+    Twins<CHANNELS> r_a, b_k;
+    Twins<VALUES> dy_dx, v_u;
+    States<CHANNELS> state, e;               // S' and E'
+    uint4 d_matrices[2][CHUNK_LEN][8];       // dArk dArb, below them dAak dAab
+    TokenMatrices matrices;
+    RawKeys raw;
+    union {
+        float2 totals[SEGMENTS][PAIRS];  // while the operands are made
+        ValueTile dv;                    // later
+    };
+    float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
+    float state_terms[WARPS][CHANNELS];         // z, a part for each 16 value rows
+    float factor[CHANNELS];
+};
+
+constexpr int COLUMNS = 2 * CHUNK_LEN / (WARPS / 4);  // of products of tokens with tokens, a group
+
+// The blocks on and below the diagonals of a warp's rows: which tile of columns, and which block of it.
+template <typename Visit> __device__ inline void for_each_block(Accumulator (&sums)[COLUMNS / 8], Visit visit) {
+    const int p = warp_id() % 2;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 16; ++n) {
+        const int block = COLUMNS / 16 * (warp_id() / 4) + n, q = block % BLOCKS;
+        if (q <= p) visit(block / BLOCKS, p, q, *reinterpret_cast<Accumulator(*)[2]>(&sums[2 * n]));
+    }
+}
+
+// The 16-byte units of a chunk's rows, as the threads share them.
+template <int COLUMNS> struct Units {
+    static constexpr int PER_ROW = COLUMNS / 8, ROW_STEP = NUM_THREADS / PER_ROW, COUNT = CHUNK_LEN / ROW_STEP;
+
+    __device__ static int row(int n) { return threadIdx.x / PER_ROW + n * ROW_STEP; }
+    __device__ static int unit() { return threadIdx.x % PER_ROW; }
+    __device__ static uint4* in(const Twin& twin, int n) { return unit_of(twin, row(n), unit()); }
+    template <typename T, int PITCH> __device__ static uint4* in(T (*rows)[PITCH], int n) {
+        return reinterpret_cast<uint4*>(&rows[row(n)][8 * unit()]);
+    }
+
+    // Rows of a tensor to a tile; zeros from row `present` on. Offsets within a chunk have 32 bits (tensors.needs_copy).
+    template <typename Tile> __device__ static void copy(Tile tile, const T_IO* source, i64 stride, i64 present) {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            copy_async<16>(shared_address(in(tile, n)), source + (row(n) * unsigned(stride) + 8 * unit()), row(n) < present);
+    }
+    // Tiles to tensors of the same strides. All is read before any is written: a row that is not there would else be a
+    // branch around each unit, with its wait.
+    template <typename Tile, int TILES>
+    __device__ static void write(T_IO* const (&targets)[TILES], unsigned stride, const Tile (&tiles)[TILES], int rows) {
+        uint4 held[TILES][COUNT];
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n) held[i][n] = *in(tiles[i], n);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            const unsigned offset = row(n) * stride + 8 * unit();
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+                if (row(n) < rows) write_global(targets[i] + offset, held[i][n]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_backward(
+    const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
+    const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
+    const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ checkpoints,
+    const float* __restrict__ grad_final_state, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
+    T_IO* __restrict__ dv, T_IO* __restrict__ da, T_IO* __restrict__ db, float* __restrict__ grad_initial_state,
+    Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
+    Strides dy_strides, i64 tokens, i64 heads, float scale) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, head = blockIdx.y;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int warp = warp_id(), first_value = 16 * warp;
+    static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
+    v += start(v_strides), dy += start(dy_strides);
+    const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;  // outputs are contiguous
+    const i64 out_row = (span.batch * tokens + span.begin) * heads + head;
+    dr += out_row * HEAD_SIZE, dw += out_row * HEAD_SIZE, dk += out_row * HEAD_SIZE;
+    da += out_row * HEAD_SIZE, db += out_row * HEAD_SIZE, dv += out_row * VALUE_SIZE;
+    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+    checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+
+    const auto copy_keys = [&](i64 token) {
+        const i64 steps = span.length - token;
+        Units<CHANNELS>::copy(smem.raw.a, a + token * a_strides.token, a_strides.token, steps);
+        Units<CHANNELS>::copy(smem.raw.k, k + token * k_strides.token, k_strides.token, steps);
+        Units<CHANNELS>::copy(smem.raw.b, b + token * b_strides.token, b_strides.token, steps);
+        Units<CHANNELS>::copy(smem.raw.r, r + token * r_strides.token, r_strides.token, steps);
+    };
+    const auto copy_values = [&](i64 token, int steps) {
+        Units<VALUES>::copy(twin_of(smem.v_u, 0), v + token * v_strides.token, v_strides.token, steps);
+        Units<VALUES>::copy(twin_of(smem.dy_dx, 0), dy + token * dy_strides.token, dy_strides.token, steps);
+    };
+    Fragment all_state_rows[1][CHANNELS / 16];  // S'
+    Fragment(&state_rows)[CHANNELS / 16] = all_state_rows[0];
+    const auto load_state = [&](i64 token) {
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c)
+            state_rows[c] = read_checkpoint(checkpoints + token / CHUNK_LEN * heads, first_value, c);
+    };
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    __syncthreads();
+    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+    RawDecays next_w;
+    if (last >= 0) {
+        copy_keys(last), commit_copies();
+        next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
+    }
+    StateRows all_e[1];
+    StateRows& e = all_e[0];
+    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
+
+    OperandTwins operands = {twin_of(smem.r_a, 0), twin_of(smem.r_a, 1), twin_of(smem.b_k, 0), twin_of(smem.b_k, 1)};
+    const TwinTile operand_r = tile_of(operands.r), operand_a = tile_of(operands.a);
+    const TwinTile operand_k = tile_of(operands.k), operand_b = tile_of(operands.b);
+    const KeyTiles<TwinTile> tiles = {operand_r, operand_a, operand_k, operand_b};
+    const auto tm = tile_of(smem.matrices.tm), ak = tile_of(smem.matrices.ak);
+    const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
+    const SlabTile d_matrices = {shared_address(&smem.d_matrices[0][0][0])};
+    const TwinTile tile_dy = tile_of(twin_of(smem.dy_dx, 0)), tile_dx = tile_of(twin_of(smem.dy_dx, 1));
+    const TwinTile tile_v = tile_of(twin_of(smem.v_u, 0)), tile_u = tile_of(twin_of(smem.v_u, 1));
+    const StatesTile tile_state = {shared_address(&smem.state)}, tile_e = {shared_address(&smem.e)};
+    const auto tile_dv = tile_of(smem.dv);
+
+    // Products of two tiles of tokens with two: the rows of the second begin with a group's third warp.
+    const int first_column = COLUMNS * (warp / 4);
+    const bool is_second = warp & 2;
+
+    float2 behind = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
+    for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
+        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
+        const i64 next = token - CHUNK_LEN;
+        RateSums sums;
+        sum_rates(sums, smem.totals, next_w, steps);
+        wait_for_copies<0>();
+        __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
+        copy_values(token, steps), commit_copies();
+        load_state(token);
+        const Frame frame =
+            write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, operands, scale, smem.growth);
+        write_factor(smem.factor,
+                     {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
+        behind = frame.middle;
+        publish_writes();
+        __syncthreads();  // the operands are there
+        if (next >= 0) copy_keys(next);
+        commit_copies();
+
+        // Accumulators [value, token]: U, and dX and dV, before they are solved.
+        Accumulator u[CHUNK_LEN / 8], dx_dv[2 * CHUNK_LEN / 8];
+        Accumulator(&dx)[CHUNK_LEN / 8] = *reinterpret_cast<Accumulator(*)[CHUNK_LEN / 8]>(&dx_dv[0]);
+        Accumulator(&d_value)[CHUNK_LEN / 8] = *reinterpret_cast<Accumulator(*)[CHUNK_LEN / 8]>(&dx_dv[CHUNK_LEN / 8]);
+        scale_columns(e, smem.factor);
+        Fragment e_rows[CHANNELS / 16];
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c) {
+            e_rows[c] = to_fragment(e[2 * c], e[2 * c + 1]);
+            store_block(tile_e, first_value, 16 * c, e_rows[c]);
+            store_block(tile_state, first_value, 16 * c, state_rows[c]);
+        }
+        // [Arb Ark; Aab Aak], COLUMNS of them by a group.
+        Accumulator pairs[COLUMNS / 8];
+        begin_products();
+#pragma unroll
+        for (int c = 0; c < CHANNELS; c += 16)
+            multiply_group<COLUMNS, Read::rows, Read::rows>(c == 0, pairs, descriptor(operand_r, 0, c),
+                                                            descriptor(operand_b, first_column, c));
+        end_batch();
+        const auto multiply_states = [&] {
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c) {
+                multiply_group<32, Read::rows>(c == 0, u, state_rows[c], descriptor(operand_a, 0, 16 * c));
+                multiply_group<64, Read::rows>(c == 0, dx_dv, e_rows[c], descriptor(operand_b, 0, 16 * c));
+            }
+            end_batch();
+        };
+        constexpr bool OVERLAPS = CHANNELS == SLAB;  // registers for more would spill
+        if constexpr (OVERLAPS) multiply_states();
+        wait_for_batches<OVERLAPS>();
+        hold(pairs);
+        Below below;
+        for_each_block(pairs, [&](int is_k, int p, int q, Accumulator(&sum)[2]) {
+            if (is_second && !is_k && q < p) below[0] = to_fragment(sum[0], sum[1]);
+            else if (is_second && !is_k) write_lower(smem.matrices, p, sum);
+            else {
+                if (q == p) keep_lower(sum, is_second);
+                store_block(is_second ? ak : is_k ? rk : rb, 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
+            }
+        });
+        if (warp / 2 == 1) {
+            asm volatile("bar.sync 1, 64;" ::: "memory");
+            if (warp == 3) solve_lower(smem.matrices, below);
+        }
+        if constexpr (!OVERLAPS) begin_products(), multiply_states();
+        wait_for_batches<0>();
+        hold(u), hold(dx_dv);
+        wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
+        if constexpr (!is_bf16<T_IO>) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < CHUNK_LEN * VALUES; i += NUM_THREADS) {
+                const Twin twin = twin_of(i < CHUNK_LEN * VALUES / 2 ? smem.v_u : smem.dy_dx, 0);
+                const int index = i % (CHUNK_LEN * VALUES / 2);
+                unsigned& word = *word_of(twin, index / (VALUES / 2), index % (VALUES / 2));
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+        }
+        publish_writes();
+        __syncthreads();  // the token matrices, V and dY are there
+
+        Fragment dy_rows[BLOCKS], dx_rows[BLOCKS], u_rows[BLOCKS];
+        {
+            Fragment v_rows[BLOCKS];
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                v_rows[q] = load_left_transposed(tile_v, 16 * q, first_value);
+                dy_rows[q] = load_left_transposed(tile_dy, 16 * q, first_value);
+            }
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q) {
+                    if (q <= p) multiply_add(&u[2 * p], v_rows[q], load_right_transposed(ak, 16 * p, 16 * q));
+                    if (q < p) continue;
+                    multiply_add(&dx[2 * p], dy_rows[q], load_right(rb, 16 * q, 16 * p));
+                    multiply_add(&d_value[2 * p], dy_rows[q], load_right(rk, 16 * q, 16 * p));
+                }
+            // U^T = .. Tm^T and dX^T = .. Tm
+            Fragment u_sums[BLOCKS], dx_sums[BLOCKS];
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                u_sums[q] = to_fragment(u[2 * q], u[2 * q + 1]);
+                dx_sums[q] = to_fragment(dx[2 * q], dx[2 * q + 1]);
+            }
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p) {
+                Accumulator u_solved[2] = {}, dx_solved[2] = {};
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q) {
+                    if (q <= p) multiply_add(u_solved, u_sums[q], load_right_transposed(tm, 16 * p, 16 * q));
+                    if (q >= p) multiply_add(dx_solved, dx_sums[q], load_right(tm, 16 * q, 16 * p));
+                }
+                u_rows[p] = to_fragment(u_solved[0], u_solved[1]);
+                dx_rows[p] = to_fragment(dx_solved[0], dx_solved[1]);
+            }
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+                for (int q = p; q < BLOCKS; ++q)
+                    multiply_add(&d_value[2 * p], dx_rows[q], load_right(ak, 16 * q, 16 * p));
+        }
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p) {
+            store_block_transposed(tile_u, 16 * p, first_value, u_rows[p]);
+            store_block_transposed(tile_dx, 16 * p, first_value, dx_rows[p]);
+            const Accumulator &left = d_value[2 * p], &right = d_value[2 * p + 1];
+            store_block_transposed(tile_dv, 16 * p, first_value,
+                                   {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
+                                     pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
+        }
+        publish_writes();
+        __syncthreads();  // U and dX are there, and nobody reads the token matrices any more
+
+        // [dArk dArb; dAak dAab], likewise.
+        Accumulator d_pairs[COLUMNS / 8];
+        begin_products();
+#pragma unroll
+        for (int c = 0; c < VALUES; c += 16)
+            multiply_group<COLUMNS, Read::rows, Read::rows>(c == 0, d_pairs, descriptor(tile_dy, 0, c),
+                                                            descriptor(tile_v, first_column, c));
+        end_batch();
+#pragma unroll
+        for (int q = 0; q < BLOCKS; ++q)
+#pragma unroll
+            for (int c = 0; c < CHANNELS; c += SLAB) {
+                multiply_group<64, Read::columns>(e + c / 8, dy_rows[q], descriptor(operand_r, 16 * q, c));
+                multiply_group<64, Read::columns>(e + c / 8, dx_rows[q], descriptor(operand_a, 16 * q, c));
+            }
+        end_batch();
+        T_IO* const dv_rows[] = {dv + token * value_stride};
+        bf16(*const dv_tile[])[VALUE_PITCH] = {smem.dv};
+        Units<VALUES>::write(dv_rows, static_cast<unsigned>(value_stride), dv_tile, steps);
+        wait_for_batches<1>();
+        hold(d_pairs);
+        for_each_block(d_pairs, [&](int is_u, int p, int q, Accumulator(&sum)[2]) {
+            if (q == p) keep_lower(sum, is_second);
+            store_block(d_matrices, 32 * is_second + 16 * p, 32 * is_u + 16 * q, to_fragment(sum[0], sum[1]));
+        });
+        wait_for_batches<0>();
+        hold(e);
+        write_state_terms(smem.state_terms[warp], all_state_rows, all_e);
+        publish_writes();
+        __syncthreads();  // the gradients of the token matrices are there
+
+        if (next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+#pragma unroll 1
+        for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
+            // [channel, token]: of R and behind it of A; of K and of B.
+            Accumulator d_ra[2 * CHUNK_LEN / 8], d_kb[2 * CHUNK_LEN / 8];
+            begin_products();
+#pragma unroll
+            for (int c = 0; c < VALUES; c += 16) {
+                const int slab = column & -SLAB;
+                multiply_group<64, Read::columns, Read::rows>(c == 0, d_ra, descriptor(tile_state, c, slab),
+                                                              descriptor(tile_dy, 0, c));
+                multiply_group<64, Read::columns, Read::rows>(c == 0, d_kb, descriptor(tile_e, c, slab),
+                                                              descriptor(tile_v, 0, c));
+            }
+            const KeyRows rows(tiles, column);
+            begin_products();
+#pragma unroll
+            for (int q = 0; q < BLOCKS; ++q) {
+                multiply_group<64, Read::rows>(d_ra, rows.k[q], descriptor(d_matrices, 0, 16 * q));
+                multiply_group<64, Read::rows>(d_ra, rows.b[q], descriptor(d_matrices, 0, 32 + 16 * q));
+                multiply_group<64, Read::columns>(d_kb, rows.r[q], descriptor(d_matrices, 16 * q, 0));
+                multiply_group<64, Read::columns>(d_kb, rows.a[q], descriptor(d_matrices, 32 + 16 * q, 0));
+            }
+            end_batch();
+            wait_for_batches<0>();
+            hold(d_ra), hold(d_kb);
+
+            write_key_gradients(d_ra, d_ra + CHUNK_LEN / 8, d_kb, d_kb + CHUNK_LEN / 8, rows, tiles, smem.growth,
+                                smem.state_terms, column, scale);
+        }
+        ChunkDecays<CHANNELS> raw_w;
+        raw_w.load(w + token * w_strides.token, w_strides.token, steps);
+        __syncthreads();  // the gradients are there
+
+        const i64 row = token * key_stride;
+        T_IO* const rows[] = {dr + row, da + row, dk + row, db + row};
+        const Twin results[] = {operands.r, operands.a, operands.k, operands.b};
+        Units<CHANNELS>::write(rows, static_cast<unsigned>(key_stride), results, steps);
+        raw_w.write_slopes(dw + row, static_cast<unsigned>(key_stride), smem.growth, steps);
+    }
+    wait_for_copies<0>();
+    if (grad_initial_state == nullptr) return;
+    __syncthreads();
+    write_factor(smem.factor, behind);
+    __syncthreads();
+    scale_columns(e, smem.factor);
+    write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e, first_value);
+}

@@ -1,0 +1,140 @@
+"""Gated linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rwkv_jit.ops import boundary
+from rwkv_jit.reference import gla_ref
+
+OP = boundary.define(
+    "gla", ("r", "k", "v", "w"), (), gla_ref, public=("q", "k", "v", "g"), decay="log", state_layout="kv"
+)
+
+
+def gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    scale: float | None = None,
+    decay: str = "log",
+    decay_bound: float | None = None,
+    state_layout: str = "kv",
+    checkpoint_interval: int = 64,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated linear attention over sequences, with gradients to every input and to the initial state.
+
+        S_t = S_{t-1} diag(d(g_t)) + v_t k_t^T;   y_t = scale S_t q_t
+
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
+    equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in
+        through DLPack.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value.
+    g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
+        Decay before the map that `decay` names; by default its logarithm.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
+        none. Its values are checked once per tensor, with one copy to the host.
+    scale : float, optional
+        Factor of y; K^-0.5 by default.
+    decay : {"raw", "sigmoid", "log", "direct"}, default "log"
+        d(g): exp(-exp(g)), exp(-e^(-1/2) sigmoid(g)), exp(g), or g itself.
+    decay_bound : float, optional
+        A promise that every log d is at least this negative number. The tensor cores can take what decays by e^-64 or
+        less in half a chunk. Where the promise says so, or "sigmoid", they take it without looking, and give NaN where
+        it is broken; a shorter chunk is taken where that keeps it. Otherwise they look, and the recurrent kernels
+        compute heads of sequences with stronger decays once more: any decay is right.
+    state_layout : {"vk", "kv"}, default "kv"
+        Order of the last two dimensions of the states.
+    checkpoint_interval : int, default 64
+        Tokens between the states that the recurrent kernels save for the backward. The tensor cores save one every
+        `chunk_len` tokens, in bfloat16.
+    chunk_len : int, optional
+        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
+        cores. Chosen by the head size, the GPU and `decay_bound` by default.
+    num_threads : int, optional
+        Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; on the tensor cores a multiple of 32 up to 512,
+        and not less than the head sizes ask for, which the error names, while some kernels of the backward have one
+        choice. Chosen by the head size by default.
+    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
+        "recurrent" are CUDA kernels in float32; "chunked" and "split" the tensor cores, for heads that a block holds
+        and for larger ones, which several blocks share; "reference" is plain torch. "auto" takes the reference for
+        tensors that are not on a GPU; the tensor cores for float16 and bfloat16 from sm_80 on, K up to 256, V up to
+        1024 and 32 tokens a sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU
+        has the shared memory, and split else; and the recurrent kernels for everything else. The choice goes by the
+        number of sequences too where they are packed: name a backend, its chunk_len and num_threads for results that
+        do not.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    The recurrent kernels: arithmetic, state and saved states are float32. Relative L2 error against float64 on the
+    same rounded inputs, y and gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the
+    rounding of the outputs. The backward recomputes the states forward from the saved ones and never divides by
+    the decay, so any decay is safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
+
+    The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
+    below 6e-3, of dg 8e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded
+    up to multiples of 32; with "split" the backward needs as many again while it runs.
+
+    Where the decays are looked at, the backward needs what the recurrent kernels keep while it runs: there they repeat
+    their forward. Their work is that of the heads they compute, and errors are those of the kernels that computed a
+    head.
+
+    Results are the same bit for bit from run to run. A second derivative is an error.
+
+    The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
+    run the reference, with one notice.
+
+    References
+    ----------
+    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+
+    Examples
+    --------
+    >>> q, k, x = (torch.randn(2, 128, 4, 48, device="cuda") for _ in range(3))
+    >>> v, g = torch.randn(2, 128, 4, 96, device="cuda"), torch.nn.functional.logsigmoid(x) / 16
+    >>> y, state = rwkv_jit.gla(q, k, v, g, output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
+    """
+    scale = boundary.key_scale(q) if scale is None else scale
+    return boundary.call(
+        OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
+        checkpoint_interval, chunk_len, num_threads, backend,
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""Linear attention, without any decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+from rwkv_jit.ops import boundary
+from rwkv_jit.reference import linear_attention_ref
+
+OP = boundary.define(
+    "linear_attention",
+    ("r", "k", "v"),
+    (),
+    linear_attention_ref,
+    public=("q", "k", "v"),
+    decay="none",
+    state_layout="kv",
+)
+
+
+def linear_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    scale: float | None = None,
+    state_layout: str = "kv",
+    checkpoint_interval: int = 64,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    backend: str = "auto",
+    normalize: bool = False,
+) -> tuple[Tensor, Any]:
+    r"""Linear attention over sequences, with gradients to every input and to the initial state.
+
+        S_t = S_{t-1} + v_t k_t^T;   z_t = z_{t-1} + k_t
+        y_t = scale S_t q_t,   with `normalize` y_t = scale S_t q_t / (scale z_t . q_t + 1e-10)
+
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
+    equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made. Arrays of other libraries come in
+        through DLPack.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K). With `normalize` a pair of this and z, the sum of the
+        keys, (N, H, K) or (H, K) in the same dtype.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
+        none. Its values are checked once per tensor, with one copy to the host.
+    scale : float, optional
+        Factor of y; K^-0.5 by default.
+    state_layout : {"vk", "kv"}, default "kv"
+        Order of the last two dimensions of the states.
+    checkpoint_interval : int, default 64
+        Tokens between the states that the recurrent kernels save for the backward. The tensor cores save one every
+        `chunk_len` tokens, in bfloat16.
+    chunk_len : int, optional
+        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
+        cores. Chosen by the head size and the GPU by default.
+    num_threads : int, optional
+        Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; on the tensor cores a multiple of 32 up to 512,
+        and not less than the head sizes ask for, which the error names, while some kernels of the backward have one
+        choice. Chosen by the head size by default.
+    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
+        "recurrent" are CUDA kernels in float32; "chunked" and "split" the tensor cores, for heads that a block holds
+        and for larger ones, which several blocks share; "reference" is plain torch. "auto" takes the reference for
+        tensors that are not on a GPU; the tensor cores for float16 and bfloat16 from sm_80 on, K up to 256, V up to
+        1024 and 32 tokens a sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU
+        has the shared memory, and split else; and the recurrent kernels for everything else. The choice goes by the
+        number of sequences too where they are packed: name a backend, its chunk_len and num_threads for results that
+        do not.
+    normalize : bool, default False
+        Whether y is divided by what it would be for values of 1.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one. For T = 0 a differentiable copy of the initial state. With
+        `normalize` a pair, as the initial state is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    The recurrent kernels: arithmetic, state and saved states are float32. Relative L2 error against float64 on the
+    same rounded inputs, y and gradients: below 5e-6 in float32; below 3e-3 in float16 and bfloat16, which is the
+    rounding of the outputs. The backward recomputes the states forward from the saved ones, and keeps
+    4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
+
+    The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
+    below 6e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded
+    up to multiples of 32; with "split" the backward needs as many again while it runs.
+
+    With `normalize` the op runs on values with up to eight more columns, one of them ones, and y is divided by what
+    comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow
+    where z . q is near 0, as keys and queries may not all be positive.
+
+    Results are the same bit for bit from run to run. A second derivative is an error.
+
+    The first call with a head size and dtype compiles for this GPU and stores the result on disk. CPU tensors
+    run the reference, with one notice.
+
+    References
+    ----------
+    Katharopoulos et al., Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention,
+    arXiv:2006.16236.
+
+    Examples
+    --------
+    >>> q, k = (torch.rand(2, 128, 4, 48, device="cuda") for _ in range(2))
+    >>> v = torch.randn(2, 128, 4, 96, device="cuda")
+    >>> y, state = rwkv_jit.linear_attention(q, k, v, output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
+    >>> y, (state, z) = rwkv_jit.linear_attention(q, k, v, output_final_state=True, normalize=True)
+    >>> z.shape
+    torch.Size([2, 4, 48])
+    """
+    scale = boundary.key_scale(q) if scale is None else scale
+    options = (scale, "none", None, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
+    if not normalize:
+        return boundary.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options)
+
+    boundary.check_options(OP.decays, *options)
+    state, z = _pair(initial_state)
+    (q, k, v), state, cu_seqlens = boundary.check_tensors(OP, (q, k, v), state, cu_seqlens, state_layout, backend)
+    size, of_values = v.shape[-1], -1 if state_layout == "kv" else -2  # the dimension of states
+    if state is not None:
+        state = _with_total(state, _checked_z(z, state, of_values), of_values)
+    wide = _with_total(v, torch.ones_like(v[..., 0]), -1)
+    y, final = boundary.call(OP, (q, k, wide), state, output_final_state, cu_seqlens, *options)
+    exact = y.to(torch.promote_types(y.dtype, torch.float32))
+    y = (exact[..., :size] / (exact[..., size : size + 1] + 1e-10)).to(v.dtype)
+    if final is None:
+        return y, None
+    return y, (final.narrow(of_values, 0, size).contiguous(), final.select(of_values, size).contiguous())
+
+
+def _with_total(x: Tensor, total: Tensor, dim: int) -> Tensor:
+    """Return `x` with `total` behind it along `dim`, and zeros up to a multiple of 8: kernels read several at once."""
+    zeros = torch.zeros_like(total).unsqueeze(dim)
+    return torch.cat([x, total.unsqueeze(dim), *[zeros] * (7 - x.shape[dim] % 8)], dim)
+
+
+def _pair(initial_state: Any) -> tuple[Any, Any]:
+    """Return S and z of a normalized call."""
+    if initial_state is None:
+        return None, None
+    if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
+        got = type(initial_state).__name__
+        raise TypeError(f"initial_state: expected a pair (S, z) with normalize=True, got {got}")
+    return initial_state[0], initial_state[1]
+
+
+def _checked_z(given: Any, state: Tensor, of_values: int) -> Tensor:
+    z = tensors.from_any("initial_state[1]", given)
+    want = state.select(of_values, 0).shape
+    if z.shape != want:
+        raise ValueError(f"initial_state[1]: expected shape {list(want)} like the state's keys, got {list(z.shape)}")
+    if z.dtype != state.dtype:
+        raise TypeError(f"initial_state[1]: expected {state.dtype} like the state, got {z.dtype}")
+    if z.device != state.device:
+        raise ValueError(f"initial_state[1]: expected device {state.device}, got {z.device}")
+    return z

@@ -1,0 +1,787 @@
+"""wkv5, wkv6, gla, linear_attention on the tensor cores against the float64 recurrence on the same rounded inputs."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit.ops import backends, boundary, gated, gated_scan, prepared
+
+_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
+comparing = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(comparing)
+relative, run, FIXED, NAMES = comparing.relative, comparing.run, comparing.FIXED, comparing.NAMES
+
+OPS = gated.OPS
+WITH_DECAY = [op for op in OPS if "w" in NAMES[op]]
+BY_TOKEN = [op for op in WITH_DECAY if "w" not in FIXED.get(op, "")]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+GATE = 6e-3
+GATES = {"dw": 8e-3}
+# A decay [H, K] has few gradients, each a sum over tokens of both signs. Where a few decays near one stand out, one of
+# them is most of the norm, and what cancels in it shows: 1.7e-2 among 14 draws, the others below 6e-3.
+CONSTANT_DECAY_GATE = 5e-2
+SLOW = (-1e-2, -1e-4)  # log-decay per step
+SCANNED = [(200, 136), (256, 512), (40, 300)]  # heads that no block holds
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
+
+
+def inputs(op, dtype=torch.bfloat16, decay="sigmoid", **more):
+    return comparing.make_inputs(op, dtype, decay=decay, **more)
+
+
+def either(n):
+    """One of the dtypes, so that tests of many sizes take each of them for half."""
+    return list(DTYPES.values())[n % 2]
+
+
+def of(op, options):
+    """Those options that an op has."""
+    return {n: x for n, x in options.items() if n not in ("decay", "decay_bound") or op in WITH_DECAY}
+
+
+def backend_of(given):
+    """What callers call the kernels for these sizes."""
+    return "chunked" if max(given["r"].shape[3], given["v"].shape[3]) <= 128 else "split"
+
+
+def check(op, given, state=None, gates=GATES, weights=None, **options):
+    """Compare a call of these kernels; the reference needs to know only how to read the inputs."""
+    options = of(op, {"decay": "sigmoid", "backend": backend_of(given), **options})
+    if op == "wkv5" and options["decay"] != "sigmoid":
+        gates = {**gates, "dw": CONSTANT_DECAY_GATE}
+    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
+    errors, _, named = comparing.compare(op, given, state, options, exact, weights)
+    limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
+    wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
+    assert not wrong, (wrong, limits)
+
+
+def make_state(op, given, sequences, dtype=torch.float32, layout=None):
+    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
+    layout = layout or ("vk" if op.startswith("wkv") else "kv")
+    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
+    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 31, 32, 64, 65, 200])
+@pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_length(op, chunk_len, tokens):
+    given = inputs(op, either(tokens + chunk_len), tokens=tokens)
+    check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("tokens", [0, 1, 33, 64, 130])
+@pytest.mark.parametrize("chunk_len", gated_scan.CHUNK_LENS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_length_of_large_heads(op, chunk_len, tokens):
+    given = inputs(op, tokens=tokens, heads=2, head_size=136, value_size=200)
+    check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_long_sequence(op):
+    given = inputs(op, batch=1, heads=2, tokens=4096)
+    check(op, given, make_state(op, given, 1))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [1, 7, 8, 16, 24, 32, 37, 40, 48, 64, 72, 96, 100, 128])
+@pytest.mark.parametrize("op", OPS)
+def test_every_head_size(op, head_size):
+    given = inputs(op, either(head_size // 8), tokens=70, head_size=head_size)
+    # Sums over a single channel average nothing.
+    names = ("y", "state", "dr", "dk", "dv", "dw", "du", "dinitial_state")
+    check(op, given, make_state(op, given, 2), gates=dict.fromkeys(names, 5e-2) if head_size == 1 else GATES)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    "sizes", [(64, 128), (128, 64), (40, 24), (24, 40), (100, 37), (37, 100), (7, 128), (128, 33), (36, 64)]
+)
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("op", OPS)
+def test_keys_and_values_of_different_size(op, chunk_len, sizes):
+    given = inputs(op, tokens=53, head_size=sizes[0], value_size=sizes[1])
+    check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    "sizes", [*SCANNED, (129, 64), (130, 5), (137, 145), (64, 136), (7, 129), (256, 256), (192, 192), (96, 1024)]
+)
+@pytest.mark.parametrize("op", OPS)
+def test_large_heads(op, sizes):
+    given = inputs(op, either(sum(sizes) // 8), tokens=90, heads=2, head_size=sizes[0], value_size=sizes[1])
+    check(op, given, make_state(op, given, 2))
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("sizes", [(64, 64), (40, 40), (128, 32)])
+@pytest.mark.parametrize("op", OPS)
+def test_smaller_heads_that_are_scanned(op, sizes, monkeypatch):
+    """As where a block has no room for them."""
+    monkeypatch.setattr(gated, "obstacle", lambda *_: ("has no room",))
+    monkeypatch.setattr(boundary, "_known", {})
+    given = inputs(op, tokens=70, head_size=sizes[0], value_size=sizes[1])
+    check(op, given, make_state(op, given, 2), backend="split")
+    assert {known.options.backend for known in boundary._known.values()} == {"scan"}
+
+
+LEGAL_THREADS = [
+    (sizes, threads)
+    for sizes in ((40, 40), (64, 64), (40, 100), (128, 128), (200, 300))
+    for threads in (64, 96, 128, 160, 256, 512)
+    if threads >= gated._least_threads(*sizes)
+]
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(("sizes", "num_threads"), LEGAL_THREADS)
+@pytest.mark.parametrize("op", ["wkv6", "linear_attention"])
+def test_every_number_of_threads_of_the_forward(op, sizes, num_threads):
+    given = inputs(op, tokens=70, heads=2, head_size=sizes[0], value_size=sizes[1])
+    check(op, given, num_threads=num_threads)
+
+
+# ---- decays ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 300)])
+@pytest.mark.parametrize("kind", ["slow", "usual", "fastest"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_every_sigmoid_decay(op, dtype, kind, sizes):
+    more = {"tokens": 130, "heads": 2, "head_size": sizes[0], "value_size": sizes[1]}
+    given = inputs(op, DTYPES[dtype], decays=SLOW if kind == "slow" else "usual", **more)
+    if kind == "fastest":
+        given["w"] = torch.full_like(given["w"], 8.0, requires_grad=True)
+    check(op, given)
+
+
+@pytest.mark.parametrize(("chunk_len", "bound"), [(64, -2.0), (32, -4.0), (16, -8.0)])
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_every_bounded_decay(op, head_size, w_dtype, decay, chunk_len, bound):
+    """Down to the bound; a little less, as bfloat16 would round some decays below it."""
+    more = {"tokens": 130, "heads": 2, "head_size": head_size}
+    given = inputs(op, decay=decay, decays=(0.98 * bound, -0.01), w_dtype=w_dtype, **more)
+    check(op, given, decay=decay, decay_bound=bound, chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_float32_decay_beside_half_inputs(op, dtype, head_size):
+    given = inputs(op, DTYPES[dtype], w_dtype=torch.float32, head_size=head_size)
+    check(op, given)
+    y, _ = getattr(rwkv_jit, op)(*given.values(), decay="sigmoid", backend=backend_of(given))
+    assert torch.autograd.grad(y.float().sum(), given["w"])[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_broken_promise_shows(op):
+    given = inputs(op, decay="log", decays=(-20.0, -19.0))
+    function = getattr(rwkv_jit, op)
+    y, _ = function(*given.values(), decay="log", decay_bound=-1.0)
+    assert y.isnan().any()
+    whole, _ = function(*given.values(), decay="log")  # without a promise nothing breaks
+    assert whole.isfinite().all()
+
+
+# ---- states, packing, strides ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("sizes", [(24, 40), (200, 136)])
+@pytest.mark.parametrize("op", OPS)
+def test_state_in_and_out(op, sizes, layout, state_dtype):
+    given = inputs(op, head_size=sizes[0], value_size=sizes[1])
+    check(op, given, make_state(op, given, 2, state_dtype, layout), state_layout=layout)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_state_shared_by_all_sequences(op):
+    given = inputs(op, batch=3)
+    check(op, given, torch.randn(3, 64, 64, device="cuda", requires_grad=True))
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_no_tokens_copy_the_state(op, head_size):
+    given = inputs(op, tokens=0, head_size=head_size)
+    state = make_state(op, given, 2)
+    options = of(op, {"decay": "sigmoid", "backend": backend_of(given)})
+    y, final, grads, weights = run(op, given, state, **options)
+    assert y.numel() == 0
+    assert torch.equal(final, state)
+    assert torch.equal(grads[-1], weights[1])
+    for name, grad in zip(given, grads, strict=False):
+        assert not grad.any(), name  # of u and of a constant w too
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_gradient_of_the_final_state_alone(op, head_size):
+    given = inputs(op, head_size=head_size)
+    y, final = getattr(rwkv_jit, op)(*given.values(), output_final_state=True, **of(op, {"decay": "sigmoid"}))
+    weights = torch.zeros_like(y), torch.randn_like(final)
+    _, _, grads, _ = run(op, given, None, weights, **of(op, {"decay": "sigmoid", "backend": backend_of(given)}))
+    _, _, wants, _ = comparing.reference(op, given, None, weights, **of(op, {"decay": "sigmoid"}))
+    for name, grad, want in zip(given, grads, wants, strict=True):
+        # Nothing of it goes to the receptance and the bonus.
+        error = relative(grad, want) if want.norm() > 0 else float(grad.norm())
+        assert error < GATES.get(f"d{name}", GATE), name
+
+
+@pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("head_size", [40, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_packed_sequences_are_the_sequences_one_by_one(op, head_size, index_dtype, chunk_len):
+    bounds = [0, 0, 5, 69, 70, 70, 102, 198, 200]
+    given = inputs(op, batch=1, tokens=200, head_size=head_size)
+    state = make_state(op, given, len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
+    options = of(op, {"decay": "sigmoid", "backend": backend_of(given), "chunk_len": chunk_len})
+    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        part = comparing.of_tokens(op, given, (slice(None), slice(begin, end)))
+        part = {n: x.detach().requires_grad_() for n, x in part.items()}
+        own_state = state[i : i + 1].detach().requires_grad_()
+        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
+        assert torch.equal(own[0], y[:, begin:end])
+        assert torch.equal(own[1], final[i : i + 1])
+        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
+        for name, one, whole in zip(given, own[2], grads, strict=False):
+            assert name in FIXED.get(op, "") or torch.equal(one, whole[:, begin:end]), name
+    check(op, given, state, cu_seqlens=cu_seqlens, chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("how", [*comparing.STRIDES, "expanded"])
+@pytest.mark.parametrize("head_size", [24, 36, 37, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_of_any_stride(op, head_size, how):
+    """Rows that are read 16 bytes, four elements and one element at a time."""
+    given = inputs(op, head_size=head_size)
+    odd = {
+        n: x.detach().t().contiguous().t() if x.dim() == 2 else comparing.strided(x, how) for n, x in given.items()
+    }  # fmt: skip
+    assert not any(x.is_contiguous() for x in odd.values())
+    check(op, {n: x.requires_grad_() for n, x in odd.items()})
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_known_signature_at_an_address_the_kernel_cannot_read(op, head_size):
+    given = {n: x.detach() for n, x in inputs(op, head_size=head_size).items()}
+    given = {n: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for n, x in given.items()}
+    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
+    want, _ = function(*given.values(), **options)
+    known = len(boundary._known)
+    for moved, x in given.items():
+        for shift in (1, 4):
+            memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
+            shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
+            y, _ = function(*{**given, moved: shifted}.values(), **options)
+            assert torch.equal(y, want)
+    assert len(boundary._known) == known
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_an_expanded_output_gradient(op, head_size):
+    given = inputs(op, head_size=head_size)
+    ones = torch.ones(1, dtype=torch.bfloat16, device="cuda").expand_as(given["v"])
+    check(op, given, weights=(ones, torch.zeros(2, 3, head_size, head_size, device="cuda")))
+
+
+@pytest.mark.parametrize("scale", [0.37, -2.0])
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_scale(op, head_size, scale):
+    check(op, inputs(op, head_size=head_size), scale=scale)
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", ["wkv5", "wkv6"])
+def test_scale_of_zero(op, head_size):
+    given = inputs(op, head_size=head_size)
+    options = {"decay": "sigmoid", "scale": 0.0, "backend": backend_of(given)}
+    y, final, grads, weights = run(op, given, **options)
+    assert not y.any()
+    _, _, wants, _ = comparing.reference(op, given, None, weights, decay="sigmoid", scale=0.0)
+    for name, grad, want in zip(given, grads, wants, strict=True):
+        error = relative(grad, want) if want.norm() > 0 else float(grad.norm())
+        assert error < GATES.get(f"d{name}", GATE), name
+
+
+@pytest.mark.parametrize("names", ["r", "k", "v", "rkv"])
+@pytest.mark.parametrize("op", OPS)
+def test_zero_rows(op, names):
+    given = inputs(op, tokens=100)
+    zeroed = {n: x.detach().clone() for n, x in given.items()}
+    for name in names:
+        zeroed[name][:, 10:50] = 0
+        zeroed[name][:, :, 1] = 0  # a whole head
+    check(op, {n: x.requires_grad_() for n, x in zeroed.items()}, make_state(op, given, 2))
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e4])
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_any_size(op, head_size, size):
+    given = inputs(op, tokens=100, head_size=head_size)
+    weights = (
+        (size * torch.randn(given["v"].shape, device="cuda")).to(torch.bfloat16),
+        size * torch.randn(2, 3, head_size, head_size, device="cuda"),
+    )
+    check(op, given, make_state(op, given, 2), weights=weights)
+
+
+# ---- the normalizer of linear attention --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(("head_size", "value_size"), [(40, 24), (64, 64), (128, 128), (192, 40)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["linear_attention"])
+def test_normalized(op, dtype, head_size, value_size, layout):
+    """Keys and queries are positive, as a feature map makes them: their products are then far from 0."""
+    given = inputs(op, DTYPES[dtype], tokens=130, head_size=head_size, value_size=value_size)
+    given = {n: (x if n == "v" else x.abs() + 0.1).detach().requires_grad_() for n, x in given.items()}
+    state = make_state(op, given, 2, layout=layout)
+    z = (torch.rand(2, 3, head_size, device="cuda") + 0.1).requires_grad_()
+
+    def results(function, leaves, weights=None):
+        *given, state, z = leaves
+        y, (final, last) = function(*given, (state, z), True, state_layout=layout, normalize=True)
+        outputs = (y, final, last)
+        weights = weights or [torch.randn_like(x) for x in outputs]
+        weighted = [w.to(x.dtype) for w, x in zip(weights, outputs, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, weighted)], weights
+
+    leaves = [*given.values(), state, z]
+    found, weights = results(rwkv_jit.linear_attention, leaves)
+    exact, _ = results(rwkv_jit.linear_attention_ref, [x.detach().double().requires_grad_() for x in leaves], weights)
+    names = ("y", "S", "z", "dq", "dk", "dv", "dS", "dz")
+    errors = {n: relative(x, want) for n, x, want in zip(names, found, exact, strict=True)}
+    assert all(error <= 2 * GATE for error in errors.values()), errors
+
+
+# ---- decays without a promise --------------------------------------------------------------------------------------
+
+# Of the recurrent kernels: little more than the rounding of the results, and of fp32 for states.
+EXACT, EXACT_STATE = 3e-3, 5e-6
+STRONG = {"raw": [5.0, 11.0, 20.0], "direct": [0.0, 1e-30], "log": [-200.0, -float("inf")]}
+# Single tokens at the begin, in the middle of a chunk and at the end, and a whole sequence.
+PLACES = [(0, 0, 0), (0, 77, 2), (1, -1, 1), (1, slice(None), 2)]
+STRONG_HEADS = {(row, head) for row, _, head in PLACES}
+USUAL = (-0.6, -0.01)
+BOUND = -0.7
+
+
+@pytest.fixture
+def seen_flags(monkeypatch):
+    """The flags of every forward."""
+    seen, run = [], prepared.forward
+
+    def watched(known, inputs, state, bounds, output_final_state, save, into=None, flags=None, results=None):
+        if results is not None and not save:
+            seen.append(flags.clone())
+        return run(known, inputs, state, bounds, output_final_state, save, into, flags, results)
+
+    monkeypatch.setattr(prepared, "forward", watched)
+    return seen
+
+
+def guarded_inputs(op, dtype="bf16", decay="raw", tokens=130, head_size=64, **more):
+    return inputs(op, DTYPES[dtype], decay, tokens=tokens, head_size=head_size, decays=USUAL, **more)
+
+
+def strengthen(given, places, strong):
+    """Set w at some (row, tokens, head), a different strong value at each."""
+    w = given["w"].detach().clone()
+    for index, (row, tokens, head) in enumerate(places):
+        w[row, tokens, head] = strong[index % len(strong)]
+    return given | {"w": w.requires_grad_()}
+
+
+def results(op, given, state, **options):
+    """Results and gradients by name, those of the float64 recurrence, and the weights."""
+    y, final, grads, weights = run(op, given, state, **options)
+    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
+    want_y, want_final, want_grads, _ = comparing.reference(op, given, state, weights, **exact)
+    names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
+    found = dict(zip(names, (y, final, *grads), strict=False))
+    return found, dict(zip(names, (want_y, want_final, *want_grads), strict=False)), weights
+
+
+def of_head(name, x, row, head):
+    """What belongs to one head of one row: of states [N, H, ..], of all others [B, T, H, ..]."""
+    return x[row, head] if name in ("state", "dinitial_state") else x[row, :, head]
+
+
+def check_heads(op, found, want, rows, heads, strong):
+    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are."""
+    wrong, summed = {}, {f"d{name}" for name in FIXED.get(op, "")}
+    for name in found.keys() - summed:
+        for row in range(rows):
+            for head in range(heads):
+                one, exact = (of_head(name, x[name], row, head) for x in (found, want))
+                limit = GATES.get(name, GATE)
+                if (row, head) in strong:
+                    limit = EXACT_STATE if "state" in name else EXACT
+                # A slope at strong decays is less than a float has.
+                error = relative(one, exact) if exact.norm() > 1e-20 else float(one.norm())
+                if not error <= limit:
+                    wrong[name, row, head] = error, limit
+    for name in summed & found.keys():
+        error = relative(found[name], want[name])
+        if not error <= GATES.get(name, GATE):
+            wrong[name] = error
+    assert not wrong
+
+
+@pytest.mark.parametrize("sizes", [(40, 40), (64, 64), (128, 128), (192, 136), (256, 512)])
+@pytest.mark.parametrize("decay", STRONG)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_usual_decays_leave_nothing_to_do(op, dtype, decay, sizes, seen_flags):
+    given = guarded_inputs(op, dtype, decay, head_size=sizes[0], value_size=sizes[1])
+    found, want, _ = results(op, given, make_state(op, given, 2), decay=decay)
+    check_heads(op, found, want, 2, 3, ())
+    (flags,) = seen_flags
+    assert flags.shape == (2, 3)
+    assert not flags.any()
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("sizes", [(40, 40), (64, 64), (128, 128), (192, 136), (256, 512)])
+@pytest.mark.parametrize("decay", STRONG)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_heads_with_strong_decays_are_exact(op, dtype, decay, sizes, seen_flags):
+    given = guarded_inputs(op, dtype, decay, head_size=sizes[0], value_size=sizes[1])
+    given = strengthen(given, PLACES, STRONG[decay])
+    found, want, _ = results(op, given, make_state(op, given, 2), decay=decay)
+    check_heads(op, found, want, 2, 3, STRONG_HEADS)
+    assert {(row, head) for row, head in seen_flags[0].nonzero().tolist()} == STRONG_HEADS
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("sizes", [(40, 40), (192, 136)])
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+@pytest.mark.parametrize("kind", ["none", "usual", "fast", "mixed", *comparing.DECAY_PAIRS])
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_every_decay_without_a_promise(op, kind, decay, sizes):
+    more = {"tokens": 130, "w_dtype": torch.float32, "head_size": sizes[0], "value_size": sizes[1]}
+    given = inputs(op, decay=decay, decays=kind, **more)
+    check(op, given, make_state(op, given, 2), decay=decay)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["wkv5"])
+def test_constant_decay_of_one_head_is_strong(op, dtype, head_size, seen_flags):
+    """Its gradients are sums over sequences whose heads were all computed once more."""
+    given = guarded_inputs(op, dtype, head_size=head_size)
+    w = given["w"].detach().clone()
+    w[1, 5] = 3.0
+    given |= {"w": w.requires_grad_()}
+    found, want, _ = results(op, given, make_state(op, given, 2))
+    check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)})
+    assert seen_flags[0].tolist() == [[0, 1, 0]] * 2
+    for name in ("dw", "du"):
+        assert relative(found[name][1], want[name][1]) < EXACT
+
+
+@pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_limit_is_that_of_half_a_chunk(op, head_size, chunk_len, seen_flags):
+    half = chunk_len // 2
+    for step, leaves in ((63.0 / half, False), (65.0 / half, True)):
+        given = guarded_inputs(op, "fp16", "log", head_size=head_size, w_dtype=torch.float32)
+        w = given["w"].detach().clone()
+        w[0, 2 * half : 3 * half, 1] = -step
+        given |= {"w": w.requires_grad_()}
+        found, want, _ = results(op, given, None, decay="log", backend=backend_of(given), chunk_len=chunk_len)
+        check_heads(op, found, want, 2, 3, {(0, 1)} if leaves else ())
+        assert bool(seen_flags[-1].any()) == leaves
+
+
+@pytest.mark.parametrize("head_size", [33, 64, 70, 160])
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_one_channel_of_one_token_is_enough(op, head_size, seen_flags):
+    for channel in (0, 1, head_size - 2, head_size - 1):
+        given = guarded_inputs(op, head_size=head_size)
+        w = given["w"].detach().clone()
+        w[1, 100, 2, channel] = 9.0
+        given |= {"w": w.requires_grad_()}
+        found, want, _ = results(op, given, None, decay="raw")
+        check_heads(op, found, want, 2, 3, {(1, 2)})
+        assert seen_flags[-1].nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_growth_does_not_hide_decay(op, head_size, seen_flags):
+    given = guarded_inputs(op, decay="log", tokens=64, head_size=head_size, w_dtype=torch.float32)
+    w = given["w"].detach().clone()
+    w[0, 4:8, 1] = torch.tensor([50.0, -60.0, 50.0, -60.0], device="cuda")[:, None]
+    getattr(rwkv_jit, op)(*(given | {"w": w}).values(), decay="log")
+    assert seen_flags[-1].nonzero().tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("head_size", [40, 64, 128, 160])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_other_heads_are_those_of_a_call_with_a_bound(op, dtype, head_size):
+    usual = guarded_inputs(op, dtype, head_size=head_size)
+    state = make_state(op, usual, 2)
+    y, final, grads, weights = run(op, usual, state, decay="raw", decay_bound=BOUND)
+    names = ["y", "state", *[f"d{n}" for n in [*usual, "initial_state"]]]
+    want = dict(zip(names, (y, final, *grads), strict=True))
+    for given in (usual, strengthen(usual, PLACES, STRONG["raw"])):
+        found = run(op, given, state, weights, decay="raw")
+        for name, x in zip(names, (*found[:2], *found[2]), strict=True):
+            if name[1:] in FIXED.get(op, ""):
+                assert given is not usual or torch.equal(x, want[name])
+                continue
+            for row in range(2):
+                for head in range(3):
+                    if given is usual or (row, head) not in STRONG_HEADS:
+                        assert torch.equal(of_head(name, x, row, head), of_head(name, want[name], row, head)), name
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_packed_sequences_with_strong_decays(op, dtype, head_size):
+    bounds = [0, 0, 70, 134, 135, 135, 300, 300]
+    given = guarded_inputs(op, dtype, batch=1, tokens=300, head_size=head_size)
+    # The last token of one sequence, the first of the next, one that is alone.
+    given = strengthen(given, [(0, 69, 0), (0, 70, 1), (0, 134, 2), (0, slice(135, 300), 0)], STRONG["raw"])
+    strong = {(1, 0), (2, 1), (3, 2), (5, 0)}
+    state = make_state(op, given, len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, device="cuda")
+    found, want, _ = results(op, given, state, decay="raw", cu_seqlens=cu_seqlens)
+    of_states, summed = {"state", "dinitial_state"}, {f"d{name}" for name in FIXED.get(op, "")}
+    for name in summed:
+        assert relative(found[name], want[name]) < GATE
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        parts = [
+            {n: x[i : i + 1] if n in of_states else x[:, begin:end] for n, x in every.items() if n not in summed}
+            for every in (found, want)
+        ]
+        if end - begin > 1:
+            check_heads(op, *parts, 1, 3, {(0, head) for sequence, head in strong if sequence == i})
+        else:  # of a single token the roundings of one vector are the whole error
+            for name in of_states:
+                assert relative(parts[0][name], parts[1][name]) < GATE
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_a_cuda_graph_replays_with_other_decays(op, head_size):
+    """Which heads leave is found on the device."""
+    given = {n: x.detach() for n, x in guarded_inputs(op, head_size=head_size).items()}
+    strong = strengthen(given, PLACES, STRONG["raw"])["w"].detach()
+    usual, function = given["w"].clone(), getattr(rwkv_jit, op)
+    wants = [function(*(given | {"w": w}).values(), decay="raw")[0] for w in (strong, usual)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = function(*given.values(), decay="raw")
+    for w, want in zip((strong, usual), wants, strict=True):
+        given["w"].copy_(w)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, want)
+
+
+# ---- the same results, and how it is called --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_results_repeat_bit_for_bit(op, head_size, guarded):
+    given = inputs(op, batch=4, tokens=300, heads=4, head_size=head_size, decay="raw", decays=(-20.0, 0.0))
+    options = of(op, {"decay": "raw" if guarded else "sigmoid", "backend": backend_of(given)})
+    y, final, grads, weights = run(op, given, **options)
+    for _ in range(3):
+        again = run(op, given, weights=weights, **options)
+        assert torch.equal(again[0], y)
+        assert torch.equal(again[1], final)
+        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_the_batch_around_a_sequence_changes_nothing(op, head_size):
+    given = inputs(op, batch=16, tokens=40, heads=4, head_size=head_size)
+    options = of(op, {"decay": "sigmoid"})
+    many = run(op, given, **options)
+    few_given = {n: x.detach().requires_grad_() for n, x in comparing.of_tokens(op, given, slice(5, 6)).items()}
+    few = run(op, few_given, None, [weight[5:6] for weight in many[3]], **options)
+    assert torch.equal(many[0][5:6], few[0])
+    for name, one, all_of_them in zip(given, few[2], many[2], strict=True):
+        assert name in FIXED.get(op, "") or torch.equal(all_of_them[5:6], one), name
+
+
+@pytest.mark.parametrize("split", [1, 15, 16, 31, 32, 33, 64, 77, 99])
+@pytest.mark.parametrize("op", OPS)
+def test_a_prompt_continues_from_its_state(op, split):
+    """Short parts take the recurrent kernels; the whole stays as exact as one call."""
+    given = inputs(op, tokens=100)
+    exact = {n: x.detach().double() for n, x in given.items()}
+    map_of_w, function = of(op, {"decay": "sigmoid"}), getattr(rwkv_jit, op)
+    want, last = getattr(rwkv_jit, f"{op}_ref")(*exact.values(), output_final_state=True, **map_of_w)
+    for backend in ("auto", "chunked"):
+        options = {"output_final_state": True, "backend": backend, **map_of_w}
+        parts = [comparing.of_tokens(op, given, (slice(None), each)) for each in (slice(split), slice(split, None))]
+        head, state = function(*parts[0].values(), **options)
+        tail, final = function(*parts[1].values(), initial_state=state, **options)
+        assert relative(torch.cat([head, tail], 1), want) < GATE
+        assert relative(final, last) < GATE
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_rule_picks_these_kernels(op, monkeypatch):
+    monkeypatch.setattr(boundary, "_known", {})
+    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
+    for more in ({}, {"head_size": 160}, {"head_size": 264}, {"tokens": backends.LEAST_TOKENS - 1}):
+        function(*inputs(op, **more).values(), **options)
+    function(*inputs(op).values(), chunk_len=8, **options)
+    found = [known.options for known in boundary._known.values()]
+    assert [each.backend for each in found] == ["chunked", "scan", "recurrent", "recurrent", "recurrent"]
+    assert not any(each.guarded for each in found)
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_a_cuda_graph_replays_both_directions(op, head_size):
+    given = inputs(op, head_size=head_size)
+    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": backend_of(given)})
+    leaves, weight = list(given.values()), torch.randn_like(given["v"])
+
+    def both():
+        y, _ = function(*leaves, **options)
+        return [y, *torch.autograd.grad(y, leaves, weight)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wants = both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for x in found:
+        x.detach().fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(x, want) for x, want in zip(found, wants, strict=True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_fullgraph_compile(op, head_size, dynamic):
+    given, options = inputs(op, head_size=head_size), of(op, {"decay": "sigmoid"})
+    y, _, grads, weights = run(op, given, **options)
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, dynamic=dynamic)
+    again = run(op, given, None, weights, compiled, **options)
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("backend", "head_size"), [("chunked", 40), ("scan", 160)])
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op, backend, head_size, packed):
+    given = [x.detach() for x in inputs(op, batch=1, tokens=70, head_size=head_size).values()]
+    bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
+    state = torch.randn(2 if packed else 1, 3, head_size, head_size, device="cuda")
+    decay = "sigmoid" if op in WITH_DECAY else "none"
+    options = (1.0, decay, "vk", 64, 32, None, backend, None, None, False)
+    forward = (*given, state, bounds, *options, True, True)
+    torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
+    y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
+    backward = (y, final, *given, state, bounds, *options, saved)
+    torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
+
+
+@pytest.mark.parametrize("arch", ["compute_80"])
+@pytest.mark.parametrize("op", OPS)
+def test_other_architectures(op, arch, monkeypatch):
+    """The code that sm_80 gets, as PTX that the driver makes run here."""
+    monkeypatch.setenv("RWKVJIT_ARCH", arch)
+    monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(prepared, "_backwards", {})
+    monkeypatch.setattr(gated_scan, "_plans", {})
+    for head_size in (40, 128, 256):
+        check(op, inputs(op, tokens=70, head_size=head_size))
+    known = [*boundary._known.values(), *prepared._backwards.values()]
+    plans = [each.plan for each in known] + [plan for each in gated_scan._plans.values() for plan in each]
+    assert {plan.kernel.target for plan in plans} == {arch}
+    assert len(plans) == 3 + 2 + 2
+
+
+MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+
+
+@pytest.mark.skipif(MEMORY < 100 * 2**30, reason="needs 100 GB of GPU memory")
+@pytest.mark.parametrize("op", OPS)
+def test_more_than_two_billion_elements(op):
+    batch, tokens, heads, head_size = 132, 4096, 64, 64
+    assert batch * tokens * heads * head_size > 2**31
+    first = inputs(op, batch=1, tokens=tokens, heads=heads)
+    # The same sequence in every row: rows that differ from the first show an address that wrapped.
+    fixed = FIXED.get(op, "")
+    given = {n: (x if n in fixed else x.expand(batch, -1, -1, -1)).detach().contiguous() for n, x in first.items()}
+    given = {n: x.requires_grad_() for n, x in given.items()}
+    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": "chunked"})
+    y, _ = function(*given.values(), **options)
+    dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
+    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
+    want, _ = function(*first.values(), **options)
+    want_grads = torch.autograd.grad(want, list(first.values()), dy)
+    for row in (0, 65, batch - 1):
+        assert torch.equal(y[row], want[0])
+        for name, grad, one in zip(given, grads, want_grads, strict=True):
+            assert name in fixed or torch.equal(grad[row], one[0]), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_of_a_device_that_is_not_current(op, head_size):
+    given = inputs(op, decay="raw", head_size=head_size)
+    elsewhere = {n: x.detach().to("cuda:1").requires_grad_() for n, x in given.items()}
+    options = of(op, {"decay": "raw"})
+    for _ in range(2):  # prepared, then known
+        y, final, grads, weights = run(op, given, **options)
+        other = run(op, elsewhere, None, [weight.to("cuda:1") for weight in weights], **options)
+        assert torch.cuda.current_device() == 0
+        for one, x in zip((y, final, *grads), (*other[:2], *other[2]), strict=True):
+            assert x.device == torch.device("cuda:1")
+            assert torch.equal(x.to("cuda:0"), one)
