@@ -189,7 +189,8 @@ def check_chunked(row):
         return
     found = compile_row(row, "chunked")
     check(found, row)
-    assert found.name == f"wkv7_chunked_{row['direction']}"
+    has_groups = chunked._has_groups(row["direction"], *sizes, int(found.parameters["CHUNK_LEN"]), row["arch"])
+    assert found.name == ("wkv7_group_backward" if has_groups else f"wkv7_chunked_{row['direction']}")
 
 
 @pytest.mark.parametrize("row", sample(CHUNKED_AXES), ids=name)

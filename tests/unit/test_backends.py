@@ -709,6 +709,39 @@ def test_kernels_of_one_call_agree_about_what_passes_between_them():
         assert [request.parameters.get("BACKWARD") for request in found] == [False, None, True, None, None]
 
 
+# ---- the backward with products of warp groups -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arch", "chunk_len", "direction", "is_of_groups"),
+    [
+        ((64, 64), "sm_90", 32, "backward", True),
+        ((64, 64), "sm_90a", 32, "backward", True),
+        ((128, 128), "sm_90", 32, "backward", True),
+        ((64, 128), "sm_90", 32, "backward", True),
+        ((128, 64), "sm_90", 32, "backward", False),
+        ((64, 64), "sm_90", 16, "backward", False),
+        ((64, 64), "sm_90", 32, "forward", False),
+        ((64, 64), "sm_100", 32, "backward", False),
+        ((64, 64), "compute_90", 32, "backward", False),
+        ((64, 64), "sm_80", 32, "backward", False),
+        ((40, 64), "sm_90", 32, "backward", False),
+        ((64, 96), "sm_90", 32, "backward", False),
+        ((32, 32), "sm_90", 32, "backward", False),
+    ],
+)
+def test_products_of_warp_groups_are_for_rows_that_fill_their_tiles(sizes, arch, chunk_len, direction, is_of_groups):
+    found = chunked.specialize("wkv7", direction, *sizes, TYPES, arch, chunk_len)
+    assert (found.template.name == "wkv7_group_backward") == is_of_groups
+    assert found.arch == ("sm_90a" if is_of_groups else arch)
+    if is_of_groups:
+        assert found.parameters["NUM_THREADS"] == 2 * sizes[1]
+        assert found.parameters["SHARED_BYTES"] % 1024 == 0
+        blocks = int(found.parameters["BLOCKS_PER_SM"])
+        assert blocks == (2 if sizes == (64, 64) else 1)
+        assert blocks * (int(found.parameters["SHARED_BYTES"]) + 1024) <= 228 * 1024
+
+
 # ---- the scan with products of warp groups -------------------------------------------------------------------------
 
 

@@ -1262,3 +1262,9 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
     y, final = tune._Kernels(LONG, training=False).results(Candidate("forward", 32, 128, 2))
     tune._compile([each for way in ("forward", "backward") for each in chunked.candidates(way, 16, "sm_80")], 16)
     assert [each for each in launched if each not in compiled] == []
+
+
+@pytest.mark.parametrize(("tokens", "stride", "copies"), [(2, 2**27, True), (2, 2**27 - 8, False), (1, 2**27, False)])
+def test_tokens_too_far_apart_for_offsets_of_32_bits_are_copied(tokens, stride, copies):
+    x = torch.empty_strided((1, tokens, 3, 8), (tokens * stride, stride, 8, 1), dtype=torch.bfloat16, device="meta")
+    assert tensors.needs_copy(x, 8) is copies
