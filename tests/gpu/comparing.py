@@ -41,6 +41,12 @@ def make_inputs(
     return {n: x.to(w_dtype if n == "w" and w_dtype else dtype).requires_grad_() for n, x in given.items()}
 
 
+def make_state(given, sequences, dtype=torch.float32, layout="vk"):
+    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
+    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
+    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
+
+
 def of_tokens(op, given, index):
     """The inputs of some rows or tokens, as `index` picks them."""
     return {n: x if n in FIXED.get(op, "") else x[index] for n, x in given.items()}

@@ -1,17 +1,12 @@
 """wkv7 on the tensor cores against the float64 recurrence on the same rounded inputs, values and gradients."""
 
-import importlib.util
-from pathlib import Path
-
+import comparing
 import pytest
 import torch
 
 import rwkv_jit
 from rwkv_jit.ops import backends, boundary, chunked, prepared
 
-_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
-comparing = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(comparing)
 make_inputs, relative, run = comparing.make_inputs, comparing.relative, comparing.run
 
 # A parameter, so that the record counts these tests.
@@ -46,12 +41,6 @@ def check(given, state=None, gates=GATES, weights=None, **options):
     assert not wrong, (wrong, limits)
 
 
-def make_state(given, sequences, dtype=torch.float32, layout="vk"):
-    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
-    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
-    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
-
-
 # ---- sizes -------------------------------------------------------------------------------------------------------
 
 
@@ -61,12 +50,12 @@ def make_state(given, sequences, dtype=torch.float32, layout="vk"):
 @pytest.mark.parametrize("chunk_len", [16, 32])
 def test_every_length(op, chunk_len, dtype, tokens):
     given = inputs(DTYPES[dtype], tokens=tokens)
-    check(given, make_state(given, 2), chunk_len=chunk_len)
+    check(given, comparing.make_state(given, 2), chunk_len=chunk_len)
 
 
 def test_a_long_sequence(op):
     given = inputs(batch=1, heads=2, tokens=4096)
-    check(given, make_state(given, 1))
+    check(given, comparing.make_state(given, 1))
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -75,7 +64,7 @@ def test_a_long_sequence(op):
 def test_every_head_size(op, dtype, head_size):
     given = inputs(DTYPES[dtype], tokens=70, head_size=head_size)
     # Sums over a single channel average nothing.
-    check(given, make_state(given, 2), gates=dict.fromkeys(ALL, 5e-2) if head_size == 1 else GATES)
+    check(given, comparing.make_state(given, 2), gates=dict.fromkeys(ALL, 5e-2) if head_size == 1 else GATES)
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -85,7 +74,7 @@ def test_every_head_size(op, dtype, head_size):
 @pytest.mark.parametrize("chunk_len", [16, 32])
 def test_keys_and_values_of_different_size(op, chunk_len, sizes):
     given = inputs(tokens=53, head_size=sizes[0], value_size=sizes[1])
-    check(given, make_state(given, 2), chunk_len=chunk_len)
+    check(given, comparing.make_state(given, 2), chunk_len=chunk_len)
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -141,7 +130,7 @@ def test_broken_promise_shows(op):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_state_in_and_out(op, dtype, layout, state_dtype):
     given = inputs(DTYPES[dtype], head_size=24, value_size=40)
-    check(given, make_state(given, 2, state_dtype, layout), state_layout=layout)
+    check(given, comparing.make_state(given, 2, state_dtype, layout), state_layout=layout)
 
 
 def test_state_shared_by_all_sequences(op):
@@ -152,7 +141,7 @@ def test_state_shared_by_all_sequences(op):
 
 def test_no_tokens_copy_the_state(op):
     given = inputs(tokens=0)
-    state = make_state(given, 2)
+    state = comparing.make_state(given, 2)
     y, final, grads, weights = run(op, given, state, decay="sigmoid", backend="chunked")
     assert y.numel() == 0
     assert torch.equal(final, state)
@@ -171,7 +160,7 @@ def test_gradient_of_the_final_state_alone(op):
 def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype, chunk_len):
     bounds = [0, 0, 5, 69, 70, 70, 102, 198, 200]
     given = inputs(batch=1, tokens=200, head_size=40)
-    state = make_state(given, len(bounds) - 1)
+    state = comparing.make_state(given, len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
     options = {"decay": "sigmoid", "backend": "chunked", "chunk_len": chunk_len}
     y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
@@ -276,7 +265,7 @@ def test_gradients_of_any_size(op, size):
         (size * torch.randn(given["v"].shape, device="cuda")).to(torch.bfloat16),
         size * torch.randn(2, 3, 64, 64, device="cuda"),
     )
-    check(given, make_state(given, 2), weights=weights)
+    check(given, comparing.make_state(given, 2), weights=weights)
 
 
 # ---- segments side by side -----------------------------------------------------------------------------------------
@@ -287,7 +276,7 @@ def test_gradients_of_any_size(op, size):
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 40), (64, 32), (37, 50), (64, 96), (96, 96), (100, 56)])
 def test_split_sequences(op, sizes, layout):
     given = inputs(tokens=2048, heads=2, head_size=sizes[0], value_size=sizes[1], decays=SLOW)
-    check(given, make_state(given, 2, layout=layout), backend="split", state_layout=layout, scale=0.7)
+    check(given, comparing.make_state(given, 2, layout=layout), backend="split", state_layout=layout, scale=0.7)
 
 
 @pytest.mark.parametrize("chunk_len", [16, 32])
@@ -295,14 +284,14 @@ def test_split_sequences(op, sizes, layout):
 @pytest.mark.parametrize("decay", ["raw", "log", "direct"])
 def test_split_decays(op, decay, head_size, chunk_len):
     given = inputs(tokens=2048, heads=2, head_size=head_size, decay=decay, decays=(-0.6, -1e-3))
-    check(given, make_state(given, 2), backend="split", decay=decay, decay_bound=-0.7, chunk_len=chunk_len)
+    check(given, comparing.make_state(given, 2), backend="split", decay=decay, decay_bound=-0.7, chunk_len=chunk_len)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
 def test_split_dtypes(op, dtype, state_dtype):
     given = inputs(DTYPES[dtype], tokens=2560, w_dtype=torch.float32)
-    check(given, make_state(given, 2, state_dtype), backend="split")
+    check(given, comparing.make_state(given, 2, state_dtype), backend="split")
 
 
 def test_few_heads_are_split_and_agree_with_the_whole(op):

@@ -1,17 +1,12 @@
 """wkv5, wkv6, gla, linear_attention on the tensor cores against the float64 recurrence on the same rounded inputs."""
 
-import importlib.util
-from pathlib import Path
-
+import comparing
 import pytest
 import torch
 
 import rwkv_jit
 from rwkv_jit.ops import backends, boundary, gated, gated_scan, prepared
 
-_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
-comparing = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(comparing)
 relative, run, FIXED, NAMES = comparing.relative, comparing.run, comparing.FIXED, comparing.NAMES
 
 OPS = gated.OPS
@@ -64,10 +59,7 @@ def check(op, given, state=None, gates=GATES, weights=None, **options):
 
 
 def make_state(op, given, sequences, dtype=torch.float32, layout=None):
-    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
-    layout = layout or ("vk" if op.startswith("wkv") else "kv")
-    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
-    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
+    return comparing.make_state(given, sequences, dtype, layout or ("vk" if op.startswith("wkv") else "kv"))
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------------

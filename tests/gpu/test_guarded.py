@@ -1,17 +1,12 @@
 """wkv7 without a promise about its decays: fast where they are usual, exact where they are not."""
 
-import importlib.util
-from pathlib import Path
-
+import comparing
 import pytest
 import torch
 
 import rwkv_jit
 from rwkv_jit.ops import boundary, prepared
 
-_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
-comparing = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(comparing)
 relative, run, reference = comparing.relative, comparing.run, comparing.reference
 
 # A parameter, so that the record counts these tests.
@@ -53,12 +48,6 @@ def inputs(dtype="bf16", decay="raw", batch=2, tokens=130, heads=3, head_size=64
     return comparing.make_inputs(
         "wkv7", DTYPES[dtype], batch, tokens, heads, head_size, decays=USUAL, decay=decay, **more
     )
-
-
-def make_state(given, sequences, dtype=torch.float32, layout="vk"):
-    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
-    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
-    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
 
 
 def strengthen(given, places, strong):
@@ -123,7 +112,7 @@ STRONG_HEADS = {(row, head) for row, _, head in PLACES}
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_usual_decays_leave_nothing_to_do(op, dtype, decay, head_size, seen_flags):
     given = inputs(dtype, decay, head_size=head_size)
-    state = make_state(given, 2)
+    state = comparing.make_state(given, 2)
     found, want, _ = results(given, state, decay=decay)
     check_heads(found, want, 2, 3, ())
     (flags,) = seen_flags
@@ -137,7 +126,7 @@ def test_usual_decays_leave_nothing_to_do(op, dtype, decay, head_size, seen_flag
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_with_strong_decays_are_exact(op, dtype, decay, head_size, seen_flags):
     given = strengthen(inputs(dtype, decay, head_size=head_size), PLACES, STRONG[decay])
-    found, want, _ = results(given, make_state(given, 2), decay=decay)
+    found, want, _ = results(given, comparing.make_state(given, 2), decay=decay)
     check_heads(found, want, 2, 3, STRONG_HEADS)
     assert {(row, head) for row, head in seen_flags[0].nonzero().tolist()} == STRONG_HEADS
 
@@ -180,7 +169,7 @@ def test_growth_does_not_hide_decay(op, head_size, seen_flags):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_heads_are_those_of_a_call_with_a_bound(op, dtype, head_size):
     usual = inputs(dtype, head_size=head_size)
-    state = make_state(usual, 2)
+    state = comparing.make_state(usual, 2)
     y, final, grads, weights = run(op, usual, state, decay_bound=BOUND)
     names = ["y", "state", *[f"d{n}" for n in [*usual, "initial_state"]]]
     want = dict(zip(names, (y, final, *grads), strict=True))
@@ -199,7 +188,7 @@ def test_other_heads_are_those_of_a_call_with_a_bound(op, dtype, head_size):
 @pytest.mark.parametrize("head_size", [40, 192])
 def test_states_of_every_kind(op, head_size, state_dtype, layout):
     given = strengthen(inputs(head_size=head_size, value_size=head_size + 8), PLACES, STRONG["raw"])
-    state = make_state(given, 2, state_dtype, layout)
+    state = comparing.make_state(given, 2, state_dtype, layout)
     found, want, _ = results(given, state, state_layout=layout, scale=0.7)
     names = {name: x for name, x in found.items() if not (state_dtype != torch.float32 and "state" in name)}
     check_heads(names, want, 2, 3, STRONG_HEADS)
@@ -217,7 +206,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, dtype, head_size, ind
     # The last token of one sequence, the first of the next, one that is alone.
     given = strengthen(given, [(0, 69, 0), (0, 70, 1), (0, 134, 2), (0, slice(135, 300), 0)], STRONG["raw"])
     strong = {(1, 0), (2, 1), (3, 2), (5, 0)}
-    state = make_state(given, len(bounds) - 1)
+    state = comparing.make_state(given, len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
     found, want, _ = results(given, state, cu_seqlens=cu_seqlens)
     of_states = {name for name in found if name in ("state", "dinitial_state")}
@@ -242,7 +231,7 @@ def test_segments(op, head_size, layout, monkeypatch):
     given = inputs(tokens=2048, batch=1, head_size=head_size)
     places = [(0, 511, 0), (0, 1024, 1)]
     given = strengthen(given, places, STRONG["raw"])
-    state = make_state(given, 1, layout=layout)
+    state = comparing.make_state(given, 1, layout=layout)
     found, want, _ = results(given, state, state_layout=layout)
     check_heads(found, want, 1, 3, {(0, 0), (0, 1)})
     (known,) = boundary._known.values()
@@ -252,7 +241,7 @@ def test_segments(op, head_size, layout, monkeypatch):
 def test_no_tokens_copy_the_state(op):
     for head_size, backend in ((64, "chunked"), (192, "split")):
         given = inputs(tokens=0, head_size=head_size)
-        state = make_state(given, 2)
+        state = comparing.make_state(given, 2)
         y, final, grads, weights = run(op, given, state, backend=backend)
         assert y.numel() == 0
         assert torch.equal(final, state)
@@ -280,7 +269,7 @@ def test_without_gradients(op, head_size):
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_results_repeat_bit_for_bit(op, head_size):
     given = strengthen(inputs(tokens=300, batch=4, head_size=head_size), PLACES, STRONG["raw"])
-    state = make_state(given, 4)
+    state = comparing.make_state(given, 4)
     y, final, grads, weights = run(op, given, state)
     again = run(op, given, state, weights)
     for one, other in zip((y, final, *grads), (*again[:2], *again[2]), strict=True):

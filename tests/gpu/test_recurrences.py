@@ -1,11 +1,10 @@
 """The recurrent kernels on the GPU against the float64 recurrence on the same rounded inputs, values and gradients."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import comparing
 import pytest
 import torch
 
@@ -14,9 +13,6 @@ from rwkv_jit import runtime
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.ops import boundary, prepared, recurrent
 
-_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
-comparing = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(comparing)
 DTYPES, FIXED, NAMES, STRIDES = comparing.DTYPES, comparing.FIXED, comparing.NAMES, comparing.STRIDES
 DECAY_KINDS = [*comparing.DECAY_RANGES, *comparing.DECAY_PAIRS]
 compare, make_inputs, reference, relative = (

@@ -1,17 +1,12 @@
 """wkv7 with large heads, taken apart, against the float64 recurrence on the same rounded inputs."""
 
-import importlib.util
-from pathlib import Path
-
+import comparing
 import pytest
 import torch
 
 import rwkv_jit
 from rwkv_jit.ops import boundary, scan
 
-_spec = importlib.util.spec_from_file_location("comparing", Path(__file__).with_name("comparing.py"))
-comparing = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(comparing)
 relative, run = comparing.relative, comparing.run
 
 # A parameter, so that the record counts these tests.
@@ -47,24 +42,18 @@ def check(given, state=None, gates=GATES, weights=None, **options):
     assert not wrong, (wrong, limits)
 
 
-def make_state(given, sequences, dtype=torch.float32, layout="vk"):
-    (heads, head_size), value_size = given["r"].shape[2:], given["v"].shape[3]
-    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
-    return torch.randn(sequences, heads, *sizes, device="cuda").to(dtype).requires_grad_()
-
-
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 63, 64, 65, 128, 200])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("chunk_len", "threads"), [(32, None), (64, None), pytest.param(64, 384, marks=needs_groups)])
 def test_every_length(op, chunk_len, threads, dtype, tokens):
     given = inputs(DTYPES[dtype], tokens=tokens, head_size=192)
-    check(given, make_state(given, 2), chunk_len=chunk_len, num_threads=threads)
+    check(given, comparing.make_state(given, 2), chunk_len=chunk_len, num_threads=threads)
 
 
 def test_no_tokens_copy_the_state(op):
     given = inputs(tokens=0)
-    state = make_state(given, 2)
+    state = comparing.make_state(given, 2)
     y, final, grads, weights = run(op, given, state, decay="sigmoid", backend="split")
     assert y.numel() == 0
     assert torch.equal(final, state)
@@ -83,7 +72,7 @@ LARGEST_OF_64 = 512  # head size for chunks of 64 tokens: beyond, shared memory 
 )
 def test_every_head_size(op, chunk_len, head_size):
     given = inputs(tokens=100, heads=1, head_size=head_size, value_size=min(head_size, 300))
-    check(given, make_state(given, 2), chunk_len=chunk_len)
+    check(given, comparing.make_state(given, 2), chunk_len=chunk_len)
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -93,7 +82,7 @@ def test_every_head_size(op, chunk_len, head_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_and_values_of_different_size(op, dtype, sizes):
     given = inputs(DTYPES[dtype], tokens=90, head_size=sizes[0], value_size=sizes[1])
-    check(given, make_state(given, 2))
+    check(given, comparing.make_state(given, 2))
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -101,7 +90,7 @@ def test_keys_and_values_of_different_size(op, dtype, sizes):
 @pytest.mark.parametrize("chunk_len", [32, 64])
 def test_every_number_of_threads(op, chunk_len, head_size, threads):
     given = inputs(tokens=90, head_size=head_size)
-    check(given, make_state(given, 2), num_threads=threads, chunk_len=chunk_len)
+    check(given, comparing.make_state(given, 2), num_threads=threads, chunk_len=chunk_len)
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -118,7 +107,7 @@ def test_either_scan(op, dtype, head_size, threads, name, monkeypatch):
     monkeypatch.setattr(scan, "_plans", {})
     tokens = 150 if head_size <= 256 else 70  # the reference keeps every token's state, in float64
     given = inputs(DTYPES[dtype], tokens=tokens, heads=1, head_size=head_size)
-    check(given, make_state(given, 2), chunk_len=64, num_threads=threads)
+    check(given, comparing.make_state(given, 2), chunk_len=64, num_threads=threads)
     names = [plan.kernel.name for plans in scan._plans.values() for plan in plans.launches]
     assert [each for each in names if each.endswith("_scan")] == [name, name]
 
@@ -130,14 +119,14 @@ def test_either_scan(op, dtype, head_size, threads, name, monkeypatch):
 def test_values_that_end_within_a_block_of_warp_groups(op, dtype, sizes):
     """Of a cluster of two, and alone."""
     given = inputs(DTYPES[dtype], tokens=90, head_size=sizes[0], value_size=sizes[1])
-    check(given, make_state(given, 2), chunk_len=64, num_threads=384)
+    check(given, comparing.make_state(given, 2), chunk_len=64, num_threads=384)
 
 
 @pytest.mark.parametrize("threads", [None, 128, OF_GROUPS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_gradients(op, dtype, threads):
     given = {n: x.detach() for n, x in inputs(DTYPES[dtype], tokens=150).items()}
-    state = make_state(given, 2).detach()
+    state = comparing.make_state(given, 2).detach()
     y, final = rwkv_jit.wkv7(*given.values(), state, True, num_threads=threads, **PINNED)
     exact = [x.double() for x in (*given.values(), state)]
     want_y, want_final = rwkv_jit.wkv7_ref(*exact, output_final_state=True, decay="sigmoid")
@@ -147,12 +136,12 @@ def test_without_gradients(op, dtype, threads):
 
 def test_many_heads(op):
     given = inputs(batch=8, tokens=130, heads=16)
-    check(given, make_state(given, 8))
+    check(given, comparing.make_state(given, 8))
 
 
 def test_a_long_sequence(op):
     given = inputs(batch=1, heads=1, tokens=4096, decays=SLOW)
-    check(given, make_state(given, 1))
+    check(given, comparing.make_state(given, 1))
 
 
 @pytest.mark.parametrize(("chunk_len", "bound"), [(64, -2.0), (32, -4.0)])
@@ -176,7 +165,7 @@ def test_broken_promise_shows(op):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_state_in_and_out(op, dtype, layout, state_dtype):
     given = inputs(DTYPES[dtype], head_size=150, value_size=200)
-    check(given, make_state(given, 2, state_dtype, layout), state_layout=layout, scale=0.7)
+    check(given, comparing.make_state(given, 2, state_dtype, layout), state_layout=layout, scale=0.7)
 
 
 def test_gradient_of_the_final_state_alone(op):
@@ -191,7 +180,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, threads, index_dtype)
     options = {**PINNED, "num_threads": threads}
     bounds = [0, 0, 5, 69, 70, 70, 134, 298, 300]
     given = inputs(batch=1, tokens=300)
-    state = make_state(given, len(bounds) - 1)
+    state = comparing.make_state(given, len(bounds) - 1)
     cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
     y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
     for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
