@@ -51,7 +51,10 @@ __device__ inline void write_bulk(void* target, const void* source, int bytes) {
                  ::"l"(target), "r"(shared_address(source)), "r"(bytes) : "memory");
 }
 __device__ inline void end_writes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// .. and until all but the last PENDING batches have read what they write.
+template <int PENDING = 0> __device__ inline void wait_until_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
 
 __device__ inline int block_of_cluster() {
     int rank;

@@ -137,6 +137,20 @@ __device__ inline void write_state_terms(float (&target)[CHANNELS], const Fragme
     }
 }
 
+// A sum that loses two tokens a lane, of four lanes side by side: what is left of it in front of this lane's pair. Behind
+// all four it is `left`.
+__device__ inline float take_pair(float& left, float pair) {
+    float sum = pair;  // over the tokens of the lanes up to this one
+#pragma unroll
+    for (int delta = 1; delta < 4; delta *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, sum, delta, 4);
+        if (quad_lane() >= delta) sum += other;
+    }
+    const float here = left - (sum - pair);
+    left -= __shfl_sync(0xffffffffu, sum, 3, 4);
+    return here;
+}
+
 // Four neighbouring channels of w, as they come from memory; past the last channel the last ones. Needs T_W.
 struct RawChannels {
     static constexpr int VECTOR = HEAD_SIZE % 4 == 0 ? 4 : 1;

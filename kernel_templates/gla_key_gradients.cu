@@ -211,18 +211,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     if (has_channels) {
         const auto operand_q = tile_of(smem.q), operand_k = tile_of(smem.k);
         const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);
-        float left[2] = {}, bonus[2];
-#pragma unroll
-        for (int n = 0; n < CHUNK_LEN / 8; ++n)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const unsigned word = q_rows.at[n / 2].at[n % 2 * 2 + j];
-                left[j] += low_of(word) * d_q[n][2 * j] + high_of(word) * d_q[n][2 * j + 1];
-            }
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int delta = 1; delta < 4; delta *= 2) left[j] += __shfl_xor_sync(0xffffffffu, left[j], delta);
+        float left[2], bonus[2];
+        sum_products(left, q_rows, d_q);
         // What four lanes of a group hold for columns, a lane for its rows.
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -245,22 +235,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         ChannelSums channel_sums = {};
         write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal, bonus,
                              scale, column, steps, channel_sums);
-        if constexpr (BONUS || CONSTANT_DECAY)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float &of_bonus = channel_sums.bonus[j], &of_decay = channel_sums.decay[j];
-#pragma unroll
-                for (int delta = 1; delta < 4; delta *= 2) {
-                    of_bonus += __shfl_xor_sync(0xffffffffu, of_bonus, delta);
-                    of_decay += __shfl_xor_sync(0xffffffffu, of_decay, delta);
-                }
-                const int channel = first_channel + column + group() + 8 * j;
-                const i64 at = (slot * heads + head) * HEAD_SIZE + channel;
-                if (quad_lane() == 0 && channel < HEAD_SIZE) {
-                    if constexpr (BONUS) du[at] = of_bonus;
-                    if constexpr (CONSTANT_DECAY) dw[at] = from_float<T_DW>(of_decay * log_decay_slope<DECAY>(to_float(w[channel])));
-                }
-            }
+        write_channel_sums(channel_sums, du, dw, (slot * heads + head) * HEAD_SIZE, w, first_channel + column);
     }
     __syncthreads();  // the gradients are there
 

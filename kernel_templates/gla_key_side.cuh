@@ -4,11 +4,7 @@
 // Needs CONSTANT_DECAY, BONUS, T_U, T_W beside what chunk.cuh needs.
 #pragma once
 #include "chunk.cuh"
-
-// A constant decay's gradients are summed, in fp32.
-template <bool SUMS> struct DecayGradient { using Type = T_W; };
-template <> struct DecayGradient<true> { using Type = float; };
-using T_DW = DecayGradient<CONSTANT_DECAY>::Type;
+#include "gla_decay_gradient.cuh"
 
 // An operand as [channel, token]: a lane's words lie as the accumulators do.
 struct OperandRows {
@@ -18,6 +14,22 @@ struct OperandRows {
         for (int p = 0; p < BLOCKS; ++p) at[p] = load_left_transposed(tile, 16 * p, column);
     }
 };
+
+// Q * dQ of the lane's two channels, summed over the tokens.
+__device__ inline void sum_products(float (&sums)[2], const OperandRows& rows, const Accumulator* d) {
+    sums[0] = sums[1] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < CHUNK_LEN / 8; ++n)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const unsigned word = rows.at[n / 2].at[n % 2 * 2 + j];
+            sums[j] += low_of(word) * d[n][2 * j] + high_of(word) * d[n][2 * j + 1];
+        }
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int delta = 1; delta < 4; delta *= 2) sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], delta);
+}
 
 // What a lane sums over its tokens, for its two channels: of the bonus, and the log-decay's gradient.
 struct ChannelSums { float bonus[2], decay[2]; };
@@ -62,14 +74,7 @@ __device__ inline void write_pair_gradients(const Accumulator* d_q, const Accumu
             if constexpr (HAS_DECAY) {
                 const float terms_q[2] = {q[0] * sum_q[0], q[1] * sum_q[1]};
                 const float terms[2] = {terms_q[0] - k[0] * sum_k[0], terms_q[1] - k[1] * sum_k[1]}, pair = terms[0] + terms[1];
-                float sum = pair;  // over the tokens of the lanes up to this one
-#pragma unroll
-                for (int delta = 1; delta < 4; delta *= 2) {
-                    const float other = __shfl_up_sync(0xffffffffu, sum, delta, 4);
-                    if (quad_lane() >= delta) sum += other;
-                }
-                float here = left[j] - (sum - pair);
-                left[j] -= __shfl_sync(0xffffffffu, sum, 3, 4);
+                float here = take_pair(left[j], pair);
                 __syncwarp();  // everybody has read; the next eight tokens read no row before theirs but the last of these
 #pragma unroll
                 for (int t = 0; t < 2; ++t) {
@@ -92,4 +97,24 @@ __device__ inline void read_bonus(float (&bonus)[2], const T_U* u, float scale, 
         const int own = channel + group() + 8 * j;
         bonus[j] = BONUS && own < HEAD_SIZE ? scale * to_float(u[own]) : 0.0f;
     }
+}
+
+// Those of a chunk, to a row of du and of a constant decay's gradient; `channel` is the first of the warp.
+__device__ inline void write_channel_sums(ChannelSums& sums, float* du, T_DW* dw, i64 row, const T_W* w, int channel) {
+    if constexpr (BONUS || CONSTANT_DECAY)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float &of_bonus = sums.bonus[j], &of_decay = sums.decay[j];
+#pragma unroll
+            for (int delta = 1; delta < 4; delta *= 2) {
+                of_bonus += __shfl_xor_sync(0xffffffffu, of_bonus, delta);
+                of_decay += __shfl_xor_sync(0xffffffffu, of_decay, delta);
+            }
+            const int own = channel + group() + 8 * j;
+            if (quad_lane() == 0 && own < HEAD_SIZE) {
+                if constexpr (BONUS) du[row + own] = of_bonus;
+                if constexpr (CONSTANT_DECAY)
+                    dw[row + own] = from_float<T_DW>(of_decay * log_decay_slope<DECAY>(to_float(w[own])));
+            }
+        }
 }

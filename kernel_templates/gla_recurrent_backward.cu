@@ -27,6 +27,7 @@
 // value rows ROW_BLOCKS pieces at a time, one after the other in every interval: sums over rows are added in a
 // fixed order by the thread that owns them, so results are the same bit for bit from run to run.
 #include "column_sums.cuh"
+#include "gla_decay_gradient.cuh"
 
 static_assert(HELD_STATES >= 1 && CHUNK_LEN % HELD_STATES == 0, "held_states must divide chunk_len");
 
@@ -47,15 +48,12 @@ struct Smem {
 };
 static_assert(sizeof(Smem) <= STATIC_SHARED_LIMIT, "chunk_len x head_size needs more than 48 KB of shared memory");
 
-template <bool IS_TOTAL> struct DecayGradient { using type = T_W; };
-template <> struct DecayGradient<true> { using type = float; };
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_backward(
     const T_IO* __restrict__ r_all, const T_IO* __restrict__ k_all, const T_IO* __restrict__ v_all,
     const T_W* __restrict__ w_all, const T_U* __restrict__ u_all, const T_IO* __restrict__ dy_all,
     const i64* __restrict__ cu_seqlens, const float* __restrict__ checkpoints,
     const float* __restrict__ grad_final_state, T_IO* __restrict__ dr_all, T_IO* __restrict__ dk_all,
-    T_IO* __restrict__ dv_all, DecayGradient<CONSTANT_DECAY>::type* __restrict__ dw_all, float* __restrict__ du_all,
+    T_IO* __restrict__ dv_all, T_DW* __restrict__ dw_all, float* __restrict__ du_all,
     float* __restrict__ grad_initial_state, const int* __restrict__ leaves, float* __restrict__ scratch_all,
     Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens,
     i64 heads, i64 sequences, i64 scratch_stride, int interval, float scale) {

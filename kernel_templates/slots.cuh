@@ -7,7 +7,7 @@
 // The chunk of a slot: slots are numbered as checkpoints are.
 struct Chunk {
     Span span;
-    i64 token;  // of the sequence
+    i64 sequence, token;  // the first token, counted in the sequence
     int steps;  // none where the slot belongs to no chunk
 };
 __device__ inline Chunk chunk_of(const i64* cu_seqlens, i64 slot, i64 sequences, i64 tokens) {
@@ -29,5 +29,5 @@ __device__ inline Chunk chunk_of(const i64* cu_seqlens, i64 slot, i64 sequences,
     }
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const i64 token = index * CHUNK_LEN;
-    return {span, token, static_cast<int>(max(min(span.length - token, i64(CHUNK_LEN)), i64(0)))};
+    return {span, sequence, token, static_cast<int>(max(min(span.length - token, i64(CHUNK_LEN)), i64(0)))};
 }

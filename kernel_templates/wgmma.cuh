@@ -27,6 +27,8 @@ __device__ inline unsigned long long descriptor(SlabsTile<STRIDE> tile, int row,
 // How a tile is read: along its rows, or along its columns where its rows are what is summed over.
 enum class Read { rows, columns };
 
+#define SUMS_OF_16                                                                                                  \
+    "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]), "+f"(s[1][3])
 #define SUMS_OF_32                                                                                                  \
     "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),        \
         "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),    \
@@ -35,6 +37,7 @@ enum class Read { rows, columns };
     SUMS_OF_32, "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]), "+f"(s[5][1]),           \
         "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]), "+f"(s[7][0]),    \
         "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3])
+#define REGISTERS_OF_16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define REGISTERS_OF_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS_OF_64                                                                                             \
     REGISTERS_OF_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -42,9 +45,13 @@ enum class Read { rows, columns };
 // sum[64, COLUMNS] += left[64, 16] right[16, COLUMNS]; without ADD what was in the sum is lost.
 template <int COLUMNS, Read LEFT, Read RIGHT, bool ADD = true>
 __device__ inline void multiply_group(Accumulator* s, unsigned long long left, unsigned long long right) {
-    static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
+    static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "products have 16, 32 or 64 columns");
     constexpr int TURN_LEFT = LEFT == Read::columns, TURN_RIGHT = RIGHT == Read::columns;
-    if constexpr (COLUMNS == 32)
+    if constexpr (COLUMNS == 16)
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" REGISTERS_OF_16 "}, %8, %9, %12, 1, 1, "
+                     "%10, %11;"
+                     : SUMS_OF_16 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
+    else if constexpr (COLUMNS == 32)
         asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, %16, %17, %20, 1, 1, "
                      "%18, %19;"
                      : SUMS_OF_32 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
@@ -68,8 +75,10 @@ __device__ inline void multiply_group(Accumulator* s, const Fragment& left, unsi
                      : SUMS_OF_64
                      : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN), "n"(ADD));
 }
+#undef SUMS_OF_16
 #undef SUMS_OF_32
 #undef SUMS_OF_64
+#undef REGISTERS_OF_16
 #undef REGISTERS_OF_32
 #undef REGISTERS_OF_64
 

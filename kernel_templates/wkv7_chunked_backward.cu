@@ -21,7 +21,7 @@
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
 //
 // Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV for
-// them as the forward does, in transposes; then the gradients of the keys' side for KEY_SLAB channels at a time.
+// them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time.
 #include "wkv7_key_side.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);

@@ -9,22 +9,15 @@
 //   arguments as in wkv7_scan.cu; operands in the order of lanes (wkv7_operands.cuh), and states therefore as well
 //
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
-#include "bulk_copy.cuh"
-#include "wgmma.cuh"
 #include "wkv7_slab.cuh"
 
-constexpr int GROUPS = 2, GROUP_THREADS = 128, CONSUMERS = GROUPS * GROUP_THREADS;
-constexpr int OWN_SLABS = ceil_div(SLABS, GROUPS);  // a group has slabs group, group + 2 ..
+__device__ inline int channel_of(int row) { return channel_of_column<Order::lanes>(row); }
+#include "group_scan.cuh"
+
 // Stages of a chunk: W and R0 by slab, the token matrices, B and K0 by slab; backwards B and K0 first.
 constexpr int STEPS = 2 * SLABS + 1;
-// 65536 are 168 for each of 384 threads at first; the copies need few of theirs.
-constexpr int COPY_REGISTERS = 24, PRODUCT_REGISTERS = 240;
 constexpr int FIRST_MATRIX = BACKWARD ? 1 : 0, TAKEN = BACKWARD ? 3 : 2;  // of the chunk's
-constexpr int ROW_BLOCKS = ceil_div(VALUE_SIZE, VALUE_ROWS);
 constexpr int VALUE_PITCH = VALUE_ROWS + 8;
-static_assert(NUM_THREADS == CONSUMERS + GROUP_THREADS, "num_threads must be 384");
-static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
-static_assert(VALUE_ROWS == 32 || VALUE_ROWS == 64, "value_rows must be 32 or 64");
 static_assert(ROW_BLOCKS % CLUSTER == 0 && CLUSTER <= 8, "cluster must divide the blocks of a head");
 static_assert(STAGES >= 2, "stages must be 2 at least");
 
@@ -42,59 +35,6 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 static_assert(sizeof(Triangle[TAKEN]) <= sizeof(Slab<CHUNK_LEN>[2]), "the token matrices fill one stage");
-
-// Where in the ring one is.
-struct Turn {
-    int slot = 0, parity = 0;
-    __device__ void advance() {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
-};
-
-// A warp's part of the state: of every slab of its group's, 16 channels and all values.
-using StateSlab = Accumulator[VALUE_ROWS / 8];
-struct Part {
-    int group_of_warps, first_row;
-    __device__ int slab(int i) const { return GROUPS * i + group_of_warps; }
-    __device__ bool has(int i) const { return SLABS % GROUPS == 0 || slab(i) < SLABS; }
-    // A lane has two of the channels: a row of the accumulators, and the one eight further down.
-    __device__ int channel(int i, int half) const {
-        return slab(i) * SLAB + channel_of_column<Order::lanes>(first_row + group() + 8 * half);
-    }
-};
-// visit(element, whether it exists, its place in a tensor's state)
-template <typename Visit>
-__device__ inline void for_each_element(StateSlab (&state)[OWN_SLABS], const Part& part, int row, Visit visit) {
-#pragma unroll
-    for (int i = 0; i < OWN_SLABS; ++i)
-#pragma unroll
-        for (int j = 0; j < VALUE_ROWS / 8; ++j) {
-            asm volatile("" ::: "memory");  // a few addresses at a time
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int value = row + 8 * j + 2 * quad_lane() + e % 2, channel = part.channel(i, e / 2);
-                const bool present = part.has(i) && value < VALUE_SIZE && channel < HEAD_SIZE;
-                visit(state[i][j][e], present, state_index<STATE_LAYOUT>(value, channel));
-            }
-        }
-}
-
-// Sums of 16 tokens to rows of a tensor, by way of `staged`.
-template <typename T>
-__device__ inline void write_outputs(T* target, i64 stride, bf16 (&staged)[16][VALUE_PITCH],
-                                     const Accumulator (&sum)[VALUE_ROWS / 8], int rows, int width) {
-    const Tile<VALUE_PITCH> tile = {shared_address(&staged[0][0])};
-#pragma unroll
-    for (int j = 0; j < VALUE_ROWS / 8; j += 2) {
-        const Accumulator &left = sum[j], &right = sum[j + 1];
-        store_block(tile, 0, 8 * j, {{pack_as<T>(left[0], left[1]), pack_as<T>(left[2], left[3]),
-                                      pack_as<T>(right[0], right[1]), pack_as<T>(right[2], right[3])}});
-    }
-    __syncwarp();
-    write_rows<T, VALUE_SIZE, 16, VALUE_ROWS, VALUE_PITCH, 32>(target, stride, reinterpret_cast<const T*>(&staged[0][0]),
-                                                               rows, width, lane_id());
-    __syncwarp();
-}
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, 1) wkv7_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
@@ -158,71 +98,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             if (lane_id() < CLUSTER) arrive_at<CLUSTER>(smem.empty[slot], lane_id());
         };
 
-        // Values: a thread copies, and converts, the same place of every chunk.
-        constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T_IO)), PER_ROW = VALUE_ROWS / VECTOR;
-        constexpr int ROW_STEP = CONSUMERS / PER_ROW;
-        const int value = threadIdx.x % PER_ROW * VECTOR, first_token = threadIdx.x / PER_ROW;
-        const bool has_value = block_row + value < VALUE_SIZE;
-        input += span.batch * input_strides.batch + (span.begin + first_token) * input_strides.token +
-                 head * input_strides.head + block_row + value;
-        const auto place_of_values = [&](int n, int row) {
-            return reinterpret_cast<T_IO*>(&smem.values[n % 2].units[row][value / 8 ^ row % 8]) + value % 8;
-        };
+        const ValueRows rows_of_values(input + span.batch * input_strides.batch + span.begin * input_strides.token +
+                                           head * input_strides.head,
+                                       input_strides.token, block_row);
         const auto load_values = [&](int n) {
-            if (n < chunks) {
-                const i64 token = i64(index_of(n)) * CHUNK_LEN;
-                const T_IO* from = input + token * input_strides.token;
-#pragma unroll
-                for (int row = first_token, i = 0; i < CHUNK_LEN / ROW_STEP; ++i, row += ROW_STEP) {
-                    const bool present = has_value && token + row < span.length;
-                    T_IO* const to = place_of_values(n, row);
-                    if constexpr (VECTOR == 1) *to = present ? *from : T_IO{};
-                    else copy_async<2 * VECTOR>(shared_address(to), from, present);
-                    from += ROW_STEP * input_strides.token;
-                }
-            }
+            if (n < chunks) rows_of_values.copy(smem.values[n % 2], i64(index_of(n)) * CHUNK_LEN, span.length);
             commit_copies();
         };
-        const auto convert_values = [&](int n) {  // tensor cores take bf16
-            if constexpr (!is_bf16<T_IO>)
-#pragma unroll
-                for (int row = first_token, i = 0; i < CHUNK_LEN / ROW_STEP; ++i, row += ROW_STEP) {
-                    T_IO* const at = place_of_values(n, row);
-#pragma unroll
-                    for (int j = 0; j < VECTOR; ++j) at[j] = {from_float<bf16>(to_float(at[j])).bits};
-                }
-        };
-
-        // Exponents of the lane's channels: a chunk's frame, and what the last one left behind.
-        using Exponents = float[OWN_SLABS][2];
-        Exponents begins = {}, ends = {}, behind = {};
-        const auto load_frame = [&](Exponents& to, int n, bool is_end) {
-            const float* const frame = frames + place_of_chunk(n) * (2 * CHANNELS) + (is_end != BACKWARD ? CHANNELS : 0);
-#pragma unroll
-            for (int i = 0; i < OWN_SLABS; ++i)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    if (part.has(i)) to[i][half] = frame[part.channel(i, half)];
-        };
+        Exponents exponents;
+        const auto frame = [&](int n) { return frames + place_of_chunk(n) * (2 * CHANNELS); };
         StateSlab state[OWN_SLABS];
-        const auto scale = [&](bool is_last) {
-#pragma unroll
-            for (int i = 0; i < OWN_SLABS; ++i) {
-                float factor[2];
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float exponent = behind[i][half] + (is_last ? 0.0f : begins[i][half]);
-                    factor[half] = exp2_fast(exponent / FACTOR_STEPS);
-                    behind[i][half] = ends[i][half];
-                }
-#pragma unroll
-                for (Accumulator& x : state[i])
-#pragma unroll
-                    for (int j = 0; j < 4 * FACTOR_STEPS; ++j) x[j % 4] *= factor[j % 4 / 2];
-            }
-        };
         const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
-        if (chunks > 0) load_frame(begins, 0, false);
+        if (chunks > 0) exponents.load(exponents.begins, frame(0), part, false);
         load_values(0);
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
             x = present && first != nullptr ? to_float(first[state_offset + place]) : 0.0f;
@@ -233,22 +120,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
 
         for (int n = 0; n < chunks; ++n) {
             const auto solution = tile_of(smem.solution), values = tile_of(smem.values[n % 2]);
-            load_frame(ends, n, true);
+            exponents.load(exponents.ends, frame(n), part, true);
             if (states != nullptr) {  // the last image may be overwritten
                 if (threadIdx.x % GROUP_THREADS == 0) wait_until_read();
                 synchronize_threads(2 + group_of_warps, GROUP_THREADS);
             }
-            scale(false);
-#pragma unroll
-            for (int i = 0; i < OWN_SLABS; ++i)
-                if (part.has(i))
-#pragma unroll
-                    for (int j = 0; j < VALUE_ROWS / 8; j += 2)
-                        store_block_transposed(tile_of(smem.state[part.slab(i)]), 8 * j, own_row,
-                                               to_fragment(state[i][j], state[i][j + 1]));
-            if (n + 1 < chunks) load_frame(begins, n + 1, false);
+            exponents.scale(state, false);
+            write_image(smem.state, state, part);
+            if (n + 1 < chunks) exponents.load(exponents.begins, frame(n + 1), part, false);
             wait_for_copies<0>();
-            convert_values(n);
+            rows_of_values.convert(smem.values[n % 2]);
             publish_writes();
             synchronize_threads(1, CONSUMERS);  // S' and the values are there, and nobody reads the last values any more
             load_values(n + 1);
@@ -354,8 +235,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             if (BACKWARD || group_of_warps == 1 || solved != nullptr) {  // while the last slab's products go on
                 const i64 token = i64(index_of(n)) * CHUNK_LEN, target = out_place + token * out_stride;
                 const int rows = static_cast<int>(min(span.length - token - own_row, i64(16)));
-                if (group_of_warps == 0) write_outputs(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
-                else write_outputs(output + target, out_stride, smem.outputs[warp], sum, rows, width);
+                if (group_of_warps == 0) write_outputs<bf16, VALUE_ROWS>(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
+                else write_outputs<T_IO, VALUE_ROWS>(output + target, out_stride, smem.outputs[warp], sum, rows, width);
             }
             wait_for_batches<0>();
 #pragma unroll
@@ -363,7 +244,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             release(held);
         }
         if (last != nullptr) {
-            scale(true);
+            exponents.scale(state, true);
             for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
                 if (present) last[state_offset + place] = from_float<T_STATE>(x);
             });

@@ -54,14 +54,7 @@ __device__ inline void write_key_gradients(const Accumulator* d_r, const Accumul
             const float terms[2] = {low_of(r) * sum_r[0] + terms_a[0] - low_of(k) * sum_k[0] - low_of(b) * sum_b[0],
                                     high_of(r) * sum_r[1] + terms_a[1] - high_of(k) * sum_k[1] - high_of(b) * sum_b[1]};
             const float pair = terms[0] + terms[1];
-            float sum = pair;  // over the tokens of the lanes up to this one
-#pragma unroll
-            for (int delta = 1; delta < 4; delta *= 2) {
-                const float other = __shfl_up_sync(0xffffffffu, sum, delta, 4);
-                if (quad_lane() >= delta) sum += other;
-            }
-            const float here = left[j] - (sum - pair);
-            left[j] -= __shfl_sync(0xffffffffu, sum, 3, 4);
+            const float here = take_pair(left[j], pair);
             __syncwarp();  // everybody has read; the next eight tokens read no row before theirs but the last of these
             own[0][channel] = here - terms_a[0];
             own[1][channel] = here - terms[0] - terms_a[1];

@@ -6,21 +6,14 @@
 //
 // Needs what wkv7_slab.cuh needs.
 #pragma once
+#include "slab_decay.cuh"
 #include "wkv7_slab.cuh"
-
-constexpr int PAIRS = SLAB / 2;
-constexpr int SEGMENT_LEN = CHUNK_LEN * PAIRS / NUM_THREADS;  // tokens of a thread, which has one pair of channels
-constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
-static_assert(SEGMENTS % 2 == 0 && SEGMENT_LEN * SEGMENTS == CHUNK_LEN && SEGMENTS * PAIRS == NUM_THREADS,
-              "num_threads must make two or more equal segments of a chunk");
 
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
 struct RawKeys {
     T_IO r[CHUNK_LEN][SLAB], a[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB], b[CHUNK_LEN][SLAB];
 };
 
-// The rows of a chunk in global memory: its first token, and what lies between two tokens.
-template <typename T> struct Rows { const T* first; i64 stride; };
 struct KeyRows { Rows<T_IO> r, a, k, b; };
 
 __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_channel, int steps) {
@@ -32,46 +25,7 @@ __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_ch
     copy(raw.r, rows.r), copy(raw.a, rows.a), copy(raw.k, rows.k), copy(raw.b, rows.b);
 }
 
-// The decays of a thread's tokens, as they come from memory.
-struct RawDecays {
-    static constexpr int VECTOR = HEAD_SIZE % 4 == 0 ? 2 : 1;
-    Words<T_W, VECTOR> held[SEGMENT_LEN][2 / VECTOR];
-
-    // What is past the last token or channel is read from there: a load under a condition would have to wait for the
-    // value that it may leave in place.
-    __device__ void load(const Rows<T_W>& w, int first_channel, int steps) {
-        const int first = threadIdx.x / PAIRS * SEGMENT_LEN, channel = first_channel + threadIdx.x % PAIRS * 2;
-#pragma unroll
-        for (int i = 0; i < SEGMENT_LEN; ++i) {
-            const T_W* row = w.first + min(first + i, steps - 1) * w.stride;
-#pragma unroll
-            for (int j = 0; j < 2 / VECTOR; ++j)
-                held[i][j] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + j, HEAD_SIZE - VECTOR));
-        }
-    }
-    __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
-};
-
-// Sums of the rates of a thread's pair of channels up to each of its tokens.
-struct RateSums { float2 at[SEGMENT_LEN]; };
-struct Frame { float2 middle, end; };  // m and D of a thread's pair of channels
-
-// First half: sums within the thread's segment. Padding has no decay.
-__device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw,
-                                 int first_channel, int steps) {
-    const int pair = threadIdx.x % PAIRS, channel = first_channel + 2 * pair, segment = threadIdx.x / PAIRS;
-    float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < SEGMENT_LEN; ++i) {
-        const bool present = segment * SEGMENT_LEN + i < steps;
-        if (present && channel < HEAD_SIZE) sum.x += decay_rate<DECAY>(raw.at(i, 0));
-        if (present && channel + 1 < HEAD_SIZE) sum.y += decay_rate<DECAY>(raw.at(i, 1));
-        sums.at[i] = sum;
-    }
-    totals[segment][pair] = sum;
-}
-
-// Second half, after a barrier: the operands. keep(row, pair of columns, e^(c - m)) is told of every token's growth in
+// The operands, after a barrier behind `sum_rates`. keep(row, pair of columns, e^(c - m)) is told of every token's growth in
 // row token + 1, and of that before the first token in row 0.
 template <Order ORDER, typename Keep>
 __device__ inline Frame write_operands(const RateSums& sums, const float2 (&totals)[SEGMENTS][PAIRS],
