@@ -9,25 +9,26 @@
 //   states       [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
 //   last         [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
-// Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, 16 lanes each, and
+// Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, LANES lanes each, and
 // goes through P a few rows at a time, with the next ones on their way. All fp32.
 #include "copy.cuh"
 
-constexpr int ROWS = NUM_THREADS / 16, DEPTH = min_of(HEAD_SIZE, 16), STAGES = 4;  // value rows; rows of P at a time
+constexpr int LANES = NUM_THREADS / ROWS, DEPTH = min_of(HEAD_SIZE, 16), STAGES = 4;  // rows of P at a time
 constexpr int TILES = ceil_div(HEAD_SIZE, DEPTH);
-constexpr int GROUPS = ceil_div(HEAD_SIZE, 64);  // of four neighbouring columns, for a lane
-constexpr int PITCH = 64 * GROUPS + 4;
+constexpr int GROUPS = ceil_div(HEAD_SIZE, 4 * LANES);  // of four neighbouring columns, for a lane
+constexpr int PITCH = 4 * LANES * GROUPS + 4;
 static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS <= 256, "num_threads must be a multiple of 32 up to 256");
+static_assert(LANES * ROWS == NUM_THREADS && 32 % LANES == 0, "rows must leave each equal lanes of one warp");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
     const float* __restrict__ transitions, const float* __restrict__ additions, const float* __restrict__ first,
     float* __restrict__ states, float* __restrict__ last, i64 heads, i64 segments) {
-    __shared__ float state[ROWS][64 * GROUPS];
+    __shared__ float state[ROWS][4 * LANES * GROUPS];
     __shared__ alignas(16) float ring[STAGES][DEPTH][PITCH];
     const i64 sequence = blockIdx.x, head = blockIdx.y;
-    const int row = threadIdx.x / 16, lane = threadIdx.x % 16, value = blockIdx.z * ROWS + row;
+    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES, value = blockIdx.z * ROWS + row;
     const i64 own = i64(value) * HEAD_SIZE;
-    const auto column = [&](int c) { return c / 4 * 64 + 4 * lane + c % 4; };
+    const auto column = [&](int c) { return c / 4 * 4 * LANES + 4 * lane + c % 4; };
     const auto exists = [&](int c) { return value < VALUE_SIZE && column(c) < HEAD_SIZE; };
     const auto item = [&](i64 step) {
         return (sequence * segments + (BACKWARD ? segments - 1 - step : step)) * heads + head;
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
                 const float factor = state[row][begin + i];
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g) {
-                    const float4 four = *reinterpret_cast<const float4*>(&ring[stage][i][64 * g + 4 * lane]);
+                    const float4 four = *reinterpret_cast<const float4*>(&ring[stage][i][4 * LANES * g + 4 * lane]);
                     next[4 * g] += factor * four.x, next[4 * g + 1] += factor * four.y;
                     next[4 * g + 2] += factor * four.z, next[4 * g + 3] += factor * four.w;
                 }

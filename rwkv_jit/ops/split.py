@@ -2,12 +2,12 @@
 
 A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, joins them to the
 states at the starts, and runs the chunked kernels from these. The backward does the same with P^T. Segments are rows of
-the batch, so what is saved is what the chunked backend saves, and P behind it.
+the batch, so what is saved is what the chunked backend saves, and P behind it. Without a delta term P is diagonal, and
+what is kept of it are exponents, a row for each head.
 """
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -18,19 +18,37 @@ from torch import Tensor
 
 from rwkv_jit import kernel, template, tensors
 from rwkv_jit.launch import Plan
-from rwkv_jit.ops import chunked, prepared
-from rwkv_jit.ops.prepared import Inputs, Options, Saved
+from rwkv_jit.ops import chunked, gated, prepared, recurrent
+from rwkv_jit.ops.prepared import Backend, Inputs, Options, Saved
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
-SEGMENT_TOKENS = 512  # the least; shorter ones spend their time on beginning and joining
-_LONGEST_CHUNK = max(chunked.CHUNK_LENS)  # segments end where a chunk does, whichever length is taken
 _JOIN_THREADS = 128
-_JOIN_LANES = 16  # for a value row, as in the template
-_SEGMENT_ROWS = 128  # the most that a block of `segment_request` holds
+_JOIN_ROWS = 8  # value rows of a block where P is a matrix
+_SEGMENT_ROWS = 128  # the most that a block of `wkv7_segment` holds
 
-specialize, nearest = chunked.specialize, chunked.nearest
+
+class _Family(NamedTuple):
+    """Ops that are cut alike."""
+
+    stem: str  # of the templates that find and join segments
+    chunks: Backend
+    multiple: int  # of tokens: segments end where a chunk does, whichever length is taken
+    least: int  # tokens of a segment; shorter ones spend their time on beginning and joining
+    others: tuple[str, ...]  # what the kernel that finds segments reads between keys and values
+
+
+_DELTA = _Family("wkv7", chunked, max(chunked.CHUNK_LENS), 512, ("w", "a", "b"))
+_GATED = _Family("gla", gated, max(gated.CHUNK_LENS), 256, ("w",))
+_FAMILIES = dict.fromkeys(chunked.OPS, _DELTA) | dict.fromkeys(gated.OPS, _GATED)
 _plans: dict[Any, Plan] = {}
+
+nearest = chunked.nearest  # `gated` has refused what is not legal before
+
+
+def specialize(op: str, *given: Any, **more: Any) -> kernel.Request:
+    """Return the template and parameters of one direction: those of the chunked kernels."""
+    return _FAMILIES[op].chunks.specialize(op, *given, **more)
 
 
 class Forward(NamedTuple):
@@ -39,26 +57,29 @@ class Forward(NamedTuple):
     op: str
     segments: int
     names: tuple[str, ...]
+    streamed: int  # how many of these have tokens
+    transitions: int  # numbers that P of all segments is
     forward: prepared.Forward  # of a segment; it saves what `saved_for` says
     join: Plan
     state_dtype: torch.dtype
     options: Options
 
 
-def segments(blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
+def segments(op: str, blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
     """Return into how many equal segments to cut sequences, so that about two blocks a multiprocessor have work.
 
     `blocks` are sequences times heads. 1 where it cannot be done; `least` are made even where blocks suffice.
     """
-    most = min(max(2 * multiprocessors // max(blocks, 1), least), tokens // SEGMENT_TOKENS)
-    legal = [n for n in range(LEAST_SEGMENTS, most + 1) if tokens % (n * _LONGEST_CHUNK) == 0]
+    of = _FAMILIES[op]
+    most = min(max(2 * multiprocessors // max(blocks, 1), least), tokens // of.least)
+    legal = [n for n in range(LEAST_SEGMENTS, most + 1) if tokens % (n * of.multiple) == 0]
     return max(legal, default=1)
 
 
 def _count(inputs: Inputs) -> int:
     """Return the segments of a sequence: the same however many others there are, and so are its results."""
     _, tokens, heads, _ = inputs["v"].shape
-    return segments(heads, tokens, tensors.multiprocessors(inputs["v"].device.index), LEAST_SEGMENTS)
+    return segments(inputs.op, heads, tokens, tensors.multiprocessors(inputs["v"].device.index), LEAST_SEGMENTS)
 
 
 def _cut(x: Tensor, count: int) -> Tensor:
@@ -72,14 +93,17 @@ def _cut_inputs(inputs: Inputs, count: int) -> Inputs:
     return Inputs(inputs.op, inputs.names, streamed, inputs.fixed, inputs.sequences * count)
 
 
-def _shape_of_transitions(inputs: Inputs) -> tuple[int, ...]:
+def _transitions(inputs: Inputs) -> int:
+    """Return how many numbers P of all segments is, where it is a matrix and where it is diagonal."""
     heads, head_size = inputs["r"].shape[2:]
-    return inputs.sequences * _count(inputs), heads, head_size, head_size
+    of_head = head_size if _FAMILIES[inputs.op] is _GATED else head_size**2
+    return inputs.sequences * _count(inputs) * heads * of_head
 
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     """Return what the forward saves: what the chunked backend does, and P of every segment."""
-    return Saved(chunked.saved_for(inputs, packed, options).floats + math.prod(_shape_of_transitions(inputs)))
+    of_chunks = _FAMILIES[inputs.op].chunks.saved_for(inputs, packed, options)
+    return Saved(of_chunks.floats + _transitions(inputs))
 
 
 def _plain(options: Options) -> Options:
@@ -94,23 +118,50 @@ def _turn(state: Tensor, options: Options) -> Tensor:
 def segment_request(
     op: str, like: Mapping[str, Parameter], backward: bool, arch: str, also: tuple[str, ...] = ()
 ) -> kernel.Request:
-    """Return the kernel that finds what segments do to any state; `like` are parameters of the chunked kernels.
+    """Return the kernel that finds what segments do to any state; `like` are parameters of the chunked kernels."""
+    of, head_size, value_size = _FAMILIES[op], int(like["HEAD_SIZE"]), int(like["VALUE_SIZE"])
+    if of is _GATED:
+        geometry = _geometry_of_states(head_size, value_size)
+    else:
+        geometry = _geometry_of_rows(head_size, value_size, int(like["CHUNK_LEN"]), backward, arch)
+    sizes = {"HEAD_SIZE": head_size, "VALUE_SIZE": value_size}
+    types = {name: like[name] for name in ("T_IO", "T_W", "DECAY") if name in like}
+    constants = {name: x for name, x in recurrent.OPS[op].constants.items() if name != "T_U"}
+    parameters: dict[str, Parameter] = {**sizes, **geometry, "BACKWARD": backward, **types, **constants}
+    return kernel.Request(template.library(f"{of.stem}_segment"), parameters, arch, also)
 
-    Its state has the rows of Q and, but for gradients, those of P; a block holds a share of them.
-    """
-    head_size, value_size, chunk_len = (int(like[name]) for name in ("HEAD_SIZE", "VALUE_SIZE", "CHUNK_LEN"))
+
+def _geometry_of_rows(
+    head_size: int, value_size: int, chunk_len: int, backward: bool, arch: str
+) -> dict[str, Parameter]:
+    """Return that of `wkv7_segment`, a share of whose state a block holds: the rows of Q and, but backwards, of P."""
     in_all = chunked.padded(value_size) + (0 if backward else chunked.padded(head_size))
     rows = chunked.padded(-(-in_all // -(-in_all // _SEGMENT_ROWS)))
     threads = max(rows, chunked.padded(head_size), 64)  # a warp for 32 rows: more blocks hide more waiting
     # What the forward of so many values takes, but for its results.
     shared = chunked.shared_bytes("forward", head_size, rows, chunk_len, threads) - 2 * chunk_len * (rows + 8)
     blocks = min(256 // threads, chunked.shared_per_multiprocessor(arch) // (shared + 1024))
-    parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": chunk_len, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": max(blocks, 1), "SHARED_BYTES": shared, "ROWS": rows, "BACKWARD": backward,
-        **{name: like[name] for name in ("T_IO", "T_W", "DECAY")},
+    return {
+        "CHUNK_LEN": chunk_len, "NUM_THREADS": threads, "BLOCKS_PER_SM": max(blocks, 1), "SHARED_BYTES": shared,
+        "ROWS": rows,
     }  # fmt: skip
-    return kernel.Request(template.library(f"{op}_segment"), parameters, arch, also)
+
+
+def _geometry_of_states(head_size: int, value_size: int) -> dict[str, Parameter]:
+    """Return that of `gla_segment`: a warp for 16 value rows, and chunks for which threads have registers enough."""
+    keys, values = chunked.padded(head_size), chunked.padded(value_size)
+    threads = 2 * values
+    return {
+        "CHUNK_LEN": 32 if keys <= min(values, 64) else 16, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": (512 if keys <= values else 384) // threads,
+    }  # fmt: skip
+
+
+def chunked_request(like: kernel.Request) -> kernel.Request:
+    """Return the chunked kernel that runs over segments, from one that runs over sequences: its states are its own."""
+    states: dict[str, Parameter] = {"T_STATE": "fp32", "STATE_LAYOUT": "vk"}
+    own = {name: x for name, x in states.items() if name in like.parameters}
+    return like._replace(parameters={**like.parameters, **own})
 
 
 def _segment_request(inputs: Inputs, options: Options, backward: bool) -> kernel.Request:
@@ -122,54 +173,63 @@ def _segment_request(inputs: Inputs, options: Options, backward: bool) -> kernel
     return segment_request(inputs.op, like, backward, tensors.arch(device), tensors.also(device))
 
 
-def _plan(cut: Inputs, options: Options, given: Sequence[Tensor], backward: bool) -> Plan:
-    """Return the launch of that kernel on keys, w, a, b and values."""
+def _plan(cut: Inputs, options: Options, given: Sequence[Tensor | None], backward: bool) -> Plan:
+    """Return the launch of that kernel on keys, what else it reads, and values."""
     key = (cut.op, backward, options, tensors.signature(given))
     known = _plans.get(key)
     if known is None:
         if len(_plans) >= prepared.MOST_SIGNATURES:
             _plans.clear()
-        with torch.cuda.device(given[0].device.index):
+        with torch.cuda.device(cut["v"].device.index):
             known = _plans[key] = _new_plan(cut, options, given, backward)
     return known
 
 
-def _new_plan(cut: Inputs, options: Options, given: Sequence[Tensor], backward: bool) -> Plan:
+def _new_plan(cut: Inputs, options: Options, given: Sequence[Tensor | None], backward: bool) -> Plan:
     kernel.check_not_forked()
-    request, device = _segment_request(cut, options, backward), given[0].device.index
+    request, device = _segment_request(cut, options, backward), cut["v"].device.index
     prepared.check_capture(cut.op, [request], device)
     (found,) = kernel.get_all([request])
-    count, tokens, heads, head_size = given[0].shape
-    value_size = given[4].shape[3]
-    rows = value_size if backward else chunked.padded(value_size) + head_size
-    grid = (count, heads, -(-rows // int(request.parameters["ROWS"])))
-    constants = [struct.pack("3q", *x.stride()[:3]) for x in given]
+    count, tokens, heads, value_size = cut["v"].shape
+    rows = value_size if backward else chunked.padded(value_size) + cut["r"].shape[3]
+    row_blocks = -(-rows // int(request.parameters["ROWS"])) if "ROWS" in request.parameters else 1
+    constants = [struct.pack("3q", *_strides(x)) for x in given]
     constants += [struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", options.scale)]
-    threads, shared = int(request.parameters["NUM_THREADS"]), int(request.parameters["SHARED_BYTES"])
-    return Plan(found, f"{cut.op}_segment", device, grid, (threads, 1, 1), "Q" * 7, constants, shared)
+    threads, shared = int(request.parameters["NUM_THREADS"]), int(request.parameters.get("SHARED_BYTES", 0))
+    grid, addresses = (count, heads, row_blocks), "Q" * (len(given) + 2)
+    return Plan(found, request.template.name, device, grid, (threads, 1, 1), addresses, constants, shared)
 
 
-def _run_segments(cut: Inputs, options: Options, dy: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return Q [segments, H, V, K] and P [segments, H, K, K] of all segments; with `dy` Q of gradients, and no P."""
-    keys, values = (cut["k"], cut["v"]) if dy is None else (cut["r"], dy)
-    given = [tensors.readable(x, chunked.vector(x)) for x in (keys, cut["w"], cut["a"], cut["b"], values)]
-    plan = _plan(cut, options, given, dy is not None)
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return those between segments, tokens and heads, of which a constant decay has the last alone."""
+    if x is None:
+        return 0, 0, 0
+    return x.stride()[:3] if x.dim() == 4 else (0, 0, x.stride(0))
+
+
+def _run_segments(cut: Inputs, options: Options, values: Tensor, transitions: Tensor | None) -> Tensor:
+    """Return Q [segments, H, V, K] of all segments and write P to `transitions`; without these, Q of gradients."""
+    backward, others = transitions is None, _FAMILIES[cut.op].others
+    keys = cut["r" if backward else "k"]
+    inputs = (keys, *[cut[name] if name in cut.names else None for name in others], values)
+    given = [None if x is None else tensors.readable(x, chunked.vector(x)) for x in inputs]
+    plan = _plan(cut, options, given, backward)
     count, _, heads, head_size = keys.shape
     additions = torch.empty((count, heads, values.shape[3], head_size), dtype=torch.float32, device=keys.device)
-    of_states = count if dy is None else 0
-    transitions = torch.empty((of_states, heads, head_size, head_size), dtype=torch.float32, device=keys.device)
-    tensors.launch(plan, [x.data_ptr() for x in (*given, additions, transitions)])
-    return additions, transitions
+    tensors.launch(plan, [0 if x is None else x.data_ptr() for x in (*given, additions, transitions)])
+    return additions
 
 
 def join_request(
     op: str, head_size: int, value_size: int, backward: bool, arch: str, also: tuple[str, ...] = ()
 ) -> kernel.Request:
     """Return the kernel that joins segments, forwards or backwards."""
+    of = _FAMILIES[op]
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "NUM_THREADS": _JOIN_THREADS, "BACKWARD": backward,
+        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "NUM_THREADS": _JOIN_THREADS,
+        "ROWS": _JOIN_THREADS // head_size if of is _GATED else _JOIN_ROWS, "BACKWARD": backward,
     }  # fmt: skip
-    return kernel.Request(template.library(f"{op}_join"), parameters, arch, also)
+    return kernel.Request(template.library(f"{of.stem}_join"), parameters, arch, also)
 
 
 @lru_cache(prepared.MOST_SIGNATURES)
@@ -180,9 +240,9 @@ def _join(
     request = join_request(op, head_size, value_size, backward, tensors.arch(device), tensors.also(device))
     prepared.check_capture(op, [request], device)
     (found,) = kernel.get_all([request])
-    grid = (sequences, heads, -(-value_size * _JOIN_LANES // _JOIN_THREADS))
+    grid = (sequences, heads, -(-value_size // int(request.parameters["ROWS"])))
     constants = [struct.pack("q", heads), struct.pack("q", count)]
-    return Plan(found, f"{op}_join", device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
+    return Plan(found, request.template.name, device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
 
 
 def prepare_forward(
@@ -194,7 +254,8 @@ def prepare_forward(
     cut = _cut_inputs(inputs, count)
     heads, value_size = inputs["v"].shape[2:]
     with torch.cuda.device(device):
-        of_segment = prepared.prepare_forward(chunked, cut, torch.float32, False, _plain(options), training)
+        chunks = _FAMILIES[inputs.op].chunks
+        of_segment = prepared.prepare_forward(chunks, cut, torch.float32, False, _plain(options), training)
         wanted = [_segment_request(cut, options, backward) for backward in ((False, True) if training else (False,))]
         prepared.check_capture(inputs.op, wanted, device)
         kernel.get_all(wanted)  # side by side
@@ -203,6 +264,8 @@ def prepare_forward(
             segments=count,
             forward=of_segment._replace(saved=saved_for(inputs, False, options)),
             names=inputs.names,
+            streamed=len(inputs.streamed),
+            transitions=_transitions(inputs),
             join=_join(inputs.op, inputs["r"].shape[3], value_size, inputs.sequences, heads, count, device, False),
             state_dtype=state_dtype,
             options=options,
@@ -221,10 +284,17 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run a prepared forward on tensors of its signature, as `prepared.forward` does; there are no packed sequences."""
     del bounds
-    count = known.segments
-    cut = [_cut(x, count) for x in inputs]
-    of_segments = Inputs(known.op, known.names, tuple(cut), (), cut[0].shape[0])
-    additions, transitions = _run_segments(of_segments, known.options)
+    count, streamed, device = known.segments, known.streamed, inputs[0].device
+    cut = [*[_cut(x, count) for x in inputs[:streamed]], *inputs[streamed:]]
+    rows = cut[0].shape[0]
+    of_segments = Inputs(known.op, known.names, tuple(cut[:streamed]), tuple(cut[streamed:]), rows)
+    if save and into is None:
+        into = torch.empty(known.forward.saved.floats, dtype=torch.float32, device=device)
+    if into is None:
+        transitions = torch.empty(known.transitions, dtype=torch.float32, device=device)
+    else:
+        transitions = into[-known.transitions :]
+    additions = _run_segments(of_segments, known.options, of_segments["v"], transitions)
     starts = torch.empty(additions.shape, dtype=torch.float32, device=additions.device)
     first = None if state is None else _turn(state, known.options).to(torch.float32).contiguous()
     given = (transitions, additions, first, starts, None)
@@ -233,8 +303,6 @@ def forward(
     y, ends, saved = prepared.forward(known.forward, cut, starts, None, output_final_state, save, into, of_starts)
     if flags is not None and of_starts is not None:
         torch.amax(of_starts.view(flags.shape[0], count, flags.shape[1]), 1, out=flags)
-    if saved is not None:
-        saved[-transitions.numel() :].view(transitions.shape).copy_(transitions)
     batch, tokens = inputs[0].shape[:2]
     final = None
     if ends is not None:
@@ -257,7 +325,7 @@ def backward(
     count, device = _count(inputs), dy.device.index
     cut, dy, plain = _cut_inputs(inputs, count), _cut(dy, count), _plain(options)
     with torch.cuda.device(device):
-        additions, _ = _run_segments(cut, options, dy)
+        additions = _run_segments(cut, options, dy, None)
         heads, value_size = inputs["v"].shape[2:]
         head_size = inputs["r"].shape[3]
         join = _join(inputs.op, head_size, value_size, inputs.sequences, heads, count, device, True)
@@ -266,10 +334,11 @@ def backward(
         first = _turn(grad_final_state, options).to(torch.float32).contiguous()
     if want_initial_state:
         initial = torch.empty((inputs.sequences, *additions.shape[1:]), dtype=torch.float32, device=dy.device)
-    transitions = saved[-math.prod(_shape_of_transitions(inputs)) :]
-    given = (transitions, additions, first, ends, initial)
+    given = (saved[-_transitions(inputs) :], additions, first, ends, initial)
     tensors.launch(join, [0 if x is None else x.data_ptr() for x in given])
-    grads, fixed, _ = prepared.backward(chunked, cut, dy, ends, None, saved, plain, False)
+    chunks = _FAMILIES[inputs.op].chunks
+    grads, fixed, _ = prepared.backward(chunks, cut, dy, ends, None, saved, plain, False)
+    fixed = [x.view(inputs.sequences, count, *x.shape[1:]).sum(1) for x in fixed]
     whole = [grad.view(x.shape) for grad, x in zip(grads, inputs.streamed, strict=True)]
     return whole, fixed, None if initial is None else _turn(initial, options).contiguous()
 
@@ -282,15 +351,14 @@ def forget() -> None:
 
 def obstacle(op: str, blocks: int, tokens: Any, packed: bool, multiprocessors: int | None, least: int) -> str | None:
     """Return why sequences cannot be cut, as the end of a sentence; None where they can."""
-    if op not in chunked.OPS:
-        return f"has kernels for {', '.join(chunked.OPS)} at head sizes up to {chunked.LARGEST_HEAD}, got {op}"
     if multiprocessors is None:
         return "runs outside of traces and compiled graphs"
     if packed:
         return "takes no cu_seqlens"
-    if segments(blocks, tokens, multiprocessors, least) < LEAST_SEGMENTS:
+    if segments(op, blocks, tokens, multiprocessors, least) < LEAST_SEGMENTS:
+        of = _FAMILIES[op]
         return (
-            f"needs tokens for {LEAST_SEGMENTS} equal segments of {SEGMENT_TOKENS} or more, multiples of "
-            f"{_LONGEST_CHUNK}, got {tokens}"
+            f"needs tokens for {LEAST_SEGMENTS} equal segments of {of.least} or more, multiples of {of.multiple}, "
+            f"got {tokens}"
         )
     return None

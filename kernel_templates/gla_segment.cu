@@ -1,0 +1,126 @@
+// What a segment of a sequence does to any state of gated linear attention and its kin: it takes S at its start to
+// S diag(e^D) + Q, with D the sum of its log-decays and Q what becomes of zeros. A chunk after another on the tensor cores,
+// with c_t and D of the chunk,
+//
+//     S <- S diag(e^D) + V^T K;   K = k e^(D - c_t)
+//
+// Backwards a segment takes the gradient E after its end to E diag(e^D) + Q: the same with dY for V and chunks in reverse,
+//
+//     E <- E diag(e^D) + dY^T Q;   Q = scale q e^(e_t), with e_t as in gla_chunk.cuh
+//
+// Tokens do not meet here, so keys are taken to the end of the chunk and queries to its start, not to its middle, by sums of
+// the decays in between alone: nothing grows, no decay is too strong, and what has decayed is zero.
+//
+//   keys       k, backwards q  [segments, tokens, heads, K]  T_IO  in     w  the same shape, or [heads, K]  T_W  in
+//   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
+//   additions  [segments, heads, V, K]  fp32  out: Q
+//   exponents  [segments, heads, K]  fp32  out: D to the base 2, of the forward alone
+//
+// Grid (segments, heads). Tokens are a multiple of CHUNK_LEN. A warp holds 16 value rows of the state in fp32. Rows and
+// columns of padding may hold anything: they go to no others.
+#include "chunk_decay.cuh"
+
+static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
+static_assert(NUM_THREADS == 2 * VALUES, "num_threads must be twice the value size, rounded up to a multiple of 32");
+
+struct alignas(16) Smem {
+    KeyTile keys;
+    T_IO raw[2][CHUNK_LEN][CHANNELS];  // of this chunk and the next one
+    ValueTile values[2];
+    float2 totals[SEGMENTS][PAIRS];
+    float factor[CHANNELS];
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_segment(
+    const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ values,
+    float* __restrict__ additions, float* __restrict__ exponents, Strides key_strides, Strides w_strides,
+    Strides value_strides, i64 tokens, i64 heads, float scale) {
+    __shared__ Smem smem;
+    const i64 segment = blockIdx.x, head = blockIdx.y, item = segment * heads + head;
+    const int own_row = 16 * warp_id(), width = max(min(16, VALUE_SIZE - own_row), 0);
+    const int index = threadIdx.x % PAIRS, share = threadIdx.x / PAIRS;  // a pair of channels, and of the chunk's tokens
+    const auto start = [&](Strides s) { return segment * s.batch + head * s.head; };
+    keys += start(key_strides), w += start(w_strides), values += start(value_strides) + own_row;
+
+    RawDecays next_w;
+    const auto fetch = [&](i64 token, int stage) {
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
+            smem.raw[stage][0], keys + token * key_strides.token, key_strides.token, CHUNK_LEN, HEAD_SIZE, threadIdx.x);
+        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, 16, VALUE_PITCH, 32>(
+            reinterpret_cast<T_IO*>(&smem.values[stage][0][own_row]), values + token * value_strides.token,
+            value_strides.token, CHUNK_LEN, width, lane_id());
+        commit_copies();
+        if constexpr (HAS_DECAY) next_w.load(w + token * w_strides.token, w_strides.token, CHUNK_LEN);
+    };
+    i64 token = BACKWARD ? tokens - CHUNK_LEN : 0;
+    fetch(token, 0);
+    StateRows state = {};
+    float2 exponent = {0.0f, 0.0f};  // of the thread's pair of channels, over all chunks
+    int stage = 0;
+    for (i64 left = tokens; left > 0; left -= CHUNK_LEN) {
+        float2 kept[SEGMENT_LEN], sum = {0.0f, 0.0f};  // what the thread's tokens leave of a token's key
+        if constexpr (HAS_DECAY) {
+#pragma unroll
+            for (int n = 0; n < SEGMENT_LEN; ++n) {
+                const int i = BACKWARD ? n : SEGMENT_LEN - 1 - n;
+                const float2 before = sum;
+                sum.x += decay_rate<DECAY>(next_w.at(i, 0)), sum.y += decay_rate<DECAY>(next_w.at(i, 1));
+                const float2 seen = BACKWARD && !BONUS ? sum : before;
+                kept[i] = {exp2_fast(RATE_UNIT * seen.x), exp2_fast(RATE_UNIT * seen.y)};
+            }
+            if (share < SEGMENTS) smem.totals[share][index] = sum;
+        }
+        wait_for_copies<0>();
+        __syncthreads();  // totals and rows are there, and nobody reads the last chunk any more
+        token += BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
+        if (left > CHUNK_LEN) fetch(token, 1 - stage);
+
+        float2 factor = {1.0f, 1.0f};  // what tokens of other threads leave
+        if constexpr (HAS_DECAY) {
+            float2 beyond = {0.0f, 0.0f}, all = {0.0f, 0.0f};
+#pragma unroll
+            for (int s = 0; s < SEGMENTS; ++s) {
+                const float2 total = smem.totals[s][index];
+                if (BACKWARD ? s < share : s > share) beyond.x += total.x, beyond.y += total.y;
+                all.x += total.x, all.y += total.y;
+            }
+            factor = {exp2_fast(RATE_UNIT * beyond.x), exp2_fast(RATE_UNIT * beyond.y)};
+            all.x *= RATE_UNIT, all.y *= RATE_UNIT;
+            exponent.x += all.x, exponent.y += all.y;
+            write_factor(smem.factor, all);
+        }
+        if (BACKWARD) factor.x *= scale, factor.y *= scale;
+        if (share < SEGMENTS) {
+#pragma unroll
+            for (int i = 0; i < SEGMENT_LEN; ++i) {
+                const int row = share * SEGMENT_LEN + i;
+                float2 x = unpack(*reinterpret_cast<const unsigned*>(&smem.raw[stage][row][2 * index]));
+                if constexpr (HAS_DECAY) x.x *= kept[i].x, x.y *= kept[i].y;
+                *word_of(smem.keys, row, index) = pack(x.x * factor.x, x.y * factor.y);
+            }
+        }
+        if constexpr (!is_bf16<T_IO>) {
+            for (int i = lane_id(); i < CHUNK_LEN * 8; i += 32) {
+                unsigned& word = *word_of(smem.values[stage], i / 8, own_row / 2 + i % 8);
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+        }
+        __syncthreads();  // the operands are there
+
+        Fragment rows[BLOCKS];
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p) rows[p] = load_left_transposed(tile_of(smem.values[stage]), 16 * p, own_row);
+        if constexpr (HAS_DECAY) scale_columns(state, smem.factor);
+#pragma unroll
+        for (int c = 0; c < CHANNELS / 16; ++c)
+#pragma unroll
+            for (int p = 0; p < BLOCKS; ++p)
+                multiply_add(&state[2 * c], rows[p], load_right(tile_of(smem.keys), 16 * p, 16 * c));
+        stage = 1 - stage;
+    }
+    write_state<StateLayout::vk>(additions + item * (VALUE_SIZE * HEAD_SIZE), state, own_row);
+    if (BACKWARD || threadIdx.x >= PAIRS) return;
+    if (2 * index < HEAD_SIZE) exponents[item * HEAD_SIZE + 2 * index] = exponent.x;
+    if (2 * index + 1 < HEAD_SIZE) exponents[item * HEAD_SIZE + 2 * index + 1] = exponent.y;
+}
