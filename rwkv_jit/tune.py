@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,15 +14,16 @@ from torch import Tensor
 
 from rwkv_jit import bench, cuda, report, runtime
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import choices, chunked, prepared
-from rwkv_jit.ops.choices import Choice
-from rwkv_jit.ops.chunked import Candidate
-from rwkv_jit.ops.prepared import Geometry, Options
+from rwkv_jit.ops import backends, choices, chunked, prepared
+from rwkv_jit.ops.choices import CHUNKS, Choice
+from rwkv_jit.ops.prepared import Candidate, Geometry, Options
 
-# The op with chunked kernels, as its models train. What is fastest for them serves other dtypes and decays too.
-OP, DTYPE, DECAY = "wkv7", torch.bfloat16, "sigmoid"
+# As models train, with the decay of `bench`. What is fastest then serves other dtypes and decays too.
+DTYPE = torch.bfloat16
 SHAPES = ((8, 4096, 64, 64), (8, 4096, 32, 128))  # batch, tokens, heads, head size
 LARGEST_ERROR = 1.6e-2  # relative L2; right results are each within 8e-3 of float64
+# A gradient that sums both signs over tokens is held against the size of what is summed: so many times its own.
+SUMMED = {("wkv5", "dw"): 4.0}
 LEAST_GAIN = 0.02
 ROUNDS, REPEATS = 7, 5
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        gpu, arch; path, the file it was stored in, or None; rows : one dict per shape and purpose, with shape,
+        gpu, arch; path, the file it was stored in, or None; rows : one dict per op, shape and purpose, with op, shape,
         training, default and fastest (what is taken by default and what was fastest, with ms and spread), chosen
         (whether the fastest is stored), measured (one dict per kernel) and dropped (those of other results).
 
@@ -50,25 +51,25 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     CacheError
         The choices cannot be stored.
     """
-    shapes = [bench.read_shape(text) for text in arguments.shape or ()] or SHAPES
+    asked = [bench.read_shape(text) for text in arguments.shape or ()]
     if not torch.cuda.is_available():
         raise RwkvJitError("needs a GPU to measure on, and torch sees none; `rwkv-jit doctor` says why")
     cuda.nvrtc()  # where it is missing, its error names the command that installs it
     gpu, arch = choices.gpu(torch.cuda.current_device())
-    _check(shapes, arch)
+    cases = _cases(arguments.op or CHUNKS, asked, arch)
     rows, chosen = [], dict[choices.Key, Choice | None]()
-    for shape, training in itertools.product(shapes, (True, False)):
-        key = choices.key(gpu, arch, OP, shape[3], training)
+    for (op, shape), training in itertools.product(cases, (True, False)):
+        key = choices.key(gpu, arch, op, shape[3], training)
         default = _default(key, shape[3])
-        times, errors = _measure(shape, training, arch, default)
+        times, errors = _measure(op, shape, training, arch, default)
         totals = _totals(times, training)
         fastest = min(totals, key=lambda call: median(totals[call]))
         is_chosen = beats(totals[fastest], totals[default])
         blocks = _geometry(fastest).backward_blocks
-        choice = Choice(*key, *fastest[0][1:], blocks, choices.templates_of(OP))
+        choice = Choice(*key, *fastest[0][1:], blocks, choices.templates_of(op))
         chosen[key] = choice if is_chosen else None
         rows.append({
-            "shape": list(shape), "training": training, "chosen": is_chosen,
+            "op": op, "shape": list(shape), "training": training, "chosen": is_chosen,
             "default": _geometry(default)._asdict() | _summary(totals[default]),
             "fastest": _geometry(fastest)._asdict() | _summary(totals[fastest]),
             "measured": [each._asdict() | _summary(times[each]) for each in times],
@@ -80,29 +81,36 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"gpu": gpu, "arch": arch, "path": path, "rows": rows}
 
 
-def _check(shapes: Iterable[tuple[int, ...]], arch: str) -> None:
-    """Check the shapes before anything is compiled."""
-    seen: dict[int, tuple[int, ...]] = {}
-    for shape in shapes:
-        reason = chunked.obstacle(OP, DTYPE, shape[3], shape[3], lambda: arch)
-        if reason is not None:
+def _cases(
+    ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str
+) -> list[tuple[str, tuple[int, ...]]]:  # fmt: skip
+    """Return each op with each shape that was asked for, or with those of SHAPES that this GPU has kernels for."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for op, shape in itertools.product(dict.fromkeys(ops), asked or SHAPES):
+        reason = CHUNKS[op].obstacle(op, DTYPE, shape[3], shape[3], lambda: arch)
+        if reason is None:
+            found.append((op, shape))
+        elif asked or not found:
             text, *values = reason
-            raise UnsupportedConfigError(f"shape: the chunked backend {text.format(*values)}")
+            raise UnsupportedConfigError(f"shape: the chunked backend of {op} {text.format(*values)}")
+    seen: dict[int, tuple[int, ...]] = {}
+    for shape in asked:
         size = chunked.padded(shape[3])
         if size in seen:
             both = f"{seen[size]} and {shape}"
             raise ValueError(f"shape: expected one for each head size in steps of 32, got {both}")
         seen[size] = shape
+    return found
 
 
 def _default(key: choices.Key, size: int) -> Call:
     """Return what calls take without the user's file: what is shipped, else what the rule says."""
-    _, arch, _, _, training = key
-    shipped = choices.shipped(key)
-    geometry = shipped.geometry if shipped else Geometry(chunked.default_chunk_len(size, size, arch, training))
+    _, arch, op, _, training = key
+    of, types, shipped = CHUNKS[op], {"DECAY": bench.decay_of(op)}, choices.shipped(key)
+    geometry = shipped.geometry if shipped else Geometry(of.default_chunk_len(size, size, arch, training))
     requests = [
-        (direction, chunked.specialize(
-            OP, direction, size, size, {}, arch, geometry.chunk_len, geometry.num_threads,
+        (direction, of.specialize(
+            op, direction, size, size, types, arch, geometry.chunk_len, geometry.num_threads,
             chosen=prepared.chosen(direction, geometry),
         ).parameters)
         for direction in (("forward", "backward") if training else ("forward",))
@@ -120,7 +128,7 @@ def _geometry(call: Call) -> Geometry:
 
 
 def _measure(
-    shape: tuple[int, ...], training: bool, arch: str, default: Call
+    op: str, shape: tuple[int, ...], training: bool, arch: str, default: Call
 ) -> tuple[dict[Candidate, list[float]], dict[Candidate, float]]:
     """Return a median per round of every kernel that agrees with the default, and the errors of the others.
 
@@ -129,43 +137,47 @@ def _measure(
     RwkvJitError
         The default's results are no numbers: there is nothing to compare with.
     """
-    candidates = [each for kernel in default for each in chunked.candidates(kernel.direction, shape[3], arch)]
-    _compile(candidates, shape[3])
-    kernels = _Kernels(shape, training)
+    candidates = [each for kernel in default for each in CHUNKS[op].candidates(kernel.direction, shape[3], arch)]
+    what = f"{op} {shape}, {_purpose(training)}"
+    with report.progress(f"{what}: compiling") as progress:
+        _compile(op, candidates, shape[3], progress)
+    kernels = _Kernels(op, shape, training)
     wanted = {kernel.direction: kernels.results(kernel) for kernel in default}
-    errors = {each: _error(kernels.results(each), wanted[each.direction]) for each in candidates}
+    errors = {each: _error(op, kernels.results(each), wanted[each.direction]) for each in candidates}
     wrong = {each: error for each, error in errors.items() if not error <= LARGEST_ERROR}  # NaN is wrong too
     if not wrong.keys().isdisjoint(default):
-        raise RwkvJitError(f"the default's results are not finite at {shape}: {default}")
+        raise RwkvJitError(f"the default's results of {op} are not finite at {shape}: {default}")
     times: dict[Candidate, list[float]] = {each: [] for each in candidates if each not in wrong}
-    for _ in range(ROUNDS):  # over all of them, as what slows the GPU down shall slow all down
-        for each, medians in times.items():
-            medians.append(bench.median_ms(functools.partial(kernels.launch, each), REPEATS))
+    with report.progress(f"{what}: measuring") as progress:
+        for done in range(ROUNDS):  # over all of them, as what slows the GPU down shall slow all down
+            for each, medians in times.items():
+                medians.append(bench.median_ms(functools.partial(kernels.launch, each), REPEATS))
+            if progress:
+                progress(done + 1, ROUNDS)
     return times, wrong
 
 
-def _compile(candidates: Sequence[Candidate], size: int) -> None:
+def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Callable[[int, int], None] | None) -> None:
     """Compile side by side what would be compiled one after another when it is launched."""
     futures = [
         runtime.compile_async(
-            OP, size, dtype=DTYPE, direction=each.direction, backend="chunked", decay=DECAY, chunk_len=each.chunk_len,
-            num_threads=each.num_threads, blocks_per_sm=each.blocks,
+            op, size, dtype=DTYPE, direction=each.direction, backend="chunked", decay=bench.decay_of(op),
+            chunk_len=each.chunk_len, num_threads=each.num_threads, blocks_per_sm=each.blocks,
         )
         for each in candidates
     ]  # fmt: skip
-    with report.progress("compiling") as progress:
-        for done, future in enumerate(futures):
-            future.result()
-            if progress:
-                progress(done + 1, len(futures))
+    for done, future in enumerate(futures):
+        future.result()
+        if progress:
+            progress(done + 1, len(futures))
 
 
 class _Kernels:
     """Kernels on inputs like a model's, launched through the torch ops, which take a geometry as it is."""
 
-    def __init__(self, shape: tuple[int, ...], training: bool):
-        self._training = training
-        self._inputs = [x.detach() for x in bench.make_inputs(OP, shape, DTYPE)]
+    def __init__(self, op: str, shape: tuple[int, ...], training: bool):
+        self._op, self._training = op, training
+        self._inputs = [x.detach() for x in bench.make_inputs(op, shape, DTYPE)]
         self._dy = torch.randn_like(self._inputs[0])
         self._saved: dict[int, Tensor] = {}  # by chunk_len
 
@@ -177,32 +189,45 @@ class _Kernels:
             self._saved[each.chunk_len] = self._forward(Geometry(each.chunk_len))[2]
         return self._backward(Geometry(each.chunk_len, backward_blocks=each.blocks), self._saved[each.chunk_len])
 
-    def results(self, each: Candidate) -> Sequence[Tensor]:
+    def results(self, each: Candidate) -> dict[str, Tensor]:
         """Return what a kernel finds: for what it saves, the gradients that the rule's backward finds with it."""
         if each.direction == "backward":
-            return self.launch(each)
+            return self._named(self.launch(each))
         y, final, saved = self.launch(each)
-        return y, final, *(self._backward(Geometry(each.chunk_len), saved) if self._training else ())
+        gradients = self._backward(Geometry(each.chunk_len), saved) if self._training else ()
+        return {"y": y, "final_state": final, **self._named(gradients)}
+
+    def _named(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {f"d{name}": x for name, x in zip(runtime.OPS[self._op].public, gradients, strict=False)}
 
     def _forward(self, geometry: Geometry) -> Sequence[Tensor]:
-        given = (*self._inputs, None, None, *_options(geometry))
-        found: Sequence[Tensor] = torch.ops.rwkv_jit.wkv7_fwd(*given, True, self._training)
+        run = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
+        found: Sequence[Tensor] = run(*self._inputs, None, None, *_options(self._op, geometry), True, self._training)
         return found
 
     def _backward(self, geometry: Geometry, saved: Tensor) -> Sequence[Tensor]:
-        found = torch.ops.rwkv_jit.wkv7_bwd(self._dy, None, *self._inputs, None, None, *_options(geometry), saved)
+        run = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
+        found = run(self._dy, None, *self._inputs, None, None, *_options(self._op, geometry), saved)
         gradients: Sequence[Tensor] = found[: len(self._inputs)]
         return gradients
 
 
-def _options(geometry: Geometry) -> Options:
+def _options(op: str, geometry: Geometry) -> Options:
+    """Return those of a call that promises nothing about its decays."""
     chunk_len, num_threads, forward_blocks, backward_blocks = geometry
-    return Options(1.0, DECAY, "vk", 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks)
+    decay, layout = bench.decay_of(op), runtime.OPS[op].state_layout
+    guarded = backends.is_guarded("chunked", chunk_len, decay, None)
+    return Options(
+        1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks, guarded
+    )  # fmt: skip
 
 
-def _error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def _error(op: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Return the largest relative L2 error; NaN where one of them is."""
-    errors = [(x.float() - want.float()).norm() / want.float().norm() for x, want in zip(found, wanted, strict=True)]
+    errors = [
+        (found[name].float() - want.float()).norm() / (SUMMED.get((op, name), 1.0) * want.float().norm())
+        for name, want in wanted.items()
+    ]
     return float(torch.stack(errors).max())
 
 
@@ -238,11 +263,11 @@ def show(result: dict[str, Any]) -> None:
     """Print what was measured and chosen."""
     print(f"{result['gpu']}, {result['arch']}\n")
     report.table(
-        ("(B, T, H, N)", "for", "default", "ms", "spread", "fastest", "ms", "spread", "taken"),
+        ("op", "(B, T, H, N)", "for", "default", "ms", "spread", "fastest", "ms", "spread", "taken"),
         [
             (
-                f"({', '.join(map(str, row['shape']))})", _purpose(row["training"]), *_shown(row["default"]),
-                *_shown(row["fastest"]), "fastest" if row["chosen"] else "default",
+                row["op"], f"({', '.join(map(str, row['shape']))})", _purpose(row["training"]),
+                *_shown(row["default"]), *_shown(row["fastest"]), "fastest" if row["chosen"] else "default",
             )
             for row in result["rows"]
         ],
@@ -251,7 +276,8 @@ def show(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         for each in row["dropped"]:
             geometry = f"{each['chunk_len']}, {each['num_threads']}, {each['blocks']}"
-            print(f"Dropped at {row['shape']}: {each['direction']} {geometry}, {each['error']:.1e} from the default.")
+            kernel = f"{row['op']} at {row['shape']}: {each['direction']} {geometry}"
+            print(f"Dropped: {kernel}, {each['error']:.1e} from the default.")
     where = "not stored" if result["path"] is None else f"stored in {result['path']}, for processes that start from now"
     print(f"{sum(row['chosen'] for row in result['rows'])} choices, {where}.")
 

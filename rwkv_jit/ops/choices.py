@@ -19,10 +19,10 @@ import torch
 from rwkv_jit import cache, compiler, env, stats, template, tensors
 from rwkv_jit.cache import files
 from rwkv_jit.errors import CacheError
-from rwkv_jit.ops import chunked
-from rwkv_jit.ops.chunked import Candidate
-from rwkv_jit.ops.prepared import Geometry
+from rwkv_jit.ops import chunked, gated
+from rwkv_jit.ops.prepared import Candidate, Chunks, Geometry
 
+CHUNKS: dict[str, Chunks] = {"wkv7": chunked, **dict.fromkeys(gated.OPS, gated)}  # whose geometries they are, by op
 FILE = "tuned.json"
 Key = tuple[str, str, str, int, bool]  # the first fields of a choice
 
@@ -54,14 +54,16 @@ class Choice(NamedTuple):
 
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
-# Where `rwkv-jit tune` found something faster than the rules of `chunked`, which are for head sizes 64 and 128.
-_TEMPLATES = "ee3b0e8e562b0f77"
+# Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
+_TEMPLATES, _GATED_TEMPLATES = "2848ddb4817ee8ca", "eeabfc4100dfedfd"
 _H200 = ("NVIDIA H200", "sm_90", "wkv7")
 SHIPPED: tuple[Choice, ...] = (
     # With gradients, chunks of 16 win at 128 heads of batch 8, 2.79 ms and not 3.17, and lose at 32, 1.17 and not 1.06.
     Choice(*_H200, 32, False, 16, 64, 8, None, _TEMPLATES),  # 0.77 ms at (8, 4096, 128, 32), not 0.90
     Choice(*_H200, 96, True, 32, 192, 2, 1, _TEMPLATES),  # 4.57 at (8, 4096, 42, 96), not 4.71
     Choice(*_H200, 96, False, 32, 192, 2, None, _TEMPLATES),  # 1.23, not 1.43
+    # 0.342 ms at (8, 4096, 64, 64), not 0.360
+    Choice(*_H200[:2], "linear_attention", 64, False, 32, 64, 4, None, _GATED_TEMPLATES),
 )
 
 
@@ -146,24 +148,24 @@ def _listed(root: Path | None) -> list[Listed]:
 
 def _fault(choice: Choice) -> str:
     """Return why a choice cannot be used, or an empty string."""
-    size, arch = choice.head_size, choice.arch
-    if size < 1 or size != chunked.padded(size):
+    size, arch, of = choice.head_size, choice.arch, CHUNKS.get(choice.op)
+    if of is None or size < 1 or size != chunked.padded(size):
         return "not legal"
-    if chunked.obstacle(choice.op, torch.bfloat16, size, size, lambda: arch) is not None:
+    if of.obstacle(choice.op, torch.bfloat16, size, size, lambda: arch) is not None:
         return "not legal"
     forward = Candidate("forward", choice.chunk_len, choice.num_threads, choice.forward_blocks)
     backwards: set[int | None] = {None}
     if choice.training:
-        legal = chunked.candidates("backward", size, arch)
+        legal = of.candidates("backward", size, arch)
         backwards = {each.blocks for each in legal if each.chunk_len == choice.chunk_len}
-    if forward not in chunked.candidates("forward", size, arch) or choice.backward_blocks not in backwards:
+    if forward not in of.candidates("forward", size, arch) or choice.backward_blocks not in backwards:
         return "not legal"
     return "" if choice.templates == templates_of(choice.op) else "measured with other kernels"
 
 
 def templates_of(op: str) -> str:
     """Return the digest of the chunked kernels of an op: what a choice was measured with."""
-    read = [template.library(f"{op}_{kernel}") for kernel in ("chunked_forward", "chunked_backward", "group_backward")]
+    read = [template.library(name) for name in CHUNKS[op].templates(op)]
     return sha256(repr([(each.body, each.headers) for each in read]).encode()).hexdigest()[:16]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from rwkv_jit import kernel, template
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import prepared
-from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
+from rwkv_jit.ops.prepared import Candidate, Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
 OPS = ("wkv7",)
@@ -98,7 +98,7 @@ def shared_limit(arch: str) -> int:
     return shared_per_multiprocessor(arch) - 1024
 
 
-def _segment_len(head_size: int, chunk_len: int, threads: int) -> int:
+def segment_len(head_size: int, chunk_len: int, threads: int) -> int:
     """Return for how many tokens a thread sums the decay of its two channels: a power of two."""
     share = -(-chunk_len * padded(head_size) // (2 * threads))
     return 1 << (share - 1).bit_length()
@@ -109,7 +109,7 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     keys, values = padded(head_size), padded(value_size)
     key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (keys, values, chunk_len))
     raw_keys, factor = 4 * 2 * chunk_len * keys, 4 * keys
-    totals = chunk_len // _segment_len(head_size, chunk_len, threads) * 4 * keys
+    totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
     token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile
     common = 4 * key_tile + raw_keys + factor
     if direction == "forward":
@@ -136,7 +136,7 @@ def _group_shared_bytes(head_size: int, value_size: int) -> int:
     token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile + 2 * chunk_len * 128
     operands = raw = 4 * 2 * chunk_len * keys
     states = 2 * 2 * values * keys
-    totals = chunk_len // _segment_len(head_size, chunk_len, threads) * 4 * keys
+    totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
     rest = max(2 * chunk_len * (values + 8), totals) + 4 * (chunk_len + 1) * (keys + 4) + (threads // 32 + 1) * 4 * keys
     size = operands + raw + 4 * 2 * chunk_len * values + states + token_matrices + rest
     return -(-size // 1024) * 1024
@@ -184,20 +184,8 @@ def _blocks_per_multiprocessor(
     return max(1, min(most, shared_per_multiprocessor(arch) // (shared + 1024)))
 
 
-class Candidate(NamedTuple):
-    """A geometry of one direction that can be measured."""
-
-    direction: str
-    chunk_len: int
-    num_threads: int
-    blocks: int  # that a multiprocessor shall have room for
-
-
 def candidates(direction: str, size: int, arch: str) -> list[Candidate]:
-    """Return what one direction may be launched with, for keys and values of one size; what the rule says is among it.
-
-    Blocks matter by the registers that they leave to a thread, so there are as many as go with RESIDENT_THREADS.
-    """
+    """Return what one direction may be launched with, for keys and values of one size; the rule's is among it."""
     found = []
     for chunk_len in CHUNK_LENS:
         if most_shared_bytes(size, size, chunk_len) > shared_limit(arch):
@@ -208,10 +196,23 @@ def candidates(direction: str, size: int, arch: str) -> list[Candidate]:
         for threads in sorted(legal):
             shared = shared_bytes(direction, size, size, chunk_len, threads)
             if shared <= shared_limit(arch):
-                most = shared_per_multiprocessor(arch) // (shared + 1024)
-                several = {max(1, min(resident // threads, most)) for resident in RESIDENT_THREADS}
-                found += [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
+                found += with_blocks(direction, chunk_len, threads, shared, arch)
     return found
+
+
+def with_blocks(direction: str, chunk_len: int, threads: int, shared: int, arch: str) -> list[Candidate]:
+    """Return blocks of so many threads and so much shared memory, with each number of them that is worth measuring.
+
+    It matters by the registers that it leaves to a thread, so it is what goes with RESIDENT_THREADS.
+    """
+    most = shared_per_multiprocessor(arch) // (shared + 1024)
+    several = {max(1, min(resident // threads, most)) for resident in RESIDENT_THREADS}
+    return [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
+
+
+def templates(op: str) -> tuple[str, ...]:
+    """Return the names of the templates, those of warp groups too."""
+    return f"{op}_chunked_forward", f"{op}_chunked_backward", f"{op}_group_backward"
 
 
 # ---- the answers to `prepared` -----------------------------------------------------------------------------------

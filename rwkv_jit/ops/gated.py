@@ -6,6 +6,7 @@ too. The backward is `gla_chunked_backward`, a block for a head.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from rwkv_jit import kernel, template
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, recurrent
 from rwkv_jit.ops.chunked import padded
-from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
+from rwkv_jit.ops.prepared import Candidate, Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
 OPS = ("wkv5", "wkv6", "gla", "linear_attention")
@@ -27,6 +28,8 @@ MOST_THREADS = 512
 _MOST_ROWS = 128  # value rows that a block of the forward holds
 # Threads that a multiprocessor shall have room for: with 255 registers each, or with 128 where the state leaves them.
 _FEW_THREADS, _MANY_THREADS = 256, 512
+
+strides_of_missing = recurrent.strides_of_missing
 
 
 # ---- what it can do ----------------------------------------------------------------------------------------------
@@ -95,18 +98,12 @@ def _backward_threads(value_size: int) -> int:
     return 2 * padded(value_size)
 
 
-def _segment_len(head_size: int, chunk_len: int, threads: int) -> int:
-    """Return for how many tokens a thread sums the decay of its two channels: a power of two."""
-    share = -(-chunk_len * padded(head_size) // (2 * threads))
-    return 1 << (share - 1).bit_length()
-
-
 def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int, threads: int) -> int:
     """Return the size of a template's Smem. Rows of bfloat16 tiles are 8 elements longer than what they hold."""
     keys, values = padded(head_size), padded(value_size)
     key_tile, token_tile = 2 * chunk_len * (keys + 8), 2 * chunk_len * (chunk_len + 8)
     raw_keys, factor, own = 2 * 2 * chunk_len * keys, 4 * keys, 4 * keys // 32 * chunk_len
-    totals = chunk_len // _segment_len(head_size, chunk_len, threads) * 4 * keys
+    totals = chunk_len // chunked.segment_len(head_size, chunk_len, threads) * 4 * keys
     common = 2 * key_tile + raw_keys + totals + factor + own
     if direction == "forward":
         return common + token_tile + 2 * 2 * chunk_len * (rows(value_size) + 8)
@@ -135,6 +132,27 @@ def default_chunk_len(head_size: int, value_size: int, arch: str, training: bool
 def resident_blocks(threads: int, most_threads: int, shared: int, arch: str) -> int:
     """Return how many blocks shall fit on a multiprocessor at once: as many as registers and shared memory allow."""
     return max(1, min(most_threads // threads, chunked.shared_per_multiprocessor(arch) // (shared + 1024)))
+
+
+def candidates(direction: str, size: int, arch: str) -> list[Candidate]:
+    """Return what one direction may be launched with, as `chunked.candidates` does.
+
+    The forward with its fewest threads, with twice and with four times as many: their warps hold fewer value rows, or
+    none and prepare operands alone.
+    """
+    least = _least_threads(size, size)
+    several = [n * least for n in (1, 2, 4)] if direction == "forward" else [_backward_threads(size)]
+    found = []
+    for chunk_len, threads in itertools.product(CHUNK_LENS, several):
+        if most_shared_bytes(size, size, chunk_len) <= chunked.shared_limit(arch):
+            shared = shared_bytes(direction, size, size, chunk_len, threads)
+            found += chunked.with_blocks(direction, chunk_len, threads, shared, arch)
+    return found
+
+
+def templates(op: str) -> tuple[str, ...]:
+    """Return the names of the templates, which are the same for all of these ops."""
+    return "gla_scan", "gla_chunked_backward"
 
 
 # ---- the answers to `prepared` -----------------------------------------------------------------------------------
@@ -218,11 +236,6 @@ def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
 def vector(x: Tensor) -> int:
     """Return how many elements of a row are read at once, which is what the chunked backend of wkv7 reads."""
     return chunked.vector(x)
-
-
-def strides_of_missing(inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Return strides for a decay that has no tokens: between heads alone, for one that is not there never used."""
-    return [] if "w" in inputs.names[: len(inputs.streamed)] else [(0, 0, inputs["r"].shape[3])]
 
 
 def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Options) -> Launch:

@@ -35,6 +35,15 @@ class Geometry(NamedTuple):
     backward_blocks: int | None = None
 
 
+class Candidate(NamedTuple):
+    """A geometry of one direction that can be measured."""
+
+    direction: str
+    chunk_len: int
+    num_threads: int
+    blocks: int  # that a multiprocessor shall have room for
+
+
 class Options(NamedTuple):
     """What a call chooses beside its tensors, as the torch op takes it: the backend is the one that will run."""
 
@@ -125,6 +134,33 @@ class Backend(Kernels, Protocol):
 
     def launch(self, found: kernel.Kernel, direction: str, inputs: Inputs, options: Options) -> Launch:
         """Return how a kernel is launched on its device, which is current."""
+
+
+class Chunks(Backend, Protocol):
+    """What the module of kernels in chunks answers whose blocks hold a head: to the rule, and to who measures them."""
+
+    CHUNK_LENS: tuple[int, ...]
+
+    def obstacle(
+        self,
+        op: str,
+        dtype: torch.dtype,
+        head_size: int,
+        value_size: int,
+        arch: Callable[[], str],
+        chunk_len: int | None = None,
+        training: bool = True,
+    ) -> tuple[Any, ...] | None:
+        """Return why they cannot do a call, as the end of a sentence and what to format it with."""
+
+    def default_chunk_len(self, head_size: int, value_size: int, arch: str, training: bool = True) -> int:
+        """Return the chunk length that is fastest."""
+
+    def candidates(self, direction: str, size: int, arch: str) -> list[Candidate]:
+        """Return what one direction may be launched with, for keys and values of one size; the rule's is among it."""
+
+    def templates(self, op: str) -> tuple[str, ...]:
+        """Return the names of all templates that an op takes, whatever the geometry."""
 
 
 class Several(Kernels, Protocol):

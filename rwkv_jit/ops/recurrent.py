@@ -192,6 +192,11 @@ def vector(x: Tensor) -> int:
     return 4 if x.shape[-1] % 4 == 0 else 1
 
 
+def strides_of_missing(inputs: Inputs) -> list[tuple[int, int, int]]:
+    """Return strides for a decay that has no tokens: between heads alone, for one that is not there never used."""
+    return [] if "w" in inputs.names[: len(inputs.streamed)] else [(0, 0, inputs["r"].shape[3])]
+
+
 def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Options) -> Launch:
     """Return how a kernel is launched: a block per sequence, head and block of value rows.
 
@@ -212,11 +217,9 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
         sizes += [inputs.sequences, per_block]
         grid, scratch = (blocks, 1, 1), blocks * per_block
     constants = [*[struct.pack("q", size) for size in sizes], struct.pack("i", interval)]
-    # A decay [H, K] has a stride between heads alone; one that is not there needs none at all.
-    strides = [] if "w" in inputs.names[: len(inputs.streamed)] else [(0, 0, inputs["r"].shape[3])]
     return Launch(
         entry, grid, 0, [*constants, struct.pack("f", options.scale)], scratch, takes_flags=True, nulls=of.nulls,
-        strides=strides,
+        strides=strides_of_missing(inputs),
     )  # fmt: skip
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-import rwkv_jit
-from rwkv_jit import bench, tune
+from rwkv_jit import bench, runtime, tune
 from rwkv_jit.ops import boundary, choices
 from rwkv_jit.ops.prepared import Geometry
 
@@ -25,22 +24,25 @@ def forget(fresh_service, monkeypatch):
     choices._in_force.cache_clear()
 
 
-def results():
+def results(op):
     torch.manual_seed(0)
-    given = bench.make_inputs("wkv7", SHAPE, torch.bfloat16)
-    y, _ = rwkv_jit.wkv7(*given, decay="sigmoid")
-    return [y, *torch.autograd.grad(y, given, torch.ones_like(y))]
+    given = bench.make_inputs(op, SHAPE, torch.bfloat16)
+    y, _ = bench.OPS[op](*given, **bench.OPTIONS.get(op, {}))
+    gradients = torch.autograd.grad(y, given, torch.randn_like(y))
+    return {"y": y, **{f"d{name}": x for name, x in zip(runtime.OPS[op].public, gradients, strict=True)}}
 
 
-def test_a_small_shape_is_tuned(run, monkeypatch):
+@pytest.mark.parametrize("op", sorted(choices.CHUNKS))
+def test_a_small_shape_is_tuned(op, run, monkeypatch):
     """Every candidate is compiled, launched, found right and timed; what is chosen depends on the GPU."""
-    before = results()
-    code, printed, said = run("tune", "--shape", ",".join(map(str, SHAPE)), "--json")
+    before = results(op)
+    arguments = ("tune", "--op", op, "--shape", ",".join(map(str, SHAPE)))
+    code, printed, said = run(*arguments, "--json")
     assert (code, said) == (0, "")
     result = json.loads(printed)
     name, arch = choices.gpu(0)
     assert (result["gpu"], result["arch"], result["path"]) == (name, arch, str(choices.path()))
-    assert [row["training"] for row in result["rows"]] == [True, False]
+    assert [(row["op"], row["training"]) for row in result["rows"]] == [(op, True), (op, False)]
     for row in result["rows"]:
         assert row["dropped"] == []
         assert {each["direction"] for each in row["measured"]} >= {"forward"}
@@ -50,13 +52,12 @@ def test_a_small_shape_is_tuned(run, monkeypatch):
     assert all(not each.fault for each in choices.listed())
 
     monkeypatch.setattr(tune, "beats", lambda times, default: True)  # whatever is fastest is chosen
-    run("tune", "--shape", ",".join(map(str, SHAPE)))
+    run(*arguments)
     boundary._forget()
     choices._in_force.cache_clear()
     assert len(choices.of(0)) == 2
-    after = results()
+    after = results(op)
     (known,) = boundary._known.values()
     taken = [getattr(known.options, field) for field in Geometry._fields]
-    assert taken == list(choices.find(choices.of(0), "wkv7", 32, 32, True).geometry)
-    for x, want in zip(after, before, strict=True):
-        assert (x.float() - want.float()).norm() < tune.LARGEST_ERROR * want.float().norm()
+    assert taken == list(choices.find(choices.of(0), op, 32, 32, True).geometry)
+    assert tune._error(op, after, before) < tune.LARGEST_ERROR
