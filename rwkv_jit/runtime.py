@@ -16,13 +16,11 @@ from rwkv_jit.ops import (
     backends,
     boundary,
     choices,
-    chunked,
     gated,
     gla,
     linear_attention,
     prepared,
     recurrent,
-    scan_geometry,
     split,
     wkv5,
     wkv6,
@@ -66,7 +64,7 @@ def specialize(
         Which kernels.
     backend : {"auto", "recurrent", "chunked", "split"}, default "auto"
         Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked" is the tensor
-        cores; "split" runs the same kernels in wkv7 up to head size 128, and those of larger heads.
+        cores; "split" runs the same kernels for heads that these take, and those of larger heads.
     decay : {"raw", "sigmoid", "log", "direct"}, optional
         The map from w to the per-step factor; by default the op's: "raw", for gla "log", for linear_attention "none",
         which is all it has.
@@ -266,20 +264,19 @@ def call_requests(
     ]  # fmt: skip
     target, also = tensors.targets(arch)
     found = [request for _, request in of_calls]
-    of_chunks = [request for name, request in of_calls if name == "chunked" and op in chunked.OPS]
+    of_chunks = [request for name, request in of_calls if name == "chunked"]
     if of_chunks:
         found.append(split.join_request(op, head_size, head_size, direction == "backward", target, also))
     for like in of_chunks:
         found.append(split.segment_request(op, like.parameters, direction == "backward", target, also))
+        found.append(split.chunked_request(like))
     for request in [request for name, request in of_calls if name == "scan"]:
         length = int(request.parameters["CHUNK_LEN"])
-        is_guarded = backends.is_guarded("scan", length, decay, decay_bound)
-        if op in chunked.OPS and direction == "forward" and is_guarded:
-            types = {**request.parameters, "T_W": chosen["t_w"], "DECAY": decay}
-            found.append(scan_geometry.look_request(op, head_size, types, length, target, also))
+        of_inputs = {name.upper(): storage for name, storage in chosen.items() if name.startswith("t_")}
         found += backends.SCANS[op].companions(
-            op, direction, head_size, head_size, request.parameters, target, length, also
-        )
+            op, direction, head_size, head_size, {**request.parameters, **of_inputs, "DECAY": decay}, target, length,
+            also, backends.is_guarded("scan", length, decay, decay_bound),
+        )  # fmt: skip
     return found
 
 
@@ -322,9 +319,9 @@ def call_request(
     storage = tensors.STORAGE[dtype]
     types: dict[str, Parameter] = {"T_IO": storage, "T_STATE": "fp32", "DECAY": decay, "STATE_LAYOUT": layout}
     types |= {f"T_{name.upper()}": storage for name in ("w", "u") if name in of.names}
-    if backend == "split" and op in chunked.OPS and max(head_size, value_size) <= chunked.LARGEST_HEAD:
-        backend = "chunked"  # the same kernels
     case = backends.Case(op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, training)
+    if backend == "split" and backends.holds_heads(case, lambda: target):
+        backend = "chunked"  # the same kernels
     name, length = backends.choose(backend, case, lambda: target)
     geometry = backends.geometry(
         name, length, num_threads, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known

@@ -10,31 +10,22 @@ from torch import Tensor
 
 from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import choices, chunked, gated, gated_scan, guarded, prepared, recurrent, scan, scan_geometry, split
-from rwkv_jit.ops.choices import Choice
+from rwkv_jit.ops import (
+    choices,
+    chunked,
+    gated,
+    gated_groups,
+    gated_scan,
+    guarded,
+    prepared,
+    recurrent,
+    scan,
+    scan_geometry,
+    split,
+)
+from rwkv_jit.ops.choices import CHUNKS, Choice
 from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options, Saved, Several
 from rwkv_jit.template import Parameter
-
-
-class Chunks(Protocol):
-    """What the rule asks of kernels that hold a head in a block."""
-
-    CHUNK_LENS: tuple[int, ...]
-
-    def obstacle(
-        self,
-        op: str,
-        dtype: torch.dtype,
-        head_size: int,
-        value_size: int,
-        arch: Callable[[], str],
-        chunk_len: int | None = None,
-        training: bool = True,
-    ) -> tuple[Any, ...] | None:
-        """Return why they cannot do a call, as the end of a sentence and what to format it with."""
-
-    def default_chunk_len(self, head_size: int, value_size: int, arch: str, training: bool = True) -> int:
-        """Return the chunk length that is fastest."""
 
 
 class Scan(Protocol):
@@ -58,22 +49,23 @@ class Scan(Protocol):
 
     def companions(
         self, op: str, direction: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str,
-        chunk_len: int | None, also: tuple[str, ...] = (),
+        chunk_len: int | None, also: tuple[str, ...] = (), guarded: bool = False,
     ) -> list[kernel.Request]:  # fmt: skip
-        """Return the other kernels of a direction, for calls that ask for no number of threads."""
+        """Return the other kernels of a direction, for calls that ask for no number of threads.
+
+        Of a guarded forward one of them looks at the decays.
+        """
 
 
 # By op, and by the names that a call's options have once the rule has been asked; callers say "split" for the scan too.
 _OF_ONE_KERNEL: dict[str, dict[str, Backend]] = {
-    "wkv7": {"recurrent": recurrent, "chunked": chunked},
-    **dict.fromkeys(gated.OPS, {"recurrent": recurrent, "chunked": gated}),
+    op: {"recurrent": recurrent, "chunked": of} for op, of in CHUNKS.items()
 }
 _OF_SEVERAL: dict[str, dict[str, Several]] = {
     "wkv7": {"split": split, "scan": scan},
-    **dict.fromkeys(gated.OPS, {"scan": gated_scan}),
+    **dict.fromkeys(gated.OPS, {"split": split, "scan": gated_scan}),
 }
 KERNELS: dict[str, dict[str, Kernels]] = {op: {**_OF_ONE_KERNEL[op], **_OF_SEVERAL[op]} for op in _OF_ONE_KERNEL}
-_CHUNKS: dict[str, Chunks] = {"wkv7": chunked, **dict.fromkeys(gated.OPS, gated)}
 SCANS: dict[str, Scan] = {"wkv7": scan_geometry, **dict.fromkeys(gated.OPS, gated_scan)}
 NAMES = ("auto", "recurrent", "chunked", "split", "reference")
 # Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
@@ -97,7 +89,8 @@ class Case(NamedTuple):
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
 
 
-Forward = prepared.Forward | split.Forward | scan.Forward | guarded.Forward
+_Unguarded = prepared.Forward | split.Forward | scan.Forward | gated_groups.Forward
+Forward = _Unguarded | guarded.Forward
 
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
@@ -119,11 +112,11 @@ def prepare_forward(
 
 def _prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
-) -> prepared.Forward | split.Forward | scan.Forward:
+) -> _Unguarded:
     given = (inputs, state_dtype, packed, options, training)
     several = _OF_SEVERAL[inputs.op].get(options.backend)
     if several is not None:
-        found: prepared.Forward | split.Forward | scan.Forward = several.prepare_forward(*given)
+        found: _Unguarded = several.prepare_forward(*given)
         return found
     return prepared.prepare_forward(_OF_ONE_KERNEL[inputs.op][options.backend], *given)
 
@@ -134,6 +127,8 @@ def forward(known: Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Ten
         return prepared.forward(known, *arguments)
     if isinstance(known, guarded.Forward):
         return guarded.forward(forward, known, *arguments)
+    if isinstance(known, gated_groups.Forward):
+        return gated_groups.forward(known, *arguments)
     return scan.forward(known, *arguments) if isinstance(known, scan.Forward) else split.forward(known, *arguments)
 
 
@@ -163,14 +158,15 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     "auto" takes the first of these rows that holds; any other `backend` is taken at its word.
 
     ========= ==========================================================================================
-    split     what chunked takes of wkv7, eagerly and without cu_seqlens, where sequences times heads are less
-              than half the multiprocessors and the tokens make 4 equal segments or more, of at least 512
+    split     what chunked takes, eagerly and without cu_seqlens, where sequences times heads are at most half
+              the multiprocessors and the tokens make 4 equal segments or more, of at least 512 in wkv7 and of
+              at least 256 in the other ops
     chunked   float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer than twice
               the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
               average; chunk_len not given, or one of its own
-    scan      the same for a head size or value size above 128 and up to 1024, with chunk lengths of its own;
-              in other ops than wkv7 keys up to 256, and smaller heads that chunked does not take; "split" asks
-              for it too
+    scan      the same as chunked for a head size or value size above 128 and up to 1024, with chunk lengths of
+              its own; in other ops than wkv7 smaller heads that chunked does not take, and keys above 256 on
+              sm_90 alone; "split" asks for it too
     recurrent everything else
     ========= ==========================================================================================
 
@@ -185,7 +181,7 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     if backend == "recurrent" or (backend == "auto" and case.tokens < LEAST_TOKENS):
         return "recurrent", case.chunk_len
     sizes = case.op, case.dtype, case.head_size, case.value_size
-    reason = _CHUNKS[case.op].obstacle(*sizes, arch, case.chunk_len, case.training)
+    reason = CHUNKS[case.op].obstacle(*sizes, arch, case.chunk_len, case.training)
     if reason is None:
         length = case.chunk_len or _chunk_len(case, arch())
         if backend == "chunked":
@@ -210,9 +206,15 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     raise UnsupportedConfigError(f"backend: {backend!r} {text.format(*values)}; use 'auto' or 'recurrent'")
 
 
+def holds_heads(case: Case, arch: Callable[[], str]) -> bool:
+    """Return whether there are kernels for a call that hold a head in a block."""
+    sizes = case.op, case.dtype, case.head_size, case.value_size
+    return CHUNKS[case.op].obstacle(*sizes, arch, case.chunk_len, case.training) is None
+
+
 def _chunk_len(case: Case, arch: str) -> int:
     """Return the rule's chunk, or a shorter one where that keeps a promise about the decays."""
-    of = _CHUNKS[case.op]
+    of = CHUNKS[case.op]
     length = of.default_chunk_len(case.head_size, case.value_size, arch, case.training)
     kept = [n for n in (length, *of.CHUNK_LENS) if chunked.is_bounded(case.decay, case.decay_bound, n)]
     return (kept or [length])[0]
@@ -245,7 +247,7 @@ def geometry(
         assert chunk_len is not None  # `choose` has found it
         found = choices.find(known(), case.op, case.head_size, case.value_size, case.training)
         if found is not None:
-            reason = chunked.obstacle(
+            reason = CHUNKS[case.op].obstacle(
                 case.op, case.dtype, case.head_size, case.value_size, arch, found.chunk_len, case.training
             )
             bounded = [n for n in (chunk_len, found.chunk_len) if chunked.is_bounded(case.decay, case.decay_bound, n)]

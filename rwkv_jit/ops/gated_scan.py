@@ -2,7 +2,8 @@
 
 The forward is that of `gated`, a block for some value rows of a head. Backwards the same kernel walks over the chunks
 with the gradient of the state, makes dv and leaves behind what another one needs, which makes the other gradients for
-all chunks at once. `backend="split"` is the caller's name for it, as for wkv7's.
+all chunks at once. On sm_90 `gated_groups` has kernels of its own for this. `backend="split"` is the caller's name for
+it, as for wkv7's.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import kernel, template, tensors
+from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
-from rwkv_jit.ops import chunked, gated, prepared, recurrent
-from rwkv_jit.ops.prepared import Inputs, Options
+from rwkv_jit.ops import chunked, gated, gated_groups, prepared, recurrent
+from rwkv_jit.ops.gated_groups import address
+from rwkv_jit.ops.prepared import Inputs, Options, Saved
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 64, 16)
-LARGEST_KEY, LARGEST_VALUE = 256, 1024
+LARGEST_KEY = 256  # without warp groups
 _KEY_THREADS = 128  # of the kernel that makes the gradients of all chunks at once: a warp for 16 channels
 _MOST_KEY_THREADS = {16: 384, 32: 384, 64: 256}  # of a multiprocessor, by the chunk: what leaves them registers enough
 
-nearest, saved_for = gated.nearest, gated.saved_for
+nearest = gated.nearest
 
 
 # ---- what it can do ----------------------------------------------------------------------------------------------
@@ -42,16 +45,20 @@ def obstacle(
     """Return why these kernels cannot do a call, as `chunked.obstacle` does; None where they can."""
     if dtype not in chunked.DTYPES:
         return "takes float16 and bfloat16, got {}", dtype
-    if head_size > LARGEST_KEY or value_size > LARGEST_VALUE:
-        text = "takes keys up to {} and values up to {}, got {} and {} for v"
-        return text, LARGEST_KEY, LARGEST_VALUE, head_size, value_size
+    largest = gated_groups.LARGEST_HEAD
+    if head_size > largest or value_size > largest:
+        return "takes head sizes up to {}, got {} and {} for v", largest, head_size, value_size
     if chunk_len is not None and chunk_len not in CHUNK_LENS:
         return "takes chunk_len 16, 32 or 64, got {}", chunk_len
     target = arch()
     if chunked.arch_number(target) < chunked.LEAST_ARCH:
         return "needs an architecture from sm_{} on, got {}", chunked.LEAST_ARCH, target
     length = chunk_len or default_chunk_len(head_size, target)
-    if not _fits(head_size, length, target):
+    in_groups = gated_groups.can(target, length, None)
+    if head_size > LARGEST_KEY and not in_groups:
+        text = "takes keys above {} on sm_90 with chunk_len={} alone, got {} on {} with chunk_len={}"
+        return text, LARGEST_KEY, gated_groups.CHUNK_LEN, head_size, target, length
+    if not in_groups and not _fits(head_size, length, target):
         text = "needs more shared memory at head sizes {} and {} and chunk_len={} than the {} bytes of {}"
         return text, head_size, value_size, length, chunked.shared_limit(target), target
     return None
@@ -60,17 +67,19 @@ def obstacle(
 def default_chunk_len(head_size: int, arch: str, decay: str = "sigmoid", decay_bound: float | None = None) -> int:
     """Return the chunk that is fastest on an H200, of those that shared memory allows.
 
-    Of 64 tokens what is left behind is half as much, but the state spills. A shorter one where that keeps a promise
-    about the decays.
+    64 tokens with warp groups. Without these what is left behind would be half as much, but the state spills. A shorter
+    one where that keeps a promise about the decays.
     """
-    fitting = [length for length in CHUNK_LENS if _fits(head_size, length, arch)]
+    of_groups = [length for length in CHUNK_LENS if gated_groups.can(arch, length, None)]
+    others = [length for length in CHUNK_LENS if head_size <= LARGEST_KEY and _fits(head_size, length, arch)]
+    fitting = [*of_groups, *others]
     bounded = [length for length in fitting if chunked.is_bounded(decay, decay_bound, length)]
     return (bounded or fitting or CHUNK_LENS[-1:])[0]
 
 
 def _fits(head_size: int, chunk_len: int, arch: str) -> bool:
     """Return whether there is shared memory enough whatever the value size and the threads are."""
-    scan = gated.shared_bytes("forward", head_size, LARGEST_VALUE, chunk_len, gated.MOST_THREADS)
+    scan = gated.shared_bytes("forward", head_size, gated_groups.LARGEST_HEAD, chunk_len, gated.MOST_THREADS)
     return max(scan, _key_shared_bytes(chunk_len)) <= chunked.shared_limit(arch)
 
 
@@ -99,31 +108,54 @@ def specialize(
     chosen: Mapping[str, Parameter] | None = None,
     also: tuple[str, ...] = (),
 ) -> kernel.Request:
-    """Return the scan of one direction; `chosen` overrides the geometry, the same for few heads."""
+    """Return the scan of one direction; `chosen` overrides the geometry. Few heads differ with warp groups alone."""
     length, backward = chunk_len or default_chunk_len(head_size, arch), direction == "backward"
     if backward:
         types = {**types, "T_STATE": "fp32"}
+    if gated_groups.can(arch, length, num_threads):
+        return gated_groups.scan_request(direction, head_size, value_size, types, few_heads, chosen)
+    _check_threads(head_size, value_size, num_threads)
     return gated.scan_request(
         op, backward, head_size, value_size, types, arch, length, num_threads, chosen, also
     )  # fmt: skip
 
 
+def _check_threads(head_size: int, value_size: int, num_threads: int | None) -> None:
+    """Check that keys which warp groups alone take leave them their threads."""
+    if head_size > LARGEST_KEY:
+        raise UnsupportedConfigError(
+            f"num_threads must be {gated_groups.THREADS} at head sizes {head_size} and {value_size}, got {num_threads}"
+        )
+
+
 def companions(
     op: str, direction: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str,
-    chunk_len: int | None, also: tuple[str, ...] = (),
+    chunk_len: int | None, also: tuple[str, ...] = (), guarded: bool = False,
 ) -> list[kernel.Request]:  # fmt: skip
-    """Return the other kernels of a direction: for the backward the one that makes the gradients of all chunks."""
-    if direction == "forward":
-        return []
-    of, length = recurrent.OPS[op], chunk_len or default_chunk_len(head_size, arch)
-    shared = _key_shared_bytes(length)
+    """Return the other kernels of a direction: for the backward the one that makes the gradients of all chunks.
+
+    With warp groups also what prepares the forward.
+    """
+    length = chunk_len or default_chunk_len(head_size, arch)
+    if gated_groups.can(arch, length, None):
+        return [gated_groups.other_request(op, direction, head_size, value_size, types, guarded)]
+    given = (op, head_size, value_size, types, arch, length, also)
+    return [] if direction == "forward" else [_key_request(*given)]
+
+
+def _key_request(
+    op: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str, chunk_len: int,
+    also: tuple[str, ...],
+) -> kernel.Request:  # fmt: skip
+    """Return the kernel that makes the gradients of all chunks."""
+    of, shared = recurrent.OPS[op], _key_shared_bytes(chunk_len)
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": length, "NUM_THREADS": _KEY_THREADS,
-        "BLOCKS_PER_SM": gated.resident_blocks(_KEY_THREADS, _MOST_KEY_THREADS[length], shared, arch),
+        "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": chunk_len, "NUM_THREADS": _KEY_THREADS,
+        "BLOCKS_PER_SM": gated.resident_blocks(_KEY_THREADS, _MOST_KEY_THREADS[chunk_len], shared, arch),
         "SHARED_BYTES": shared, **{n: types[n] for n in ("T_IO", "T_W", "T_U", "DECAY") if n in types},
         **of.constants, **of.of_backward,
     }  # fmt: skip
-    return [kernel.Request(template.library("gla_key_gradients"), parameters, arch, also)]
+    return kernel.Request(template.library("gla_key_gradients"), parameters, arch, also)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------
@@ -143,15 +175,34 @@ def _backward_requests(inputs: Inputs, options: Options) -> list[kernel.Request]
     """Return the kernels of the backward in the order of their launches."""
     head_size, value_size, device = inputs["r"].shape[3], inputs["v"].shape[3], inputs["v"].device.index
     types = prepared.types_of(inputs, options, torch.float32)
-    given = (inputs.op, "backward", head_size, value_size, types, tensors.arch(device), options.chunk_len)
-    also = tensors.also(device)
-    return [specialize(*given, options.num_threads, also=also), *companions(*given, also)]
+    sizes, arch, also = (head_size, value_size, types), tensors.arch(device), tensors.also(device)
+    assert options.chunk_len is not None  # the rule that chose this backend has chosen it too
+    return [
+        specialize(inputs.op, "backward", *sizes, arch, options.chunk_len, options.num_threads, also=also),
+        _key_request(inputs.op, *sizes, arch, options.chunk_len, also),
+    ]
+
+
+def _in_groups(inputs: Inputs, options: Options) -> bool:
+    """Return whether warp groups take a call."""
+    assert options.chunk_len is not None  # the rule that chose this backend has chosen it too
+    return gated_groups.can(tensors.arch(inputs["v"].device.index), options.chunk_len, options.num_threads)
+
+
+def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
+    """Return what the forward saves: a state per head and chunk, with warp groups the chunks' operands too."""
+    if _in_groups(inputs, options):
+        return gated_groups.saved_for(inputs, packed)
+    return gated.saved_for(inputs, packed, options)
 
 
 def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
-) -> prepared.Forward:
+) -> prepared.Forward | gated_groups.Forward:
     """Find or compile what a forward launches; with `training` the backward's kernels compile beside it."""
+    if _in_groups(inputs, options):
+        return gated_groups.prepare_forward(inputs, state_dtype, packed, options, training)
+    _check_threads(inputs["r"].shape[3], inputs["v"].shape[3], options.num_threads)
     if training:
         with torch.cuda.device(inputs["v"].device.index):
             wanted = [prepared.request(gated, inputs, "forward", options, state_dtype)]
@@ -159,12 +210,6 @@ def prepare_forward(
             prepared.check_capture(inputs.op, wanted, inputs["v"].device.index)
             kernel.get_all(wanted)
     return prepared.prepare_forward(gated, inputs, state_dtype, packed, options, False)
-
-
-def _slots(inputs: Inputs, packed: bool, chunk_len: int) -> int:
-    """Return how many chunks there can be; packed sequences fit whatever their lengths are."""
-    batch, tokens = inputs["v"].shape[:2]
-    return tokens // chunk_len + inputs.sequences if packed else batch * ((tokens + chunk_len - 1) // chunk_len)
 
 
 def _prepare(inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> _Plans:
@@ -201,7 +246,7 @@ def _new_plans(inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> _P
         return Plan(of, of.name, device, grid, (threads, 1, 1), "Q" * addresses, constants, shared)
 
     row_blocks = -(-value_size // int(of_scan.parameters["ROWS"]))
-    slots = _slots(inputs, packed, int(of_scan.parameters["CHUNK_LEN"]))
+    slots = gated_groups.slots(inputs, packed, int(of_scan.parameters["CHUNK_LEN"]))
     slabs = -(-chunked.padded(head_size) * 2 // _KEY_THREADS)
     return _Plans(
         scan=plan(of_scan, (inputs.sequences, heads, row_blocks), 11, [*strides(dy), *sizes, scale]),
@@ -219,40 +264,47 @@ def backward(
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Run the backward; the arguments and results of `prepared.backward`."""
-    streamed = [tensors.readable(x, chunked.vector(x)) for x in inputs.streamed]
-    fixed = [tensors.readable(x, chunked.vector(x)) for x in inputs.fixed]
-    inputs = Inputs(inputs.op, inputs.names, tuple(streamed), tuple(fixed), inputs.sequences)
+    inputs = gated_groups.readable(inputs)
     dy = tensors.readable(dy, chunked.vector(dy))
     bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
-    plans = _prepare(inputs, dy, bounds is not None, options)
-    heads, value_size = dy.shape[2:]
-    head_size, length = inputs["r"].shape[3], options.chunk_len
+    length, device = options.chunk_len, dy.device
     assert length is not None  # the rule that chose this backend has chosen it too
     initial = None
     if grad_final_state is not None:
         grad_final_state = grad_final_state.to(torch.float32).contiguous()
     if want_initial_state:
-        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-        initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=dy.device)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in streamed]
+        initial = torch.empty(gated_groups.state_shape(inputs, options), dtype=torch.float32, device=device)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in inputs.streamed]
     # A row for every chunk there can be; those that there are not stay zero.
-    slots = _slots(inputs, bounds is not None, length)
-    parts = [torch.zeros((slots, *x.shape), dtype=torch.float32, device=x.device) for x in fixed]
-    e = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
-    given = dict(zip(inputs.names, (*streamed, *fixed), strict=True))
+    slots = gated_groups.slots(inputs, bounds is not None, length)
+    parts = [torch.zeros((slots, *x.shape), dtype=torch.float32, device=device) for x in inputs.fixed]
+    run = gated_groups.backward if _in_groups(inputs, options) else _backward
     made = dict(zip(inputs.names, (*grads, *parts), strict=True))
-    q, k, v, w, u = (_address(given.get(name)) for name in ("r", "k", "v", "w", "u"))
-    dq, dk, dv, dw, du = (_address(made.get(name)) for name in ("r", "k", "v", "w", "u"))
-    at_dy, at_final, at_bounds, at_initial = map(_address, (dy, grad_final_state, bounds, initial))
+    run(inputs, dy, grad_final_state, bounds, saved, options, initial, made)
+    return grads, [_of_sequences(x, bounds, inputs.sequences, dy.shape[1], length) for x in parts], initial
+
+
+def _backward(
+    inputs: Inputs,
+    dy: Tensor,
+    grad_final_state: Tensor | None,
+    bounds: Tensor | None,
+    saved: Tensor,
+    options: Options,
+    initial: Tensor | None,
+    grads: Mapping[str, Tensor],
+) -> None:
+    """Run the backward without warp groups, as `gated_groups.backward` does."""
+    plans = _prepare(inputs, dy, bounds is not None, options)
+    e = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
+    given = dict(zip(inputs.names, (*inputs.streamed, *inputs.fixed), strict=True))
+    q, k, v, w, u = (address(given.get(name)) for name in ("r", "k", "v", "w", "u"))
+    dq, dk, dv, dw, du = (address(grads.get(name)) for name in ("r", "k", "v", "w", "u"))
+    at_dy, at_final, at_bounds, at_initial = map(address, (dy, grad_final_state, bounds, initial))
     tensors.launch(plans.scan, [q, k, at_dy, w, u, at_final, at_bounds, dv, at_initial, e.data_ptr(), 0])
     tensors.launch(
         plans.keys, [q, k, v, w, u, at_dy, at_bounds, saved.data_ptr(), e.data_ptr(), dq, dk, dw, du]
     )  # fmt: skip
-    return grads, [_of_sequences(x, bounds, inputs.sequences, dy.shape[1], length) for x in parts], initial
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _of_sequences(parts: Tensor, bounds: Tensor | None, sequences: int, tokens: int, chunk_len: int) -> Tensor:
@@ -267,3 +319,4 @@ def _of_sequences(parts: Tensor, bounds: Tensor | None, sequences: int, tokens: 
 def forget() -> None:
     """Drop all prepared launches."""
     _plans.clear()
+    gated_groups.forget()

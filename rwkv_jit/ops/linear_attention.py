@@ -70,19 +70,20 @@ def linear_attention(
         `chunk_len` tokens, in bfloat16.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
-        cores. Chosen by the head size and the GPU by default.
+        cores. Chosen by the head size and the GPU by default, or as `rwkv-jit tune` measured.
     num_threads : int, optional
         Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; on the tensor cores a multiple of 32 up to 512,
         and not less than the head sizes ask for, which the error names, while some kernels of the backward have one
-        choice. Chosen by the head size by default.
+        choice. Chosen by the head size by default, or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        "recurrent" are CUDA kernels in float32; "chunked" and "split" the tensor cores, for heads that a block holds
-        and for larger ones, which several blocks share; "reference" is plain torch. "auto" takes the reference for
-        tensors that are not on a GPU; the tensor cores for float16 and bfloat16 from sm_80 on, K up to 256, V up to
-        1024 and 32 tokens a sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU
-        has the shared memory, and split else; and the recurrent kernels for everything else. The choice goes by the
-        number of sequences too where they are packed: name a backend, its chunk_len and num_threads for results that
-        do not.
+        "recurrent" are CUDA kernels in float32; "chunked" the tensor cores, for heads that a block holds; "split" runs
+        the chunked kernels on segments of the sequences side by side, or for larger heads others that share a head
+        between blocks; "reference" is plain torch. "auto" takes the reference for tensors that are not on a GPU; the
+        tensor cores for float16 and bfloat16 from sm_80 on, V up to 1024, K up to 256 (on sm_90 1024) and 32 tokens a
+        sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU has the shared memory,
+        split there where there are few heads and no cu_seqlens and T makes 4 segments or more of at least 256 tokens
+        and a multiple of 64, and split for other heads; and the recurrent kernels for everything else. The choice goes
+        by the batch too: name a backend, its chunk_len and num_threads for results that do not.
     normalize : bool, default False
         Whether y is divided by what it would be for values of 1.
 
@@ -112,7 +113,8 @@ def linear_attention(
 
     The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
     below 6e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded
-    up to multiples of 32; with "split" the backward needs as many again while it runs.
+    up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments keep 4 K
+    bytes more for each of their heads.
 
     With `normalize` the op runs on values with up to eight more columns, one of them ones, and y is divided by what
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow

@@ -302,11 +302,18 @@ def specialize(
 
 def companions(
     op: str, direction: str, head_size: int, value_size: int, types: Mapping[str, Parameter], arch: str,
-    chunk_len: int | None, also: tuple[str, ...] = (),
+    chunk_len: int | None, also: tuple[str, ...] = (), guarded: bool = False,
 ) -> list[kernel.Request]:  # fmt: skip
-    """Return the other kernels of a direction, for calls that ask for no number of threads."""
+    """Return the other kernels of a direction, for calls that ask for no number of threads.
+
+    Of a guarded forward the last one looks at the decays.
+    """
     found = requests(op, direction, head_size, value_size, types, arch, chunk_len, also=also)
-    return [request for request in found if not request.template.name.endswith("_scan")]
+    others = [request for request in found if not request.template.name.endswith("_scan")]
+    if guarded and direction == "forward":
+        length = chunk_len or default_chunk_len(head_size, arch)
+        others.append(look_request(op, head_size, types, length, arch, also))
+    return others
 
 
 def nearest(request: kernel.Request, argument: str, value: int) -> None:

@@ -420,14 +420,9 @@ WRONG_SPECIALIZATIONS = {
         "backend: 'chunked' takes chunk_len 16, 32 or 64, got 8; use 'auto' or 'recurrent'",
     ),
     "keys of wkv6": (
-        {"op": "wkv6", "head_size": 320, "value_size": 96, "backend": "split"},
+        {"op": "wkv6", "head_size": 1025, "value_size": 96, "backend": "split"},
         rwkv_jit.UnsupportedConfigError,
-        "backend: 'split' takes keys up to 256 and values up to 1024, got 320 and 96 for v; use 'auto' or 'recurrent'",
-    ),
-    "segments of gla": (
-        {"op": "gla", "backend": "split"},
-        rwkv_jit.UnsupportedConfigError,
-        "backend: 'split' has kernels for wkv7 at head sizes up to 128, got gla; use 'auto' or 'chunked'",
+        "backend: 'split' takes head sizes up to 1024, got 1025 and 96 for v; use 'auto' or 'recurrent'",
     ),
     "threads of gla": (
         {"op": "gla", "head_size": 128, "num_threads": 96},

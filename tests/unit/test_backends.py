@@ -12,8 +12,10 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import (
     backends,
     boundary,
+    choices,
     chunked,
     gated,
+    gated_groups,
     gated_scan,
     prepared,
     recurrent,
@@ -111,7 +113,7 @@ def test_short_calls_are_recurrent_unless_chunks_are_asked_for():
     "changes",
     [
         {"op": "wkv6", "dtype": torch.float32},
-        {"op": "gla", "head_size": 257, "value_size": 512},
+        {"op": "gla", "head_size": 1025, "value_size": 512},
         {"dtype": torch.float32},
         {"tokens": 1},
         {"head_size": 256, "dtype": torch.float32},
@@ -270,10 +272,13 @@ def test_compiler_sees_the_backend_that_will_run(
         (64, {"decay": "sigmoid"}, "chunked", 32, False),
         (64, {}, "chunked", 32, True),
         (64, {"decay_bound": -7.0}, "chunked", 16, False),
-        (192, {"decay": "sigmoid"}, "scan", 32, False),
+        (192, {"decay": "sigmoid"}, "scan", 64, False),
+        (192, {"decay_bound": -2.1}, "scan", 32, False),
         (192, {"decay_bound": -4.1}, "scan", 16, False),
-        (192, {}, "scan", 32, True),
-        (300, {}, "recurrent", None, False),
+        (192, {}, "scan", 64, True),
+        (300, {"decay_bound": -2.0}, "scan", 64, False),
+        (300, {"decay_bound": -2.1}, "scan", 64, True),
+        (1025, {}, "recurrent", None, False),
     ],
     ids=str,
 )
@@ -304,13 +309,40 @@ def few(blocks, tokens, **changes):
      (1, 2047, 1), (1, 1, 1), (16, 5 * 544, 5), (1, 512 * 264, 264), (1, 512 * 266, 224)],
 )  # fmt: skip
 def test_segments_are_equal_and_end_where_chunks_do(blocks, tokens, count):
-    assert split.segments(blocks, tokens, 132) == count
+    assert split.segments("wkv7", blocks, tokens, 132) == count
     assert tokens % count == 0
 
 
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "count"),
+    [(32, 4096, 8), (16, 4096, 16), (8, 4096, 16), (66, 32768, 4), (67, 32768, 1), (16, 32768 + 32, 1), (1, 1024, 4),
+     (1, 1023, 1), (1, 1, 1), (16, 5 * 320, 5), (16, 5 * 288, 1), (1, 256 * 264, 264)],
+)  # fmt: skip
+@pytest.mark.parametrize("op", gated.OPS)
+def test_segments_of_the_other_ops_are_shorter_and_end_where_longer_chunks_do(op, blocks, tokens, count):
+    assert split.segments(op, blocks, tokens, 132) == count
+    assert count == 1 or tokens % (count * max(gated.CHUNK_LENS)) == 0
+
+
 def test_segments_that_are_asked_for_are_made_with_many_heads_too():
-    assert split.segments(1000, 4096, 132) == 1
-    assert split.segments(1000, 4096, 132, split.LEAST_SEGMENTS) == 4
+    for op in ("wkv7", "gla"):
+        assert split.segments(op, 1000, 4096, 132) == 1
+        assert split.segments(op, 1000, 4096, 132, split.LEAST_SEGMENTS) == 4
+
+
+@pytest.mark.parametrize("op", gated.OPS)
+def test_few_heads_of_the_other_ops_are_split(op):
+    assert choose("auto", few(32, 4096, op=op), "sm_90") == ("split", 32)
+    assert choose("auto", few(32, 4096, op=op, chunk_len=64), "sm_90") == ("split", 64)
+    assert choose("auto", few(32, 4096, op=op, decay="raw", decay_bound=-8.0), "sm_90") == ("split", 16)
+    assert choose("chunked", few(32, 4096, op=op), "sm_90") == ("chunked", 32)
+    assert choose("auto", few(67, 32768, op=op), "sm_90")[0] == "chunked"
+    assert choose("split", few(67, 32768, op=op), "sm_90")[0] == "split"
+    for changes in ({"packed": True}, {"multiprocessors": None}, {"tokens": 1000}):
+        assert choose("auto", few(32, 4096, op=op) | changes, "sm_90")[0] == "chunked"
+    # Heads that chunked kernels have no room for.
+    assert choose("auto", few(32, 4096, op=op, head_size=128, value_size=128), "sm_89")[0] == "scan"
+    assert choose("split", few(32, 4096, op=op, head_size=128, value_size=32), "sm_90")[0] == "scan"
 
 
 def test_few_heads_with_many_tokens_are_split():
@@ -331,6 +363,11 @@ def test_few_heads_with_many_tokens_are_split():
         ({"packed": True}, "takes no cu_seqlens"),
         ({"multiprocessors": None}, "runs outside of traces and compiled graphs"),
         ({"tokens": 1000}, "needs tokens for 4 equal segments of 512 or more, multiples of 32, got 1000"),
+        (
+            {"op": "gla", "tokens": 1000},
+            "needs tokens for 4 equal segments of 256 or more, multiples of 64, got 1000",
+        ),
+        ({"op": "wkv5", "packed": True}, "takes no cu_seqlens"),
         ({"dtype": torch.float32}, "takes float16 and bfloat16, got torch.float32"),
     ],
 )
@@ -464,6 +501,17 @@ def test_measured_geometries_are_of_the_chunked_kernels_alone():
 
     case = CASE._replace(**LARGE)
     assert backends.geometry("scan", 64, None, case, lambda: "sm_90", known) == prepared.Geometry(64, None)
+
+
+@pytest.mark.parametrize("op", ["wkv7", *gated.OPS])
+def test_measured_geometry_is_taken_where_the_kernels_of_its_op_can_do_it(op):
+    """Chunks of 64 are none of wkv7's, and have no shared memory at head sizes above 96."""
+    for size, length in itertools.product((64, 128), (16, 32, 64)):
+        choice = choices.Choice("a GPU", "sm_90", op, size, True, length, 128, 2, 1, "")
+        case = CASE._replace(op=op, head_size=size, value_size=size)
+        found = backends.geometry("chunked", 32, None, case, lambda: "sm_90", lambda choice=choice: [choice])
+        taken = length < 64 or (op != "wkv7" and size == 64)
+        assert found == (choice.geometry if taken else prepared.Geometry(32, None))
 
 
 # ---- the geometry of the chunked kernels -------------------------------------------------------------------------
@@ -863,7 +911,8 @@ GATED = {
     "float16": ({"dtype": torch.float16}, "sm_90", "chunked", 32),
     "least tokens": ({"tokens": backends.LEAST_TOKENS}, "sm_90", "chunked", 32),
     "without gradients": ({"head_size": 128, "value_size": 128, "training": False}, "sm_90", "chunked", 32),
-    "few heads": (few(16, 32768), "sm_90", "chunked", 32),
+    "few heads": (few(16, 32768), "sm_90", "split", 32),
+    "few heads, packed": (few(16, 32768, packed=True), "sm_90", "chunked", 32),
     "largest": ({"head_size": 128, "value_size": 128}, "sm_90", "chunked", 32),
     "largest of Ampere": ({"head_size": 128, "value_size": 128}, "sm_80", "chunked", 32),
     "smallest": ({"head_size": 1, "value_size": 1}, "sm_90", "chunked", 32),
@@ -873,7 +922,8 @@ GATED = {
     "raw, no bound": ({"decay": "raw"}, "sm_90", "chunked", 32),
     "64 asked for": ({"chunk_len": 64}, "sm_90", "chunked", 64),
     "16 asked for": ({"chunk_len": 16}, "sm_90", "chunked", 16),
-    "keys beside short values": ({"head_size": 128, "value_size": 32}, "sm_90", "scan", 32),
+    "keys beside short values": ({"head_size": 128, "value_size": 32}, "sm_90", "scan", 64),
+    "keys beside short values of Ampere": ({"head_size": 128, "value_size": 32}, "sm_80", "scan", 32),
     "heads that Ada has no room for": ({"head_size": 128, "value_size": 128}, "sm_89", "scan", 32),
     "chunk that Hopper has no room for": (
         {"head_size": 128, "value_size": 128, "chunk_len": 64},
@@ -881,14 +931,27 @@ GATED = {
         "scan",
         64,
     ),
-    "keys": ({"head_size": 256}, "sm_90", "scan", 32),
-    "values": ({"value_size": 1024}, "sm_90", "scan", 32),
-    "both": ({"head_size": 256, "value_size": 512}, "sm_90", "scan", 32),
+    "keys": ({"head_size": 256}, "sm_90", "scan", 64),
+    "values": ({"value_size": 1024}, "sm_90", "scan", 64),
+    "both": ({"head_size": 256, "value_size": 512}, "sm_90", "scan", 64),
+    "both, extended": ({"head_size": 256, "value_size": 512}, "sm_90a", "scan", 64),
     "keys of Ampere": ({"head_size": 256}, "sm_80", "scan", 32),
+    "values of Ampere": ({"value_size": 1024}, "sm_80", "scan", 32),
+    "both of Ada": ({"head_size": 256, "value_size": 512}, "sm_89", "scan", 32),
+    "both of Blackwell": ({"head_size": 256, "value_size": 512}, "sm_100", "scan", 32),
+    "both as PTX": ({"head_size": 256, "value_size": 512}, "compute_90", "scan", 32),
+    "keys that only warp groups take": ({"head_size": 257}, "sm_90", "scan", 64),
+    "largest of the scan": (LARGEST, "sm_90", "scan", 64),
+    "largest of the scan, extended, 64 asked for": ({**LARGEST, "chunk_len": 64}, "sm_90a", "scan", 64),
+    "largest of the scan, raw, a bound of 32": ({**LARGEST, "decay": "raw", "decay_bound": -4.0}, "sm_90", "scan", 64),
     "large, raw, a bound of 32": ({**LARGE, "decay": "raw", "decay_bound": -4.0}, "sm_90", "scan", 32),
     "large, raw, a bound of 16": ({**LARGE, "decay": "raw", "decay_bound": -8.0}, "sm_90", "scan", 16),
-    "large, raw, no bound": ({**LARGE, "decay": "raw"}, "sm_90", "scan", 32),
+    "large, raw, a bound of 64": ({**LARGE, "decay": "raw", "decay_bound": -2.0}, "sm_90", "scan", 64),
+    "large, raw, a bound that no chunk keeps": ({**LARGE, "decay": "raw", "decay_bound": -8.1}, "sm_90", "scan", 64),
+    "large, raw, no bound": ({**LARGE, "decay": "raw"}, "sm_90", "scan", 64),
+    "large, raw, no bound, of Ampere": ({**LARGE, "decay": "raw"}, "sm_80", "scan", 32),
     "large, 16 asked for": ({**LARGE, "chunk_len": 16}, "sm_90", "scan", 16),
+    "large, 32 asked for": ({**LARGE, "chunk_len": 32}, "sm_90", "scan", 32),
 }
 # Where "chunked" and "split" are asked for, and why not.
 NOT_GATED = {
@@ -899,12 +962,29 @@ NOT_GATED = {
     ),
     "Turing": ({}, "sm_75", ("needs an architecture from sm_80 on, got sm_75",) * 2),
     "chunk 8": ({"chunk_len": 8}, "sm_90", ("takes chunk_len 16, 32 or 64, got 8",) * 2),
+    **{
+        f"keys of {arch} in chunks of {length}": (
+            {"head_size": 257, "value_size": 512, "chunk_len": asked},
+            arch,
+            (
+                "takes head sizes up to 128, got 257 and 512 for v",
+                f"takes keys above 256 on sm_90 with chunk_len=64 alone, got 257 on {arch} with chunk_len={length}",
+            ),
+        )
+        for arch, asked, length in (
+            ("sm_80", None, 16),
+            ("sm_100", 64, 64),
+            ("compute_90", 64, 64),
+            ("sm_90", 32, 32),
+            ("sm_90a", 16, 16),
+        )
+    },
     "keys": (
-        {"head_size": 257, "value_size": 512},
+        {"head_size": 1025, "value_size": 512},
         "sm_90",
         (
-            "takes head sizes up to 128, got 257 and 512 for v",
-            "takes keys up to 256 and values up to 1024, got 257 and 512 for v",
+            "takes head sizes up to 128, got 1025 and 512 for v",
+            "takes head sizes up to 1024, got 1025 and 512 for v",
         ),
     ),
     "values": (
@@ -912,7 +992,7 @@ NOT_GATED = {
         "sm_90",
         (
             "takes head sizes up to 128, got 64 and 1025 for v",
-            "takes keys up to 256 and values up to 1024, got 64 and 1025 for v",
+            "takes head sizes up to 1024, got 64 and 1025 for v",
         ),
     ),
 }
@@ -959,11 +1039,62 @@ def test_chunks_of_the_other_ops_say_what_they_have_no_room_for():
         choose("split", {"op": "gla", **LARGE, "chunk_len": 64}, "sm_86")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "chunk_len", "threads", "blocks"),
+    [
+        ((64, 64), 32, 128, 4),
+        ((128, 128), 16, 256, 2),
+        ((96, 96), 16, 192, 2),
+        ((1, 1), 32, 64, 8),
+        ((7, 100), 32, 256, 2),
+        ((128, 64), 16, 128, 3),
+        ((64, 20), 16, 64, 6),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("op", gated.OPS)
-def test_there_are_no_segments_of_the_other_ops(op):
-    message = f"backend: 'split' has kernels for wkv7 at head sizes up to 128, got {op}; use 'auto' or 'chunked'"
-    with pytest.raises(UnsupportedConfigError, match=message):
-        choose("split", few(16, 32768, op=op), "sm_90")
+def test_kernels_of_segments_of_the_other_ops(op, backward, sizes, chunk_len, threads, blocks):
+    """They have chunks of their own, whatever those of the call are."""
+    like = gated_request("forward", *sizes, op=op, chunk_len=64).parameters
+    found = split.segment_request(op, like, backward, "sm_90", ("sm_80",))
+    assert (found.template.name, found.arch, found.also) == ("gla_segment", "sm_90", ("sm_80",))
+    bonus, w = op in ("wkv5", "wkv6"), ("fp32", "none") if op == "linear_attention" else ("bf16", "log")
+    assert found.parameters == {
+        "HEAD_SIZE": sizes[0], "VALUE_SIZE": sizes[1], "CHUNK_LEN": chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": blocks, "BACKWARD": backward, "T_IO": "bf16", "T_W": w[0], "DECAY": w[1], "BONUS": bonus,
+    }  # fmt: skip
+    joins = split.join_request(op, *sizes, backward, "sm_90").parameters
+    assert joins["NUM_THREADS"] - sizes[0] < joins["ROWS"] * sizes[0] <= joins["NUM_THREADS"]
+
+
+def test_chunked_kernels_that_run_over_segments_have_states_of_their_own():
+    for direction, state in (("forward", {"T_STATE": "fp32"}), ("backward", {})):
+        types = {**GATED_TYPES, "T_STATE": "fp16", "STATE_LAYOUT": "kv"}
+        like = gated.specialize("gla", direction, 64, 64, types, "sm_90")
+        found = split.chunked_request(like)
+        assert found.parameters == {**like.parameters, **state, "STATE_LAYOUT": "vk"}
+        assert found[::2] == like[::2]
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "arch", "backend"),
+    [
+        ("gla", 64, "sm_90", "chunked"),
+        ("wkv5", 128, "sm_90", "chunked"),
+        ("wkv7", 128, "sm_90", "chunked"),
+        ("gla", 128, "sm_89", "scan"),
+        ("gla", 192, "sm_90", "scan"),
+        ("wkv7", 192, "sm_90", "scan"),
+    ],
+)
+def test_split_that_is_compiled_ahead_is_the_chunked_kernels_where_these_hold_a_head(op, size, arch, backend):
+    given = (size, None, torch.bfloat16, arch, "forward", "split", None, None, None, {})
+    assert runtime.call_request(op, *given)[0] == backend
+
+
+def test_chunked_kernels_of_segments_are_those_of_the_op():
+    for op, name in (("wkv7", "wkv7_chunked_forward"), ("gla", "gla_scan")):
+        assert split.specialize(op, "forward", 64, 64, GATED_TYPES, "sm_90").template.name == name
 
 
 def test_call_without_a_decay_is_never_guarded():
@@ -1014,6 +1145,9 @@ def test_gated_kernels_have_the_shared_memory_and_threads_they_need(arch):
             for length in (None, *lengths):
                 if of.obstacle(op, torch.bfloat16, keys, values, lambda: arch, length) is not None:
                     continue
+                default = gated_scan.default_chunk_len(keys, arch)
+                if of is gated_scan and gated_groups.can(arch, length or default, None):
+                    continue  # these have tests of their own
                 requests = [
                     gated_request(way, keys, values, arch, op, of, chunk_len=length) for way in ("forward", "backward")
                 ]
@@ -1061,8 +1195,11 @@ def test_what_is_chosen_and_what_ops_are_made_of_overrides_the_geometry():
     assert (found.parameters["BLOCKS_PER_SM"], found.parameters["LARGEST_DECAY"]) == (3, 64)
     assert (found.template.name, found.arch, found.also) == ("gla_scan", "sm_90", ("sm_80",))
     for op, bonus, constant in (("wkv5", True, True), ("wkv6", True, False), ("gla", False, False)):
-        of_keys = gated_scan.companions(op, "backward", 256, 256, GATED_TYPES, "sm_90", None)[0].parameters
-        for found in (gated_request("backward", 64, 64, op=op).parameters, of_keys):
+        of_keys = [
+            gated_scan.companions(op, "backward", 256, 256, GATED_TYPES, "sm_90", length)[0].parameters
+            for length in (None, 32)
+        ]
+        for found in (gated_request("backward", 64, 64, op=op).parameters, *of_keys):
             assert (found["BONUS"], found["CONSTANT_DECAY"]) == (bonus, constant)
     back = gated_request("backward", 256, 256, of=gated_scan).parameters
     assert (back["BACKWARD"], back["T_STATE"]) == (True, "fp32")
@@ -1074,7 +1211,7 @@ def test_chunks_of_packed_sequences_are_summed_one_sequence_at_a_time(chunk_len)
     for _ in range(20):
         lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
         bounds = torch.tensor([0, *itertools.accumulate(lengths)])
-        slots = gated_scan._slots(
+        slots = gated_groups.slots(
             prepared.Inputs("gla", ("v",), (torch.zeros(1, sum(lengths), 1, 1),), (), 5), True, chunk_len
         )
         parts, want = torch.zeros(slots, 3, 4), torch.zeros(5, 3, 4)
@@ -1094,6 +1231,213 @@ def test_chunks_of_rows_are_summed_row_by_row():
         assert gated_scan._of_sequences(parts[:0], None, sequences, 0, 32).shape == (sequences, 2, 2)
 
 
+# ---- the other ops' large heads with products of warp groups ---------------------------------------------------------
+
+GROUP_NAMES = {"gla_prepare", "gla_group_scan", "gla_group_key_gradients"}
+
+
+@pytest.mark.parametrize("threads", [None, 384, 128, 256, 512])
+@pytest.mark.parametrize("chunk_len", gated_scan.CHUNK_LENS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_90"])
+def test_warp_groups_take_calls_by_architecture_chunk_and_threads(arch, chunk_len, threads):
+    expected = arch in WITH_GROUPS and chunk_len == 64 and threads in (None, 384)
+    assert gated_groups.can(arch, chunk_len, threads) is expected
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_size", "decay", "bound", "chunk_len"),
+    [
+        ("sm_90", 256, "none", None, 64),
+        ("sm_90", 256, "sigmoid", None, 64),
+        ("sm_90", 256, "log", None, 64),
+        ("sm_90", 256, "log", -2.0, 64),
+        ("sm_90a", 256, "log", -2.0, 64),
+        ("sm_90", 256, "log", -2.1, 32),
+        ("sm_90", 256, "raw", -4.0, 32),
+        ("sm_90", 256, "raw", -4.1, 16),
+        ("sm_90", 256, "direct", -8.0, 16),
+        ("sm_90", 256, "direct", -8.1, 64),
+        ("sm_90", 257, "log", -2.1, 64),  # nothing else takes these keys
+        ("sm_90", 1024, "log", -8.0, 64),
+        ("sm_80", 256, "log", -1.0, 32),
+        ("sm_80", 256, "log", -4.1, 16),
+        ("sm_80", 256, "log", None, 32),
+        ("sm_100", 256, "sigmoid", None, 32),
+        ("compute_90", 256, "sigmoid", None, 32),
+    ],
+)
+def test_chunk_of_large_heads_is_that_of_warp_groups_or_one_that_keeps_a_bound(
+    arch, head_size, decay, bound, chunk_len
+):
+    assert gated_scan.default_chunk_len(head_size, arch, decay, bound) == chunk_len
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("sizes", "chunk_len", "threads", "is_of_groups"),
+    [
+        ((256, 512), None, None, True),
+        ((256, 512), 64, 384, True),
+        ((40, 130), 64, None, True),
+        ((1024, 1024), 64, 384, True),
+        ((128, 130), 64, 128, False),
+        ((256, 512), 64, 256, False),
+        ((256, 512), 32, None, False),
+        ((256, 512), 32, 384, False),
+        ((256, 512), 16, None, False),
+    ],
+)
+def test_which_kernel_walks_over_the_chunks_of_the_other_ops(sizes, chunk_len, threads, is_of_groups, direction):
+    found = gated_request(direction, *sizes, of=gated_scan, chunk_len=chunk_len, num_threads=threads, also=("sm_80",))
+    assert found.template.name == ("gla_group_scan" if is_of_groups else "gla_scan")
+    assert (found.arch, found.also) == (("sm_90a", ()) if is_of_groups else ("sm_90", ("sm_80",)))
+    assert (found.parameters["BACKWARD"], found.parameters["T_STATE"]) == (direction == "backward", "fp32")
+    for other in ("sm_80", "sm_100"):
+        if max(sizes) <= 512 and sizes[0] <= 256:
+            given = {"chunk_len": chunk_len, "num_threads": None}
+            assert gated_request(direction, *sizes, other, of=gated_scan, **given).template.name == "gla_scan"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("threads", [128, 256, 385, 512])
+@pytest.mark.parametrize("sizes", [(257, 64), (512, 512), (1024, 1024)])
+def test_keys_above_256_have_blocks_of_one_size(sizes, threads, direction):
+    message = f"num_threads must be 384 at head sizes {sizes[0]} and {sizes[1]}, got {threads}"
+    with pytest.raises(UnsupportedConfigError) as caught:
+        gated_request(direction, *sizes, of=gated_scan, num_threads=threads)
+    assert str(caught.value) == message
+    for threads in (None, 384):
+        found = gated_request(direction, *sizes, of=gated_scan, num_threads=threads)
+        assert (found.template.name, found.parameters["NUM_THREADS"]) == ("gla_group_scan", 384)
+
+
+def slabs(size):
+    return -(-size // 64)
+
+
+@pytest.mark.parametrize("few_heads", [False, True])
+def test_blocks_of_the_other_ops_warp_groups_fit(few_heads):
+    for head_size, value_size in itertools.product(range(1, 1025), (1, 512)):
+        found = gated_request("forward", head_size, value_size, of=gated_scan, chunk_len=64, few_heads=few_heads)
+        rows, stages, shared = (found.parameters[name] for name in ("VALUE_ROWS", "STAGES", "SHARED_BYTES"))
+        assert rows == (32 if few_heads or head_size > 512 else 64)
+        assert slabs(head_size) * 64 * rows <= 512 * 64  # 128 registers of a thread, of two groups of four warps
+        # Two images of the state, the values of two chunks, outputs; a stage has two tiles and two barriers.
+        fixed = 2 * slabs(head_size) * rows * 128 + 2 * 8192 + 8 * 16 * 2 * (rows // 2 + 8)
+        assert shared == fixed + stages * (2 * 8192 + 16)
+        assert shared <= LIMITS["sm_90"]
+        assert 4 <= stages <= 8  # two pairs of slabs are held at once
+        assert stages == 8 or shared + 2 * 8192 + 16 > LIMITS["sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("head_size", "few_heads", "cut"),
+    [
+        (1, False, (64, 8, 174208)),
+        (64, True, (32, 8, 161920)),
+        (256, False, (64, 8, 223360)),
+        (256, True, (32, 8, 186496)),
+        (257, False, (64, 7, 223344)),
+        (512, False, (64, 4, 223296)),
+        (512, True, (32, 8, 219264)),
+        (513, False, (32, 8, 227456)),
+        (1024, False, (32, 4, 219200)),
+        (1024, True, (32, 4, 219200)),
+    ],
+)
+def test_value_rows_and_stages_of_the_other_ops_warp_groups(head_size, few_heads, cut):
+    for direction in ("forward", "backward"):
+        found = gated_request(direction, head_size, 300, of=gated_scan, chunk_len=64, few_heads=few_heads).parameters
+        assert (found["VALUE_ROWS"], found["STAGES"], found["SHARED_BYTES"]) == cut
+
+
+def other_of_groups(op, direction, types=GATED_TYPES, guarded=False, sizes=(200, 300)):
+    """The one kernel beside the walk over the chunks."""
+    decay = {"DECAY": "none"} if op == "linear_attention" else {}
+    (found,) = gated_scan.companions(op, direction, *sizes, types | decay, "sm_90", 64, ("sm_80",), guarded)
+    return found
+
+
+@pytest.mark.parametrize("op", gated.OPS)
+def test_parameters_of_the_other_ops_warp_groups(op):
+    bonus, constant, decay = op in ("wkv5", "wkv6"), op == "wkv5", "none" if op == "linear_attention" else "log"
+    types = {**GATED_TYPES, "T_IO": "fp16", "T_W": "fp32", "T_U": "bf16"}
+    of_inputs = {
+        "T_IO": "fp16", "T_W": "fp32", "T_U": "bf16" if bonus else "fp32", "DECAY": decay, "BONUS": bonus,
+        "HEAD_SIZE": 200, "CHUNK_LEN": 64,
+    }  # fmt: skip
+    prepare = other_of_groups(op, "forward", types)
+    assert (prepare.template.name, prepare.arch, prepare.also) == ("gla_prepare", "sm_90a", ())
+    assert prepare.parameters == of_inputs | {
+        "NUM_THREADS": 256, "BLOCKS_PER_SM": 3 if decay == "none" else 2, "LARGEST_DECAY": 0, "SHARED_BYTES": 51456
+    }  # fmt: skip
+    keys = other_of_groups(op, "backward", types)
+    assert (keys.template.name, keys.arch, keys.also) == ("gla_group_key_gradients", "sm_90a", ())
+    assert keys.parameters == of_inputs | {
+        "VALUE_SIZE": 300, "NUM_THREADS": 128, "BLOCKS_PER_SM": 2, "STAGES": 3, "CONSTANT_DECAY": constant,
+        "SHARED_BYTES": 68608,
+    }  # fmt: skip
+    for direction in ("forward", "backward"):
+        request = gated_scan.specialize(op, direction, 200, 300, types | {"DECAY": decay, "T_STATE": "bf16"}, "sm_90")
+        assert request.parameters == {
+            "T_IO": "fp16", "T_STATE": "bf16" if direction == "forward" else "fp32", "DECAY": decay,
+            "STATE_LAYOUT": "vk", "HEAD_SIZE": 200, "VALUE_SIZE": 300, "CHUNK_LEN": 64, "NUM_THREADS": 384,
+            "VALUE_ROWS": 64, "STAGES": 8, "BACKWARD": direction == "backward", "SHARED_BYTES": 223360,
+        }  # fmt: skip
+        for each in (request, prepare, keys):
+            each.template.check(each.parameters)
+
+
+@pytest.mark.parametrize(
+    ("op", "t_w", "blocks"),
+    [("gla", "bf16", 3), ("gla", "fp32", 2), ("linear_attention", "fp32", 3), ("wkv6", "bf16", 2), ("wkv6", "fp32", 2),
+     ("wkv5", "bf16", 2)],
+)  # fmt: skip
+def test_blocks_that_prepare_are_three_where_registers_allow_it(op, t_w, blocks):
+    assert other_of_groups(op, "forward", GATED_TYPES | {"T_W": t_w}).parameters["BLOCKS_PER_SM"] == blocks
+
+
+def test_what_prepares_looks_at_decays_where_no_bound_is_kept():
+    for guarded, largest in ((False, 0), (True, prepared.LARGEST_DECAY)):
+        assert other_of_groups("gla", "forward", guarded=guarded).parameters["LARGEST_DECAY"] == largest
+        assert "LARGEST_DECAY" not in other_of_groups("gla", "backward", guarded=guarded).parameters
+    # The walk over the chunks reads no decays.
+    chosen = {"LARGEST_DECAY": prepared.LARGEST_DECAY, "STAGES": 5}
+    found = gated_request("forward", 200, 300, of=gated_scan, chosen=chosen).parameters
+    assert "LARGEST_DECAY" not in found
+    assert found["STAGES"] == 5
+
+
+@pytest.mark.parametrize(("guarded", "looks"), [(False, []), (True, ["wkv7_decay_range"])])
+def test_companions_of_a_guarded_wkv7_look_at_decays(guarded, looks):
+    for direction, others in (
+        ("forward", ["wkv7_prepare", *looks]), ("backward", ["wkv7_token_gradients", "wkv7_key_gradients"])
+    ):  # fmt: skip
+        found = scan_geometry.companions("wkv7", direction, 256, 256, TYPES, "sm_90", 64, guarded=guarded)
+        assert [request.template.name for request in found] == others
+
+
+@pytest.mark.parametrize("size", [1, 64, 200, 512, 1024])
+def test_all_three_kernels_of_warp_groups_have_room_for_their_blocks(size):
+    seen = set()
+    for op, t_w, direction in itertools.product(gated.OPS, ("bf16", "fp32"), ("forward", "backward")):
+        types = GATED_TYPES | {"T_W": t_w}
+        for request in (
+            gated_scan.specialize(op, direction, size, size, types, "sm_90", 64),
+            other_of_groups(op, direction, types, sizes=(size, size)),
+        ):
+            blocks, threads, shared = (
+                request.parameters.get(name, 1) for name in ("BLOCKS_PER_SM", "NUM_THREADS", "SHARED_BYTES")
+            )
+            assert blocks * (shared + 1024) <= LIMITS["sm_90"] + 1024
+            assert blocks * threads * 80 <= 65536  # registers
+            seen.add(request.template.name)
+    assert seen == GROUP_NAMES
+
+
+# ---- what the backends answer ----------------------------------------------------------------------------------------
+
+
 def asked_of(protocol):
     return {name for name in dir(protocol) if not name.startswith("_")}
 
@@ -1101,9 +1445,13 @@ def asked_of(protocol):
 def test_backends_answer_everything():
     assert asked_of(prepared.Kernels) == {"specialize", "nearest", "saved_for"}
     assert asked_of(prepared.Backend) == asked_of(prepared.Kernels) | {"vector", "launch"}
+    of_chunks = {"CHUNK_LENS", "obstacle", "default_chunk_len", "candidates", "templates"}
+    assert asked_of(prepared.Chunks) | {"CHUNK_LENS"} == asked_of(prepared.Backend) | of_chunks
     assert asked_of(prepared.Several) == asked_of(prepared.Kernels) | {"prepare_forward", "backward"}
-    assert set(backends.KERNELS) == set(backends.SCANS) == set(runtime.OPS)
+    assert set(backends.KERNELS) == set(backends.SCANS) == set(choices.CHUNKS) == set(runtime.OPS)
     for op, kernels in backends.KERNELS.items():
+        assert asked_of(prepared.Chunks) | {"CHUNK_LENS"} <= set(vars(choices.CHUNKS[op]))
+        assert kernels["chunked"] is choices.CHUNKS[op]
         for module in backends._OF_ONE_KERNEL[op].values():
             assert asked_of(prepared.Backend) <= set(vars(module))
         for module in backends._OF_SEVERAL[op].values():

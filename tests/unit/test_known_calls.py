@@ -12,10 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
-from rwkv_jit import bench, cuda, kernel, tensors, tune
+from rwkv_jit import bench, cuda, kernel, template, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, chunked, gated, gated_scan, prepared, scan_geometry
-from rwkv_jit.ops.chunked import Candidate
+from rwkv_jit.ops import boundary, chunked, gated, gated_groups, gated_scan, prepared, scan_geometry
+from rwkv_jit.ops.choices import CHUNKS
+from rwkv_jit.ops.prepared import Candidate
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -665,6 +666,30 @@ def test_fake_of_a_call_with_large_heads_has_the_sizes_of_the_real_one(packed, s
     assert real[2].numel() * 4 == places * of_a_place + -(-tokens * H * value_size * 2 // 16) * 16
 
 
+# ---- arguments by name -----------------------------------------------------------------------------------------------
+
+_LETTERS = {"Strides": "3q", "i64": "q", "float": "f"}
+
+
+def arguments_of(name):
+    """The arguments of a template's kernel in their order, and the struct letters of each."""
+    (text,) = re.findall(rf" {name}\(\s(.*?)\) {{", template.library(name).body, re.DOTALL)
+    words = [argument.split() for argument in text.split(",")]
+    return {found[-1]: "Q" if "*" in " ".join(found) else _LETTERS[found[0]] for found in words}
+
+
+GROUP_ARGUMENTS = {
+    name: arguments_of(name) for name in ("gla_prepare", "gla_group_scan", "gla_group_key_gradients")
+}  # fmt: skip
+
+
+def named(launch):
+    """What a launch was given, by the names of the template."""
+    letters = GROUP_ARGUMENTS[launch.entry]
+    found = [struct.unpack(f"={each}", x) for each, x in zip(letters.values(), launch.arguments, strict=True)]
+    return {name: x if len(x) > 1 else x[0] for name, x in zip(letters, found, strict=True)}
+
+
 # ---- decays without a promise --------------------------------------------------------------------------------------
 
 # By template, as kernels of both kinds have one entry.
@@ -676,9 +701,12 @@ GUARDED_SIZES = {
     "wkv7_segment": [8] * 7 + [24] * 5 + [8] * 2 + [4],
     "wkv7_join": [8] * 5 + [8] * 2,
     **{f"gla_recurrent_{way}": SIZES[f"gla_{way}"] for way in ("forward", "backward")},
+    "gla_segment": [8] * 5 + [24] * 3 + [8] * 2 + [4],
+    "gla_join": [8] * 5 + [8] * 2,
     "gla_scan": [8] * 11 + [24] * 4 + [8] * 2 + [4],
     "gla_chunked_backward": [8] * 15 + [24] * 5 + [8] * 2 + [4],
     "gla_key_gradients": [8] * 13 + [24] * 5 + [8] * 3 + [4],
+    **{name: [struct.calcsize(f"={x}") for x in found.values()] for name, found in GROUP_ARGUMENTS.items()},
 }
 
 
@@ -1180,14 +1208,20 @@ def test_guarded_call_of_the_other_ops(op, size, value_size, bounds, guarded_cal
         assert addresses(fast[0], 15)[9:14] == back[9:14]
 
 
-@pytest.mark.parametrize("op", ["linear_attention"])
-def test_normalized_attention_takes_the_tensor_cores_with_its_column_of_ones(op, guarded_calls):
-    for value_size, entries in (
-        (120, ["gla_scan", "gla_chunked_backward"]),
-        (128, ["gla_scan", "gla_scan", "gla_key_gradients"]),
-    ):
+@pytest.mark.parametrize(
+    ("arch", "of_large"),
+    [
+        ("sm_80", ["gla_scan", "gla_scan", "gla_key_gradients"]),
+        ("sm_90", ["gla_prepare", "gla_group_scan", "gla_group_scan", "gla_group_key_gradients"]),
+    ],
+)
+def test_normalized_attention_takes_the_tensor_cores_with_its_column_of_ones(
+    arch, of_large, guarded_calls, monkeypatch
+):
+    monkeypatch.setattr(tensors, "_capability", lambda device: arch)
+    for value_size, entries in ((120, ["gla_scan", "gla_chunked_backward"]), (128, of_large)):
         del guarded_calls.launches[:]
-        given = make_gated(op, (B, 40, H, 64), value_size, grad=True)
+        given = make_gated("linear_attention", (B, 40, H, 64), value_size, grad=True)
         y, _ = rwkv_jit.linear_attention(*given.values(), normalize=True)
         torch.autograd.grad(y.sum(), list(given.values()))
         assert [launch.entry for launch in guarded_calls.launches] == entries
@@ -1209,6 +1243,113 @@ def test_gated_call_without_tokens_or_heads(size, guarded_calls):
     assert [launch.entry for launch in guarded_calls.launches] == names
 
 
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("op", SHARED)
+def test_gated_call_in_segments(op, layout, guarded_calls):
+    batch, tokens, count = 2, 1280, 5
+    given = make_gated(op, (batch, tokens, H, 40), 56, grad=True)
+    if op == "wkv5":  # rows apart from each other are read in place
+        given["w"] = torch.randn(H, 80)[:, :40].detach().requires_grad_()
+    state = torch.randn(batch, H, *((56, 40) if layout == "vk" else (40, 56)), requires_grad=True)
+    options = gated_options(op, scale=0.5, state_layout=layout, backend="split")
+    y, final = getattr(rwkv_jit, op)(*given.values(), state, True, **options)
+    segment, join, fast = guarded_calls.launches
+    assert [launch.entry for launch in (segment, join, fast)] == ["gla_segment", "gla_join", "gla_scan"]
+    rows, of_segments = batch * count, (tokens // count * H * 40, H * 40, 40)
+    of_values = (tokens // count * H * 56, H * 56, 56)
+    of_w = {"wkv5": (0, 0, 80), "linear_attention": (0, 0, 0)}.get(op, of_segments)
+    common = [struct.pack("3q", *each) for each in (of_segments, of_w, of_values)]
+    common += [*counts(tokens // count, H), struct.pack("f", 0.5)]
+    found = addresses(segment, 5)
+    assert found[:3] == places(given, "kwv")
+    assert segment.arguments[5:] == tuple(common)
+    assert (segment.grid, segment.block, segment.shared_bytes) == ((rows, H, 1), (128, 1, 1), 0)
+    joined = addresses(join, 5)
+    assert joined[:2] == found[:2:-1]
+    assert (joined[2] == state.data_ptr()) == (layout == "vk")
+    assert joined[4] == 0
+    assert join.arguments[5:] == tuple(counts(H, count))
+    assert (join.grid, join.block) == ((batch, H, 19), (128, 1, 1))  # three rows of 40 channels
+    scanned = addresses(fast, 11)
+    # In place where it can be read so, from the states that were joined.
+    assert scanned[:3] == places(given, "rkv")
+    assert [scanned[n] for n in (5, 6, 7, 10)] == [joined[3], 0, y.data_ptr(), 0]
+    assert fast.grid == (rows, H, 1)
+
+    dy = torch.randn(y.shape).to(y.dtype)
+    grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, torch.ones_like(final)])
+    assert [grad.shape for grad in grads] == [x.shape for x in (*given.values(), state)]
+    segment, back_join, back = guarded_calls.launches[3:]
+    assert [launch.entry for launch in (segment, back_join, back)] == [
+        "gla_segment", "gla_join", "gla_chunked_backward"
+    ]  # fmt: skip
+    found = addresses(segment, 5)
+    assert found[:3] == [*places(given, "rw"), dy.data_ptr()]
+    assert found[4] == 0
+    assert segment.arguments[5:] == tuple(common)
+    joined_back = addresses(back_join, 5)
+    assert joined_back[:2] == [joined[0], found[3]]  # the exponents that the forward has left
+    assert 0 not in joined_back
+    made = addresses(back, 15)
+    assert made[5] == dy.data_ptr()
+    assert [made[n] for n in (6, 7, 8, 14)] == [0, scanned[9], joined_back[3], 0]
+    assert joined[0] == scanned[9] + 4 * rows * (tokens // count // 32) * H * 64 * 64 // 2  # behind the saved states
+    assert made[9:12] == [grads[list(given).index(n)].data_ptr() for n in "rkv"]
+
+
+@pytest.mark.parametrize("op", ["wkv5", "wkv6"])
+def test_gradients_of_segments_are_summed_to_those_of_sequences(op, guarded_calls, monkeypatch):
+    given, rows = make_gated(op, (2, 1280, H, 8), 8, grad=True), []
+
+    def backward(*arguments):
+        made = list(real(*arguments))
+        made[1] = [torch.arange(1.0, 1 + x.numel()).view(x.shape) for x in made[1]]
+        rows.extend(made[1])
+        return tuple(made)
+
+    real = prepared.backward
+    monkeypatch.setattr(prepared, "backward", backward)
+    y, _ = getattr(rwkv_jit, op)(*given.values(), decay="sigmoid", backend="split")
+    grads = torch.autograd.grad(y.sum(), list(given.values()))
+    assert [x.shape for x in rows] == [(10, H, 8)] * len(rows)
+    for name, x in zip("wu"[-len(rows) :], rows, strict=True):
+        assert torch.equal(grads[list(given).index(name)], x.sum(0).to(given[name].dtype))
+
+
+@pytest.mark.parametrize("op", ["wkv5", "gla"])
+def test_guarded_gated_call_in_segments(op, guarded_calls):
+    given = make_gated(op, (2, 1280, H, 40), 40, grad=True)
+    y, _ = getattr(rwkv_jit, op)(*given.values(), decay="raw", backend="split")
+    torch.autograd.grad(y.sum(), list(given.values()))
+    names = [launch.entry for launch in guarded_calls.launches]
+    assert names == [
+        "gla_segment", "gla_join", "gla_scan", "gla_recurrent_forward",
+        "gla_segment", "gla_join", "gla_chunked_backward", "gla_recurrent_forward", "gla_recurrent_backward",
+    ]  # fmt: skip
+    assert addresses(guarded_calls.launches[2], 11)[10] != 0
+    # What is computed once more goes where it was, but for sums over the segments of a sequence.
+    fast, exact = addresses(guarded_calls.launches[6], 15)[9:14], addresses(guarded_calls.launches[-1], 17)[9:14]
+    assert fast[:3] == exact[:3]
+    for n, name in enumerate("wu", 3):
+        assert (exact[n] != 0) == (name in given)
+        assert (fast[n] == exact[n]) == (name in SHARED[op][1] or name not in given)
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("op", SHARED)
+def test_fake_of_a_gated_call_in_segments_has_the_sizes_of_the_real_one(op, guarded, guarded_calls):
+    from torch._subclasses import FakeTensorMode
+
+    given = make_gated(op, (2, 1280, H, 7), 9).values()
+    decay = "none" if op == "linear_attention" else "raw"
+    arguments = (None, None, 1.0, decay, "vk", 64, 32, None, "split", None, None, guarded, True, True)
+    real = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*given, *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+        fake = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*fakes, *arguments)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+
+
 @pytest.mark.parametrize(("backend", "size"), [("chunked", 7), ("scan", 131)])
 @pytest.mark.parametrize("guarded", [False, True])
 @PACKINGS
@@ -1225,7 +1366,9 @@ def test_fake_of_a_gated_call_has_the_sizes_of_the_real_one(bounds, guarded, bac
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
 
 
-def test_too_many_heads_for_a_grid_are_refused(guarded_calls):
+@pytest.mark.parametrize("arch", SCANS)
+def test_too_many_heads_for_a_grid_are_refused(arch, guarded_calls, monkeypatch):
+    monkeypatch.setattr(tensors, "_capability", lambda device: arch)
     for size, backend in ((1, "chunked"), (129, "split")):
         given = make_gated("gla", (1, 1, 65536, size), 1)
         message = f"backend: {backend!r} takes up to 65535 heads, got 65536; use 'recurrent'"
@@ -1233,7 +1376,414 @@ def test_too_many_heads_for_a_grid_are_refused(guarded_calls):
             rwkv_jit.gla(*given.values(), decay="sigmoid", backend=backend)
 
 
-def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(chunked_calls, monkeypatch):
+# ---- the large heads of these ops with products of warp groups -------------------------------------------------------
+
+
+@pytest.fixture
+def group_calls(guarded_calls, monkeypatch):
+    """The driver's GPU is an sm_90."""
+    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_90")
+    return guarded_calls
+
+
+def test_arguments_of_the_templates_of_warp_groups():
+    counts = {name: [*found.values()].count("Q") for name, found in GROUP_ARGUMENTS.items()}
+    assert counts == {"gla_prepare": 9, "gla_group_scan": 9, "gla_group_key_gradients": 12}
+    assert list(GROUP_ARGUMENTS["gla_group_scan"])[-3:] == ["input_strides", "tokens", "heads"]
+    assert GROUP_ARGUMENTS["gla_prepare"]["scale"] == "f"
+    assert GROUP_ARGUMENTS["gla_prepare"]["w_strides"] == "3q"
+
+
+def apart(given):
+    """The same tensors, all of them with other strides."""
+    return {
+        name: torch.cat([x.detach()] * (n + 2), -1)[..., : x.shape[-1]].requires_grad_(x.requires_grad)
+        if x.ndim == 4
+        else x
+        for n, (name, x) in enumerate(given.items())
+    }
+
+
+def steps(x):
+    return x.stride()[:3]
+
+
+def kept_bytes(op, slots, size, value_size):
+    """Bytes of what passes from kernel to kernel, as the templates index them: operands, pairs, frames, states.
+
+    Those are [slots, heads, SLABS, 2] tiles of 64 x 64 bf16, [slots, heads] tiles, [slots, heads, 2, CHANNELS] fp32,
+    and [slots, heads, SLABS, VALUES] rows of 64 bf16.
+    """
+    slabs, values, places = -(-size // 64), -(-value_size // 32) * 32, slots * H
+    frames = 0 if op == "linear_attention" else 2 * 64 * slabs * 4
+    return [places * each for each in (slabs * 2 * 8192, 8192, frames, slabs * values * 128)]
+
+
+def group_requests(op, size, value_size, few_heads=False, **types):
+    """By the order of the launches."""
+    types = gated_types(op) | types
+    given = [(op, direction, size, value_size, types, "sm_90", 64) for direction in ("forward", "backward")]
+    scans = [gated_scan.specialize(*each, few_heads=few_heads) for each in given]
+    (prepare,), (keys,) = (gated_scan.companions(*each) for each in given)
+    return prepare, *scans, keys
+
+
+def check_geometry(launch, request, blocks):
+    wanted = request.parameters
+    assert (launch.entry, launch.grid) == (request.template.name, (blocks, H, 1))
+    assert launch.block == (wanted["NUM_THREADS"], 1, 1)
+    assert launch.shared_bytes == wanted["SHARED_BYTES"]
+
+
+@PACKINGS
+@pytest.mark.parametrize("few_heads", [False, True])
+@pytest.mark.parametrize("op", SHARED)
+def test_call_of_warp_groups_prepares_its_chunks_and_walks_over_them(op, few_heads, bounds, group_calls, monkeypatch):
+    shape, sequences, cu_seqlens = packing(bounds)
+    slots, tokens = 120 // 64 + 3 if bounds else B, shape[1]
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: sequences * H * 5 + few_heads)  # 5 slabs of values
+    at_bounds, rows = 0 if cu_seqlens is None else cu_seqlens.data_ptr(), 32 if few_heads else 64
+    requests = group_requests(op, 200, 300, few_heads)
+    operands, pairs, frames, _ = kept_bytes(op, slots, 200, 300)
+    for _ in range(2):
+        given = apart(make_gated(op, (*shape[:3], 200), 300, grad=True))
+        state = torch.randn(sequences, H, 300, 200, requires_grad=True)
+        q, k, v, w, u = (given.get(name) for name in "rkvwu")
+        of_w = steps(w) if "w" in SHARED[op][1] else (0, 0, 200)
+        assert len({steps(x) for x in (q, k, v)}) == 3
+        options = gated_options(op, scale=0.5, state_layout="vk")
+        y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, **options)
+        prepare, forward = group_calls.launches[-2:]
+        check_geometry(prepare, requests[0], slots)
+        check_geometry(forward, requests[1], sequences * -(-300 // rows))
+        assert requests[1].parameters["VALUE_ROWS"] == rows
+        found = named(prepare)
+        passed = {name: found.pop(name) for name in ("operands", "pairs", "frames")}
+        at_q, at_k, _, at_w, at_u = places(given)
+        of_call = {"tokens": tokens, "heads": H}
+        assert found == {
+            "q": at_q, "k": at_k, "w": at_w, "u": at_u, "cu_seqlens": at_bounds, "leaves": 0, "q_strides": steps(q),
+            "k_strides": steps(k), "w_strides": of_w, **of_call, "sequences": sequences, "scale": 0.5,
+        }  # fmt: skip
+        found = named(forward)
+        states = found.pop("states")
+        assert found == {
+            "input": v.data_ptr(), "first": state.data_ptr(), "cu_seqlens": at_bounds, **passed,
+            "output": y.data_ptr(), "last": final.data_ptr(), "input_strides": steps(v), **of_call,
+        }  # fmt: skip
+        first = passed["operands"]
+        assert [passed["pairs"], passed["frames"], states] == [
+            first + operands, first + operands + pairs, first + operands + pairs + frames
+        ]  # fmt: skip
+        assert not any(address % 16 for address in (*passed.values(), states))
+        assert first
+
+        dy = torch.randn(*y.shape[:3], 304).to(y.dtype)[..., :300]
+        d_final = torch.randn_like(final)
+        grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, d_final])
+        made = dict(zip(given, grads, strict=False))
+        back, of_keys = group_calls.launches[-2:]
+        check_geometry(back, requests[2], sequences * -(-300 // rows))
+        check_geometry(of_keys, requests[3], slots * 4)  # slabs of keys
+        found = named(back)
+        e = found.pop("states")
+        assert found == {
+            "input": dy.data_ptr(), "first": d_final.data_ptr(), "cu_seqlens": at_bounds, **passed,
+            "output": made["v"].data_ptr(), "last": grads[-1].data_ptr(), "input_strides": steps(dy), **of_call,
+        }  # fmt: skip
+        assert e not in (0, states)
+        assert e % 16 == 0
+        found = named(of_keys)
+        of_fixed = [found.pop(name) for name in ("dw", "du")]
+        assert found == {
+            "v": v.data_ptr(), "w": at_w, "u": at_u, "dy": dy.data_ptr(), "cu_seqlens": at_bounds, "operands": first,
+            "states": states, "e": e, "dq": made["r"].data_ptr(), "dk": made["k"].data_ptr(), "v_strides": steps(v),
+            "w_strides": of_w, "dy_strides": steps(dy), **of_call, "sequences": sequences, "scale": 0.5,
+        }  # fmt: skip
+        for name, address in zip("wu", of_fixed, strict=True):
+            if name in SHARED[op][1]:
+                assert address == made[name].data_ptr()
+            else:  # a row for each chunk, or nothing
+                assert (address != 0) == (name in given)
+        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(gated_groups, "_new_plans", refuse)
+    assert len(group_calls.launches) == 8
+    assert len(gated_groups._plans) == 2
+
+
+def test_call_of_warp_groups_without_gradients_or_states_keeps_nothing(group_calls):
+    given = make_gated("wkv6", (B, 70, H, 200), 300)
+    y, final = rwkv_jit.wkv6(*given.values(), decay="sigmoid")
+    prepare, forward = map(named, group_calls.launches)
+    assert final is None
+    assert (forward["states"], forward["first"], forward["last"], prepare["leaves"]) == (0, 0, 0, 0)
+    assert forward["output"] == y.data_ptr()
+    operands, pairs, _, _ = kept_bytes("wkv6", B * 2, 200, 300)
+    assert [prepare[name] - prepare["operands"] for name in ("pairs", "frames")] == [operands, operands + pairs]
+    assert [prepare[name] for name in ("operands", "pairs", "frames")] == [
+        forward[name] for name in ("operands", "pairs", "frames")
+    ]
+    assert group_calls.launches[0].grid == (B * 2, H, 1)
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_of_warp_groups_have_their_layout_and_type(dtype, layout, group_calls, monkeypatch):
+    asked, get_all = [], kernel.get_all
+    monkeypatch.setattr(kernel, "get_all", lambda requests: asked.extend(requests) or get_all(requests))
+    given = make_gated("gla", (B, 40, H, 200), 300, grad=True)
+    sizes = (300, 200) if layout == "vk" else (200, 300)
+    state = torch.randn(B, H, *sizes).to(dtype).requires_grad_()
+    y, final = rwkv_jit.gla(*given.values(), state, True, decay="sigmoid", state_layout=layout)
+    assert (final.shape, final.dtype) == (state.shape, dtype)
+    d_final, seen = torch.randn_like(final), []
+
+    def note(launch):
+        address = named(launch)["first"]
+        seen.append(torch.tensor((ctypes.c_float * d_final.numel()).from_address(address)).view(d_final.shape))
+
+    launch_kernel = group_calls.launchKernel
+
+    def launch(*arguments):
+        launch_kernel(*arguments)
+        if group_calls.launches[-1].entry == "gla_group_scan":
+            note(group_calls.launches[-1])
+
+    monkeypatch.setattr(group_calls, "launchKernel", launch)
+    *_, d_state = torch.autograd.grad([y, final], [*given.values(), state], [torch.randn_like(y), d_final])
+    (of_kernel,) = seen
+    assert torch.equal(of_kernel, d_final.float())  # whatever the dtype of states is
+    assert (d_state.shape, d_state.dtype) == (state.shape, dtype)
+    scans = [each.parameters for each in asked if each.template.name == "gla_group_scan"]
+    assert {(each["T_STATE"], each["STATE_LAYOUT"]) for each in scans if not each["BACKWARD"]} == {
+        (tensors.STORAGE[dtype], layout)
+    }
+    assert {(each["T_STATE"], each["STATE_LAYOUT"]) for each in scans if each["BACKWARD"]} == {("fp32", layout)}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_kernels_of_warp_groups_are_asked_for_at_once(training, group_calls, monkeypatch):
+    asked, get_all = [], kernel.get_all
+
+    def watched(requests):
+        asked.append([(request.template.name, request.parameters.get("BACKWARD")) for request in requests])
+        return get_all(requests)
+
+    monkeypatch.setattr(kernel, "get_all", watched)
+    given = make_gated("gla", (B, 40, H, 200), 300, grad=training)
+    y, _ = rwkv_jit.gla(*given.values(), decay="sigmoid")
+    forward, backward = [("gla_prepare", None), ("gla_group_scan", False)], [
+        ("gla_group_scan", True), ("gla_group_key_gradients", None)
+    ]  # fmt: skip
+    assert asked == [[*backward, *forward] if training else forward]
+    if training:
+        torch.autograd.grad(y.sum(), [*given.values()])
+        assert asked[1:] == [backward]  # in memory by then
+
+
+def test_first_use_of_warp_groups_in_a_capture_is_refused(group_calls, monkeypatch):
+    monkeypatch.setattr(tensors, "capturing", lambda: True)
+    with pytest.raises(RwkvJitError, match="gla: first use inside a CUDA graph capture"):
+        rwkv_jit.gla(*make_gated("gla", (B, 40, H, 200), 300).values(), decay="sigmoid")
+    assert group_calls.launches == []
+
+
+def test_plans_of_warp_groups_are_of_a_signature(group_calls, monkeypatch):
+    """What decides grids and kernels decides which plan is taken."""
+    given = make_gated("gla", (1, 128, H, 200), 300)
+
+    def grid(*arguments, **options):
+        rwkv_jit.gla(*given.values(), *arguments, decay="sigmoid", **options)
+        return [launch.grid[0] for launch in group_calls.launches[-2:]]
+
+    many = -(-300 // 32)
+    assert grid() == [2, many]
+    assert grid(cu_seqlens=torch.tensor([0, 128])) == [3, many]
+    assert grid(cu_seqlens=torch.tensor([0, 60, 128])) == [4, 2 * many]
+    assert grid() == [2, many]
+    assert len(gated_groups._plans) == 3
+    rwkv_jit.gla(*given.values(), decay="sigmoid", scale=2.0)
+    assert named(group_calls.launches[-2])["scale"] == 2.0
+    assert len(gated_groups._plans) == 4
+    boundary._forget()
+    assert gated_groups._plans == {}
+    monkeypatch.setattr(prepared, "MOST_SIGNATURES", 2)
+    for tokens in range(40, 46):
+        rwkv_jit.gla(*make_gated("gla", (1, tokens, H, 200), 300).values(), decay="sigmoid")
+        assert len(gated_groups._plans) <= 2
+
+
+def test_forked_child_asks_for_no_kernels_of_warp_groups(group_calls, monkeypatch):
+    given = make_gated("gla", (B, 40, H, 200), 300)
+    rwkv_jit.gla(*given.values(), decay="sigmoid")
+    monkeypatch.setattr(kernel, "get_all", refuse)
+    assert "forked" in in_fork(lambda: rwkv_jit.gla(*given.values(), decay="sigmoid"))
+
+
+def test_tensors_that_warp_groups_cannot_read_are_copied(group_calls):
+    given = make_gated("wkv5", (B, 40, H, 200), 304, grad=True)
+    rwkv_jit.wkv5(*given.values(), decay="sigmoid")
+    shifted = {}
+    for name, x in given.items():
+        memory = torch.randn(x.numel() + 8).to(x.dtype)
+        shifted[name] = memory[1 : x.numel() + 1].view(x.shape).requires_grad_()
+        assert shifted[name].data_ptr() % 16
+    shifted["k"] = given["k"].detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    y, _ = rwkv_jit.wkv5(*shifted.values(), decay="sigmoid")
+    dy = torch.randn(y.numel() + 8).to(y.dtype)[1 : y.numel() + 1].view(y.shape)
+    torch.autograd.grad(y, [*shifted.values()], dy)
+    prepare, forward, back, of_keys = map(named, group_calls.launches[-4:])
+    own = {x.data_ptr() for x in (*shifted.values(), dy)}
+    read = [prepare[name] for name in "qkwu"] + [forward["input"], back["input"]]
+    read += [of_keys[name] for name in ("v", "w", "u", "dy")]
+    assert not any(address in own or address % 16 for address in read)
+    assert (of_keys["dy"], of_keys["dy_strides"]) == (back["input"], back["input_strides"])
+    of_keys_alone, of_values = (steps(torch.empty(B, 40, H, size)) for size in (200, 304))
+    assert (prepare["q_strides"], prepare["k_strides"]) == (of_keys_alone,) * 2
+    assert (forward["input_strides"], back["input_strides"], of_keys["v_strides"]) == (of_values,) * 3
+
+
+@PACKINGS
+def test_gradients_of_warp_groups_without_tokens_are_added_over_the_chunks(bounds, group_calls, monkeypatch):
+    """The stub writes row n of the parts as 2^n: sums tell which rows belong to the result."""
+    zeros = torch.zeros
+
+    def powers(*size, **more):
+        made = zeros(*size, **more)
+        return made + 2.0 ** torch.arange(made.shape[0]).view(-1, 1, 1)
+
+    shape, sequences, cu_seqlens = packing(bounds)
+    slots = 120 // 64 + sequences if bounds else B
+    for op in ("wkv5", "wkv6"):
+        given = make_gated(op, (*shape[:3], 200), 300, grad=True)
+        y, _ = getattr(rwkv_jit, op)(*given.values(), cu_seqlens=cu_seqlens, decay="sigmoid")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "zeros", powers)
+            grads = dict(zip(given, torch.autograd.grad(y, [*given.values()], torch.ones_like(y)), strict=True))
+        assert group_calls.launches[-1].entry == "gla_group_key_gradients"
+        for name in "wu" if op == "wkv5" else "u":
+            assert torch.equal(grads[name].float(), torch.full((H, 200), 2.0**slots - 1))
+            assert grads[name].dtype == given[name].dtype
+
+
+@PACKINGS
+@pytest.mark.parametrize("op", [op for op in SHARED if op != "linear_attention"])
+def test_guarded_call_of_warp_groups(op, bounds, group_calls, monkeypatch):
+    asked, get_all = [], kernel.get_all
+    monkeypatch.setattr(kernel, "get_all", lambda requests: asked.extend(requests) or get_all(requests))
+    shape, sequences, cu_seqlens = packing(bounds)
+    at_bounds = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    given = make_gated(op, (*shape[:3], 200), 300, grad=True)
+    state = torch.randn(sequences, H, 300, 200, requires_grad=True)
+    y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, state_layout="vk")
+    prepare, fast, exact = group_calls.launches
+    assert [prepare.entry, fast.entry, exact.entry] == ["gla_prepare", "gla_group_scan", "gla_recurrent_forward"]
+    assert {each.parameters.get("LARGEST_DECAY") for each in asked if each.template.name == "gla_prepare"} == {
+        prepared.LARGEST_DECAY
+    }
+    flags = named(prepare)["leaves"]
+    slots = 120 // 64 + 3 if bounds else B
+    assert flags - named(prepare)["operands"] == sum(kept_bytes(op, slots, 200, 300))  # one behind the other
+    passed = [*places(given), state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
+    assert addresses(exact, 11) == [*passed, 0, flags]
+    assert (named(fast)["output"], named(fast)["last"]) == (y.data_ptr(), final.data_ptr())
+    grads = torch.autograd.grad([y, final], [*given.values(), state], [torch.ones_like(y), torch.ones_like(final)])
+    back, of_keys, repeat, exact = group_calls.launches[3:]
+    assert [launch.entry for launch in (back, of_keys, repeat, exact)] == [
+        "gla_group_scan", "gla_group_key_gradients", "gla_recurrent_forward", "gla_recurrent_backward"
+    ]  # fmt: skip
+    for name in ("operands", "pairs", "frames"):
+        assert named(back)[name] == named(prepare)[name]
+    assert named(of_keys)["states"] == named(fast)["states"]
+    assert addresses(repeat, 11)[10] == addresses(exact, 16)[15] == flags
+    of = dict(zip(given, grads, strict=False))
+    found = addresses(exact, 15)
+    assert found[9:12] == [of[name].data_ptr() for name in "rkv"]
+    assert (named(of_keys)["dq"], named(of_keys)["dk"], named(back)["output"]) == (*found[9:12],)
+    assert found[14] == named(back)["last"] == grads[-1].data_ptr()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_flags_of_warp_groups_are_zeros_before_they_are_set(training, group_calls, monkeypatch):
+    seen, empty, launch_kernel = [], torch.empty, group_calls.launchKernel
+
+    def launch(*arguments):
+        launch_kernel(*arguments)
+        if group_calls.launches[-1].entry == "gla_prepare":
+            address = named(group_calls.launches[-1])["leaves"]
+            seen.append(address and [*(ctypes.c_int * (B * H)).from_address(address)])
+
+    monkeypatch.setattr(group_calls, "launchKernel", launch)
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: empty(*size, **more).fill_(7))
+    given = make_gated("gla", (B, 40, H, 200), 300, grad=training)
+    for _ in range(2):
+        rwkv_jit.gla(*given.values())
+    rwkv_jit.gla(*given.values(), decay_bound=-1.0)  # without a look at the decays there is nothing to set
+    assert seen == [[0] * (B * H)] * 2 + [0]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_threads_asked_for_take_no_warp_groups_in_both_directions(training, group_calls):
+    given = make_gated("gla", (B, 70, H, 128), 130, grad=training)
+    for threads in (128, 256):
+        del group_calls.launches[:]
+        y, _ = rwkv_jit.gla(*given.values(), decay="sigmoid", num_threads=threads, chunk_len=64)
+        (forward,) = group_calls.launches
+        assert (forward.entry, forward.block) == ("gla_scan", (threads, 1, 1))
+        if training:
+            torch.autograd.grad(y.sum(), [*given.values()])
+            _, back, of_keys = group_calls.launches
+            assert (back.entry, back.block, of_keys.entry) == ("gla_scan", (threads, 1, 1), "gla_key_gradients")
+            assert addresses(of_keys, 8)[7] == addresses(forward, 10)[9] != 0
+            assert of_keys.grid == (B * 2 * 2, H, 1)
+    del group_calls.launches[:]
+    y, _ = rwkv_jit.gla(*given.values(), decay="sigmoid", num_threads=384)
+    assert [launch.entry for launch in group_calls.launches] == ["gla_prepare", "gla_group_scan"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("size", "threads"), [(512, 128), (512, 512), (300, 512)])
+def test_threads_that_keys_above_256_cannot_have_are_refused(size, threads, training, group_calls):
+    given = make_gated("gla", (B, 70, H, size), 300, grad=training)
+    message = f"num_threads must be 384 at head sizes {size} and 300, got {threads}"
+    with pytest.raises(UnsupportedConfigError) as caught:
+        rwkv_jit.gla(*given.values(), decay="sigmoid", num_threads=threads)
+    assert str(caught.value) == message
+    assert group_calls.launches == []
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("op", SHARED)
+@PACKINGS
+def test_fake_of_a_call_of_warp_groups_has_the_sizes_of_the_real_one(bounds, op, guarded, group_calls):
+    from torch._subclasses import FakeTensorMode
+
+    shape, sequences, cu_seqlens = packing(bounds)
+    given = make_gated(op, (*shape[:3], 131), 133).values()
+    decay = "none" if op == "linear_attention" else "log"
+    arguments = (None, cu_seqlens, 1.0, decay, "vk", 64, 64, None, "scan", None, None, guarded, True, True)
+    run = getattr(torch.ops.rwkv_jit, f"{op}_fwd")
+    real = run(*given, *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = run(*[mode.from_tensor(x) for x in given], *arguments)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in real]
+    slots = 120 // 64 + 3 if bounds else B
+    assert 4 * real[2].numel() == sum(kept_bytes(op, slots, 131, 133)) + 4 * sequences * H * guarded
+
+
+def test_call_of_warp_groups_without_tokens_or_heads(group_calls):
+    for shape in ((B, 0, H, 200), (0, 40, H, 200), (B, 40, 0, 200)):
+        given = make_gated("wkv5", shape, 300, grad=True)
+        y, final = rwkv_jit.wkv5(*given.values(), output_final_state=True, decay="sigmoid", backend="split")
+        grads = torch.autograd.grad(y.sum() + final.sum(), list(given.values()))
+        assert y.shape == (*shape[:3], 300)
+        assert [grad.shape for grad in grads] == [x.shape for x in given.values()]
+    # Without tokens states are copied, and there are no chunks.
+    assert [launch.entry for launch in group_calls.launches] == ["gla_group_scan"] * 2
+
+
+@pytest.mark.parametrize("op", ["wkv7", *SHARED])
+def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compiled(op, guarded_calls, monkeypatch):
     compiled, launched, get_kernels = [], [], prepared.get_kernels
 
     def get_async(request):
@@ -1243,24 +1793,46 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
         return done
 
     def watched(backend, requests, *chosen):
-        launched.extend((request.template.name, request.parameters) for request in requests)
+        asked = [(request.template.name, request.parameters) for request in requests]
+        launched.extend(each for each in asked if "recurrent" not in each[0])
         return get_kernels(backend, requests, *chosen)
+
+    def make_inputs(op, shape, dtype):
+        given = make(shape=shape, grad=True) if op == "wkv7" else make_gated(op, shape, shape[-1], grad=True).values()
+        return [x.to(dtype) for x in given]
 
     monkeypatch.setattr(kernel, "get_async", get_async)
     monkeypatch.setattr(tensors, "targets", lambda arch: ("sm_80", ()))
     monkeypatch.setattr(prepared, "get_kernels", watched)
-    monkeypatch.setattr(bench, "make_inputs", lambda op, shape, dtype: make(dtype, shape, grad=True))
-    kernels = tune._Kernels(LONG, training=True)
-    y, final, *gradients = kernels.results(Candidate("forward", 16, 256, 1))
-    assert [x.shape for x in (y, final, *gradients)] == [LONG, (B, H, 16, 16), *[LONG] * 6]
-    assert [x.shape for x in kernels.results(Candidate("backward", 16, 64, 5))] == [LONG] * 6
-    assert [(launch.entry, launch.block[0]) for launch in chunked_calls.launches] == [
-        ("wkv7_forward", 256), ("wkv7_backward", 64), ("wkv7_forward", 64), ("wkv7_backward", 64),
-    ]  # fmt: skip
-    assert launched[0][1]["BLOCKS_PER_SM"] == 1
-    assert launched[-1][1]["BLOCKS_PER_SM"] == 5
-    y, final = tune._Kernels(LONG, training=False).results(Candidate("forward", 32, 128, 2))
-    tune._compile([each for way in ("forward", "backward") for each in chunked.candidates(way, 16, "sm_80")], 16)
+    monkeypatch.setattr(bench, "make_inputs", make_inputs)
+    guarded_calls.sizes |= {f"wkv7_chunked_{n.split('_')[1]}": sizes for n, sizes in CHUNKED_SIZES.items()}
+    forward, backward = CHUNKS[op].templates(op)[:2]
+    is_guarded = op in ("wkv5", "wkv6", "gla")  # as these train without a promise
+    ahead = [forward, *["gla_recurrent_forward"] * is_guarded]
+    back = [backward, *["gla_recurrent_forward", "gla_recurrent_backward"] * is_guarded]
+
+    kernels = tune._Kernels(op, LONG, training=True)
+    found = kernels.results(Candidate("forward", 16, 256, 1))
+    names = {"wkv7": "rwkvab", "gla": "qkvg", "linear_attention": "qkv"}.get(op, "rkvwu")
+    gradients = {f"d{n}": (H, 16) if n in {"wkv5": "wu", "wkv6": "u"}.get(op, "") else LONG for n in names}
+    assert {n: tuple(x.shape) for n, x in found.items()} == {"y": LONG, "final_state": (B, H, 16, 16), **gradients}
+    found = kernels.results(Candidate("backward", 16, 64, 4))
+    assert {n: tuple(x.shape) for n, x in found.items()} == gradients
+    assert [launch.entry for launch in guarded_calls.launches] == [*ahead, *back] * 2
+    threads = [launch.block[0] for launch in guarded_calls.launches if launch.entry in (forward, backward)]
+    assert threads == [256, 64, 64, 64]
+    assert [launched[n][1]["BLOCKS_PER_SM"] for n in (0, -1)] == [1, 4]
+    of_forwards = {each["LARGEST_DECAY"] for name, each in launched if name == forward}
+    assert of_forwards == {prepared.LARGEST_DECAY if is_guarded else 0}
+    assert {each["DECAY"] for _, each in launched} == {bench.decay_of(op)}
+    layouts = {each["STATE_LAYOUT"] for _, each in launched}
+    assert layouts == {"kv" if op in ("gla", "linear_attention") else "vk"}
+    assert set(tune._Kernels(op, LONG, training=False).results(Candidate("forward", 32, 128, 2))) == {
+        "y",
+        "final_state",
+    }
+    several = [each for way in ("forward", "backward") for each in CHUNKS[op].candidates(way, 16, "sm_80")]
+    tune._compile(op, several, 16, None)
     assert [each for each in launched if each not in compiled] == []
 
 
