@@ -31,6 +31,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "linear_attention": linear_attention,
 }
 REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, f"{op}_ref") for op in OPS}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
 BACKENDS = [name for name in backends.NAMES if name != "reference"]
 # Batch, tokens, heads, head size: a short prompt, and training.
@@ -60,10 +61,18 @@ print((time.perf_counter() - started) * 1e3)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="default: auto")
     parser.add_argument("--shape", help="B,T,H,N instead of the usual shapes")
-    parser.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
+    text = "measure the forms that a kernel went through instead (wkv5)"
+    instead.add_argument("--history", action="store_true", help=text)
+
+
+def decay_of(op: str) -> str:
+    """Return how w is read in the models of an op."""
+    return OPTIONS.get(op, {}).get("decay", runtime.OPS[op].decay)
 
 
 def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -72,10 +81,11 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tenso
     r, k, v, kk, w = (torch.randn(batch, tokens, heads, head_size, device="cuda") for _ in range(5))
     kk = torch.nn.functional.normalize(kk, dim=-1)
     r, k, w = r * 0.5, k * 0.5, w - 0.6
+    raw = w - 2.4  # RWKV-5 and 6 begin with -6 to -1; where one of many is above 4, a head leaves the range of chunks
     bonus = torch.randn(heads, head_size, device="cuda")
     given = {
-        "wkv5": [r, k, v, w[0, 0], bonus],
-        "wkv6": [r, k, v, w, bonus],
+        "wkv5": [r, k, v, raw[0, 0], bonus],
+        "wkv6": [r, k, v, raw, bonus],
         "wkv7": [r, w, k, v, -kk, kk * torch.rand_like(kk)],
         "gla": [r, k, v, torch.nn.functional.logsigmoid(w) / 16],
         "linear_attention": [r, k, v],
@@ -107,6 +117,24 @@ def graph_ms(function: Callable[[], Any], calls: int = 50) -> float:
     return median_ms(graph.replay) / calls
 
 
+def call_ms(function: Callable[[], Any], elements: int) -> tuple[float, bool]:
+    """Return the time of a call on so many elements, and whether it was taken in a CUDA graph, as of few."""
+    in_graph = elements < _SMALL
+    return (graph_ms if in_graph else median_ms)(function), in_graph
+
+
+def check_gpu() -> None:
+    """Check that there is something to measure on.
+
+    Raises
+    ------
+    ValueError
+        There is no GPU, no CuPy or no NVRTC.
+    """
+    if not runtime.is_available():
+        raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure.
 
@@ -124,10 +152,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     UnsupportedConfigError
         The backend that was asked for cannot do it.
     """
-    if not runtime.is_available():
-        raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
+    check_gpu()
     shapes = SHAPES if arguments.shape is None else (read_shape(arguments.shape),)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
+    dtype = DTYPES[arguments.dtype]
     rows = [_measure(op, shape, dtype, arguments.backend) for shape in shapes for op in arguments.op or sorted(OPS)]
     return {"env": runtime.env_report(), "rows": rows, "first_call": _first_calls()}
 
@@ -150,9 +177,8 @@ def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> d
     batch, tokens, heads, head_size = shape
     device = torch.cuda.current_device()
     options = OPTIONS.get(op, {})
-    decay = options.get("decay", runtime.OPS[op].decay)
     case = backends.Case(
-        op, dtype, head_size, head_size, tokens, decay, None, None, blocks=batch * heads,
+        op, dtype, head_size, head_size, tokens, decay_of(op), None, None, blocks=batch * heads,
         multiprocessors=lambda: tensors.multiprocessors(device),
     )  # fmt: skip
     backend, _ = backends.choose(asked, case, lambda: tensors.arch(device))
@@ -160,8 +186,7 @@ def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> d
     given = make_inputs(op, shape, dtype)
     weight = torch.randn(tuple(shape), device="cuda").to(dtype)
     detached = [x.detach() for x in given]
-    small = weight.numel() < _SMALL
-    forward = (graph_ms if small else median_ms)(lambda: function(*detached))
+    forward, in_graph = call_ms(lambda: function(*detached), weight.numel())
     both = median_ms(lambda: torch.autograd.grad(function(*given)[0], given, weight))
     before = torch.cuda.memory_allocated()
     y, _ = function(*given)
@@ -174,7 +199,7 @@ def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> d
         "backend": backend,
         "forward_ms": forward,
         "forward_backward_ms": both,
-        "in_graph": small,
+        "in_graph": in_graph,
         "saved_mib": saved / 2**20,
         "error": _error(op, shape, dtype, function),
     }
@@ -204,9 +229,14 @@ def _run_child(environment: dict[str, str]) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
+def machine(env: dict[str, Any]) -> str:
+    """Return what a measurement was taken on, from the environment report."""
+    return f"{env['gpus'][0]}, torch {env['torch']}, NVRTC {env['nvrtc'].split()[0]}"
+
+
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
-    print(f"{result['env']['gpus'][0]}, torch {result['env']['torch']}, NVRTC {result['env']['nvrtc'].split()[0]}\n")
+    print(f"{machine(result['env'])}\n")
     report.table(
         ("op", "(B, T, H, N)", "dtype", "backend", "forward ms", "in a graph", "fwd + bwd ms", "saved MiB", "error"),
         [

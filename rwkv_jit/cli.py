@@ -102,6 +102,8 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
+    text = "what to tune; may be repeated (default: all ops)"
+    parser.add_argument("--op", action="append", choices=_OPS.split(", "), help=text)
     text = "what to tune for; may be repeated (default: 8,4096,64,64 and 8,4096,32,128)"
     parser.add_argument("--shape", action="append", metavar="B,T,H,N", help=text)
     instead = parser.add_mutually_exclusive_group()

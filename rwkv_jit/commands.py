@@ -39,11 +39,15 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 
 
 def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure the ops, or the service."""
+    """Measure the ops, the forms that a kernel went through, or the service."""
     if parsed.latency:
         from rwkv_jit import latency
 
         return latency.run(), latency.show
+    if parsed.history:
+        from rwkv_jit import history
+
+        return history.run(parsed), history.show
     from rwkv_jit import bench
 
     return bench.run(parsed), bench.show

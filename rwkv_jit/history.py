@@ -1,0 +1,261 @@
+"""The history of a kernel: the forms it went through, each timed beside the one before and beside the op's kernels.
+
+The forms are one template with parameters, `<op>_history`. No call of an op takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import bench, kernel, report, runtime, template, tensors
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.launch import Plan
+from rwkv_jit.ops import backends, choices, prepared
+from rwkv_jit.template import Parameter
+
+Shape = tuple[int, ...]
+_MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
+
+
+class Step(NamedTuple):
+    """A form of a kernel: the parameters that are other ones than in the step before, or a backend of the op."""
+
+    change: str
+    parameters: Mapping[str, Parameter] = {}
+    backend: str | None = None
+
+
+class Form(NamedTuple):
+    """A step on some inputs, ready to run."""
+
+    kernel: kernel.Kernel
+    forward: Callable[[], Tensor]
+    both: Callable[[], Any] | None = None  # forward and backward, where there is one
+
+
+class History(NamedTuple):
+    """What an op's history is measured with."""
+
+    shapes: tuple[Shape, ...]
+    make_inputs: Callable[[Shape, torch.dtype], list[Tensor]]
+    steps: Callable[[Shape, torch.dtype], list[Step]]
+    of_template: Callable[[kernel.Kernel, Sequence[Tensor]], Form]
+    of_backend: Callable[[str, Sequence[Tensor]], Form]
+    reference: Callable[..., Tensor]
+
+
+# ---- wkv5 --------------------------------------------------------------------------------------------------------
+
+_LEAST_LOG_DECAY = -1.0  # of a step, which is the bound that the op's calls promise
+
+
+def _wkv5_inputs(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """Return r, k, v, w and u, with w in float32 and decays as models have them before they are trained."""
+    r, k, v, _, u = (x.detach() for x in bench.make_inputs("wkv5", shape, dtype))
+    return [r, k, v, torch.linspace(-6, -1, u.numel(), device=u.device).view(u.shape), u]
+
+
+def _wkv5_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
+    head_size, storage = shape[3], tensors.STORAGE[dtype]
+    first: dict[str, Parameter] = {
+        "HEAD_SIZE": head_size, "T_IO": storage, "T_Y": "fp32", "NUM_THREADS": 32, "VECTOR": 1, "ATOMICS": True,
+        "STAGED": False,
+    }  # fmt: skip
+    vector, threads = math.gcd(head_size, 4), min(head_size, 1024)
+    return [
+        Step("32 threads a block, one a value row; every product added to y (fp32) by an atomic", first),
+        Step("no atomics: sums in registers", {"ATOMICS": False, "T_Y": storage}),
+        Step(f"loads of {vector} channels", {"VECTOR": vector}),
+        Step(f"{threads} threads a block: one per channel of a head", {"NUM_THREADS": threads}),
+        Step("r, k, u, w staged in shared memory", {"STAGED": True}),
+        Step("the op's recurrent kernel", backend="recurrent"),
+        Step("the op's chunked kernel: tensor cores", backend="chunked"),
+    ]
+
+
+def _wkv5_of_template(found: kernel.Kernel, given: Sequence[Tensor]) -> Form:
+    """Return a form of the template. It takes the factors of a step, as the kernels did: they are not timed."""
+    r, k, v, w, u = given
+    batch, tokens, heads, head_size = r.shape
+    y = torch.empty(r.shape, dtype=torch.float32 if found.parameters["ATOMICS"] else r.dtype, device=r.device)
+    arrays, threads = (r, k, v, torch.exp(-torch.exp(w)), u, y), int(found.parameters["NUM_THREADS"])
+    strides = [struct.pack("3q", *x.stride()[:3]) for x in (r, k, v)]
+    plan = Plan(
+        found, "wkv5_history", r.device.index, (batch * heads, math.ceil(head_size / threads), 1), (threads, 1, 1),
+        "Q" * len(arrays), [*strides, struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", 1.0)],
+    )  # fmt: skip
+
+    def forward() -> Tensor:
+        tensors.launch(plan, [x.data_ptr() for x in arrays])
+        return y
+
+    return Form(found, forward)
+
+
+def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
+    """Return what calls of the op run: the forward alone as they prepare it, and a call with gradients."""
+    op, device = runtime.OPS["wkv5"], given[0].device.index
+    batch, tokens, _, head_size = given[0].shape
+    case = backends.Case(
+        op.name, given[0].dtype, head_size, head_size, tokens, op.decay, _LEAST_LOG_DECAY, None, training=False
+    )
+    name, chunk_len = backends.choose(backend, case, lambda: tensors.arch(device))
+    geometry = backends.geometry(name, chunk_len, None, case, lambda: tensors.arch(device), lambda: choices.of(device))
+    guarded = backends.is_guarded(name, geometry.chunk_len, op.decay, _LEAST_LOG_DECAY)
+    options = prepared.Options(1.0, op.decay, op.state_layout, 64, *geometry[:2], name, *geometry[2:], guarded)
+    inputs = prepared.Inputs(op.name, op.names, tuple(given[:3]), tuple(given[3:]), batch)
+    known = backends.prepare_forward(inputs, torch.float32, False, options, training=False)
+    assert isinstance(known, prepared.Forward)  # these backends are one kernel, and the decays are bounded
+    leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(given[2])
+
+    def both() -> Any:
+        y, _ = bench.OPS[op.name](*leaves, backend=backend, decay_bound=_LEAST_LOG_DECAY)
+        return torch.autograd.grad(y, leaves, dy)
+
+    return Form(known.plan.kernel, lambda: backends.forward(known, given, None, None, False, False)[0], both)
+
+
+HISTORIES = {
+    "wkv5": History(
+        # A prompt, as it was profiled, and training.
+        ((1, 54, 32, 64), (8, 4096, 32, 64)),
+        _wkv5_inputs,
+        _wkv5_steps,
+        _wkv5_of_template,
+        _wkv5_of_backend,
+        lambda *given: bench.REFERENCES["wkv5"](*given)[0],
+    )
+}
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------
+
+
+def requests(op: str, shape: Shape, dtype: torch.dtype, arch: str, also: tuple[str, ...] = ()) -> list[kernel.Request]:
+    """Return the kernels of the steps that are forms of the op's history template, in their order."""
+    found: list[kernel.Request] = []
+    parameters: dict[str, Parameter] = {}
+    for step in HISTORIES[op].steps(shape, dtype):
+        if step.backend is None:
+            parameters = {**parameters, **step.parameters}
+            found.append(kernel.Request(template.library(f"{op}_history"), parameters, arch, also))
+    return found
+
+
+def prepare(op: str, given: Sequence[Tensor]) -> list[tuple[Step, Form | UnsupportedConfigError]]:
+    """Return every step with its form for these inputs, or with what is in the way of it."""
+    history, first = HISTORIES[op], given[0]
+    shape, device = tuple(first.shape), first.device.index
+    compiled = iter(kernel.get_all(requests(op, shape, first.dtype, tensors.arch(device), tensors.also(device))))
+
+    def form(step: Step) -> Form | UnsupportedConfigError:
+        if step.backend is None:
+            return history.of_template(next(compiled), given)
+        try:
+            return history.of_backend(step.backend, given)
+        except UnsupportedConfigError as error:
+            return error
+
+    return [(step, form(step)) for step in history.steps(shape, first.dtype)]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure.
+
+    Returns
+    -------
+    dict
+        env : the environment report; rows : one dict per op, shape and step, with op, shape, dtype, step (from 1),
+        change, kernel (its template), parameters, registers, spill_bytes and shared_bytes, forward_ms, in_graph,
+        speedup (of the forward, to the step before) and speedup_to_first, forward_backward_ms (None where the form has
+        no backward), error (of y, over at most 300 tokens of a row); obstacle is None, or what is in the way of a step,
+        which has nothing else of these then.
+
+    Raises
+    ------
+    ValueError
+        An op has no history, an option does not go with it, there is no GPU, or the shape cannot be read.
+    """
+    ops = list(dict.fromkeys(arguments.op or HISTORIES))
+    without = [op for op in ops if op not in HISTORIES]
+    if without:
+        raise ValueError(f"--history: expected --op {' or '.join(HISTORIES)}, got {', '.join(without)}")
+    if arguments.backend != "auto":
+        raise ValueError(f"--history: runs kernels of several backends, got --backend {arguments.backend}")
+    shape = None if arguments.shape is None else bench.read_shape(arguments.shape)
+    bench.check_gpu()
+    dtype = bench.DTYPES[arguments.dtype]
+    rows = [
+        row for op in ops for each in ([shape] if shape else HISTORIES[op].shapes) for row in _measure(op, each, dtype)
+    ]
+    return {"env": runtime.env_report(), "rows": rows}
+
+
+def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:
+    history = HISTORIES[op]
+    row_of_few = history.make_inputs((1, min(shape[1], _MOST_TOKENS), *shape[2:]), dtype)
+    exact = history.reference(*[x.double() for x in row_of_few])
+    steps = zip(prepare(op, history.make_inputs(shape, dtype)), prepare(op, row_of_few), strict=True)
+    rows: list[dict[str, Any]] = []
+    times: list[float] = []
+    for number, ((step, form), (_, checked)) in enumerate(steps, 1):
+        rows.append({
+            "op": op, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), "step": number,
+            "change": step.change, "obstacle": None,
+        })  # fmt: skip
+        if not (isinstance(form, Form) and isinstance(checked, Form)):
+            rows[-1]["obstacle"] = str(form)
+            continue
+        forward_ms, in_graph = bench.call_ms(form.forward, math.prod(shape))
+        times.append(forward_ms)
+        rows[-1] |= {
+            "kernel": form.kernel.name,
+            "parameters": form.kernel.parameters,
+            "registers": form.kernel.registers,
+            "spill_bytes": form.kernel.spill_bytes,
+            "shared_bytes": form.kernel.shared_bytes,
+            "forward_ms": forward_ms,
+            "in_graph": in_graph,
+            "speedup": times[-2:][0] / forward_ms,
+            "speedup_to_first": times[0] / forward_ms,
+            "forward_backward_ms": None if form.both is None else bench.median_ms(form.both),
+            "error": float((checked.forward().double() - exact).norm() / exact.norm()),
+        }
+    return rows
+
+
+# ---- printing ----------------------------------------------------------------------------------------------------
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a measurement."""
+    print(bench.machine(result["env"]))
+    head = (
+        "step", "what is new", "forward ms", "in a graph", "speedup", "to the first", "fwd + bwd ms", "error",
+        "registers", "spill B", "shared B",
+    )  # fmt: skip
+    cases = dict.fromkeys((row["op"], tuple(row["shape"]), row["dtype"]) for row in result["rows"])
+    for op, shape, dtype in cases:
+        rows = [row for row in result["rows"] if (row["op"], tuple(row["shape"]), row["dtype"]) == (op, shape, dtype)]
+        print(f"\n{op} ({', '.join(map(str, shape))}) {dtype}")
+        report.table(head, [(row["step"], row["change"], *_cells(row)) for row in rows if row["obstacle"] is None])
+        for row in rows:
+            if row["obstacle"] is not None:
+                print(f"Left out: {row['step']}, {row['change']}: {row['obstacle']}")
+    print("\nSpeedup of the forward to the step before, and to the first. Error of y: relative L2 against float64.")
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
+    both = row["forward_backward_ms"]
+    return (
+        f"{row['forward_ms']:.4f}", "yes" if row["in_graph"] else "no", f"{row['speedup']:.2f}",
+        f"{row['speedup_to_first']:.2f}", "-" if both is None else f"{both:.4f}", f"{row['error']:.1e}",
+        row["registers"], row["spill_bytes"], row["shared_bytes"],
+    )  # fmt: skip
