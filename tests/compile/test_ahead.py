@@ -9,7 +9,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, env, kernel, runtime, stats, tensors
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, prepared, recurrent, scan, scan_geometry, split
+from rwkv_jit.ops import boundary, gated_groups, gated_scan, prepared, recurrent, scan, scan_geometry, split
 
 
 @pytest.fixture
@@ -112,7 +112,8 @@ def test_warm_compiles_just_what_specialize_names():
         "wkv6", 4, torch.float16, backward=False, arch="sm_80", decay="log", state_layout="kv",
         w_dtype=torch.float32, state_dtype=torch.bfloat16,
     )  # fmt: skip
-    for backend, each in zip(("chunked", "recurrent"), made, strict=True):
+    assert [each.name for each in made[2:]] == ["gla_join", "gla_segment", "gla_scan"]
+    for backend, each in zip(("chunked", "recurrent"), made[:2], strict=True):
         same = rwkv_jit.specialize(
             "wkv6", 4, None, torch.float16, "sm_80", "forward", backend, "log", state_layout="kv", t_w="fp32",
             t_u="fp32", t_state="bf16",
@@ -249,18 +250,9 @@ def test_call_with_large_heads_asks_for_no_kernel_that_warm_has_not_made(monkeyp
     assert asked(wanted).items() <= asked(made).items()
 
 
-@pytest.mark.parametrize("head_size", [7, 64, 128, 192])
-@pytest.mark.parametrize(("decay", "decay_bound"), [("raw", None), ("log", -8.0), ("direct", -9.0)])
-@pytest.mark.parametrize("w_dtype", [torch.bfloat16, torch.float32])
-def test_guarded_calls_ask_for_no_kernel_that_warm_has_not_made(w_dtype, decay, decay_bound, head_size, monkeypatch):
-    """Forwards and backwards on CPU tensors, for gradients and not, with kernels that are never launched."""
-    made = [
-        request
-        for way in ("forward", "backward")
-        for request in runtime.call_requests(
-            "wkv7", head_size, torch.bfloat16, "sm_90", way, decay, "vk", w_dtype, torch.float32, decay_bound
-        )
-    ]
+@pytest.fixture
+def wanted(monkeypatch):
+    """The kernels that forwards and backwards on CPU tensors ask for, on an sm_90; they are never launched."""
     wanted = []
 
     class Driver:
@@ -270,7 +262,7 @@ def test_guarded_calls_ask_for_no_kernel_that_warm_has_not_made(w_dtype, decay, 
 
     class Made:
         def __init__(self, request):
-            self.parameters = request.parameters
+            self.name, self.parameters = request.template.name, request.parameters
 
         def function(self, device, entry):
             return None
@@ -295,21 +287,114 @@ def test_guarded_calls_ask_for_no_kernel_that_warm_has_not_made(w_dtype, decay, 
     monkeypatch.setattr(prepared, "check_capture", lambda *_: None)
     monkeypatch.setattr(kernel, "get_all", get_all)
     monkeypatch.setattr(cuda, "driver", Driver)
-    for module in (prepared, scan, split):
+    for module in (prepared, scan, split, gated_scan, gated_groups):
         monkeypatch.setattr(module, "Plan", Launch)
     boundary._forget()
-    for heads, tokens in ((1, 64), (64, 64), (1, 2048), (64, 20)):
-        x = torch.zeros(1, tokens, heads, head_size, dtype=torch.bfloat16)
-        given = [x.to(w_dtype) if name == "w" else x for name in "rwkvab"]
-        options = {"decay": decay, "decay_bound": decay_bound}
-        rwkv_jit.wkv7(*given, **options)
-        given = [each.clone().requires_grad_() for each in given]
-        y, _ = rwkv_jit.wkv7(*given, **options)
-        torch.autograd.grad(y.sum(), given)
+    yield wanted
     boundary._forget()
+
+
+def made_for(op, head_size, decay=None, layout=None, w_dtype=None, state_dtype=torch.float32, decay_bound=None):
+    return [
+        request
+        for way in ("forward", "backward")
+        for request in runtime.call_requests(
+            op, head_size, torch.bfloat16, "sm_90", way, decay, layout, w_dtype, state_dtype, decay_bound
+        )
+    ]
+
+
+def call_both_ways(op, tokens, heads, head_size, w_dtype=torch.bfloat16, **options):
+    """For gradients and not."""
+    of, x = runtime.OPS[op], torch.zeros(1, tokens, heads, head_size, dtype=torch.bfloat16)
+    given = [(x if n in of.streamed else x[0, 0]).to(w_dtype if n in "wu" else x.dtype) for n in of.names]
+    function = getattr(rwkv_jit, op)
+    function(*given, **options)
+    given = [each.clone().requires_grad_() for each in given]
+    y, _ = function(*given, **options)
+    torch.autograd.grad(y.sum(), given)
+
+
+@pytest.mark.parametrize("head_size", [7, 64, 128, 192])
+@pytest.mark.parametrize(("decay", "decay_bound"), [("raw", None), ("log", -8.0), ("direct", -9.0)])
+@pytest.mark.parametrize("w_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla"])
+def test_guarded_calls_ask_for_no_kernel_that_warm_has_not_made(op, w_dtype, decay, decay_bound, head_size, wanted):
+    made = made_for(op, head_size, decay, None, w_dtype, decay_bound=decay_bound)
+    for heads, tokens in ((1, 64), (64, 64), (1, 2048), (64, 20)):
+        options = {"decay": decay, "decay_bound": decay_bound}
+        call_both_ways(op, tokens, heads, head_size, w_dtype, **options)
     assert asked(wanted).items() <= asked(made).items()
     is_look = [each.parameters.get("LARGEST_DECAY", 0) > 0 for each in wanted]
-    assert any(is_look) == (decay_bound != -8.0 or head_size > 128)
+    has_shorter = head_size <= 128 or op != "wkv7"  # chunks of 16, which keep the promise
+    assert any(is_look) == (decay_bound != -8.0 or not has_shorter)
+    names = {request.template.name for request in wanted}
+    stem = "wkv7" if op == "wkv7" else "gla"
+    assert ({f"{stem}_segment", f"{stem}_join"} <= names) == (head_size <= 128)
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("state_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("op", runtime.OPS)
+def test_segments_have_their_kernels_made_whatever_states_callers_have(op, state_dtype, layout, wanted):
+    options = {} if op == "linear_attention" else {"decay": "sigmoid"}
+    made = made_for(op, 64, options.get("decay"), layout, None, state_dtype)
+    state = torch.zeros(1, 2, 64, 64, dtype=state_dtype)
+    call_both_ways(op, 2048, 2, 64, initial_state=state, state_layout=layout, backend="split", **options)
+    assert asked(wanted).items() <= asked(made).items()
+    assert len(asked(wanted)) == 6
+
+
+OF_GROUPS = {"gla_prepare", "gla_group_scan", "gla_group_key_gradients"}
+
+
+@pytest.mark.parametrize("w_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("op", "decay", "decay_bound"),
+    [
+        ("wkv5", "raw", None),
+        ("wkv6", "sigmoid", None),
+        ("wkv6", "log", -8.1),
+        ("gla", "log", None),
+        ("gla", "direct", -2.0),
+        ("gla", "log", -3.0),
+        ("linear_attention", None, None),
+    ],
+)
+@pytest.mark.parametrize("head_size", [136, 512])
+def test_calls_of_the_other_ops_ask_for_no_kernel_that_warm_has_not_made(
+    head_size, op, decay, decay_bound, w_dtype, wanted, monkeypatch
+):
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 16)
+    made = [
+        request
+        for way in ("forward", "backward")
+        for request in runtime.call_requests(
+            op, head_size, torch.bfloat16, "sm_90", way, decay, "vk", w_dtype, torch.float32, decay_bound
+        )
+    ]
+    streamed, fixed = runtime.OPS[op].streamed, runtime.OPS[op].fixed
+    for heads, tokens in ((1, 64), (64, 64), (64, 20)):
+        shapes = dict.fromkeys(streamed, (1, tokens, heads, head_size)) | dict.fromkeys(fixed, (heads, head_size))
+        given = [
+            torch.zeros(shape, dtype=w_dtype if name in ("w", "u") else torch.bfloat16)
+            for name, shape in shapes.items()
+        ]
+        options = {} if decay is None else {"decay": decay, "decay_bound": decay_bound}
+        getattr(rwkv_jit, op)(*given, state_layout="vk", **options)
+        given = [each.requires_grad_() for each in given]
+        y, _ = getattr(rwkv_jit, op)(*given, state_layout="vk", **options)
+        torch.autograd.grad(y.sum(), given)
+    found = asked(wanted)
+    assert found.items() <= asked(made).items()
+    in_groups = decay_bound != -3.0 or head_size > 256  # a shorter chunk keeps that bound, where it can
+    assert (set(found.values()) >= OF_GROUPS) is in_groups
+    if in_groups:
+        looks = {each.parameters["LARGEST_DECAY"] for each in wanted if each.template.name == "gla_prepare"}
+        is_bounded = decay in ("sigmoid", None) or decay_bound == -2.0
+        assert looks == {0 if is_bounded else prepared.LARGEST_DECAY}
+        # Both directions, with many and few heads.
+        assert [*found.values()].count("gla_group_scan") == 4
 
 
 @pytest.mark.parametrize(
@@ -374,11 +459,37 @@ def test_warm_makes_the_gated_kernels_that_look_at_decays_where_calls_take_them(
     made = rwkv_jit.warm(op, size, arch="sm_80", decay=decay, decay_bound=bound)
     forward, *_ = [each for each in made if each.name == "gla_scan" and not each.parameters["BACKWARD"]]
     assert forward.parameters["LARGEST_DECAY"] == looks
-    others = {"gla_chunked_backward"} if size == 40 else {"gla_key_gradients"}
+    others = {"gla_chunked_backward", "gla_segment", "gla_join"} if size == 40 else {"gla_key_gradients"}
     names = {"gla_scan", "gla_recurrent_forward", "gla_recurrent_backward"} | others
     assert {each.name for each in made} == names
     scans = [each.parameters["BACKWARD"] for each in made if each.name == "gla_scan"]
-    assert sorted(scans) == ([False] if size == 40 else [False, True])
+    in_vk = [False] * (size == 40 and op in ("gla", "linear_attention"))  # of segments, beside the op's own layout
+    assert sorted(scans) == sorted([False, *in_vk] if size == 40 else [False, True])
+    for name in others - {"gla_chunked_backward", "gla_key_gradients"}:
+        assert {each.parameters["BACKWARD"] for each in made if each.name == name} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("op", "decay", "bound", "looks"),
+    [
+        ("wkv5", None, None, 64),
+        ("gla", None, -1.0, 0),
+        ("wkv6", "sigmoid", None, 0),
+        ("linear_attention", None, None, 0),
+    ],
+)
+@pytest.mark.parametrize("size", [136, 264])
+def test_warm_makes_the_kernels_of_warp_groups(size, op, decay, bound, looks):
+    made = rwkv_jit.warm(op, size, arch="sm_90", decay=decay, decay_bound=bound)
+    assert {each.name for each in made} == OF_GROUPS | {"gla_recurrent_forward", "gla_recurrent_backward"}
+    assert {each.target for each in made if each.name in OF_GROUPS} == {"sm_90a"}
+    (prepare,) = [each for each in made if each.name == "gla_prepare"]
+    assert prepare.parameters["LARGEST_DECAY"] == looks
+    scans = [(each.parameters["BACKWARD"], each.parameters["VALUE_ROWS"]) for each in made if "scan" in each.name]
+    assert sorted(scans) == [(False, 32), (False, 64), (True, 32), (True, 64)]
+    forward = rwkv_jit.warm(op, size, arch="sm_90", decay=decay, decay_bound=bound, backward=False)
+    assert {each.origin for each in forward} == {"memory"}
+    assert {each.name for each in forward} == {"gla_prepare", "gla_group_scan", "gla_recurrent_forward"}
 
 
 def test_specialize_takes_what_long_calls_take():
@@ -386,6 +497,10 @@ def test_specialize_takes_what_long_calls_take():
     for threads, name in ((None, "wkv7_group_scan"), (384, "wkv7_group_scan"), (128, "wkv7_scan")):
         found = rwkv_jit.specialize("wkv7", 4, 136, arch="sm_90", decay="sigmoid", num_threads=threads)
         assert found.name == name
+    for threads, name in ((None, "gla_group_scan"), (384, "gla_group_scan"), (128, "gla_scan")):
+        found = rwkv_jit.specialize("gla", 4, 136, arch="sm_90", num_threads=threads)
+        assert (found.name, found.parameters["CHUNK_LEN"]) == (name, 64)
+    assert rwkv_jit.specialize("gla", 4, 136, arch="sm_80").name == "gla_scan"
     for dtype, arch, decay, backend in (
         (torch.bfloat16, "sm_80", "sigmoid", "chunked"),
         (torch.bfloat16, "sm_80", "raw", "chunked"),

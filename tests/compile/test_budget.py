@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import identity, kernel
+from rwkv_jit import history, identity, kernel
 from rwkv_jit.ops import gated_scan, scan_geometry, split
 
 BUDGET = Path(__file__).with_name("budget.json")
@@ -26,7 +26,7 @@ KINDS = {
     "wkv5_chunked": {"op": "wkv5", "head_size": 64, "backend": "chunked", "decay": "sigmoid"},
     "gla_chunked_128": {"op": "gla", "head_size": 128, "backend": "chunked"},
     "linear_attention_chunked_128": {"op": "linear_attention", "head_size": 128, "backend": "chunked"},
-    "gla_scan": {"op": "gla", "head_size": 256, "value_size": 512, "backend": "split"},
+    "gla_scan": {"op": "gla", "head_size": 256, "value_size": 512, "backend": "split", "chunk_len": 32},
     "wkv7_chunked_128": {"op": "wkv7", "head_size": 128, "backend": "chunked", "decay": "sigmoid"},
 }
 # Head size 256, all kernels: the architecture, the direction, and what else is asked for.
@@ -45,11 +45,23 @@ SCANS = {
 }
 # Keys of 256 and values of 512: the gradients of all chunks.
 GATED_KEYS = {"wkv5_key_gradients": "wkv5", "gla_key_gradients": "gla"}
+# The same sizes with products of warp groups.
+GATED_GROUPS = {
+    "gla_prepare": ("gla", "forward"),
+    "gla_group_scan_forward": ("gla", "forward"),
+    "gla_group_scan_backward": ("gla", "backward"),
+    "gla_group_key_gradients": ("gla", "backward"),
+    "wkv6_prepare": ("wkv6", "forward"),
+    "wkv6_group_key_gradients": ("wkv6", "backward"),
+}
 # Head size 64: what segments of a sequence do to a state.
-SEGMENTS = {"wkv7_segment_forward": False, "wkv7_segment_backward": True}
+SEGMENTS = {f"{of}_segment_{way}": way == "backward" for of in ("wkv7", "gla") for way in ("forward", "backward")}
+# The forms that wkv5 went through, at the head size that was studied, by their place.
+HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
 FLAGSHIPS = [
-    *(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *GATED_KEYS, *SEGMENTS
+    *(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *GATED_KEYS,
+    *GATED_GROUPS, *SEGMENTS, *HISTORY,
 ]  # fmt: skip
 
 
@@ -60,15 +72,27 @@ def request_of_scan(name):
     return next(request for request in requests if name.startswith(request.template.name))
 
 
+def request_of_groups(name):
+    op, direction = GATED_GROUPS[name]
+    given = (op, direction, 256, 512, TYPES | {"T_U": "bf16"}, "sm_90", 64)
+    requests = [gated_scan.specialize(*given), *gated_scan.companions(*given)]
+    return next(each for each in requests if name.replace(op, "gla").startswith(each.template.name))
+
+
 def used(name):
     if name in SCANS:
         found = kernel.get(request_of_scan(name))
+    elif name in GATED_GROUPS:
+        found = kernel.get(request_of_groups(name))
     elif name in GATED_KEYS:
         (request,) = gated_scan.companions(GATED_KEYS[name], "backward", 256, 512, TYPES | {"T_U": "bf16"}, "sm_90", 32)
         found = kernel.get(request)
     elif name in SEGMENTS:
         like = TYPES | {"HEAD_SIZE": 64, "VALUE_SIZE": 64, "CHUNK_LEN": 32}
-        found = kernel.get(split.segment_request("wkv7", like, SEGMENTS[name], "sm_90"))
+        found = kernel.get(split.segment_request(name.split("_")[0], like, SEGMENTS[name], "sm_90"))
+    elif name in HISTORY:
+        requests = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
+        found = kernel.get(requests[HISTORY[name] - 1])
     else:
         kind, direction = name.rsplit("_", 1)
         found = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)

@@ -35,7 +35,7 @@ def build(run):
 
 
 def parameters(made, *names):
-    return [tuple(each["parameters"].get(name) for name in names) for each in made["kernels"]]
+    return [tuple((each | each["parameters"]).get(name) for name in names) for each in made["kernels"]]
 
 
 # ---- build -------------------------------------------------------------------------------------------------------
@@ -118,14 +118,14 @@ def test_every_option_is_a_list(build):
         "--decay", "log", "--decay", "direct", "--state-layout", "kv", "--w-dtype", "fp32", "--state-dtype",
         "fp16,fp32",
     )  # fmt: skip
-    found = parameters(made, "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")
-    assert sorted(found) == sorted(
-        (dtype, "fp32", "fp32", decay, "kv", state)
-        for dtype in ("bf16", "fp16")
-        for decay in ("log", "direct")
-        for state in ("fp16", "fp32")
-        for _ in ("recurrent", "chunked")
-    )
+    found = parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")
+    cases = [(dtype, "fp32", decay) for dtype in ("bf16", "fp16") for decay in ("log", "direct")]
+    states = [("kv", "fp16"), ("kv", "fp32")]
+    wanted = [("gla_join", *[None] * 6)]
+    wanted += [("gla_segment", *case[:2], None, case[2], None, None) for case in cases]
+    for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", [*states, ("vk", "fp32")])):
+        wanted += [(name, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
+    assert sorted(found, key=str) == sorted(wanted, key=str)
 
 
 def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
@@ -137,11 +137,18 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     }
 
 
-def test_kernels_of_large_heads_of_the_other_ops(build):
-    made = build("--op", "gla", "--head-size", "136", "--arch", "compute_80")
+@pytest.mark.parametrize(
+    ("arch", "scan", "scans", "others"),
+    [
+        ("compute_80", "gla_scan", 2, {"gla_key_gradients"}),  # one in each direction
+        ("sm_90", "gla_group_scan", 4, {"gla_prepare", "gla_group_key_gradients"}),  # and with few heads
+    ],
+)
+def test_kernels_of_large_heads_of_the_other_ops(arch, scan, scans, others, build):
+    made = build("--op", "gla", "--head-size", "136", "--arch", arch)
     names = [each["name"] for each in made["kernels"]]
-    assert set(names) == {"gla_scan", "gla_key_gradients", "gla_recurrent_forward", "gla_recurrent_backward"}
-    assert names.count("gla_scan") == 2  # one in each direction
+    assert set(names) == {scan, *others, "gla_recurrent_forward", "gla_recurrent_backward"}
+    assert names.count(scan) == scans
 
 
 def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
@@ -154,8 +161,10 @@ def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
 
 def test_defaults_are_those_of_a_call(build):
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
-    assert set(parameters(made, "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
-        ("bf16", "bf16", "bf16", "raw", "vk", "fp32")
+    assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
+        *((name, "bf16", "bf16", "bf16", "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")),
+        ("gla_segment", "bf16", "bf16", None, "raw", None, None),
+        ("gla_join", *[None] * 6),
     }
 
 
@@ -277,9 +286,17 @@ def test_resources(run):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "name"), [("sm_90", "wkv7_group_scan"), ("sm_80", "wkv7_scan")])
-def test_resources_of_a_kernel_of_large_heads(arch, name, run):
-    arguments = ("show", "wkv7", "--head-size", 136, "--arch", arch, "--backend", "split")
+@pytest.mark.parametrize(
+    ("op", "arch", "name"),
+    [
+        ("wkv7", "sm_90", "wkv7_group_scan"),
+        ("wkv7", "sm_80", "wkv7_scan"),
+        ("gla", "sm_90", "gla_group_scan"),
+        ("gla", "sm_80", "gla_scan"),
+    ],
+)
+def test_resources_of_a_kernel_of_large_heads(op, arch, name, run):
+    arguments = ("show", op, "--head-size", 136, "--arch", arch, "--backend", "split")
     data = json.loads(run(*arguments, "--direction", "backward", "--json")[1])
     assert (data["name"], data["parameters"]["BACKWARD"]) == (name, True)
     assert data["resources"][name]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
@@ -325,7 +342,10 @@ def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path,
             ("wkv7", "--backend", "tensor"),
             "backend: expected one of auto, recurrent, chunked, split, reference, got 'tensor'",
         ),
-        (("wkv6", "--backend", "split"), "backend: 'split' has kernels for wkv7 at head sizes up to 128, got wkv6"),
+        (
+            ("wkv6", "--backend", "split", "--head-size", "1032"),
+            "backend: 'split' takes head sizes up to 1024, got 1032 and 1032 for v",
+        ),
         (("wkv7", "--arch", "banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("wkv7", "--arch", "compute_80", "--sass"), "--sass: expected an architecture like sm_90, got compute_80"),
         (("wkv7", "--head-size", "9000"), "shared memory; got "),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, kernel
+from rwkv_jit import cache, compiler, history, kernel
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, gated, gated_scan, recurrent, scan_geometry, split
@@ -51,6 +51,21 @@ GATED_SCAN_AXES = {
     "head_size": (1, 40, 129, 200, 256),
     "value_size": (129, 256, 1000),
     "chunk_len": ("default", 16, 32),
+    "num_threads": ("default", 256, 384),
+}
+# Where warp groups take all of them, and keys that nothing else takes.
+GATED_GROUP_AXES = {
+    **GATED_SCAN_AXES,
+    "head_size": (1, 40, 129, 256, 257, 512, 1000, 1024),
+    "arch": ("sm_90",),
+    "chunk_len": ("default", 64),
+    "num_threads": ("default", 384),
+}
+HISTORY_AXES = {
+    "op": tuple(history.HISTORIES),
+    "dtype": (torch.bfloat16, torch.float16, torch.float32),
+    "head_size": (7, 40, 64, 100),
+    "arch": ("sm_80", "sm_89", "sm_90", "sm_120"),
 }
 # The two longest axes decide different things; their pairs alone would double the sample.
 UNPAIRED = {"head_size", "arch"}
@@ -96,6 +111,8 @@ def compile_row(row, backend="recurrent"):
         decay, more = None, {}
     if row.get("chunk_len", "default") != "default":
         more["chunk_len"] = row["chunk_len"]
+    if row.get("num_threads", "default") != "default":
+        more["num_threads"] = row["num_threads"]
     if "state" in row and row["direction"] == "forward":
         more["t_state"] = row["state"]
     return rwkv_jit.specialize(
@@ -233,27 +250,73 @@ def test_every_combination_of_the_gated_kernels(row):
 
 
 def check_gated_scan(row):
-    """The scan of a direction, and backwards the kernel that makes the gradients of all chunks."""
-    found, backward = compile_row(row, "split"), row["direction"] == "backward"
-    given = row["head_size"], row["value_size"], found.parameters, row["arch"], found.parameters["CHUNK_LEN"]
-    requests = gated_scan.companions(row["op"], row["direction"], *given)
-    assert [request.template.name for request in requests] == ["gla_key_gradients"] * backward
-    for each in (found, *kernel.get_all(requests)):
-        check(each, row, each.name)
+    """The scan of a direction and the other kernels; with warp groups also that of few heads, and a look at decays."""
+    op, direction, arch = row["op"], row["direction"], row["arch"]
+    found, backward = compile_row(row, "split"), direction == "backward"
+    length, threads = found.parameters["CHUNK_LEN"], None if row["num_threads"] == "default" else row["num_threads"]
+    assert length == (row["chunk_len"] if row["chunk_len"] != "default" else 64 if arch == "sm_90" else 32)
+    of_inputs = "fp32" if row["w_dtype"] == "fp32" else found.parameters["T_IO"], found.parameters["T_IO"]
+    types = {name: found.parameters[name] for name in ("T_IO", "T_STATE", "DECAY", "STATE_LAYOUT")}
+    types |= dict(zip(("T_W", "T_U"), of_inputs, strict=True))
+    given = (op, direction, row["head_size"], row["value_size"], types, arch, length)
+    in_groups = arch == "sm_90" and length == 64 and threads != 256
+    guarded = not backward and types["DECAY"] not in ("none", "sigmoid")
+    if in_groups:
+        scans = [gated_scan.specialize(*given, threads, few_heads) for few_heads in (False, True)]
+        looks = [False, *[True] * guarded]
+        others = [request for look in looks for request in gated_scan.companions(*given, guarded=look)]
+        names = ["gla_group_key_gradients" if backward else "gla_prepare"] * len(looks)
+    else:
+        scans = [gated_scan.specialize(*given, threads, chosen={"LARGEST_DECAY": 64 if guarded else 0})]
+        others = [gated_scan._key_request(op, *given[2:], ())] if backward else []
+        names = ["gla_key_gradients"] * backward
+        assert threads or others == gated_scan.companions(*given)
+    assert {request.template.name for request in scans} == {"gla_group_scan" if in_groups else "gla_scan"}
+    assert [request.template.name for request in others] == names
+    different = {kernel.memory_key(request): request for request in (*scans, *others)}
+    made = [found, *kernel.get_all([*different.values()][1:])]
+    for request, each in zip(different.values(), made, strict=True):
+        assert (each.name, each.parameters) == (request.template.name, request.parameters)
+        check(each, row, each.name, "sm_90a" if in_groups else arch)
+        # What the launch asks for; a static_assert says that it is what the kernel has.
         assert each.shared_bytes == each.parameters["SHARED_BYTES"]
         assert each.parameters.get("BACKWARD", backward) == backward
-    assert found.name == "gla_scan"
+    assert found.parameters["NUM_THREADS"] == (threads or found.parameters["NUM_THREADS"])
 
 
-@pytest.mark.parametrize("row", sample(GATED_SCAN_AXES), ids=name)
+@pytest.mark.parametrize("axes", [GATED_SCAN_AXES, GATED_GROUP_AXES], ids=["scan", "groups"])
+def test_rows_of_large_heads_are_those_that_kernels_take(axes):
+    for row in sample(axes):
+        length = None if row["chunk_len"] == "default" else row["chunk_len"]
+        sizes = row["head_size"], row["value_size"]
+        assert gated_scan.obstacle(row["op"], row["dtype"], *sizes, lambda row=row: row["arch"], length) is None
+
+
+@pytest.mark.parametrize("row", [*sample(GATED_SCAN_AXES), *sample(GATED_GROUP_AXES)], ids=name)
 def test_sample_of_the_gated_kernels_for_large_heads(row):
     check_gated_scan(row)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", whole_product(GATED_SCAN_AXES), ids=name)
+@pytest.mark.parametrize("row", [*whole_product(GATED_SCAN_AXES), *whole_product(GATED_GROUP_AXES)], ids=name)
 def test_every_combination_of_the_gated_kernels_for_large_heads(row):
     check_gated_scan(row)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "sm_80"}, "takes keys above 256 on sm_90 with chunk_len=64 alone, got 512 on sm_80 with"),
+        ({"chunk_len": 32}, "takes keys above 256 on sm_90 with chunk_len=64 alone, got 512 on sm_90 with"),
+        ({"num_threads": 512}, "num_threads must be 384 at head sizes 512 and 256, got 512"),
+    ],
+)
+def test_keys_that_only_warp_groups_take_are_refused_elsewhere(changes, message, direction):
+    row = sample(GATED_GROUP_AXES)[0] | {"head_size": 512, "value_size": 256, "direction": direction}
+    with pytest.raises(UnsupportedConfigError, match=message):
+        compile_row(row | {"chunk_len": "default", "num_threads": "default"} | changes, "split")
+    assert cache.entries() == []
 
 
 THREADS_ROWS = [
@@ -352,6 +415,44 @@ def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_siz
             assert COMPLAINT.findall(log) == []
 
 
+# Head and value size: slabs of channels that two groups share evenly and not, rows in blocks of 64 and 32, value rows
+# that end within a block and within a piece.
+GATED_GROUP_ROWS = [
+    (op, *sizes, direction)
+    for op, sizes in (
+        ("wkv5", (256, 512)), ("wkv6", (256, 512)), ("wkv6", (129, 129)), ("gla", (1, 129)), ("gla", (256, 512)),
+        ("gla", (300, 65)), ("gla", (512, 512)), ("gla", (1024, 1024)), ("linear_attention", (256, 512)),
+        ("linear_attention", (700, 64)),
+    )
+    for direction in ("forward", "backward")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("op", "head_size", "value_size", "direction"), GATED_GROUP_ROWS)
+def test_products_of_the_other_ops_do_not_wait_for_each_other(op, head_size, value_size, direction, dtype):
+    types = {"T_IO": dtype, "T_W": dtype, "T_U": dtype, "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
+    types |= {"DECAY": "none"} if op == "linear_attention" else {}
+    given = (op, direction, head_size, value_size, types, "sm_90", 64)
+    requests = [
+        *(gated_scan.specialize(*given, few_heads=few_heads) for few_heads in (False, True)),
+        *(
+            request
+            for guarded in (False, True)
+            for request in gated_scan.companions(*given, guarded=guarded)
+            if not (guarded and op == "linear_attention")
+        ),
+    ]
+    different = {kernel.memory_key(request): request for request in requests}
+    assert {request.template.name for request in requests} == {
+        "gla_group_scan", "gla_prepare" if direction == "forward" else "gla_group_key_gradients"
+    }  # fmt: skip
+    for request in different.values():
+        log = log_of(request)
+        assert f"Compiling entry function '{request.template.name}' for 'sm_90a'" in log
+        assert COMPLAINT.findall(log) == []
+
+
 PRODUCTS = """
 extern "C" __global__ void fill(float* x) {
     float s[4] = {};
@@ -386,13 +487,15 @@ JOIN_ROWS = [
 
 
 @pytest.mark.parametrize(("arch", "head_size", "value_size", "backward"), JOIN_ROWS)
-def test_kernel_that_joins_segments(arch, head_size, value_size, backward):
-    found = kernel.get(split.join_request("wkv7", head_size, value_size, backward, arch))
+@pytest.mark.parametrize("op", ["wkv7", "gla"])
+def test_kernel_that_joins_segments(op, arch, head_size, value_size, backward):
+    found = kernel.get(split.join_request(op, head_size, value_size, backward, arch))
     assert found.cubin[:4] == b"\x7fELF"
-    assert "wkv7_join" in found.resources
+    assert f"{op}_join" in found.resources
     assert 0 < found.registers <= 128
     assert found.spill_bytes == 0
-    assert 0 < found.shared_bytes <= 48 * 1024
+    assert (found.shared_bytes > 0) == (op == "wkv7")
+    assert found.shared_bytes <= 48 * 1024
     assert f"constexpr bool BACKWARD = {str(backward).lower()};" in found.source
 
 
@@ -418,6 +521,28 @@ def test_kernel_of_segments(row):
     assert 0 < found.registers <= 255
     assert found.spill_bytes <= (0 if max(row["sizes"]) <= 64 else 640)
     assert found.parameters["SHARED_BYTES"] <= chunked.shared_limit(row["arch"])
+
+
+GATED_SEGMENT_AXES = {name: x for name, x in SEGMENT_AXES.items() if name != "chunk_len"} | {
+    "op": gated.OPS,
+    "sizes": (*SEGMENT_AXES["sizes"], (128, 64), (64, 20)),
+}
+
+
+@pytest.mark.parametrize("row", sample(GATED_SEGMENT_AXES), ids=name)
+def test_kernel_of_segments_of_the_other_ops(row):
+    like = {
+        "HEAD_SIZE": row["sizes"][0], "VALUE_SIZE": row["sizes"][1], "T_IO": row["dtype"], "T_W": row["w_dtype"],
+        "DECAY": row["decay"],
+    }  # fmt: skip
+    found = kernel.get(split.segment_request(row["op"], like, row["backward"], row["arch"]))
+    assert "gla_segment" in found.resources
+    assert 0 < found.registers <= 255
+    assert found.spill_bytes <= (0 if row["sizes"] in ((64, 64), (128, 128)) else 128)
+    assert 0 < found.shared_bytes <= 48 * 1024
+    for parameter, value in VARIANTS[row["op"]].items():
+        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
+        assert (line in found.source) == (parameter != "CONSTANT_DECAY")
 
 
 LOOK_AXES = {
@@ -459,6 +584,7 @@ def test_kernel_that_looks_at_decays(row):
         (SCAN_AXES, 24, 40),
         (GATED_AXES, 32, 48),
         (GATED_SCAN_AXES, 20, 40),
+        (GATED_GROUP_AXES, 20, 40),
         (LOOK_AXES, 30, 60),
     ],
 )
@@ -468,3 +594,18 @@ def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):
     assert least <= len(rows) <= most
     for axis, values in axes.items():
         assert {row[axis] for row in rows} == set(values)
+
+
+@pytest.mark.parametrize("row", sample(HISTORY_AXES), ids=name)
+def test_steps_of_a_history(row):
+    """The state of a row lies in registers; only what is staged takes shared memory."""
+    requests = history.requests(row["op"], (1, 54, 32, row["head_size"]), row["dtype"], row["arch"])
+    assert requests
+    for request, found in zip(requests, kernel.get_all(requests), strict=True):
+        entry = f"{row['op']}_history"
+        assert (found.name, found.target) == (entry, row["arch"])
+        assert list(found.resources) == [entry]
+        assert elf_extent(found.cubin) == len(found.cubin)
+        assert found.registers > row["head_size"]
+        assert found.spill_bytes == 0
+        assert (found.shared_bytes > 0) == request.parameters["STAGED"]

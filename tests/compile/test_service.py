@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
+from rwkv_jit import cache, compiler, cuda, history, identity, kernel, stats, template
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops import backends, chunked, gated, gated_scan, recurrent, scan_geometry, split
 from rwkv_jit.ops.recurrent import VARIANTS
@@ -338,7 +338,15 @@ CHUNKED_RULES = {
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
 OTHER_RULES = {
-    "wkv7_join": {"num_threads must be a multiple of 32 up to 256": {"NUM_THREADS": 272}},
+    "wkv7_join": {
+        "num_threads must be a multiple of 32 up to 256": {"NUM_THREADS": 272},
+        "rows must leave each equal lanes of one warp": {"ROWS": 12},
+    },
+    "gla_join": {"num_threads must be enough for the rows": {"ROWS": 6}},
+    "gla_segment": {
+        "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
+        "num_threads must be twice the value size, rounded up to a multiple of 32": {"NUM_THREADS": 96},
+    },
     "wkv7_segment": {**CHUNKED_RULES, "rows must be a multiple of 32": {"ROWS": 48}},
     "wkv7_decay_range": {"num_threads must be a multiple of the lanes": {"NUM_THREADS": 2}},
 }
@@ -354,7 +362,35 @@ OTHER_RULES["wkv7_group_backward"] = {
     "num_threads must be twice the value size": {"NUM_THREADS": 64},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
+OTHER_RULES["wkv5_history"] = {
+    "vector must divide the head size": {"VECTOR": 5},
+    "num_threads must be 1 to 1024": {"NUM_THREADS": 1025},
+    "atomics add to fp32": {"T_Y": "bf16"},
+}
 OTHER_RULES["gla_key_gradients"] = {"shared_bytes is what the geometry says": {"SHARED_BYTES": 16}}
+GROUP_RULES = {
+    "chunk_len must be 64": {"CHUNK_LEN": 32},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
+}
+OTHER_RULES["gla_prepare"] = {
+    **GROUP_RULES,
+    "num_threads must be 256": {"NUM_THREADS": 128},
+    "takes float16 and bfloat16": {"T_IO": "fp32"},
+    "num_threads must make two or more equal segments of a chunk": {"NUM_THREADS": 32},
+}
+OTHER_RULES["gla_group_scan"] = {
+    **GROUP_RULES,
+    "num_threads must be 384": {"NUM_THREADS": 256},
+    "value_rows must be 32 or 64": {"VALUE_ROWS": 48},
+    "stages must be 4 at least: two pairs of slabs are held at once": {"STAGES": 3},
+}
+OTHER_RULES["gla_group_key_gradients"] = {
+    **GROUP_RULES,
+    "num_threads must be 128": {"NUM_THREADS": 256},
+    "stages must be 2 at least": {"STAGES": 1},
+    "num_threads must make two or more equal segments of a chunk": {"NUM_THREADS": 32},
+}
+GROUP_KERNELS = ("gla_prepare", "gla_group_scan", "gla_group_key_gradients")
 # Of all kernels of the scan; of those that make operands; of each.
 SLAB_RULES = {
     "the split kernels take float16 and bfloat16": {"T_IO": "fp32"},
@@ -395,7 +431,13 @@ OWN_RULES = {
     ),
     "a middle lies between two segments": ("gla_key_gradients", "gla_key_gradients.cu", "CHUNK_LEN / TOKENS;", "1;"),
     "each of the threads has equally many rows": (
-        "wkv7_token_gradients", "wkv7_slab.cuh", "ROW_STEP = THREADS / PER_ROW;", "ROW_STEP = 3;",
+        "wkv7_token_gradients", "slab_copy.cuh", "ROW_STEP = THREADS / PER_ROW;", "ROW_STEP = 3;",
+    ),
+    "every thread has equally many rows": (
+        "gla_group_scan", "group_scan.cuh", "ROW_STEP = CONSUMERS / PER_ROW;", "ROW_STEP = 3;",
+    ),
+    "products have 16, 32 or 64 columns": (
+        "gla_group_scan", "gla_group_scan.cu", "multiply_group<OWN_ROWS,", "multiply_group<8,",
     ),
 }  # fmt: skip
 # And the bytes by which that makes shared memory larger: of 16 x 16 blocks, in each of three stages.
@@ -420,17 +462,25 @@ def parameters(name):
             *scan_geometry.companions(*given[1]),
         ]
         return next(request.parameters for request in kernels if request.template.name == name)
-    if name == "wkv7_join":
-        return split.join_request("wkv7", 24, 24, False, "sm_90").parameters
-    if name == "wkv7_segment":
+    op = name.split("_")[0]
+    if name in ("wkv7_join", "gla_join"):
+        return split.join_request(op, 24, 24, False, "sm_90").parameters
+    if name in ("wkv7_segment", "gla_segment"):
         like = {**TYPES, "HEAD_SIZE": 24, "VALUE_SIZE": 24, "CHUNK_LEN": 32}
-        return split.segment_request("wkv7", like, False, "sm_90").parameters
+        return split.segment_request(op, like, False, "sm_90").parameters
     if name == "wkv7_decay_range":
         return scan_geometry.look_request("wkv7", 24, TYPES, 32, "sm_90").parameters
     if name == "wkv7_group_backward":
         return chunked.specialize("wkv7", "backward", 64, 64, TYPES, "sm_90", 32).parameters
     if name == "gla_scan":
         return gated.specialize("gla", "forward", 24, 24, TYPES, "sm_90").parameters
+    if name in GROUP_KERNELS:
+        direction = "backward" if name == "gla_group_key_gradients" else "forward"
+        given = ("gla", direction, 24, 24, TYPES, "sm_90", 64)
+        kernels = [gated_scan.specialize(*given), *gated_scan.companions(*given)]
+        return next(request.parameters for request in kernels if request.template.name == name)
+    if name == "wkv5_history":  # the first of its forms, with atomics
+        return history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")[0].parameters
     if name == "gla_key_gradients":
         return gated_scan.companions("gla", "backward", 24, 24, TYPES, "sm_90", 32)[0].parameters
     op, backend, direction = name.split("_")
@@ -439,7 +489,7 @@ def parameters(name):
 
 @pytest.mark.parametrize(("name", "rule", "change"), BROKEN, ids=lambda x: str(x))
 def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
-    broken, arch = {**parameters(name), **change}, "sm_90a" if "_group_" in name else "sm_90"
+    broken, arch = {**parameters(name), **change}, "sm_90a" if "_group_" in name or name in GROUP_KERNELS else "sm_90"
     with pytest.raises(UnsupportedConfigError) as caught:
         kernel.get(kernel.Request(template.library(name), broken, arch))
     message = str(caught.value)

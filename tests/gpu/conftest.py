@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import platform
 from pathlib import Path
 
@@ -14,11 +15,15 @@ _spec.loader.exec_module(record)
 
 HAS_GPU = torch.cuda.is_available()
 collect_ignore_glob = [] if HAS_GPU else ["test_*.py"]
-_counts = {op: {"passed": 0, "failed": 0, "skipped": 0} for op in record.OPS}
+_outcomes = {op: {} for op in record.OPS}  # by test
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", action="store_true", help="write tests/gpu/record.json from this run")
+    parser.addoption(
+        "--record", action="store_true",
+        help="write tests/gpu/record.json from this run; where the last one was of the same sources and had failures, "
+        "those that pass now are taken off",
+    )  # fmt: skip
 
 
 def pytest_report_header():
@@ -35,8 +40,8 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_runtest_logreport(report):
     op = dict(report.user_properties).get("op")
-    if op in _counts and (report.when == "call" or report.outcome != "passed"):
-        _counts[op][report.outcome] += 1
+    if op in _outcomes and (report.when == "call" or report.outcome != "passed"):
+        _outcomes[op][report.nodeid] = report.outcome
 
 
 def pytest_sessionfinish(session):
@@ -45,8 +50,10 @@ def pytest_sessionfinish(session):
     from rwkv_jit import runtime
 
     old = json.loads(record.RECORD.read_text(encoding="utf-8")) if record.RECORD.exists() else {"ops": {}}
-    sections = {op: {**counts, "digest": record.digest(op)} for op, counts in _counts.items() if sum(counts.values())}
-    sections = {**old["ops"], **sections}
+    sections = dict(old["ops"])
+    for op, outcomes in _outcomes.items():
+        if outcomes:
+            sections[op] = record.section(record.digest(op), outcomes, sections.get(op))
     report = runtime.env_report()
     totals = {name: sum(section[name] for section in sections.values()) for name in ("passed", "failed", "skipped")}
     written = {
@@ -67,6 +74,20 @@ def _driver_version():
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+
+
+@pytest.fixture
+def most_of_the_memory(tmp_path_factory):
+    """One test at a time that needs it, of all workers."""
+    import fcntl
+
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which the workers share
+    with (root / "memory.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
 
 
 BAND = 1024

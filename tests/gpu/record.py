@@ -15,7 +15,7 @@ OPS = tuple(STEMS)
 LAUNCHING = (
     "compiler.py", "kernel.py", "launch.py", "tensors.py", "ops/boundary.py", "ops/backends.py", "ops/prepared.py",
     "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py", "ops/scan_geometry.py", "ops/choices.py",
-    "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py",
+    "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py", "ops/gated_groups.py",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
@@ -60,3 +60,18 @@ def digest(op: str) -> str:
     parts = [template_text(name, {"types.cuh"}) for name in templates]
     parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, f"ops/{op}.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def section(digest: str, outcomes: dict[str, str], before: dict | None) -> dict:
+    """What is recorded of an op, from the outcomes of a run by test.
+
+    After a run of the same sources with failures, only the outcomes of these count: that run is mended, not replaced.
+    """
+    if before is not None and before["digest"] == digest and before.get("failures"):
+        known = {name: outcomes.get(name, "failed") for name in before["failures"]}
+        more = {"passed": before["passed"], "failed": 0, "skipped": before["skipped"]}
+    else:
+        known, more = outcomes, dict.fromkeys(("passed", "failed", "skipped"), 0)
+    counts = {kind: sum(each == kind for each in known.values()) + more[kind] for kind in more}
+    failures = sorted(name for name, outcome in known.items() if outcome == "failed")
+    return {**counts, "digest": digest, **({"failures": failures} if failures else {})}

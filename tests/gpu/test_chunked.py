@@ -183,8 +183,9 @@ def test_inputs_of_any_stride(op, head_size, how):
     given = inputs(head_size=head_size)
     odd = {n: comparing.strided(x, how) for n, x in given.items()}
     assert not any(x.is_contiguous() for x in odd.values())
-    # An expanded tensor has the same keys everywhere.
-    check({n: x.requires_grad_() for n, x in odd.items()}, gates=CORRELATED if how == "expanded" else GATES)
+    # An expanded tensor has the same keys everywhere, whose roundings do not average out.
+    gates = CORRELATED | {"y": 1e-2} if how == "expanded" else GATES
+    check({n: x.requires_grad_() for n, x in odd.items()}, gates=gates)
 
 
 def test_known_signature_at_an_address_the_kernel_cannot_read(op):
@@ -385,6 +386,7 @@ MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_avail
 
 
 @pytest.mark.skipif(MEMORY < 100 * 2**30, reason="needs 100 GB of GPU memory")
+@pytest.mark.usefixtures("most_of_the_memory")
 def test_more_than_two_billion_elements(op):
     batch, tokens, heads, head_size = 132, 4096, 64, 64
     assert batch * tokens * heads * head_size > 2**31

@@ -15,6 +15,7 @@ BY_TOKEN = [op for op in WITH_DECAY if "w" not in FIXED.get(op, "")]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GATE = 6e-3
 GATES = {"dw": 8e-3}
+EXPANDED = GATES | {"y": 1e-2}  # the same keys everywhere, whose roundings do not average out
 PARTS_GATE = 5e-3  # of wkv5's dw, beside the size of its parts
 SLOW = (-1e-2, -1e-4)  # log-decay per step
 SCANNED = [(200, 136), (256, 512), (40, 300)]  # heads that no block holds
@@ -48,12 +49,12 @@ def check(op, given, state=None, gates=GATES, weights=None, **options):
     """Compare a call of these kernels; the reference needs to know only how to read the inputs."""
     options = of(op, {"decay": "sigmoid", "backend": backend_of(given), **options})
     exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
-    cancels = op == "wkv5" and options["decay"] != "sigmoid"
+    cancels = op == "wkv5"
     if cancels and weights is None:
         weights = comparing.run(op, given, state, **options)[3]
     errors, _, named = comparing.compare(op, given, state, options, exact, weights)
     if cancels:
-        gates = {**gates, "dw": PARTS_GATE}
+        gates = {**gates, "dw": PARTS_GATE if gates is GATES else gates["dw"]}
         errors["dw"] = comparing.error_of_constant_decay(named["dw"], given, state, weights, **exact)
     limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
@@ -112,14 +113,21 @@ def test_keys_and_values_of_different_size(op, chunk_len, sizes):
     check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
+LARGE = [
+    *SCANNED, (129, 64), (130, 5), (137, 145), (64, 136), (7, 129), (256, 256), (192, 192), (96, 1024), (264, 70),
+    (512, 256), (1024, 100),
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize(
-    "sizes", [*SCANNED, (129, 64), (130, 5), (137, 145), (64, 136), (7, 129), (256, 256), (192, 192), (96, 1024)]
+    ("sizes", "chunk_len"), [(sizes, n) for sizes in LARGE for n in (32, 64) if n == 64 or sizes[0] <= 256]
 )
 @pytest.mark.parametrize("op", OPS)
-def test_large_heads(op, sizes):
+def test_large_heads(op, sizes, chunk_len):
+    """With mma.sync, and with products of warp groups."""
     given = inputs(op, either(sum(sizes) // 8), tokens=90, heads=2, head_size=sizes[0], value_size=sizes[1])
-    check(op, given, make_state(op, given, 2))
+    check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -137,7 +145,7 @@ def test_smaller_heads_that_are_scanned(op, sizes, monkeypatch):
 LEGAL_THREADS = [
     (sizes, threads)
     for sizes in ((40, 40), (64, 64), (40, 100), (128, 128), (200, 300))
-    for threads in (64, 96, 128, 160, 256, 512)
+    for threads in (64, 96, 128, 160, 256, 384, 512)
     if threads >= gated._least_threads(*sizes)
 ]
 
@@ -278,7 +286,7 @@ def test_inputs_of_any_stride(op, head_size, how):
         n: x.detach().t().contiguous().t() if x.dim() == 2 else comparing.strided(x, how) for n, x in given.items()
     }  # fmt: skip
     assert not any(x.is_contiguous() for x in odd.values())
-    check(op, {n: x.requires_grad_() for n, x in odd.items()})
+    check(op, {n: x.requires_grad_() for n, x in odd.items()}, gates=EXPANDED if how == "expanded" else GATES)
 
 
 @pytest.mark.parametrize("head_size", [64, 160])
@@ -418,6 +426,13 @@ def strengthen(given, places, strong):
     return given | {"w": w.requires_grad_()}
 
 
+def strengthen_head(given, head, strong):
+    """Set one channel of a head's constant decay."""
+    w = given["w"].detach().clone()
+    w[head, 5] = strong
+    return given | {"w": w.requires_grad_()}
+
+
 def results(op, given, state, **options):
     """Results and gradients by name, those of the float64 recurrence, and the weights."""
     y, final, grads, weights = run(op, given, state, **options)
@@ -497,10 +512,7 @@ def test_every_decay_without_a_promise(op, kind, decay, sizes):
 @pytest.mark.parametrize("op", ["wkv5"])
 def test_constant_decay_of_one_head_is_strong(op, dtype, head_size, seen_flags):
     """Its gradients are sums over sequences whose heads were all computed once more."""
-    given = guarded_inputs(op, dtype, head_size=head_size)
-    w = given["w"].detach().clone()
-    w[1, 5] = 3.0
-    given |= {"w": w.requires_grad_()}
+    given = strengthen_head(guarded_inputs(op, dtype, head_size=head_size), 1, 3.0)
     found, want, _ = results(op, given, make_state(op, given, 2))
     check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)})
     assert seen_flags[0].tolist() == [[0, 1, 0]] * 2
@@ -546,25 +558,77 @@ def test_growth_does_not_hide_decay(op, head_size, seen_flags):
     assert seen_flags[-1].nonzero().tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize("head_size", [40, 64, 128, 160])
+def check_kinds(op, given, found, exact, fast, strong):
+    """Heads with strong decays are bit for bit those of `exact`, the others those of `fast`: all that `run` returns.
+
+    Of gradients that are sums over the sequences, heads that are of one kind in all of them.
+    """
+    different, sums = [], {f"d{name}" for name in FIXED.get(op, "")}
+    names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
+    for name, *each in zip(names, *([y, final, *grads] for y, final, grads, _ in (found, exact, fast)), strict=True):
+        is_sum = name in sums
+        x, of_exact, of_fast = each if is_sum or "state" in name else (one.transpose(1, 2) for one in each)
+        is_exact, is_fast = (strong.all(0), ~strong.any(0)) if is_sum else (strong, ~strong)
+        if not torch.equal(x[is_exact], of_exact[is_exact]) or not torch.equal(x[is_fast], of_fast[is_fast]):
+            different.append(name)
+    assert not different
+
+
+def places(heads, rows=2, of=4):
+    """The same as a mask."""
+    mask = torch.zeros(rows, of, dtype=torch.bool, device="cuda")
+    for row, head in heads:
+        mask[row, head] = True
+    return mask
+
+
+@pytest.mark.parametrize(("layout", "state_dtype"), [("vk", torch.float32), ("kv", torch.bfloat16)])
+@pytest.mark.parametrize("sizes", [(40, 40), (64, 64), (128, 128), (160, 160), (192, 136)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", BY_TOKEN)
-def test_other_heads_are_those_of_a_call_with_a_bound(op, dtype, head_size):
-    usual = guarded_inputs(op, dtype, head_size=head_size)
-    state = make_state(op, usual, 2)
-    y, final, grads, weights = run(op, usual, state, decay="raw", decay_bound=BOUND)
-    names = ["y", "state", *[f"d{n}" for n in [*usual, "initial_state"]]]
-    want = dict(zip(names, (y, final, *grads), strict=True))
-    for given in (usual, strengthen(usual, PLACES, STRONG["raw"])):
-        found = run(op, given, state, weights, decay="raw")
-        for name, x in zip(names, (*found[:2], *found[2]), strict=True):
-            if name[1:] in FIXED.get(op, ""):
-                assert given is not usual or torch.equal(x, want[name])
-                continue
-            for row in range(2):
-                for head in range(3):
-                    if given is usual or (row, head) not in STRONG_HEADS:
-                        assert torch.equal(of_head(name, x, row, head), of_head(name, want[name], row, head)), name
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_heads_are_those_of_the_recurrent_kernels_or_of_a_call_with_a_bound(
+    op, dtype, sizes, layout, state_dtype, seen_flags
+):
+    """With four heads the last one is of the tensor cores in both rows, and the third of the others."""
+    usual = guarded_inputs(op, dtype, heads=4, head_size=sizes[0], value_size=sizes[1])
+    state = make_state(op, usual, 2, state_dtype, layout)
+    options = {"decay": "raw", "state_layout": layout, "scale": 0.7}
+    fast = run(op, usual, state, decay_bound=BOUND, **options)
+    if op in BY_TOKEN:
+        leaving, heads = strengthen(usual, PLACES, STRONG["raw"]), STRONG_HEADS
+    else:
+        leaving, heads = strengthen_head(usual, 2, 5.0), {(0, 2), (1, 2)}
+    for given, strong in ((usual, places(())), (leaving, places(heads))):
+        exact = run(op, given, state, fast[3], backend="recurrent", **options)
+        check_kinds(op, given, run(op, given, state, fast[3], **options), exact, fast, strong)
+        assert torch.equal(seen_flags[-1] != 0, strong)
+
+
+@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_heads_of_packed_sequences_are_of_either_kind(op, head_size, seen_flags):
+    bounds = [0, 0, 70, 134, 135, 135, 300, 300]
+    usual = guarded_inputs(op, batch=1, tokens=300, heads=4, head_size=head_size)
+    if op in BY_TOKEN:
+        given = strengthen(usual, [(0, 69, 0), (0, 70, 1), (0, 134, 2), (0, slice(135, 300), 0)], STRONG["raw"])
+        heads = {(1, 0), (2, 1), (3, 2), (5, 0)}
+    else:
+        given, heads = strengthen_head(usual, 2, 5.0), {(1, 2), (2, 2), (3, 2), (5, 2)}  # not where there are no tokens
+    strong = places(heads, len(bounds) - 1)
+    state = make_state(op, given, len(bounds) - 1)
+    options = {"decay": "raw", "cu_seqlens": torch.tensor(bounds, device="cuda")}
+    fast = run(op, usual, state, decay_bound=BOUND, **options)
+    exact = run(op, given, state, fast[3], backend="recurrent", **options)
+    found = run(op, given, state, fast[3], **options)
+    assert torch.equal(seen_flags[-1] != 0, strong)
+    of_tokens = [n for n in given if n not in FIXED.get(op, "")]
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        parts = []
+        for y, final, grads, _ in (found, exact, fast):
+            named = dict(zip(given, grads, strict=False))
+            own = [*(named[n][:, begin:end] for n in of_tokens), grads[-1][i : i + 1]]
+            parts.append((y[:, begin:end], final[i : i + 1], own, None))
+        check_kinds(op, of_tokens, *parts, strong[i : i + 1])
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -611,6 +675,164 @@ def test_a_cuda_graph_replays_with_other_decays(op, head_size):
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, want)
+
+
+# ---- segments side by side -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(
+    "sizes", [(64, 64), (128, 128), (40, 40), (64, 32), (128, 64), (37, 50), (64, 96), (96, 96), (100, 56), (7, 128)]
+)
+@pytest.mark.parametrize("op", OPS)
+def test_segments(op, sizes, layout):
+    more = {"tokens": 1024, "heads": 2, "head_size": sizes[0], "value_size": sizes[1], "decays": SLOW}
+    given = inputs(op, either(sum(sizes) // 4), **more)
+    check(op, given, make_state(op, given, 2, layout=layout), backend="split", state_layout=layout, scale=0.7)
+
+
+@pytest.mark.parametrize("tokens", [1024, 1280, 4352])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_segments_of_every_dtype(op, state_dtype, dtype, tokens):
+    """Of 4, 5 and 17 segments: the kernel that joins them reads eight at once."""
+    given = inputs(op, DTYPES[dtype], tokens=tokens, heads=2, w_dtype=torch.float32)
+    check(op, given, make_state(op, given, 2, state_dtype), backend="split")
+
+
+@pytest.mark.parametrize(
+    ("head_size", "chunk_len", "bound"),
+    [(64, 64, -2.0), (64, 32, -4.0), (64, 16, -8.0), (64, 32, -0.7), (128, 32, -4.0), (128, 16, -8.0)],
+)
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_segments_with_bounded_decays(op, head_size, w_dtype, decay, chunk_len, bound):
+    """Down to the bound: what a segment leaves of a state may be less than a float has."""
+    given = inputs(
+        op, decay=decay, decays=(0.98 * bound, -1e-3), w_dtype=w_dtype, tokens=1024, heads=2, head_size=head_size
+    )
+    state = make_state(op, given, 2)
+    check(op, given, state, backend="split", decay=decay, decay_bound=bound, chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("op", WITH_DECAY)
+def test_segments_with_the_fastest_sigmoid_decay(op):
+    given = inputs(op, tokens=1024, heads=2)
+    given["w"] = torch.full_like(given["w"], 8.0, requires_grad=True)
+    check(op, given, make_state(op, given, 2), backend="split")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_few_heads_are_split_and_agree_with_the_whole(op, monkeypatch):
+    monkeypatch.setattr(boundary, "_known", {})
+    given, options = inputs(op, batch=1, tokens=4096, heads=2, decays=SLOW), of(op, {"decay": "sigmoid"})
+    y, final, grads, weights = run(op, given, **options)
+    (known,) = boundary._known.values()
+    assert (known.segments, known.options.backend) == (16, "split")
+    whole = run(op, given, None, weights, backend="chunked", **options)
+    for one, other in zip((y, final, *grads), (*whole[:2], *whole[2]), strict=True):
+        assert relative(one, other) < GATES["dw"]
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("head_size", [40, 64, 128])
+@pytest.mark.parametrize("decay", STRONG)
+@pytest.mark.parametrize("op", BY_TOKEN)
+def test_segments_with_strong_decays(op, decay, head_size, layout, seen_flags):
+    """At the end of a segment, at the begin of one, and over more than one."""
+    given = guarded_inputs(op, decay=decay, tokens=1024, head_size=head_size)
+    places = [(0, 255, 0), (0, 512, 1), (1, slice(200, 800), 2)]
+    given = strengthen(given, places, STRONG[decay])
+    state = make_state(op, given, 2, layout=layout)
+    found, want, _ = results(op, given, state, decay=decay, state_layout=layout, backend="split")
+    check_heads(op, found, want, 2, 3, {(0, 0), (0, 1), (1, 2)})
+    assert seen_flags[0].nonzero().tolist() == [[0, 0], [0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("op", ["wkv5"])
+def test_segments_with_a_strong_constant_decay(op, seen_flags):
+    given = guarded_inputs(op, tokens=1024)
+    w = given["w"].detach().clone()
+    w[1, 5] = 3.0
+    given |= {"w": w.requires_grad_()}
+    found, want, _ = results(op, given, make_state(op, given, 2), decay="raw", backend="split")
+    check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)})
+    assert seen_flags[0].tolist() == [[0, 1, 0]] * 2
+    for name in ("dw", "du"):
+        assert relative(found[name][1], want[name][1]) < EXACT
+
+
+@pytest.mark.parametrize("how", [*comparing.STRIDES, "expanded"])
+@pytest.mark.parametrize("head_size", [24, 36, 37])
+@pytest.mark.parametrize("op", OPS)
+def test_segments_of_inputs_of_any_stride(op, head_size, how):
+    given = inputs(op, tokens=1024, heads=2, head_size=head_size)
+    odd = {
+        n: torch.cat([x.detach(), x.detach()], 1)[:, :head_size] if x.dim() == 2 else comparing.strided(x, how)
+        for n, x in given.items()
+    }
+    gates = EXPANDED if how == "expanded" else GATES
+    check(op, {n: x.requires_grad_() for n, x in odd.items()}, gates=gates, backend="split")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_segments_of_inputs_with_memory_between_sequences(op):
+    given = inputs(op, tokens=1024, heads=2)
+    apart = {n: x if x.dim() == 2 else torch.cat([x.detach()] * 2, 1)[:, :1024] for n, x in given.items()}
+    check(op, {n: x.detach().requires_grad_() for n, x in apart.items()}, backend="split")
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("op", OPS)
+def test_segments_repeat_bit_for_bit(op, head_size, guarded):
+    given = inputs(op, tokens=2048, heads=4, head_size=head_size, decay="raw", decays=(-20.0, 0.0))
+    options = of(op, {"decay": "raw" if guarded else "sigmoid", "backend": "split"})
+    y, final, grads, weights = run(op, given, **options)
+    for _ in range(3):
+        again = run(op, given, None, weights, **options)
+        assert torch.equal(again[0], y)
+        assert torch.equal(again[1], final)
+        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_batch_around_a_sequence_in_segments_changes_nothing(op):
+    given, options = inputs(op, batch=5, tokens=1024, heads=2), of(op, {"decay": "sigmoid", "backend": "split"})
+    many = run(op, given, **options)
+    one_given = {n: x.detach().requires_grad_() for n, x in comparing.of_tokens(op, given, slice(3, 4)).items()}
+    one = run(op, one_given, None, [weight[3:4] for weight in many[3]], **options)
+    assert torch.equal(many[0][3:4], one[0])
+    assert torch.equal(many[1][3:4], one[1])
+    for name, few, all_of_them in zip(given, one[2], many[2], strict=True):
+        assert name in FIXED.get(op, "") or torch.equal(all_of_them[3:4], few), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_segments_are_captured_both_ways(op):
+    given, options = inputs(op, batch=1, tokens=1024, heads=2), of(op, {"decay": "sigmoid", "backend": "split"})
+    leaves, weight = list(given.values()), torch.randn_like(given["v"])
+
+    def both():
+        y, _ = getattr(rwkv_jit, op)(*leaves, **options)
+        return [y, *torch.autograd.grad(y, leaves, weight)]
+
+    torch.cuda.synchronize()  # the inputs are there
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        wants = both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for x in found:
+        x.detach().fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(x, want) for x, want in zip(found, wants, strict=True))
 
 
 # ---- the same results, and how it is called --------------------------------------------------------------------------
@@ -664,7 +886,7 @@ def test_a_prompt_continues_from_its_state(op, split):
 def test_the_rule_picks_these_kernels(op, monkeypatch):
     monkeypatch.setattr(boundary, "_known", {})
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
-    for more in ({}, {"head_size": 160}, {"head_size": 264}, {"tokens": backends.LEAST_TOKENS - 1}):
+    for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, {"tokens": backends.LEAST_TOKENS - 1}):
         function(*inputs(op, **more).values(), **options)
     function(*inputs(op).values(), chunk_len=8, **options)
     found = [known.options for known in boundary._known.values()]
@@ -683,6 +905,7 @@ def test_a_cuda_graph_replays_both_directions(op, head_size):
         y, _ = function(*leaves, **options)
         return [y, *torch.autograd.grad(y, leaves, weight)]
 
+    torch.cuda.synchronize()  # the inputs are there
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         wants = both()
@@ -709,14 +932,16 @@ def test_fullgraph_compile(op, head_size, dynamic):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("backend", "head_size"), [("chunked", 40), ("scan", 160)])
+@pytest.mark.parametrize(
+    ("backend", "head_size", "chunk_len"), [("chunked", 40, 32), ("scan", 160, 32), ("scan", 160, 64)]
+)
 @pytest.mark.parametrize("op", OPS)
-def test_opcheck(op, backend, head_size, packed):
+def test_opcheck(op, backend, head_size, chunk_len, packed):
     given = [x.detach() for x in inputs(op, batch=1, tokens=70, head_size=head_size).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 3, head_size, head_size, device="cuda")
     decay = "sigmoid" if op in WITH_DECAY else "none"
-    options = (1.0, decay, "vk", 64, 32, None, backend, None, None, False)
+    options = (1.0, decay, "vk", 64, chunk_len, None, backend, None, None, False)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)
@@ -744,6 +969,7 @@ MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_avail
 
 
 @pytest.mark.skipif(MEMORY < 100 * 2**30, reason="needs 100 GB of GPU memory")
+@pytest.mark.usefixtures("most_of_the_memory")
 @pytest.mark.parametrize("op", OPS)
 def test_more_than_two_billion_elements(op):
     batch, tokens, heads, head_size = 132, 4096, 64, 64

@@ -165,21 +165,74 @@ def test_growth_does_not_hide_decay(op, head_size, seen_flags):
     assert seen_flags[-1].nonzero().tolist() == [[0, 1]]
 
 
+def check_kinds(found, exact, fast, strong):
+    """Heads with strong decays are bit for bit those of `exact`, the others those of `fast`: all that `run` returns."""
+    different = []
+    of_all = zip(*([y, final, *grads] for y, final, grads, _ in (found, exact, fast)), strict=True)
+    for index, each in enumerate(of_all):
+        # Heads first: states [N, H, ..] are the second result and the last gradient, all others are [B, T, H, ..].
+        is_state = index in (1, len(found[2]) + 1)
+        x, of_exact, of_fast = each if is_state else (one.transpose(1, 2) for one in each)
+        if not torch.equal(x[strong], of_exact[strong]) or not torch.equal(x[~strong], of_fast[~strong]):
+            different.append(index)
+    assert not different
+
+
+def places(heads, rows=2, of=3):
+    """The same as a mask."""
+    mask = torch.zeros(rows, of, dtype=torch.bool, device="cuda")
+    for row, head in heads:
+        mask[row, head] = True
+    return mask
+
+
+@pytest.mark.parametrize(("layout", "state_dtype"), [("vk", torch.float32), ("kv", torch.bfloat16)])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_other_heads_are_those_of_a_call_with_a_bound(op, dtype, head_size):
+def test_heads_are_those_of_the_recurrent_kernels_or_of_a_call_with_a_bound(
+    op, dtype, head_size, layout, state_dtype, seen_flags
+):
     usual = inputs(dtype, head_size=head_size)
-    state = comparing.make_state(usual, 2)
-    y, final, grads, weights = run(op, usual, state, decay_bound=BOUND)
-    names = ["y", "state", *[f"d{n}" for n in [*usual, "initial_state"]]]
-    want = dict(zip(names, (y, final, *grads), strict=True))
-    for given in (usual, strengthen(usual, PLACES, STRONG["raw"])):
-        found = run(op, given, state, weights)
-        for name, x in zip(names, (*found[:2], *found[2]), strict=True):
-            for row in range(2):
-                for head in range(3):
-                    if given is usual or (row, head) not in STRONG_HEADS:
-                        assert torch.equal(of_head(name, x, row, head), of_head(name, want[name], row, head)), name
+    state = comparing.make_state(usual, 2, state_dtype, layout)
+    options = {"state_layout": layout, "scale": 0.7}
+    fast = run(op, usual, state, decay_bound=BOUND, **options)
+    for given, heads in ((usual, ()), (strengthen(usual, PLACES, STRONG["raw"]), STRONG_HEADS)):
+        exact = run(op, given, state, fast[3], backend="recurrent", **options)
+        check_kinds(run(op, given, state, fast[3], **options), exact, fast, places(heads))
+        assert torch.equal(seen_flags[-1] != 0, places(heads))
+
+
+@pytest.mark.parametrize("head_size", [64, 192])
+def test_heads_of_packed_sequences_are_of_either_kind(op, head_size, seen_flags):
+    bounds = [0, 0, 70, 134, 135, 135, 300, 300]
+    usual = inputs(batch=1, tokens=300, head_size=head_size)
+    given = strengthen(usual, [(0, 69, 0), (0, 70, 1), (0, 134, 2), (0, slice(135, 300), 0)], STRONG["raw"])
+    strong = places({(1, 0), (2, 1), (3, 2), (5, 0)}, len(bounds) - 1)
+    state = comparing.make_state(given, len(bounds) - 1)
+    cu_seqlens = torch.tensor(bounds, device="cuda")
+    fast = run(op, usual, state, decay_bound=BOUND, cu_seqlens=cu_seqlens)
+    exact = run(op, given, state, fast[3], backend="recurrent", cu_seqlens=cu_seqlens)
+    found = run(op, given, state, fast[3], cu_seqlens=cu_seqlens)
+    assert torch.equal(seen_flags[-1] != 0, strong)
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        parts = [
+            (y[:, begin:end], final[i : i + 1], [*(x[:, begin:end] for x in grads[:-1]), grads[-1][i : i + 1]], None)
+            for y, final, grads, _ in (found, exact, fast)
+        ]
+        check_kinds(*parts, strong[i : i + 1])
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_heads_cut_into_segments_are_of_either_kind(op, head_size, layout, seen_flags):
+    usual = inputs(tokens=2048, batch=1, head_size=head_size)
+    given = strengthen(usual, [(0, 511, 0), (0, 1024, 1)], STRONG["raw"])
+    state = comparing.make_state(given, 1, layout=layout)
+    fast = run(op, usual, state, decay_bound=BOUND, backend="split", state_layout=layout)
+    exact = run(op, given, state, fast[3], backend="recurrent", state_layout=layout)
+    found = run(op, given, state, fast[3], backend="split", state_layout=layout)
+    check_kinds(found, exact, fast, places({(0, 0), (0, 1)}, 1))
+    assert torch.equal(seen_flags[-1] != 0, places({(0, 0), (0, 1)}, 1))
 
 
 @pytest.mark.usefixtures("guarded_memory")

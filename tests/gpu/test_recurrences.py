@@ -29,6 +29,8 @@ def check(op, given, state=None, options=(), exact_options=(), gate=None):
     gate = gate or GATE[given["r"].dtype]
     errors, final, named = compare(op, given, state, {"backend": "recurrent", **dict(options)}, exact_options)
     limits = dict.fromkeys(errors, gate)
+    if op == "wkv5":  # a sum over tokens, of both signs
+        limits["dw"] *= 4
     if final.dtype == torch.float32:
         limits["state"] = GATE[torch.float32]
     limits = with_room(limits, named)
@@ -161,6 +163,7 @@ def test_seventy_thousand_sequences(op):
 MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 
 
+@pytest.mark.usefixtures("most_of_the_memory")
 @pytest.mark.parametrize("op", OPS if MEMORY > 100 * 2**30 else ())
 def test_more_than_two_billion_elements(op):
     batch, tokens, heads, head_size = 132, 4096, 64, 64
@@ -339,7 +342,9 @@ def test_a_cuda_graph_replays(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_first_use_in_a_capture_is_a_clear_error(op):
-    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=19).items()}
+    size = 19 + 2 * OPS.index(op)  # ops share templates
+    given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=size).items()}
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
@@ -349,7 +354,7 @@ def test_first_use_in_a_capture_is_a_clear_error(op):
                 getattr(rwkv_jit, op)(*given.values())
         finally:
             graph.capture_end()
-    check(op, make_inputs(op, torch.float32, head_size=19))
+    check(op, make_inputs(op, torch.float32, head_size=size))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -401,8 +401,8 @@ IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
 SHARED_OPS = {
-    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_scan", "ops.guarded",
-    "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry", "ops.split",
+    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
+    "ops.guarded", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry", "ops.split",
 }  # fmt: skip
 OPS = ("ops.gla", "ops.linear_attention", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
@@ -432,11 +432,12 @@ MAY_IMPORT = {
     "ops.recurrent": BELOW_OPS | {"ops.prepared"},
     "ops.guarded": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
     "ops.gated": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
-    "ops.gated_scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent", "ops.gated"},
-    "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked"},
+    "ops.gated_groups": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent", "ops.gated"},
+    "ops.gated_scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
+    "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.gated", "ops.recurrent"},
     "ops.scan_geometry": BELOW_OPS | {"ops.prepared", "ops.chunked"},
     "ops.scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.scan_geometry"},
-    "ops.choices": BELOW_OPS | {"cache.files", "ops.prepared", "ops.chunked"},
+    "ops.choices": BELOW_OPS | {"cache.files", "ops.prepared", "ops.chunked", "ops.gated"},
     "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary"},
     "ops.boundary": (
         BELOW_OPS
@@ -446,16 +447,22 @@ MAY_IMPORT = {
     "runtime": BELOW_OPS | ALL_OPS,
     "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "bench": BELOW_OPS | ALL_OPS | {"runtime", "report"},
+    "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
     "commands": (
-        BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "bench", "latency", "tune", "demo", "doctor", "report", "sass"}
+        BELOW_OPS
+        | ALL_OPS
+        | IN_CACHE
+        | {"runtime", "bench", "history", "latency", "tune", "demo", "doctor", "report", "sass"}
     ),
     "cli": {"commands", "bench", "errors", "stats"},
     "__main__": {"cli"},
 }
-MAY_IMPORT_TORCH = {"tensors", "reference", "custom", "runtime", "bench", "latency", "tune", "demo", "doctor", *ALL_OPS}
+MAY_IMPORT_TORCH = {
+    "tensors", "reference", "custom", "runtime", "bench", "history", "latency", "tune", "demo", "doctor", *ALL_OPS,
+}  # fmt: skip
 
 
 def module_name(path):

@@ -96,9 +96,39 @@ def test_ops_that_share_templates_are_stale_together(copied_sources, op):
     assert record.digest(op) != before
 
 
+@pytest.mark.parametrize("path", ["kernel_templates/wkv5_history.cu", "rwkv_jit/history.py"])
+def test_what_no_op_takes_makes_no_record_stale(copied_sources, path):
+    before = [record.digest(op) for op in record.OPS]
+    _edit(copied_sources / path, lambda text: text.replace("32", "64"))
+    assert [record.digest(op) for op in record.OPS] == before
+
+
+def test_every_module_that_ops_share_is_covered():
+    shared = {f"ops/{path.name}" for path in (record.ROOT / "rwkv_jit/ops").glob("*.py")}
+    assert shared - {"ops/__init__.py", *(f"ops/{op}.py" for op in record.OPS)} <= set(record.LAUNCHING)
+
+
 def test_every_op_is_covered():
     from rwkv_jit import runtime
     from rwkv_jit.ops import recurrent
 
     assert set(record.OPS) == set(runtime.OPS)
     assert {op: recurrent.OPS[op].stem for op in record.OPS} == record.STEMS
+
+
+def test_a_section_counts_outcomes_and_names_failures():
+    outcomes = {"a": "passed", "b": "failed", "c": "skipped", "d": "passed"}
+    first = record.section("x", outcomes, None)
+    assert first == {"passed": 2, "failed": 1, "skipped": 1, "digest": "x", "failures": ["b"]}
+    assert record.section("x", {"a": "passed"}, None) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}
+
+
+def test_a_run_of_the_same_sources_mends_the_failures_alone():
+    first = {"passed": 9, "failed": 2, "skipped": 0, "digest": "x", "failures": ["a", "b"]}
+    again = record.section("x", {"a": "passed", "c": "passed"}, first)
+    assert again == {"passed": 10, "failed": 1, "skipped": 0, "digest": "x", "failures": ["b"]}
+    whole = record.section("x", {"b": "passed", "c": "failed"}, again)
+    assert whole == {"passed": 11, "failed": 0, "skipped": 0, "digest": "x"}
+    other = record.section("y", {"a": "passed"}, first)
+    assert other == {"passed": 1, "failed": 0, "skipped": 0, "digest": "y"}
+    assert record.section("x", {"a": "passed"}, whole) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}

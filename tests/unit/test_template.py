@@ -33,9 +33,12 @@ using T_W = fp32;
 constexpr int VALUE_SIZE = 40;
 #line 1 "wkv7_recurrent_forward.cu"
 """
+OF_RECURRENT_SUMS = ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]
 OF_TENSOR_CORES = ["copy.cuh", "mma.cuh", "sequence.cuh", "types.cuh"]
 OF_CHUNKS = [*OF_TENSOR_CORES, "chunk.cuh", "chunk_decay.cuh", "decay.cuh"]
-OF_SLABS = [*OF_TENSOR_CORES, "decay.cuh", "slab.cuh", "slots.cuh", "wkv7_slab.cuh"]
+OF_GLA_KEYS = ["gla_decay_gradient.cuh", "gla_key_side.cuh"]
+OF_SLABS = [*OF_TENSOR_CORES, "decay.cuh", "slab.cuh", "slab_copy.cuh", "slots.cuh", "wkv7_slab.cuh"]
+OF_GROUPS = [*OF_TENSOR_CORES, "decay.cuh", "slab.cuh", "wgmma.cuh"]
 
 
 def render(name, parameters):
@@ -90,22 +93,30 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
     [
         ("gla_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
         ("wkv7_recurrent_forward", ["sequence.cuh", "tile.cuh", "types.cuh"]),
-        ("gla_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
-        ("wkv7_recurrent_backward", ["column_sums.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]),
+        ("gla_recurrent_backward", [*OF_RECURRENT_SUMS, "gla_decay_gradient.cuh"]),
+        ("wkv7_recurrent_backward", OF_RECURRENT_SUMS),
         ("wkv7_join", OF_TENSOR_CORES),
         ("wkv7_segment", [*OF_CHUNKS, "wkv7_chunk.cuh"]),
         ("wkv7_decay_range", [*OF_TENSOR_CORES, "decay.cuh"]),
         ("wkv7_chunked_forward", [*OF_CHUNKS, "wkv7_chunk.cuh"]),
         ("wkv7_chunked_backward", [*OF_CHUNKS, "wkv7_chunk.cuh", "wkv7_key_side.cuh"]),
         ("wkv7_group_backward", [*OF_CHUNKS, "slab.cuh", "wgmma.cuh", "wkv7_chunk.cuh", "wkv7_key_side.cuh"]),
+        ("gla_join", ["types.cuh"]),
+        ("gla_segment", OF_CHUNKS),
         ("gla_scan", [*OF_CHUNKS, "gla_chunk.cuh"]),
-        ("gla_chunked_backward", [*OF_CHUNKS, "gla_chunk.cuh", "gla_key_side.cuh"]),
-        ("gla_key_gradients", [*OF_TENSOR_CORES, "chunk.cuh", "decay.cuh", "gla_key_side.cuh", "slots.cuh"]),
-        ("wkv7_prepare", [*OF_SLABS, "wkv7_operands.cuh"]),
+        ("gla_chunked_backward", [*OF_CHUNKS, *OF_GLA_KEYS, "gla_chunk.cuh"]),
+        ("gla_key_gradients", [*OF_TENSOR_CORES, *OF_GLA_KEYS, "chunk.cuh", "decay.cuh", "slots.cuh"]),
+        ("gla_prepare", [*OF_GROUPS, "bulk_copy.cuh", "slab_decay.cuh", "slots.cuh"]),
+        ("gla_group_scan", [*OF_GROUPS, "bulk_copy.cuh", "group_scan.cuh"]),
+        (
+            "gla_group_key_gradients",
+            [*OF_GROUPS, *OF_GLA_KEYS, "chunk.cuh", "slab_copy.cuh", "slab_decay.cuh", "slots.cuh"],
+        ),
+        ("wkv7_prepare", [*OF_SLABS, "slab_decay.cuh", "wkv7_operands.cuh"]),
         ("wkv7_scan", OF_SLABS),
-        ("wkv7_group_scan", [*OF_SLABS, "bulk_copy.cuh", "wgmma.cuh"]),
+        ("wkv7_group_scan", [*OF_SLABS, "bulk_copy.cuh", "group_scan.cuh", "wgmma.cuh"]),
         ("wkv7_token_gradients", OF_SLABS),
-        ("wkv7_key_gradients", [*OF_SLABS, "wkv7_operands.cuh"]),
+        ("wkv7_key_gradients", [*OF_SLABS, "slab_decay.cuh", "wkv7_operands.cuh"]),
     ],
 )
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
@@ -218,7 +229,7 @@ def test_templates_of_this_installation_are_found():
     kinds = ("gla_recurrent", "wkv7_recurrent", "wkv7_chunked")
     of_both_ways = {
         "wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_group_scan", "wkv7_token_gradients", "wkv7_key_gradients",
-        "wkv7_segment", "wkv7_decay_range",
+        "wkv7_segment", "wkv7_decay_range", "gla_join", "gla_segment", "wkv5_history",
     }  # fmt: skip
     of_one_way = {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")}
     assert of_one_way | of_both_ways <= set(template.names())
