@@ -81,9 +81,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"gpu": gpu, "arch": arch, "path": path, "rows": rows}
 
 
-def _cases(
-    ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str
-) -> list[tuple[str, tuple[int, ...]]]:  # fmt: skip
+def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return each op with each shape that was asked for, or with those of SHAPES that this GPU has kernels for."""
     found: list[tuple[str, tuple[int, ...]]] = []
     for op, shape in itertools.product(dict.fromkeys(ops), asked or SHAPES):

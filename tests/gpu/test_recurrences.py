@@ -29,8 +29,6 @@ def check(op, given, state=None, options=(), exact_options=(), gate=None):
     gate = gate or GATE[given["r"].dtype]
     errors, final, named = compare(op, given, state, {"backend": "recurrent", **dict(options)}, exact_options)
     limits = dict.fromkeys(errors, gate)
-    if op == "wkv5":  # a sum over tokens, of both signs
-        limits["dw"] *= 4
     if final.dtype == torch.float32:
         limits["state"] = GATE[torch.float32]
     limits = with_room(limits, named)
