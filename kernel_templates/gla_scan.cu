@@ -31,6 +31,61 @@ struct Smem {
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 static_assert(ROWS % SLAB == 0, "rows must be a multiple of those of a warp");
 
+// Forwards, where decays may leave the range of a chunk's frame.
+constexpr bool WALKS = LARGEST_DECAY > 0 && !BACKWARD;
+
+// A chunk one token after another in fp32, which any decay allows; what Y is goes to `output`. The state is as it is at the
+// chunk's start. A lane has two rows of 16 and a quarter of the channels.
+__device__ inline void walk(StateRows (&state)[TILES], Smem& smem, const T_W* w, i64 w_stride, const T_U* u, int own_row,
+                            bool has_values, int steps, float scale) {
+    for (int t = 0; t < steps; ++t) {
+        __syncthreads();  // nobody reads the last token's factor any more
+        if (threadIdx.x < CHANNELS)
+            smem.factor[threadIdx.x] =
+                threadIdx.x < HEAD_SIZE ? decay_factor<DECAY>(to_float(w[t * w_stride + threadIdx.x])) : 1.0f;
+        __syncthreads();  // the factor is there
+        if (!has_values) continue;
+        float values[TILES][2], sums[TILES][2] = {}, own = 0.0f;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) values[i][h] = to_float(smem.input[t][own_row + 16 * i + group() + 8 * h]);
+#pragma unroll
+        for (int n = 0; n < CHANNELS / 8; ++n) {
+            const int channel = 8 * n + 2 * quad_lane();
+            const float2 of_q = unpack(*reinterpret_cast<const unsigned*>(&smem.raw.q[t][channel]));
+            const float2 of_k = unpack(*reinterpret_cast<const unsigned*>(&smem.raw.k[t][channel]));
+            const float2 factor = *reinterpret_cast<const float2*>(&smem.factor[channel]);
+            if constexpr (BONUS) {
+                if (channel < HEAD_SIZE) own += to_float(u[channel]) * of_q.x * of_k.x;
+                if (channel + 1 < HEAD_SIZE) own += to_float(u[channel + 1]) * of_q.y * of_k.y;
+            }
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float &x = state[i][n][2 * h], &y = state[i][n][2 * h + 1];
+                    if (BONUS) sums[i][h] += x * of_q.x + y * of_q.y;
+                    x = x * factor.x + values[i][h] * of_k.x, y = y * factor.y + values[i][h] * of_k.y;
+                    if (!BONUS) sums[i][h] += x * of_q.x + y * of_q.y;
+                }
+        }
+#pragma unroll
+        for (int delta = 1; delta < 4; delta *= 2) own += __shfl_xor_sync(0xffffffffu, own, delta);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float sum = sums[i][h];
+#pragma unroll
+                for (int delta = 1; delta < 4; delta *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
+                T_IO* const target = reinterpret_cast<T_IO*>(&smem.output[t][own_row + 16 * i + group() + 8 * h]);
+                if (quad_lane() == 0) *target = from_float<T_IO>(scale * (sum + own * values[i][h]));
+            }
+    }
+    __syncthreads();  // nobody reads the rows any more
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_scan(
     const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ input, const T_W* __restrict__ w,
     const T_U* __restrict__ u, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
@@ -113,12 +168,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         const float2 before = BACKWARD ? rest : frame.middle;
         write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
+        const float2 lacking = behind;  // what the state lacks where the chunk begins
         behind = BACKWARD ? frame.middle : rest;
+        bool leaves_here = false;
         if constexpr (LARGEST_DECAY > 0) {
             const auto in_range = [](float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; };
-            leaves_range |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
-            leaves_range |= !(in_range(rest.x) && in_range(rest.y));
-            if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_range |= !in_range(frame.farthest);
+            leaves_here |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
+            leaves_here |= !(in_range(rest.x) && in_range(rest.y));
+            if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_here |= !in_range(frame.farthest);
         }
         if constexpr (!is_bf16<T_IO>) {
             for (int i = lane_id(); has_values && i < CHUNK_LEN * SLAB / 2; i += 32) {
@@ -128,7 +185,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
             }
             __syncwarp();
         }
-        __syncthreads();  // the operands are there
+        if constexpr (WALKS) {
+            if (__syncthreads_or(leaves_here)) {  // the operands are there, but they are of no use
+                leaves_range = true;
+                write_factor(smem.factor, lacking);
+                behind = {0.0f, 0.0f};
+                __syncthreads();  // the factor is there
+                if (has_values)
+#pragma unroll
+                    for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+                walk(state, smem, w + token * w_strides.token, w_strides.token, u + head * HEAD_SIZE, own_row, has_values,
+                     steps, scale);
+                if (has_values)
+                    write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
+                        output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]),
+                        steps, slab_width, lane_id());
+                if (checkpoints != nullptr) checkpoints += heads;  // nobody reads this one
+                if (exists(next)) copy(next);
+                continue;
+            }
+        } else {
+            leaves_range |= leaves_here;
+            __syncthreads();  // the operands are there
+        }
 
         Fragment input_rows[TILES][BLOCKS];
         Accumulator out[TILES][CHUNK_LEN / 8] = {};
@@ -196,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     wait_for_copies<0>();
     if constexpr (LARGEST_DECAY > 0) {
         const bool found = __syncthreads_or(leaves_range);
-        if (threadIdx.x == 0 && blockIdx.z == 0) leaves[sequence * heads + head] = found;
+        if (leaves != nullptr && threadIdx.x == 0 && blockIdx.z == 0) leaves[sequence * heads + head] = found;
     }
     if (last == nullptr) return;
     __syncthreads();

@@ -105,8 +105,9 @@ def prepare_forward(
     """Prepare what a forward launches: one kernel, or where the backend says so several."""
     given = (inputs, state_dtype, packed, options, training)
     if options.guarded:
-        saved = KERNELS[inputs.op][options.backend].saved_for(inputs, packed, options)
-        return guarded.prepare_forward(_prepare_forward, saved, *given)
+        saved, fast = KERNELS[inputs.op][options.backend].saved_for(inputs, packed, options), _prepare_forward(*given)
+        is_right = inputs.op in gated.OPS and not isinstance(fast, gated_groups.Forward)
+        return guarded.prepare_forward(fast, is_right, saved, *given)
     return _prepare_forward(*given)
 
 

@@ -2,7 +2,8 @@
 
 The forward of the first finds out which heads of which sequences these are, on the device, so nothing waits for the
 host; then the recurrent kernels compute them once more, exactly, in place of what is not right there. Where no head
-leaves the range, that is a kernel that returns at once.
+leaves the range, that is a kernel that returns at once. Forwards that walk through such chunks by themselves need no
+second one: there the flags are for the backward alone.
 
 What is kept for the backward is what the first forward keeps, and a flag per sequence and head: the backward repeats
 the forward of the recurrent kernels for the heads with a flag.
@@ -41,7 +42,7 @@ class Forward(NamedTuple):
     """A guarded forward that can be run with any tensors of its signature."""
 
     fast: Any  # what another backend has prepared; it writes the flags
-    exact: prepared.Forward
+    exact: prepared.Forward | None  # None where the fast one is right for any decay
     kept: Kept
     options: Options
 
@@ -58,13 +59,17 @@ def kept_for(fast: Saved, inputs: Inputs) -> Kept:
 
 
 def prepare_forward(
-    prepare_fast: Callable[..., Any], fast_saved: Saved, inputs: Inputs, state_dtype: torch.dtype, packed: bool,
+    fast: Any, is_right: bool, fast_saved: Saved, inputs: Inputs, state_dtype: torch.dtype, packed: bool,
     options: Options, training: bool,
 ) -> Forward:  # fmt: skip
-    """Find or compile all that a guarded forward launches."""
-    fast = prepare_fast(inputs, state_dtype, packed, options, training)
-    exact = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, _exact_options(options), training)
-    return Forward(fast, exact, kept_for(fast_saved, inputs), options)
+    """Find or compile what a guarded forward launches beside `fast`, which `is_right` for any decay or is not.
+
+    What the backward will launch compiles beside it.
+    """
+    exact = None
+    if training or not is_right:
+        exact = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, _exact_options(options), training)
+    return Forward(fast, None if is_right else exact, kept_for(fast_saved, inputs), options)
 
 
 def forward(
@@ -79,14 +84,16 @@ def forward(
     """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
     of, device = known.kept, inputs[0].device
     kept = torch.empty(of.floats, dtype=torch.float32, device=device) if save else None
-    if kept is None:
-        saved, flags = None, torch.empty(of.shape, dtype=torch.int32, device=device)
-    else:
+    saved = flags = None
+    if kept is not None:
         saved, flags = of.split(kept)
+    elif known.exact is not None:
+        flags = torch.empty(of.shape, dtype=torch.int32, device=device)
     y, final, _ = run_fast(known.fast, inputs, state, bounds, output_final_state, save, saved, flags)
-    if bounds is not None:
-        bounds = tensors.readable_packing(bounds)
-    prepared.forward(known.exact, inputs, state, bounds, output_final_state, False, None, flags, (y, final))
+    if known.exact is not None:
+        if bounds is not None:
+            bounds = tensors.readable_packing(bounds)
+        prepared.forward(known.exact, inputs, state, bounds, output_final_state, False, None, flags, (y, final))
     return y, final, kept
 
 

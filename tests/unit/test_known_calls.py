@@ -1175,8 +1175,8 @@ def test_guarded_call_of_the_other_ops(op, size, value_size, bounds, guarded_cal
     given = make_gated(op, (*shape[:3], size), value_size, grad=True)
     state = torch.randn(sequences, H, value_size, size, requires_grad=True)
     y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, state_layout="vk")
-    fast, exact = guarded_calls.launches
-    assert [fast.entry, exact.entry] == ["gla_scan", "gla_recurrent_forward"]
+    (fast,) = guarded_calls.launches  # it is right by itself
+    assert fast.entry == "gla_scan"
     assert {each["LARGEST_DECAY"] for each in asked} == {prepared.LARGEST_DECAY}
     passed = [*places(given), state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
     *found, chunks, flags = addresses(fast, 11)
@@ -1185,10 +1185,9 @@ def test_guarded_call_of_the_other_ops(op, size, value_size, bounds, guarded_cal
     length = asked[0]["CHUNK_LEN"]
     slots = shape[1] // length + 3 if bounds else B * -(-shape[1] // length)
     assert flags - chunks == 2 * slots * H * padded
-    assert addresses(exact, 11) == [*passed, 0, flags]
     dy, d_final = torch.ones_like(y), torch.ones_like(final)
     grads = torch.autograd.grad([y, final], [*given.values(), state], [dy, d_final])
-    *fast, repeat, exact = guarded_calls.launches[2:]
+    *fast, repeat, exact = guarded_calls.launches[1:]
     names = ["gla_chunked_backward"] if size == 40 else ["gla_scan", "gla_key_gradients"]
     assert [launch.entry for launch in fast] == names
     assert [repeat.entry, exact.entry] == ["gla_recurrent_forward", "gla_recurrent_backward"]
@@ -1206,6 +1205,14 @@ def test_guarded_call_of_the_other_ops(op, size, value_size, bounds, guarded_cal
     assert back[16]
     if size == 40:  # what all sequences have of their own is corrected in place
         assert addresses(fast[0], 15)[9:14] == back[9:14]
+    # Without gradients nobody wants the flags.
+    del guarded_calls.launches[:]
+    for _ in range(2):
+        plain = [x.detach() for x in given.values()]
+        y, final = getattr(rwkv_jit, op)(*plain, state.detach(), True, cu_seqlens, state_layout="vk")
+        launch = guarded_calls.launches.pop()
+        assert (launch.entry, guarded_calls.launches) == ("gla_scan", [])
+        assert addresses(launch, 11)[7:] == [y.data_ptr(), final.data_ptr(), 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -1323,12 +1330,12 @@ def test_guarded_gated_call_in_segments(op, guarded_calls):
     torch.autograd.grad(y.sum(), list(given.values()))
     names = [launch.entry for launch in guarded_calls.launches]
     assert names == [
-        "gla_segment", "gla_join", "gla_scan", "gla_recurrent_forward",
+        "gla_segment", "gla_join", "gla_scan",
         "gla_segment", "gla_join", "gla_chunked_backward", "gla_recurrent_forward", "gla_recurrent_backward",
     ]  # fmt: skip
     assert addresses(guarded_calls.launches[2], 11)[10] != 0
     # What is computed once more goes where it was, but for sums over the segments of a sequence.
-    fast, exact = addresses(guarded_calls.launches[6], 15)[9:14], addresses(guarded_calls.launches[-1], 17)[9:14]
+    fast, exact = addresses(guarded_calls.launches[5], 15)[9:14], addresses(guarded_calls.launches[-1], 17)[9:14]
     assert fast[:3] == exact[:3]
     for n, name in enumerate("wu", 3):
         assert (exact[n] != 0) == (name in given)
@@ -1808,7 +1815,7 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
     guarded_calls.sizes |= {f"wkv7_chunked_{n.split('_')[1]}": sizes for n, sizes in CHUNKED_SIZES.items()}
     forward, backward = CHUNKS[op].templates(op)[:2]
     is_guarded = op in ("wkv5", "wkv6", "gla")  # as these train without a promise
-    ahead = [forward, *["gla_recurrent_forward"] * is_guarded]
+    ahead = [forward]  # right by itself
     back = [backward, *["gla_recurrent_forward", "gla_recurrent_backward"] * is_guarded]
 
     kernels = tune._Kernels(op, LONG, training=True)
