@@ -18,6 +18,7 @@ from rwkv_jit import bench, kernel, report, runtime, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import backends, choices, prepared
+from rwkv_jit.ops.interface import Inputs, Options
 from rwkv_jit.template import Parameter
 
 Shape = tuple[int, ...]
@@ -109,8 +110,8 @@ def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
     name, chunk_len = backends.choose(backend, case, lambda: tensors.arch(device))
     geometry = backends.geometry(name, chunk_len, None, case, lambda: tensors.arch(device), lambda: choices.of(device))
     guarded = backends.is_guarded(name, geometry.chunk_len, op.decay, _LEAST_LOG_DECAY)
-    options = prepared.Options(1.0, op.decay, op.state_layout, 64, *geometry[:2], name, *geometry[2:], guarded)
-    inputs = prepared.Inputs(op.name, op.names, tuple(given[:3]), tuple(given[3:]), batch)
+    options = Options(1.0, op.decay, op.state_layout, 64, *geometry[:2], name, *geometry[2:], guarded)
+    inputs = Inputs(op.name, op.names, tuple(given[:3]), tuple(given[3:]), batch)
     known = backends.prepare_forward(inputs, torch.float32, False, options, training=False)
     assert isinstance(known, prepared.Forward)  # these backends are one kernel, and the decays are bounded
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(given[2])

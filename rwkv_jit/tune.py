@@ -16,7 +16,7 @@ from rwkv_jit import bench, cuda, report, runtime
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import backends, choices, chunked, prepared
 from rwkv_jit.ops.choices import CHUNKS, Choice
-from rwkv_jit.ops.prepared import Candidate, Geometry, Options
+from rwkv_jit.ops.interface import Candidate, Geometry, Options
 
 # As models train, with the decay of `bench`. What is fastest then serves other dtypes and decays too.
 DTYPE = torch.bfloat16

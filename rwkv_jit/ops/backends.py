@@ -24,7 +24,7 @@ from rwkv_jit.ops import (
     split,
 )
 from rwkv_jit.ops.choices import CHUNKS, Choice
-from rwkv_jit.ops.prepared import Backend, Geometry, Inputs, Kernels, Options, Saved, Several
+from rwkv_jit.ops.interface import Backend, Geometry, Inputs, Kernels, Options, Saved, Several
 from rwkv_jit.template import Parameter
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import backends, choices, gated_scan, guarded, prepared, scan, split
-from rwkv_jit.ops.prepared import Geometry, Options
+from rwkv_jit.ops.interface import Geometry, Inputs, Options
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
@@ -238,10 +238,10 @@ def _prepare(
     return known
 
 
-def _inputs(op: Op, given: Sequence[Tensor], cu_seqlens: Tensor | None) -> prepared.Inputs:
+def _inputs(op: Op, given: Sequence[Tensor], cu_seqlens: Tensor | None) -> Inputs:
     sequences = given[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     count = len(op.streamed)
-    return prepared.Inputs(op.name, op.names, tuple(given[:count]), tuple(given[count:]), sequences)
+    return Inputs(op.name, op.names, tuple(given[:count]), tuple(given[count:]), sequences)
 
 
 def key_scale(q: Any) -> float:

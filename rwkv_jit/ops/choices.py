@@ -20,7 +20,7 @@ from rwkv_jit import cache, compiler, env, stats, template, tensors
 from rwkv_jit.cache import files
 from rwkv_jit.errors import CacheError
 from rwkv_jit.ops import chunked, gated
-from rwkv_jit.ops.prepared import Candidate, Chunks, Geometry
+from rwkv_jit.ops.interface import Candidate, Chunks, Geometry
 
 CHUNKS: dict[str, Chunks] = {"wkv7": chunked, **dict.fromkeys(gated.OPS, gated)}  # whose geometries they are, by op
 FILE = "tuned.json"

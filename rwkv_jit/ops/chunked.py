@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rwkv_jit import kernel, template
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import prepared
-from rwkv_jit.ops.prepared import Candidate, Inputs, Launch, Options, Saved
+from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate, Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
 OPS = ("wkv7",)
@@ -69,7 +68,7 @@ def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
     """Return whether no decay leaves the range of chunks of this length; `guarded` takes calls where one may."""
     if decay in ("none", "sigmoid"):
         return True
-    return decay_bound is not None and -decay_bound * chunk_len / 2 <= prepared.LARGEST_DECAY
+    return decay_bound is not None and -decay_bound * chunk_len / 2 <= LARGEST_DECAY
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------

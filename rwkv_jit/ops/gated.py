@@ -18,7 +18,7 @@ from rwkv_jit import kernel, template
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, recurrent
 from rwkv_jit.ops.chunked import padded
-from rwkv_jit.ops.prepared import Candidate, Inputs, Launch, Options, Saved
+from rwkv_jit.ops.interface import Candidate, Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
 OPS = ("wkv5", "wkv6", "gla", "linear_attention")

@@ -19,7 +19,7 @@ from rwkv_jit import kernel, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, prepared, recurrent
-from rwkv_jit.ops.prepared import Inputs, Options, Saved
+from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options, Saved
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN, THREADS = 64, 384
@@ -104,7 +104,7 @@ def other_request(
         is_light = parameters["T_W"] != "fp32" and not of.constants["BONUS"]  # a third block would spill else
         parameters |= {
             "NUM_THREADS": _PREPARE_THREADS, "BLOCKS_PER_SM": 3 if is_light or parameters["DECAY"] == "none" else 2,
-            "LARGEST_DECAY": prepared.LARGEST_DECAY if guarded else 0,
+            "LARGEST_DECAY": LARGEST_DECAY if guarded else 0,
         }  # fmt: skip
     else:
         name, shared = "gla_group_key_gradients", _key_shared_bytes()

@@ -20,7 +20,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, gated_groups, prepared, recurrent
 from rwkv_jit.ops.gated_groups import address
-from rwkv_jit.ops.prepared import Inputs, Options, Saved
+from rwkv_jit.ops.interface import Inputs, Options, Saved
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 64, 16)

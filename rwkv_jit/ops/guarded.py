@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.ops import prepared, recurrent
-from rwkv_jit.ops.prepared import Inputs, Options, Saved
+from rwkv_jit.ops.interface import Inputs, Options, Saved
 
 
 class Kept(NamedTuple):

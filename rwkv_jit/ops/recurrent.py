@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
-from rwkv_jit.ops.prepared import Inputs, Launch, Options, Saved
+from rwkv_jit.ops.interface import Inputs, Launch, Options, Saved
 from rwkv_jit.template import Parameter
 
 # What the templates accept. Tests compile a sample of the product; errors name the nearest value.

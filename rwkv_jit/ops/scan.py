@@ -19,7 +19,7 @@ from rwkv_jit import kernel, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, prepared, scan_geometry
-from rwkv_jit.ops.prepared import Inputs, Options, Saved
+from rwkv_jit.ops.interface import Inputs, Options, Saved
 
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 

@@ -12,7 +12,8 @@ import torch
 
 from rwkv_jit import kernel, template
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, prepared
+from rwkv_jit.ops import chunked
+from rwkv_jit.ops.interface import LARGEST_DECAY
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS = (64, 32)
@@ -276,7 +277,7 @@ def look_request(
     # Rows that are read element by element take a thread each.
     threads = _LOOK_THREADS if head_size % 4 == 0 else max(_LOOK_THREADS, 1 << (head_size - 1).bit_length())
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": head_size, "CHUNK_LEN": chunk_len, "LARGEST_DECAY": prepared.LARGEST_DECAY,
+        "HEAD_SIZE": head_size, "CHUNK_LEN": chunk_len, "LARGEST_DECAY": LARGEST_DECAY,
         "NUM_THREADS": threads, **{name: like[name] for name in ("T_IO", "T_W", "DECAY")},
     }  # fmt: skip
     return kernel.Request(template.library(f"{op}_decay_range"), parameters, arch, also)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rwkv_jit import kernel, template, tensors
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, prepared, recurrent
-from rwkv_jit.ops.prepared import Backend, Inputs, Options, Saved
+from rwkv_jit.ops.interface import Backend, Inputs, Options, Saved
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain

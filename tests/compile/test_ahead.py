@@ -10,6 +10,7 @@ import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, env, kernel, runtime, stats, tensors
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, gated_groups, gated_scan, prepared, recurrent, scan, scan_geometry, split
+from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options
 
 
 @pytest.fixture
@@ -127,14 +128,14 @@ def test_warm_compiles_just_what_specialize_names():
 ])  # fmt: skip
 def test_warm_makes_what_calls_of_an_op_with_its_own_defaults_take(op, decay, layout):
     of = runtime.OPS[op]
-    inputs = prepared.Inputs(
+    inputs = Inputs(
         op,
         of.names,
         tuple(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16) for _ in of.streamed),
         tuple(torch.zeros(1, 8, dtype=torch.bfloat16) for _ in of.fixed),
         1,
     )
-    options = prepared.Options(1.0, decay, layout, 64, None, None, "recurrent")
+    options = Options(1.0, decay, layout, 64, None, None, "recurrent")
     types = prepared.types_of(inputs, options, torch.float32)
     made = rwkv_jit.warm(op, 8, arch="sm_80")
     for direction in ("forward", "backward"):
@@ -195,9 +196,9 @@ def asked(requests):
 )
 @pytest.mark.parametrize("head_size", [129, 256, 512])
 def test_calls_with_large_heads_find_all_their_kernels_made(head_size, arch, decay, decay_bound, chunk_len, direction):
-    state_dtype, options = torch.float16, prepared.Options(1.0, decay, "kv", 64, chunk_len, None, "scan")
+    state_dtype, options = torch.float16, Options(1.0, decay, "kv", 64, chunk_len, None, "scan")
     streamed = [torch.zeros(1, 1, 1, head_size, dtype=torch.bfloat16) for _ in range(6)]
-    inputs = prepared.Inputs("wkv7", ("r", "w", "k", "v", "a", "b"), tuple(streamed), (), 1)
+    inputs = Inputs("wkv7", ("r", "w", "k", "v", "a", "b"), tuple(streamed), (), 1)
     types = prepared.types_of(inputs, options, state_dtype if direction == "forward" else torch.float32)
     of_calls = [
         request
@@ -392,7 +393,7 @@ def test_calls_of_the_other_ops_ask_for_no_kernel_that_warm_has_not_made(
     if in_groups:
         looks = {each.parameters["LARGEST_DECAY"] for each in wanted if each.template.name == "gla_prepare"}
         is_bounded = decay in ("sigmoid", None) or decay_bound == -2.0
-        assert looks == {0 if is_bounded else prepared.LARGEST_DECAY}
+        assert looks == {0 if is_bounded else LARGEST_DECAY}
         # Both directions, with many and few heads.
         assert [*found.values()].count("gla_group_scan") == 4
 

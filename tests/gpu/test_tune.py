@@ -7,7 +7,7 @@ import torch
 
 from rwkv_jit import bench, runtime, tune
 from rwkv_jit.ops import boundary, choices
-from rwkv_jit.ops.prepared import Geometry
+from rwkv_jit.ops.interface import Geometry
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs sm_80")
 SHAPE = (1, 128, 4, 32)

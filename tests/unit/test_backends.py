@@ -17,7 +17,7 @@ from rwkv_jit.ops import (
     gated,
     gated_groups,
     gated_scan,
-    prepared,
+    interface,
     recurrent,
     scan,
     scan_geometry,
@@ -146,7 +146,7 @@ def on_gpu(monkeypatch):
 
 
 def resolved(given, cu_seqlens=None, decay_bound=None, training=True, **options):
-    plain = prepared.Options(1.0, "sigmoid", "vk", 64, None, None, "auto")
+    plain = interface.Options(1.0, "sigmoid", "vk", 64, None, None, "auto")
     op = rwkv_jit.wkv7.__globals__["OP"]
     return boundary._check(op, given, None, cu_seqlens, decay_bound, plain._replace(**options), training)[-1]
 
@@ -500,7 +500,7 @@ def test_measured_geometries_are_of_the_chunked_kernels_alone():
         raise AssertionError("it was asked")
 
     case = CASE._replace(**LARGE)
-    assert backends.geometry("scan", 64, None, case, lambda: "sm_90", known) == prepared.Geometry(64, None)
+    assert backends.geometry("scan", 64, None, case, lambda: "sm_90", known) == interface.Geometry(64, None)
 
 
 @pytest.mark.parametrize("op", ["wkv7", *gated.OPS])
@@ -511,7 +511,7 @@ def test_measured_geometry_is_taken_where_the_kernels_of_its_op_can_do_it(op):
         case = CASE._replace(op=op, head_size=size, value_size=size)
         found = backends.geometry("chunked", 32, None, case, lambda: "sm_90", lambda choice=choice: [choice])
         taken = length < 64 or (op != "wkv7" and size == 64)
-        assert found == (choice.geometry if taken else prepared.Geometry(32, None))
+        assert found == (choice.geometry if taken else interface.Geometry(32, None))
 
 
 # ---- the geometry of the chunked kernels -------------------------------------------------------------------------
@@ -877,7 +877,7 @@ def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are
         lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
         v = torch.zeros(1, sum(lengths), 1, 1)
         for chunk_len in scan_geometry.CHUNK_LENS:
-            slots = scan._slots(prepared.Inputs("wkv7", ("v",), (v,), (), len(lengths)), True, chunk_len)
+            slots = scan._slots(interface.Inputs("wkv7", ("v",), (v,), (), len(lengths)), True, chunk_len)
             begin, taken = 0, []
             for sequence, length in enumerate(lengths):
                 first = begin // chunk_len + sequence  # as sequence.cuh counts
@@ -1212,7 +1212,7 @@ def test_chunks_of_packed_sequences_are_summed_one_sequence_at_a_time(chunk_len)
         lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
         bounds = torch.tensor([0, *itertools.accumulate(lengths)])
         slots = gated_groups.slots(
-            prepared.Inputs("gla", ("v",), (torch.zeros(1, sum(lengths), 1, 1),), (), 5), True, chunk_len
+            interface.Inputs("gla", ("v",), (torch.zeros(1, sum(lengths), 1, 1),), (), 5), True, chunk_len
         )
         parts, want = torch.zeros(slots, 3, 4), torch.zeros(5, 3, 4)
         for sequence, (begin, length) in enumerate(zip(bounds.tolist(), lengths, strict=False)):
@@ -1398,11 +1398,11 @@ def test_blocks_that_prepare_are_three_where_registers_allow_it(op, t_w, blocks)
 
 
 def test_what_prepares_looks_at_decays_where_no_bound_is_kept():
-    for guarded, largest in ((False, 0), (True, prepared.LARGEST_DECAY)):
+    for guarded, largest in ((False, 0), (True, interface.LARGEST_DECAY)):
         assert other_of_groups("gla", "forward", guarded=guarded).parameters["LARGEST_DECAY"] == largest
         assert "LARGEST_DECAY" not in other_of_groups("gla", "backward", guarded=guarded).parameters
     # The walk over the chunks reads no decays.
-    chosen = {"LARGEST_DECAY": prepared.LARGEST_DECAY, "STAGES": 5}
+    chosen = {"LARGEST_DECAY": interface.LARGEST_DECAY, "STAGES": 5}
     found = gated_request("forward", 200, 300, of=gated_scan, chosen=chosen).parameters
     assert "LARGEST_DECAY" not in found
     assert found["STAGES"] == 5
@@ -1443,19 +1443,19 @@ def asked_of(protocol):
 
 
 def test_backends_answer_everything():
-    assert asked_of(prepared.Kernels) == {"specialize", "nearest", "saved_for"}
-    assert asked_of(prepared.Backend) == asked_of(prepared.Kernels) | {"vector", "launch"}
+    assert asked_of(interface.Kernels) == {"specialize", "nearest", "saved_for"}
+    assert asked_of(interface.Backend) == asked_of(interface.Kernels) | {"vector", "launch"}
     of_chunks = {"CHUNK_LENS", "obstacle", "default_chunk_len", "candidates", "templates"}
-    assert asked_of(prepared.Chunks) | {"CHUNK_LENS"} == asked_of(prepared.Backend) | of_chunks
-    assert asked_of(prepared.Several) == asked_of(prepared.Kernels) | {"prepare_forward", "backward"}
+    assert asked_of(interface.Chunks) | {"CHUNK_LENS"} == asked_of(interface.Backend) | of_chunks
+    assert asked_of(interface.Several) == asked_of(interface.Kernels) | {"prepare_forward", "backward"}
     assert set(backends.KERNELS) == set(backends.SCANS) == set(choices.CHUNKS) == set(runtime.OPS)
     for op, kernels in backends.KERNELS.items():
-        assert asked_of(prepared.Chunks) | {"CHUNK_LENS"} <= set(vars(choices.CHUNKS[op]))
+        assert asked_of(interface.Chunks) | {"CHUNK_LENS"} <= set(vars(choices.CHUNKS[op]))
         assert kernels["chunked"] is choices.CHUNKS[op]
         for module in backends._OF_ONE_KERNEL[op].values():
-            assert asked_of(prepared.Backend) <= set(vars(module))
+            assert asked_of(interface.Backend) <= set(vars(module))
         for module in backends._OF_SEVERAL[op].values():
-            assert asked_of(prepared.Several) | {"forget"} <= set(vars(module))
+            assert asked_of(interface.Several) | {"forget"} <= set(vars(module))
         assert kernels == backends._OF_ONE_KERNEL[op] | backends._OF_SEVERAL[op]
 
 

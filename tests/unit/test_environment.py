@@ -400,9 +400,10 @@ def test_counts_of_many_threads_add_up():
 IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
+IN_OPS = {*BELOW_OPS, "ops.interface", "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
-    "ops.guarded", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry", "ops.split",
+    "ops.guarded", "ops.interface", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry", "ops.split",
 }  # fmt: skip
 OPS = ("ops.gla", "ops.linear_attention", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
@@ -427,21 +428,21 @@ MAY_IMPORT = {
     "tensors": {"compiler", "cuda", "env", "launch"},
     "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "template", "tensors"},
     "ops": set(),
-    "ops.prepared": BELOW_OPS,
-    "ops.chunked": BELOW_OPS | {"ops.prepared"},
-    "ops.recurrent": BELOW_OPS | {"ops.prepared"},
-    "ops.guarded": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
-    "ops.gated": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent"},
-    "ops.gated_groups": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent", "ops.gated"},
-    "ops.gated_scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
-    "ops.split": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.gated", "ops.recurrent"},
-    "ops.scan_geometry": BELOW_OPS | {"ops.prepared", "ops.chunked"},
-    "ops.scan": BELOW_OPS | {"ops.prepared", "ops.chunked", "ops.scan_geometry"},
-    "ops.choices": BELOW_OPS | {"cache.files", "ops.prepared", "ops.chunked", "ops.gated"},
+    "ops.interface": BELOW_OPS,
+    "ops.prepared": BELOW_OPS | {"ops.interface"},
+    "ops.chunked": BELOW_OPS | {"ops.interface"},
+    "ops.recurrent": BELOW_OPS | {"ops.interface"},
+    "ops.guarded": IN_OPS | {"ops.recurrent"},
+    "ops.gated": BELOW_OPS | {"ops.interface", "ops.chunked", "ops.recurrent"},
+    "ops.gated_groups": IN_OPS | {"ops.chunked", "ops.recurrent", "ops.gated"},
+    "ops.gated_scan": IN_OPS | {"ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
+    "ops.split": IN_OPS | {"ops.chunked", "ops.gated", "ops.recurrent"},
+    "ops.scan_geometry": BELOW_OPS | {"ops.interface", "ops.chunked"},
+    "ops.scan": IN_OPS | {"ops.chunked", "ops.scan_geometry"},
+    "ops.choices": BELOW_OPS | {"cache.files", "ops.interface", "ops.chunked", "ops.gated"},
     "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary"},
     "ops.boundary": (
-        BELOW_OPS
-        | {"ops.prepared", "ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
+        IN_OPS | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
     ),
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,

@@ -16,7 +16,7 @@ from rwkv_jit import bench, cuda, kernel, template, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, chunked, gated, gated_groups, gated_scan, prepared, scan_geometry
 from rwkv_jit.ops.choices import CHUNKS
-from rwkv_jit.ops.prepared import Candidate
+from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -1177,7 +1177,7 @@ def test_guarded_call_of_the_other_ops(op, size, value_size, bounds, guarded_cal
     y, final = getattr(rwkv_jit, op)(*given.values(), state, True, cu_seqlens, state_layout="vk")
     (fast,) = guarded_calls.launches  # it is right by itself
     assert fast.entry == "gla_scan"
-    assert {each["LARGEST_DECAY"] for each in asked} == {prepared.LARGEST_DECAY}
+    assert {each["LARGEST_DECAY"] for each in asked} == {LARGEST_DECAY}
     passed = [*places(given), state.data_ptr(), at_bounds, y.data_ptr(), final.data_ptr()]
     *found, chunks, flags = addresses(fast, 11)
     assert found == passed
@@ -1686,7 +1686,7 @@ def test_guarded_call_of_warp_groups(op, bounds, group_calls, monkeypatch):
     prepare, fast, exact = group_calls.launches
     assert [prepare.entry, fast.entry, exact.entry] == ["gla_prepare", "gla_group_scan", "gla_recurrent_forward"]
     assert {each.parameters.get("LARGEST_DECAY") for each in asked if each.template.name == "gla_prepare"} == {
-        prepared.LARGEST_DECAY
+        LARGEST_DECAY
     }
     flags = named(prepare)["leaves"]
     slots = 120 // 64 + 3 if bounds else B
@@ -1830,7 +1830,7 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
     assert threads == [256, 64, 64, 64]
     assert [launched[n][1]["BLOCKS_PER_SM"] for n in (0, -1)] == [1, 4]
     of_forwards = {each["LARGEST_DECAY"] for name, each in launched if name == forward}
-    assert of_forwards == {prepared.LARGEST_DECAY if is_guarded else 0}
+    assert of_forwards == {LARGEST_DECAY if is_guarded else 0}
     assert {each["DECAY"] for _, each in launched} == {bench.decay_of(op)}
     layouts = {each["STATE_LAYOUT"] for _, each in launched}
     assert layouts == {"kv" if op in ("gla", "linear_attention") else "vk"}

@@ -14,7 +14,7 @@ import rwkv_jit
 from rwkv_jit import bench, cuda, kernel, report, runtime, tensors, tune
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, choices, chunked, gated, prepared
-from rwkv_jit.ops.prepared import Candidate, Geometry
+from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate, Geometry, Options
 
 GPU, ARCH = "a GPU", "sm_90"
 RULE = Geometry(32, None, None, None)
@@ -74,7 +74,7 @@ def of(op, head_size=64, dtype=torch.bfloat16):
 def options_of(op="wkv7", inputs=None, decay_bound=None, training=True, **options):
     """The options that a call is resolved to."""
     decay = "none" if op == "linear_attention" else "sigmoid"
-    plain = prepared.Options(1.0, decay, "vk", 64, None, None, "auto")._replace(**options)
+    plain = Options(1.0, decay, "vk", 64, None, None, "auto")._replace(**options)
     return boundary._check(runtime.OPS[op], inputs or of(op), None, None, decay_bound, plain, training)[-1]
 
 
@@ -696,7 +696,7 @@ def test_inputs_of_a_model_keep_the_range_of_every_chunk(op, monkeypatch):
     w = inputs["w"].detach().float().expand(1, 4096, 16, 64)
     decays = {"raw": w.exp(), "log": -w}[bench.decay_of(op)]
     longest = max(gated.CHUNK_LENS)
-    assert decays.unflatten(1, (-1, longest // 2)).sum(2).max() < prepared.LARGEST_DECAY / 2
+    assert decays.unflatten(1, (-1, longest // 2)).sum(2).max() < LARGEST_DECAY / 2
 
 
 @pytest.mark.parametrize("times", [[1.97], [1.0, 1.0, 2.1], [2.0]], ids=str)
