@@ -19,6 +19,7 @@ from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import backends, choices, gated_scan, guarded, prepared, scan, split
 from rwkv_jit.ops.interface import Geometry, Inputs, Options
+from rwkv_jit.ops.layout import state_shape
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
@@ -356,13 +357,11 @@ def define(
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
         inputs = _inputs(op, given, cu_seqlens)
-        first, v = inputs["r"], inputs["v"]
-        heads, value_size = v.shape[2:]
+        v = inputs["v"]
         final, saved = v.new_empty(0), v.new_empty(0)
         if output_final_state:
-            sizes = (value_size, first.shape[3]) if options.state_layout == "vk" else (first.shape[3], value_size)
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
-            final = v.new_empty((inputs.sequences, heads, *sizes), dtype=dtype)
+            final = v.new_empty(state_shape(inputs, options), dtype=dtype)
         if save and options.backend != "reference":
             kept = backends.saved_for(inputs, cu_seqlens is not None, options)
             saved = v.new_empty(kept.floats, dtype=torch.float32)

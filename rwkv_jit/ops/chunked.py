@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import kernel, template
+from rwkv_jit import kernel, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate, Inputs, Launch, Options, Saved
+from rwkv_jit.ops.layout import slots
 from rwkv_jit.template import Parameter
 
 OPS = ("wkv7",)
@@ -259,10 +260,9 @@ def nearest(request: kernel.Request, argument: str, value: int) -> int | None:
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     """Return what the forward saves: a state per head and chunk, in bfloat16 with both sizes padded."""
-    batch, tokens, heads, value_size = inputs["v"].shape
-    length = options.chunk_len
-    assert length is not None  # the rule that chose this backend has chosen it too
-    states = tokens // length + inputs.sequences if packed else batch * ((tokens + length - 1) // length)
+    heads, value_size = inputs["v"].shape[2:]
+    assert options.chunk_len is not None  # the rule that chose this backend has chosen it too
+    states = slots(inputs, packed, options.chunk_len)
     return Saved(states * heads * (padded(value_size) * padded(inputs["r"].shape[3]) // 2))
 
 
@@ -270,6 +270,13 @@ def vector(x: Tensor) -> int:
     """Return how many elements of a row are read at once: 16 bytes or four elements, where rows consist of them."""
     size = x.shape[-1]
     return 16 // x.element_size() if size % 8 == 0 else 4 if size % 4 == 0 else 1
+
+
+def readable(inputs: Inputs) -> Inputs:
+    """Return tensors that kernels can read in place; of what has no tokens they read rows without gaps."""
+    streamed = tuple([tensors.readable(x, vector(x)) for x in inputs.streamed])
+    fixed = tuple([tensors.aligned(x.contiguous(), vector(x)) for x in inputs.fixed])
+    return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
 
 
 def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Options) -> Launch:

@@ -20,6 +20,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, prepared, recurrent
 from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options, Saved
+from rwkv_jit.ops.layout import address, addresses, slots, state_shape, strides
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN, THREADS = 64, 384
@@ -127,12 +128,6 @@ class _Sizes(NamedTuple):
     states: Any  # of one direction
 
 
-def slots(inputs: Inputs, packed: bool, chunk_len: int) -> Any:
-    """Return how many chunks there can be; packed sequences fit whatever their lengths are."""
-    batch, tokens = inputs["v"].shape[:2]
-    return tokens // chunk_len + inputs.sequences if packed else batch * ((tokens + chunk_len - 1) // chunk_len)
-
-
 def _sizes(inputs: Inputs, packed: bool) -> _Sizes:
     heads, value_size = inputs["v"].shape[2:]
     places, slabs = slots(inputs, packed, CHUNK_LEN) * heads, _slabs(inputs["r"].shape[3])
@@ -148,15 +143,6 @@ def _sizes(inputs: Inputs, packed: bool) -> _Sizes:
 def saved_for(inputs: Inputs, packed: bool) -> Saved:
     """Return what the forward saves: all that its kernels leave behind."""
     return Saved(sum(_sizes(inputs, packed)))
-
-
-def _addresses(buffer: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Return where each of these begins in a buffer of floats."""
-    found, address = [], buffer.data_ptr()
-    for size in sizes:
-        found.append(address)
-        address += 4 * size
-    return found
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------
@@ -224,9 +210,6 @@ def _new_plans(
     prepared.validate(inputs)
     found = kernel.get_all([*others, *wanted])[len(others) :]
 
-    def strides(x: Tensor) -> bytes:
-        return struct.pack("3q", *x.stride()[:3])
-
     missing = gated.strides_of_missing(inputs)
     of_w = struct.pack("3q", *missing[0]) if missing else strides(inputs["w"])
     counts = [struct.pack("q", count) for count in (tokens, heads, inputs.sequences)]
@@ -249,18 +232,11 @@ def _new_plans(
     return _Plans(scan_plan(0, dy), of_keys, kept)
 
 
-def readable(inputs: Inputs) -> Inputs:
-    """Return tensors that kernels can read in place; of what has no tokens they read rows without gaps."""
-    streamed = tuple([tensors.readable(x, chunked.vector(x)) for x in inputs.streamed])
-    fixed = tuple([tensors.aligned(x.contiguous(), chunked.vector(x)) for x in inputs.fixed])
-    return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
-
-
 def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> Forward:
     """Find or compile what a forward launches; with `training` the backward's kernels compile beside it."""
-    _prepare(readable(inputs), None, state_dtype, packed, options, training)
+    _prepare(chunked.readable(inputs), None, state_dtype, packed, options, training)
     return Forward(inputs.op, inputs.names, len(inputs.streamed), inputs.sequences, state_dtype, options)
 
 
@@ -276,7 +252,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
     streamed, fixed = tuple(given[: known.streamed]), tuple(given[known.streamed :])
-    inputs = readable(Inputs(known.op, known.names, streamed, fixed, known.sequences))
+    inputs = chunked.readable(Inputs(known.op, known.names, streamed, fixed, known.sequences))
     v = inputs["v"]
     state = None if state is None else state.contiguous()
     bounds = None if bounds is None else tensors.packing(bounds, v.shape[1])
@@ -286,7 +262,7 @@ def forward(
         final = torch.empty(state_shape(inputs, known.options), dtype=known.state_dtype, device=v.device)
     sizes = plans.sizes if save else plans.sizes[:3]
     buffer = torch.empty(sum(sizes), dtype=torch.float32, device=v.device) if into is None else into
-    operands, pairs, frames, states = (*_addresses(buffer, sizes), 0)[:4]
+    operands, pairs, frames, states = (*addresses(buffer, sizes), 0)[:4]
     if flags is not None:
         flags.zero_()  # the chunks' blocks set it
     of = dict(zip(inputs.names, (*inputs.streamed, *inputs.fixed), strict=True))
@@ -297,19 +273,6 @@ def forward(
         plans.second, [v.data_ptr(), *ends, operands, pairs, frames, y.data_ptr(), states, address(final)]
     )  # fmt: skip
     return y, final, buffer if save else None
-
-
-def address(x: Tensor | None) -> int:
-    """Return where a tensor begins; 0 where there is none."""
-    return 0 if x is None else x.data_ptr()
-
-
-def state_shape(inputs: Inputs, options: Options) -> tuple[int, ...]:
-    """Return the shape of a call's states."""
-    heads, value_size = inputs["v"].shape[2:]
-    head_size = inputs["r"].shape[3]
-    sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-    return (inputs.sequences, heads, *sizes)
 
 
 def backward(
@@ -327,7 +290,7 @@ def backward(
     All tensors can be read in place.
     """
     plans = _prepare(inputs, dy, torch.float32, bounds is not None, options, False)
-    operands, pairs, frames, states = _addresses(saved, plans.sizes)
+    operands, pairs, frames, states = addresses(saved, plans.sizes)
     e = torch.empty(plans.sizes.states, dtype=torch.float32, device=dy.device)
     of = dict(zip(inputs.names, (*inputs.streamed, *inputs.fixed), strict=True))
     dq, dk, dv, dw, du = (address(grads.get(name)) for name in ("r", "k", "v", "w", "u"))

@@ -19,8 +19,8 @@ from rwkv_jit import kernel, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, gated_groups, prepared, recurrent
-from rwkv_jit.ops.gated_groups import address
 from rwkv_jit.ops.interface import Inputs, Options, Saved
+from rwkv_jit.ops.layout import address, slots, state_shape, strides
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 64, 16)
@@ -234,23 +234,23 @@ def _new_plans(inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> _P
     sizes = [struct.pack("q", tokens), struct.pack("q", heads)]
     sequences, scale = struct.pack("q", inputs.sequences), struct.pack("f", options.scale)
 
-    def strides(*values: Tensor) -> list[bytes]:
+    missing = gated.strides_of_missing(inputs)
+    of_w = struct.pack("3q", *missing[0]) if missing else strides(inputs["w"])
+
+    def all_strides(values: Tensor, *dy: Tensor) -> list[bytes]:
         """In the order of the templates: q, k, what has value rows, and w before a dy of its own."""
-        missing = gated.strides_of_missing(inputs)
-        of_w = missing[0] if missing else inputs["w"].stride()[:3]
-        first = [x.stride()[:3] for x in (inputs["r"], inputs["k"], values[0])]
-        return [struct.pack("3q", *each) for each in (*first, of_w, *[x.stride()[:3] for x in values[1:]])]
+        return [*map(strides, (inputs["r"], inputs["k"], values)), of_w, *map(strides, dy)]
 
     def plan(of: kernel.Kernel, grid: tuple[int, int, int], addresses: int, constants: Sequence[bytes]) -> Plan:
         threads, shared = int(of.parameters["NUM_THREADS"]), int(of.parameters["SHARED_BYTES"])
         return Plan(of, of.name, device, grid, (threads, 1, 1), "Q" * addresses, constants, shared)
 
     row_blocks = -(-value_size // int(of_scan.parameters["ROWS"]))
-    slots = gated_groups.slots(inputs, packed, int(of_scan.parameters["CHUNK_LEN"]))
+    places = slots(inputs, packed, int(of_scan.parameters["CHUNK_LEN"]))
     slabs = -(-chunked.padded(head_size) * 2 // _KEY_THREADS)
     return _Plans(
-        scan=plan(of_scan, (inputs.sequences, heads, row_blocks), 11, [*strides(dy), *sizes, scale]),
-        keys=plan(of_keys, (slots * slabs, heads, 1), 13, [*strides(inputs["v"], dy), *sizes, sequences, scale]),
+        scan=plan(of_scan, (inputs.sequences, heads, row_blocks), 11, [*all_strides(dy), *sizes, scale]),
+        keys=plan(of_keys, (places * slabs, heads, 1), 13, [*all_strides(inputs["v"], dy), *sizes, sequences, scale]),
     )
 
 
@@ -264,7 +264,7 @@ def backward(
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Run the backward; the arguments and results of `prepared.backward`."""
-    inputs = gated_groups.readable(inputs)
+    inputs = chunked.readable(inputs)
     dy = tensors.readable(dy, chunked.vector(dy))
     bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
     length, device = options.chunk_len, dy.device
@@ -273,11 +273,11 @@ def backward(
     if grad_final_state is not None:
         grad_final_state = grad_final_state.to(torch.float32).contiguous()
     if want_initial_state:
-        initial = torch.empty(gated_groups.state_shape(inputs, options), dtype=torch.float32, device=device)
+        initial = torch.empty(state_shape(inputs, options), dtype=torch.float32, device=device)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in inputs.streamed]
     # A row for every chunk there can be; those that there are not stay zero.
-    slots = gated_groups.slots(inputs, bounds is not None, length)
-    parts = [torch.zeros((slots, *x.shape), dtype=torch.float32, device=device) for x in inputs.fixed]
+    rows = slots(inputs, bounds is not None, length)
+    parts = [torch.zeros((rows, *x.shape), dtype=torch.float32, device=device) for x in inputs.fixed]
     run = gated_groups.backward if _in_groups(inputs, options) else _backward
     made = dict(zip(inputs.names, (*grads, *parts), strict=True))
     run(inputs, dy, grad_final_state, bounds, saved, options, initial, made)

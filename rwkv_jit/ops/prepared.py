@@ -19,6 +19,7 @@ from rwkv_jit import kernel, tensors
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops.interface import LARGEST_DECAY, Backend, Geometry, Inputs, Kernels, Launch, Options, Saved
+from rwkv_jit.ops.layout import state_shape
 from rwkv_jit.template import Parameter
 
 
@@ -126,9 +127,6 @@ def backward(
     the initial state (fp32, None unless asked for).
     """
     inputs, dy = _aligned(backend, inputs), tensors.aligned(dy, backend.vector(dy))
-    v = inputs["v"]
-    heads, value_size = v.shape[2:]
-    head_size = inputs["r"].shape[3]
     packed = cu_seqlens is not None
     if cu_seqlens is not None:
         cu_seqlens = tensors.readable_packing(cu_seqlens)  # the forward has checked its values
@@ -148,10 +146,9 @@ def backward(
         fixed_grads = [
             torch.empty((inputs.sequences, *x.shape), dtype=torch.float32, device=x.device) for x in inputs.fixed
         ]
-        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
         grad_initial = None
         if want_initial_state:
-            grad_initial = torch.empty((inputs.sequences, heads, *sizes), dtype=torch.float32, device=v.device)
+            grad_initial = torch.empty(state_shape(inputs, options), dtype=torch.float32, device=dy.device)
     else:
         grads, fixed_grads, grad_initial = results
     values = [0 if x is None else x.data_ptr() for x in (*streamed, *inputs.fixed, *known.nulls, dy, cu_seqlens)]
@@ -161,7 +158,7 @@ def backward(
     if known.takes_flags:
         values.append(0 if flags is None else flags.data_ptr())
     if known.scratch is not None:
-        scratch = torch.empty(known.scratch, dtype=torch.float32, device=v.device)
+        scratch = torch.empty(known.scratch, dtype=torch.float32, device=dy.device)
         values.append(scratch.data_ptr())
     tensors.launch(known.plan, values)
     return grads, fixed_grads, grad_initial
@@ -285,11 +282,8 @@ def prepare_forward(
 ) -> Forward:
     """Find or compile the kernel and prepare its launch; with `training` the backward compiles beside it, not after."""
     kernel.check_not_forked()
-    v = inputs["v"]
-    heads, value_size = v.shape[2:]
-    head_size = inputs["r"].shape[3]
     directions = ["forward", "backward"] if training else ["forward"]
-    with torch.cuda.device(v.device.index):
+    with torch.cuda.device(inputs["v"].device.index):
         found = _find(backend, inputs, directions, options, state_dtype)[0]
         launch, saved = backend.launch(found, "forward", inputs, options), backend.saved_for(inputs, packed, options)
         # Inputs; initial state, cu_seqlens, y, final state; what is saved.
@@ -298,7 +292,6 @@ def prepare_forward(
         vectors = [backend.vector(x) for x in given]
         needs_copy = [*map(tensors.needs_copy, inputs.streamed, vectors)]
         copies = (*needs_copy, *(not x.is_contiguous() for x in inputs.fixed))
-        sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
         alignments = (*map(tensors.alignment, given, vectors),)
         return Forward(
             plan=_plan(found, launch, inputs, inputs.streamed, needs_copy, addresses),
@@ -308,7 +301,7 @@ def prepare_forward(
             alignment=max(alignments),
             value=inputs.names.index("v"),
             state_dtype=state_dtype,
-            state_shape=(inputs.sequences, heads, *sizes),
+            state_shape=state_shape(inputs, options),
             saved=saved,
             options=options,
             takes_flags=launch.takes_flags,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
 from rwkv_jit.ops.interface import Inputs, Launch, Options, Saved
+from rwkv_jit.ops.layout import slots
 from rwkv_jit.template import Parameter
 
 # What the templates accept. Tests compile a sample of the product; errors name the nearest value.
@@ -179,9 +180,7 @@ def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     Packed sequences fit whatever their lengths are. The backward would have to repeat the sums of sa.
     """
     batch, tokens, heads, value_size = inputs["v"].shape
-    interval = options.checkpoint_interval
-    states = tokens // interval + inputs.sequences if packed else batch * ((tokens + interval - 1) // interval)
-    checkpoints = states * heads * value_size * inputs["r"].shape[3]
+    checkpoints = slots(inputs, packed, options.checkpoint_interval) * heads * value_size * inputs["r"].shape[3]
     if inputs.op != "wkv7":
         return Saved(checkpoints)
     return Saved(checkpoints + batch * tokens * heads * value_size, checkpoints)

@@ -9,7 +9,7 @@ for all chunks at once. `backend="split"` is the caller's name for it where head
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, prepared, scan_geometry
 from rwkv_jit.ops.interface import Inputs, Options, Saved
+from rwkv_jit.ops.layout import address, addresses, slots, state_shape, strides
 
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
@@ -40,15 +41,9 @@ class _Sizes(NamedTuple):
     gradients: Any  # of the token matrices
 
 
-def _slots(inputs: Inputs, packed: bool, chunk_len: int) -> Any:
-    """Return how many chunks there can be; packed sequences fit whatever their lengths are."""
-    batch, tokens = inputs["v"].shape[:2]
-    return tokens // chunk_len + inputs.sequences if packed else batch * ((tokens + chunk_len - 1) // chunk_len)
-
-
 def _sizes(inputs: Inputs, packed: bool, chunk_len: int) -> _Sizes:
     batch, tokens, heads, value_size = inputs["v"].shape
-    width, places = scan_geometry.channels(inputs["r"].shape[3]), _slots(inputs, packed, chunk_len) * heads
+    width, places = scan_geometry.channels(inputs["r"].shape[3]), slots(inputs, packed, chunk_len) * heads
     return _Sizes(
         operands=places * (4 * chunk_len * width // 2),
         matrices=places * (_MATRICES * scan_geometry.triangle_bytes(chunk_len) // 4),
@@ -57,15 +52,6 @@ def _sizes(inputs: Inputs, packed: bool, chunk_len: int) -> _Sizes:
         solutions=(batch * tokens * heads * value_size + 7) // 8 * 4,  # the next one begins at 16 bytes
         gradients=places * (_MATRICES * scan_geometry.triangle_bytes(chunk_len) // 4),
     )
-
-
-def _addresses(buffer: Tensor, sizes: Iterable[int]) -> list[int]:
-    """Return where each of these begins in a buffer of floats."""
-    found, address = [], buffer.data_ptr()
-    for size in sizes:
-        found.append(address)
-        address += 4 * size
-    return found
 
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
@@ -99,17 +85,6 @@ class _Plans(NamedTuple):
 
 
 _plans: dict[Any, _Plans] = {}
-
-
-def _readable(inputs: Inputs, *more: Tensor) -> tuple[Inputs, list[Tensor]]:
-    """Return tensors that kernels can read in place."""
-    found = [tensors.readable(x, chunked.vector(x)) for x in (*inputs.streamed, *more)]
-    count = len(inputs.streamed)
-    return Inputs(inputs.op, inputs.names, tuple(found[:count]), inputs.fixed, inputs.sequences), found[count:]
-
-
-def _strides(x: Tensor) -> bytes:
-    return struct.pack("3q", *x.stride()[:3])
 
 
 def _prepare(
@@ -157,9 +132,9 @@ def _new_plans(
         prepared.check_capture(inputs.op, [*wanted, *others], device)
         prepared.validate(inputs)
         found = kernel.get_all([*others, *wanted])[len(others) :]
-        slots = _slots(inputs, packed, length)
+        places = slots(inputs, packed, length)
         counts = [struct.pack("q", count) for count in (tokens, heads, inputs.sequences)]
-        keys = [_strides(inputs[name]) for name in ("r", "w", "k", "a", "b")]
+        keys = [strides(inputs[name]) for name in ("r", "w", "k", "a", "b")]
         scale = struct.pack("f", options.scale)
 
         def plan(index: int, blocks: int, addresses: int, constants: Sequence[bytes]) -> Plan:
@@ -169,24 +144,24 @@ def _new_plans(
 
         def look() -> Plan:
             threads, parts = int(wanted[2].parameters["NUM_THREADS"]), -(-_LOOKS // max(inputs.sequences * heads, 1))
-            constants = [_strides(inputs["w"]), *counts[:2], struct.pack("i", parts)]
+            constants = [strides(inputs["w"]), *counts[:2], struct.pack("i", parts)]
             grid, entry = (inputs.sequences * parts, heads, 1), wanted[2].template.name
             return Plan(found[2], entry, device, grid, (threads, 1, 1), "QQQ", constants)
 
         def scan_plan(index: int, values: Tensor) -> Plan:
             blocks = inputs.sequences * -(-value_size // scan_geometry.rows_of(wanted[index].parameters))
-            return plan(index, blocks, 10, [_strides(values), *counts[:2]])
+            return plan(index, blocks, 10, [strides(values), *counts[:2]])
 
         sizes = _sizes(inputs, packed, length)
         if direction == "forward":
             saves = struct.pack("i", training)
-            first = plan(0, slots, 9, [*keys, *counts, scale, saves])
+            first = plan(0, places, 9, [*keys, *counts, scale, saves])
             return _Plans((first, scan_plan(1, inputs["v"])), sizes, look() if options.guarded else None)
-        v, dy = _strides(inputs["v"]), _strides(like[-1])
-        of_tokens = plan(1, slots, 6, [v, dy, *counts])
-        all_strides = [*map(_strides, inputs.streamed), dy]
+        v, dy = strides(inputs["v"]), strides(like[-1])
+        of_tokens = plan(1, places, 6, [v, dy, *counts])
+        all_strides = [*map(strides, inputs.streamed), dy]
         slabs = scan_geometry.channels(head_size) // scan_geometry.SLAB
-        of_keys = plan(2, slots * slabs, 18, [*all_strides, *counts, scale])
+        of_keys = plan(2, places * slabs, 18, [*all_strides, *counts, scale])
         return _Plans((scan_plan(0, like[-1]), of_tokens, of_keys), sizes)
 
 
@@ -194,7 +169,7 @@ def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> Forward:
     """Find or compile what a forward launches; with `training` the backward's kernels compile beside it."""
-    readable, _ = _readable(inputs)
+    readable = chunked.readable(inputs)
     _prepare(readable, "forward", state_dtype, packed, options, readable.streamed, training)
     return Forward(inputs.op, inputs.names, inputs.sequences, state_dtype, options)
 
@@ -210,40 +185,29 @@ def forward(
     flags: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
-    inputs, _ = _readable(Inputs(known.op, known.names, tuple(given), (), known.sequences))
+    inputs = chunked.readable(Inputs(known.op, known.names, tuple(given), (), known.sequences))
     v = inputs["v"]
     state = None if state is None else state.contiguous()
     bounds = None if bounds is None else tensors.packing(bounds, v.shape[1])
     plans = _prepare(inputs, "forward", known.state_dtype, bounds is not None, known.options, inputs.streamed, save)
     y, final = torch.empty_like(v, memory_format=torch.contiguous_format), None
     if output_final_state:
-        final = torch.empty(_state_shape(inputs, known.options), dtype=known.state_dtype, device=v.device)
+        final = torch.empty(state_shape(inputs, known.options), dtype=known.state_dtype, device=v.device)
     sizes = plans.sizes[:5] if save else plans.sizes[:3]
     buffer = torch.empty(sum(sizes), dtype=torch.float32, device=v.device) if into is None else into
-    operands, matrices, frames, states, solutions = (*_addresses(buffer, sizes), 0, 0)[:5]
+    operands, matrices, frames, states, solutions = (*addresses(buffer, sizes), 0, 0)[:5]
     keys = [inputs[name] for name in ("r", "w", "k", "a", "b")]
     if plans.look is not None:
         assert flags is not None
-        tensors.launch(plans.look, [*map(_address, (inputs["w"], bounds, flags.zero_()))])
+        tensors.launch(plans.look, [*map(address, (inputs["w"], bounds, flags.zero_()))])
     prepare, scan = plans.launches
-    tensors.launch(prepare, [*map(_address, (*keys, bounds)), operands, matrices, frames])
+    tensors.launch(prepare, [*map(address, (*keys, bounds)), operands, matrices, frames])
     tensors.launch(
         scan,
-        [*map(_address, (v, state, bounds)), operands, matrices, frames, y.data_ptr(), solutions, states,
-         _address(final)],
+        [*map(address, (v, state, bounds)), operands, matrices, frames, y.data_ptr(), solutions, states,
+         address(final)],
     )  # fmt: skip
     return y, final, buffer if save else None
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _state_shape(inputs: Inputs, options: Options) -> tuple[int, ...]:
-    heads, value_size = inputs["v"].shape[2:]
-    head_size = inputs["r"].shape[3]
-    sizes = (value_size, head_size) if options.state_layout == "vk" else (head_size, value_size)
-    return (inputs.sequences, heads, *sizes)
 
 
 def backward(
@@ -256,7 +220,8 @@ def backward(
     want_initial_state: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """Run the backward; the arguments and results of `prepared.backward`."""
-    inputs, (dy,) = _readable(inputs, dy)
+    inputs = chunked.readable(inputs)
+    dy = tensors.readable(dy, chunked.vector(dy))
     bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
     plans = _prepare(inputs, "backward", torch.float32, bounds is not None, options, (*inputs.streamed, dy), False)
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs.streamed]
@@ -265,21 +230,21 @@ def backward(
     if grad_final_state is not None:
         grad_final_state = grad_final_state.to(torch.float32).contiguous()
     if want_initial_state:
-        initial = torch.empty(_state_shape(inputs, options), dtype=torch.float32, device=dy.device)
-    operands, matrices, frames, states, solutions = _addresses(saved, plans.sizes[:5])
+        initial = torch.empty(state_shape(inputs, options), dtype=torch.float32, device=dy.device)
+    operands, matrices, frames, states, solutions = addresses(saved, plans.sizes[:5])
     own = plans.sizes[3:]
     buffer = torch.empty(sum(own), dtype=torch.float32, device=dy.device)
-    e, dx, gradients = _addresses(buffer, own)
+    e, dx, gradients = addresses(buffer, own)
     scan, of_tokens, of_keys = plans.launches
     tensors.launch(
         scan,
-        [*map(_address, (dy, grad_final_state, bounds)), operands, matrices, frames, _address(of["v"]), dx, e,
-         _address(initial)],
+        [*map(address, (dy, grad_final_state, bounds)), operands, matrices, frames, address(of["v"]), dx, e,
+         address(initial)],
     )  # fmt: skip
-    tensors.launch(of_tokens, [*map(_address, (inputs["v"], dy, bounds)), solutions, dx, gradients])
+    tensors.launch(of_tokens, [*map(address, (inputs["v"], dy, bounds)), solutions, dx, gradients])
     keys = [of[name].data_ptr() for name in ("r", "w", "k", "a", "b")]
     given = (*inputs.streamed, dy, bounds)
-    tensors.launch(of_keys, [*map(_address, given), solutions, dx, states, e, gradients, *keys])
+    tensors.launch(of_keys, [*map(address, given), solutions, dx, states, e, gradients, *keys])
     return grads, [], initial
 
 

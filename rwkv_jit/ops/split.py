@@ -20,6 +20,7 @@ from rwkv_jit import kernel, template, tensors
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, prepared, recurrent
 from rwkv_jit.ops.interface import Backend, Inputs, Options, Saved
+from rwkv_jit.ops.layout import address
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
@@ -216,7 +217,7 @@ def _run_segments(cut: Inputs, options: Options, values: Tensor, transitions: Te
     plan = _plan(cut, options, given, backward)
     count, _, heads, head_size = keys.shape
     additions = torch.empty((count, heads, values.shape[3], head_size), dtype=torch.float32, device=keys.device)
-    tensors.launch(plan, [0 if x is None else x.data_ptr() for x in (*given, additions, transitions)])
+    tensors.launch(plan, [*map(address, (*given, additions, transitions))])
     return additions
 
 
@@ -298,7 +299,7 @@ def forward(
     starts = torch.empty(additions.shape, dtype=torch.float32, device=additions.device)
     first = None if state is None else _turn(state, known.options).to(torch.float32).contiguous()
     given = (transitions, additions, first, starts, None)
-    tensors.launch(known.join, [0 if x is None else x.data_ptr() for x in given])
+    tensors.launch(known.join, [*map(address, given)])
     of_starts = None if flags is None else flags.new_empty((starts.shape[0], flags.shape[1]))
     y, ends, saved = prepared.forward(known.forward, cut, starts, None, output_final_state, save, into, of_starts)
     if flags is not None and of_starts is not None:
@@ -335,7 +336,7 @@ def backward(
     if want_initial_state:
         initial = torch.empty((inputs.sequences, *additions.shape[1:]), dtype=torch.float32, device=dy.device)
     given = (saved[-_transitions(inputs) :], additions, first, ends, initial)
-    tensors.launch(join, [0 if x is None else x.data_ptr() for x in given])
+    tensors.launch(join, [*map(address, given)])
     chunks = _FAMILIES[inputs.op].chunks
     grads, fixed, _ = prepared.backward(chunks, cut, dy, ends, None, saved, plain, False)
     fixed = [x.view(inputs.sequences, count, *x.shape[1:]).sum(1) for x in fixed]

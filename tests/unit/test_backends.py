@@ -18,6 +18,7 @@ from rwkv_jit.ops import (
     gated_groups,
     gated_scan,
     interface,
+    layout,
     recurrent,
     scan,
     scan_geometry,
@@ -877,7 +878,7 @@ def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are
         lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
         v = torch.zeros(1, sum(lengths), 1, 1)
         for chunk_len in scan_geometry.CHUNK_LENS:
-            slots = scan._slots(interface.Inputs("wkv7", ("v",), (v,), (), len(lengths)), True, chunk_len)
+            slots = layout.slots(interface.Inputs("wkv7", ("v",), (v,), (), len(lengths)), True, chunk_len)
             begin, taken = 0, []
             for sequence, length in enumerate(lengths):
                 first = begin // chunk_len + sequence  # as sequence.cuh counts
@@ -1211,7 +1212,7 @@ def test_chunks_of_packed_sequences_are_summed_one_sequence_at_a_time(chunk_len)
     for _ in range(20):
         lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
         bounds = torch.tensor([0, *itertools.accumulate(lengths)])
-        slots = gated_groups.slots(
+        slots = layout.slots(
             interface.Inputs("gla", ("v",), (torch.zeros(1, sum(lengths), 1, 1),), (), 5), True, chunk_len
         )
         parts, want = torch.zeros(slots, 3, 4), torch.zeros(5, 3, 4)

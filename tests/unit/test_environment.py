@@ -400,10 +400,12 @@ def test_counts_of_many_threads_add_up():
 IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
-IN_OPS = {*BELOW_OPS, "ops.interface", "ops.prepared"}
+BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
+BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
-    "ops.guarded", "ops.interface", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry", "ops.split",
+    "ops.guarded", "ops.interface", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry",
+    "ops.split",
 }  # fmt: skip
 OPS = ("ops.gla", "ops.linear_attention", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
@@ -429,20 +431,21 @@ MAY_IMPORT = {
     "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "template", "tensors"},
     "ops": set(),
     "ops.interface": BELOW_OPS,
-    "ops.prepared": BELOW_OPS | {"ops.interface"},
-    "ops.chunked": BELOW_OPS | {"ops.interface"},
-    "ops.recurrent": BELOW_OPS | {"ops.interface"},
-    "ops.guarded": IN_OPS | {"ops.recurrent"},
-    "ops.gated": BELOW_OPS | {"ops.interface", "ops.chunked", "ops.recurrent"},
-    "ops.gated_groups": IN_OPS | {"ops.chunked", "ops.recurrent", "ops.gated"},
-    "ops.gated_scan": IN_OPS | {"ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
-    "ops.split": IN_OPS | {"ops.chunked", "ops.gated", "ops.recurrent"},
-    "ops.scan_geometry": BELOW_OPS | {"ops.interface", "ops.chunked"},
-    "ops.scan": IN_OPS | {"ops.chunked", "ops.scan_geometry"},
-    "ops.choices": BELOW_OPS | {"cache.files", "ops.interface", "ops.chunked", "ops.gated"},
+    "ops.layout": BELOW_OPS | {"ops.interface"},
+    "ops.prepared": BELOW_BACKENDS,
+    "ops.chunked": BELOW_BACKENDS,
+    "ops.recurrent": BELOW_BACKENDS,
+    "ops.guarded": BELOW_LAUNCHES | {"ops.recurrent"},
+    "ops.gated": BELOW_BACKENDS | {"ops.chunked", "ops.recurrent"},
+    "ops.gated_groups": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent", "ops.gated"},
+    "ops.gated_scan": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
+    "ops.split": BELOW_LAUNCHES | {"ops.chunked", "ops.gated", "ops.recurrent"},
+    "ops.scan_geometry": BELOW_BACKENDS | {"ops.chunked"},
+    "ops.scan": BELOW_LAUNCHES | {"ops.chunked", "ops.scan_geometry"},
+    "ops.choices": BELOW_BACKENDS | {"cache.files", "ops.chunked", "ops.gated"},
     "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary"},
     "ops.boundary": (
-        IN_OPS | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
+        BELOW_LAUNCHES | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
     ),
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,
