@@ -14,7 +14,6 @@ from rwkv_jit.ops import (
     choices,
     chunked,
     gated,
-    gated_groups,
     gated_scan,
     guarded,
     prepared,
@@ -24,7 +23,7 @@ from rwkv_jit.ops import (
     split,
 )
 from rwkv_jit.ops.choices import CHUNKS, Choice
-from rwkv_jit.ops.interface import Backend, Geometry, Inputs, Kernels, Options, Saved, Several
+from rwkv_jit.ops.interface import Backend, Forward, Geometry, Guardable, Inputs, Kernels, Options, Saved, Several
 from rwkv_jit.template import Parameter
 
 
@@ -89,10 +88,6 @@ class Case(NamedTuple):
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
 
 
-_Unguarded = prepared.Forward | split.Forward | scan.Forward | gated_groups.Forward
-Forward = _Unguarded | guarded.Forward
-
-
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     """Return what the forward of a call saves."""
     found = KERNELS[inputs.op][options.backend].saved_for(inputs, packed, options)
@@ -106,31 +101,18 @@ def prepare_forward(
     given = (inputs, state_dtype, packed, options, training)
     if options.guarded:
         saved, fast = KERNELS[inputs.op][options.backend].saved_for(inputs, packed, options), _prepare_forward(*given)
-        is_right = inputs.op in gated.OPS and not isinstance(fast, gated_groups.Forward)
-        return guarded.prepare_forward(fast, is_right, saved, *given)
+        return guarded.prepare_forward(fast, saved, *given)
     return _prepare_forward(*given)
 
 
 def _prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
-) -> _Unguarded:
+) -> Guardable:
     given = (inputs, state_dtype, packed, options, training)
     several = _OF_SEVERAL[inputs.op].get(options.backend)
     if several is not None:
-        found: _Unguarded = several.prepare_forward(*given)
-        return found
+        return several.prepare_forward(*given)
     return prepared.prepare_forward(_OF_ONE_KERNEL[inputs.op][options.backend], *given)
-
-
-def forward(known: Forward, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run what was prepared for a call."""
-    if isinstance(known, prepared.Forward):
-        return prepared.forward(known, *arguments)
-    if isinstance(known, guarded.Forward):
-        return guarded.forward(forward, known, *arguments)
-    if isinstance(known, gated_groups.Forward):
-        return gated_groups.forward(known, *arguments)
-    return scan.forward(known, *arguments) if isinstance(known, scan.Forward) else split.forward(known, *arguments)
 
 
 def backward(

@@ -18,7 +18,7 @@ from torch import Tensor
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import backends, choices, gated_scan, guarded, prepared, scan, split
-from rwkv_jit.ops.interface import Geometry, Inputs, Options
+from rwkv_jit.ops.interface import Forward, Geometry, Inputs, Options
 from rwkv_jit.ops.layout import state_shape
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
@@ -57,7 +57,7 @@ class Op(NamedTuple):
 # ---- the public call ---------------------------------------------------------------------------------------------
 
 # Forwards by signature: a call that is found here has passed all checks before.
-_known: dict[Any, backends.Forward] = {}
+_known: dict[Any, Forward] = {}
 
 
 def _forget() -> None:
@@ -118,7 +118,7 @@ def call(
     if known is not None and training:
         y, final = op.known(known, output_final_state, *arrays, initial_state, cu_seqlens)
     elif known is not None:
-        y, final, _ = backends.forward(known, arrays, initial_state, cu_seqlens, output_final_state, False)
+        y, final, _ = known.run(arrays, initial_state, cu_seqlens, output_final_state, False)
     else:
         arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
         y, final, *_ = op.traced(*arguments) if training else op.forward(*arguments, False)
@@ -220,7 +220,7 @@ def _prepare(
     asked: tuple[Any, ...],
     options: Options,
     training: bool,
-) -> backends.Forward:
+) -> Forward:
     """Return the forward for tensors that have been checked, and keep it for calls of the same signature.
 
     `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
@@ -346,7 +346,7 @@ def define(
         if options.backend != "reference":
             # The public call has checked these options, so what is known of it is no public call's.
             known = _prepare(op, given, state, cu_seqlens, (f"{name}_fwd", None, options), options, save)
-            y, final, saved = backends.forward(known, given, state, cu_seqlens, output_final_state, save)
+            y, final, saved = known.run(given, state, cu_seqlens, output_final_state, save)
             return y, y.new_empty(0) if final is None else final, y.new_empty(0) if saved is None else saved
         if not arguments[0].is_cuda:
             stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
@@ -456,11 +456,9 @@ def define(
         """The same for a forward that is prepared."""
 
         @staticmethod
-        def forward(
-            ctx: Any, known: prepared.Forward, output_final_state: bool, *given: Any
-        ) -> tuple[Tensor, Tensor | None]:
+        def forward(ctx: Any, known: Forward, output_final_state: bool, *given: Any) -> tuple[Tensor, Tensor | None]:
             *inputs, state, cu_seqlens = given
-            y, final, saved = backends.forward(known, inputs, state, cu_seqlens, output_final_state, True)
+            y, final, saved = known.run(inputs, state, cu_seqlens, output_final_state, True)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*given, saved)
             ctx.options = known.options

@@ -251,6 +251,7 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
     row_blocks = -(-value_size // int(found.parameters["ROWS"])) if forward else 1
     return Launch(
         "gla_scan" if forward else "gla_backward", (inputs.sequences, heads, row_blocks),
-        int(found.parameters["SHARED_BYTES"]), constants, takes_flags=forward, nulls=recurrent.OPS[inputs.op].nulls,
-        strides=strides_of_missing(inputs),
+        int(found.parameters["SHARED_BYTES"]), constants, takes_flags=forward,
+        takes_any_decay=forward and options.guarded,  # it walks through chunks out of range
+        nulls=recurrent.OPS[inputs.op].nulls, strides=strides_of_missing(inputs),
     )  # fmt: skip

@@ -148,17 +148,6 @@ def saved_for(inputs: Inputs, packed: bool) -> Saved:
 # ---- launches ----------------------------------------------------------------------------------------------------
 
 
-class Forward(NamedTuple):
-    """A forward that can be run with any tensors of its signature."""
-
-    op: str
-    names: tuple[str, ...]
-    streamed: int  # how many of the inputs are
-    sequences: int
-    state_dtype: torch.dtype
-    options: Options
-
-
 class _Plans(NamedTuple):
     """The launches of one direction in their order, and what passes between them."""
 
@@ -232,47 +221,62 @@ def _new_plans(
     return _Plans(scan_plan(0, dy), of_keys, kept)
 
 
+class Forward(NamedTuple):
+    """A forward that can be run with any tensors of its signature."""
+
+    op: str
+    names: tuple[str, ...]
+    streamed: int  # how many of the inputs are
+    sequences: int
+    state_dtype: torch.dtype
+    options: Options
+
+    @property
+    def takes_any_decay(self) -> bool:
+        """Return whether its results are right for any decay."""
+        return False
+
+    def run(
+        self,
+        given: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+        into: Tensor | None = None,
+        flags: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run it, as `interface.Forward` says."""
+        streamed, fixed = tuple(given[: self.streamed]), tuple(given[self.streamed :])
+        inputs = chunked.readable(Inputs(self.op, self.names, streamed, fixed, self.sequences))
+        v = inputs["v"]
+        state = None if state is None else state.contiguous()
+        bounds = None if bounds is None else tensors.packing(bounds, v.shape[1])
+        plans = _prepare(inputs, None, self.state_dtype, bounds is not None, self.options, save)
+        y, final = torch.empty_like(v, memory_format=torch.contiguous_format), None
+        if output_final_state:
+            final = torch.empty(state_shape(inputs, self.options), dtype=self.state_dtype, device=v.device)
+        sizes = plans.sizes if save else plans.sizes[:3]
+        buffer = torch.empty(sum(sizes), dtype=torch.float32, device=v.device) if into is None else into
+        operands, pairs, frames, states = (*addresses(buffer, sizes), 0)[:4]
+        if flags is not None:
+            flags.zero_()  # the chunks' blocks set it
+        of = dict(zip(inputs.names, (*inputs.streamed, *inputs.fixed), strict=True))
+        q, k, w, u = (address(of.get(name)) for name in ("r", "k", "w", "u"))
+        tensors.launch(plans.first, [q, k, w, u, address(bounds), operands, pairs, frames, address(flags)])
+        ends = address(state), address(bounds)
+        tensors.launch(
+            plans.second, [v.data_ptr(), *ends, operands, pairs, frames, y.data_ptr(), states, address(final)]
+        )  # fmt: skip
+        return y, final, buffer if save else None
+
+
 def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> Forward:
     """Find or compile what a forward launches; with `training` the backward's kernels compile beside it."""
     _prepare(chunked.readable(inputs), None, state_dtype, packed, options, training)
     return Forward(inputs.op, inputs.names, len(inputs.streamed), inputs.sequences, state_dtype, options)
-
-
-def forward(
-    known: Forward,
-    given: Sequence[Tensor],
-    state: Tensor | None,
-    bounds: Tensor | None,
-    output_final_state: bool,
-    save: bool,
-    into: Tensor | None = None,
-    flags: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
-    streamed, fixed = tuple(given[: known.streamed]), tuple(given[known.streamed :])
-    inputs = chunked.readable(Inputs(known.op, known.names, streamed, fixed, known.sequences))
-    v = inputs["v"]
-    state = None if state is None else state.contiguous()
-    bounds = None if bounds is None else tensors.packing(bounds, v.shape[1])
-    plans = _prepare(inputs, None, known.state_dtype, bounds is not None, known.options, save)
-    y, final = torch.empty_like(v, memory_format=torch.contiguous_format), None
-    if output_final_state:
-        final = torch.empty(state_shape(inputs, known.options), dtype=known.state_dtype, device=v.device)
-    sizes = plans.sizes if save else plans.sizes[:3]
-    buffer = torch.empty(sum(sizes), dtype=torch.float32, device=v.device) if into is None else into
-    operands, pairs, frames, states = (*addresses(buffer, sizes), 0)[:4]
-    if flags is not None:
-        flags.zero_()  # the chunks' blocks set it
-    of = dict(zip(inputs.names, (*inputs.streamed, *inputs.fixed), strict=True))
-    q, k, w, u = (address(of.get(name)) for name in ("r", "k", "w", "u"))
-    tensors.launch(plans.first, [q, k, w, u, address(bounds), operands, pairs, frames, address(flags)])
-    ends = address(state), address(bounds)
-    tensors.launch(
-        plans.second, [v.data_ptr(), *ends, operands, pairs, frames, y.data_ptr(), states, address(final)]
-    )  # fmt: skip
-    return y, final, buffer if save else None
 
 
 def backward(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.ops import prepared, recurrent
-from rwkv_jit.ops.interface import Inputs, Options, Saved
+from rwkv_jit.ops.interface import Guardable, Inputs, Options, Saved
 
 
 class Kept(NamedTuple):
@@ -41,10 +41,33 @@ class Kept(NamedTuple):
 class Forward(NamedTuple):
     """A guarded forward that can be run with any tensors of its signature."""
 
-    fast: Any  # what another backend has prepared; it writes the flags
+    fast: Guardable  # what another backend has prepared; it writes the flags
     exact: prepared.Forward | None  # None where the fast one is right for any decay
     kept: Kept
     options: Options
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run it, as `interface.Forward` says."""
+        of, device = self.kept, inputs[0].device
+        kept = torch.empty(of.floats, dtype=torch.float32, device=device) if save else None
+        saved = flags = None
+        if kept is not None:
+            saved, flags = of.split(kept)
+        elif self.exact is not None:
+            flags = torch.empty(of.shape, dtype=torch.int32, device=device)
+        y, final, _ = self.fast.run(inputs, state, bounds, output_final_state, save, saved, flags)
+        if self.exact is not None:
+            if bounds is not None:
+                bounds = tensors.readable_packing(bounds)
+            self.exact.run(inputs, state, bounds, output_final_state, False, None, flags, (y, final))
+        return y, final, kept
 
 
 def _exact_options(options: Options) -> Options:
@@ -59,42 +82,17 @@ def kept_for(fast: Saved, inputs: Inputs) -> Kept:
 
 
 def prepare_forward(
-    fast: Any, is_right: bool, fast_saved: Saved, inputs: Inputs, state_dtype: torch.dtype, packed: bool,
-    options: Options, training: bool,
+    fast: Guardable, fast_saved: Saved, inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options,
+    training: bool,
 ) -> Forward:  # fmt: skip
-    """Find or compile what a guarded forward launches beside `fast`, which `is_right` for any decay or is not.
+    """Find or compile what a guarded forward launches beside `fast`.
 
     What the backward will launch compiles beside it.
     """
     exact = None
-    if training or not is_right:
+    if training or not fast.takes_any_decay:
         exact = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, _exact_options(options), training)
-    return Forward(fast, None if is_right else exact, kept_for(fast_saved, inputs), options)
-
-
-def forward(
-    run_fast: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]],
-    known: Forward,
-    inputs: Sequence[Tensor],
-    state: Tensor | None,
-    bounds: Tensor | None,
-    output_final_state: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
-    of, device = known.kept, inputs[0].device
-    kept = torch.empty(of.floats, dtype=torch.float32, device=device) if save else None
-    saved = flags = None
-    if kept is not None:
-        saved, flags = of.split(kept)
-    elif known.exact is not None:
-        flags = torch.empty(of.shape, dtype=torch.int32, device=device)
-    y, final, _ = run_fast(known.fast, inputs, state, bounds, output_final_state, save, saved, flags)
-    if known.exact is not None:
-        if bounds is not None:
-            bounds = tensors.readable_packing(bounds)
-        prepared.forward(known.exact, inputs, state, bounds, output_final_state, False, None, flags, (y, final))
-    return y, final, kept
+    return Forward(fast, None if fast.takes_any_decay else exact, kept_for(fast_saved, inputs), options)
 
 
 # Forwards that the backward repeats, by signature.
@@ -114,7 +112,7 @@ def _repeat(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, opt
         known = _repeats[key] = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, options, True)
     bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
     nothing = flags.new_empty(0), None
-    _, _, saved = prepared.forward(known, given, state, bounds, False, True, None, flags, nothing)
+    _, _, saved = known.run(given, state, bounds, False, True, None, flags, nothing)
     assert saved is not None
     return saved
 

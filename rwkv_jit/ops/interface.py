@@ -88,6 +88,7 @@ class Launch(NamedTuple):
     # A flag for every sequence and head, whose decays leave the range of chunks: the chunked forward writes it, and the
     # recurrent kernels compute these heads alone.
     takes_flags: bool = False
+    takes_any_decay: bool = False  # in the forward: the results of heads with a flag are right too
     nulls: int = 0  # null addresses behind the inputs, and behind their gradients, for what the op does not have
     strides: Sequence[tuple[int, ...]] = ()  # behind those of the streamed inputs, for what is not streamed in this op
 
@@ -155,12 +156,58 @@ class Chunks(Backend, Protocol):
         """Return the names of all templates that an op takes, whatever the geometry."""
 
 
+class Forward(Protocol):
+    """A prepared forward, which can be run with any tensors of its signature."""
+
+    @property
+    def options(self) -> Options:
+        """Return what the call chooses."""
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+        /,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return y, the final state, and what the backward needs; None for what is not wanted.
+
+        `bounds` are those of packed sequences.
+        """
+
+
+class Guardable(Forward, Protocol):
+    """A forward that looks at the decays where its options say so."""
+
+    @property
+    def takes_any_decay(self) -> bool:
+        """Return whether its results are right for any decay then, or but for heads with a flag."""
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+        into: Tensor | None = None,
+        flags: Tensor | None = None,
+        /,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the same, with what the backward needs `into` where that is given.
+
+        `flags` of sequences and heads are set to whether a decay leaves the range of chunks.
+        """
+
+
 class Several(Kernels, Protocol):
     """What the module of a backend answers that is several kernels in a direction."""
 
     def prepare_forward(
         self, inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
-    ) -> Any:
+    ) -> Guardable:
         """Prepare what a forward launches."""
 
     def backward(

@@ -1,7 +1,7 @@
 """Prepared launches: what the first call of a signature works out, every later one finds.
 
 An op is two templates per backend, `<stem>_<backend>_forward.cu` and `<stem>_<backend>_backward.cu`; its name is the
-stem, or ops share templates. Their arguments are addresses in the order of `forward` and `backward` below, then
+stem, or ops share templates. Their arguments are addresses in the order of `Forward.run` and `backward` below, then
 strides, then what the backend adds. Everything that differs between backends is asked of its module, a `Backend`.
 """
 
@@ -24,7 +24,7 @@ from rwkv_jit.template import Parameter
 
 
 class Forward(NamedTuple):
-    """A forward that can be launched with any tensors of its signature, and what it returns."""
+    """A forward of one kernel, and what it returns."""
 
     plan: Plan
     plan_of_copies: Plan  # where an input starts at an address the kernel cannot read
@@ -37,7 +37,55 @@ class Forward(NamedTuple):
     saved: Saved
     options: Options
     takes_flags: bool
+    takes_any_decay: bool
     nulls: tuple[int, ...]
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+        into: Tensor | None = None,
+        flags: Tensor | None = None,
+        results: tuple[Tensor, Tensor | None] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Launch it, as `interface.Guardable` says.
+
+        `results` are y, empty where it is not wanted, and the final state, where they are there already and only heads
+        with `flags` are computed; bounds have been checked then.
+        """
+        plan = self.plan
+        if self.copies:
+            inputs = [x.contiguous() if copy else x for x, copy in zip(inputs, self.copies, strict=True)]
+        values = [x.data_ptr() for x in inputs]
+        if math.gcd(*values) % self.alignment and _is_unaligned(values, self.alignments):
+            plan, inputs = self.plan_of_copies, [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+            values = [x.data_ptr() for x in inputs]
+        v = inputs[self.value]
+        y, final = results or (torch.empty_like(v, memory_format=torch.contiguous_format), None)
+        saved = None
+        if state is not None:
+            state = state.contiguous()
+        if bounds is not None and results is None:
+            bounds = tensors.packing(bounds, v.shape[1])
+        if output_final_state and results is None:
+            final = torch.empty(self.state_shape, dtype=self.state_dtype, device=v.device)
+        if save:
+            saved = torch.empty(self.saved.floats, dtype=torch.float32, device=v.device) if into is None else into
+        values += (
+            *self.nulls,
+            0 if state is None else state.data_ptr(),
+            0 if bounds is None else bounds.data_ptr(),
+            y.data_ptr(),
+            0 if final is None else final.data_ptr(),
+            *self.saved.addresses(saved),
+        )
+        if self.takes_flags:
+            values.append(0 if flags is None else flags.data_ptr())
+        tensors.launch(plan, values)
+        return y, final, saved
 
 
 class Backward(NamedTuple):
@@ -54,55 +102,6 @@ class Backward(NamedTuple):
 MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
 _backwards: dict[Any, Backward] = {}
 _validated: set[Any] = set()  # signatures whose tensors have been seen through DLPack
-
-
-def forward(
-    known: Forward,
-    inputs: Sequence[Tensor],
-    state: Tensor | None,
-    bounds: Tensor | None,
-    output_final_state: bool,
-    save: bool,
-    into: Tensor | None = None,
-    flags: Tensor | None = None,
-    results: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch a prepared forward on tensors of its signature; `bounds` are those of packed sequences.
-
-    Return y, the final state, and what the backward needs, `into` where that is given; None for what is not wanted.
-    `results` are y, empty where it is not wanted, and the final state, where they are there already and only heads with
-    `flags` are computed; bounds have been checked then.
-    """
-    plan = known.plan
-    if known.copies:
-        inputs = [x.contiguous() if copy else x for x, copy in zip(inputs, known.copies, strict=True)]
-    values = [x.data_ptr() for x in inputs]
-    if math.gcd(*values) % known.alignment and _is_unaligned(values, known.alignments):
-        plan, inputs = known.plan_of_copies, [x.clone(memory_format=torch.contiguous_format) for x in inputs]
-        values = [x.data_ptr() for x in inputs]
-    v = inputs[known.value]
-    y, final = results or (torch.empty_like(v, memory_format=torch.contiguous_format), None)
-    saved = None
-    if state is not None:
-        state = state.contiguous()
-    if bounds is not None and results is None:
-        bounds = tensors.packing(bounds, v.shape[1])
-    if output_final_state and results is None:
-        final = torch.empty(known.state_shape, dtype=known.state_dtype, device=v.device)
-    if save:
-        saved = torch.empty(known.saved.floats, dtype=torch.float32, device=v.device) if into is None else into
-    values += (
-        *known.nulls,
-        0 if state is None else state.data_ptr(),
-        0 if bounds is None else bounds.data_ptr(),
-        y.data_ptr(),
-        0 if final is None else final.data_ptr(),
-        *known.saved.addresses(saved),
-    )
-    if known.takes_flags:
-        values.append(0 if flags is None else flags.data_ptr())
-    tensors.launch(plan, values)
-    return y, final, saved
 
 
 def _is_unaligned(addresses: Sequence[int], alignments: Sequence[int]) -> bool:
@@ -305,6 +304,7 @@ def prepare_forward(
             saved=saved,
             options=options,
             takes_flags=launch.takes_flags,
+            takes_any_decay=launch.takes_any_decay,
             nulls=nulls,
         )
 

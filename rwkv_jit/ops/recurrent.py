@@ -217,8 +217,8 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
         grid, scratch = (blocks, 1, 1), blocks * per_block
     constants = [*[struct.pack("q", size) for size in sizes], struct.pack("i", interval)]
     return Launch(
-        entry, grid, 0, [*constants, struct.pack("f", options.scale)], scratch, takes_flags=True, nulls=of.nulls,
-        strides=strides_of_missing(inputs),
+        entry, grid, 0, [*constants, struct.pack("f", options.scale)], scratch, takes_flags=True,
+        takes_any_decay=True, nulls=of.nulls, strides=strides_of_missing(inputs),
     )  # fmt: skip
 
 

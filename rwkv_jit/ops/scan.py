@@ -63,16 +63,6 @@ def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
 # ---- launches ----------------------------------------------------------------------------------------------------
 
 
-class Forward(NamedTuple):
-    """A forward that can be run with any tensors of its signature."""
-
-    op: str
-    names: tuple[str, ...]
-    sequences: int
-    state_dtype: torch.dtype
-    options: Options
-
-
 _LOOKS = 512  # blocks that look at decays, where sequences and heads are few
 
 
@@ -165,6 +155,56 @@ def _new_plans(
         return _Plans((scan_plan(0, like[-1]), of_tokens, of_keys), sizes)
 
 
+class Forward(NamedTuple):
+    """A forward that can be run with any tensors of its signature."""
+
+    op: str
+    names: tuple[str, ...]
+    sequences: int
+    state_dtype: torch.dtype
+    options: Options
+
+    @property
+    def takes_any_decay(self) -> bool:
+        """Return whether its results are right for any decay."""
+        return False
+
+    def run(
+        self,
+        given: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+        into: Tensor | None = None,
+        flags: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run it, as `interface.Forward` says."""
+        inputs = chunked.readable(Inputs(self.op, self.names, tuple(given), (), self.sequences))
+        v = inputs["v"]
+        state = None if state is None else state.contiguous()
+        bounds = None if bounds is None else tensors.packing(bounds, v.shape[1])
+        plans = _prepare(inputs, "forward", self.state_dtype, bounds is not None, self.options, inputs.streamed, save)
+        y, final = torch.empty_like(v, memory_format=torch.contiguous_format), None
+        if output_final_state:
+            final = torch.empty(state_shape(inputs, self.options), dtype=self.state_dtype, device=v.device)
+        sizes = plans.sizes[:5] if save else plans.sizes[:3]
+        buffer = torch.empty(sum(sizes), dtype=torch.float32, device=v.device) if into is None else into
+        operands, matrices, frames, states, solutions = (*addresses(buffer, sizes), 0, 0)[:5]
+        keys = [inputs[name] for name in ("r", "w", "k", "a", "b")]
+        if plans.look is not None:
+            assert flags is not None
+            tensors.launch(plans.look, [*map(address, (inputs["w"], bounds, flags.zero_()))])
+        prepare, scan = plans.launches
+        tensors.launch(prepare, [*map(address, (*keys, bounds)), operands, matrices, frames])
+        tensors.launch(
+            scan,
+            [*map(address, (v, state, bounds)), operands, matrices, frames, y.data_ptr(), solutions, states,
+             address(final)],
+        )  # fmt: skip
+        return y, final, buffer if save else None
+
+
 def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> Forward:
@@ -172,42 +212,6 @@ def prepare_forward(
     readable = chunked.readable(inputs)
     _prepare(readable, "forward", state_dtype, packed, options, readable.streamed, training)
     return Forward(inputs.op, inputs.names, inputs.sequences, state_dtype, options)
-
-
-def forward(
-    known: Forward,
-    given: Sequence[Tensor],
-    state: Tensor | None,
-    bounds: Tensor | None,
-    output_final_state: bool,
-    save: bool,
-    into: Tensor | None = None,
-    flags: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run a prepared forward on tensors of its signature, as `prepared.forward` does."""
-    inputs = chunked.readable(Inputs(known.op, known.names, tuple(given), (), known.sequences))
-    v = inputs["v"]
-    state = None if state is None else state.contiguous()
-    bounds = None if bounds is None else tensors.packing(bounds, v.shape[1])
-    plans = _prepare(inputs, "forward", known.state_dtype, bounds is not None, known.options, inputs.streamed, save)
-    y, final = torch.empty_like(v, memory_format=torch.contiguous_format), None
-    if output_final_state:
-        final = torch.empty(state_shape(inputs, known.options), dtype=known.state_dtype, device=v.device)
-    sizes = plans.sizes[:5] if save else plans.sizes[:3]
-    buffer = torch.empty(sum(sizes), dtype=torch.float32, device=v.device) if into is None else into
-    operands, matrices, frames, states, solutions = (*addresses(buffer, sizes), 0, 0)[:5]
-    keys = [inputs[name] for name in ("r", "w", "k", "a", "b")]
-    if plans.look is not None:
-        assert flags is not None
-        tensors.launch(plans.look, [*map(address, (inputs["w"], bounds, flags.zero_()))])
-    prepare, scan = plans.launches
-    tensors.launch(prepare, [*map(address, (*keys, bounds)), operands, matrices, frames])
-    tensors.launch(
-        scan,
-        [*map(address, (v, state, bounds)), operands, matrices, frames, y.data_ptr(), solutions, states,
-         address(final)],
-    )  # fmt: skip
-    return y, final, buffer if save else None
 
 
 def backward(

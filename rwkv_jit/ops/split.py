@@ -52,20 +52,6 @@ def specialize(op: str, *given: Any, **more: Any) -> kernel.Request:
     return _FAMILIES[op].chunks.specialize(op, *given, **more)
 
 
-class Forward(NamedTuple):
-    """A forward over segments that can be run with any tensors of its signature."""
-
-    op: str
-    segments: int
-    names: tuple[str, ...]
-    streamed: int  # how many of these have tokens
-    transitions: int  # numbers that P of all segments is
-    forward: prepared.Forward  # of a segment; it saves what `saved_for` says
-    join: Plan
-    state_dtype: torch.dtype
-    options: Options
-
-
 def segments(op: str, blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
     """Return into how many equal segments to cut sequences, so that about two blocks a multiprocessor have work.
 
@@ -246,6 +232,63 @@ def _join(
     return Plan(found, request.template.name, device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
 
 
+class Forward(NamedTuple):
+    """A forward over segments that can be run with any tensors of its signature."""
+
+    op: str
+    segments: int
+    names: tuple[str, ...]
+    streamed: int  # how many of these have tokens
+    transitions: int  # numbers that P of all segments is
+    forward: prepared.Forward  # of a segment; it saves what `saved_for` says
+    join: Plan
+    state_dtype: torch.dtype
+    options: Options
+
+    @property
+    def takes_any_decay(self) -> bool:
+        """Return whether its results are right for any decay: where those of segments are."""
+        return self.forward.takes_any_decay
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        state: Tensor | None,
+        bounds: Tensor | None,
+        output_final_state: bool,
+        save: bool,
+        into: Tensor | None = None,
+        flags: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run it, as `interface.Forward` says; there are no packed sequences."""
+        del bounds
+        count, streamed, device = self.segments, self.streamed, inputs[0].device
+        cut = [*[_cut(x, count) for x in inputs[:streamed]], *inputs[streamed:]]
+        rows = cut[0].shape[0]
+        of_segments = Inputs(self.op, self.names, tuple(cut[:streamed]), tuple(cut[streamed:]), rows)
+        if save and into is None:
+            into = torch.empty(self.forward.saved.floats, dtype=torch.float32, device=device)
+        if into is None:
+            transitions = torch.empty(self.transitions, dtype=torch.float32, device=device)
+        else:
+            transitions = into[-self.transitions :]
+        additions = _run_segments(of_segments, self.options, of_segments["v"], transitions)
+        starts = torch.empty(additions.shape, dtype=torch.float32, device=additions.device)
+        first = None if state is None else _turn(state, self.options).to(torch.float32).contiguous()
+        given = (transitions, additions, first, starts, None)
+        tensors.launch(self.join, [*map(address, given)])
+        of_starts = None if flags is None else flags.new_empty((starts.shape[0], flags.shape[1]))
+        y, ends, saved = self.forward.run(cut, starts, None, output_final_state, save, into, of_starts)
+        if flags is not None and of_starts is not None:
+            torch.amax(of_starts.view(flags.shape[0], count, flags.shape[1]), 1, out=flags)
+        batch, tokens = inputs[0].shape[:2]
+        final = None
+        if ends is not None:
+            last = ends.view(batch, count, *ends.shape[1:])[:, -1]
+            final = _turn(last, self.options).to(self.state_dtype).contiguous()
+        return y.view(batch, tokens, *y.shape[2:]), final, saved
+
+
 def prepare_forward(
     inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options, training: bool
 ) -> Forward:
@@ -271,45 +314,6 @@ def prepare_forward(
             state_dtype=state_dtype,
             options=options,
         )
-
-
-def forward(
-    known: Forward,
-    inputs: Sequence[Tensor],
-    state: Tensor | None,
-    bounds: Tensor | None,
-    output_final_state: bool,
-    save: bool,
-    into: Tensor | None = None,
-    flags: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Run a prepared forward on tensors of its signature, as `prepared.forward` does; there are no packed sequences."""
-    del bounds
-    count, streamed, device = known.segments, known.streamed, inputs[0].device
-    cut = [*[_cut(x, count) for x in inputs[:streamed]], *inputs[streamed:]]
-    rows = cut[0].shape[0]
-    of_segments = Inputs(known.op, known.names, tuple(cut[:streamed]), tuple(cut[streamed:]), rows)
-    if save and into is None:
-        into = torch.empty(known.forward.saved.floats, dtype=torch.float32, device=device)
-    if into is None:
-        transitions = torch.empty(known.transitions, dtype=torch.float32, device=device)
-    else:
-        transitions = into[-known.transitions :]
-    additions = _run_segments(of_segments, known.options, of_segments["v"], transitions)
-    starts = torch.empty(additions.shape, dtype=torch.float32, device=additions.device)
-    first = None if state is None else _turn(state, known.options).to(torch.float32).contiguous()
-    given = (transitions, additions, first, starts, None)
-    tensors.launch(known.join, [*map(address, given)])
-    of_starts = None if flags is None else flags.new_empty((starts.shape[0], flags.shape[1]))
-    y, ends, saved = prepared.forward(known.forward, cut, starts, None, output_final_state, save, into, of_starts)
-    if flags is not None and of_starts is not None:
-        torch.amax(of_starts.view(flags.shape[0], count, flags.shape[1]), 1, out=flags)
-    batch, tokens = inputs[0].shape[:2]
-    final = None
-    if ends is not None:
-        last = ends.view(batch, count, *ends.shape[1:])[:, -1]
-        final = _turn(last, known.options).to(known.state_dtype).contiguous()
-    return y.view(batch, tokens, *y.shape[2:]), final, saved
 
 
 def backward(

@@ -33,14 +33,14 @@ def _seed():
 @pytest.fixture
 def seen_flags(monkeypatch):
     """The flags of every forward."""
-    seen, run = [], prepared.forward
+    seen, run = [], prepared.Forward.run
 
     def watched(known, inputs, state, bounds, output_final_state, save, into=None, flags=None, results=None):
         if results is not None and not save:
             seen.append(flags.clone())
         return run(known, inputs, state, bounds, output_final_state, save, into, flags, results)
 
-    monkeypatch.setattr(prepared, "forward", watched)
+    monkeypatch.setattr(prepared.Forward, "run", watched)
     return seen
 
 

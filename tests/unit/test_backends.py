@@ -17,8 +17,10 @@ from rwkv_jit.ops import (
     gated,
     gated_groups,
     gated_scan,
+    guarded,
     interface,
     layout,
+    prepared,
     recurrent,
     scan,
     scan_geometry,
@@ -1399,9 +1401,9 @@ def test_blocks_that_prepare_are_three_where_registers_allow_it(op, t_w, blocks)
 
 
 def test_what_prepares_looks_at_decays_where_no_bound_is_kept():
-    for guarded, largest in ((False, 0), (True, interface.LARGEST_DECAY)):
-        assert other_of_groups("gla", "forward", guarded=guarded).parameters["LARGEST_DECAY"] == largest
-        assert "LARGEST_DECAY" not in other_of_groups("gla", "backward", guarded=guarded).parameters
+    for is_guarded, largest in ((False, 0), (True, interface.LARGEST_DECAY)):
+        assert other_of_groups("gla", "forward", guarded=is_guarded).parameters["LARGEST_DECAY"] == largest
+        assert "LARGEST_DECAY" not in other_of_groups("gla", "backward", guarded=is_guarded).parameters
     # The walk over the chunks reads no decays.
     chosen = {"LARGEST_DECAY": interface.LARGEST_DECAY, "STAGES": 5}
     found = gated_request("forward", 200, 300, of=gated_scan, chosen=chosen).parameters
@@ -1460,9 +1462,11 @@ def test_backends_answer_everything():
         assert kernels == backends._OF_ONE_KERNEL[op] | backends._OF_SEVERAL[op]
 
 
-def test_backends_whose_forward_is_several_kernels_run_them():
-    for module in (split, scan):
-        assert {"Forward", "forward"} <= set(vars(module))
+def test_prepared_forwards_answer_everything():
+    for module in (prepared, split, scan, gated_groups):
+        assert asked_of(interface.Guardable) <= set(dir(module.Forward))
+    assert asked_of(interface.Guardable) == {"options", "run", "takes_any_decay"}
+    assert asked_of(interface.Forward) <= set(dir(guarded.Forward))
 
 
 def test_names_are_those_of_the_docstring():
