@@ -29,8 +29,6 @@ _MOST_ROWS = 128  # value rows that a block of the forward holds
 # Threads that a multiprocessor shall have room for: with 255 registers each, or with 128 where the state leaves them.
 _FEW_THREADS, _MANY_THREADS = 256, 512
 
-strides_of_missing = recurrent.strides_of_missing
-
 
 # ---- what it can do ----------------------------------------------------------------------------------------------
 
@@ -253,5 +251,5 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
         "gla_scan" if forward else "gla_backward", (inputs.sequences, heads, row_blocks),
         int(found.parameters["SHARED_BYTES"]), constants, takes_flags=forward,
         takes_any_decay=forward and options.guarded,  # it walks through chunks out of range
-        nulls=recurrent.OPS[inputs.op].nulls, strides=strides_of_missing(inputs),
+        nulls=recurrent.OPS[inputs.op].nulls, strides=recurrent.strides_of_missing(inputs),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from rwkv_jit import kernel, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
-from rwkv_jit.ops import chunked, gated, prepared, recurrent
+from rwkv_jit.ops import chunked, prepared, recurrent
 from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options, Saved
 from rwkv_jit.ops.layout import address, addresses, slots, state_shape, strides
 from rwkv_jit.template import Parameter
@@ -199,7 +199,7 @@ def _new_plans(
     prepared.validate(inputs)
     found = kernel.get_all([*others, *wanted])[len(others) :]
 
-    missing = gated.strides_of_missing(inputs)
+    missing = recurrent.strides_of_missing(inputs)
     of_w = struct.pack("3q", *missing[0]) if missing else strides(inputs["w"])
     counts = [struct.pack("q", count) for count in (tokens, heads, inputs.sequences)]
     scale, places = struct.pack("f", options.scale), slots(inputs, packed, CHUNK_LEN)

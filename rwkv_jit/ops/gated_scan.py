@@ -174,13 +174,11 @@ _plans: dict[Any, _Plans] = {}
 def _backward_requests(inputs: Inputs, options: Options) -> list[kernel.Request]:
     """Return the kernels of the backward in the order of their launches."""
     head_size, value_size, device = inputs["r"].shape[3], inputs["v"].shape[3], inputs["v"].device.index
-    types = prepared.types_of(inputs, options, torch.float32)
-    sizes, arch, also = (head_size, value_size, types), tensors.arch(device), tensors.also(device)
+    types, also = prepared.types_of(inputs, options, torch.float32), tensors.also(device)
     assert options.chunk_len is not None  # the rule that chose this backend has chosen it too
-    return [
-        specialize(inputs.op, "backward", *sizes, arch, options.chunk_len, options.num_threads, also=also),
-        _key_request(inputs.op, *sizes, arch, options.chunk_len, also),
-    ]
+    given = (head_size, value_size, types, tensors.arch(device), options.chunk_len)
+    of_scan = gated.scan_request(inputs.op, True, *given, options.num_threads, None, also)
+    return [of_scan, _key_request(inputs.op, *given, also)]
 
 
 def _in_groups(inputs: Inputs, options: Options) -> bool:
@@ -234,7 +232,7 @@ def _new_plans(inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> _P
     sizes = [struct.pack("q", tokens), struct.pack("q", heads)]
     sequences, scale = struct.pack("q", inputs.sequences), struct.pack("f", options.scale)
 
-    missing = gated.strides_of_missing(inputs)
+    missing = recurrent.strides_of_missing(inputs)
     of_w = struct.pack("3q", *missing[0]) if missing else strides(inputs["w"])
 
     def all_strides(values: Tensor, *dy: Tensor) -> list[bytes]:

@@ -437,7 +437,7 @@ MAY_IMPORT = {
     "ops.recurrent": BELOW_BACKENDS,
     "ops.guarded": BELOW_LAUNCHES | {"ops.recurrent"},
     "ops.gated": BELOW_BACKENDS | {"ops.chunked", "ops.recurrent"},
-    "ops.gated_groups": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent", "ops.gated"},
+    "ops.gated_groups": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent"},
     "ops.gated_scan": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
     "ops.split": BELOW_LAUNCHES | {"ops.chunked", "ops.gated", "ops.recurrent"},
     "ops.scan_geometry": BELOW_BACKENDS | {"ops.chunked"},
