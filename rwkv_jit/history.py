@@ -108,7 +108,7 @@ def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
         op.name, given[0].dtype, head_size, head_size, tokens, op.decay, _LEAST_LOG_DECAY, None, training=False
     )
     name, chunk_len = backends.choose(backend, case, lambda: tensors.arch(device))
-    geometry = backends.geometry(name, chunk_len, None, case, lambda: tensors.arch(device), lambda: choices.of(device))
+    geometry = backends.geometry(name, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
     guarded = backends.is_guarded(name, geometry.chunk_len, op.decay, _LEAST_LOG_DECAY)
     options = Options(1.0, op.decay, op.state_layout, 64, *geometry[:2], name, *geometry[2:], guarded)
     inputs = Inputs(op.name, op.names, tuple(given[:3]), tuple(given[3:]), batch)

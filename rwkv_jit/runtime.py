@@ -319,12 +319,12 @@ def call_request(
     storage = tensors.STORAGE[dtype]
     types: dict[str, Parameter] = {"T_IO": storage, "T_STATE": "fp32", "DECAY": decay, "STATE_LAYOUT": layout}
     types |= {f"T_{name.upper()}": storage for name in ("w", "u") if name in of.names}
-    case = backends.Case(op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, training)
+    case = backends.Case(op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, num_threads, training)
     if backend == "split" and backends.holds_heads(case, lambda: target):
         backend = "chunked"  # the same kernels
     name, length = backends.choose(backend, case, lambda: target)
     geometry = backends.geometry(
-        name, length, num_threads, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known
+        name, length, case, lambda: target, lambda: _known_choices(arch)[0] if known is None else known
     )
     guarded = backends.is_guarded(name, geometry.chunk_len, decay, decay_bound)
     looks = guarded and (name == "chunked" or op in gated.OPS)  # wkv7's scan has another kernel for that

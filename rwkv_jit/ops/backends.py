@@ -42,7 +42,12 @@ class Scan(Protocol):
         """Return why they cannot do a call, as the end of a sentence and what to format it with."""
 
     def default_chunk_len(
-        self, head_size: int, arch: str, decay: str = "sigmoid", decay_bound: float | None = None
+        self,
+        head_size: int,
+        arch: str,
+        decay: str = "sigmoid",
+        decay_bound: float | None = None,
+        num_threads: int | None = None,
     ) -> int:
         """Return the chunk length that is fastest and keeps a promise about the decays."""
 
@@ -82,6 +87,7 @@ class Case(NamedTuple):
     decay: str
     decay_bound: float | None
     chunk_len: int | None
+    num_threads: int | None = None
     training: bool = True  # with gradients
     blocks: int = 1 << 20  # sequences times heads
     packed: bool = False
@@ -181,8 +187,8 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
     if backend != "chunked" and (is_large or case.op in gated.OPS):
         reason = SCANS[case.op].obstacle(*sizes, arch, case.chunk_len)
         if reason is None:
-            length = SCANS[case.op].default_chunk_len(case.head_size, arch(), case.decay, case.decay_bound)
-            return "scan", case.chunk_len or length
+            asked = case.decay, case.decay_bound, case.num_threads
+            return "scan", case.chunk_len or SCANS[case.op].default_chunk_len(case.head_size, arch(), *asked)
     if backend == "auto":
         return "recurrent", case.chunk_len
     text, *values = reason
@@ -216,7 +222,6 @@ def is_guarded(backend: str, chunk_len: int | None, decay: str, decay_bound: flo
 def geometry(
     backend: str,
     chunk_len: int | None,
-    num_threads: int | None,
     case: Case,
     arch: Callable[[], str],
     known: Callable[[], Sequence[Choice]],
@@ -226,7 +231,7 @@ def geometry(
     A choice was measured as a whole, so a call that names a part of the geometry takes none. It never decides about
     the backend: where its chunks are too long for the decay of a call, the rule's are taken.
     """
-    if backend in ("chunked", "split") and case.chunk_len is None and num_threads is None:
+    if backend in ("chunked", "split") and case.chunk_len is None and case.num_threads is None:
         assert chunk_len is not None  # `choose` has found it
         found = choices.find(known(), case.op, case.head_size, case.value_size, case.training)
         if found is not None:
@@ -236,4 +241,4 @@ def geometry(
             bounded = [n for n in (chunk_len, found.chunk_len) if chunked.is_bounded(case.decay, case.decay_bound, n)]
             if reason is None and (found.chunk_len in bounded or not bounded):
                 return found.geometry
-    return Geometry(chunk_len, num_threads)
+    return Geometry(chunk_len, case.num_threads)

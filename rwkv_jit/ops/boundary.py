@@ -155,14 +155,12 @@ def _check(
     if _is_for_kernels(options.backend, first):
         device = first.device.index
         case = backends.Case(
-            op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len, training,
-            sequences * heads, cu_seqlens is not None,
+            op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len,
+            options.num_threads, training, sequences * heads, cu_seqlens is not None,
             (lambda: tensors.multiprocessors(device)) if tensors.is_eager() else None,
         )  # fmt: skip
         backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(first.device.index))
-        geometry = backends.geometry(
-            backend, chunk_len, options.num_threads, case, lambda: tensors.arch(device), lambda: choices.of(device)
-        )
+        geometry = backends.geometry(backend, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
     scale, decay, layout, interval, *_ = options
     found = Options(
         scale, decay, layout, interval, *geometry[:2], backend, *geometry[2:],

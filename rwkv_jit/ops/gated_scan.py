@@ -64,13 +64,19 @@ def obstacle(
     return None
 
 
-def default_chunk_len(head_size: int, arch: str, decay: str = "sigmoid", decay_bound: float | None = None) -> int:
+def default_chunk_len(
+    head_size: int,
+    arch: str,
+    decay: str = "sigmoid",
+    decay_bound: float | None = None,
+    num_threads: int | None = None,
+) -> int:
     """Return the chunk that is fastest on an H200, of those that shared memory allows.
 
-    64 tokens with warp groups. Without these what is left behind would be half as much, but the state spills. A shorter
-    one where that keeps a promise about the decays.
+    64 tokens where warp groups take so many threads. Without these what is left behind would be half as much, but the
+    state spills. A shorter one where that keeps a promise about the decays.
     """
-    of_groups = [length for length in CHUNK_LENS if gated_groups.can(arch, length, None)]
+    of_groups = [length for length in CHUNK_LENS if gated_groups.can(arch, length, num_threads)]
     others = [length for length in CHUNK_LENS if head_size <= LARGEST_KEY and _fits(head_size, length, arch)]
     fitting = [*of_groups, *others]
     bounded = [length for length in fitting if chunked.is_bounded(decay, decay_bound, length)]
@@ -109,7 +115,8 @@ def specialize(
     also: tuple[str, ...] = (),
 ) -> kernel.Request:
     """Return the scan of one direction; `chosen` overrides the geometry. Few heads differ with warp groups alone."""
-    length, backward = chunk_len or default_chunk_len(head_size, arch), direction == "backward"
+    length = chunk_len or default_chunk_len(head_size, arch, num_threads=num_threads)
+    backward = direction == "backward"
     if backward:
         types = {**types, "T_STATE": "fp32"}
     if gated_groups.can(arch, length, num_threads):

@@ -57,11 +57,18 @@ def obstacle(
     return None
 
 
-def default_chunk_len(head_size: int, arch: str, decay: str = "sigmoid", decay_bound: float | None = None) -> int:
-    """Return the longest chunk that shared memory allows: what is left behind goes by the chunk.
+def default_chunk_len(
+    head_size: int,
+    arch: str,
+    decay: str = "sigmoid",
+    decay_bound: float | None = None,
+    num_threads: int | None = None,
+) -> int:
+    """Return the longest chunk that shared memory allows, whatever the threads: what is left behind goes by the chunk.
 
     A shorter one where that keeps a promise about the decays.
     """
+    del num_threads
     fitting = [length for length in CHUNK_LENS if _fits(head_size, length, arch)]
     bounded = [length for length in fitting if chunked.is_bounded(decay, decay_bound, length)]
     return (bounded or fitting or CHUNK_LENS[-1:])[0]

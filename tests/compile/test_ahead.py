@@ -498,9 +498,9 @@ def test_specialize_takes_what_long_calls_take():
     for threads, name in ((None, "wkv7_group_scan"), (384, "wkv7_group_scan"), (128, "wkv7_scan")):
         found = rwkv_jit.specialize("wkv7", 4, 136, arch="sm_90", decay="sigmoid", num_threads=threads)
         assert found.name == name
-    for threads, name in ((None, "gla_group_scan"), (384, "gla_group_scan"), (128, "gla_scan")):
+    for threads, name, chunk_len in ((None, "gla_group_scan", 64), (384, "gla_group_scan", 64), (128, "gla_scan", 32)):
         found = rwkv_jit.specialize("gla", 4, 136, arch="sm_90", num_threads=threads)
-        assert (found.name, found.parameters["CHUNK_LEN"]) == (name, 64)
+        assert (found.name, found.parameters["CHUNK_LEN"]) == (name, chunk_len)
     assert rwkv_jit.specialize("gla", 4, 136, arch="sm_80").name == "gla_scan"
     for dtype, arch, decay, backend in (
         (torch.bfloat16, "sm_80", "sigmoid", "chunked"),

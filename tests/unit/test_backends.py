@@ -503,7 +503,7 @@ def test_measured_geometries_are_of_the_chunked_kernels_alone():
         raise AssertionError("it was asked")
 
     case = CASE._replace(**LARGE)
-    assert backends.geometry("scan", 64, None, case, lambda: "sm_90", known) == interface.Geometry(64, None)
+    assert backends.geometry("scan", 64, case, lambda: "sm_90", known) == interface.Geometry(64, None)
 
 
 @pytest.mark.parametrize("op", ["wkv7", *gated.OPS])
@@ -512,7 +512,7 @@ def test_measured_geometry_is_taken_where_the_kernels_of_its_op_can_do_it(op):
     for size, length in itertools.product((64, 128), (16, 32, 64)):
         choice = choices.Choice("a GPU", "sm_90", op, size, True, length, 128, 2, 1, "")
         case = CASE._replace(op=op, head_size=size, value_size=size)
-        found = backends.geometry("chunked", 32, None, case, lambda: "sm_90", lambda choice=choice: [choice])
+        found = backends.geometry("chunked", 32, case, lambda: "sm_90", lambda choice=choice: [choice])
         taken = length < 64 or (op != "wkv7" and size == 64)
         assert found == (choice.geometry if taken else interface.Geometry(32, None))
 
@@ -1273,6 +1273,26 @@ def test_chunk_of_large_heads_is_that_of_warp_groups_or_one_that_keeps_a_bound(
     arch, head_size, decay, bound, chunk_len
 ):
     assert gated_scan.default_chunk_len(head_size, arch, decay, bound) == chunk_len
+    assert gated_scan.default_chunk_len(head_size, arch, decay, bound, 384) == chunk_len
+
+
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "gla"])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_90a", "sm_100"])
+def test_threads_that_warp_groups_do_not_have_take_the_chunk_of_other_architectures(arch, op):
+    """Where the state would spill in chunks of 64."""
+    sizes = {"op": op, "head_size": 256, "value_size": 512}
+    for threads in (256, 288, 512):
+        for decay, bound, chunk_len in (("sigmoid", None, 32), ("log", None, 32), ("log", -2.0, 32), ("log", -4.1, 16)):
+            case = {**sizes, "decay": decay, "decay_bound": bound, "num_threads": threads}
+            assert choose("auto", case, arch) == choose("split", case, arch) == ("scan", chunk_len)
+            assert choose("auto", case | {"chunk_len": 64}, arch) == ("scan", 64)
+            _, request = runtime.call_request(
+                op, 256, 512, torch.bfloat16, arch, "forward", "auto", decay, None, threads, {}, bound
+            )
+            assert (request.template.name, request.parameters["CHUNK_LEN"]) == ("gla_scan", chunk_len)
+        for direction in ("forward", "backward"):
+            found = gated_request(direction, 256, 512, arch, op, gated_scan, num_threads=threads).parameters
+            assert (found["CHUNK_LEN"], found["NUM_THREADS"]) == (32, threads)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -1285,6 +1305,7 @@ def test_chunk_of_large_heads_is_that_of_warp_groups_or_one_that_keeps_a_bound(
         ((1024, 1024), 64, 384, True),
         ((128, 130), 64, 128, False),
         ((256, 512), 64, 256, False),
+        ((256, 512), None, 256, False),
         ((256, 512), 32, None, False),
         ((256, 512), 32, 384, False),
         ((256, 512), 16, None, False),

@@ -1730,11 +1730,12 @@ def test_flags_of_warp_groups_are_zeros_before_they_are_set(training, group_call
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_threads_asked_for_take_no_warp_groups_in_both_directions(training, group_calls):
+@pytest.mark.parametrize(("chunk_len", "chunks"), [(64, 2), (None, 3)])
+def test_threads_asked_for_take_no_warp_groups_in_both_directions(chunk_len, chunks, training, group_calls):
     given = make_gated("gla", (B, 70, H, 128), 130, grad=training)
     for threads in (128, 256):
         del group_calls.launches[:]
-        y, _ = rwkv_jit.gla(*given.values(), decay="sigmoid", num_threads=threads, chunk_len=64)
+        y, _ = rwkv_jit.gla(*given.values(), decay="sigmoid", num_threads=threads, chunk_len=chunk_len)
         (forward,) = group_calls.launches
         assert (forward.entry, forward.block) == ("gla_scan", (threads, 1, 1))
         if training:
@@ -1742,7 +1743,7 @@ def test_threads_asked_for_take_no_warp_groups_in_both_directions(training, grou
             _, back, of_keys = group_calls.launches
             assert (back.entry, back.block, of_keys.entry) == ("gla_scan", (threads, 1, 1), "gla_key_gradients")
             assert addresses(of_keys, 8)[7] == addresses(forward, 10)[9] != 0
-            assert of_keys.grid == (B * 2 * 2, H, 1)
+            assert of_keys.grid == (B * chunks * 2, H, 1)  # and slabs of 64 channels
     del group_calls.launches[:]
     y, _ = rwkv_jit.gla(*given.values(), decay="sigmoid", num_threads=384)
     assert [launch.entry for launch in group_calls.launches] == ["gla_prepare", "gla_group_scan"]
