@@ -406,7 +406,8 @@ def seen_flags(monkeypatch):
 
     def watched(of, kept):
         saved, flags = split(of, kept)
-        seen.append(flags)
+        if not seen or seen[-1].data_ptr() != flags.data_ptr():  # the backward asks for them too
+            seen.append(flags)
         return saved, flags
 
     monkeypatch.setattr(guarded.Kept, "split", watched)
@@ -447,15 +448,23 @@ def of_head(name, x, row, head):
     return x[row, head] if name in ("state", "dinitial_state") else x[row, :, head]
 
 
-def check_heads(op, found, want, rows, heads, strong):
-    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are."""
+def walks(given, chunk_len=None):
+    """Return whether the forward goes through chunks out of range by itself: not by warp groups."""
+    return max(given["k"].shape[3], given["v"].shape[3]) <= 128 or chunk_len in (16, 32)
+
+
+def check_heads(op, found, want, rows, heads, strong, walked):
+    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are.
+
+    So is what a forward finds that has `walked` through the chunks out of range, and the others by tensor cores.
+    """
     wrong, summed = {}, {f"d{name}" for name in FIXED.get(op, "")}
     for name in found.keys() - summed:
         for row in range(rows):
             for head in range(heads):
                 one, exact = (of_head(name, x[name], row, head) for x in (found, want))
                 limit = GATES.get(name, GATE)
-                if (row, head) in strong:
+                if (row, head) in strong and not (walked and name in ("y", "state")):
                     limit = EXACT_STATE if "state" in name else EXACT
                 # A slope at strong decays is less than a float has.
                 error = relative(one, exact) if exact.norm() > 1e-20 else float(one.norm())
@@ -475,7 +484,7 @@ def check_heads(op, found, want, rows, heads, strong):
 def test_usual_decays_leave_nothing_to_do(op, dtype, decay, sizes, seen_flags):
     given = guarded_inputs(op, dtype, decay, head_size=sizes[0], value_size=sizes[1])
     found, want, _ = results(op, given, make_state(op, given, 2), decay=decay)
-    check_heads(op, found, want, 2, 3, ())
+    check_heads(op, found, want, 2, 3, (), walks(given))
     (flags,) = seen_flags
     assert flags.shape == (2, 3)
     assert not flags.any()
@@ -490,7 +499,7 @@ def test_heads_with_strong_decays_are_exact(op, dtype, decay, sizes, seen_flags)
     given = guarded_inputs(op, dtype, decay, head_size=sizes[0], value_size=sizes[1])
     given = strengthen(given, PLACES, STRONG[decay])
     found, want, _ = results(op, given, make_state(op, given, 2), decay=decay)
-    check_heads(op, found, want, 2, 3, STRONG_HEADS)
+    check_heads(op, found, want, 2, 3, STRONG_HEADS, walks(given))
     assert {(row, head) for row, head in seen_flags[0].nonzero().tolist()} == STRONG_HEADS
 
 
@@ -513,7 +522,7 @@ def test_constant_decay_of_one_head_is_strong(op, dtype, head_size, seen_flags):
     """Its gradients are sums over sequences whose heads were all computed once more."""
     given = strengthen_head(guarded_inputs(op, dtype, head_size=head_size), 1, 3.0)
     found, want, _ = results(op, given, make_state(op, given, 2))
-    check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)})
+    check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)}, walks(given))
     assert seen_flags[0].tolist() == [[0, 1, 0]] * 2
     for name in ("dw", "du"):
         assert relative(found[name][1], want[name][1]) < EXACT
@@ -530,7 +539,7 @@ def test_limit_is_that_of_half_a_chunk(op, head_size, chunk_len, seen_flags):
         w[0, 2 * half : 3 * half, 1] = -step
         given |= {"w": w.requires_grad_()}
         found, want, _ = results(op, given, None, decay="log", backend=backend_of(given), chunk_len=chunk_len)
-        check_heads(op, found, want, 2, 3, {(0, 1)} if leaves else ())
+        check_heads(op, found, want, 2, 3, {(0, 1)} if leaves else (), walks(given, chunk_len))
         assert bool(seen_flags[-1].any()) == leaves
 
 
@@ -543,7 +552,7 @@ def test_one_channel_of_one_token_is_enough(op, head_size, seen_flags):
         w[1, 100, 2, channel] = 9.0
         given |= {"w": w.requires_grad_()}
         found, want, _ = results(op, given, None, decay="raw")
-        check_heads(op, found, want, 2, 3, {(1, 2)})
+        check_heads(op, found, want, 2, 3, {(1, 2)}, walks(given))
         assert seen_flags[-1].nonzero().tolist() == [[1, 2]]
 
 
@@ -557,11 +566,11 @@ def test_growth_does_not_hide_decay(op, head_size, seen_flags):
     assert seen_flags[-1].nonzero().tolist() == [[0, 1]]
 
 
-def check_kinds(op, given, found, exact, fast, strong, walks):
+def check_kinds(op, given, found, exact, fast, strong, walked):
     """Heads with strong decays are bit for bit those of `exact`, the others those of `fast`: all that `run` returns.
 
     Of gradients that are sums over the sequences, heads that are of one kind in all of them. Of y and the final state
-    only the second part holds where the forward `walks` through chunks out of range by itself.
+    only the second part holds where the forward has `walked` through chunks out of range by itself.
     """
     different, sums = [], {f"d{name}" for name in FIXED.get(op, "")}
     names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
@@ -569,7 +578,7 @@ def check_kinds(op, given, found, exact, fast, strong, walks):
         is_sum = name in sums
         x, of_exact, of_fast = each if is_sum or "state" in name else (one.transpose(1, 2) for one in each)
         is_exact, is_fast = (strong.all(0), ~strong.any(0)) if is_sum else (strong, ~strong)
-        is_walked = walks and name in ("y", "state")
+        is_walked = walked and name in ("y", "state")
         same = (
             relative(x[is_exact], of_exact[is_exact]) < GATE
             if is_walked
@@ -606,7 +615,7 @@ def test_heads_are_those_of_the_recurrent_kernels_or_of_a_call_with_a_bound(
         leaving, heads = strengthen_head(usual, 2, 5.0), {(0, 2), (1, 2)}
     for given, strong in ((usual, places(())), (leaving, places(heads))):
         exact = run(op, given, state, fast[3], backend="recurrent", **options)
-        check_kinds(op, given, run(op, given, state, fast[3], **options), exact, fast, strong, max(sizes) <= 128)
+        check_kinds(op, given, run(op, given, state, fast[3], **options), exact, fast, strong, walks(given))
         assert torch.equal(seen_flags[-1] != 0, strong)
 
 
@@ -634,7 +643,7 @@ def test_heads_of_packed_sequences_are_of_either_kind(op, head_size, seen_flags)
             named = dict(zip(given, grads, strict=False))
             own = [*(named[n][:, begin:end] for n in of_tokens), grads[-1][i : i + 1]]
             parts.append((y[:, begin:end], final[i : i + 1], own, None))
-        check_kinds(op, of_tokens, *parts, strong[i : i + 1], head_size <= 128)
+        check_kinds(op, of_tokens, *parts, strong[i : i + 1], walks(given))
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -659,7 +668,7 @@ def test_packed_sequences_with_strong_decays(op, dtype, head_size):
             for every in (found, want)
         ]
         if end - begin > 1:
-            check_heads(op, *parts, 1, 3, {(0, head) for sequence, head in strong if sequence == i})
+            check_heads(op, *parts, 1, 3, {(0, head) for sequence, head in strong if sequence == i}, walks(given))
         else:  # of a single token the roundings of one vector are the whole error
             for name in of_states:
                 assert relative(parts[0][name], parts[1][name]) < GATE
@@ -755,7 +764,7 @@ def test_segments_with_strong_decays(op, decay, head_size, layout, seen_flags):
     given = strengthen(given, places, STRONG[decay])
     state = make_state(op, given, 2, layout=layout)
     found, want, _ = results(op, given, state, decay=decay, state_layout=layout, backend="split")
-    check_heads(op, found, want, 2, 3, {(0, 0), (0, 1), (1, 2)})
+    check_heads(op, found, want, 2, 3, {(0, 0), (0, 1), (1, 2)}, walks(given))
     assert seen_flags[0].nonzero().tolist() == [[0, 0], [0, 1], [1, 2]]
 
 
@@ -766,7 +775,7 @@ def test_segments_with_a_strong_constant_decay(op, seen_flags):
     w[1, 5] = 3.0
     given |= {"w": w.requires_grad_()}
     found, want, _ = results(op, given, make_state(op, given, 2), decay="raw", backend="split")
-    check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)})
+    check_heads(op, found, want, 2, 3, {(0, 1), (1, 1)}, walks(given))
     assert seen_flags[0].tolist() == [[0, 1, 0]] * 2
     for name in ("dw", "du"):
         assert relative(found[name][1], want[name][1]) < EXACT
