@@ -63,8 +63,9 @@ def wkv6(
     decay_bound : float, optional
         A promise that every log d is at least this negative number. The tensor cores can take what decays by e^-64 or
         less in half a chunk. Where the promise says so, or "sigmoid", they take it without looking, and give NaN where
-        it is broken; a shorter chunk is taken where that keeps it. Otherwise they look, and the recurrent kernels
-        compute heads of sequences with stronger decays once more: any decay is right.
+        it is broken; a shorter chunk is taken where that keeps it. Otherwise they look: the forward walks token by
+        token through chunks whose decays are stronger, and what else such heads of sequences have (gradients, and at
+        head sizes above 128 on sm_90 the forward too) the recurrent kernels compute once more: any decay is right.
     state_layout : {"vk", "kv"}, default "vk"
         Order of the last two dimensions of the states.
     checkpoint_interval : int, default 64
