@@ -22,6 +22,7 @@ from rwkv_jit.ops import (
     prepared,
     recurrent,
     split,
+    wide_keys,
     wkv5,
     wkv6,
     wkv7,
@@ -256,13 +257,15 @@ def call_requests(
     chosen |= {f"t_{name}": tensors.STORAGE[w_dtype or dtype] for name in ("w", "u") if name in of.names}
     purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
     calls = product((backends.LEAST_TOKENS, 1), (False, True), purposes, _known_choices(arch))
+    target, also = tensors.targets(arch)
+    case = backends.Case(op, dtype, head_size, head_size, backends.LEAST_TOKENS, decay, decay_bound, None)
+    sizes = {head_size, *wide_keys.part_sizes("auto", case, lambda: target)} if op in gated.OPS else {head_size}
     of_calls = [
         call_request(
-            op, head_size, None, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
+            op, size, head_size, dtype, arch, direction, "auto", decay, None, None, chosen, decay_bound, *call
         )
-        for call in calls
+        for size, call in product(sorted(sizes), calls)
     ]  # fmt: skip
-    target, also = tensors.targets(arch)
     found = [request for _, request in of_calls]
     of_chunks = [request for name, request in of_calls if name == "chunked"]
     if of_chunks:
@@ -273,8 +276,9 @@ def call_requests(
     for request in [request for name, request in of_calls if name == "scan"]:
         length = int(request.parameters["CHUNK_LEN"])
         of_inputs = {name.upper(): storage for name, storage in chosen.items() if name.startswith("t_")}
+        keys = int(request.parameters["HEAD_SIZE"])
         found += backends.SCANS[op].companions(
-            op, direction, head_size, head_size, {**request.parameters, **of_inputs, "DECAY": decay}, target, length,
+            op, direction, keys, head_size, {**request.parameters, **of_inputs, "DECAY": decay}, target, length,
             also, backends.is_guarded("scan", length, decay, decay_bound),
         )  # fmt: skip
     return found

@@ -155,7 +155,7 @@ def choose(backend: str, case: Case, arch: Callable[[], str]) -> tuple[str, int 
               average; chunk_len not given, or one of its own
     scan      the same as chunked for a head size or value size above 128 and up to 1024, with chunk lengths of
               its own; in other ops than wkv7 smaller heads that chunked does not take, and keys above 256 on
-              sm_90 alone; "split" asks for it too
+              sm_90 alone (`wide_keys` calls with parts of these); "split" asks for it too
     recurrent everything else
     ========= ==========================================================================================
 

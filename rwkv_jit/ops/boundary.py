@@ -143,23 +143,12 @@ def _check(
     given, initial_state, cu_seqlens = check_tensors(
         op, arrays, initial_state, cu_seqlens, options.state_layout, options.backend
     )
-    first = given[0]
-    batch, tokens, heads, head_size = first.shape
-    value_size = given[op.streamed.index("v")].shape[3]
-    sequences = batch
-    if cu_seqlens is not None:
-        sequences = cu_seqlens.shape[0] - 1
-        tokens = tokens // sequences
-    backend, chunk_len = "reference", options.chunk_len
-    geometry = Geometry(chunk_len, options.num_threads)
-    if _is_for_kernels(options.backend, first):
-        device = first.device.index
-        case = backends.Case(
-            op.name, first.dtype, head_size, value_size, tokens, options.decay, decay_bound, chunk_len,
-            options.num_threads, training, sequences * heads, cu_seqlens is not None,
-            (lambda: tensors.multiprocessors(device)) if tensors.is_eager() else None,
-        )  # fmt: skip
-        backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(first.device.index))
+    backend, geometry = "reference", Geometry(options.chunk_len, options.num_threads)
+    if _is_for_kernels(options.backend, given[0]):
+        device = given[0].device.index
+        asked = options.decay, decay_bound, options.chunk_len, options.num_threads
+        case = case_of(op, given, cu_seqlens, *asked, training)
+        backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(device))
         geometry = backends.geometry(backend, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
     scale, decay, layout, interval, *_ = options
     found = Options(
@@ -167,6 +156,23 @@ def _check(
         guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
     )  # fmt: skip
     return given, initial_state, cu_seqlens, found
+
+
+def case_of(
+    op: Op, given: Sequence[Tensor], cu_seqlens: Tensor | None, decay: str, decay_bound: float | None,
+    chunk_len: int | None, num_threads: int | None, training: bool,
+) -> backends.Case:  # fmt: skip
+    """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
+    first = given[0]
+    batch, tokens, heads, head_size = first.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    device = first.device.index
+    return backends.Case(
+        op.name, first.dtype, head_size, given[op.streamed.index("v")].shape[3],
+        tokens if cu_seqlens is None else tokens // sequences, decay, decay_bound, chunk_len, num_threads,
+        training, sequences * heads, cu_seqlens is not None,
+        (lambda: tensors.multiprocessors(device)) if tensors.is_eager() else None,
+    )  # fmt: skip
 
 
 def check_tensors(

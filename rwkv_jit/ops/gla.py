@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit.ops import boundary
+from rwkv_jit.ops import boundary, wide_keys
 from rwkv_jit.reference import gla_ref
 
 OP = boundary.define(
@@ -137,7 +137,7 @@ def gla(
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
     """
     scale = boundary.key_scale(q) if scale is None else scale
-    return boundary.call(
+    return wide_keys.call(
         OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
         checkpoint_interval, chunk_len, num_threads, backend,
     )  # fmt: skip

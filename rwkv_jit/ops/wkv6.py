@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit.ops import boundary
+from rwkv_jit.ops import boundary, wide_keys
 from rwkv_jit.reference import wkv6_ref
 
 OP = boundary.define("wkv6", ("r", "k", "v", "w"), ("u",), wkv6_ref)
@@ -138,7 +138,7 @@ def wkv6(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
-    return boundary.call(
+    return wide_keys.call(
         OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
         checkpoint_interval, chunk_len, num_threads, backend,
     )  # fmt: skip
