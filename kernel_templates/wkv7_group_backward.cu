@@ -100,6 +100,16 @@ template <int COLUMNS> struct Units {
     }
 };
 
+// As read_checkpoint, but loaded where it stands: what is known to be read-only the compiler moves past barriers, down to
+// its use, which then waits for the memory.
+__device__ inline Fragment read_early(const Checkpoint* checkpoint, int row, int c) {
+    Fragment f;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.at[0]), "=r"(f.at[1]), "=r"(f.at[2]), "=r"(f.at[3])
+                 : "l"(&checkpoint->lanes[row / 16][c][lane_id()]));
+    return f;
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_backward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
@@ -141,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const auto load_state = [&](i64 token) {
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c)
-            state_rows[c] = read_checkpoint(checkpoints + token / CHUNK_LEN * heads, first_value, c);
+            state_rows[c] = read_early(checkpoints + token / CHUNK_LEN * heads, first_value, c);
     };
 
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
@@ -177,12 +187,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         const i64 next = token - CHUNK_LEN;
+        load_state(token);
         RateSums sums;
         sum_rates(sums, smem.totals, next_w, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(token, steps), commit_copies();
-        load_state(token);
         const Frame frame =
             write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, operands, scale, smem.growth);
         write_factor(smem.factor,
