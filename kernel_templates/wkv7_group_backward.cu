@@ -75,12 +75,6 @@ template <int COLUMNS> struct Units {
         return reinterpret_cast<uint4*>(&rows[row(n)][8 * unit()]);
     }
 
-    // Rows of a tensor to a tile; zeros from row `present` on. Offsets within a chunk have 32 bits (tensors.needs_copy).
-    template <typename Tile> __device__ static void copy(Tile tile, const T_IO* source, i64 stride, i64 present) {
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n)
-            copy_async<16>(shared_address(in(tile, n)), source + (row(n) * unsigned(stride) + 8 * unit()), row(n) < present);
-    }
     // Tiles to tensors of the same strides. All is read before any is written: a row that is not there would else be a
     // branch around each unit, with its wait.
     template <typename Tile, int TILES>
@@ -97,6 +91,24 @@ template <int COLUMNS> struct Units {
             for (int i = 0; i < TILES; ++i)
                 if (row(n) < rows) write_global(targets[i] + offset, held[i][n]);
         }
+    }
+};
+
+// A tensor's rows of a chunk, and then of the chunk before, from the thread's first unit on.
+template <int COLUMNS> struct Source {
+    const T_IO* next;
+    i64 stride;
+
+    __device__ Source(const T_IO* chunk, i64 stride)
+        : next(chunk + Units<COLUMNS>::row(0) * stride + 8 * Units<COLUMNS>::unit()), stride(stride) {}
+    // To a tile; zeros from row `present` on. Offsets within a chunk have 32 bits (tensors.needs_copy).
+    template <typename Tile> __device__ void copy(Tile tile, int present) {
+        using Place = Units<COLUMNS>;
+#pragma unroll
+        for (int n = 0; n < Place::COUNT; ++n)
+            copy_async<16>(shared_address(Place::in(tile, n)), next + n * Place::ROW_STEP * unsigned(stride),
+                           Place::row(n) < present);
+        next -= CHUNK_LEN * stride;
     }
 };
 
@@ -118,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     T_IO* __restrict__ dv, T_IO* __restrict__ da, T_IO* __restrict__ db, float* __restrict__ grad_initial_state,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
     Strides dy_strides, i64 tokens, i64 heads, float scale) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that rows of whole chunks need no test
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
@@ -125,9 +138,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const int warp = warp_id(), first_value = 16 * warp;
     static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
-    r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
-    v += start(v_strides), dy += start(dy_strides);
+    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+    const auto start = [&](Strides s, i64 token) {
+        return span.batch * s.batch + (span.begin + token) * s.token + head * s.head;
+    };
+    w += start(w_strides, 0);
+    Source<CHANNELS> from_r(r + start(r_strides, last), r_strides.token), from_a(a + start(a_strides, last), a_strides.token);
+    Source<CHANNELS> from_k(k + start(k_strides, last), k_strides.token), from_b(b + start(b_strides, last), b_strides.token);
+    Source<VALUES> from_v(v + start(v_strides, last), v_strides.token), from_dy(dy + start(dy_strides, last), dy_strides.token);
     const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;  // outputs are contiguous
     const i64 out_row = (span.batch * tokens + span.begin) * heads + head;
     dr += out_row * HEAD_SIZE, dw += out_row * HEAD_SIZE, dk += out_row * HEAD_SIZE;
@@ -135,16 +153,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
 
-    const auto copy_keys = [&](i64 token) {
-        const i64 steps = span.length - token;
-        Units<CHANNELS>::copy(smem.raw.a, a + token * a_strides.token, a_strides.token, steps);
-        Units<CHANNELS>::copy(smem.raw.k, k + token * k_strides.token, k_strides.token, steps);
-        Units<CHANNELS>::copy(smem.raw.b, b + token * b_strides.token, b_strides.token, steps);
-        Units<CHANNELS>::copy(smem.raw.r, r + token * r_strides.token, r_strides.token, steps);
+    const auto copy_keys = [&](int present) {
+        from_a.copy(smem.raw.a, present), from_k.copy(smem.raw.k, present);
+        from_b.copy(smem.raw.b, present), from_r.copy(smem.raw.r, present);
     };
-    const auto copy_values = [&](i64 token, int steps) {
-        Units<VALUES>::copy(twin_of(smem.v_u, 0), v + token * v_strides.token, v_strides.token, steps);
-        Units<VALUES>::copy(twin_of(smem.dy_dx, 0), dy + token * dy_strides.token, dy_strides.token, steps);
+    const auto copy_values = [&](int present) {
+        from_v.copy(twin_of(smem.v_u, 0), present), from_dy.copy(twin_of(smem.dy_dx, 0), present);
     };
     Fragment all_state_rows[1][CHANNELS / 16];  // S'
     Fragment(&state_rows)[CHANNELS / 16] = all_state_rows[0];
@@ -157,10 +171,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
     __syncthreads();
-    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
     RawDecays next_w;
     if (last >= 0) {
-        copy_keys(last), commit_copies();
+        copy_keys(static_cast<int>(span.length - last)), commit_copies();
         next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
     }
     StateRows all_e[1];
@@ -192,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         sum_rates(sums, smem.totals, next_w, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
-        copy_values(token, steps), commit_copies();
+        copy_values(steps), commit_copies();
         const Frame frame =
             write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, operands, scale, smem.growth);
         write_factor(smem.factor,
@@ -200,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         behind = frame.middle;
         publish_writes();
         __syncthreads();  // the operands are there
-        if (next >= 0) copy_keys(next);
+        if (next >= 0) copy_keys(CHUNK_LEN);
         commit_copies();
 
         // Accumulators [value, token]: U, and dX and dV, before they are solved.
