@@ -93,11 +93,11 @@ struct TokenMatrices {
     TokenTile ak, rb, rk;                // Aak Arb Ark
 };
 
-// Where `solve_lower` reads a diagonal block of Aab from.
-__device__ inline void write_lower(TokenMatrices& matrices, int p, Accumulator (&sum)[2]) {
-    keep_lower(sum, 1);
+// Where `solve_lower` reads a diagonal block of Aab from: what is below the diagonal.
+__device__ inline void write_lower(TokenMatrices& matrices, int p, const Accumulator (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+        if (i / 4 > i % 4 / 2) continue;  // above it in any lane
         const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
         matrices.lower[p][column][row] = sum[i / 4][i % 4];
     }

@@ -55,13 +55,20 @@ struct __align__(1024) Smem {
 constexpr int COLUMNS = 2 * CHUNK_LEN / (WARPS / 4);  // of products of tokens with tokens, a group
 
 // The blocks on and below the diagonals of a warp's rows: which tile of columns, and which block of it.
-template <typename Visit> __device__ inline void for_each_block(Accumulator (&sums)[COLUMNS / 8], Visit visit) {
-    const int p = warp_id() % 2;
+template <typename Visit> __device__ inline void for_each_block(int warp, Accumulator (&sums)[COLUMNS / 8], Visit visit) {
+    static_assert(COLUMNS % CHUNK_LEN == 0, "a group has whole tiles of columns");
+    const int p = warp & 1, first = COLUMNS / CHUNK_LEN * (warp / 4);
 #pragma unroll
     for (int n = 0; n < COLUMNS / 16; ++n) {
-        const int block = COLUMNS / 16 * (warp_id() / 4) + n, q = block % BLOCKS;
-        if (q <= p) visit(block / BLOCKS, p, q, *reinterpret_cast<Accumulator(*)[2]>(&sums[2 * n]));
+        const int q = n % BLOCKS;
+        if (q <= p) visit(first + n / BLOCKS, p, q, *reinterpret_cast<Accumulator(*)[2]>(&sums[2 * n]));
     }
+}
+// Keeps what is on or below the diagonal `offset` places down; words [1] are below it and words [2] above in every lane.
+__device__ inline void keep_lower(Fragment& f, int offset) {
+    const int below = group() - 2 * quad_lane() - offset;
+    const unsigned mask = (below >= 0 ? 0xffffu : 0u) | (below > 0 ? 0xffff0000u : 0u);
+    f.at[0] &= mask, f.at[2] = 0, f.at[3] &= mask;
 }
 
 // The 16-byte units of a chunk's rows, as the threads share them.
@@ -249,13 +256,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         wait_for_batches<OVERLAPS>();
         hold(pairs);
         Below below;
-        for_each_block(pairs, [&](int is_k, int p, int q, Accumulator(&sum)[2]) {
-            if (is_second && !is_k && q < p) below[0] = to_fragment(sum[0], sum[1]);
-            else if (is_second && !is_k) write_lower(smem.matrices, p, sum);
-            else {
-                if (q == p) keep_lower(sum, is_second);
-                store_block(is_second ? ak : is_k ? rk : rb, 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
-            }
+        for_each_block(warp, pairs, [&](int is_k, int p, int q, Accumulator(&sum)[2]) {
+            const bool is_ab = is_second && !is_k;
+            if (is_ab && q == p) return write_lower(smem.matrices, p, sum);
+            Fragment block = to_fragment(sum[0], sum[1]);
+            if (q == p) keep_lower(block, is_second);
+            if (is_ab) below[0] = block;
+            else store_block(is_second ? ak : is_k ? rk : rb, 16 * p, 16 * q, block);
         });
         if (warp / 2 == 1) {
             asm volatile("bar.sync 1, 64;" ::: "memory");
@@ -352,9 +359,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         Units<VALUES>::write(dv_rows, static_cast<unsigned>(value_stride), dv_tile, steps);
         wait_for_batches<1>();
         hold(d_pairs);
-        for_each_block(d_pairs, [&](int is_u, int p, int q, Accumulator(&sum)[2]) {
-            if (q == p) keep_lower(sum, is_second);
-            store_block(d_matrices, 32 * is_second + 16 * p, 32 * is_u + 16 * q, to_fragment(sum[0], sum[1]));
+        for_each_block(warp, d_pairs, [&](int is_u, int p, int q, Accumulator(&sum)[2]) {
+            Fragment block = to_fragment(sum[0], sum[1]);
+            if (q == p) keep_lower(block, is_second);
+            store_block(d_matrices, 32 * is_second + 16 * p, 32 * is_u + 16 * q, block);
         });
         wait_for_batches<0>();
         hold(e);
