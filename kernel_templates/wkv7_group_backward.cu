@@ -36,12 +36,18 @@ struct OperandTwins { Twin r, a, b, k; };
 template <int COLUMNS> struct States { uint4 units[COLUMNS / SLAB][VALUES][8]; };
 using StatesTile = SlabsTile<VALUES * 128>;
 
+// Tokens whose decays' slopes are kept, half made as they are with the rates; of the others w is read again.
+constexpr int KEPT_SLOPES = CHUNK_LEN * SLAB / CHANNELS;
+
 struct __align__(1024) Smem {
     Twins<CHANNELS> r_a, b_k;
     Twins<VALUES> dy_dx, v_u;
     States<CHANNELS> state, e;               // S' and E'
-    uint4 d_matrices[2][CHUNK_LEN][8];       // dArk dArb, below them dAak dAab
-    TokenMatrices matrices;
+    union {
+        TokenMatrices matrices;
+        uint4 d_matrices[2][CHUNK_LEN][8];   // later dArk dArb, below them dAak dAab
+    };
+    float slopes[KEPT_SLOPES][CHANNELS];
     RawKeys raw;
     union {
         float2 totals[SEGMENTS][PAIRS];  // while the operands are made
@@ -118,6 +124,43 @@ template <int COLUMNS> struct Source {
         next -= CHUNK_LEN * stride;
     }
 };
+
+// The slopes of a thread's tokens, as RateSums are the sums of their rates.
+struct Slopes {
+    float2 at[SEGMENT_LEN];
+
+    __device__ static int first() { return threadIdx.x / PAIRS * SEGMENT_LEN; }
+    __device__ Slopes(const RawDecays& raw) {
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) at[i] = {log_decay_slope<DECAY>(raw.at(i, 0)), log_decay_slope<DECAY>(raw.at(i, 1))};
+    }
+    __device__ void write(float (&target)[KEPT_SLOPES][CHANNELS]) const {
+        if (first() >= KEPT_SLOPES) return;
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i)
+            *reinterpret_cast<float2*>(&target[first() + i][threadIdx.x % PAIRS * 2]) = at[i];
+    }
+};
+// The gradient of w, a thread's share four neighbouring channels at a time.
+__device__ inline void write_dw(T_W* target, unsigned stride, const float (&grad)[CHUNK_LEN + 1][GROWTH_PITCH],
+                                const float (&slopes)[KEPT_SLOPES][CHANNELS], const ChunkDecays<CHANNELS>& raw, int steps) {
+    using Share = ChunkDecays<CHANNELS>;
+    float x[Share::SHARE][4];
+#pragma unroll
+    for (int i = 0; i < Share::SHARE; ++i) {
+        const int row = Share::row(i), column = Share::column(i);
+        const bool is_kept = (i + 1) * NUM_THREADS <= KEPT_SLOPES * Share::QUADS;
+        const float4 slope = *reinterpret_cast<const float4*>(&slopes[is_kept ? row : 0][column]);
+        const float kept[4] = {slope.x, slope.y, slope.z, slope.w};
+        const float4 sum = *reinterpret_cast<const float4*>(&grad[row][column]);
+        const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i][j] = sums[j] * (is_kept ? kept[j] : log_decay_slope<DECAY>(raw.held[i].at(j)));
+    }
+#pragma unroll
+    for (int i = 0; i < Share::SHARE; ++i)
+        if (Share::row(i) < steps) write_channels(target + Share::row(i) * stride, Share::column(i), x[i]);
+}
 
 // As read_checkpoint, but loaded where it stands: what is known to be read-only the compiler moves past barriers, down to
 // its use, which then waits for the memory.
@@ -209,10 +252,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         const i64 next = token - CHUNK_LEN;
         load_state(token);
         RateSums sums;
+        const Slopes slopes(next_w);
         sum_rates(sums, smem.totals, next_w, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(steps), commit_copies();
+        slopes.write(smem.slopes);
         const Frame frame =
             write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, operands, scale, smem.growth);
         write_factor(smem.factor,
@@ -362,6 +407,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         for_each_block(warp, d_pairs, [&](int is_u, int p, int q, Accumulator(&sum)[2]) {
             Fragment block = to_fragment(sum[0], sum[1]);
             if (q == p) keep_lower(block, is_second);
+            if (q == p && p == 0) store_block(d_matrices, 32 * is_second, 32 * is_u + 16, {});  // above the diagonal
             store_block(d_matrices, 32 * is_second + 16 * p, 32 * is_u + 16 * q, block);
         });
         wait_for_batches<0>();
@@ -408,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         T_IO* const rows[] = {dr + row, da + row, dk + row, db + row};
         const Twin results[] = {operands.r, operands.a, operands.k, operands.b};
         Units<CHANNELS>::write(rows, static_cast<unsigned>(key_stride), results, steps);
-        raw_w.write_slopes(dw + row, static_cast<unsigned>(key_stride), smem.growth, steps);
+        write_dw(dw + row, static_cast<unsigned>(key_stride), smem.growth, smem.slopes, raw_w, steps);
     }
     wait_for_copies<0>();
     if (grad_initial_state == nullptr) return;
