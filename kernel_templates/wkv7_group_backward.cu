@@ -125,6 +125,15 @@ template <int COLUMNS> struct Source {
     }
 };
 
+// Without a decay, for tokens that are not there: an exponential takes the first for minus infinity.
+constexpr float NO_DECAY = DECAY == Decay::log ? 0.0f : DECAY == Decay::direct ? 1.0f : -3e38f;
+__device__ inline void clear_decays(RawDecays& raw, int steps) {
+    const int first = threadIdx.x / PAIRS * SEGMENT_LEN;
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i)
+        if (first + i >= steps)
+            reinterpret_cast<Pack<T_W, 2>&>(raw.held[i]) = {from_float<T_W>(NO_DECAY), from_float<T_W>(NO_DECAY)};
+}
 // The slopes of a thread's tokens, as RateSums are the sums of their rates.
 struct Slopes {
     float2 at[SEGMENT_LEN];
@@ -225,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     if (last >= 0) {
         copy_keys(static_cast<int>(span.length - last)), commit_copies();
         next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
+        clear_decays(next_w, static_cast<int>(span.length - last));
     }
     StateRows all_e[1];
     StateRows& e = all_e[0];
@@ -253,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         load_state(token);
         RateSums sums;
         const Slopes slopes(next_w);
-        sum_rates(sums, smem.totals, next_w, steps);
+        sum_rates(sums, smem.totals, next_w, CHUNK_LEN);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(steps), commit_copies();
