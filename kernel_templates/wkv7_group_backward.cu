@@ -420,17 +420,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             if (q == p && p == 0) store_block(d_matrices, 32 * is_second, 32 * is_u + 16, {});  // above the diagonal
             store_block(d_matrices, 32 * is_second + 16 * p, 32 * is_u + 16 * q, block);
         });
-        wait_for_batches<0>();
-        hold(e);
-        write_state_terms(smem.state_terms[warp], all_state_rows, all_e);
-        publish_writes();
-        __syncthreads();  // the gradients of the token matrices are there
-
-        if (next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
-#pragma unroll 1
-        for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
-            // [channel, token]: of R and behind it of A; of K and of B.
-            Accumulator d_ra[2 * CHUNK_LEN / 8], d_kb[2 * CHUNK_LEN / 8];
+        // [channel, token] of 16 channels a warp: of R and behind it of A; of K and of B. First what S' and E' give.
+        using KeySums = Accumulator[2 * CHUNK_LEN / 8];
+        const auto multiply_states_by_values = [&](KeySums& d_ra, KeySums& d_kb, int column) {
             begin_products();
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
@@ -440,6 +432,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 multiply_group<64, Read::columns, Read::rows>(c == 0, d_kb, descriptor(tile_e, c, slab),
                                                               descriptor(tile_v, 0, c));
             }
+        };
+        const auto finish_keys = [&](KeySums& d_ra, KeySums& d_kb, int column) {
             const KeyRows rows(tiles, column);
             begin_products();
 #pragma unroll
@@ -455,6 +449,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
 
             write_key_gradients(d_ra, d_ra + CHUNK_LEN / 8, d_kb, d_kb + CHUNK_LEN / 8, rows, tiles, smem.growth,
                                 smem.state_terms, column, scale);
+        };
+        KeySums d_ra, d_kb;
+        constexpr bool IS_EARLY = VALUES == SLAB;  // beside z, where registers allow
+        if constexpr (IS_EARLY) multiply_states_by_values(d_ra, d_kb, first_value), end_batch();
+        wait_for_batches<IS_EARLY>();
+        hold(e);
+        write_state_terms(smem.state_terms[warp], all_state_rows, all_e);
+        publish_writes();
+        __syncthreads();  // the gradients of the token matrices are there
+
+        if (next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+        if constexpr (IS_EARLY) finish_keys(d_ra, d_kb, first_value);
+        else {
+#pragma unroll 1
+            for (int column = first_value; column < CHANNELS; column += VALUES) {
+                KeySums d_ra, d_kb;
+                multiply_states_by_values(d_ra, d_kb, column);
+                finish_keys(d_ra, d_kb, column);
+            }
         }
         ChunkDecays<CHANNELS> raw_w;
         raw_w.load(w + token * w_strides.token, w_strides.token, steps);
