@@ -93,34 +93,37 @@ struct TokenMatrices {
     TokenTile ak, rb, rk;                // Aak Arb Ark
 };
 
-// Where `solve_lower` reads a diagonal block of Aab from: what is below the diagonal.
-__device__ inline void write_lower(TokenMatrices& matrices, int p, const Accumulator (&sum)[2]) {
+// Where `solve_lower` reads a diagonal block of Aab from.
+__device__ inline void write_lower(TokenMatrices& matrices, int p, Accumulator (&sum)[2]) {
+    keep_lower(sum, 1);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        if (i / 4 > i % 4 / 2) continue;  // above it in any lane
         const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
         matrices.lower[p][column][row] = sum[i / 4][i % 4];
     }
 }
 
-// Blocks of Aab below the diagonal ones, row after row.
-using Below = Fragment[BLOCKS > 1 ? BLOCKS * (BLOCKS - 1) / 2 : 1];
-
 // Tm = (I - Aab)^-1 by one warp: the diagonal blocks by substitution in fp32, half a warp each and a lane per
-// column, since products of narrow powers lose everything where keys repeat. The blocks below them are
-// Tm_pq = Tm_pp sum_m Aab_pm Tm_mq, in bf16.
-__device__ inline void solve_lower(TokenMatrices& matrices, const Below& below) {
+// column, since products of narrow powers lose everything where keys repeat. Of two blocks the one below them is
+// Tm_10 = Tm_11 Aab_10 Tm_00, in bf16, from `below`, which is Aab_10.
+__device__ inline void solve_lower(TokenMatrices& matrices, const Fragment& below) {
     const auto tm = tile_of(matrices.tm);
     const int block = lane_id() / 16, column = lane_id() % 16;
-    float x[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.0f : 0.0f;
+    float x[16];  // of Tm - I = Aab Tm
+    const auto read_column = [&](int i, int row) {
+        return *reinterpret_cast<const float4*>(&matrices.lower[block][i][row]);
+    };
     if (block < BLOCKS) {
 #pragma unroll
-        for (int i = 0; i < 15; ++i)
+        for (int row = 0; row < 16; row += 4) {
+            const float4 four = read_column(column, row);
+            x[row] = four.x, x[row + 1] = four.y, x[row + 2] = four.z, x[row + 3] = four.w;
+        }
+#pragma unroll
+        for (int i = 1; i < 15; ++i)
 #pragma unroll
             for (int row = (i + 1) / 4 * 4; row < 16; row += 4) {
-                const float4 four = *reinterpret_cast<const float4*>(&matrices.lower[block][i][row]);
+                const float4 four = read_column(i, row);
                 const float factors[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
@@ -128,30 +131,35 @@ __device__ inline void solve_lower(TokenMatrices& matrices, const Below& below) 
             }
     }
     __syncwarp();
-    if (block < BLOCKS) {
+    if (block < BLOCKS) {  // a lane's column as a row, for the moment
+        bf16* const row = &matrices.tm[lane_id()][16 * block];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) matrices.tm[16 * block + i][16 * block + column] = from_float<bf16>(x[i]);
+        for (int i = 0; i < 16; i += 8)
+            *reinterpret_cast<uint4*>(row + i) = {pack(x[i], x[i + 1]), pack(x[i + 2], x[i + 3]),
+                                                  pack(x[i + 4], x[i + 5]), pack(x[i + 6], x[i + 7])};
+        row[column] = from_float<bf16>(1.0f);
     }
-#pragma unroll
-    for (int p = 1; p < BLOCKS; ++p) {
-#pragma unroll
-        for (int q = 0; q < p; ++q) {
-            __syncwarp();
-            Accumulator carried[2] = {};  // transpose of the sum over m
-#pragma unroll
-            for (int m = q; m < p; ++m)
-                multiply_add(carried, load_left_transposed(tm, 16 * m, 16 * q), transposed(below[p * (p - 1) / 2 + m]));
-            Accumulator sum[2] = {};
-            multiply_add(sum, load_left(tm, 16 * p, 16 * p), transposed(to_fragment(carried[0], carried[1])));
-            store_block(tm, 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
-        }
+    __syncwarp();
+    const Fragment first_transposed = load_left(tm, 0, 0);
+    if constexpr (BLOCKS == 1) {
+        __syncwarp();
+        store_block_transposed(tm, 0, 0, first_transposed);
+    } else {
+        const Fragment second = load_left_transposed(tm, 16, 16);
+        __syncwarp();
+        store_block_transposed(tm, 0, 0, first_transposed);
+        store_block(tm, 16, 16, second);
+        Accumulator carried[2] = {}, sum[2] = {};
+        multiply_add(carried, first_transposed, transposed(below));  // (Aab_10 Tm_00)^T
+        multiply_add(sum, second, transposed(to_fragment(carried[0], carried[1])));
+        store_block(tm, 16, 0, to_fragment(sum[0], sum[1]));
     }
 }
 
 // The same from the operands.
 template <typename Operands> __device__ inline void invert(TokenMatrices& matrices, const Operands& operands) {
     const auto a = tile_of(operands.a), b = tile_of(operands.b);
-    Below below;
+    Fragment below;
 #pragma unroll
     for (int p = 0; p < BLOCKS; ++p) {
         const LeftRows left(a, p);
@@ -159,7 +167,7 @@ template <typename Operands> __device__ inline void invert(TokenMatrices& matric
         for (int q = 0; q <= p; ++q) {
             Accumulator sum[2] = {};
             multiply_rows(sum, left, b, q);
-            if (q < p) below[p * (p - 1) / 2 + q] = to_fragment(sum[0], sum[1]);
+            if (q < p) below = to_fragment(sum[0], sum[1]);
             else write_lower(matrices, p, sum);
         }
     }

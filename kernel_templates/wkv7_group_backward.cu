@@ -310,13 +310,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         if constexpr (OVERLAPS) multiply_states();
         wait_for_batches<OVERLAPS>();
         hold(pairs);
-        Below below;
+        Fragment below;
         for_each_block(warp, pairs, [&](int is_k, int p, int q, Accumulator(&sum)[2]) {
             const bool is_ab = is_second && !is_k;
             if (is_ab && q == p) return write_lower(smem.matrices, p, sum);
             Fragment block = to_fragment(sum[0], sum[1]);
             if (q == p) keep_lower(block, is_second);
-            if (is_ab) below[0] = block;
+            if (is_ab) below = block;
             else store_block(is_second ? ak : is_k ? rk : rb, 16 * p, 16 * q, block);
         });
         if (warp / 2 == 1) {
