@@ -52,12 +52,20 @@ __device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {
 
 // ---- checkpoints -----------------------------------------------------------------------------------------------
 // S' of a chunk, the state at its start in the frame of its middle, as the fragments of its 16 x 16 blocks, lane by lane,
-// so that a warp moves a block in one access.
+// so that a warp moves a block in one access. Or, for products of warp groups that read it as it is, as matrices of 8 x 8, and
+// then of every GROUP_CHUNK_LEN tokens.
 
 struct Checkpoint { uint4 lanes[VALUES / 16][CHANNELS / 16][32]; };
+using Matrices = unsigned[VALUES / 8][CHANNELS / 8][32];
+constexpr int GROUP_CHUNK_LEN = 64;
 
 __device__ inline void write_checkpoint(Checkpoint* checkpoint, int row, int c, const Fragment& f) {
     checkpoint->lanes[row / 16][c][lane_id()] = {f.at[0], f.at[1], f.at[2], f.at[3]};
+}
+__device__ inline void write_matrices(Checkpoint* checkpoint, int row, int c, const Fragment& f) {
+    Matrices& matrices = *reinterpret_cast<Matrices*>(checkpoint);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) matrices[row / 8 + i % 2][2 * c + i / 2][lane_id()] = f.at[i];
 }
 __device__ inline Fragment read_checkpoint(const Checkpoint* checkpoint, int row, int c) {
     const uint4 lane = checkpoint->lanes[row / 16][c][lane_id()];

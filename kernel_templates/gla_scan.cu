@@ -10,7 +10,8 @@
 //   q k      [batch, tokens, heads, K]  T_IO  in     w  the same shape, T_W, in     u  [heads, K]  T_U  in, for the bonus
 //   input, output  V and Y, or dY and dV  [batch, tokens, heads, V]  T_IO  in, out
 //   first, last    S or E  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
-//   checkpoints    [slots, heads]  out or null: S' or E' of every chunk
+//   checkpoints    [slots, heads]  out or null: S' or E' of every chunk; FOR_GROUPS, without decays, S of every 64th token,
+//                  as gla_group_backward.cu reads it
 //   leaves         as in wkv7_chunked_forward.cu
 //
 // Grid (sequences, heads, value rows / ROWS). A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
@@ -19,6 +20,7 @@
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int SLAB = 16 * TILES;
 constexpr int INPUT_PITCH = ROWS + 8;
+constexpr int CHECKPOINT_LEN = FOR_GROUPS ? GROUP_CHUNK_LEN : CHUNK_LEN;  // tokens from one to the next
 
 struct Smem {
     PairOperands operands;
@@ -30,6 +32,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 static_assert(ROWS % SLAB == 0, "rows must be a multiple of those of a warp");
+static_assert(!FOR_GROUPS || (!BACKWARD && !HAS_DECAY && CHECKPOINT_LEN % CHUNK_LEN == 0),
+              "a forward for groups must have no decay and chunks of up to 64");
 
 // Forwards, where decays may leave the range of a chunk's frame.
 constexpr bool WALKS = LARGEST_DECAY > 0 && !BACKWARD;
@@ -106,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     output += (span.batch * tokens + span.begin) * out_stride + head * VALUE_SIZE + first_value;
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     if (checkpoints != nullptr)
-        checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+        checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHECKPOINT_LEN) * heads + head;
 
     const auto copy = [&](i64 token) {
         const i64 steps = span.length - token;
@@ -152,7 +156,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
 
     float2 behind = {0.0f, 0.0f};
     bool leaves_range = false;
-    if (checkpoints != nullptr) checkpoints += first_token / CHUNK_LEN * heads;
+    if (checkpoints != nullptr) checkpoints += first_token / CHECKPOINT_LEN * heads;
+    const auto is_kept = [&](i64 token) {
+        return checkpoints != nullptr && (!FOR_GROUPS || token % CHECKPOINT_LEN == 0);
+    };
     for (i64 token = first_token; exists(token) && span.length > 0; token += STEP) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         RateSums sums;
@@ -200,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                     write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
                         output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]),
                         steps, slab_width, lane_id());
-                if (checkpoints != nullptr) checkpoints += heads;  // nobody reads this one
+                if (is_kept(token)) checkpoints += heads;  // nobody reads this one
                 if (exists(next)) copy(next);
                 continue;
             }
@@ -229,7 +236,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) {
                     start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
-                    if (checkpoints != nullptr) write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
+                    if (!is_kept(token)) continue;
+                    if constexpr (FOR_GROUPS) write_matrices(checkpoints, first_value + 16 * i, c, start_rows[i]);
+                    else write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
                 }
 #pragma unroll
                 for (int p = 0; p < BLOCKS; ++p) {
@@ -246,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                 }
             }
         }
-        if (checkpoints != nullptr) checkpoints += BACKWARD ? -heads : heads;
+        if (is_kept(token)) checkpoints += BACKWARD ? -heads : heads;
         __syncthreads();  // the pairs are there
         if (!has_values) continue;
 #pragma unroll

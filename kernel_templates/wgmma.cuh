@@ -24,6 +24,12 @@ __device__ inline unsigned long long descriptor(SlabsTile<STRIDE> tile, int row,
     return 0x4000004000000000ull | low;
 }
 
+// Matrices of 8 x 8, each of them 8 rows of 16 bytes without a swizzle, side by side in rows that are `stride` bytes apart: as
+// the words of fragments are. To be read along columns.
+__device__ inline unsigned long long descriptor_of_matrices(const unsigned (&first)[32], int stride) {
+    return 128ull / 16 << 32 | static_cast<unsigned>(stride / 16) << 16 | shared_address(first) >> 4 & 0x3fffu;
+}
+
 // How a tile is read: along its rows, or along its columns where its rows are what is summed over.
 enum class Read { rows, columns };
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from rwkv_jit import compiler, cuda, env
 from rwkv_jit.launch import Plan
 
-# Elements between tokens that offsets of 32 bits within a chunk of 32 allow.
-MOST_TOKEN_STRIDE = 2**27 - 1
+# Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
+MOST_TOKEN_STRIDE = 2**26 - 1
 STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 

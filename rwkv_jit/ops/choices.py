@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
 # Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
-_TEMPLATES, _GATED_TEMPLATES = "2848ddb4817ee8ca", "eeabfc4100dfedfd"
+_TEMPLATES, _GATED_TEMPLATES = "9455ff2680b018d7", "32010a32996c8906"
 _H200 = ("NVIDIA H200", "sm_90", "wkv7")
 SHIPPED: tuple[Choice, ...] = (
     # With gradients, chunks of 16 win at 128 heads of batch 8, 2.79 ms and not 3.17, and lose at 32, 1.17 and not 1.06.

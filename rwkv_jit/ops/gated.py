@@ -1,7 +1,8 @@
 """The chunked backend of gated linear attention and its kin: wkv5, wkv6, gla and linear_attention on the tensor cores.
 
 The forward is the template `gla_scan`, a block for some value rows of a head; `gated_scan` takes it for larger heads
-too. The backward is `gla_chunked_backward`, a block for a head.
+too. The backward is `gla_chunked_backward`, a block for a head; `gla_group_backward` for linear attention on sm_90 with
+heads of about 128.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import kernel, template
+from rwkv_jit import kernel, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, recurrent
 from rwkv_jit.ops.chunked import padded
@@ -28,6 +29,7 @@ MOST_THREADS = 512
 _MOST_ROWS = 128  # value rows that a block of the forward holds
 # Threads that a multiprocessor shall have room for: with 255 registers each, or with 128 where the state leaves them.
 _FEW_THREADS, _MANY_THREADS = 256, 512
+_GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
 
 # ---- what it can do ----------------------------------------------------------------------------------------------
@@ -111,6 +113,24 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     return common + 2 * token_tile + value_tiles + state_tiles + growth + state_terms + diagonal + sums
 
 
+def _has_groups(op: str, head_size: int, value_size: int, chunk_len: int, arch: str) -> bool:
+    """Return whether four warps multiply together in the backward: where there are such products, and tiles they fit.
+
+    Its own chunks are longer than those of the forward, which a caller may choose; who chooses others gets them.
+    """
+    if op != "linear_attention" or chunk_len != _DEFAULT_CHUNK_LEN or head_size % 8 or value_size % 8:
+        return False
+    return 64 < head_size <= 128 and padded(value_size) == 128 and arch in ("sm_90", "sm_90a")
+
+
+def _group_shared_bytes(head_size: int) -> int:
+    """Return the size of the Smem of gla_group_backward, a multiple of 1 KB."""
+    length, columns = _GROUP_CHUNK_LEN, 128
+    rows, f, state = 2 * 4 * 2 * length * columns, 2 * columns**2, 2 * padded(head_size) * columns
+    pairs, staged = 2 * 2 * length**2, 2 * length * columns
+    return -(-(rows + f + state + pairs + staged + 8) // 1024) * 1024
+
+
 def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
     """Return what the larger of the two directions takes."""
     forward = shared_bytes("forward", head_size, value_size, chunk_len, MOST_THREADS)
@@ -150,7 +170,7 @@ def candidates(direction: str, size: int, arch: str) -> list[Candidate]:
 
 def templates(op: str) -> tuple[str, ...]:
     """Return the names of the templates, which are the same for all of these ops."""
-    return "gla_scan", "gla_chunked_backward"
+    return "gla_scan", "gla_chunked_backward", "gla_group_backward"
 
 
 # ---- the answers to `prepared` -----------------------------------------------------------------------------------
@@ -167,8 +187,11 @@ def scan_request(
     num_threads: int | None,
     chosen: Mapping[str, Parameter] | None,
     also: tuple[str, ...],
+    for_groups: bool = False,
 ) -> kernel.Request:
     """Return the kernel that walks over chunks with some value rows of a state, or backwards with its gradient.
+
+    A forward `for_groups` leaves states for the backward with products of warp groups.
 
     Raises
     ------
@@ -188,7 +211,8 @@ def scan_request(
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": resident_blocks(threads, most_threads, shared, arch), "SHARED_BYTES": shared,
-        "ROWS": rows(value_size), "BACKWARD": backward, "LARGEST_DECAY": 0,  # without a look at the decays
+        "ROWS": rows(value_size), "BACKWARD": backward, "FOR_GROUPS": for_groups,
+        "LARGEST_DECAY": 0,  # without a look at the decays
         **types, **recurrent.OPS[op].constants,
     }  # fmt: skip
     return kernel.Request(template.library("gla_scan"), parameters | dict(chosen or {}), arch, also)
@@ -209,17 +233,22 @@ def specialize(
 ) -> kernel.Request:
     """Return the template and parameters of one direction; `chosen` overrides the geometry, the same for few heads."""
     length = chunk_len or default_chunk_len(head_size, value_size, arch)
+    in_groups = _has_groups(op, head_size, value_size, length, arch)
     if direction == "forward":
-        return scan_request(op, False, head_size, value_size, types, arch, length, num_threads, chosen, also)
-    of, threads = recurrent.OPS[op], _backward_threads(value_size)
+        return scan_request(
+            op, False, head_size, value_size, types, arch, length, num_threads, chosen, also, in_groups
+        )  # fmt: skip
+    of, threads, name = recurrent.OPS[op], _backward_threads(value_size), "gla_chunked_backward"
     shared = shared_bytes(direction, head_size, value_size, length, threads)
+    if in_groups:
+        shared, name, arch = _group_shared_bytes(head_size), "gla_group_backward", "sm_90a"
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": head_size, "VALUE_SIZE": value_size, "CHUNK_LEN": length, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": resident_blocks(threads, _FEW_THREADS, shared, arch), "SHARED_BYTES": shared,
         **types, **of.constants, **of.of_backward, **(chosen or {}),
     }  # fmt: skip
     parameters.pop("T_STATE", None)  # states come as fp32 there
-    return kernel.Request(template.library("gla_chunked_backward"), parameters, arch, also)
+    return kernel.Request(template.library(name), parameters, arch, also)
 
 
 def nearest(request: kernel.Request, argument: str, value: int) -> None:
@@ -227,7 +256,11 @@ def nearest(request: kernel.Request, argument: str, value: int) -> None:
 
 
 def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
-    """Return what the forward saves: a state per head and chunk, as the chunked backend of wkv7 does."""
+    """Return what the forward saves: a state per head and chunk of the backward, as `chunked` does."""
+    head_size, value_size, length = inputs["r"].shape[3], inputs["v"].shape[3], options.chunk_len
+    assert length is not None  # the rule that chose this backend has chosen it too
+    if _has_groups(inputs.op, head_size, value_size, length, tensors.arch(inputs["v"].device.index)):
+        options = options._replace(chunk_len=_GROUP_CHUNK_LEN)
     return chunked.saved_for(inputs, packed, options)
 
 

@@ -198,7 +198,7 @@ def saved_for(inputs: Inputs, packed: bool, options: Options) -> Saved:
     """Return what the forward saves: a state per head and chunk, with warp groups the chunks' operands too."""
     if _in_groups(inputs, options):
         return gated_groups.saved_for(inputs, packed)
-    return gated.saved_for(inputs, packed, options)
+    return chunked.saved_for(inputs, packed, options)
 
 
 def prepare_forward(

@@ -67,7 +67,7 @@ def linear_attention(
         Order of the last two dimensions of the states.
     checkpoint_interval : int, default 64
         Tokens between the states that the recurrent kernels save for the backward. The tensor cores save one every
-        `chunk_len` tokens, in bfloat16.
+        `chunk_len` tokens, in bfloat16, or one every 64 on sm_90 for heads of about 128 in chunks of 32.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
         cores. Chosen by the head size and the GPU by default, or as `rwkv-jit tune` measured.
@@ -112,9 +112,9 @@ def linear_attention(
     4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
 
     The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
-    below 6e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded
-    up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments keep 4 K
-    bytes more for each of their heads.
+    below 6e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded up to multiples
+    of 32, or about half of them where a state is saved every 64 tokens; for heads that blocks share the backward needs
+    as many again while it runs. Segments keep 4 K bytes more for each of their heads.
 
     With `normalize` the op runs on values with up to eight more columns, one of them ones, and y is divided by what
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow

@@ -231,7 +231,8 @@ def check_gated(row):
         return
     found, forward = compile_row(row, "chunked"), row["direction"] == "forward"
     check(found, row, "gla_scan" if forward else "gla_backward")
-    assert found.name == ("gla_scan" if forward else "gla_chunked_backward")
+    has_groups = gated._has_groups(row["op"], *sizes, int(found.parameters["CHUNK_LEN"]), row["arch"])
+    assert found.name == ("gla_scan" if forward else f"gla_{'group' if has_groups else 'chunked'}_backward")
     assert found.shared_bytes == found.parameters["SHARED_BYTES"]
     for parameter, value in VARIANTS[row["op"]].items():
         line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
@@ -452,6 +453,29 @@ def test_products_of_the_other_ops_do_not_wait_for_each_other(op, head_size, val
         log = log_of(request)
         assert f"Compiling entry function '{request.template.name}' for 'sm_90a'" in log
         assert COMPLAINT.findall(log) == []
+
+
+LINEAR_ROWS = [
+    (*sizes, dtype, layout)
+    for sizes in ((128, 128), (72, 104), (96, 128), (120, 112))
+    for dtype, layout in (("bf16", "kv"), ("fp16", "vk"))
+]
+
+
+@pytest.mark.parametrize(("head_size", "value_size", "dtype", "layout"), LINEAR_ROWS)
+def test_backward_of_linear_attention_with_warp_groups(head_size, value_size, dtype, layout):
+    types = {"T_IO": dtype, "T_W": "fp32", "T_U": "fp32", "T_STATE": "fp32", "DECAY": "none", "STATE_LAYOUT": layout}
+    forward, backward = (
+        gated.specialize("linear_attention", direction, head_size, value_size, types, "sm_90")
+        for direction in ("forward", "backward")
+    )
+    assert (forward.template.name, backward.template.name) == ("gla_scan", "gla_group_backward")
+    log = log_of(backward)
+    assert "Compiling entry function 'gla_backward' for 'sm_90a'" in log
+    assert COMPLAINT.findall(log) == []
+    for found in kernel.get_all([forward, backward]):
+        assert found.spill_bytes == 0
+        assert found.shared_bytes == found.parameters["SHARED_BYTES"]
 
 
 PRODUCTS = """

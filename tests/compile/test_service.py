@@ -356,6 +356,14 @@ del GATED_RULES["chunk_len must be 16 or 32"]
 OTHER_RULES["gla_chunked_backward"] = GATED_RULES
 OTHER_RULES["gla_scan"] = {rule: change for rule, change in GATED_RULES.items() if "value size" not in rule}
 OTHER_RULES["gla_scan"]["rows must be a multiple of those of a warp"] = {"ROWS": 40, "SHARED_BYTES": 18688}
+OTHER_RULES["gla_scan"]["a forward for groups must have no decay and chunks of up to 64"] = {"FOR_GROUPS": True}
+OTHER_RULES["gla_group_backward"] = {
+    "there must be no decay and no bonus": {"BONUS": True},
+    "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
+    "head sizes must be multiples of 8 from 72 to 128, value sizes from 104": {"HEAD_SIZE": 64},
+    "num_threads must be 256": {"NUM_THREADS": 128},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
+}
 OTHER_RULES["wkv7_group_backward"] = {
     "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
     "head sizes in steps of 64, chunks of 32": {"HEAD_SIZE": 40},
@@ -472,6 +480,9 @@ def parameters(name):
         return scan_geometry.look_request("wkv7", 24, TYPES, 32, "sm_90").parameters
     if name == "wkv7_group_backward":
         return chunked.specialize("wkv7", "backward", 64, 64, TYPES, "sm_90", 32).parameters
+    if name == "gla_group_backward":
+        types = TYPES | {"DECAY": "none", "T_U": "fp32"}
+        return gated.specialize("linear_attention", "backward", 128, 128, types, "sm_90").parameters
     if name == "gla_scan":
         return gated.specialize("gla", "forward", 24, 24, TYPES, "sm_90").parameters
     if name in GROUP_KERNELS:

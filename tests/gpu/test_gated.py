@@ -354,6 +354,74 @@ def test_gradients_of_any_size(op, head_size, size):
     check(op, given, make_state(op, given, 2), weights=weights)
 
 
+# ---- linear attention with products of warp groups, where the GPU has them -------------------------------------------
+
+LINEAR = "linear_attention"
+GROUP_SIZES = [(128, 128), (72, 104), (96, 128), (128, 112)]
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("tokens", [0, 1, 40, 63, 64, 65, 128, 200, 333])
+@pytest.mark.parametrize("sizes", GROUP_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_length_with_warp_groups(dtype, sizes, tokens):
+    given = inputs(LINEAR, DTYPES[dtype], tokens=tokens, head_size=sizes[0], value_size=sizes[1])
+    for layout in ("kv", "vk"):
+        check(LINEAR, given, make_state(LINEAR, given, 2, layout=layout), state_layout=layout)
+    if tokens:
+        check(LINEAR, given)
+
+
+@pytest.mark.parametrize("how", [*comparing.STRIDES, "expanded"])
+def test_inputs_of_any_stride_with_warp_groups(how):
+    given = inputs(LINEAR, tokens=130, head_size=128)
+    odd = {n: comparing.strided(x, how).requires_grad_() for n, x in given.items()}
+    check(LINEAR, odd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", GROUP_SIZES)
+def test_packed_sequences_with_warp_groups_are_the_sequences_one_by_one(sizes, dtype):
+    bounds = [0, 0, 5, 69, 70, 70, 198, 327, 500]
+    given = inputs(LINEAR, DTYPES[dtype], batch=1, tokens=500, head_size=sizes[0], value_size=sizes[1])
+    state, cu_seqlens = make_state(LINEAR, given, len(bounds) - 1), torch.tensor(bounds, device="cuda")
+    options = {"backend": "chunked"}
+    _, _, grads, weights = run(LINEAR, given, state, cu_seqlens=cu_seqlens, **options)
+    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
+        own_state = state[i : i + 1].detach().requires_grad_()
+        own = run(LINEAR, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)[2]
+        assert torch.equal(own[-1], grads[-1][i : i + 1])
+        for name, one, whole in zip(given, own, grads, strict=False):
+            assert torch.equal(one, whole[:, begin:end]), name
+    check(LINEAR, given, state, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("scale", [0.37, -2.0, 0.0])
+def test_scale_with_warp_groups(scale):
+    """Where it is zero, too, keys and values still have what comes from the final state."""
+    given = inputs(LINEAR, tokens=130, head_size=128)
+    state = make_state(LINEAR, given, 2)
+    _, _, grads, weights = run(LINEAR, given, state, scale=scale, backend="chunked")
+    wants = comparing.reference(LINEAR, given, state, weights, scale=scale)[2]
+    for name, grad, want in zip([*given, "initial_state"], grads, wants, strict=True):
+        assert (relative(grad, want) if want.norm() > 0 else float(grad.norm())) < GATE, name
+
+
+def test_chunks_that_a_caller_chooses_are_those_of_both_directions():
+    """The two backwards agree with each other as with the reference."""
+    given = inputs(LINEAR, tokens=200, head_size=128)
+    state = make_state(LINEAR, given, 2)
+    for chunk_len in (16, 32):
+        check(LINEAR, given, state, chunk_len=chunk_len)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segments_with_warp_groups(dtype):
+    given = inputs(LINEAR, DTYPES[dtype], batch=1, tokens=1280, heads=2, head_size=128)
+    check(LINEAR, given, make_state(LINEAR, given, 1), backend="split")
+
+
 # ---- the normalizer of linear attention --------------------------------------------------------------------------
 
 

@@ -793,6 +793,44 @@ def test_products_of_warp_groups_are_for_rows_that_fill_their_tiles(sizes, arch,
         assert blocks * (int(found.parameters["SHARED_BYTES"]) + 1024) <= 228 * 1024
 
 
+@pytest.mark.parametrize(
+    ("op", "sizes", "arch", "chunk_len", "is_of_groups"),
+    [
+        ("linear_attention", (128, 128), "sm_90", None, True),
+        ("linear_attention", (128, 128), "sm_90a", 32, True),
+        ("linear_attention", (72, 104), "sm_90", 32, True),
+        ("linear_attention", (128, 128), "sm_90", 16, False),
+        ("linear_attention", (128, 128), "sm_100", 32, False),
+        ("linear_attention", (128, 128), "compute_90", 32, False),
+        ("linear_attention", (128, 128), "sm_80", 32, False),
+        ("linear_attention", (64, 128), "sm_90", 32, False),
+        ("linear_attention", (128, 96), "sm_90", 32, False),
+        ("linear_attention", (124, 128), "sm_90", 32, False),
+        ("linear_attention", (128, 124), "sm_90", 32, False),
+        ("gla", (128, 128), "sm_90", 32, False),
+    ],
+)
+def test_products_of_warp_groups_are_for_linear_attention_with_heads_of_about_128(
+    op, sizes, arch, chunk_len, is_of_groups, monkeypatch
+):
+    """Both directions agree, and so does what the forward saves: a state for every 64 tokens."""
+    forward, found = (gated_request(way, *sizes, arch, op, chunk_len=chunk_len) for way in ("forward", "backward"))
+    assert (found.template.name == "gla_group_backward") == forward.parameters["FOR_GROUPS"] == is_of_groups
+    assert (forward.arch, found.arch) == (arch, "sm_90a" if is_of_groups else arch)
+    assert forward.parameters["CHUNK_LEN"] == found.parameters["CHUNK_LEN"] == (chunk_len or 32)
+    if is_of_groups:
+        assert (found.parameters["NUM_THREADS"], found.parameters["BLOCKS_PER_SM"]) == (256, 1)
+        assert found.parameters["SHARED_BYTES"] % 1024 == 0
+        assert int(found.parameters["SHARED_BYTES"]) <= chunked.shared_limit(arch)
+    monkeypatch.setattr(tensors, "arch", lambda device: arch)
+    r, v = torch.empty(3, 100, 2, sizes[0], device="meta"), torch.empty(3, 100, 2, sizes[1], device="meta")
+    inputs = prepared.Inputs(op, ("r", "k", "v"), (r, r, v), (), 3)
+    options = prepared.Options(1.0, "none", "kv", 64, chunk_len or 32, None, "chunked")
+    slots = 3 * 2 if is_of_groups else 3 * -(-100 // (chunk_len or 32))
+    padded = chunked.padded(sizes[0]) * chunked.padded(sizes[1])
+    assert gated.saved_for(inputs, False, options).floats == slots * 2 * padded // 2
+
+
 # ---- the scan with products of warp groups -------------------------------------------------------------------------
 
 
@@ -1176,7 +1214,8 @@ def test_gated_kernels_have_the_shared_memory_and_threads_they_need(arch):
                 assert {request.parameters["CHUNK_LEN"] for request in requests} == {
                     requests[0].parameters["CHUNK_LEN"]
                 }
-    assert seen == {"gla_scan", "gla_chunked_backward", "gla_key_gradients"}
+    groups = {"gla_group_backward"} if arch == "sm_90" else set()
+    assert seen == {"gla_scan", "gla_chunked_backward", "gla_key_gradients"} | groups
 
 
 def test_threads_of_the_gated_forward_that_may_be_asked_for():

@@ -105,6 +105,7 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
         ("gla_segment", OF_CHUNKS),
         ("gla_scan", [*OF_CHUNKS, "gla_chunk.cuh"]),
         ("gla_chunked_backward", [*OF_CHUNKS, *OF_GLA_KEYS, "gla_chunk.cuh"]),
+        ("gla_group_backward", [*OF_TENSOR_CORES, "bulk_copy.cuh", "chunk.cuh", "decay.cuh", "slab.cuh", "wgmma.cuh"]),
         ("gla_key_gradients", [*OF_TENSOR_CORES, *OF_GLA_KEYS, "chunk.cuh", "decay.cuh", "slots.cuh"]),
         ("gla_prepare", [*OF_GROUPS, "bulk_copy.cuh", "slab_decay.cuh", "slots.cuh"]),
         ("gla_group_scan", [*OF_GROUPS, "bulk_copy.cuh", "group_scan.cuh"]),
