@@ -1,5 +1,7 @@
 """What the GPU tests share: inputs like a model's, and the comparison with the float64 recurrence."""
 
+import math
+
 import torch
 
 import rwkv_jit
@@ -12,6 +14,8 @@ FIXED = {"wkv5": "wu", "wkv6": "u"}
 DECAY_RANGES = {"none": (-1e-6, 0.0), "usual": (-0.6, -0.01), "fast": (-20.0, -15.0), "mixed": (-20.0, 0.0)}
 # One of two: a step forgets a channel, or keeps it as it is.
 DECAY_PAIRS = {"-5 or 0": (-5.0, 0.0), "-20 or 0": (-20.0, 0.0)}
+# Where all tokens are the same, y is v times a number a head, a sum of both signs: among few heads, all may cancel.
+HEADS_OF_ONE_TOKEN = 17  # odd, as strides with fewer factors of two are the harder ones
 
 
 def make_inputs(
@@ -39,6 +43,11 @@ def make_inputs(
     made = {"r": r, "w": w, "k": k, "v": v, "u": u, "a": -kk, "b": kk * torch.rand(shape, device="cuda")}
     given = {n: made[n] for n in NAMES[op]}
     return {n: x.to(w_dtype if n == "w" and w_dtype else dtype).requires_grad_() for n, x in given.items()}
+
+
+def enough_heads(head_size):
+    """So many that du and wkv5's dw are 256 sums over all tokens: a few may all cancel, and lose any digits."""
+    return max(2, math.ceil(256 / head_size))
 
 
 def make_state(given, sequences, dtype=torch.float32, layout="vk"):

@@ -72,7 +72,8 @@ def make_state(op, given, sequences, dtype=torch.float32, layout=None):
 @pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
 @pytest.mark.parametrize("op", OPS)
 def test_every_length(op, chunk_len, tokens):
-    given = inputs(op, either(tokens + chunk_len), tokens=tokens)
+    # Of a single token du has a factor dy . v, a number a head.
+    given = inputs(op, either(tokens + chunk_len), tokens=tokens, heads=48 if tokens == 1 else 3)
     check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
@@ -95,7 +96,8 @@ def test_a_long_sequence(op):
 @pytest.mark.parametrize("head_size", [1, 7, 8, 16, 24, 32, 37, 40, 48, 64, 72, 96, 100, 128])
 @pytest.mark.parametrize("op", OPS)
 def test_every_head_size(op, head_size):
-    given = inputs(op, either(head_size // 8), tokens=70, head_size=head_size)
+    heads = comparing.enough_heads(head_size)
+    given = inputs(op, either(head_size // 8), tokens=70, heads=heads, head_size=head_size)
     # Sums over a single channel average nothing.
     names = ("y", "state", "dr", "dk", "dv", "dw", "du", "dinitial_state")
     check(op, given, make_state(op, given, 2), gates=dict.fromkeys(names, 5e-2) if head_size == 1 else GATES)
@@ -108,7 +110,8 @@ def test_every_head_size(op, head_size):
 @pytest.mark.parametrize("chunk_len", [16, 32])
 @pytest.mark.parametrize("op", OPS)
 def test_keys_and_values_of_different_size(op, chunk_len, sizes):
-    given = inputs(op, tokens=53, head_size=sizes[0], value_size=sizes[1])
+    heads = comparing.enough_heads(sizes[0])
+    given = inputs(op, tokens=53, heads=heads, head_size=sizes[0], value_size=sizes[1])
     check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
@@ -123,7 +126,8 @@ LARGE = [
 @pytest.mark.parametrize("op", OPS)
 def test_large_heads(op, sizes, chunk_len):
     """With mma.sync, there in parts where keys are longer than 256, and with products of warp groups."""
-    given = inputs(op, either(sum(sizes) // 8), tokens=90, heads=2, head_size=sizes[0], value_size=sizes[1])
+    heads = comparing.enough_heads(sizes[0])
+    given = inputs(op, either(sum(sizes) // 8), tokens=90, heads=heads, head_size=sizes[0], value_size=sizes[1])
     check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
@@ -278,7 +282,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, head_size, index_dtyp
 @pytest.mark.parametrize("op", OPS)
 def test_inputs_of_any_stride(op, head_size, how):
     """Rows that are read 16 bytes, four elements and one element at a time."""
-    given = inputs(op, head_size=head_size)
+    given = inputs(op, heads=comparing.HEADS_OF_ONE_TOKEN, head_size=head_size)
     odd = {
         n: x.detach().t().contiguous().t() if x.dim() == 2 else comparing.strided(x, how) for n, x in given.items()
     }  # fmt: skip
@@ -768,8 +772,8 @@ def test_a_cuda_graph_replays_with_other_decays(op, head_size):
 )
 @pytest.mark.parametrize("op", OPS)
 def test_segments(op, sizes, layout):
-    more = {"tokens": 1024, "heads": 2, "head_size": sizes[0], "value_size": sizes[1], "decays": SLOW}
-    given = inputs(op, either(sum(sizes) // 4), **more)
+    more = {"heads": comparing.enough_heads(sizes[0]), "head_size": sizes[0], "value_size": sizes[1], "decays": SLOW}
+    given = inputs(op, either(sum(sizes) // 4), tokens=1024, **more)
     check(op, given, make_state(op, given, 2, layout=layout), backend="split", state_layout=layout, scale=0.7)
 
 
@@ -851,7 +855,7 @@ def test_segments_with_a_strong_constant_decay(op, seen_flags):
 @pytest.mark.parametrize("head_size", [24, 36, 37])
 @pytest.mark.parametrize("op", OPS)
 def test_segments_of_inputs_of_any_stride(op, head_size, how):
-    given = inputs(op, tokens=1024, heads=2, head_size=head_size)
+    given = inputs(op, tokens=1024, heads=comparing.HEADS_OF_ONE_TOKEN, head_size=head_size)
     odd = {
         n: torch.cat([x.detach(), x.detach()], 1)[:, :head_size] if x.dim() == 2 else comparing.strided(x, how)
         for n, x in given.items()

@@ -25,9 +25,9 @@ WITH_DECAY = [op for op in OPS if "w" in NAMES[op]]
 GATE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-3}
 
 
-def check(op, given, state=None, options=(), exact_options=(), gate=None):
+def check(op, given, state=None, options=(), exact_options=(), gate=None, weights=None):
     gate = gate or GATE[given["r"].dtype]
-    errors, final, named = compare(op, given, state, {"backend": "recurrent", **dict(options)}, exact_options)
+    errors, final, named = compare(op, given, state, {"backend": "recurrent", **dict(options)}, exact_options, weights)
     limits = dict.fromkeys(errors, gate)
     if final.dtype == torch.float32:
         limits["state"] = GATE[torch.float32]
@@ -56,7 +56,8 @@ def test_every_length(op, dtype, tokens):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_head_size(op, dtype, head_size):
-    check(op, make_inputs(op, DTYPES[dtype], tokens=70, heads=2, head_size=head_size))
+    heads = comparing.enough_heads(head_size)
+    check(op, make_inputs(op, DTYPES[dtype], tokens=70, heads=heads, head_size=head_size))
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -81,7 +82,11 @@ def test_the_largest_head_sizes(op, head_size):
 @pytest.mark.parametrize("op", WITH_DECAY)
 def test_every_decay(op, decay, decays, dtype):
     given = make_inputs(op, DTYPES[dtype], tokens=130, decays=decays, decay=decay, w_dtype=torch.float32)
-    check(op, given, options={"decay": decay, "backend": "recurrent"}, exact_options={"decay": decay})
+    options, weights = {"decay": decay, "backend": "recurrent"}, None
+    if "w" in FIXED.get(op, ""):
+        # Of decays mixed a few near one are most of dw. Where y and the state weigh themselves no sum of it cancels.
+        weights = [x.detach() for x in run(op, given, **options)[:2]]
+    check(op, given, options=options, exact_options={"decay": decay}, weights=weights)
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -222,7 +227,7 @@ def test_a_prompt_continues_from_its_state(op, split):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
 def test_inputs_of_any_stride(op, dtype, how):
-    given = make_inputs(op, DTYPES[dtype], head_size=24)
+    given = make_inputs(op, DTYPES[dtype], heads=comparing.HEADS_OF_ONE_TOKEN, head_size=24)
     odd = {n: (x.detach().t().contiguous().t() if x.dim() == 2 else strided(x, how)) for n, x in given.items()}
     assert not any(x.is_contiguous() for x in odd.values())
     check(op, {n: x.requires_grad_() for n, x in odd.items()})
