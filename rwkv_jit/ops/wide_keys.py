@@ -45,6 +45,9 @@ def call(
     case = boundary.case_of(op, given, cu_seqlens, decay, decay_bound, chunk_len, num_threads, training=True)
     device, v = given[0].device.index, op.streamed.index("v")
     sizes = part_sizes(backend, case, lambda: tensors.arch(device))
+    if len(sizes) == 1:
+        return boundary.call(op, given, state, output_final_state, cu_seqlens, *options)
+    options = (*options[:-1], "auto")  # a last part that a block can hold is for other kernels than "split" names
     of_keys = -1 if state_layout == "vk" else -2  # the dimension of states
     parts = [(x,) * len(sizes) if i == v else x.split(sizes, -1) for i, x in enumerate(given)]
     states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, of_keys)]
@@ -52,8 +55,6 @@ def call(
         boundary.call(op, of_part, of_state, output_final_state, cu_seqlens, *options)
         for *of_part, of_state in zip(*parts, states, strict=True)
     ]
-    if len(results) == 1:
-        return results[0]
     dtype = given[v].dtype
     y = torch.stack([y for y, _ in results]).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
     finals = [final for _, final in results if final is not None]
