@@ -63,9 +63,14 @@ __device__ inline void write_channels(T_IO* row, int channel, const float (&x)[8
         for (int i = 0; i < 8; ++i)
             if (channel + i < HEAD_SIZE) row[channel + i] = from_float<T_IO>(x[i]);
     } else if (channel < HEAD_SIZE) {
-        *reinterpret_cast<uint4*>(row + channel) = {pack_as<T_IO>(x[0], x[1]), pack_as<T_IO>(x[2], x[3]),
-                                                    pack_as<T_IO>(x[4], x[5]), pack_as<T_IO>(x[6], x[7])};
+        write_global(row + channel, {pack_as<T_IO>(x[0], x[1]), pack_as<T_IO>(x[2], x[3]), pack_as<T_IO>(x[4], x[5]),
+                                     pack_as<T_IO>(x[6], x[7])});
     }
+}
+// A pair of channels as one store, spelt out as write_global is.
+__device__ inline void write_pair(T_W* target, float x, float y) {
+    if constexpr (sizeof(T_W) == 4) asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x), "f"(y) : "memory");
+    else asm volatile("st.global.b32 [%0], %1;" ::"l"(target), "r"(pack_as<T_W>(x, y)) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_key_gradients(
@@ -327,8 +332,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         left.x -= taken[i].x, left.y -= taken[i].y;
         T_W* const target = dw + row * key_stride + channel;
         if constexpr (HEAD_SIZE % 2 == 0) {
-            if (row < steps && channel < HEAD_SIZE)
-                *reinterpret_cast<Pack<T_W, 2>*>(target) = {{from_float<T_W>(x), from_float<T_W>(y)}};
+            if (row < steps && channel < HEAD_SIZE) write_pair(target, x, y);
         } else {
             if (row < steps && channel < HEAD_SIZE) target[0] = from_float<T_W>(x);
             if (row < steps && channel + 1 < HEAD_SIZE) target[1] = from_float<T_W>(y);
