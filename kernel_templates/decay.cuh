@@ -31,6 +31,8 @@ constexpr float RATE_UNIT = DECAY == Decay::raw       ? -LOG2_E
                             : DECAY == Decay::sigmoid ? -SIGMOID_RATE * LOG2_E
                             : DECAY == Decay::log     ? LOG2_E
                                                       : 1.0f;
+// A w without a decay, for tokens that are not there: an exponential takes the last for minus infinity.
+constexpr float NO_DECAY = DECAY == Decay::log ? 0.0f : DECAY == Decay::direct ? 1.0f : -3e38f;
 // d ln(factor) / dw.
 template <Decay MAP> __device__ inline float log_decay_slope(float w) {
     if constexpr (MAP == Decay::raw) return -exp2_fast(w * LOG2_E);

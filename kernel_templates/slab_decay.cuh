@@ -13,6 +13,9 @@ constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
 static_assert(SEGMENTS % 2 == 0 && SEGMENT_LEN * SEGMENTS == CHUNK_LEN && SEGMENTS * PAIRS == NUM_THREADS,
               "num_threads must make two or more equal segments of a chunk");
 
+// Known to the compiler where a head fills its tiles.
+__device__ inline bool has_channel(int channel) { return HEAD_SIZE % SLAB == 0 || channel < HEAD_SIZE; }
+
 // The rows of a chunk in global memory: its first token, and what lies between two tokens.
 template <typename T> struct Rows { const T* first; i64 stride; };
 
@@ -40,7 +43,7 @@ struct RawDecays {
 struct RateSums { float2 at[SEGMENT_LEN]; };
 struct Frame { float2 middle, end; };  // m and D of a thread's pair of channels
 
-// First half: sums within the thread's segment. Padding has no decay.
+// First half: sums within the thread's segment. Padding has no decay, by its w: a choice between rates would be a branch.
 __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw,
                                  int first_channel, int steps) {
     const int pair = threadIdx.x % PAIRS, channel = first_channel + 2 * pair, segment = threadIdx.x / PAIRS;
@@ -48,8 +51,10 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
         const bool present = segment * SEGMENT_LEN + i < steps;
-        if (present && channel < HEAD_SIZE) sum.x += decay_rate<DECAY>(raw.at(i, 0));
-        if (present && channel + 1 < HEAD_SIZE) sum.y += decay_rate<DECAY>(raw.at(i, 1));
+        const auto rate = [&](int j) {
+            return decay_rate<DECAY>(present && has_channel(channel + j) ? raw.at(i, j) : NO_DECAY);
+        };
+        sum.x += rate(0), sum.y += rate(1);
         sums.at[i] = sum;
     }
     totals[segment][pair] = sum;

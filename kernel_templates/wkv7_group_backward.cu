@@ -125,8 +125,7 @@ template <int COLUMNS> struct Source {
     }
 };
 
-// Without a decay, for tokens that are not there: an exponential takes the first for minus infinity.
-constexpr float NO_DECAY = DECAY == Decay::log ? 0.0f : DECAY == Decay::direct ? 1.0f : -3e38f;
+// Without a decay, for tokens that are not there.
 __device__ inline void clear_decays(RawDecays& raw, int steps) {
     const int first = threadIdx.x / PAIRS * SEGMENT_LEN;
 #pragma unroll

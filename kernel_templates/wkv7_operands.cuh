@@ -17,7 +17,7 @@ struct RawKeys {
 struct KeyRows { Rows<T_IO> r, a, k, b; };
 
 __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_channel, int steps) {
-    const int width = min(SLAB, HEAD_SIZE - first_channel);
+    const int width = HEAD_SIZE % SLAB == 0 ? SLAB : min(SLAB, HEAD_SIZE - first_channel);
     const auto copy = [&](T_IO (&target)[CHUNK_LEN][SLAB], const Rows<T_IO>& from) {
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(target[0], from.first + first_channel,
                                                                          from.stride, steps, width, threadIdx.x);
@@ -32,7 +32,8 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
                                        const RawKeys& raw, Operands& operands, int first_channel, float scale,
                                        Keep keep) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS, column = column_pair<ORDER>(index);
-    const bool has_first = first_channel + 2 * index < HEAD_SIZE, has_second = first_channel + 2 * index + 1 < HEAD_SIZE;
+    const int channel = first_channel + 2 * index;
+    const bool has_first = has_channel(channel), has_second = has_channel(channel + 1);
     Frame frame = {};
     float2 before = {0.0f, 0.0f};
 #pragma unroll
