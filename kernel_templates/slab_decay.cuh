@@ -41,7 +41,6 @@ struct RawDecays {
 
 // Sums of the rates of a thread's pair of channels up to each of its tokens.
 struct RateSums { float2 at[SEGMENT_LEN]; };
-struct Frame { float2 middle, end; };  // m and D of a thread's pair of channels
 
 // First half: sums within the thread's segment. Padding has no decay, by its w: a choice between rates would be a branch.
 __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw,
@@ -58,4 +57,21 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
         sums.at[i] = sum;
     }
     totals[segment][pair] = sum;
+}
+
+// Second half, behind a barrier: m and D of a thread's pair of channels and, before its first token, c - m; to the base 2.
+struct Frame { float2 middle, end, origin; };
+__device__ inline Frame frame_of(const float2 (&totals)[SEGMENTS][PAIRS]) {
+    const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
+    float2 middle = {0.0f, 0.0f}, end = middle, before = middle;
+#pragma unroll
+    for (int s = 0; s < SEGMENTS; ++s) {
+        const float2 total = totals[s][index];
+        if (s < segment) before.x += total.x, before.y += total.y;
+        if (s < SEGMENTS / 2) middle.x += total.x, middle.y += total.y;
+        end.x += total.x, end.y += total.y;
+    }
+    return {{RATE_UNIT * middle.x, RATE_UNIT * middle.y},
+            {RATE_UNIT * end.x, RATE_UNIT * end.y},
+            {RATE_UNIT * (before.x - middle.x), RATE_UNIT * (before.y - middle.y)}};
 }

@@ -19,7 +19,8 @@
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K]  out
 //
 // Grid (slots x slabs of 64 channels, heads), a block per chunk, head and slab. It goes over the values in steps of
-// VALUE_STEP, one ahead. Half of the warps make dR and dA, the others dK and dB, for 32 tokens and 32 channels each.
+// VALUE_STEP, two ahead. Half of the warps make dR and dA, the others dK and dB, for 32 tokens and 32 channels each. These
+// sums meet in shared memory, and a thread finishes a pair of channels over a segment of tokens, as it made the operands.
 #include "wkv7_operands.cuh"
 
 constexpr int VALUE_STEP = 32;
@@ -27,6 +28,7 @@ constexpr int VALUE_STEPS = ceil_div(VALUE_SIZE, VALUE_STEP);
 constexpr int WARP_CHANNELS = 32;
 constexpr int TOKEN_WARPS = CHUNK_LEN / 32;
 constexpr int PITCH = SLAB + 8;
+constexpr int STAGES = 3;
 static_assert(NUM_THREADS == 4 * CHUNK_LEN, "num_threads must be four times chunk_len");
 
 union Stage {
@@ -36,7 +38,7 @@ union Stage {
     } values;
     Triangle gradients[4];  // the last stage: dArk dArb dAak dAab
 };
-using Products = float[CHUNK_LEN][PITCH];
+using Sums = float[CHUNK_LEN][PITCH];
 struct Smem {
     Operands operands;
     union {
@@ -44,33 +46,30 @@ struct Smem {
             Stage first_stage;  // it is on its way while the operands are made
             RawKeys raw;
         };
-        Stage stages[2];
-        struct { Products a, k; } products;  // A dA, K dK + B dB
-    };
-    union {
-        float growth[CHUNK_LEN + 1][PITCH];  // e^(c_t - m), the row before the first token first
-        Products r_products;                 // R dR
+        Stage stages[STAGES];
+        struct { Sums r, a, k, b; } sums;  // dR dA dK dB
     };
     float2 totals[SEGMENTS][PAIRS];
     float2 state_terms[WARPS + TOKEN_WARPS][PAIRS];  // z, in parts
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// Eight neighbouring channels to a row in global memory, where they exist.
-__device__ inline void write_channels(T_IO* row, int channel, const float (&x)[8]) {
-    if constexpr (HEAD_SIZE % 8 != 0) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (channel + i < HEAD_SIZE) row[channel + i] = from_float<T_IO>(x[i]);
-    } else if (channel < HEAD_SIZE) {
-        write_global(row + channel, {pack_as<T_IO>(x[0], x[1]), pack_as<T_IO>(x[2], x[3]), pack_as<T_IO>(x[4], x[5]),
-                                     pack_as<T_IO>(x[6], x[7])});
-    }
+// A pair of channels, rounded, and to a row in global memory as one store, where it can be: spelt out, as write_global is.
+template <typename T> __device__ inline Words<T, 2> rounded(float2 x) {
+    if constexpr (sizeof(T) == 4) return {{__float_as_uint(x.x), __float_as_uint(x.y)}};
+    else return {{pack_as<T>(x.x, x.y)}};
 }
-// A pair of channels as one store, spelt out as write_global is.
-__device__ inline void write_pair(T_W* target, float x, float y) {
-    if constexpr (sizeof(T_W) == 4) asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(target), "f"(x), "f"(y) : "memory");
-    else asm volatile("st.global.b32 [%0], %1;" ::"l"(target), "r"(pack_as<T_W>(x, y)) : "memory");
+template <typename T> __device__ inline void write_pair(T* row, int channel, const Words<T, 2>& pair) {
+    T* const target = row + channel;
+    if constexpr (HEAD_SIZE % 2 != 0) {
+        const T(&both)[2] = reinterpret_cast<const T(&)[2]>(pair);
+        if (has_channel(channel)) target[0] = both[0];
+        if (has_channel(channel + 1)) target[1] = both[1];
+    } else if (has_channel(channel)) {
+        if constexpr (sizeof(T) == 4)
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(pair.word[0]), "r"(pair.word[1]) : "memory");
+        else asm volatile("st.global.b32 [%0], %1;" ::"l"(target), "r"(pair.word[0]) : "memory");
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_key_gradients(
@@ -87,13 +86,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const int slab = blockIdx.x % SLABS, first_channel = slab * SLAB;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     if (chunk.steps == 0) return;
-    const int warp = warp_id(), steps = chunk.steps;
+    const int steps = chunk.steps;
+    const unsigned warp = warp_id();  // unsigned, so that quotients and remainders are shifts
     const i64 token = chunk.span.begin + chunk.token;
     const auto start = [&](Strides s) { return chunk.span.batch * s.batch + token * s.token + head * s.head; };
     const KeyRows keys = {{r + start(r_strides), r_strides.token}, {a + start(a_strides), a_strides.token},
                           {k + start(k_strides), k_strides.token}, {b + start(b_strides), b_strides.token}};
     const Rows<T_W> decays = {w + start(w_strides), w_strides.token};
-    const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;  // what is contiguous
     const i64 row_of_outputs = (chunk.span.batch * tokens + token) * heads + head;
     dr += row_of_outputs * HEAD_SIZE, dw += row_of_outputs * HEAD_SIZE, dk += row_of_outputs * HEAD_SIZE;
     da += row_of_outputs * HEAD_SIZE, db += row_of_outputs * HEAD_SIZE;
@@ -116,10 +115,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(
         copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
         copies_gradients ? dy_strides.token : v_strides.token);
-    const ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, value_stride);
+    const ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
     const int copied_column = copies_gradients ? VALUE_STEP : 0;
     const auto load_stage = [&](int step) {
-        Stage& stage = smem.stages[step % 2];
+        Stage& stage = smem.stages[step % STAGES];
         if (step < VALUE_STEPS) {
             auto& to = stage.values;
             const int value = step * VALUE_STEP;
@@ -135,11 +134,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     sum_rates(rates, smem.totals, raw_w, first_channel, steps);
     wait_for_copies<1>();
     __syncthreads();  // the raw rows are there
-    write_operands<Order::lanes>(rates, smem.totals, smem.raw, smem.operands, first_channel, scale,
-                                 [&](int row, int pair, float2 grown) {
-                                     *reinterpret_cast<float2*>(&smem.growth[row][2 * pair]) = grown;
-                                 });
+    const Frame frame = frame_of(smem.totals);
+    write_operands<Order::lanes>(rates, frame.origin, smem.raw, smem.operands, first_channel, scale);
     __syncthreads();  // the operands are there, and nobody reads the raw rows any more
+    load_stage(1);
+    const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;  // as sum_rates shares the work
+    smem.totals[segment][index] = frame.origin;  // which this thread alone reads, at the end
 
     // dR and dA, or dK and dB; products of S' and E'.
     Accumulator first[2][WARP_CHANNELS / 8] = {}, second[2][WARP_CHANNELS / 8] = {};
@@ -147,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     float overlap[8] = {};
 #pragma unroll 1
     for (int step = 0; step < VALUE_STEPS; ++step) {
-        wait_for_copies<0>();
+        wait_for_copies<1>();
         __syncthreads();  // this step's tiles are there, and nobody reads the last one's any more
-        load_stage(step + 1);
-        const auto& stage = smem.stages[step % 2].values;
+        load_stage(step + 2);
+        const auto& stage = smem.stages[step % STAGES].values;
         const auto v_dy = tile_of(stage.v_dy), u_dx = tile_of(stage.u_dx);
         const auto of_side = tile_of(is_query ? stage.state : stage.e);
 #pragma unroll
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     }
     wait_for_copies<0>();
     __syncthreads();  // the gradients of the token matrices are there
-    const Triangle(&matrices)[4] = smem.stages[VALUE_STEPS % 2].gradients;
+    const Triangle(&matrices)[4] = smem.stages[VALUE_STEPS % STAGES].gradients;
     const auto d_rk = tile_of(matrices[0]), d_rb = tile_of(matrices[1]);
     const auto d_ak = tile_of(matrices[2]), d_ab = tile_of(matrices[3]);
 
@@ -254,66 +254,64 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         }
     }
 
-    // Gradients of the inputs; then the sums become products with the operands.
-    T_IO* const first_gradient = is_query ? dr : dk;
-    T_IO* const second_gradient = is_query ? da : db;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int row = 16 * first_block + 8 * i + group(), h = i % 2 * 2;
-        float of_first[8], of_second[8];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            float(&x)[4] = first[i / 2][n], (&y)[4] = second[i / 2][n];
-            const int column = first_column + 8 * n + 2 * quad_lane();
-            const float2 grown = *reinterpret_cast<const float2*>(&smem.growth[row + 1][column]);
-            float2 for_first = {grown.x * scale, grown.y * scale};
-            float2 for_second = *reinterpret_cast<const float2*>(&smem.growth[row][column]);
-            if (!is_query) for_first = for_second = {reciprocal(grown.x), reciprocal(grown.y)};
-            of_first[2 * n] = x[h] * for_first.x, of_first[2 * n + 1] = x[h + 1] * for_first.y;
-            of_second[2 * n] = y[h] * for_second.x, of_second[2 * n + 1] = y[h + 1] * for_second.y;
-            const unsigned with_x = *word_of(first_operand, row, column / 2);
-            const unsigned with_y = *word_of(second_operand, row, column / 2);
-            x[h] *= low_of(with_x), x[h + 1] *= high_of(with_x);
-            y[h] *= low_of(with_y), y[h + 1] *= high_of(with_y);
-        }
-        const int channel = first_channel + first_column + 8 * quad_lane();
-        if (row < steps) {
-            write_channels(first_gradient + row * key_stride, channel, of_first);
-            write_channels(second_gradient + row * key_stride, channel, of_second);
-        }
-    }
-    __syncthreads();  // nobody reads growth or these gradients any more
+    __syncthreads();  // nobody reads these gradients any more
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int row = 16 * first_block + 8 * i + group(), h = i % 2 * 2;
 #pragma unroll
         for (int n = 0; n < WARP_CHANNELS / 8; ++n) {
             const int column = first_column + 8 * n + 2 * quad_lane();
-            const auto write = [&](Products& products, float x, float y) {
-                *reinterpret_cast<float2*>(&products[row][column]) = {x, y};
+            const auto write = [&](Sums& sums, const Accumulator& x) {
+                *reinterpret_cast<float2*>(&sums[row][column]) = {x[h], x[h + 1]};
             };
-            const Accumulator &x = first[i / 2][n], &y = second[i / 2][n];
-            if (is_query) write(smem.r_products, x[h], x[h + 1]), write(smem.products.a, y[h], y[h + 1]);
-            else write(smem.products.k, x[h] + y[h], x[h + 1] + y[h + 1]);
+            write(is_query ? smem.sums.r : smem.sums.k, first[i / 2][n]);
+            write(is_query ? smem.sums.a : smem.sums.b, second[i / 2][n]);
         }
     }
-    raw_w.load(decays, first_channel, steps);
-    __syncthreads();  // the products are there
+    __syncthreads();  // the sums are there
 
-    // dw of a thread's pair of channels and segment of tokens, as the operands were made.
-    const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
+    // Gradients of the inputs, of a thread's pair of channels and segment of tokens, and what tokens take from z.
     const int pair = column_pair<Order::lanes>(index), channel = first_channel + 2 * index;
     float2 taken[SEGMENT_LEN], taken_first[SEGMENT_LEN], sum = {0.0f, 0.0f};  // by all, and by A dA, of a token
+    Words<T_IO, 2> results[SEGMENT_LEN][4];  // all is made before any is written: a row that may be missing is a branch
+    const float2 origin = smem.totals[segment][index];
+    float2 rate = {0.0f, 0.0f}, grown = {exp2_fast(origin.x), exp2_fast(origin.y)};
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
-        const auto read = [&](const Products& products) {
-            return *reinterpret_cast<const float2*>(&products[segment * SEGMENT_LEN + i][2 * pair]);
+        const int row = segment * SEGMENT_LEN + i;
+        const auto read = [&](const Sums& sums) { return *reinterpret_cast<const float2*>(&sums[row][2 * pair]); };
+        const auto times = [&](Slab<CHUNK_LEN>& operand, float2 x) -> float2 {
+            const unsigned word = *word_of(operand, row, pair);
+            return {low_of(word) * x.x, high_of(word) * x.y};
         };
-        const float2 of_r = read(smem.r_products), of_a = read(smem.products.a), of_k = read(smem.products.k);
-        taken_first[i] = of_a, taken[i] = {of_r.x + of_a.x - of_k.x, of_r.y + of_a.y - of_k.y};
+        const float2 d_r = read(smem.sums.r), d_a = read(smem.sums.a), d_k = read(smem.sums.k), d_b = read(smem.sums.b);
+        const float2 of_r = times(smem.operands.r, d_r), of_a = times(smem.operands.a, d_a);
+        const float2 of_k = times(smem.operands.k, d_k), of_b = times(smem.operands.b, d_b);
+        taken_first[i] = of_a;
+        taken[i] = {of_r.x + of_a.x - (of_k.x + of_b.x), of_r.y + of_a.y - (of_k.y + of_b.y)};
         sum.x += taken[i].x, sum.y += taken[i].y;
+
+        const float2 before = grown;
+        rate.x += decay_rate<DECAY>(raw_w.at(i, 0)), rate.y += decay_rate<DECAY>(raw_w.at(i, 1));
+        const float2 c = {origin.x + RATE_UNIT * rate.x, origin.y + RATE_UNIT * rate.y};
+        const float2 shrink = {exp2_fast(-c.x), exp2_fast(-c.y)};
+        grown = {exp2_fast(c.x), exp2_fast(c.y)};
+        results[i][0] = rounded<T_IO>({d_r.x * (grown.x * scale), d_r.y * (grown.y * scale)});
+        results[i][1] = rounded<T_IO>({d_a.x * before.x, d_a.y * before.y});
+        results[i][2] = rounded<T_IO>({d_k.x * shrink.x, d_k.y * shrink.y});
+        results[i][3] = rounded<T_IO>({d_b.x * shrink.x, d_b.y * shrink.y});
     }
     smem.totals[segment][index] = sum;
+    const int present = steps - segment * SEGMENT_LEN;
+    const unsigned row_stride = heads * HEAD_SIZE;  // offsets within a chunk have 32 bits
+    const unsigned first_row = segment * SEGMENT_LEN * row_stride;
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i)
+        if (i < present) {
+            const unsigned row = first_row + i * row_stride;
+            write_pair(dr + row, channel, results[i][0]), write_pair(da + row, channel, results[i][1]);
+            write_pair(dk + row, channel, results[i][2]), write_pair(db + row, channel, results[i][3]);
+        }
     __syncthreads();  // the segments' sums are there
     float2 left = {0.0f, 0.0f};
 #pragma unroll
@@ -324,18 +322,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 #pragma unroll
     for (int s = 0; s < SEGMENTS; ++s)
         if (s < segment) left.x -= smem.totals[s][index].x, left.y -= smem.totals[s][index].y;
+    Words<T_W, 2> slopes[SEGMENT_LEN];
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
-        const int row = segment * SEGMENT_LEN + i;
         const float x = (left.x - taken_first[i].x) * log_decay_slope<DECAY>(raw_w.at(i, 0));
         const float y = (left.y - taken_first[i].y) * log_decay_slope<DECAY>(raw_w.at(i, 1));
         left.x -= taken[i].x, left.y -= taken[i].y;
-        T_W* const target = dw + row * key_stride + channel;
-        if constexpr (HEAD_SIZE % 2 == 0) {
-            if (row < steps && channel < HEAD_SIZE) write_pair(target, x, y);
-        } else {
-            if (row < steps && channel < HEAD_SIZE) target[0] = from_float<T_W>(x);
-            if (row < steps && channel + 1 < HEAD_SIZE) target[1] = from_float<T_W>(y);
-        }
+        slopes[i] = rounded<T_W>({x, y});
     }
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i)
+        if (i < present) write_pair(dw + (first_row + i * row_stride), channel, slopes[i]);
 }

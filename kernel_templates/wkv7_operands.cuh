@@ -25,28 +25,14 @@ __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_ch
     copy(raw.r, rows.r), copy(raw.a, rows.a), copy(raw.k, rows.k), copy(raw.b, rows.b);
 }
 
-// The operands, after a barrier behind `sum_rates`. keep(row, pair of columns, e^(c - m)) is told of every token's growth in
-// row token + 1, and of that before the first token in row 0.
-template <Order ORDER, typename Keep>
-__device__ inline Frame write_operands(const RateSums& sums, const float2 (&totals)[SEGMENTS][PAIRS],
-                                       const RawKeys& raw, Operands& operands, int first_channel, float scale,
-                                       Keep keep) {
+// The operands of a thread's tokens, of which `origin` is the frame's.
+template <Order ORDER>
+__device__ inline void write_operands(const RateSums& sums, float2 origin, const RawKeys& raw, Operands& operands,
+                                      int first_channel, float scale) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS, column = column_pair<ORDER>(index);
     const int channel = first_channel + 2 * index;
     const bool has_first = has_channel(channel), has_second = has_channel(channel + 1);
-    Frame frame = {};
-    float2 before = {0.0f, 0.0f};
-#pragma unroll
-    for (int s = 0; s < SEGMENTS; ++s) {
-        const float2 total = totals[s][index];
-        if (s < segment) before.x += total.x, before.y += total.y;
-        if (s < SEGMENTS / 2) frame.middle.x += total.x, frame.middle.y += total.y;
-        frame.end.x += total.x, frame.end.y += total.y;
-    }
-    const float2 origin = {RATE_UNIT * (before.x - frame.middle.x), RATE_UNIT * (before.y - frame.middle.y)};
-    frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
     float2 grown = {exp2_fast(origin.x), exp2_fast(origin.y)};  // of the token before
-    if (segment == 0) keep(0, column, grown);
     constexpr int BATCH = min_of(SEGMENT_LEN, 4);  // tokens read at once, before anything is written
 #pragma unroll
     for (int first = 0; first < SEGMENT_LEN; first += BATCH) {
@@ -75,8 +61,6 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
             write(operands.b, words[i][3], shrink);
             grown = {exp2_fast(c.x), exp2_fast(c.y)};
             write(operands.r, words[i][0], {grown.x * scale, grown.y * scale});
-            keep(token + 1, column, grown);
         }
     }
-    return frame;
 }

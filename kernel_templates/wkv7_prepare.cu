@@ -88,8 +88,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
         sum_rates(sums, smem.totals, next_w, slab * SLAB, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
-        const Frame frame = write_operands<BY_LANES ? Order::lanes : Order::channels>(
-            sums, smem.totals, raw, smem.operands[0], slab * SLAB, scale, [](int, int, float2) {});
+        const Frame frame = frame_of(smem.totals);
+        write_operands<BY_LANES ? Order::lanes : Order::channels>(sums, frame.origin, raw, smem.operands[0], slab * SLAB,
+                                                                  scale);
         if (threadIdx.x < PAIRS) {
             float2* const middle = reinterpret_cast<float2*>(frames + slab * SLAB) + threadIdx.x;
             middle[0] = frame.middle;

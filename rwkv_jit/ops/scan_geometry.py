@@ -133,9 +133,8 @@ def _tokens_shared_bytes(chunk_len: int) -> int:
 def _keys_shared_bytes(chunk_len: int) -> int:
     operands = raw = 4 * 2 * chunk_len * SLAB
     stage = max(2 * 2 * chunk_len * SLAB + 2 * 2 * 32 * SLAB, 4 * triangle_bytes(chunk_len))
-    products, growth = 2 * 4 * chunk_len * (SLAB + 8), 4 * (chunk_len + 1) * (SLAB + 8)
-    sums = 4 * chunk_len * 8 + (chunk_len // 8 + chunk_len // 32) * 4 * SLAB
-    return operands + max(stage + raw, 2 * stage, products) + growth + sums
+    sums, parts = 4 * 4 * chunk_len * (SLAB + 8), 4 * chunk_len * 8 + (chunk_len // 8 + chunk_len // 32) * 4 * SLAB
+    return operands + max(stage + raw, 3 * stage, sums) + parts
 
 
 def _has_groups(chunk_len: int, arch: str) -> bool:
