@@ -36,8 +36,8 @@ struct OperandTwins { Twin r, a, b, k; };
 template <int COLUMNS> struct States { uint4 units[COLUMNS / SLAB][VALUES][8]; };
 using StatesTile = SlabsTile<VALUES * 128>;
 
-// Tokens whose decays' slopes are kept, half made as they are with the rates; of the others w is read again.
-constexpr int KEPT_SLOPES = CHUNK_LEN * SLAB / CHANNELS;
+// The slopes of the decays, half made as they are with the rates, until a chunk's end.
+using ChunkSlopes = float[CHUNK_LEN][CHANNELS];
 
 struct __align__(1024) Smem {
     Twins<CHANNELS> r_a, b_k;
@@ -47,7 +47,7 @@ struct __align__(1024) Smem {
         TokenMatrices matrices;
         uint4 d_matrices[2][CHUNK_LEN][8];   // later dArk dArb, below them dAak dAab
     };
-    float slopes[KEPT_SLOPES][CHANNELS];
+    ChunkSlopes slopes;
     RawKeys raw;
     union {
         float2 totals[SEGMENTS][PAIRS];  // while the operands are made
@@ -137,33 +137,28 @@ __device__ inline void clear_decays(RawDecays& raw, int steps) {
 struct Slopes {
     float2 at[SEGMENT_LEN];
 
-    __device__ static int first() { return threadIdx.x / PAIRS * SEGMENT_LEN; }
     __device__ Slopes(const RawDecays& raw) {
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i) at[i] = {log_decay_slope<DECAY>(raw.at(i, 0)), log_decay_slope<DECAY>(raw.at(i, 1))};
     }
-    __device__ void write(float (&target)[KEPT_SLOPES][CHANNELS]) const {
-        if (first() >= KEPT_SLOPES) return;
+    __device__ void write(ChunkSlopes& target) const {
+        const int first = threadIdx.x / PAIRS * SEGMENT_LEN;
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i)
-            *reinterpret_cast<float2*>(&target[first() + i][threadIdx.x % PAIRS * 2]) = at[i];
+            *reinterpret_cast<float2*>(&target[first + i][threadIdx.x % PAIRS * 2]) = at[i];
     }
 };
 // The gradient of w, a thread's share four neighbouring channels at a time.
 __device__ inline void write_dw(T_W* target, unsigned stride, const float (&grad)[CHUNK_LEN + 1][GROWTH_PITCH],
-                                const float (&slopes)[KEPT_SLOPES][CHANNELS], const ChunkDecays<CHANNELS>& raw, int steps) {
+                                const ChunkSlopes& slopes, int steps) {
     using Share = ChunkDecays<CHANNELS>;
     float x[Share::SHARE][4];
 #pragma unroll
     for (int i = 0; i < Share::SHARE; ++i) {
         const int row = Share::row(i), column = Share::column(i);
-        const bool is_kept = (i + 1) * NUM_THREADS <= KEPT_SLOPES * Share::QUADS;
-        const float4 slope = *reinterpret_cast<const float4*>(&slopes[is_kept ? row : 0][column]);
-        const float kept[4] = {slope.x, slope.y, slope.z, slope.w};
+        const float4 slope = *reinterpret_cast<const float4*>(&slopes[row][column]);
         const float4 sum = *reinterpret_cast<const float4*>(&grad[row][column]);
-        const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[i][j] = sums[j] * (is_kept ? kept[j] : log_decay_slope<DECAY>(raw.held[i].at(j)));
+        x[i][0] = sum.x * slope.x, x[i][1] = sum.y * slope.y, x[i][2] = sum.z * slope.z, x[i][3] = sum.w * slope.w;
     }
 #pragma unroll
     for (int i = 0; i < Share::SHARE; ++i)
@@ -468,15 +463,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 finish_keys(d_ra, d_kb, column);
             }
         }
-        ChunkDecays<CHANNELS> raw_w;
-        raw_w.load(w + token * w_strides.token, w_strides.token, steps);
         __syncthreads();  // the gradients are there
 
         const i64 row = token * key_stride;
         T_IO* const rows[] = {dr + row, da + row, dk + row, db + row};
         const Twin results[] = {operands.r, operands.a, operands.k, operands.b};
         Units<CHANNELS>::write(rows, static_cast<unsigned>(key_stride), results, steps);
-        write_dw(dw + row, static_cast<unsigned>(key_stride), smem.growth, smem.slopes, raw_w, steps);
+        write_dw(dw + row, static_cast<unsigned>(key_stride), smem.growth, smem.slopes, steps);
     }
     wait_for_copies<0>();
     if (grad_initial_state == nullptr) return;

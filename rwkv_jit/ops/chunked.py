@@ -133,12 +133,13 @@ def _group_shared_bytes(head_size: int, value_size: int) -> int:
     keys, values, chunk_len = head_size, value_size, 32
     threads = 2 * values
     token_tile = 2 * chunk_len * (chunk_len + 8)
-    token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile + 2 * chunk_len * 128
+    token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile
     operands = raw = 4 * 2 * chunk_len * keys
     states = 2 * 2 * values * keys
     totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
-    rest = max(2 * chunk_len * (values + 8), totals) + 4 * (chunk_len + 1) * (keys + 4) + (threads // 32 + 1) * 4 * keys
-    size = operands + raw + 4 * 2 * chunk_len * values + states + token_matrices + rest
+    slopes, growth = 4 * chunk_len * keys, 4 * (chunk_len + 1) * (keys + 4)
+    rest = max(2 * chunk_len * (values + 8), totals) + growth + (threads // 32 + 1) * 4 * keys
+    size = operands + raw + 4 * 2 * chunk_len * values + states + token_matrices + slopes + rest
     return -(-size // 1024) * 1024
 
 
