@@ -194,66 +194,73 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         for (int j = 0; j < 4; ++j)
             smem.state_terms[warp][4 * lane_id() + j] = {overlap[2 * j], overlap[2 * j + 1]};
 
-    auto& first_operand = is_query ? smem.operands.r : smem.operands.k;
-    auto& second_operand = is_query ? smem.operands.a : smem.operands.b;
     if (is_query) {  // the rest of z
+        float2 sums[WARP_CHANNELS / 8] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int n = 0; n < WARP_CHANNELS / 16; ++n) {
+                const Fragment x = load_left(operand_r, 16 * (first_block + i), first_column + 16 * n);
+                const Fragment y = load_left(operand_a, 16 * (first_block + i), first_column + 16 * n);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int at = 2 * n + j / 2, h = j % 2 * 2;
+                    sums[at].x += low_of(x.at[j]) * first[i][at][h] + low_of(y.at[j]) * second[i][at][h];
+                    sums[at].y += high_of(x.at[j]) * first[i][at][h + 1] + high_of(y.at[j]) * second[i][at][h + 1];
+                }
+            }
 #pragma unroll
         for (int n = 0; n < WARP_CHANNELS / 8; ++n) {
-            float2 sum = {0.0f, 0.0f};
-            const int pair = first_column / 2 + 4 * n + quad_lane();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = 16 * first_block + 8 * i + group(), h = i % 2 * 2;
-                const unsigned x = *word_of(first_operand, row, pair), y = *word_of(second_operand, row, pair);
-                sum.x += low_of(x) * first[i / 2][n][h] + low_of(y) * second[i / 2][n][h];
-                sum.y += high_of(x) * first[i / 2][n][h + 1] + high_of(y) * second[i / 2][n][h + 1];
-            }
 #pragma unroll
             for (int delta = 4; delta < 32; delta *= 2) {
-                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, delta);
-                sum.y += __shfl_xor_sync(0xffffffffu, sum.y, delta);
+                sums[n].x += __shfl_xor_sync(0xffffffffu, sums[n].x, delta);
+                sums[n].y += __shfl_xor_sync(0xffffffffu, sums[n].y, delta);
             }
-            if (group() == 0) smem.state_terms[WARPS + first_block / 2][pair] = sum;
+            if (group() == 0) smem.state_terms[WARPS + first_block / 2][first_column / 2 + 4 * n + quad_lane()] = sums[n];
         }
     }
     wait_for_copies<0>();
     __syncthreads();  // the gradients of the token matrices are there
     const Triangle(&matrices)[4] = smem.stages[VALUE_STEPS % STAGES].gradients;
-    const auto d_rk = tile_of(matrices[0]), d_rb = tile_of(matrices[1]);
-    const auto d_ak = tile_of(matrices[2]), d_ab = tile_of(matrices[3]);
 
-    // dR += dArk K + dArb B, dA += dAak K + dAab B; dK += dArk^T R + dAak^T A, dB += dArb^T R + dAab^T A.
-    const auto with_first_sum = is_query ? operand_k : operand_r, with_second_sum = is_query ? operand_b : operand_a;
-    const int last_block = is_query ? first_block + 1 : BLOCKS - 1;
-#pragma unroll 1
-    for (int q = is_query ? 0 : first_block; q <= last_block; ++q) {
-        Fragment to_first[2][2] = {}, to_second[2][2] = {};  // zero across the diagonal: branches around products cost more
+    // dR += dArk K + dArb B, dA += dAak K + dAab B; dK += dArk^T R + dAak^T A, dB += dArb^T R + dAab^T A. From column q of
+    // the blocks, or row q of the transposed ones, to the warp's blocks [begin, end).
+    const auto add_blocks = [&](int q, int begin, int end) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int p = first_block + i;
-            if (is_query && q <= p) {
-                to_first[i][0] = load_left(d_rk, p, q), to_first[i][1] = load_left(d_rb, p, q);
-                to_second[i][0] = load_left(d_ak, p, q), to_second[i][1] = load_left(d_ab, p, q);
-            }
-            if (!is_query && q >= p) {
-                to_first[i][0] = load_left_transposed(d_rk, q, p), to_first[i][1] = load_left_transposed(d_ak, q, p);
-                to_second[i][0] = load_left_transposed(d_rb, q, p), to_second[i][1] = load_left_transposed(d_ab, q, p);
-            }
-        }
+        for (int j = 0; j < 2; ++j) {
+            const auto of_first = tile_of(matrices[is_query ? j : 2 * j]);
+            const auto of_second = tile_of(matrices[is_query ? 2 + j : 2 * j + 1]);
+            const auto with = is_query ? (j == 0 ? operand_k : operand_b) : (j == 0 ? operand_r : operand_a);
+            Fragment to_first[2], to_second[2];
+            if (is_query) {
 #pragma unroll
-        for (int n = 0; n < WARP_CHANNELS / 16; ++n) {
-            const Right blocks[2] = {load_right(with_first_sum, 16 * q, first_column + 16 * n),
-                                     load_right(with_second_sum, 16 * q, first_column + 16 * n)};
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    multiply_add(&first[i][2 * n], to_first[i][j], blocks[j]);
-                    multiply_add(&second[i][2 * n], to_second[i][j], blocks[j]);
+                for (int i = begin; i < end; ++i) {
+                    to_first[i] = load_left(of_first, first_block + i, q);
+                    to_second[i] = load_left(of_second, first_block + i, q);
                 }
+            } else {
+#pragma unroll
+                for (int i = begin; i < end; ++i) {
+                    to_first[i] = load_left_transposed(of_first, q, first_block + i);
+                    to_second[i] = load_left_transposed(of_second, q, first_block + i);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < WARP_CHANNELS / 16; ++n) {
+                const Right block = load_right(with, 16 * q, first_column + 16 * n);
+#pragma unroll
+                for (int i = begin; i < end; ++i) {
+                    multiply_add(&first[i][2 * n], to_first[i], block);
+                    multiply_add(&second[i][2 * n], to_second[i], block);
+                }
+            }
         }
-    }
-
+    };
+    if (is_query) add_blocks(first_block + 1, 1, 2);  // the one that lies on the diagonal alone
+    else add_blocks(first_block, 0, 1);
+    const int end_block = is_query ? first_block + 1 : BLOCKS;
+#pragma unroll 1
+    for (int q = is_query ? 0 : first_block + 1; q < end_block; ++q) add_blocks(q, 0, 2);
     __syncthreads();  // nobody reads these gradients any more
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

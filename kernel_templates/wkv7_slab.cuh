@@ -41,21 +41,25 @@ constexpr int MATRICES = 4;
 struct TriangleTile {
     unsigned start;
     __device__ unsigned block(int p, int q) const { return start + 512 * (p * (p + 1) / 2 + q); }
+    // Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.
     __device__ unsigned address(int p, int q) const { return block(p, q) + 16 * lane_id(); }
+    __device__ unsigned address_across(int p, int q) const {
+        return block(p, q) + 16 * (lane_id() % 8 + lane_id() / 8 % 2 * 16 + lane_id() / 16 * 8);
+    }
 };
 __device__ inline TriangleTile tile_of(const Triangle& triangle) { return {shared_address(&triangle.units[0][0])}; }
 
 __device__ inline Fragment load_left(TriangleTile tile, int p, int q) { return load_matrices(tile.address(p, q)); }
 __device__ inline Fragment load_left_transposed(TriangleTile tile, int p, int q) {
-    const Fragment f = load_matrices_transposed(tile.address(p, q));
-    return {{f.at[0], f.at[2], f.at[1], f.at[3]}};
+    return load_matrices_transposed(tile.address_across(p, q));
 }
 __device__ inline Right load_right(TriangleTile tile, int p, int q) {
     const Fragment f = load_matrices_transposed(tile.address(p, q));
     return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
 }
 __device__ inline Right load_right_transposed(TriangleTile tile, int p, int q) {
-    return transposed(load_matrices(tile.address(p, q)));
+    const Fragment f = load_matrices(tile.address_across(p, q));
+    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
 }
 __device__ inline void store_block(TriangleTile tile, int p, int q, const Fragment& f) {
     store_matrices(tile.address(p, q), f, [&](int i) { return tile.block(p, q) + 128 * i + 4 * lane_id(); });
