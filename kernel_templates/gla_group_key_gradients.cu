@@ -67,12 +67,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
 
     // Half of the threads copy V, the others dY.
     const bool copies_gradients = threadIdx.x >= NUM_THREADS / 2;
-    const ValueColumns<PIECE, NUM_THREADS / 2, T_IO> values(copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
-                                                            copies_gradients ? dy_strides.token : v_strides.token);
+    ValueColumns<PIECE, NUM_THREADS / 2, T_IO> values(copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
+                                                      copies_gradients ? dy_strides.token : v_strides.token);
     const auto load_piece = [&](int piece) {
         if (piece < PIECES) {
             Stage& stage = smem.ring[piece % STAGES];
-            values.copy(stage.v_dy, copies_gradients ? PIECE : 0, piece * PIECE, steps);
+            values.copy(stage.v_dy, copies_gradients ? PIECE : 0, steps);
             copy_units(stage.state, states + piece * (PIECE * UNITS)), copy_units(stage.e, e + piece * (PIECE * UNITS));
         }
         commit_copies();

@@ -15,29 +15,31 @@ template <typename Tiles> __device__ inline void copy_units(Tiles& target, const
             copy_async<16>(start + 16 * i, source + i, true);
 }
 
-// COLUMNS of a tensor's rows of values to tiles, by THREADS threads; zeros where there is nothing. The thread's place in
-// them is worked out once.
+// A tensor's rows of values to tiles, COLUMNS after COLUMNS, by THREADS threads; zeros where there is nothing. The thread's
+// place in them is worked out once.
 template <int COLUMNS, int THREADS, typename T> struct ValueColumns {
     static constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T)), PER_ROW = COLUMNS / VECTOR;
     static constexpr int ROW_STEP = THREADS / PER_ROW;
     static_assert(CHUNK_LEN % ROW_STEP == 0, "each of the threads has equally many rows");
-    const T* first;
+    const T* next;
     i64 stride;
     int row = threadIdx.x % THREADS / PER_ROW, column = threadIdx.x % PER_ROW * VECTOR;
+    int left = VALUE_SIZE - column;  // values from the next one on
 
-    __device__ ValueColumns(const T* values, i64 stride) : first(values), stride(stride) { first += row * stride + column; }
-    // Those from `value` on, to `tile` from `target` on.
-    __device__ void copy(Slab<CHUNK_LEN>& tile, int target, int value, int steps) const {
+    __device__ ValueColumns(const T* values, i64 stride) : next(values), stride(stride) { next += row * stride + column; }
+    // The next, to `tile` from `target` on.
+    __device__ void copy(Slab<CHUNK_LEN>& tile, int target, int steps) {
         const int place = target + column;
-        const T* from = first + value;
+        const T* from = next;
 #pragma unroll
         for (int n = 0; n < CHUNK_LEN; n += ROW_STEP) {
-            const bool present = row + n < steps && value + column < VALUE_SIZE;
+            const bool present = row + n < steps && (VALUE_SIZE % COLUMNS == 0 || left > 0);
             uint4& unit = tile.units[row + n][place / 8 ^ (row + n) % 8];
             if constexpr (VECTOR == 1) reinterpret_cast<T*>(&unit)[place % 8] = present ? *from : T{};
             else copy_async<2 * VECTOR>(shared_address(&unit) + place % 8 * 2, from, present);
             from += ROW_STEP * stride;
         }
+        next += COLUMNS, left -= COLUMNS;
     }
 };
 

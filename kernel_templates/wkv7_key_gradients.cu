@@ -112,18 +112,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     // Half of the threads copy V and U, the others dY and dX.
     const bool copies_gradients = threadIdx.x >= NUM_THREADS / 2;
     const i64 row = row_of_outputs * VALUE_SIZE;
-    const ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(
-        copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
-        copies_gradients ? dy_strides.token : v_strides.token);
-    const ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
+    ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
+                                                           copies_gradients ? dy_strides.token : v_strides.token);
+    ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
     const int copied_column = copies_gradients ? VALUE_STEP : 0;
-    const auto load_stage = [&](int step) {
+    const auto load_stage = [&](int step) {  // one after another
         Stage& stage = smem.stages[step % STAGES];
         if (step < VALUE_STEPS) {
             auto& to = stage.values;
-            const int value = step * VALUE_STEP;
-            values.copy(to.v_dy, copied_column, value, steps), solutions.copy(to.u_dx, copied_column, value, steps);
-            copy_units(to.state, states + value * 8), copy_units(to.e, e + value * 8);
+            values.copy(to.v_dy, copied_column, steps), solutions.copy(to.u_dx, copied_column, steps);
+            copy_units(to.state, states), copy_units(to.e, e);
+            states += VALUE_STEP * 8, e += VALUE_STEP * 8;
         } else if (step == VALUE_STEPS) {
             copy_units(stage.gradients, gradients);
         }

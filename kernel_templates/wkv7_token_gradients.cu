@@ -28,14 +28,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_to
     const i64 stride = heads * VALUE_SIZE, row = (chunk.span.batch * tokens + token) * heads + head;  // what is contiguous
     using Values = ValueColumns<SLAB, NUM_THREADS, T_IO>;
     using Solutions = ValueColumns<SLAB, NUM_THREADS, bf16>;
-    const Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
-    const Solutions of_u(u + row * VALUE_SIZE, stride), of_dx(dx + row * VALUE_SIZE, stride);
+    Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
+    Solutions of_u(u + row * VALUE_SIZE, stride), of_dx(dx + row * VALUE_SIZE, stride);
 
     const auto load_stage = [&](int first_value) {
         if (first_value < VALUE_SIZE) {
             Stage& stage = smem.stages[first_value / SLAB % 2];
-            of_v.copy(stage.v, 0, first_value, chunk.steps), of_dy.copy(stage.dy, 0, first_value, chunk.steps);
-            of_u.copy(stage.u, 0, first_value, chunk.steps), of_dx.copy(stage.dx, 0, first_value, chunk.steps);
+            of_v.copy(stage.v, 0, chunk.steps), of_dy.copy(stage.dy, 0, chunk.steps);
+            of_u.copy(stage.u, 0, chunk.steps), of_dx.copy(stage.dx, 0, chunk.steps);
         }
         commit_copies();
     };
