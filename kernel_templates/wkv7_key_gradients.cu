@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk, T_IO* __restrict__ da, T_IO* __restrict__ db,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
     Strides dy_strides, i64 tokens, i64 heads, i64 sequences, float scale) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that what all threads share evenly needs no test
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 slot = blockIdx.x / SLABS, head = blockIdx.y;
@@ -116,8 +117,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
                                                            copies_gradients ? dy_strides.token : v_strides.token);
     ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
     const int copied_column = copies_gradients ? VALUE_STEP : 0;
-    const auto load_stage = [&](int step) {  // one after another
-        Stage& stage = smem.stages[step % STAGES];
+    const auto load_stage = [&](Stage& stage, int step) {  // one step after another
         if (step < VALUE_STEPS) {
             auto& to = stage.values;
             values.copy(to.v_dy, copied_column, steps), solutions.copy(to.u_dx, copied_column, steps);
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         }
         commit_copies();
     };
-    load_stage(0);
+    load_stage(smem.stages[0], 0);
     RateSums rates;
     sum_rates(rates, smem.totals, raw_w, first_channel, steps);
     wait_for_copies<1>();
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const Frame frame = frame_of(smem.totals);
     write_operands<Order::lanes>(rates, frame.origin, smem.raw, smem.operands, first_channel, scale);
     __syncthreads();  // the operands are there, and nobody reads the raw rows any more
-    load_stage(1);
+    load_stage(smem.stages[1], 1);
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;  // as sum_rates shares the work
     smem.totals[segment][index] = frame.origin;  // which this thread alone reads, at the end
 
@@ -144,12 +144,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     Accumulator first[2][WARP_CHANNELS / 8] = {}, second[2][WARP_CHANNELS / 8] = {};
     constexpr int UNITS = SLAB / 8;  // of a row of state
     float overlap[8] = {};
+    int at = 0;  // step % STAGES
 #pragma unroll 1
     for (int step = 0; step < VALUE_STEPS; ++step) {
         wait_for_copies<1>();
         __syncthreads();  // this step's tiles are there, and nobody reads the last one's any more
-        load_stage(step + 2);
-        const auto& stage = smem.stages[step % STAGES].values;
+        const auto& stage = smem.stages[at].values;
+        Stage& last_stage = smem.stages[at == 0 ? STAGES - 1 : at - 1];
+        at = at == STAGES - 1 ? 0 : at + 1;
         const auto v_dy = tile_of(stage.v_dy), u_dx = tile_of(stage.u_dx);
         const auto of_side = tile_of(is_query ? stage.state : stage.e);
 #pragma unroll
@@ -171,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
                     multiply_add(&second[i][2 * n], with_second[i], block);
                 }
             }
+            if (c == 0) load_stage(last_stage, step + 2);  // while the tensor cores are busy
         }
 #pragma unroll
         for (int i = threadIdx.x / UNITS; i < VALUE_STEP; i += NUM_THREADS / UNITS) {
