@@ -417,6 +417,17 @@ def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_siz
             assert COMPLAINT.findall(log) == []
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("head_size", "value_size"), [(64, 64), (64, 128), (128, 128)])
+def test_products_of_the_group_backward_do_not_wait_for_each_other(head_size, value_size, dtype):
+    types = {"T_IO": dtype, "T_W": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
+    request = chunked.specialize("wkv7", "backward", head_size, value_size, types, "sm_90", 32)
+    assert request.template.name == "wkv7_group_backward"
+    log = log_of(request)
+    assert "Compiling entry function 'wkv7_backward' for 'sm_90a'" in log
+    assert COMPLAINT.findall(log) == []
+
+
 # Head and value size: slabs of channels that two groups share evenly and not, rows in blocks of 64 and 32, value rows
 # that end within a block and within a piece.
 GATED_GROUP_ROWS = [
