@@ -311,16 +311,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         results[i][3] = rounded<T_IO>({d_b.x * shrink.x, d_b.y * shrink.y});
     }
     smem.totals[segment][index] = sum;
-    const int present = steps - segment * SEGMENT_LEN;
-    const unsigned row_stride = heads * HEAD_SIZE;  // offsets within a chunk have 32 bits
-    const unsigned first_row = segment * SEGMENT_LEN * row_stride;
-#pragma unroll
-    for (int i = 0; i < SEGMENT_LEN; ++i)
-        if (i < present) {
-            const unsigned row = first_row + i * row_stride;
-            write_pair(dr + row, channel, results[i][0]), write_pair(da + row, channel, results[i][1]);
-            write_pair(dk + row, channel, results[i][2]), write_pair(db + row, channel, results[i][3]);
-        }
     __syncthreads();  // the segments' sums are there
     float2 left = {0.0f, 0.0f};
 #pragma unroll
@@ -331,6 +321,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 #pragma unroll
     for (int s = 0; s < SEGMENTS; ++s)
         if (s < segment) left.x -= smem.totals[s][index].x, left.y -= smem.totals[s][index].y;
+    const int present = steps - segment * SEGMENT_LEN;
+    const unsigned row_stride = heads * HEAD_SIZE;  // offsets within a chunk have 32 bits
+    const unsigned first_row = segment * SEGMENT_LEN * row_stride;
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i)
+        if (i < present) {
+            const unsigned row = first_row + i * row_stride;
+            write_pair(dr + row, channel, results[i][0]), write_pair(da + row, channel, results[i][1]);
+            write_pair(dk + row, channel, results[i][2]), write_pair(db + row, channel, results[i][3]);
+        }
     Words<T_W, 2> slopes[SEGMENT_LEN];
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
