@@ -144,14 +144,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     Accumulator first[2][WARP_CHANNELS / 8] = {}, second[2][WARP_CHANNELS / 8] = {};
     constexpr int UNITS = SLAB / 8;  // of a row of state
     float overlap[8] = {};
-    int at = 0;  // step % STAGES
+    int place = 0;  // step % STAGES
 #pragma unroll 1
     for (int step = 0; step < VALUE_STEPS; ++step) {
         wait_for_copies<1>();
         __syncthreads();  // this step's tiles are there, and nobody reads the last one's any more
-        const auto& stage = smem.stages[at].values;
-        Stage& last_stage = smem.stages[at == 0 ? STAGES - 1 : at - 1];
-        at = at == STAGES - 1 ? 0 : at + 1;
+        const auto& stage = smem.stages[place].values;
+        Stage& last_stage = smem.stages[place == 0 ? STAGES - 1 : place - 1];
+        place = place == STAGES - 1 ? 0 : place + 1;
         const auto v_dy = tile_of(stage.v_dy), u_dx = tile_of(stage.u_dx);
         const auto of_side = tile_of(is_query ? stage.state : stage.e);
 #pragma unroll
