@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int first_value = warp_id() * SLAB;
     const int slab_width = max(min(SLAB, VALUE_SIZE - first_value), 0);
-    const bool has_values = first_value < VALUES;
+    const bool has_values = WARPS * SLAB == VALUES || first_value < VALUES;
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
     __syncthreads();
     RawDecays next_w;
-    copy_keys(0), copy_values(0), commit_copies();
+    copy_keys(0), commit_copies();
+    copy_values(0), commit_copies();
     if (span.length > 0) next_w.load(w, w_strides.token, static_cast<int>(min(span.length, i64(CHUNK_LEN))));
     StateRows state[TILES];
 #pragma unroll
@@ -96,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         if (next < span.length)
             next_w.load(w + next * w_strides.token, w_strides.token,
                         static_cast<int>(min(span.length - next, i64(CHUNK_LEN))));
-        wait_for_copies<0>();
-        __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
+        wait_for_copies<1>();
+        __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
         const Frame frame =
             write_operands<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, nullptr);
         write_factor(smem.factor, {behind.x + frame.middle.x, behind.y + frame.middle.y});
@@ -107,28 +108,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
             leaves_range |= !(in_range(behind.x) && in_range(behind.y));
             if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_range |= !in_range(frame.farthest);
         }
-        if constexpr (!is_bf16<T_IO>) {
-            for (int i = lane_id(); i < CHUNK_LEN * SLAB / 2; i += 32) {
-                unsigned& word = *reinterpret_cast<unsigned*>(&smem.v[i / (SLAB / 2)][first_value + i % (SLAB / 2) * 2]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
-            __syncwarp();
-        }
         __syncthreads();  // the operands are there
 
-        Fragment v_rows[TILES][BLOCKS];
-        Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
-        if (has_values) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) v_rows[i][q] = load_left_transposed(values, 16 * q, first_value + 16 * i);
-            __syncwarp();
-        }
-        copy_keys(next), copy_values(next), commit_copies();
+        copy_keys(next), commit_copies();
         write_token_matrices(smem.matrices, smem.operands);
 
+        Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
         if (has_values) {
 #pragma unroll
             for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
@@ -154,6 +139,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
             if (checkpoints != nullptr) checkpoints += heads;
         }
         __syncthreads();  // the token matrices are there
+        wait_for_copies<1>();  // the values, which a warp reads that has copied them
+        __syncwarp();
+        if constexpr (!is_bf16<T_IO>) {
+            for (int i = lane_id(); i < CHUNK_LEN * SLAB / 2; i += 32) {
+                unsigned& word = *reinterpret_cast<unsigned*>(&smem.v[i / (SLAB / 2)][first_value + i % (SLAB / 2) * 2]);
+                const float2 x = unpack(word);
+                word = pack(x.x, x.y);
+            }
+            __syncwarp();
+        }
+        Fragment v_rows[TILES][BLOCKS];
+        if (has_values) {
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q) v_rows[i][q] = load_left_transposed(values, 16 * q, first_value + 16 * i);
+            __syncwarp();
+        }
+        copy_values(next), commit_copies();
         if (!has_values) continue;
 
 #pragma unroll
