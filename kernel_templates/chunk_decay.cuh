@@ -39,6 +39,38 @@ struct RawDecays {
     __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
 };
 
+// The thread's place in w, a chunk further with every load.
+struct DecayWalk {
+    static constexpr int VECTOR = RawDecays::VECTOR;
+    const char* next;
+    int stride;
+
+    __device__ static int first() { return threadIdx.x / PAIRS * SEGMENT_LEN; }
+    __device__ static int channel(int j) { return min(static_cast<int>(threadIdx.x % PAIRS) * 2 + j, HEAD_SIZE - VECTOR); }
+    __device__ DecayWalk(const T_W* w, i64 token_stride) : stride(static_cast<int>(token_stride * sizeof(T_W))) {
+        next = reinterpret_cast<const char*>(w + channel(0)) + i64(first()) * stride;
+    }
+    // As RawDecays::load; a chunk that begins behind the last token, `steps` of which are below 1, reads that token.
+    __device__ void load(RawDecays& raw, int steps) {
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i)
+#pragma unroll
+            for (int j = 0; j < 2 / VECTOR; ++j)
+                raw.held[i][j] = load_early<Words<T_W, VECTOR>>(
+                    next + i64(min(i, steps - 1 - first())) * stride + (channel(j) - channel(0)) * sizeof(T_W));
+        next += i64(CHUNK_LEN) * stride;
+    }
+};
+
+// Tokens that are not there have no decay.
+__device__ inline void clear_decays(RawDecays& raw, int steps) {
+    const int first = threadIdx.x / PAIRS * SEGMENT_LEN;
+#pragma unroll
+    for (int i = 0; i < SEGMENT_LEN; ++i)
+        if (first + i >= steps)
+            reinterpret_cast<Pack<T_W, 2>&>(raw.held[i]) = {from_float<T_W>(NO_DECAY), from_float<T_W>(NO_DECAY)};
+}
+
 // Sums of the rates of a thread's pair of channels up to each of its tokens.
 struct RateSums { float2 at[SEGMENT_LEN]; };
 

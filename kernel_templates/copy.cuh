@@ -50,6 +50,55 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
     }
 }
 
+// A load that stays where it stands: what is known to be read-only the compiler moves past barriers, down to its use, which
+// then waits for the memory.
+template <typename T> __device__ inline T load_early(const void* source) {
+    T x;
+    if constexpr (sizeof(T) == 8) {
+        uint2& words = reinterpret_cast<uint2&>(x);
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(source));
+    } else if constexpr (sizeof(T) == 4) {
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(reinterpret_cast<unsigned&>(x)) : "l"(source));
+    } else {
+        asm volatile("ld.global.b16 %0, [%1];" : "=h"(reinterpret_cast<unsigned short&>(x)) : "l"(source));
+    }
+    return x;
+}
+
+// Rows of a tensor, ROWS at a time: the thread's place in the next ones, so that an address is an addition. Strides in bytes
+// have 32 bits (tensors.needs_copy).
+template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS> struct RowWalk {
+    static constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
+    static constexpr bool STAYS = VECTOR > 1 && THREADS % PER_ROW == 0;  // in its column
+    const char* next;
+    int stride;
+
+    __device__ RowWalk(const T* rows, i64 token_stride, int index) : stride(static_cast<int>(token_stride * sizeof(T))) {
+        next = reinterpret_cast<const char*>(rows);
+        if constexpr (STAYS) next += i64(index / PER_ROW) * stride + index % PER_ROW * VECTOR * sizeof(T);
+    }
+    // As copy_rows.
+    __device__ void copy(T* target, int present, int width, int index) {
+        if constexpr (STAYS) {
+            constexpr int ROW_STEP = THREADS / PER_ROW;
+            constexpr int SIZE_OF_T = sizeof(T);
+            const int first = index / PER_ROW, column = index % PER_ROW * VECTOR;
+            const unsigned place = shared_address(target) + SIZE_OF_T * (first * PITCH + column);
+#pragma unroll
+            for (int n = 0; n < ceil_div(ROWS, ROW_STEP); ++n) {
+                const int row = first + n * ROW_STEP;
+                if (column < width && (ROWS % ROW_STEP == 0 || row < ROWS))
+                    copy_async<VECTOR * SIZE_OF_T>(place + n * ROW_STEP * PITCH * SIZE_OF_T, next + i64(n * ROW_STEP) * stride,
+                                                   row < present);
+            }
+        } else {
+            copy_rows<T, SIZE, ROWS, WIDTH, PITCH, THREADS>(target, reinterpret_cast<const T*>(next),
+                                                            stride / static_cast<int>(sizeof(T)), present, width, index);
+        }
+        next += i64(ROWS) * stride;
+    }
+};
+
 // One store of 16 bytes, spelt out: the compiler may make four of it.
 template <typename T> __device__ inline void write_global(T* target, uint4 x) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

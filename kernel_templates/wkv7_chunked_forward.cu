@@ -37,12 +37,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
     Checkpoint* __restrict__ checkpoints, int* __restrict__ leaves, Strides r_strides, Strides w_strides,
     Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, float scale) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int first_value = warp_id() * SLAB;
-    const int slab_width = max(min(SLAB, VALUE_SIZE - first_value), 0);
+    const int slab_width = WARPS * SLAB == VALUE_SIZE ? SLAB : max(min(SLAB, VALUE_SIZE - first_value), 0);
     const bool has_values = WARPS * SLAB == VALUES || first_value < VALUES;
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
@@ -54,28 +55,27 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     if (checkpoints != nullptr)
         checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
 
-    const auto copy_keys = [&](i64 token) {
-        const i64 steps = span.length - token;
-        const auto copy = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
-            copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
-                rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
-        };
-        copy(smem.raw.a, a, a_strides.token), copy(smem.raw.k, k, k_strides.token);
-        copy(smem.raw.b, b, b_strides.token), copy(smem.raw.r, r, r_strides.token);
+    using KeyWalk = RowWalk<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>;
+    KeyWalk from_r(r, r_strides.token, threadIdx.x), from_a(a, a_strides.token, threadIdx.x);
+    KeyWalk from_k(k, k_strides.token, threadIdx.x), from_b(b, b_strides.token, threadIdx.x);
+    DecayWalk from_w(w, w_strides.token);
+    RowWalk<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32> from_v(v, v_strides.token, lane_id());
+    const auto copy_keys = [&](int present) {
+        from_a.copy(smem.raw.a[0], present, HEAD_SIZE, threadIdx.x), from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
+        from_b.copy(smem.raw.b[0], present, HEAD_SIZE, threadIdx.x), from_r.copy(smem.raw.r[0], present, HEAD_SIZE, threadIdx.x);
     };
-    const auto copy_values = [&](i64 token) {  // a warp reads what it has copied itself
-        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
-            reinterpret_cast<T_IO*>(&smem.v[0][first_value]), v + token * v_strides.token, v_strides.token,
-            span.length - token, slab_width, lane_id());
+    const auto copy_values = [&](int present) {  // a warp reads what it has copied itself
+        from_v.copy(reinterpret_cast<T_IO*>(&smem.v[0][first_value]), present, slab_width, lane_id());
     };
 
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
     __syncthreads();
     RawDecays next_w;
-    copy_keys(0), commit_copies();
-    copy_values(0), commit_copies();
-    if (span.length > 0) next_w.load(w, w_strides.token, static_cast<int>(min(span.length, i64(CHUNK_LEN))));
+    const int first_steps = static_cast<int>(min(span.length, i64(CHUNK_LEN)));
+    copy_keys(first_steps), commit_copies();
+    copy_values(first_steps), commit_copies();
+    if (first_steps > 0) from_w.load(next_w, first_steps);
     StateRows state[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -89,18 +89,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
 
     float2 behind = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
     bool leaves_range = false;
-    for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
-        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
-        RateSums sums;
-        sum_rates(sums, smem.totals, next_w, steps);
-        const i64 next = token + CHUNK_LEN;
-        if (next < span.length)
-            next_w.load(w + next * w_strides.token, w_strides.token,
-                        static_cast<int>(min(span.length - next, i64(CHUNK_LEN))));
+    for (i64 left = span.length; left > 0; left -= CHUNK_LEN) {
+        const int steps = static_cast<int>(min(left, i64(CHUNK_LEN)));
+        const int next_steps = static_cast<int>(min(left - CHUNK_LEN, i64(CHUNK_LEN)));  // below 1 behind the last chunk
+        if (steps < CHUNK_LEN) clear_decays(next_w, steps);
+        RateSums rates;
+        sum_rates(rates, smem.totals, next_w, CHUNK_LEN);
+        from_w.load(next_w, next_steps);
         wait_for_copies<1>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
         const Frame frame =
-            write_operands<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, nullptr);
+            write_operands<false, CHANNELS>(rates, smem.totals, smem.raw, smem.operands, scale, nullptr);
         write_factor(smem.factor, {behind.x + frame.middle.x, behind.y + frame.middle.y});
         behind = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         if constexpr (LARGEST_DECAY > 0) {
@@ -110,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         }
         __syncthreads();  // the operands are there
 
-        copy_keys(next), commit_copies();
+        copy_keys(next_steps), commit_copies();
         write_token_matrices(smem.matrices, smem.operands);
 
         Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
@@ -157,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
                 for (int q = 0; q < BLOCKS; ++q) v_rows[i][q] = load_left_transposed(values, 16 * q, first_value + 16 * i);
             __syncwarp();
         }
-        copy_values(next), commit_copies();
+        copy_values(next_steps), commit_copies();
         if (!has_values) continue;
 
 #pragma unroll
@@ -216,9 +215,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
                 }
             }
         __syncwarp();
-        write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
-            y + token * y_stride, y_stride, reinterpret_cast<const T_IO*>(&smem.y[0][first_value]), steps, slab_width,
-            lane_id());
+        const T_IO* const own_y = reinterpret_cast<const T_IO*>(&smem.y[0][first_value]);
+        if constexpr (NUM_THREADS * BLOCKS_PER_SM < 512)  // which leaves registers for all of it
+            write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
+                y, y_stride, own_y, steps, slab_width, lane_id());
+        else
+            write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(y, y_stride, own_y, steps, slab_width, lane_id());
+        y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();
     if constexpr (LARGEST_DECAY > 0) {
@@ -233,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         scale_columns(state[i], smem.factor);
-        write_state<STATE_LAYOUT>(final_state + state_offset, state[i], first_value + 16 * i);
+        // The row is worked out again: kept, it would be a register more in the loop.
+        write_state<STATE_LAYOUT>(final_state + state_offset, state[i], warp_id() * SLAB + 16 * i);
     }
 }

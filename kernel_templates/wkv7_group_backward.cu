@@ -125,14 +125,6 @@ template <int COLUMNS> struct Source {
     }
 };
 
-// Without a decay, for tokens that are not there.
-__device__ inline void clear_decays(RawDecays& raw, int steps) {
-    const int first = threadIdx.x / PAIRS * SEGMENT_LEN;
-#pragma unroll
-    for (int i = 0; i < SEGMENT_LEN; ++i)
-        if (first + i >= steps)
-            reinterpret_cast<Pack<T_W, 2>&>(raw.held[i]) = {from_float<T_W>(NO_DECAY), from_float<T_W>(NO_DECAY)};
-}
 // The slopes of a thread's tokens, as RateSums are the sums of their rates.
 struct Slopes {
     float2 at[SEGMENT_LEN];
