@@ -71,6 +71,11 @@ __device__ inline Fragment read_checkpoint(const Checkpoint* checkpoint, int row
     const uint4 lane = checkpoint->lanes[row / 16][c][lane_id()];
     return {{lane.x, lane.y, lane.z, lane.w}};
 }
+// The same by a load that stays where it stands.
+__device__ inline Fragment read_early(const Checkpoint* checkpoint, int row, int c) {
+    const uint4 lane = load_early<uint4>(&checkpoint->lanes[row / 16][c][lane_id()]);
+    return {{lane.x, lane.y, lane.z, lane.w}};
+}
 
 // ---- the state in accumulators ---------------------------------------------------------------------------------
 // A warp holds rows [row, row + 16) and all channels: state[n] is the channels [8 n, 8 n + 8).
@@ -163,10 +168,13 @@ __device__ inline float take_pair(float& left, float pair) {
 struct RawChannels {
     static constexpr int VECTOR = HEAD_SIZE % 4 == 0 ? 4 : 1;
     Words<T_W, VECTOR> held[4 / VECTOR];
-    __device__ void load(const T_W* row, int channel) {
+    template <bool IS_EARLY> __device__ void load(const T_W* row, int channel) {
 #pragma unroll
-        for (int i = 0; i < 4 / VECTOR; ++i)
-            held[i] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + i, HEAD_SIZE - VECTOR));
+        for (int i = 0; i < 4 / VECTOR; ++i) {
+            const auto* const source = reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + i, HEAD_SIZE - VECTOR));
+            if constexpr (IS_EARLY) held[i] = load_early<Words<T_W, VECTOR>>(source);
+            else held[i] = *source;
+        }
     }
     __device__ float at(int i) const { return held[i / VECTOR].at(i % VECTOR); }
 };
@@ -196,9 +204,11 @@ template <int COLUMNS> struct ChunkDecays {
 
     __device__ static int row(int i) { return (threadIdx.x + i * NUM_THREADS) / QUADS; }
     __device__ static int column(int i) { return (threadIdx.x + i * NUM_THREADS) % QUADS * 4; }
-    __device__ void load(const T_W* w, i64 token_stride, int steps, int first = 0) {
+    // IS_EARLY: by loads that stay where they stand.
+    template <bool IS_EARLY = false> __device__ void load(const T_W* w, i64 token_stride, int steps, int first = 0) {
 #pragma unroll
-        for (int i = 0; i < SHARE; ++i) held[i].load(w + min(row(i), steps - 1) * token_stride, first + column(i));
+        for (int i = 0; i < SHARE; ++i)
+            held[i].template load<IS_EARLY>(w + min(row(i), steps - 1) * token_stride, first + column(i));
     }
     // The gradient of w, from that of the log-decays; all is read before any is written.
     template <typename T, int PITCH>

@@ -54,7 +54,11 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
 // then waits for the memory.
 template <typename T> __device__ inline T load_early(const void* source) {
     T x;
-    if constexpr (sizeof(T) == 8) {
+    if constexpr (sizeof(T) == 16) {
+        uint4& words = reinterpret_cast<uint4&>(x);
+        asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(source));
+    } else if constexpr (sizeof(T) == 8) {
         uint2& words = reinterpret_cast<uint2&>(x);
         asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(source));
     } else if constexpr (sizeof(T) == 4) {

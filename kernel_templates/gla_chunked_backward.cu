@@ -38,6 +38,7 @@ struct Smem {
     float sums[2][4][CHANNELS];  // du and of a constant log-decay, a part for each of four lanes
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+constexpr bool NEEDS_W = HAS_DECAY && !CONSTANT_DECAY && DECAY != Decay::log;  // for slopes
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_backward(
     const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c)
-                state_rows[i][c] = read_checkpoint(checkpoints + token / CHUNK_LEN * heads, first_value + 16 * i, c);
+                state_rows[i][c] = read_early(checkpoints + token / CHUNK_LEN * heads, first_value + 16 * i, c);
     };
 
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
@@ -115,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         const i64 next = token - CHUNK_LEN;
+        load_state(token);
         RateSums sums;
         sum_decays(sums, smem.totals, next_w, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(token), commit_copies();
-        load_state(token);
         float own[SEGMENT_LEN];
         const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, own,
                                                         smem.growth);
@@ -222,6 +223,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
             dv + token * value_stride, value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps, VALUE_SIZE,
             threadIdx.x);
         if (HAS_DECAY && next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+        ChunkDecays<CHANNELS> raw_w;
+        if constexpr (NEEDS_W) raw_w.load<true>(w + token * w_strides.token, w_strides.token, steps);
 #pragma unroll 1
         for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
             Accumulator d_q[CHUNK_LEN / 8] = {}, d_k[CHUNK_LEN / 8] = {};  // [channel, token]
@@ -259,8 +262,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
                 if constexpr (CONSTANT_DECAY) smem.sums[1][quad_lane()][channel] += channel_sums.decay[j];
             }
         }
-        ChunkDecays<CHANNELS> raw_w;
-        if constexpr (HAS_DECAY && !CONSTANT_DECAY) raw_w.load(w + token * w_strides.token, w_strides.token, steps);
         __syncthreads();  // the gradients are there
 
         const auto write = [&](T_IO* target, const KeyTile& tile) {

@@ -157,16 +157,6 @@ __device__ inline void write_dw(T_W* target, unsigned stride, const float (&grad
         if (Share::row(i) < steps) write_channels(target + Share::row(i) * stride, Share::column(i), x[i]);
 }
 
-// As read_checkpoint, but loaded where it stands: what is known to be read-only the compiler moves past barriers, down to
-// its use, which then waits for the memory.
-__device__ inline Fragment read_early(const Checkpoint* checkpoint, int row, int c) {
-    Fragment f;
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(f.at[0]), "=r"(f.at[1]), "=r"(f.at[2]), "=r"(f.at[3])
-                 : "l"(&checkpoint->lanes[row / 16][c][lane_id()]));
-    return f;
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_backward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
