@@ -39,8 +39,8 @@ struct RawDecays {
     __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
 };
 
-// The thread's place in w, a chunk further with every load.
-struct DecayWalk {
+// The thread's place in w, a chunk further with every load, or back.
+template <int WAY = 1> struct DecayWalk {
     static constexpr int VECTOR = RawDecays::VECTOR;
     const char* next;
     int stride;
@@ -58,7 +58,7 @@ struct DecayWalk {
             for (int j = 0; j < 2 / VECTOR; ++j)
                 raw.held[i][j] = load_early<Words<T_W, VECTOR>>(
                     next + i64(min(i, steps - 1 - first())) * stride + (channel(j) - channel(0)) * sizeof(T_W));
-        next += i64(CHUNK_LEN) * stride;
+        next += i64(WAY * CHUNK_LEN) * stride;
     }
 };
 

@@ -69,9 +69,9 @@ template <typename T> __device__ inline T load_early(const void* source) {
     return x;
 }
 
-// Rows of a tensor, ROWS at a time: the thread's place in the next ones, so that an address is an addition. Strides in bytes
-// have 32 bits (tensors.needs_copy).
-template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS> struct RowWalk {
+// Rows of a tensor, ROWS at a time, forwards or, with a WAY of -1, backwards: the thread's place in the next ones, so that an
+// address is an addition. Strides in bytes have 32 bits (tensors.needs_copy).
+template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int WAY = 1> struct RowWalk {
     static constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
     static constexpr bool STAYS = VECTOR > 1 && THREADS % PER_ROW == 0;  // in its column
     const char* next;
@@ -99,7 +99,7 @@ template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS> str
             copy_rows<T, SIZE, ROWS, WIDTH, PITCH, THREADS>(target, reinterpret_cast<const T*>(next),
                                                             stride / static_cast<int>(sizeof(T)), present, width, index);
         }
-        next += i64(ROWS) * stride;
+        next += i64(WAY * ROWS) * stride;
     }
 };
 

@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     const Checkpoint* __restrict__ checkpoints, const float* __restrict__ grad_final_state, T_IO* __restrict__ dq,
     T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_DW* __restrict__ dw, float* __restrict__ du,
     float* __restrict__ grad_initial_state, Strides q_strides, Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens, i64 heads, float scale) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
@@ -61,21 +62,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
 
-    const auto copy_keys = [&](i64 token) {
-        const i64 steps = span.length - token;
-        const auto copy = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
-            copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
-                rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
-        };
-        copy(smem.raw.q, q, q_strides.token), copy(smem.raw.k, k, k_strides.token);
+    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+    using KeyWalk = RowWalk<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS, -1>;
+    using ValueWalk = RowWalk<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS, -1>;
+    KeyWalk from_q(q + last * q_strides.token, q_strides.token, threadIdx.x);
+    KeyWalk from_k(k + last * k_strides.token, k_strides.token, threadIdx.x);
+    ValueWalk from_v(v + last * v_strides.token, v_strides.token, threadIdx.x);
+    ValueWalk from_dy(dy + last * dy_strides.token, dy_strides.token, threadIdx.x);
+    DecayWalk<-1> from_w(w + last * w_strides.token, w_strides.token);
+    const auto copy_keys = [&](int present) {
+        from_q.copy(smem.raw.q[0], present, HEAD_SIZE, threadIdx.x), from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
     };
-    const auto copy_values = [&](i64 token) {
-        const i64 steps = span.length - token;
-        const auto copy = [&](ValueTile& rows, const T_IO* source, i64 stride) {
-            copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
-                reinterpret_cast<T_IO*>(rows[0]), source + token * stride, stride, steps, VALUE_SIZE, threadIdx.x);
-        };
-        copy(smem.v, v, v_strides.token), copy(smem.dy, dy, dy_strides.token);
+    const auto copy_values = [&](int present) {
+        from_v.copy(reinterpret_cast<T_IO*>(smem.v[0]), present, VALUE_SIZE, threadIdx.x);
+        from_dy.copy(reinterpret_cast<T_IO*>(smem.dy[0]), present, VALUE_SIZE, threadIdx.x);
     };
     Fragment state_rows[TILES][CHANNELS / 16];  // S'
     const auto load_state = [&](i64 token) {
@@ -89,12 +89,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
     __syncthreads();
-    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
     RawDecays next_w;
     if (last >= 0) {
-        copy_keys(last), commit_copies();
-        if constexpr (HAS_DECAY)
-            next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
+        const int steps = static_cast<int>(span.length - last);
+        copy_keys(steps), commit_copies();
+        if constexpr (HAS_DECAY) from_w.load(next_w, steps), clear_decays(next_w, steps);
     }
     float2 bonus = {0.0f, 0.0f};
     if constexpr (BONUS) {
@@ -118,10 +117,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         const i64 next = token - CHUNK_LEN;
         load_state(token);
         RateSums sums;
-        sum_decays(sums, smem.totals, next_w, steps);
+        sum_decays(sums, smem.totals, next_w, CHUNK_LEN);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
-        copy_values(token), commit_copies();
+        copy_values(steps), commit_copies();
         float own[SEGMENT_LEN];
         const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, own,
                                                         smem.growth);
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
                      {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
         behind = frame.middle;
         __syncthreads();  // the operands are there
-        if (next >= 0) copy_keys(next);
+        if (next >= 0) copy_keys(CHUNK_LEN);
         commit_copies();
 
         Accumulator d_value[TILES][CHUNK_LEN / 8] = {};  // dV, [value, token]
@@ -222,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
             dv + token * value_stride, value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps, VALUE_SIZE,
             threadIdx.x);
-        if (HAS_DECAY && next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+        if (HAS_DECAY && next >= 0) from_w.load(next_w, CHUNK_LEN);
         ChunkDecays<CHANNELS> raw_w;
         if constexpr (NEEDS_W) raw_w.load<true>(w + token * w_strides.token, w_strides.token, steps);
 #pragma unroll 1

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     using KeyWalk = RowWalk<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>;
     KeyWalk from_r(r, r_strides.token, threadIdx.x), from_a(a, a_strides.token, threadIdx.x);
     KeyWalk from_k(k, k_strides.token, threadIdx.x), from_b(b, b_strides.token, threadIdx.x);
-    DecayWalk from_w(w, w_strides.token);
+    DecayWalk<> from_w(w, w_strides.token);
     RowWalk<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32> from_v(v, v_strides.token, lane_id());
     const auto copy_keys = [&](int present) {
         from_a.copy(smem.raw.a[0], present, HEAD_SIZE, threadIdx.x), from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
