@@ -171,9 +171,9 @@ struct RawChannels {
     template <bool IS_EARLY> __device__ void load(const T_W* row, int channel) {
 #pragma unroll
         for (int i = 0; i < 4 / VECTOR; ++i) {
-            const auto* const source = reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + i, HEAD_SIZE - VECTOR));
+            const T_W* const source = row + min(channel + i, HEAD_SIZE - VECTOR);
             if constexpr (IS_EARLY) held[i] = load_early<Words<T_W, VECTOR>>(source);
-            else held[i] = *source;
+            else held[i] = *reinterpret_cast<const Words<T_W, VECTOR>*>(source);
         }
     }
     __device__ float at(int i) const { return held[i / VECTOR].at(i % VECTOR); }

@@ -46,7 +46,9 @@ template <int WAY = 1> struct DecayWalk {
     int stride;
 
     __device__ static int first() { return threadIdx.x / PAIRS * SEGMENT_LEN; }
-    __device__ static int channel(int j) { return min(static_cast<int>(threadIdx.x % PAIRS) * 2 + j, HEAD_SIZE - VECTOR); }
+    __device__ static int channel(int j) {
+        return min(static_cast<int>(threadIdx.x % PAIRS) * 2 + j, HEAD_SIZE - VECTOR);
+    }
     __device__ DecayWalk(const T_W* w, i64 token_stride) : stride(static_cast<int>(token_stride * sizeof(T_W))) {
         next = reinterpret_cast<const char*>(w + channel(0)) + i64(first()) * stride;
     }

@@ -50,8 +50,8 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
     }
 }
 
-// A load that stays where it stands: what is known to be read-only the compiler moves past barriers, down to its use, which
-// then waits for the memory.
+// A load that stays where it stands: what is known to be read-only the compiler moves past barriers, down to its use,
+// which then waits for the memory.
 template <typename T> __device__ inline T load_early(const void* source) {
     T x;
     if constexpr (sizeof(T) == 16) {
@@ -69,16 +69,16 @@ template <typename T> __device__ inline T load_early(const void* source) {
     return x;
 }
 
-// Rows of a tensor, ROWS at a time, forwards or, with a WAY of -1, backwards: the thread's place in the next ones, so that an
-// address is an addition. Strides in bytes have 32 bits (tensors.needs_copy).
+// Rows of a tensor, ROWS at a time, forwards or, with a WAY of -1, backwards: the thread's place in the next ones, so
+// that an address is an addition. Strides in bytes have 32 bits (tensors.needs_copy).
 template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int WAY = 1> struct RowWalk {
     static constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
     static constexpr bool STAYS = VECTOR > 1 && THREADS % PER_ROW == 0;  // in its column
     const char* next;
     int stride;
 
-    __device__ RowWalk(const T* rows, i64 token_stride, int index) : stride(static_cast<int>(token_stride * sizeof(T))) {
-        next = reinterpret_cast<const char*>(rows);
+    __device__ RowWalk(const T* rows, i64 token_stride, int index)
+        : next(reinterpret_cast<const char*>(rows)), stride(static_cast<int>(token_stride * sizeof(T))) {
         if constexpr (STAYS) next += i64(index / PER_ROW) * stride + index % PER_ROW * VECTOR * sizeof(T);
     }
     // As copy_rows.
@@ -92,12 +92,13 @@ template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int
             for (int n = 0; n < ceil_div(ROWS, ROW_STEP); ++n) {
                 const int row = first + n * ROW_STEP;
                 if (column < width && (ROWS % ROW_STEP == 0 || row < ROWS))
-                    copy_async<VECTOR * SIZE_OF_T>(place + n * ROW_STEP * PITCH * SIZE_OF_T, next + i64(n * ROW_STEP) * stride,
-                                                   row < present);
+                    copy_async<VECTOR * SIZE_OF_T>(place + n * ROW_STEP * PITCH * SIZE_OF_T,
+                                                   next + i64(n * ROW_STEP) * stride, row < present);
             }
         } else {
-            copy_rows<T, SIZE, ROWS, WIDTH, PITCH, THREADS>(target, reinterpret_cast<const T*>(next),
-                                                            stride / static_cast<int>(sizeof(T)), present, width, index);
+            const int elements = stride / static_cast<int>(sizeof(T));
+            copy_rows<T, SIZE, ROWS, WIDTH, PITCH, THREADS>(target, reinterpret_cast<const T*>(next), elements, present,
+                                                            width, index);
         }
         next += i64(WAY * ROWS) * stride;
     }

@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     ValueWalk from_dy(dy + last * dy_strides.token, dy_strides.token, threadIdx.x);
     DecayWalk<-1> from_w(w + last * w_strides.token, w_strides.token);
     const auto copy_keys = [&](int present) {
-        from_q.copy(smem.raw.q[0], present, HEAD_SIZE, threadIdx.x), from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
+        from_q.copy(smem.raw.q[0], present, HEAD_SIZE, threadIdx.x);
+        from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
     };
     const auto copy_values = [&](int present) {
         from_v.copy(reinterpret_cast<T_IO*>(smem.v[0]), present, VALUE_SIZE, threadIdx.x);

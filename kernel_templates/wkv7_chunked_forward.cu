@@ -61,8 +61,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     DecayWalk<> from_w(w, w_strides.token);
     RowWalk<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32> from_v(v, v_strides.token, lane_id());
     const auto copy_keys = [&](int present) {
-        from_a.copy(smem.raw.a[0], present, HEAD_SIZE, threadIdx.x), from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
-        from_b.copy(smem.raw.b[0], present, HEAD_SIZE, threadIdx.x), from_r.copy(smem.raw.r[0], present, HEAD_SIZE, threadIdx.x);
+        from_a.copy(smem.raw.a[0], present, HEAD_SIZE, threadIdx.x);
+        from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
+        from_b.copy(smem.raw.b[0], present, HEAD_SIZE, threadIdx.x);
+        from_r.copy(smem.raw.r[0], present, HEAD_SIZE, threadIdx.x);
     };
     const auto copy_values = [&](int present) {  // a warp reads what it has copied itself
         from_v.copy(reinterpret_cast<T_IO*>(&smem.v[0][first_value]), present, slab_width, lane_id());
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     bool leaves_range = false;
     for (i64 left = span.length; left > 0; left -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(left, i64(CHUNK_LEN)));
-        const int next_steps = static_cast<int>(min(left - CHUNK_LEN, i64(CHUNK_LEN)));  // below 1 behind the last chunk
+        const int next_steps = static_cast<int>(min(left - CHUNK_LEN, i64(CHUNK_LEN)));  // below 1 at the last
         if (steps < CHUNK_LEN) clear_decays(next_w, steps);
         RateSums rates;
         sum_rates(rates, smem.totals, next_w, CHUNK_LEN);
