@@ -10,11 +10,12 @@
 #include "chunk.cuh"
 #include "gla_key_side.cuh"
 #include "slab_copy.cuh"
-#include "slab_decay.cuh"
 #include "slots.cuh"
 #include "wgmma.cuh"
 
 constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB);
+#include "slab_decay.cuh"
+
 constexpr int GROWTH_PITCH = SLAB + 4;  // eight channels of every other row are in different banks
 constexpr int PIECE = 32, PIECES = VALUES / PIECE;
 constexpr int UNITS = SLAB / 8;  // of a tile's row

@@ -9,11 +9,13 @@
 //
 // Grid (slots, heads), a block per chunk and head. It goes over the channels, 64 at a time.
 #include "bulk_copy.cuh"
-#include "slab_decay.cuh"
+#include "slab.cuh"
 #include "slots.cuh"
 #include "wgmma.cuh"
 
 constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB), CHANNELS = SLABS * SLAB;
+#include "slab_decay.cuh"
+
 constexpr int GROUPS = NUM_THREADS / 128, OWN_TOKENS = CHUNK_LEN / GROUPS;  // columns of P that a group makes
 static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
 static_assert(NUM_THREADS == 256, "num_threads must be 256");

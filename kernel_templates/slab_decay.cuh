@@ -1,7 +1,7 @@
 // The decays of a chunk for 64 of a head's channels, by threads that have a pair of them over SEGMENT_LEN tokens each: what
 // chunk_decay.cuh is for whole heads.
 //
-// Needs HEAD_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
+// Needs HEAD_SIZE, SLABS, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
 #include "copy.cuh"
 #include "decay.cuh"
@@ -13,8 +13,8 @@ constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
 static_assert(SEGMENTS % 2 == 0 && SEGMENT_LEN * SEGMENTS == CHUNK_LEN && SEGMENTS * PAIRS == NUM_THREADS,
               "num_threads must make two or more equal segments of a chunk");
 
-// Known to the compiler where a head fills its tiles.
-__device__ inline bool has_channel(int channel) { return HEAD_SIZE % SLAB == 0 || channel < HEAD_SIZE; }
+// Known to the compiler where a head fills its slabs, of which there may be one more than it needs.
+__device__ inline bool has_channel(int channel) { return HEAD_SIZE == SLABS * SLAB || channel < HEAD_SIZE; }
 
 // The rows of a chunk in global memory: its first token, and what lies between two tokens.
 template <typename T> struct Rows { const T* first; i64 stride; };

@@ -6,8 +6,8 @@
 //
 // Needs what wkv7_slab.cuh needs.
 #pragma once
-#include "slab_decay.cuh"
 #include "wkv7_slab.cuh"
+#include "slab_decay.cuh"
 
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
 struct RawKeys {
