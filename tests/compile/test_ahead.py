@@ -441,7 +441,7 @@ def test_warm_leaves_the_chunked_kernels_alone_where_no_call_takes_them():
         rwkv_jit.warm("wkv7", 4, arch="sm_75"),
         rwkv_jit.warm("wkv7", 4, arch="sm_75", decay="sigmoid"),
         rwkv_jit.warm("wkv6", 4, torch.float32, arch="sm_90", decay="sigmoid"),
-        rwkv_jit.warm("gla", 264, arch="sm_80", backward=False),
+        rwkv_jit.warm("gla", 264, torch.float32, arch="sm_80", backward=False),
     ):
         assert {each.name.split("_")[1] for each in made} == {"recurrent"}
 
