@@ -368,6 +368,8 @@ OTHER_RULES["wkv7_group_backward"] = {
     "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
     "head sizes in steps of 64, chunks of 32": {"HEAD_SIZE": 40},
     "num_threads must be twice the value size": {"NUM_THREADS": 64},
+    # Four groups for two tiles.
+    "a group has whole tiles of columns": {"VALUE_SIZE": 256, "NUM_THREADS": 512, "SHARED_BYTES": 212992},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
 OTHER_RULES["wkv5_history"] = {
