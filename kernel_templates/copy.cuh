@@ -28,24 +28,29 @@ template <int BYTES> __device__ inline void copy_async(unsigned target, const vo
 template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS>
 __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 present, int width, int index) {
     constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
-    const auto copy = [&](const T* from, int row, int column) {
-        T* const to = target + row * PITCH + column;
-        if (column >= width) return;
-        if constexpr (VECTOR == 1) *to = row < present ? *from : T{};
-        else copy_async<VECTOR * static_cast<int>(sizeof(T))>(shared_address(to), from, row < present);
+    constexpr int SIZE_OF_T = sizeof(T);
+    const auto copy = [&](const T* from, int row, int column, unsigned place) {
+        if constexpr (VECTOR == 1) target[row * PITCH + column] = row < present ? *from : T{};
+        else copy_async<VECTOR * SIZE_OF_T>(place, from, row < present);
     };
-    if constexpr (THREADS % PER_ROW == 0) {  // a thread stays in its column
+    const unsigned start = shared_address(target);
+    if constexpr (THREADS % PER_ROW == 0) {  // a thread stays in its column, and a place is a constant from its first one
         constexpr int ROW_STEP = THREADS / PER_ROW;
-        const int row = index / PER_ROW, column = index % PER_ROW * VECTOR;
-        const T* from = source + row * stride + column;
+        const int first = index / PER_ROW, column = index % PER_ROW * VECTOR;
+        const T* from = source + first * stride + column;
+        const unsigned place = start + SIZE_OF_T * (first * PITCH + column);
 #pragma unroll
-        for (int n = 0; n < ceil_div(ROWS, ROW_STEP); ++n, from += ROW_STEP * stride)
-            if (ROWS % ROW_STEP == 0 || row + n * ROW_STEP < ROWS) copy(from, row + n * ROW_STEP, column);
+        for (int n = 0; n < ceil_div(ROWS, ROW_STEP); ++n, from += ROW_STEP * stride) {
+            const int row = first + n * ROW_STEP;
+            if (column < width && (ROWS % ROW_STEP == 0 || row < ROWS))
+                copy(from, row, column, place + n * ROW_STEP * PITCH * SIZE_OF_T);
+        }
     } else {
 #pragma unroll
         for (int n = 0; n < ceil_div(ROWS * PER_ROW, THREADS); ++n) {
             const int item = index + n * THREADS, row = item / PER_ROW, column = item % PER_ROW * VECTOR;
-            if (item < ROWS * PER_ROW) copy(source + row * stride + column, row, column);
+            if (column < width && item < ROWS * PER_ROW)
+                copy(source + row * stride + column, row, column, start + SIZE_OF_T * (row * PITCH + column));
         }
     }
 }

@@ -64,34 +64,33 @@ __device__ inline void sum_decays(RateSums& sums, float2 (&totals)[SEGMENTS][PAI
     if constexpr (HAS_DECAY) sum_rates(sums, totals, raw, steps);
 }
 
+// Sums of x over half-warps, COUNT of them: each exchange halves what a lane keeps, until one is left; `first` is its place.
+template <int COUNT, int WIDTH, int SIZE> __device__ inline void sum_half_warps(float (&x)[SIZE], int& first) {
+    const bool upper = lane_id() & WIDTH;
+    if constexpr (COUNT > 1) {
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) {
+            const float low = x[i], high = x[COUNT / 2 + i];
+            x[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, WIDTH);
+        }
+        if (upper) first += COUNT / 2;
+    } else {
+        x[0] += __shfl_xor_sync(0xffffffffu, x[0], WIDTH);
+    }
+    if constexpr (WIDTH > 1) sum_half_warps<(COUNT > 1 ? COUNT / 2 : 1), WIDTH / 2>(x, first);
+}
+
 // Sums over half-warps of a thread's tokens, to a row per 16 pairs of channels: `reduced[g][t]`.
-__device__ inline void write_own(float (&reduced)[PAIRS / 16][CHUNK_LEN], const float (&own)[SEGMENT_LEN]) {
+__device__ inline void write_own(float (&reduced)[PAIRS / 16][CHUNK_LEN], float (&own)[SEGMENT_LEN]) {
     const int segment = threadIdx.x / PAIRS;
     if (segment >= SEGMENTS) return;
-    float x[SEGMENT_LEN];
-#pragma unroll
-    for (int i = 0; i < SEGMENT_LEN; ++i) x[i] = own[i];
     int first = 0;
-#pragma unroll
-    for (int width = 8, count = SEGMENT_LEN; width > 0; width /= 2) {
-        const bool upper = lane_id() & width;
-        if (count > 1) {  // each exchange halves what a lane keeps
-            count /= 2;
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                const float kept = upper ? x[count + i] : x[i], sent = upper ? x[i] : x[count + i];
-                x[i] = kept + __shfl_xor_sync(0xffffffffu, sent, width);
-            }
-            if (upper) first += count;
-        } else {
-            x[0] += __shfl_xor_sync(0xffffffffu, x[0], width);
-        }
-    }
+    sum_half_warps<SEGMENT_LEN, 8>(own, first);
     constexpr int LEFT = SEGMENT_LEN > 16 ? SEGMENT_LEN / 16 : 1;
     constexpr int COPIES = SEGMENT_LEN < 16 ? 16 / SEGMENT_LEN : 1;  // lanes that hold the same
     if (lane_id() % COPIES == 0) {
 #pragma unroll
-        for (int i = 0; i < LEFT; ++i) reduced[threadIdx.x % PAIRS / 16][segment * SEGMENT_LEN + first + i] = x[i];
+        for (int i = 0; i < LEFT; ++i) reduced[threadIdx.x % PAIRS / 16][segment * SEGMENT_LEN + first + i] = own[i];
     }
 }
 

@@ -29,6 +29,7 @@ struct Smem {
     bf16 input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
     float2 totals[SEGMENTS][PAIRS];
     float factor[CHANNELS], own[PAIRS / 16][CHUNK_LEN];
+    float2 behind[PAIRS];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 static_assert(ROWS % SLAB == 0, "rows must be a multiple of those of a warp");
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     const auto pairs = tile_of(smem.pairs);
     const auto inputs = tile_of(smem.input), outputs = tile_of(smem.output);
 
-    float2 behind = {0.0f, 0.0f};
+    float2& behind = smem.behind[threadIdx.x % PAIRS];  // the factor that the state lacks, which threads below PAIRS write
     bool leaves_range = false;
     if (checkpoints != nullptr) checkpoints += first_token / CHECKPOINT_LEN * heads;
     const auto is_kept = [&](i64 token) {
@@ -175,8 +176,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         const float2 before = BACKWARD ? rest : frame.middle;
         write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
-        const float2 lacking = behind;  // what the state lacks where the chunk begins
-        behind = BACKWARD ? frame.middle : rest;
         bool leaves_here = false;
         if constexpr (LARGEST_DECAY > 0) {
             const auto in_range = [](float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; };
@@ -195,8 +194,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if constexpr (WALKS) {
             if (__syncthreads_or(leaves_here)) {  // the operands are there, but they are of no use
                 leaves_range = true;
-                write_factor(smem.factor, lacking);
-                behind = {0.0f, 0.0f};
+                if (threadIdx.x < PAIRS) write_factor(smem.factor, behind), behind = {0.0f, 0.0f};
                 __syncthreads();  // the factor is there
                 if (has_values)
 #pragma unroll
@@ -215,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
             leaves_range |= leaves_here;
             __syncthreads();  // the operands are there
         }
+        if (threadIdx.x < PAIRS) behind = BACKWARD ? frame.middle : rest;
 
         Fragment input_rows[TILES][BLOCKS];
         Accumulator out[TILES][CHUNK_LEN / 8] = {};

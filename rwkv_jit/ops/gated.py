@@ -106,7 +106,8 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     totals = chunk_len // chunked.segment_len(head_size, chunk_len, threads) * 4 * keys
     common = 2 * key_tile + raw_keys + totals + factor + own
     if direction == "forward":
-        return common + token_tile + 2 * 2 * chunk_len * (rows(value_size) + 8)
+        behind = 4 * keys
+        return common + behind + token_tile + 2 * 2 * chunk_len * (rows(value_size) + 8)
     state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 4)
     state_terms, diagonal, sums = threads // 32 * 4 * keys, 4 * chunk_len, 2 * 4 * 4 * keys
     value_tiles = 3 * 2 * chunk_len * (values + 8)
