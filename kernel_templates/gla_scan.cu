@@ -205,7 +205,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                     write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
                         output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]),
                         steps, slab_width, lane_id());
-                if (is_kept(token)) checkpoints += heads;  // nobody reads this one
+                if (is_kept(token)) {  // nobody needs this one, but it shall not be what memory held before
+                    if (has_values)
+#pragma unroll
+                        for (int i = 0; i < TILES; ++i)
+                            for (int c = 0; c < CHANNELS / 16; ++c) write_checkpoint(checkpoints, first_value + 16 * i, c, {});
+                    checkpoints += heads;
+                }
                 if (exists(next)) copy(next);
                 continue;
             }

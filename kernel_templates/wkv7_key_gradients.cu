@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const i64 slot = blockIdx.x / SLABS, head = blockIdx.y;
     const int slab = blockIdx.x % SLABS, first_channel = slab * SLAB;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
-    if (chunk.steps == 0) return;
+    if (chunk.steps == 0 || !has_channel(first_channel)) return;
     const int steps = chunk.steps;
     const unsigned warp = warp_id();  // unsigned, so that quotients and remainders are shifts
     const i64 token = chunk.span.begin + chunk.token;

@@ -17,7 +17,7 @@ struct RawKeys {
 struct KeyRows { Rows<T_IO> r, a, k, b; };
 
 __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_channel, int steps) {
-    const int width = HEAD_SIZE % SLAB == 0 ? SLAB : min(SLAB, HEAD_SIZE - first_channel);
+    const int width = HEAD_SIZE == SLABS * SLAB ? SLAB : min(SLAB, HEAD_SIZE - first_channel);  // none behind the head
     const auto copy = [&](T_IO (&target)[CHUNK_LEN][SLAB], const Rows<T_IO>& from) {
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(target[0], from.first + first_channel,
                                                                          from.stride, steps, width, threadIdx.x);
