@@ -13,11 +13,14 @@ __version__ = "0.1.0"
 _MODULES = {
     "gla": "rwkv_jit.ops.gla",
     "linear_attention": "rwkv_jit.ops.linear_attention",
+    "wkv4": "rwkv_jit.ops.wkv4",
+    "wkv4_update": "rwkv_jit.ops.wkv4",
     "wkv5": "rwkv_jit.ops.wkv5",
     "wkv6": "rwkv_jit.ops.wkv6",
     "wkv7": "rwkv_jit.ops.wkv7",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
+    "wkv4_ref": "rwkv_jit.reference",
     "wkv5_ref": "rwkv_jit.reference",
     "wkv6_ref": "rwkv_jit.reference",
     "wkv7_ref": "rwkv_jit.reference",
@@ -55,6 +58,9 @@ __all__ = [
     "linear_attention_ref",
     "specialize",
     "warm",
+    "wkv4",
+    "wkv4_ref",
+    "wkv4_update",
     "wkv5",
     "wkv5_ref",
     "wkv6",
@@ -68,10 +74,11 @@ if TYPE_CHECKING:
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
     from rwkv_jit.ops.gla import gla
     from rwkv_jit.ops.linear_attention import linear_attention
+    from rwkv_jit.ops.wkv4 import wkv4, wkv4_update
     from rwkv_jit.ops.wkv5 import wkv5
     from rwkv_jit.ops.wkv6 import wkv6
     from rwkv_jit.ops.wkv7 import wkv7
-    from rwkv_jit.reference import gla_ref, linear_attention_ref, wkv5_ref, wkv6_ref, wkv7_ref
+    from rwkv_jit.reference import gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
     from rwkv_jit.runtime import cache_info, clear_cache, compile_async, env_report, is_available, specialize, warm
     from rwkv_jit.stats import add_hook
 

@@ -379,3 +379,63 @@ def linear_attention_ref(
     ones = torch.ones_like(wide[..., :1])
     total, last = _gated(q, k, ones, None, None, start, cu_seqlens, scale, "kv")
     return (y / (total + 1e-10)).to(v.dtype), (final, last.squeeze(-1)) if output_final_state else None
+
+
+def wkv4_ref(
+    w: Tensor,
+    u: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    decay: str = "raw",
+) -> tuple[Tensor, Tensor | None]:
+    """RWKV-4 time mixing in plain torch; see `rwkv_jit.wkv4` for the arguments.
+
+        y = (e^max num + e^(u + k) v) / (e^max den + e^(u + k));  the sums decay by e^w and gain e^k v, e^k
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise. Of two exponents the larger one is taken out.
+
+    Parameters
+    ----------
+    w, u : torch.Tensor, shape (C,)
+        Decay and bonus.
+    k, v : torch.Tensor, shape (B, T, C)
+        As in the op, float64 too.
+    initial_state : torch.Tensor, shape (B, 3, C) or (3, C), optional
+        num, den and max before the first token; 0, 0 and -1e38 by default.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    decay : {"raw", "log"}, default "raw"
+        Whether the log-decay of a step is -exp(w) or w.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, C), dtype of v
+    final_state : torch.Tensor or None, shape (B, 3, C)
+    """
+    if decay not in ("raw", "log"):
+        raise ValueError(f"decay: expected raw or log, got {decay!r}")
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    wf, uf, kf, vf = (x.to(dtype) for x in (w, u, k, v))
+    wf = -torch.exp(wf) if decay == "raw" else wf
+    batch, tokens, channels = k.shape
+    if initial_state is None:
+        start = kf.new_zeros(batch, 3, channels)
+        start[:, 2] = -1e38
+    else:
+        start = initial_state.to(dtype).expand(batch, 3, channels)
+    num, den, top = start.unbind(1)
+    outputs = []
+    for t in range(tokens):
+        k_t, v_t = kf[:, t], vf[:, t]
+        here = torch.maximum(top, uf + k_t)
+        past, now = torch.exp(top - here), torch.exp(uf + k_t - here)
+        outputs.append((past * num + now * v_t) / (past * den + now))
+        decayed = top + wf
+        top = torch.where(k_t > decayed, k_t, decayed)  # not `maximum`, which shares the gradient of a tie
+        past, now = torch.exp(decayed - top), torch.exp(k_t - top)
+        num, den = past * num + now * v_t, past * den + now
+    y = torch.stack(outputs, dim=1) if outputs else v * 0
+    final = torch.stack((num, den, top), dim=1).to(dtype if initial_state is None else initial_state.dtype)
+    return y.to(v.dtype), final if output_final_state else None

@@ -1,0 +1,435 @@
+"""RWKV-4 time mixing."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import kernel, stats, template, tensors
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.launch import Plan
+from rwkv_jit.ops import prepared
+from rwkv_jit.reference import wkv4_ref
+from rwkv_jit.template import Parameter
+
+DECAYS = ("raw", "log")
+BACKENDS = ("auto", "recurrent", "split", "reference")
+CHUNK_LEN = 16  # tokens that a thread loads at once, and between the states that the forward saves
+NUM_THREADS = 128
+
+# ---- how a sequence is split -------------------------------------------------------------------------------------
+
+# Threads of a multiprocessor that keep it busy, and the least number of parts and of tokens of a part that are worth
+# the second look at every token.
+_BUSY_THREADS = 256
+_LEAST_PARTS = 4
+_LEAST_TOKENS = 64
+
+
+def part_length(backend: str, walks: int, tokens: int, multiprocessors: int) -> int:
+    """Return how many tokens a thread walks over: all, or those of a part, where `walks` channels of rows are few."""
+    if backend == "recurrent":
+        return tokens
+    parts = min(_BUSY_THREADS * multiprocessors // max(walks, 1), tokens // _LEAST_TOKENS)
+    if backend == "split":
+        parts = max(parts, 2)
+    elif parts < _LEAST_PARTS:
+        return tokens
+    return CHUNK_LEN * math.ceil(tokens / (parts * CHUNK_LEN))
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------
+
+
+class Walk(NamedTuple):
+    """A direction, ready to be launched on any tensors of a signature."""
+
+    plans: tuple[Plan, ...]  # where there are parts, first what each does on its own
+    parts: int
+
+    def launch(self, values: Sequence[Tensor | None]) -> None:
+        """Launch it on tensors in the order of the kernel's arguments."""
+        addresses = [0 if x is None else x.data_ptr() for x in values]
+        for plan in self.plans:
+            tensors.launch(plan, addresses)
+
+
+_ADDRESSES = {"forward": 9, "backward": 13}
+_walks: dict[Any, Walk] = {}
+
+
+def _forget() -> None:
+    """Drop what is prepared: nothing of CUDA survives a fork."""
+    _walks.clear()
+    _checked.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def requests(
+    direction: str, types: dict[str, Parameter], arch: str, also: tuple[str, ...] = ()
+) -> tuple[kernel.Request, kernel.Request]:
+    """Return the kernels of a direction: of a part on its own, and of the results."""
+    source = template.library(f"wkv4_{direction}")
+    given = {**types, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": NUM_THREADS}
+    of_part, of_results = (kernel.Request(source, {**given, "RESULTS": flag}, arch, also) for flag in (False, True))
+    return of_part, of_results
+
+
+def _walk(
+    direction: str, w: Tensor, u: Tensor, streamed: Sequence[Tensor], decay: str, backend: str, training: bool = True
+) -> Walk:
+    """Find or compile what a direction launches; with `training` the backward compiles beside it, not after."""
+    key = (direction, training, decay, backend, tensors.signature((w, u, *streamed)))
+    known = _walks.get(key)
+    if known is not None:
+        return known
+    kernel.check_not_forked()
+    (batch, tokens, channels), device = streamed[0].shape, streamed[0].device.index
+    length = part_length(backend, batch * channels, tokens, tensors.multiprocessors(device))
+    parts = max(math.ceil(tokens / max(length, 1)), 1)
+    types: dict[str, Parameter] = {
+        "T_IO": tensors.STORAGE[streamed[0].dtype],
+        "T_W": tensors.STORAGE[w.dtype],
+        "T_U": tensors.STORAGE[u.dtype],
+        "DECAY": decay,
+    }
+    directions = [direction, "backward"] if direction == "forward" and training else [direction]
+    wanted = [
+        request
+        for each in directions
+        for request in requests(each, types, tensors.arch(device), tensors.also(device))[0 if parts > 1 else 1 :]
+    ]
+    with torch.cuda.device(device):
+        prepared.check_capture("wkv4", wanted, device)
+        for name, x in zip(("k", "v"), streamed, strict=False):
+            tensors.validate(name, x)
+        found = kernel.get_all(wanted)[: len(wanted) // len(directions)]
+        strides = [struct.pack("2q", *x.stride()[:2]) for x in streamed]
+        constants = [*strides, *[struct.pack("q", size) for size in (tokens, batch, channels, length)]]
+        blocks = math.ceil(batch * channels / NUM_THREADS)
+        known = Walk(
+            tuple(
+                Plan(each, f"wkv4_{direction}", device, (blocks, rows, 1), (NUM_THREADS, 1, 1),
+                     "Q" * _ADDRESSES[direction], constants)
+                for each, rows in zip(found, (parts - 1, parts)[-len(found) :], strict=True)
+            ),
+            parts,
+        )  # fmt: skip
+    if len(_walks) >= prepared.MOST_SIGNATURES:
+        _walks.clear()
+    _walks[key] = known
+    return known
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Return `x` with neighbouring channels: a copy where they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _summaries(walk: Walk, batch: int, channels: int, like: Tensor) -> Tensor | None:
+    if walk.parts == 1:
+        return None
+    return torch.empty(walk.parts, batch, 3, channels, dtype=torch.float32, device=like.device)
+
+
+def _run_forward(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
+    output_final_state: bool, save: bool, final: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return y, the final state (`final` where that is given) and the states the backward needs."""
+    w, u, k, v = map(_readable, (w, u, k, v))
+    batch, tokens, channels = k.shape
+    walk = _walk("forward", w, u, (k, v), decay, backend, training=save)
+    y = torch.empty_like(v, memory_format=torch.contiguous_format)
+    state = None if state is None else state.contiguous()
+    saved = None
+    if output_final_state and final is None:
+        final = torch.empty(batch, 3, channels, dtype=torch.float32, device=k.device)
+    if save:
+        chunks = math.ceil(tokens / CHUNK_LEN)
+        saved = torch.empty(batch, chunks, 3, channels, dtype=torch.float32, device=k.device)
+    walk.launch((w, u, k, v, state, y, final, saved, _summaries(walk, batch, channels, k)))
+    return y, final, saved
+
+
+def _run_backward(
+    dy: Tensor | None, grad_final: Tensor | None, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None,
+    decay: str, backend: str, saved: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of w, u, k, v and the initial state."""
+    batch, tokens, channels = k.shape
+    grad_final = None if grad_final is None else grad_final.contiguous()
+    grad_state = None if state is None else torch.empty(batch, 3, channels, dtype=torch.float32, device=k.device)
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    if tokens == 0:
+        if grad_state is not None:
+            grad_state.zero_() if grad_final is None else grad_state.copy_(grad_final)
+        return torch.zeros_like(w), torch.zeros_like(u), dk, dv, grad_state
+    own_w, own_u, k, v, dy = map(_readable, (w, u, k, v, torch.zeros_like(v) if dy is None else dy))
+    walk = _walk("backward", own_w, own_u, (k, v, dy), decay, backend)
+    dw, du = (torch.empty(walk.parts, batch, channels, dtype=torch.float32, device=k.device) for _ in range(2))
+    walk.launch(
+        (own_w, own_u, k, v, dy, saved, grad_final, grad_state, dk, dv, dw, du, _summaries(walk, batch, channels, k))
+    )
+    return dw.sum((0, 1)).to(w.dtype), du.sum((0, 1)).to(u.dtype), dk, dv, grad_state
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
+_GIVEN = "Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, str decay, str backend"
+_LIBRARY.define(f"wkv4_fwd({_GIVEN}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    f"wkv4_bwd(Tensor? dy, Tensor? grad_final, {_GIVEN}, Tensor saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("wkv4_step(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor")
+
+
+def _is_for_kernels(backend: str, like: Tensor) -> bool:
+    """Return whether kernels run a call: CUDA tensors take them, all others plain torch."""
+    return backend != "reference" and like.is_cuda
+
+
+def _present(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return what an op returns for a tensor that is not there."""
+    return like.new_empty(0) if x is None else x
+
+
+def _say_reference(like: Tensor) -> None:
+    if not like.is_cuda:
+        stats.say_once("wkv4: CPU tensors run the reference in plain torch", key="cpu")
+
+
+def _forward(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
+    output_final_state: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if _is_for_kernels(backend, k):
+        y, final, saved = _run_forward(w, u, k, v, state, decay, backend, output_final_state, save)
+        return y, _present(final, y), _present(saved, y)
+    _say_reference(k)
+    y, final = wkv4_ref(w, u, k, v, state, output_final_state, decay)
+    return y, _present(final, y), y.new_empty(0)
+
+
+def _forward_fake(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
+    output_final_state: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, tokens, channels = k.shape
+    y, final, saved = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(0), v.new_empty(0)
+    if output_final_state:
+        dtype = torch.promote_types(v.dtype, torch.float32) if state is None else state.dtype
+        final = v.new_empty((batch, 3, channels), dtype=dtype)
+    if save and _is_for_kernels(backend, k):
+        chunks = (tokens + CHUNK_LEN - 1) // CHUNK_LEN
+        saved = v.new_empty((batch, chunks, 3, channels), dtype=torch.float32)
+    return y, final, saved
+
+
+def _backward(
+    dy: Tensor | None, grad_final: Tensor | None, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None,
+    decay: str, backend: str, saved: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if _is_for_kernels(backend, k):
+        *grads, grad_state = _run_backward(dy, grad_final, w, u, k, v, state, decay, backend, saved)
+        return (*grads, _present(grad_state, k))
+    with torch.enable_grad(), _autograd_dispatch():
+        leaves = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
+        outputs = wkv4_ref(*leaves, True, decay)  # type: ignore[arg-type]
+        pairs = [(x, grad) for x, grad in zip(outputs, (dy, grad_final), strict=True) if grad is not None]
+        wanted = [x for x in leaves if x is not None]
+        grads = torch.autograd.grad(
+            [x for x, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True
+        )
+    # An op's results own their memory, in the layout its fake promises.
+    owned = tuple(grad.detach().clone(memory_format=torch.contiguous_format) for grad in grads)
+    return owned if state is not None else (*owned, k.new_empty(0))
+
+
+def _backward_fake(
+    dy: Tensor | None, grad_final: Tensor | None, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (w, u, k, v)]
+    of_state = k.new_empty(0) if state is None else torch.empty_like(state, memory_format=torch.contiguous_format)
+    return (*grads, of_state)
+
+
+def _autograd_dispatch() -> Any:
+    """Record gradients below a torch dispatch mode too: it calls ops with autograd's dispatch keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _step(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
+    k, v = k.unsqueeze(1), v.unsqueeze(1)
+    if k.is_cuda:
+        in_place = state.is_contiguous()
+        y, final, _ = _run_forward(w, u, k, v, state, decay, "recurrent", True, False, state if in_place else None)
+        if not in_place:
+            state.copy_(final)  # type: ignore[arg-type]
+    else:
+        _say_reference(k)
+        y, final = wkv4_ref(w, u, k, v, state, True, decay)
+        state.copy_(final)  # type: ignore[arg-type]
+    return y.squeeze(1)
+
+
+def _step_fake(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+for _name, _run, _fake in (
+    ("wkv4_fwd", _forward, _forward_fake),
+    ("wkv4_bwd", _backward, _backward_fake),
+    ("wkv4_step", _step, _step_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _run, _key)
+    torch.library.register_fake(f"rwkv_jit::{_name}", _fake, lib=_LIBRARY)
+_forward_op, _backward_op, _step_op = (
+    getattr(torch.ops.rwkv_jit, name).default for name in ("wkv4_fwd", "wkv4_bwd", "wkv4_step")
+)
+
+
+class _Gradient(torch.autograd.Function):
+    """The backward as a function of its own, so that a second derivative is a clear error and not a wrong zero."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_backward_op(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("wkv4 has no second derivative; differentiate wkv4_ref twice instead")
+
+
+class _Differentiable(torch.autograd.Function):
+    """The op with gradients; `direct` calls leave out torch's dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, direct: bool, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str,
+        backend: str, output_final_state: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        run = _forward if direct else _forward_op
+        y, final, saved = run(w, u, k, v, state, decay, backend, output_final_state, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(w, u, k, v, state, saved)
+        ctx.options = (decay, backend)
+        ctx.has_final_state = output_final_state
+        if not output_final_state:
+            ctx.mark_non_differentiable(final)
+        return y, final
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
+        *given, saved = ctx.saved_tensors
+        # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
+        grad_final = grad_final if ctx.has_final_state else None
+        run = _Gradient.apply if torch.is_grad_enabled() else _backward_op
+        *grads, grad_state = run(dy, grad_final, *given, *ctx.options, saved)
+        return None, *grads, None if given[4] is None else grad_state, None, None, None
+
+
+# ---- the public calls --------------------------------------------------------------------------------------------
+
+_checked: set[Any] = set()  # signatures of calls that have passed all checks
+
+
+def _as_checked(
+    name: str, w: Any, u: Any, k: Any, v: Any, state: Any, decay: str, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the arguments of a call as tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was expected and what came.
+    """
+    key = (name, decay, backend, tensors.signature((w, u, k, v, state))) if tensors.is_eager() else None
+    if key is not None and key[-1] is not None and isinstance(decay, str) and key in _checked:
+        return w, u, k, v, state
+    for option, value, legal in (("decay", decay, DECAYS), ("backend", backend, BACKENDS)):
+        if value not in legal:
+            raise ValueError(f"{option}: expected one of {', '.join(legal)}, got {value!r}")
+    w, u, k, v = (tensors.from_any(n, x) for n, x in (("w", w), ("u", u), ("k", k), ("v", v)))
+    if backend not in ("auto", "reference") and not k.is_cuda:
+        raise UnsupportedConfigError(
+            f"backend: {backend!r} runs on CUDA tensors, got {k.device}; use 'auto' or 'reference'"
+        )
+    sizes = "[B, T, C]" if name == "wkv4" else "[B, C]"
+    if k.dim() != sizes.count(",") + 1:
+        raise ValueError(f"k: expected {sizes.count(',') + 1} dimensions {sizes}, got shape {list(k.shape)}")
+    dtypes = [*tensors.STORAGE] if _is_for_kernels(backend, k) else [*tensors.STORAGE, torch.float64]
+    if k.dtype not in dtypes:
+        raise TypeError(f"k: expected {' or '.join(map(str, dtypes))}, got {k.dtype}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {list(k.shape)} like k, got {list(v.shape)}")
+    if v.dtype != k.dtype:
+        raise TypeError(f"v: expected {k.dtype} like k, got {v.dtype}")
+    channels = k.shape[-1]
+    for n, x in (("w", w), ("u", u)):
+        if tuple(x.shape) != (channels,):
+            raise ValueError(f"{n}: expected shape [{channels}] (channels), got {list(x.shape)}")
+        if x.dtype not in (k.dtype, torch.float32):
+            raise TypeError(f"{n}: expected {k.dtype} like k or torch.float32, got {x.dtype}")
+    if state is not None:
+        n = "initial_state" if name == "wkv4" else "state"
+        state = tensors.from_any(n, state)
+        want = (k.shape[0], 3, channels)
+        shapes = [want, want[1:]] if name == "wkv4" else [want]
+        if tuple(state.shape) not in shapes:
+            raise ValueError(f"{n}: expected shape {' or '.join(str([*s]) for s in shapes)}, got {list(state.shape)}")
+        if state.dtype != torch.float32 and (state.dtype not in dtypes[3:]):
+            raise TypeError(f"{n}: expected torch.float32{' or torch.float64' * len(dtypes[3:])}, got {state.dtype}")
+    for n, x in (("w", w), ("u", u), ("v", v), ("initial_state" if name == "wkv4" else "state", state)):
+        if x is not None and x.device != k.device:
+            raise ValueError(f"{n}: expected device {k.device} like k, got {x.device}")
+    if key is not None and key[-1] is not None:
+        if len(_checked) >= prepared.MOST_SIGNATURES:
+            _checked.clear()
+        _checked.add(key)
+    return w, u, k, v, state
+
+
+def wkv4(
+    w: Any,
+    u: Any,
+    k: Any,
+    v: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    decay: str = "raw",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    w, u, k, v, state = _as_checked("wkv4", w, u, k, v, initial_state, decay, backend)
+    if state is not None and state.dim() == 2:
+        state = state.expand(k.shape[0], *state.shape)
+    output_final_state = bool(output_final_state)
+    direct = _is_for_kernels(backend, k) and tensors.is_eager() and tensors.are_plain((w, u, k, v, state))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, u, k, v, state)):
+        y, final = _Differentiable.apply(direct, w, u, k, v, state, decay, backend, output_final_state)
+    else:
+        run = _forward if direct else _forward_op
+        y, final, _ = run(w, u, k, v, state, decay, backend, output_final_state, False)
+    return y, final if output_final_state else None
+
+
+def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") -> Tensor:
+    w, u, k, v, state = _as_checked("wkv4_update", w, u, k, v, state, decay, "auto")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (state, w, u, k, v)):
+        raise RuntimeError("wkv4_update changes the state in place and has no gradient; call wkv4, or use torch.no_grad")
+    direct = k.is_cuda and tensors.is_eager() and tensors.are_plain((w, u, k, v, state))
+    y: Tensor = (_step if direct else _step_op)(state, w, u, k, v, decay)
+    return y
