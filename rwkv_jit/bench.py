@@ -19,11 +19,15 @@ from rwkv_jit import reference, report, runtime, tensors
 from rwkv_jit.ops import backends
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
+from rwkv_jit.ops.wkv4 import BACKENDS as WKV4_BACKENDS
+from rwkv_jit.ops.wkv4 import backend_of as backend_of_wkv4
+from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
 OPS: dict[str, Callable[..., Any]] = {
+    "wkv4": wkv4,
     "wkv5": wkv5,
     "wkv6": wkv6,
     "wkv7": wkv7,
@@ -78,19 +82,24 @@ def decay_of(op: str) -> str:
 def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Return inputs like a model's, in the op's order, that require gradients."""
     batch, tokens, heads, head_size = shape
+    if op == "wkv4":  # channels of all heads
+        channels = heads * head_size
+        k, v = (torch.randn(batch, tokens, channels, device="cuda") for _ in range(2))
+        given = [torch.linspace(-6, 1, channels, device="cuda"), torch.randn(channels, device="cuda") * 0.5, k, v]
+        return [x.to(dtype).requires_grad_() for x in given]
     r, k, v, kk, w = (torch.randn(batch, tokens, heads, head_size, device="cuda") for _ in range(5))
     kk = torch.nn.functional.normalize(kk, dim=-1)
     r, k, w = r * 0.5, k * 0.5, w - 0.6
     raw = w - 2.4  # RWKV-5 and 6 begin with -6 to -1; where one of many is above 4, a head leaves the range of chunks
     bonus = torch.randn(heads, head_size, device="cuda")
-    given = {
+    made = {
         "wkv5": [r, k, v, raw[0, 0], bonus],
         "wkv6": [r, k, v, raw, bonus],
         "wkv7": [r, w, k, v, -kk, kk * torch.rand_like(kk)],
         "gla": [r, k, v, torch.nn.functional.logsigmoid(w) / 16],
         "linear_attention": [r, k, v],
     }[op]
-    return [x.to(dtype).requires_grad_() for x in given]
+    return [x.to(dtype).requires_grad_() for x in made]
 
 
 def median_ms(function: Callable[[], Any], repeats: int = 20) -> float:
@@ -155,7 +164,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     check_gpu()
     shapes = SHAPES if arguments.shape is None else (read_shape(arguments.shape),)
     dtype = DTYPES[arguments.dtype]
-    rows = [_measure(op, shape, dtype, arguments.backend) for shape in shapes for op in arguments.op or sorted(OPS)]
+    ops = arguments.op or [op for op in sorted(OPS) if op != "wkv4" or arguments.backend in WKV4_BACKENDS]
+    rows = [_measure(op, shape, dtype, arguments.backend) for shape in shapes for op in ops]
     return {"env": runtime.env_report(), "rows": rows, "first_call": _first_calls()}
 
 
@@ -173,19 +183,26 @@ def read_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> dict[str, Any]:
+def _backend(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> str:
+    """Return the backend that calls of a shape take."""
     batch, tokens, heads, head_size = shape
     device = torch.cuda.current_device()
-    options = OPTIONS.get(op, {})
+    if op == "wkv4":
+        return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
     case = backends.Case(
         op, dtype, head_size, head_size, tokens, decay_of(op), None, None, blocks=batch * heads,
         multiprocessors=lambda: tensors.multiprocessors(device),
     )  # fmt: skip
-    backend, _ = backends.choose(asked, case, lambda: tensors.arch(device))
+    return backends.choose(asked, case, lambda: tensors.arch(device))[0]
+
+
+def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> dict[str, Any]:
+    options = OPTIONS.get(op, {})
+    backend = _backend(op, shape, dtype, asked)
     function = partial(OPS[op], backend=backend, **options)
     given = make_inputs(op, shape, dtype)
-    weight = torch.randn(tuple(shape), device="cuda").to(dtype)
     detached = [x.detach() for x in given]
+    weight = torch.randn_like(function(*detached)[0])
     forward, in_graph = call_ms(lambda: function(*detached), weight.numel())
     both = median_ms(lambda: torch.autograd.grad(function(*given)[0], given, weight))
     before = torch.cuda.memory_allocated()

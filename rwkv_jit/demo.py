@@ -20,12 +20,14 @@ from rwkv_jit import env, identity, kernel, reference, report, runtime
 from rwkv_jit.errors import NvrtcNotFoundError
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
+from rwkv_jit.ops.wkv4 import wkv4
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
 DECAYS = {"wkv7": "sigmoid"}  # that of the models; of the other ops it is the default
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "wkv4": (wkv4, reference.wkv4_ref),
     "wkv5": (wkv5, reference.wkv5_ref),
     "wkv6": (wkv6, reference.wkv6_ref),
     "wkv7": (partial(wkv7, decay=DECAYS["wkv7"]), partial(reference.wkv7_ref, decay=DECAYS["wkv7"])),
@@ -33,6 +35,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "linear_attention": (linear_attention, reference.linear_attention_ref),
 }
 HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
+WITHOUT_HEADS = {"wkv4": (None,)}
 DTYPES = (torch.bfloat16, torch.float32)
 ERROR_LIMITS = {torch.bfloat16: 8e-3, torch.float32: 5e-6}  # bfloat16 may run on the tensor cores
 ARCH_WITHOUT_GPU = "sm_90a"
@@ -60,13 +63,13 @@ def run() -> dict[str, Any]:
         arch = default_arch()
         for op in OPS:
             with empty_cache():  # wkv5 and wkv6 share a kernel
-                for head_size in HEAD_SIZES:
+                for head_size in _head_sizes(op):
                     for direction in runtime.DIRECTIONS:
                         kernels.append(_compile(op, head_size, direction, arch))
     except NvrtcNotFoundError as error:
         missing = str(error)
     with empty_cache():
-        calls = [_call(op, size, dtype, device) for op in OPS for size in HEAD_SIZES for dtype in DTYPES]
+        calls = [_call(op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES]
     cache = runtime.cache_info()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
@@ -80,6 +83,10 @@ def run() -> dict[str, Any]:
         "cache": {name: cache[name] for name in ("path", "entries", "bytes")},
         "passed": all(call["passed"] for call in calls),
     }
+
+
+def _head_sizes(op: str) -> Sequence[int | None]:
+    return WITHOUT_HEADS.get(op, HEAD_SIZES)
 
 
 @contextmanager
@@ -102,7 +109,7 @@ def default_arch() -> str | None:
     return None if torch.cuda.is_available() or env.arch() else ARCH_WITHOUT_GPU
 
 
-def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[str, Any]:
+def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -> dict[str, Any]:
     """Ask for one kernel three times: it is compiled, read from disk, found in memory."""
     backend, request = runtime.call_request(
         op, head_size, None, torch.bfloat16, arch, direction, "auto", DECAYS.get(op), None, None, {}
@@ -134,7 +141,7 @@ def _compile(op: str, head_size: int, direction: str, arch: str | None) -> dict[
     }
 
 
-def check(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Call an op, and compare y and its gradients with float64.
 
     Returns
@@ -160,7 +167,7 @@ def check(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str,
     }
 
 
-def _call(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+def _call(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Check an op and time it."""
     checked = check(op, head_size, dtype, device)
     function, _ = OPS[op]
@@ -177,7 +184,7 @@ def _call(op: str, head_size: int, dtype: torch.dtype, device: str) -> dict[str,
 
 
 def _inputs(
-    op: str, shape: tuple[int, int, int], head_size: int, dtype: torch.dtype, device: str
+    op: str, shape: tuple[int, int, int], head_size: int | None, dtype: torch.dtype, device: str
 ) -> tuple[list[Tensor], Tensor]:
     """Return the arguments of an op as leaves, with decays and a correction like a trained model's, and dy."""
     generator = torch.Generator().manual_seed(0)
@@ -185,6 +192,11 @@ def _inputs(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator)
 
+    if head_size is None:  # channels of as many heads
+        batch, tokens, channels = *shape[:2], shape[2] * HEAD_SIZES[0]
+        k, v, dy = (normal(batch, tokens, channels) for _ in range(3))
+        without_heads = (torch.linspace(-6, 1, channels), normal(channels), k, v)
+        return [x.to(device, dtype).requires_grad_() for x in without_heads], dy.to(device, dtype)
     r, k, v, x, direction, rate, dy = (normal(*shape, head_size) for _ in range(7))
     kk = normalize(direction, dim=-1)
     given = {
@@ -248,7 +260,7 @@ def show(result: dict[str, Any]) -> None:
             ),
             [
                 (
-                    record["op"], record["head_size"], record["direction"], record["backend"],
+                    record["op"], record["head_size"] or "-", record["direction"], record["backend"],
                     f"{record['compile_ms']:.0f}", f"{record['disk_ms']:.2f}", f"{record['memory_ms']:.3f}",
                     record["registers"], record["spill_bytes"], record["shared_bytes"],
                 )
@@ -269,7 +281,7 @@ def show(result: dict[str, Any]) -> None:
         ("op", "head size", "dtype", "error y", "error grads", "limit", *first_call, "forward ms", "fwd + bwd ms"),
         [
             (
-                call["op"], call["head_size"], call["dtype"], f"{call['error']:.1e}",
+                call["op"], call["head_size"] or "-", call["dtype"], f"{call['error']:.1e}",
                 f"{call['gradient_error']:.1e}", f"{call['limit']:.0e}",
                 *[f"{call['first_call_ms']:.0f}" for _ in first_call], f"{call['forward_ms']:.3f}",
                 f"{call['forward_backward_ms']:.3f}",

@@ -23,6 +23,7 @@ from rwkv_jit.ops import (
     recurrent,
     split,
     wide_keys,
+    wkv4,
     wkv5,
     wkv6,
     wkv7,
@@ -51,10 +52,10 @@ def specialize(
 
     Parameters
     ----------
-    op : {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
+    op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
         The op.
     head_size : int
-        K, from 1.
+        K, from 1. None for wkv4, which has no heads.
     value_size : int, optional
         V; `head_size` by default.
     dtype : torch.dtype, default torch.bfloat16
@@ -65,7 +66,8 @@ def specialize(
         Which kernels.
     backend : {"auto", "recurrent", "chunked", "split"}, default "auto"
         Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked" is the tensor
-        cores; "split" runs the same kernels for heads that these take, and those of larger heads.
+        cores; "split" runs the same kernels for heads that these take, and those of larger heads. Of wkv4, "split" is
+        the kernel of a part of the tokens.
     decay : {"raw", "sigmoid", "log", "direct"}, optional
         The map from w to the per-step factor; by default the op's: "raw", for gla "log", for linear_attention "none",
         which is all it has.
@@ -100,6 +102,8 @@ def specialize(
     name, request = call_request(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, parameters
     )
+    if op == "wkv4":
+        return kernel.get(request)
     return prepared.get_kernels(backends.KERNELS[op][name].nearest, [request], chunk_len, num_threads)[0]
 
 
@@ -146,7 +150,7 @@ def compile_async(
 
 def warm(
     op: str,
-    head_sizes: int | Iterable[int],
+    head_sizes: int | Iterable[int] | None = None,
     dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16,
     backward: bool = True,
     arch: str | Iterable[str] | None = None,
@@ -161,10 +165,10 @@ def warm(
 
     Parameters
     ----------
-    op : {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
+    op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
         The op.
-    head_sizes : int or iterable of int
-        K, with V equal to it.
+    head_sizes : int or iterable of int, optional
+        K, with V equal to it; left out for wkv4 alone, which has no heads.
     dtypes : torch.dtype or iterable of torch.dtype, default torch.bfloat16
         Of r, k, v.
     backward : bool, default True
@@ -202,9 +206,11 @@ def warm(
     --------
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
     """
+    if head_sizes is None and op != "wkv4":
+        raise TypeError(f"head_sizes: {op} needs some, got None")
     cases = product(
         _several(arch, str) or [None],
-        _several(head_sizes, int),
+        [None] if head_sizes is None else _several(head_sizes, int),
         _several(dtypes, torch.dtype),
         DIRECTIONS if backward else DIRECTIONS[:1],
     )
@@ -239,13 +245,24 @@ def _several(given: Any, one: type) -> list[Any]:
 
 
 def call_requests(
-    op: str, head_size: int, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
+    op: str, head_size: int | None, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
     state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the kernels that calls of an op may need in one direction.
 
     Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
+    if op == "wkv4":
+        unwanted = {"state_layout": state_layout, "decay_bound": decay_bound}
+        if state_dtype != torch.float32:
+            raise TypeError(f"state_dtype: states of wkv4 are torch.float32, got {state_dtype}")
+        of_w = tensors.STORAGE.get(w_dtype or dtype)
+        if of_w is None:
+            raise TypeError(f"w_dtype: expected {' or '.join(map(str, tensors.STORAGE))}, got {w_dtype}")
+        return [
+            _wkv4_request(dtype, arch, direction, backend, decay, {"t_w": of_w, "t_u": of_w}, head_size, unwanted)
+            for backend in ("recurrent", "split")
+        ]
     of = _op(op)
     decay, state_layout = decay or of.decay, state_layout or of.state_layout
     for name, kind in (("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
@@ -286,8 +303,30 @@ def call_requests(
 
 def _op(name: str) -> boundary.Op:
     if name not in OPS:
-        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {name!r}")
+        raise ValueError(f"op: expected one of {', '.join((*OPS, 'wkv4'))}, got {name!r}")
     return OPS[name]
+
+
+def _wkv4_request(
+    dtype: torch.dtype, arch: str | None, direction: str, backend: str, decay: str | None,
+    parameters: dict[str, Parameter], head_size: int | None, unwanted: dict[str, Any],
+) -> kernel.Request:  # fmt: skip
+    """Check everything and return a kernel of wkv4: that of the results, or with "split" that of a part on its own."""
+    for name, value in {"head_size": head_size, **unwanted}.items():
+        if value is not None:
+            raise ValueError(f"{name}: wkv4 has none, got {value!r}")
+    for name, given, legal in (
+        ("direction", direction, DIRECTIONS),
+        ("backend", backend, ("auto", "recurrent", "split")),
+        ("decay", decay or "raw", wkv4.DECAYS),
+        ("dtype", dtype, tuple(tensors.STORAGE)),
+    ):
+        if given not in legal:
+            raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}, got {given!r}")
+    storage = tensors.STORAGE[dtype]
+    types: dict[str, Parameter] = {"T_IO": storage, "T_W": storage, "T_U": storage, "DECAY": decay or "raw"}
+    types |= {name.upper(): value for name, value in parameters.items()}
+    return wkv4.requests(direction, types, *tensors.targets(arch))[backend != "split"]
 
 
 def call_request(
@@ -297,6 +336,9 @@ def call_request(
     few_heads: bool = False, training: bool = True, known: Sequence[Choice] | None = None,
 ) -> tuple[str, kernel.Request]:  # fmt: skip
     """Check everything and return the backend and the kernel of one direction that calls of so many tokens take."""
+    if op == "wkv4":
+        unwanted = {"value_size": value_size, "chunk_len": chunk_len, "num_threads": num_threads}
+        return backend, _wkv4_request(dtype, arch, direction, backend, decay, parameters, head_size, unwanted)
     of = _op(op)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")

@@ -44,6 +44,13 @@ def part_length(backend: str, walks: int, tokens: int, multiprocessors: int) -> 
     return CHUNK_LEN * math.ceil(tokens / (parts * CHUNK_LEN))
 
 
+def backend_of(backend: str, walks: int, tokens: int, multiprocessors: int) -> str:
+    """Return the backend that runs a call on CUDA tensors."""
+    if backend != "auto":
+        return backend
+    return "split" if part_length(backend, walks, tokens, multiprocessors) < tokens else "recurrent"
+
+
 # ---- launches ----------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +192,7 @@ def _run_backward(
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
+_reference: Callable[..., Any] = wkv4_ref
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 _GIVEN = "Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, str decay, str backend"
 _LIBRARY.define(f"wkv4_fwd({_GIVEN}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)")
@@ -245,7 +253,7 @@ def _backward(
         return (*of_inputs, _present(of_state, k))
     with torch.enable_grad(), _autograd_dispatch():
         leaves = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
-        outputs: Any = wkv4_ref(*leaves, output_final_state=True, decay=decay)  # type: ignore[arg-type]
+        outputs: Any = _reference(*leaves, True, decay)
         pairs = [(x, grad) for x, grad in zip(outputs, (dy, grad_final), strict=True) if grad is not None]
         wanted = [x for x in leaves if x is not None]
         grads = torch.autograd.grad(
@@ -360,12 +368,13 @@ def _as_checked(
     TypeError, ValueError
         Naming the argument, what was expected and what came.
     """
-    key = (name, decay, backend, tensors.signature((w, u, k, v, state))) if tensors.is_eager() else None
-    if key is not None and key[-1] is not None and isinstance(decay, str) and key in _checked:
-        return w, u, k, v, state
     for option, value, legal in (("decay", decay, DECAYS), ("backend", backend, BACKENDS)):
         if value not in legal:
             raise ValueError(f"{option}: expected one of {', '.join(legal)}, got {value!r}")
+    signature = tensors.signature((w, u, k, v, state)) if tensors.is_eager() else None
+    key = (name, backend, signature)
+    if signature is not None and key in _checked:
+        return w, u, k, v, state
     w, u, k, v = (tensors.from_any(n, x) for n, x in (("w", w), ("u", u), ("k", k), ("v", v)))
     if backend not in ("auto", "reference") and not k.is_cuda:
         raise UnsupportedConfigError(
@@ -399,7 +408,7 @@ def _as_checked(
     for n, x in (("w", w), ("u", u), ("v", v), ("initial_state" if name == "wkv4" else "state", state)):
         if x is not None and x.device != k.device:
             raise ValueError(f"{n}: expected device {k.device} like k, got {x.device}")
-    if key is not None and key[-1] is not None:
+    if signature is not None:
         if len(_checked) >= prepared.MOST_SIGNATURES:
             _checked.clear()
         _checked.add(key)
@@ -466,13 +475,13 @@ def wkv4(
     Notes
     -----
     Arithmetic, state and saved states are float32, with the larger of two exponents taken out: no key and no decay
-    overflows. Relative L2 error against float64 on the same rounded inputs, y and gradients: below 1e-5 in float32, with
-    keys of 30 times the usual size too; below 3e-3 in float16 and bfloat16, which is the rounding of the outputs.
+    overflows. Relative L2 error against float64 on the same rounded inputs, y and gradients: below 1e-5 in float32,
+    with keys of 30 times the usual size too; below 3e-3 in float16 and bfloat16, which is the rounding of the outputs.
 
     The backward recomputes the states forward from saved ones: 12 B C ceil(T / 16) bytes are kept between the passes.
-    What it adds up are differences of values from their running mean, so that nothing cancels. dw and du are summed over
-    rows and parts in float32. The gradient of max is that of num times num and of den times den, and of the final max
-    where it comes from the initial one.
+    What it adds up are differences of values from their running mean, so that nothing cancels. dw and du are summed
+    over rows and parts in float32. The gradient of max is that of num times num and of den times den, and of the final
+    max where it comes from the initial one.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
 # The ops, and how the names of their templates begin.
-STEMS = {"wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla", "linear_attention": "gla"}
+STEMS = {"wkv4": "wkv4", "wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla", "linear_attention": "gla"}
 OPS = tuple(STEMS)
 # The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
 LAUNCHING = (

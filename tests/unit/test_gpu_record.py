@@ -112,8 +112,8 @@ def test_every_op_is_covered():
     from rwkv_jit import runtime
     from rwkv_jit.ops import recurrent
 
-    assert set(record.OPS) == set(runtime.OPS)
-    assert {op: recurrent.OPS[op].stem for op in record.OPS} == record.STEMS
+    assert set(record.OPS) == {*runtime.OPS, "wkv4"}
+    assert {op: recurrent.OPS[op].stem for op in runtime.OPS} | {"wkv4": "wkv4"} == record.STEMS
 
 
 def test_a_section_counts_outcomes_and_names_failures():
