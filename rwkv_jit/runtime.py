@@ -206,8 +206,6 @@ def warm(
     --------
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
     """
-    if head_sizes is None and op != "wkv4":
-        raise TypeError(f"head_sizes: {op} needs some, got None")
     cases = product(
         _several(arch, str) or [None],
         [None] if head_sizes is None else _several(head_sizes, int),
@@ -264,6 +262,8 @@ def call_requests(
             for backend in ("recurrent", "split")
         ]
     of = _op(op)
+    if head_size is None:
+        raise TypeError(f"head_sizes: {op} needs some, got None")
     decay, state_layout = decay or of.decay, state_layout or of.state_layout
     for name, kind in (("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
         if kind not in tensors.STORAGE:

@@ -376,7 +376,7 @@ def _as_checked(
     if signature is not None and key in _checked:
         return w, u, k, v, state
     w, u, k, v = (tensors.from_any(n, x) for n, x in (("w", w), ("u", u), ("k", k), ("v", v)))
-    if backend not in ("auto", "reference") and not k.is_cuda:
+    if backend not in ("auto", "reference") and not _is_for_kernels(backend, k):
         raise UnsupportedConfigError(
             f"backend: {backend!r} runs on CUDA tensors, got {k.device}; use 'auto' or 'reference'"
         )

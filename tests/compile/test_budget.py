@@ -11,7 +11,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import history, identity, kernel
-from rwkv_jit.ops import gated_scan, scan_geometry, split
+from rwkv_jit.ops import gated_scan, scan_geometry, split, wkv4
 
 BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {
@@ -58,10 +58,12 @@ GATED_GROUPS = {
 SEGMENTS = {f"{of}_segment_{way}": way == "backward" for of in ("wkv7", "gla") for way in ("forward", "backward")}
 # The forms that wkv5 went through, at the head size that was studied, by their place.
 HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
+# RWKV-4: all, and what a part of the tokens does on its own.
+WKV4 = {f"wkv4{of}_{way}": (way, bool(not of)) for of in ("", "_part") for way in ("forward", "backward")}
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
 FLAGSHIPS = [
     *(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *GATED_KEYS,
-    *GATED_GROUPS, *SEGMENTS, *HISTORY,
+    *GATED_GROUPS, *SEGMENTS, *HISTORY, *WKV4,
 ]  # fmt: skip
 
 
@@ -90,6 +92,10 @@ def used(name):
     elif name in SEGMENTS:
         like = TYPES | {"HEAD_SIZE": 64, "VALUE_SIZE": 64, "CHUNK_LEN": 32}
         found = kernel.get(split.segment_request(name.split("_")[0], like, SEGMENTS[name], "sm_90"))
+    elif name in WKV4:
+        way, results = WKV4[name]
+        types = {"T_IO": "bf16", "T_W": "fp32", "T_U": "fp32", "DECAY": "raw"}
+        found = kernel.get(wkv4.requests(way, types, "sm_90")[results])
     elif name in HISTORY:
         requests = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
         found = kernel.get(requests[HISTORY[name] - 1])

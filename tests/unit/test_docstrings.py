@@ -11,6 +11,7 @@ from rwkv_jit import errors
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 REFERENCES = [f"{op}_ref" for op in OPS]
+WITHOUT_HEADS = ["wkv4", "wkv4_update"]  # their arguments are their own
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache"]
 TAIL = [
@@ -56,7 +57,7 @@ def documented(name):
 
 
 def test_the_public_functions_are_known():
-    assert sorted(FUNCTIONS) == sorted([*OPS, *REFERENCES, *COMPILING, *ASKING, "add_hook"])
+    assert sorted(FUNCTIONS) == sorted([*OPS, *REFERENCES, *WITHOUT_HEADS, "wkv4_ref", *COMPILING, *ASKING, "add_hook"])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -71,9 +72,9 @@ def test_docstring_has_the_sections_that_apply(name):
     wanted = {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
-    if name in (*OPS, *COMPILING):
+    if name in (*OPS, *WITHOUT_HEADS, *COMPILING):
         wanted |= {"Raises", "Examples"}
-    if name in OPS:
+    if name in (*OPS, *WITHOUT_HEADS):
         wanted |= {"Notes", "References"}
     assert wanted <= set(sections(name))
     assert all(text.strip() for text in sections(name).values())
@@ -133,7 +134,24 @@ def test_signature_of_an_op(name, inputs):
     ]
 
 
-@pytest.mark.parametrize("name", [*OPS, *REFERENCES])
+def test_signature_of_wkv4():
+    found = [(parameter.name, parameter.default) for parameter in parameters("wkv4").values()]
+    assert [name for name, default in found if default is inspect.Parameter.empty] == ["w", "u", "k", "v"]
+    tail = [("initial_state", None), ("output_final_state", False), ("decay", "raw"), ("backend", "auto")]
+    assert found[4:] == tail
+    assert list(parameters("wkv4_ref").values()) == [
+        parameter.replace(annotation=parameters("wkv4_ref")[name].annotation)
+        for name, parameter in parameters("wkv4").items()
+        if name != "backend"
+    ]
+    assert list(parameters("wkv4_update")) == ["state", "w", "u", "k", "v", "decay"]
+    text = sections("wkv4")["Parameters"]
+    for name, default in tail:
+        line = re.search(rf"^({name} : .*)$", text, flags=re.MULTILINE)[1]
+        assert ("optional" in line) if default is None else re.search(rf'default "?{default}"?$', line)
+
+
+@pytest.mark.parametrize("name", [*OPS, *REFERENCES, *WITHOUT_HEADS, "wkv4_ref"])
 def test_no_parameter_is_keyword_only(name):
     assert {parameter.kind for parameter in parameters(name).values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
@@ -147,7 +165,7 @@ def test_reference_takes_the_arguments_of_its_op_in_the_same_order(name):
         assert parameters(f"{name}_ref")[parameter].default == parameters(name)[parameter].default
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS])
 def test_results_in_the_examples_are_right(name, monkeypatch):
     """The examples run on the CPU as they stand, but for the device."""
     import doctest

@@ -86,7 +86,7 @@ def test_an_op_is_stale_only_by_its_own_templates(copied_sources):
     assert record.digest("wkv6") == before
 
 
-@pytest.mark.parametrize("op", [op for op in record.OPS if op != "wkv7"])
+@pytest.mark.parametrize("op", [op for op, stem in record.STEMS.items() if stem == "gla"])
 def test_ops_that_share_templates_are_stale_together(copied_sources, op):
     before = record.digest(op)
     _edit(

@@ -1,0 +1,42 @@
+"""RWKV-4's templates for every architecture, and what they refuse."""
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import kernel
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops import wkv4 as room
+
+TYPES = {"T_IO": "bf16", "T_W": "fp32", "T_U": "fp32", "DECAY": "raw"}
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_compiles_without_spills_everywhere(direction, arch):
+    found = rwkv_jit.specialize("wkv4", dtype=torch.float16, arch=arch, direction=direction)
+    assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("parameters", [{"t_w": "fp32", "t_u": "bf16"}, {"t_w": "bf16", "t_u": "fp32"}])
+@pytest.mark.parametrize("backend", ["recurrent", "split"])
+def test_w_and_u_of_other_types(backend, parameters):
+    for direction in ("forward", "backward"):
+        found = rwkv_jit.specialize(
+            "wkv4", arch="sm_90", direction=direction, decay="log", backend=backend, **parameters
+        )
+        assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"DECAY": "sigmoid"}, "decay must be raw or log"),
+        ({"CHUNK_LEN": 33}, "chunk_len must be 1 to 32"),
+        ({"NUM_THREADS": 48}, "num_threads must be 32, 64, ... 1024"),
+    ],
+)
+def test_rules(change, message):
+    _, request = room.requests("forward", TYPES, "sm_80")
+    with pytest.raises(UnsupportedConfigError, match=message):
+        kernel.get(request._replace(parameters={**request.parameters, **change}))

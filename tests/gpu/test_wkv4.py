@@ -1,0 +1,199 @@
+"""RWKV-4 on a GPU: values, states and gradients against float64, and that nothing else is written."""
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit.ops import wkv4 as room
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LIMITS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 3e-3}
+OP = pytest.mark.parametrize("op", ["wkv4"])
+BACKENDS = pytest.mark.parametrize("backend", ["recurrent", "split"])
+
+
+def make(dtype=torch.float32, batch=2, tokens=65, channels=96, kind="usual"):
+    k, v, dy = (torch.randn(batch, tokens, channels, device="cuda") for _ in range(3))
+    w, u = torch.linspace(-6, 1, channels, device="cuda"), torch.randn(channels, device="cuda") * 0.5
+    if kind == "large keys":
+        k = k * 30
+    if kind == "large keys, slow decay":
+        k, w = k * 30, torch.linspace(-9, -4, channels, device="cuda")
+    if kind == "strong decay":
+        w = torch.linspace(1, 6, channels, device="cuda")
+    if kind == "decay beyond floats":
+        w = torch.linspace(80, 100, channels, device="cuda")
+    if kind == "large bonus":
+        u = u + 12
+    leaves = [x.requires_grad_() for x in (w, u, k.to(dtype), v.to(dtype))]
+    return leaves, dy.to(dtype)
+
+
+def make_state(batch=2, channels=96):
+    num, top = torch.randn(2, batch, channels, device="cuda")
+    return torch.stack((num, torch.rand_like(num) * 3 + 0.1, top), 1).requires_grad_()
+
+
+def run(function, leaves, dy, state=None, grad_final=None, **options):
+    y, final = function(*leaves, state, True, **options)
+    given = [*leaves, *([state] if state is not None else [])]
+    outputs, grads = [y], [dy]
+    if grad_final is not None:
+        outputs, grads = [y, final], [dy, grad_final]
+    found = torch.autograd.grad(outputs, given, grads, materialize_grads=True)
+    return dict(zip(("y", "state", "dw", "du", "dk", "dv", "dstate"), (y, final, *found), strict=False))
+
+
+def exact(leaves, dy, state=None, grad_final=None, **options):
+    doubles = [None if x is None else x.detach().double() for x in (*leaves, state, grad_final)]
+    *given, start, grad = [None if x is None else x.requires_grad_() for x in doubles]
+    return run(rwkv_jit.wkv4_ref, given, dy.double(), start, grad, **options)
+
+
+def check(found, wanted, limit):
+    for name, x in found.items():
+        want = wanted[name]
+        assert torch.isfinite(x).all(), name
+        error = float((x.double() - want).norm() / want.norm().clamp_min(1e-300))
+        assert error <= (limit if name in ("y", "dk", "dv") else 1e-5), name
+
+
+@OP
+@BACKENDS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 63, 64, 65, 300])
+def test_any_length(op, tokens, dtype, backend, guarded_memory):
+    leaves, dy = make(DTYPES[dtype], tokens=tokens)
+    state, grad_final = make_state(), torch.randn(2, 3, 96, device="cuda")
+    found = run(rwkv_jit.wkv4, leaves, dy, state, grad_final, backend=backend)
+    check(found, exact(leaves, dy, state, grad_final), LIMITS[dtype])
+
+
+@OP
+@BACKENDS
+@pytest.mark.parametrize(
+    "kind", ["large keys", "large keys, slow decay", "strong decay", "decay beyond floats", "large bonus"]
+)
+@pytest.mark.parametrize("from_state", [False, True])
+def test_any_data(op, kind, from_state, backend):
+    leaves, dy = make(tokens=700, kind=kind)
+    state = make_state() if from_state else None
+    check(run(rwkv_jit.wkv4, leaves, dy, state, backend=backend), exact(leaves, dy, state), 1e-5)
+
+
+@OP
+@pytest.mark.parametrize(("batch", "channels"), [(1, 1), (3, 31), (5, 129), (300, 40)])
+def test_any_number_of_rows_and_channels(op, batch, channels, guarded_memory):
+    leaves, dy = make(batch=batch, tokens=40, channels=channels)
+    state = make_state(batch, channels)
+    check(run(rwkv_jit.wkv4, leaves, dy, state), exact(leaves, dy, state), 1e-5)
+
+
+@OP
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_state_of_zeros_that_is_trained(op, with_grad):
+    """num and den of zero, with a max that makes them count: their gradients are not zero."""
+    leaves, dy = make(tokens=33)
+    state = torch.zeros(2, 3, 96, device="cuda", requires_grad=True)
+    grad_final = torch.randn(2, 3, 96, device="cuda") if with_grad else None
+    wanted = exact(leaves, dy, state, grad_final)
+    assert wanted["dstate"][:, :2].abs().sum() > 0
+    check(run(rwkv_jit.wkv4, leaves, dy, state, grad_final), wanted, 1e-5)
+
+
+@OP
+def test_nothing_to_walk_over(op):
+    leaves, dy = make(tokens=0)
+    state, grad_final = make_state(), torch.randn(2, 3, 96, device="cuda")
+    found = run(rwkv_jit.wkv4, leaves, dy, state, grad_final)
+    assert torch.equal(found["state"], state)
+    assert torch.equal(found["dstate"], grad_final)
+    assert all(not found[name].any() for name in ("dw", "du"))
+
+
+@OP
+@BACKENDS
+def test_the_same_bit_for_bit(op, backend):
+    leaves, dy = make(torch.bfloat16, tokens=500, channels=300)
+    state = make_state(channels=300)
+    first, second = (run(rwkv_jit.wkv4, leaves, dy, state, backend=backend) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@OP
+@pytest.mark.parametrize("how", ["tokens first", "channels last but one", "a slice"])
+def test_any_strides(op, how):
+    leaves, dy = make(torch.bfloat16)
+    for index in (2, 3):
+        x = leaves[index].detach()
+        other = {
+            "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+            "channels last but one": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+            "a slice": lambda x: torch.cat((x[..., :3], x), -1)[..., 3:],
+        }[how](x)
+        leaves[index] = other.requires_grad_()
+    check(run(rwkv_jit.wkv4, leaves, dy), exact(leaves, dy), 3e-3)
+
+
+@OP
+def test_a_state_for_all_rows_and_a_log_decay(op):
+    (w, *rest), dy = make()
+    leaves, state = [-w.detach().exp(), *rest], make_state()[0].detach().requires_grad_()
+    leaves[0].requires_grad_()
+    check(run(rwkv_jit.wkv4, leaves, dy, state, decay="log"), exact(leaves, dy, state, decay="log"), 1e-5)
+
+
+@OP
+def test_parts_of_a_text_are_the_whole(op):
+    leaves, dy = make(tokens=200)
+    w, u, k, v = leaves
+    whole = run(rwkv_jit.wkv4, leaves, dy)
+    state, outputs = None, []
+    for begin, end in ((0, 77), (77, 78), (78, 200)):
+        y, state = rwkv_jit.wkv4(w, u, k[:, begin:end], v[:, begin:end], state, True)
+        outputs.append(y)
+    grads = torch.autograd.grad(torch.cat(outputs, 1), leaves, dy)
+    for x, want in zip((state, *grads), [whole[n] for n in ("state", "dw", "du", "dk", "dv")], strict=True):
+        assert float((x - want).norm() / want.norm()) < 1e-5
+
+
+@OP
+def test_updates_are_the_sequence(op):
+    (w, u, k, v), _ = make(torch.bfloat16, tokens=50)
+    start = make_state().detach()
+    want, final = rwkv_jit.wkv4(w.detach(), u.detach(), k.detach(), v.detach(), start, True)
+    states = [start.clone(), start.transpose(0, 1).contiguous().transpose(0, 1)]
+    for state in states:
+        with torch.no_grad():
+            found = [rwkv_jit.wkv4_update(state, w, u, k[:, t], v[:, t]) for t in range(50)]
+        assert float((torch.stack(found, 1).double() - want.double()).norm() / want.double().norm()) < 3e-3
+        assert float((state - final).norm() / final.norm()) < 1e-5
+
+
+@OP
+@BACKENDS
+def test_replayed_from_a_graph(op, backend):
+    (w, u, k, v), _ = make(tokens=300)
+    given = [x.detach() for x in (w, u, k, v)]
+    wanted = rwkv_jit.wkv4(*given, None, True, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rwkv_jit.wkv4(*given, None, True, backend=backend)
+    graph.replay()
+    assert all(torch.equal(x, want) for x, want in zip(found, wanted, strict=True))
+
+
+@OP
+def test_compiled_whole(op):
+    leaves, dy = make(tokens=70)
+    compiled = torch.compile(rwkv_jit.wkv4, fullgraph=True)
+    state = make_state()
+    found, wanted = run(compiled, leaves, dy, state), run(rwkv_jit.wkv4, leaves, dy, state)
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@OP
+def test_both_backends_are_chosen(op):
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    assert room.backend_of("auto", 96, 4096, multiprocessors) == "split"
+    assert room.backend_of("auto", 256 * multiprocessors, 4096, multiprocessors) == "recurrent"
