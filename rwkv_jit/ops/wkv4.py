@@ -371,7 +371,8 @@ def _as_checked(
     for option, value, legal in (("decay", decay, DECAYS), ("backend", backend, BACKENDS)):
         if value not in legal:
             raise ValueError(f"{option}: expected one of {', '.join(legal)}, got {value!r}")
-    signature = tensors.signature((w, u, k, v, state)) if tensors.is_eager() else None
+    on_gpu = tensors.is_eager() and isinstance(k, Tensor) and _is_for_kernels(backend, k)
+    signature = tensors.signature((w, u, k, v, state)) if on_gpu else None
     key = (name, backend, signature)
     if signature is not None and key in _checked:
         return w, u, k, v, state
