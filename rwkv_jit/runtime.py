@@ -338,7 +338,8 @@ def call_request(
     """Check everything and return the backend and the kernel of one direction that calls of so many tokens take."""
     if op == "wkv4":
         unwanted = {"value_size": value_size, "chunk_len": chunk_len, "num_threads": num_threads}
-        return backend, _wkv4_request(dtype, arch, direction, backend, decay, parameters, head_size, unwanted)
+        request = _wkv4_request(dtype, arch, direction, backend, decay, parameters, head_size, unwanted)
+        return "recurrent" if backend == "auto" else backend, request
     of = _op(op)
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: expected one of {', '.join(DIRECTIONS)}, got {direction!r}")
