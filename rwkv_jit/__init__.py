@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "gla": "rwkv_jit.ops.gla",
     "linear_attention": "rwkv_jit.ops.linear_attention",
+    "timex": "rwkv_jit.ops.timex",
     "wkv4": "rwkv_jit.ops.wkv4",
     "wkv4_update": "rwkv_jit.ops.wkv4",
     "wkv5": "rwkv_jit.ops.wkv5",
@@ -20,6 +21,7 @@ _MODULES = {
     "wkv7": "rwkv_jit.ops.wkv7",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
+    "timex_ref": "rwkv_jit.reference",
     "wkv4_ref": "rwkv_jit.reference",
     "wkv5_ref": "rwkv_jit.reference",
     "wkv6_ref": "rwkv_jit.reference",
@@ -57,6 +59,8 @@ __all__ = [
     "linear_attention",
     "linear_attention_ref",
     "specialize",
+    "timex",
+    "timex_ref",
     "warm",
     "wkv4",
     "wkv4_ref",
@@ -74,11 +78,12 @@ if TYPE_CHECKING:
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
     from rwkv_jit.ops.gla import gla
     from rwkv_jit.ops.linear_attention import linear_attention
+    from rwkv_jit.ops.timex import timex
     from rwkv_jit.ops.wkv4 import wkv4, wkv4_update
     from rwkv_jit.ops.wkv5 import wkv5
     from rwkv_jit.ops.wkv6 import wkv6
     from rwkv_jit.ops.wkv7 import wkv7
-    from rwkv_jit.reference import gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
+    from rwkv_jit.reference import gla_ref, linear_attention_ref, timex_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
     from rwkv_jit.runtime import cache_info, clear_cache, compile_async, env_report, is_available, specialize, warm
     from rwkv_jit.stats import add_hook
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rwkv_jit import reference, report, runtime, tensors
 from rwkv_jit.ops import backends
+from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import BACKENDS as WKV4_BACKENDS
@@ -26,6 +27,12 @@ from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
+
+def _with_state(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return what answers as the other ops do."""
+    return lambda *given, **options: (function(*given, **options), None)
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "wkv4": wkv4,
     "wkv5": wkv5,
@@ -33,8 +40,10 @@ OPS: dict[str, Callable[..., Any]] = {
     "wkv7": wkv7,
     "gla": gla,
     "linear_attention": linear_attention,
+    "timex": _with_state(timex_module.timex),  # the channels of its w [C, T] and k [B, C, T] are those of all heads
 }
-REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, f"{op}_ref") for op in OPS}
+REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, f"{op}_ref") for op in runtime.OPS}
+REFERENCES["timex"] = _with_state(reference.timex_ref)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
 BACKENDS = [name for name in backends.NAMES if name != "reference"]
@@ -70,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", help="B,T,H,N instead of the usual shapes")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
-    text = "measure the forms that a kernel went through instead (wkv5)"
+    text = "measure the forms that a kernel went through instead (wkv5, timex)"
     instead.add_argument("--history", action="store_true", help=text)
 
 
@@ -87,6 +96,9 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tenso
         k, v = (torch.randn(batch, tokens, channels, device="cuda") for _ in range(2))
         given = [torch.linspace(-6, 1, channels, device="cuda"), torch.randn(channels, device="cuda") * 0.5, k, v]
         return [x.to(dtype).requires_grad_() for x in given]
+    if op == "timex":
+        sizes = ((heads * head_size, tokens), (batch, heads * head_size, tokens))
+        return [torch.randn(size, device="cuda").to(dtype).requires_grad_() for size in sizes]
     r, k, v, kk, w = (torch.randn(batch, tokens, heads, head_size, device="cuda") for _ in range(5))
     kk = torch.nn.functional.normalize(kk, dim=-1)
     r, k, w = r * 0.5, k * 0.5, w - 0.6
@@ -183,19 +195,6 @@ def read_shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _backend(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> str:
-    """Return the backend that calls of a shape take."""
-    batch, tokens, heads, head_size = shape
-    device = torch.cuda.current_device()
-    if op == "wkv4":
-        return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
-    case = backends.Case(
-        op, dtype, head_size, head_size, tokens, decay_of(op), None, None, blocks=batch * heads,
-        multiprocessors=lambda: tensors.multiprocessors(device),
-    )  # fmt: skip
-    return backends.choose(asked, case, lambda: tensors.arch(device))[0]
-
-
 def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> dict[str, Any]:
     options = OPTIONS.get(op, {})
     backend = _backend(op, shape, dtype, asked)
@@ -220,6 +219,21 @@ def _measure(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> d
         "saved_mib": saved / 2**20,
         "error": _error(op, shape, dtype, function),
     }
+
+
+def _backend(op: str, shape: Sequence[int], dtype: torch.dtype, asked: str) -> str:
+    """Return the backend that calls of this shape take."""
+    batch, tokens, heads, head_size = shape
+    device = torch.cuda.current_device()
+    if op == "timex":
+        return timex_module.choose(asked, dtype, tokens, lambda: tensors.arch(device))
+    if op == "wkv4":
+        return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
+    case = backends.Case(
+        op, dtype, head_size, head_size, tokens, decay_of(op), None, None, blocks=batch * heads,
+        multiprocessors=lambda: tensors.multiprocessors(device),
+    )  # fmt: skip
+    return backends.choose(asked, case, lambda: tensors.arch(device))[0]
 
 
 def _error(op: str, shape: Sequence[int], dtype: torch.dtype, function: Callable[..., Any]) -> float:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from rwkv_jit import env, identity, kernel, reference, report, runtime
+from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, tensors
 from rwkv_jit.errors import NvrtcNotFoundError
+from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import wkv4
@@ -33,6 +34,7 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "wkv7": (partial(wkv7, decay=DECAYS["wkv7"]), partial(reference.wkv7_ref, decay=DECAYS["wkv7"])),
     "gla": (gla, reference.gla_ref),
     "linear_attention": (linear_attention, reference.linear_attention_ref),
+    "timex": (bench.OPS["timex"], bench.REFERENCES["timex"]),  # the channels are those of all heads
 }
 HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
 WITHOUT_HEADS = {"wkv4": (None,)}
@@ -51,7 +53,8 @@ def run() -> dict[str, Any]:
     Returns
     -------
     dict
-        device, compiler, missing (what CUDA kernels lack here, or None); kernels: one record per compiled kernel;
+        device, compiler, missing (what CUDA kernels lack here, or None); kernels: one record per compiled kernel, of
+        timex without a head_size;
         calls: one record per op, head size and dtype; checked_shape, timed_shape (B, T, H); cache: path, entries and
         bytes of the user's own; passed: whether every error is below its limit.
     """
@@ -61,11 +64,13 @@ def run() -> dict[str, Any]:
     try:
         compiled_by = f"NVRTC {identity.version()}"
         arch = default_arch()
-        for op in OPS:
+        for op in runtime.OPS:
             with empty_cache():  # wkv5 and wkv6 share a kernel
                 for head_size in _head_sizes(op):
                     for direction in runtime.DIRECTIONS:
                         kernels.append(_compile(op, head_size, direction, arch))
+        with empty_cache():
+            kernels += _compile_timex(arch)
     except NvrtcNotFoundError as error:
         missing = str(error)
     with empty_cache():
@@ -110,10 +115,26 @@ def default_arch() -> str | None:
 
 
 def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -> dict[str, Any]:
-    """Ask for one kernel three times: it is compiled, read from disk, found in memory."""
+    """Ask for the kernel of a direction."""
     backend, request = runtime.call_request(
         op, head_size, None, torch.bfloat16, arch, direction, "auto", DECAYS.get(op), None, None, {}
     )
+    return _ask_for(request, op=op, head_size=head_size, direction=direction, backend=backend)
+
+
+def _compile_timex(arch: str | None) -> list[dict[str, Any]]:
+    """Ask for the kernels of timex, which go by batch and tokens: those of the timed calls."""
+    batch, tokens, _ = TIMED_SHAPES["cuda"]
+    requests = timex_module.requests(batch, tokens, (torch.bfloat16,) * 2, *tensors.targets(arch))
+    names = ("forward", "gradient k", "gradient w")
+    return [
+        _ask_for(request, op="timex", head_size=None, direction=name, backend="tiles")
+        for name, request in zip(names, requests, strict=True)
+    ]
+
+
+def _ask_for(request: kernel.Request, **known: Any) -> dict[str, Any]:
+    """Ask for one kernel three times: it is compiled, read from disk, found in memory."""
 
     def ask() -> tuple[kernel.Kernel, float]:
         started = time.perf_counter()
@@ -125,10 +146,7 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
     from_disk, disk_ms = ask()
     from_memory, memory_ms = ask()
     return {
-        "op": op,
-        "head_size": head_size,
-        "direction": direction,
-        "backend": backend,
+        **known,
         "arch": compiled.arch,
         "target": compiled.target,
         "origins": [compiled.origin, from_disk.origin, from_memory.origin],
@@ -197,6 +215,11 @@ def _inputs(
         k, v, dy = (normal(batch, tokens, channels) for _ in range(3))
         without_heads = (torch.linspace(-6, 1, channels), normal(channels), k, v)
         return [x.to(device, dtype).requires_grad_() for x in without_heads], dy.to(device, dtype)
+    if op == "timex":
+        batch, tokens, heads = shape
+        sizes = (heads * head_size, tokens), (batch, heads * head_size, tokens)
+        w, k, dy = normal(*sizes[0]), normal(*sizes[1]), normal(*sizes[1])
+        return [x.to(device, dtype).requires_grad_() for x in (w, k)], dy.to(device, dtype)
     r, k, v, x, direction, rate, dy = (normal(*shape, head_size) for _ in range(7))
     kk = normalize(direction, dim=-1)
     given = {

@@ -17,16 +17,24 @@ from torch import Tensor
 from rwkv_jit import bench, kernel, report, runtime, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
-from rwkv_jit.ops import backends, choices, prepared
+from rwkv_jit.ops import backends, choices, chunked, prepared
+from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.ops.interface import Inputs, Options
 from rwkv_jit.template import Parameter
 
 Shape = tuple[int, ...]
+_OF_KERNEL = {
+    "kernel": "name", "parameters": "parameters", "registers": "registers", "spill_bytes": "spill_bytes",
+    "shared_bytes": "shared_bytes",
+}  # fmt: skip
 _MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
 
 
 class Step(NamedTuple):
-    """A form of a kernel: the parameters that are other ones than in the step before, or a backend of the op."""
+    """A form of a kernel: the parameters that are other ones than in the step before, or a backend of the op.
+
+    A rival is named as a backend too.
+    """
 
     change: str
     parameters: Mapping[str, Parameter] = {}
@@ -36,7 +44,7 @@ class Step(NamedTuple):
 class Form(NamedTuple):
     """A step on some inputs, ready to run."""
 
-    kernel: kernel.Kernel
+    kernel: kernel.Kernel | None  # None where it is torch's
     forward: Callable[[], Tensor]
     both: Callable[[], Any] | None = None  # forward and backward, where there is one
 
@@ -123,6 +131,76 @@ def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
     return Form(known.plan.kernel, lambda: known.run(given, None, None, False, False)[0], both)
 
 
+# ---- timex -------------------------------------------------------------------------------------------------------
+
+
+def _timex_inputs(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """Return w and k: the heads' channels are one after another."""
+    return [x.detach() for x in bench.make_inputs("timex", shape, dtype)]
+
+
+def _timex_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
+    first: dict[str, Parameter] = {
+        "T_IO": tensors.STORAGE[dtype], "STAGED": False, "OUTPUTS": 1, "BATCHES": 1, "PAIRED": False,
+        "NUM_THREADS": 256,
+    }  # fmt: skip
+    return [
+        Step("a thread per output", first),
+        Step("w and k staged in shared memory", {"STAGED": True}),
+        Step("four outputs a thread, loads of four", {"OUTPUTS": 4, "NUM_THREADS": 192}),
+        Step("eight batches a thread", {"BATCHES": 8}),
+        Step("equal work per thread: outputs from both ends", {"PAIRED": True, "NUM_THREADS": 96}),
+        Step("the op's tiles: tensor cores", backend="tiles"),
+        Step("torch.fft", backend="fft"),
+        Step("torch's conv1d, a group for each channel", backend="conv1d"),
+    ]
+
+
+def _timex_of_template(found: kernel.Kernel, given: Sequence[Tensor]) -> Form:
+    w, k = given
+    (batch, channels, tokens), out = k.shape, torch.empty_like(k, memory_format=torch.contiguous_format)
+    batches, threads = int(found.parameters["BATCHES"]), int(found.parameters["NUM_THREADS"])
+    pitch = -(-tokens // 4) * 4
+    shared_bytes = 4 * (pitch + 4 + batches * pitch) if found.parameters["STAGED"] else 0
+    limit = chunked.shared_limit(found.arch)
+    if shared_bytes > limit:
+        raise UnsupportedConfigError(f"needs {shared_bytes} bytes of shared memory, {found.arch} has {limit}")
+    plan = Plan(
+        found, "timex_history", k.device.index, (channels, -(-batch // batches), 1), (threads, 1, 1), "QQQ",
+        [struct.pack("q", batch), struct.pack("q", channels), struct.pack("i", tokens)], shared_bytes,
+    )  # fmt: skip
+
+    def forward() -> Tensor:
+        tensors.launch(plan, (w.data_ptr(), k.data_ptr(), out.data_ptr()))
+        return out
+
+    return Form(found, forward)
+
+
+def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
+    """Return what calls of the op run, or of torch's convolution."""
+
+    def run(w: Tensor, k: Tensor) -> Tensor:
+        if backend == "conv1d":
+            return torch.nn.functional.conv1d(
+                torch.nn.functional.pad(k, (k.shape[2] - 1, 0)), w.unsqueeze(1), groups=k.shape[1]
+            )
+        return timex_module.timex(w, k, backend=backend)
+
+    w, k = given
+    found = None
+    if backend == "tiles":
+        arch, also = tensors.arch(k.device.index), tensors.also(k.device.index)
+        timex_module.choose(backend, k.dtype, k.shape[2], lambda: arch)
+        found = kernel.get(timex_module.requests(k.shape[0], k.shape[2], (w.dtype, k.dtype), arch, also)[0])
+    leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(k)
+
+    def both() -> Any:
+        return torch.autograd.grad(run(*leaves), leaves, dy)
+
+    return Form(found, lambda: run(w, k), both)
+
+
 HISTORIES = {
     "wkv5": History(
         # A prompt, as it was profiled, and training.
@@ -132,7 +210,15 @@ HISTORIES = {
         _wkv5_of_template,
         _wkv5_of_backend,
         lambda *given: bench.REFERENCES["wkv5"](*given)[0],
-    )
+    ),
+    "timex": History(
+        ((32, 768, 12, 64),),  # 768 tokens, and as many channels
+        _timex_inputs,
+        _timex_steps,
+        _timex_of_template,
+        _timex_of_backend,
+        lambda *given: bench.REFERENCES["timex"](*given)[0],
+    ),
 }
 
 
@@ -157,9 +243,9 @@ def prepare(op: str, given: Sequence[Tensor]) -> list[tuple[Step, Form | Unsuppo
     compiled = iter(kernel.get_all(requests(op, shape, first.dtype, tensors.arch(device), tensors.also(device))))
 
     def form(step: Step) -> Form | UnsupportedConfigError:
-        if step.backend is None:
-            return history.of_template(next(compiled), given)
         try:
+            if step.backend is None:
+                return history.of_template(next(compiled), given)
             return history.of_backend(step.backend, given)
         except UnsupportedConfigError as error:
             return error
@@ -174,7 +260,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     -------
     dict
         env : the environment report; rows : one dict per op, shape and step, with op, shape, dtype, step (from 1),
-        change, kernel (its template), parameters, registers, spill_bytes and shared_bytes, forward_ms, in_graph,
+        change, kernel (its template), parameters, registers, spill_bytes and shared_bytes (None where it is torch's),
+        forward_ms, in_graph,
         speedup (of the forward, to the step before) and speedup_to_first, forward_backward_ms (None where the form has
         no backward), error (of y, over at most 300 tokens of a row); obstacle is None, or what is in the way of a step,
         which has nothing else of these then.
@@ -217,11 +304,10 @@ def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:
         forward_ms, in_graph = bench.call_ms(form.forward, math.prod(shape))
         times.append(forward_ms)
         rows[-1] |= {
-            "kernel": form.kernel.name,
-            "parameters": form.kernel.parameters,
-            "registers": form.kernel.registers,
-            "spill_bytes": form.kernel.spill_bytes,
-            "shared_bytes": form.kernel.shared_bytes,
+            **{
+                column: None if form.kernel is None else getattr(form.kernel, attribute)
+                for column, attribute in _OF_KERNEL.items()
+            },
             "forward_ms": forward_ms,
             "in_graph": in_graph,
             "speedup": times[-2:][0] / forward_ms,
@@ -258,5 +344,5 @@ def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         f"{row['forward_ms']:.4f}", "yes" if row["in_graph"] else "no", f"{row['speedup']:.2f}",
         f"{row['speedup_to_first']:.2f}", "-" if both is None else f"{both:.4f}", f"{row['error']:.1e}",
-        row["registers"], row["spill_bytes"], row["shared_bytes"],
+        *["-" if row[name] is None else row[name] for name in ("registers", "spill_bytes", "shared_bytes")],
     )  # fmt: skip

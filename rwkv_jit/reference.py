@@ -439,3 +439,47 @@ def wkv4_ref(
     y = torch.stack(outputs, dim=1) if outputs else v * 0
     final = torch.stack((num, den, top), dim=1).to(dtype if initial_state is None else initial_state.dtype)
     return y.to(v.dtype), final if output_final_state else None
+
+
+_BLOCK_ROWS, _BLOCK_ELEMENTS = 256, 2**24  # outputs of a row at once, and elements of their matrices
+
+
+def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
+    """TimeX in plain torch; see `rwkv_jit.timex` for the arguments.
+
+        out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise. Blocks of the outputs are products with Toeplitz
+    matrices, of a few channels at once.
+
+    Parameters
+    ----------
+    w : torch.Tensor, shape (C, T)
+        As in the op, float64 too.
+    k : torch.Tensor, shape (B, C, T)
+        Input.
+    eps : float, default 0.0
+        Added to every output.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (B, C, T), dtype of k
+    """
+    batch, channels, tokens = k.shape
+    wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
+    # Row r of a block that ends at `end` is token end - 1 - r, whose weights are padded[T - end + r + s].
+    padded, inputs = torch.nn.functional.pad(w.to(wide), (0, tokens)), k.to(wide).transpose(0, 1)
+    blocks = [(begin, min(begin + _BLOCK_ROWS, tokens)) for begin in range(0, tokens, _BLOCK_ROWS)]
+    outputs = []
+    for begin, end in blocks:
+        rows, count = end - begin, max(1, _BLOCK_ELEMENTS // (_BLOCK_ROWS * end))
+        parts = [
+            torch.bmm(
+                inputs[first : first + count, :, :end],
+                padded[first : first + count, tokens - end : tokens + rows - 1].unfold(1, end, 1).transpose(1, 2),
+            ).flip(-1)
+            for first in range(0, channels, count)
+        ]
+        outputs.append(torch.cat(parts) if parts else inputs[:, :, begin:end])
+    out = torch.cat(outputs, dim=-1) if outputs else inputs * padded[:, None, :0]
+    return (out.transpose(0, 1) + eps).to(k.dtype)

@@ -302,6 +302,11 @@ def call_requests(
 
 
 def _op(name: str) -> boundary.Op:
+    if name == "timex":
+        raise UnsupportedConfigError(
+            "op: timex has no head size to compile for; its kernels go by dtype, batch and tokens, and compile when "
+            "rwkv_jit.timex is first called with such tensors"
+        )
     if name not in OPS:
         raise ValueError(f"op: expected one of {', '.join((*OPS, 'wkv4'))}, got {name!r}")
     return OPS[name]

@@ -11,7 +11,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import history, identity, kernel
-from rwkv_jit.ops import gated_scan, scan_geometry, split, wkv4
+from rwkv_jit.ops import gated_scan, scan_geometry, split, timex, wkv4
 
 BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {
@@ -60,10 +60,16 @@ SEGMENTS = {f"{of}_segment_{way}": way == "backward" for of in ("wkv7", "gla") f
 HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
 # RWKV-4: all, and what a part of the tokens does on its own.
 WKV4 = {f"wkv4{of}_{way}": (way, bool(not of)) for of in ("", "_part") for way in ("forward", "backward")}
+# timex at 32 rows of 768 tokens, and at 8 rows of 4096, which are streamed; by the place among the kernels of a call.
+TIMEX = {
+    f"timex_{name}{suffix}": (*shape, place)
+    for suffix, shape in {"": (32, 768), "_streamed": (8, 4096)}.items()
+    for place, name in enumerate(("forward", "gradient_k", "gradient_w"))
+}
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
 FLAGSHIPS = [
     *(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *GATED_KEYS,
-    *GATED_GROUPS, *SEGMENTS, *HISTORY, *WKV4,
+    *GATED_GROUPS, *SEGMENTS, *HISTORY, *WKV4, *TIMEX,
 ]  # fmt: skip
 
 
@@ -99,6 +105,9 @@ def used(name):
     elif name in HISTORY:
         requests = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
         found = kernel.get(requests[HISTORY[name] - 1])
+    elif name in TIMEX:
+        batch, tokens, place = TIMEX[name]
+        found = kernel.get(timex.requests(batch, tokens, (torch.float32,) * 2, "sm_90")[place])
     else:
         kind, direction = name.rsplit("_", 1)
         found = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)

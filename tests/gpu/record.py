@@ -9,7 +9,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
 # The ops, and how the names of their templates begin.
-STEMS = {"wkv4": "wkv4", "wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla", "linear_attention": "gla"}
+STEMS = {
+    "timex": "timex", "wkv4": "wkv4", "wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla",
+    "linear_attention": "gla",
+}  # fmt: skip
 OPS = tuple(STEMS)
 # The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
 LAUNCHING = (
@@ -58,6 +61,7 @@ def canonical(node):
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
     templates = sorted(path.name for path in (ROOT / "kernel_templates").glob(f"{STEMS[op]}_*.cu"))
+    templates = [name for name in templates if not name.endswith("_history.cu")]  # which no op takes
     parts = [template_text(name, {"types.cuh"}) for name in templates]
     parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, f"ops/{op}.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

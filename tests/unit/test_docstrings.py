@@ -10,8 +10,8 @@ from rwkv_jit import errors
 
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
-REFERENCES = [f"{op}_ref" for op in OPS]
-WITHOUT_HEADS = ["wkv4", "wkv4_update"]  # their arguments are their own
+WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
+REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache"]
 TAIL = [
@@ -57,7 +57,7 @@ def documented(name):
 
 
 def test_the_public_functions_are_known():
-    assert sorted(FUNCTIONS) == sorted([*OPS, *REFERENCES, *WITHOUT_HEADS, "wkv4_ref", *COMPILING, *ASKING, "add_hook"])
+    assert sorted(FUNCTIONS) == sorted([*OPS, *WITHOUT_HEADS, *REFERENCES, *COMPILING, *ASKING, "add_hook"])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -151,12 +151,19 @@ def test_signature_of_wkv4():
         assert ("optional" in line) if default is None else re.search(rf'default "?{default}"?$', line)
 
 
-@pytest.mark.parametrize("name", [*OPS, *REFERENCES, *WITHOUT_HEADS, "wkv4_ref"])
+def test_signature_of_timex():
+    empty = inspect.Parameter.empty
+    found = [(parameter.name, parameter.default) for parameter in parameters("timex").values()]
+    assert found == [("w", empty), ("k", empty), ("eps", 0.0), ("backend", "auto")]
+    assert all(f"default {default}" in sections("timex")["Parameters"] for default in ("0.0", '"auto"'))
+
+
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *REFERENCES])
 def test_no_parameter_is_keyword_only(name):
     assert {parameter.kind for parameter in parameters(name).values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [*OPS, "timex"])
 def test_reference_takes_the_arguments_of_its_op_in_the_same_order(name):
     op, reference = list(parameters(name)), list(parameters(f"{name}_ref"))
     launching = ("checkpoint_interval", "chunk_len", "num_threads", "backend")

@@ -407,7 +407,7 @@ SHARED_OPS = {
     "ops.guarded", "ops.interface", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry",
     "ops.split", "ops.wide_keys",
 }  # fmt: skip
-OPS = ("ops.gla", "ops.linear_attention", "ops.wkv4", "ops.wkv5", "ops.wkv6", "ops.wkv7")
+OPS = ("ops.gla", "ops.linear_attention", "ops.timex", "ops.wkv4", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
 MAY_IMPORT = {
     "errors": set(),

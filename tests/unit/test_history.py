@@ -272,8 +272,8 @@ def test_table_of_a_history(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--op", "wkv6"], "--history: expected --op wkv5, got wkv6"),
-        (["--op", "wkv5", "--op", "gla", "--op", "wkv7"], "--history: expected --op wkv5, got gla, wkv7"),
+        (["--op", "wkv6"], "--history: expected --op wkv5 or timex, got wkv6"),
+        (["--op", "wkv5", "--op", "gla", "--op", "wkv7"], "--history: expected --op wkv5 or timex, got gla, wkv7"),
         (["--backend", "chunked"], "--history: runs kernels of several backends, got --backend chunked"),
         (["--shape", "1,2,3"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
         (["--latency"], "argument --latency: not allowed with argument --history"),
@@ -301,7 +301,5 @@ def test_command_takes_shape_and_dtype(run, monkeypatch):
     assert (code, said) == (0, "")
     assert '"rows": []' in printed
     run("bench", "--history", "--json")
-    shapes = [(1, 54, 32, 64), (8, 4096, 32, 64)]
-    assert measured == [
-        ("wkv5", (2, 7, 3, 40), torch.float16), *(("wkv5", shape, torch.bfloat16) for shape in shapes),
-    ]  # fmt: skip
+    shapes = [("wkv5", (1, 54, 32, 64)), ("wkv5", (8, 4096, 32, 64)), ("timex", (32, 768, 12, 64))]
+    assert measured == [("wkv5", (2, 7, 3, 40), torch.float16), *((*case, torch.bfloat16) for case in shapes)]

@@ -1,0 +1,56 @@
+"""timex's kernels compile for every architecture they are for, without spills, and refuse what they cannot do."""
+
+import pytest
+import torch
+
+from rwkv_jit import kernel
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops import timex
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Of w and k; rows and tokens so that blocks have 8, 16 or 32 rows, and inputs are streamed or not.
+SAMPLES = {
+    "sm_80": [("fp32", "fp32", 32, 768), ("bf16", "bf16", 8, 16384)],
+    "sm_86": [("fp32", "fp32", 16, 1024), ("fp32", "fp16", 32, 768)],
+    "sm_89": [("fp32", "bf16", 8, 8192)],
+    "sm_90": [
+        ("fp32", "fp32", 32, 768),
+        ("fp32", "fp32", 8, 4096),
+        ("fp16", "fp16", 32, 767),
+        ("fp32", "bf16", 16, 513),
+    ],
+    "sm_100": [("bf16", "bf16", 32, 768)],
+    "sm_120": [("fp32", "fp32", 17, 100)],
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "sample"), [(arch, sample) for arch, samples in SAMPLES.items() for sample in samples], ids=str
+)
+def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample):
+    w_dtype, dtype, batch, tokens = sample
+    types = (DTYPES[w_dtype], DTYPES[dtype])
+    for found in kernel.get_all(timex.requests(batch, tokens, types, arch, vector=1 if tokens % 4 else 4)):
+        assert found.spill_bytes <= (8 if arch in ("sm_80", "sm_90") else 128)
+        assert found.registers <= 128  # two blocks of 256 threads
+
+
+@pytest.mark.parametrize(
+    ("direction", "change", "message"),
+    [
+        ("forward", {"BATCH": 24}, "batch must be 8, 16 or 32"),
+        ("forward", {"ROWS": 3}, "rows must be 2, 4, 6 or 8"),
+        ("forward", {"NUM_THREADS": 96}, "num_threads must be a multiple of 128 up to 512"),
+        ("forward", {"VECTOR": 2}, "vector must be 1 or 4"),
+        ("forward", {"STREAMED": True}, "streamed inputs need a batch of 8 or 16"),
+        ("forward", {"T_W": "fp16"}, "w must be fp32 beside k in fp32"),
+        ("backward", {"BATCH": 32}, "batch must be 8 or 16"),
+        ("backward", {"ROWS": 5}, "rows must be 2, 4, 6 or 8"),
+        ("backward", {"NUM_THREADS": 1024}, "num_threads must be a multiple of 128 up to 512"),
+        ("backward", {"VECTOR": 8}, "vector must be 1 or 4"),
+    ],
+)
+def test_every_rule_is_told(direction, change, message):
+    request = timex.requests(32, 768, (torch.float32,) * 2, "sm_90")[0 if direction == "forward" else -1]
+    with pytest.raises(UnsupportedConfigError, match=message):
+        kernel.get(request._replace(parameters={**request.parameters, **change}))

@@ -1,0 +1,372 @@
+"""timex without a GPU: the reference, the torch op on CPU tensors, the transforms, the rules, and the launches."""
+
+import importlib.util
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import kernel, runtime, tensors
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.ops import timex as op
+
+_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
+stub_driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stub_driver)
+gpus = stub_driver.gpus
+
+FP32, FP16, BF16 = (torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16,) * 2
+
+
+def make(batch, channels, tokens, dtype=torch.float64, w_dtype=None):
+    generator = torch.Generator().manual_seed(tokens)
+    w, k, g = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in ((channels, tokens), (batch, channels, tokens), (batch, channels, tokens))
+    )
+    return w.to(w_dtype or dtype).requires_grad_(), k.to(dtype).requires_grad_(), g.to(dtype)
+
+
+def one_by_one(w, k, g, eps):
+    """Every output and gradient as its own sum, by the definition."""
+    batch, channels, tokens = k.shape
+    out, gw, gk = torch.full_like(k, eps), torch.zeros_like(w), torch.zeros_like(k)
+    for t in range(tokens):
+        for s in range(t + 1):
+            weight = tokens - 1 - (t - s)
+            out[:, :, t] += w[:, weight] * k[:, :, s]
+            gk[:, :, s] += g[:, :, t] * w[:, weight]
+            gw[:, weight] += (g[:, :, t] * k[:, :, s]).sum(0)
+    return out, gw, gk
+
+
+def relative(x, want):
+    return float((x.double() - want).norm() / want.norm().clamp_min(1e-300))
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "channels", "tokens"), [(2, 3, 1), (1, 1, 2), (3, 2, 7), (2, 1, 33)])
+@pytest.mark.parametrize("backend", ["auto", "fft", "reference"])
+def test_values_and_gradients_are_those_of_the_definition(backend, batch, channels, tokens):
+    dtype = torch.float32 if backend == "fft" else torch.float64
+    w, k, g = make(batch, channels, tokens, dtype)
+    out = rwkv_jit.timex(w, k, 0.25, backend=backend)
+    found = (out.detach(), *torch.autograd.grad(out, (w, k), g))
+    exact = one_by_one(w.detach().double(), k.detach().double(), g.double(), 0.25)
+    limit = 2e-6 if backend == "fft" else 1e-14
+    assert [x.dtype for x in found] == [dtype] * 3
+    assert all(x.is_contiguous() for x in found)
+    assert max(relative(x, want) for x, want in zip(found, exact, strict=True)) < limit
+
+
+@pytest.mark.parametrize("tokens", [256, 257, 600])
+def test_blocks_of_the_reference_meet(tokens):
+    w, k, _ = make(2, 3, tokens)
+    rows = torch.nn.functional.pad(k, (tokens - 1, 0))
+    want = torch.nn.functional.conv1d(rows, w.unsqueeze(1), groups=3) + 1.5
+    assert relative(rwkv_jit.timex_ref(w, k, 1.5), want) < 1e-14
+
+
+def test_channels_of_the_reference_go_in_parts(monkeypatch):
+    w, k, _ = make(2, 5, 300)
+    whole = rwkv_jit.timex_ref(w, k)
+    monkeypatch.setattr("rwkv_jit.reference._BLOCK_ELEMENTS", 2 * 256 * 300)
+    assert torch.equal(rwkv_jit.timex_ref(w, k), whole)
+
+
+def test_reference_is_differentiable_twice():
+    w, k, _ = make(2, 2, 5)
+    assert torch.autograd.gradcheck(rwkv_jit.timex_ref, (w, k))
+    assert torch.autograd.gradgradcheck(rwkv_jit.timex_ref, (w, k))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+@pytest.mark.parametrize("backend", ["fft", "reference"])
+def test_nothing_to_compute(backend, shape):
+    w, k, g = make(*shape, torch.float32)
+    out = rwkv_jit.timex(w, k, 1.0, backend=backend)
+    gw, gk = torch.autograd.grad(out, (w, k), g)
+    assert (out.shape, gk.shape, gw.shape) == (shape, shape, shape[1:])
+    assert not gw.any()
+
+
+@pytest.mark.parametrize("w_dtype", [torch.float32, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["fft", "reference"])
+def test_dtypes_of_results_are_those_of_the_inputs(backend, dtype, w_dtype):
+    w, k, g = make(2, 3, 40, dtype, w_dtype)
+    out = rwkv_jit.timex(w, k, backend=backend)
+    gw, gk = torch.autograd.grad(out, (w, k), g)
+    assert (out.dtype, gk.dtype, gw.dtype) == (dtype, dtype, w_dtype or dtype)
+    want = one_by_one(w.detach().double(), k.detach().double(), g.double(), 0.0)
+    assert max(relative(x.detach(), y) for x, y in zip((out, gw, gk), want, strict=True)) < 4e-3
+
+
+@pytest.mark.parametrize("wanted", ["w", "k"])
+@pytest.mark.parametrize("backend", ["fft", "reference"])
+def test_only_the_gradient_that_is_wanted(backend, wanted):
+    w, k, g = make(2, 3, 9, torch.float32)
+    both = torch.autograd.grad(rwkv_jit.timex(w, k, backend=backend), (w, k), g)
+    given = {"w": w.detach(), "k": k.detach()}
+    given[wanted].requires_grad_()
+    (one,) = torch.autograd.grad(rwkv_jit.timex(**given, backend=backend), [given[wanted]], g)
+    assert torch.equal(one, both["wk".index(wanted)])
+
+
+def test_any_strides_and_arrays_of_other_libraries():
+    w, k, _ = make(2, 3, 9)
+    want = rwkv_jit.timex(w.detach(), k.detach())
+    turned = k.detach().permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    assert torch.equal(rwkv_jit.timex(w.detach(), turned), want)
+    assert torch.equal(rwkv_jit.timex(w.detach().numpy(), k.detach().numpy()), want)
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def test_second_derivative_is_an_error():
+    w, k, g = make(1, 2, 5)
+    gw, _ = torch.autograd.grad(rwkv_jit.timex(w, k), (w, k), g, create_graph=True)
+    with pytest.raises(RuntimeError, match="timex has no second derivative; differentiate timex_ref twice instead"):
+        torch.autograd.grad(gw.sum(), k)
+
+
+@pytest.mark.parametrize("backend", ["fft", "reference"])
+def test_torch_ops_pass_opcheck(backend):
+    w, k, g = (x.detach() for x in make(2, 3, 6, torch.float32))
+    torch.library.opcheck(op._forward_op, (w, k, 0.5, backend, True))
+    for want_w, want_k in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(op._backward_op, (g, w, k, backend, want_w, want_k))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph_forward_and_backward(dynamic):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    def step(w, k):
+        return rwkv_jit.timex(w, k, 0.5) * 2
+
+    for tokens in (6, 8) if dynamic else (6,):
+        w, k, g = make(2, 3, tokens)
+        y, want = step(w, k), rwkv_jit.timex_ref(w, k, 0.5) * 2
+        torch.testing.assert_close(y, want)
+        for found, exact in zip(torch.autograd.grad(y, (w, k), g), torch.autograd.grad(want, (w, k), g), strict=True):
+            torch.testing.assert_close(found, exact)
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------
+
+X, W = torch.zeros(2, 3, 4), torch.zeros(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"backend": "fast"}, ValueError, "backend: expected one of auto, tiles, fft, reference, got 'fast'"),
+        ({"backend": "tiles"}, UnsupportedConfigError, "backend: 'tiles' runs on CUDA tensors, got cpu; use 'auto'"),
+        ({"eps": float("nan")}, ValueError, "eps: expected a finite number, got nan"),
+        ({"eps": True}, ValueError, "eps: expected a finite number, got True"),
+        ({"k": None}, TypeError, "k: expected a torch.Tensor or an array with __dlpack__, got NoneType"),
+        ({"k": W}, ValueError, r"k: expected 3 dimensions \[B, C, T\], got shape \(3, 4\)"),
+        ({"w": X}, ValueError, r"w: expected shape \[3, 4\] \[C, T\] like k, got \[2, 3, 4\]"),
+        ({"w": W.bfloat16()}, TypeError, "w: expected torch.float32 like k, got torch.bfloat16"),
+        (
+            {"k": X.half(), "w": W.bfloat16()}, TypeError,
+            "w: expected torch.float16 like k or torch.float32, got torch.bfloat16",
+        ),
+        ({"k": X.double()}, TypeError, "w: expected torch.float64 like k, got torch.float32"),
+        ({"k": X.int()}, TypeError, "or torch.float32 or torch.float64, got torch.int32"),
+        (
+            {"k": X.double(), "w": W.double(), "backend": "fft"}, TypeError,
+            "k: expected torch.float16 or torch.bfloat16 or torch.float32, got torch.float64",
+        ),
+        ({"w": W.to("meta")}, ValueError, "w: expected device cpu like k, got meta"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(given, error, message):
+    with pytest.raises(error, match=message):
+        rwkv_jit.timex(**{"w": W, "k": X, **given})
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: rwkv_jit.specialize("timex"), lambda: rwkv_jit.warm("timex", 64, arch="sm_90")]
+)
+def test_what_goes_by_head_sizes_says_that_timex_has_none(function):
+    with pytest.raises(UnsupportedConfigError, match="op: timex has no head size to compile for"):
+        function()
+    assert "timex" not in runtime.OPS
+
+
+# ---- the rules ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "arch", "backend"),
+    [
+        (torch.float32, op.MOST_TOKENS[torch.float32], "sm_90", "tiles"),
+        (torch.float32, op.MOST_TOKENS[torch.float32] + 1, "sm_90", "fft"),
+        (torch.bfloat16, op.MOST_TOKENS[torch.bfloat16], "sm_80", "tiles"),
+        (torch.float16, op.MOST_TOKENS[torch.float16] + 1, "sm_120", "fft"),
+        (torch.float16, 64, "sm_75", "fft"),
+    ],
+)
+def test_auto(dtype, tokens, arch, backend):
+    assert op.choose("auto", dtype, tokens, lambda: arch) == backend
+    assert op.choose("fft", dtype, tokens, lambda: arch) == "fft"
+
+
+def test_tiles_say_what_they_cannot_do():
+    with pytest.raises(UnsupportedConfigError, match="'tiles' needs an architecture from sm_80 on, got sm_75"):
+        op.choose("tiles", torch.float32, 64, lambda: "sm_75")
+    with pytest.raises(UnsupportedConfigError, match="'tiles' takes at most 16777216 tokens, got 16777217"):
+        op.choose("tiles", torch.float32, 2**24 + 1, lambda: "sm_90")
+    assert op.choose("tiles", torch.float32, 16384, lambda: "sm_90") == "tiles"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("types", [FP32, BF16, (torch.float32, torch.float16)])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_blocks_fit_and_cover_the_rows(direction, types, arch):
+    for tokens in (1, 16, 17, 768, 1000, 4096, 16384):
+        for batch in (1, 8, 9, 16, 17, 64):
+            cut = op.geometry(direction, batch, tokens, types, arch)
+            assert cut.shared_bytes <= op.chunked.shared_limit(arch)
+            assert cut.tiles * 16 >= tokens > (cut.tiles - 32) * 16
+            assert cut.tiles % (32 if cut.streamed else 4) == 0
+            assert cut.batch in ((8, 16, 32) if direction == "forward" else (8, 16))
+            assert cut.batch == 8 or cut.batch < 2 * batch
+            assert not (cut.streamed and cut.batch == 32)
+
+
+def test_blocks_of_the_usual_call():
+    assert op.geometry("forward", 32, 768, FP32, "sm_90") == (32, False, 48, 107520)
+    assert op.geometry("backward", 32, 768, FP32, "sm_90") == (16, False, 48, 108224)
+    assert op.geometry("forward", 8, 8192, BF16, "sm_90")[:3] == (8, True, 512)
+
+
+@pytest.mark.parametrize("tokens", range(1, 200))
+def test_transforms_are_long_enough_and_of_few_factors(tokens):
+    length = op._transform_length(tokens)
+    assert 2 * tokens - 1 <= length <= max(1, 4 * tokens)
+    while length % 2 == 0:
+        length //= 2
+    assert length in (1, 3, 5)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(gpus, monkeypatch):
+    """CPU tensors stand in for those of an sm_90."""
+    asked = gpus.asked = []
+
+    def get_all(requests):
+        asked.append(list(requests))
+        entries = ("timex_convolve", "timex_filter_gradient", "timex_filter_gradient_sum")
+        return [gpus.make_kernel(entries=entries) for _ in requests]
+
+    monkeypatch.setattr(kernel, "get_all", get_all)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(tensors, "also", lambda device: ())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    gpus.sizes.update({
+        "timex_convolve": [8] * 8 + [4, 4, 4],
+        "timex_filter_gradient": [8] * 9 + [4, 4],
+        "timex_filter_gradient_sum": [8] * 4 + [4, 4],
+    })  # fmt: skip
+    op._known.clear()
+    yield gpus
+    op._known.clear()
+
+
+def test_convolution_is_launched_on_the_inputs_as_they_are(driver):
+    w, k = torch.zeros(3, 2000)[:, :1000], torch.zeros(3, 40, 1000).transpose(0, 1)
+    out = op._convolve(w, k, 0.5, is_reversed=True)
+    (launch,) = driver.launches
+    assert (launch.entry, launch.grid, launch.block) == ("timex_convolve", (3, 3, 1), (256, 1, 1))
+    cut = op.geometry("forward", 40, 1000, FP32, "sm_90")
+    assert (cut.batch, launch.shared_bytes) == (16, cut.shared_bytes)
+    addresses = (w.data_ptr(), k.data_ptr(), out.data_ptr())
+    assert launch.arguments == stub_driver.packed(
+        "QQQqqqqqiif", *addresses, 2000, 1000, 40 * 1000, 40, 3, 1000, cut.tiles, 0.5
+    )
+    ((request,),) = driver.asked
+    assert request.template.name == "timex_convolve"
+    assert request.parameters == {
+        "T_IO": "fp32", "T_W": "fp32", "BATCH": 16, "STREAMED": False, "ROWS": 4, "NUM_THREADS": 256, "VECTOR": 4,
+        "BLOCKS_PER_SM": 2, "REVERSED": True,
+    }  # fmt: skip
+    request.template.check(request.parameters)
+
+
+def test_gradient_of_the_filter_is_two_launches(driver):
+    g, k = torch.zeros(20, 3, 8200).bfloat16(), torch.zeros(20, 3, 8200).bfloat16()
+    gw = op._filter_gradient(g, k, torch.float32)
+    matrices, sums = driver.launches
+    cut = op.geometry("backward", 20, 8200, (torch.float32, torch.bfloat16), "sm_90")
+    assert cut.streamed
+    assert (matrices.grid, sums.grid) == ((3, -(-20 // cut.batch), cut.tiles // 32), (3, 33, 1))
+    scratch = struct.unpack("=Q", matrices.arguments[2])[0]
+    sizes = (8200, cut.tiles)
+    assert matrices.arguments == stub_driver.packed(
+        "QQQqqqqqqii", g.data_ptr(), k.data_ptr(), scratch, *(3 * 8200, 8200) * 2, 20, 3, *sizes
+    )
+    assert sums.arguments == stub_driver.packed("QQqqii", scratch, gw.data_ptr(), -(-20 // cut.batch), 3, *sizes)
+    assert (gw.shape, gw.dtype) == ((3, 8200), torch.float32)
+    request = driver.asked[0][0]
+    assert request.parameters["T_W"] == "fp32"
+    request.template.check(request.parameters)
+
+
+def test_training_compiles_the_backward_beside_the_forward(driver):
+    op._convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), 0.0, is_reversed=False, training=True)
+    (asked,) = driver.asked
+    assert [(each.template.name, each.parameters.get("REVERSED")) for each in asked] == [
+        ("timex_convolve", False), ("timex_convolve", True), ("timex_filter_gradient", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "vector", "copied"),
+    [
+        (lambda k: k, 4, False),
+        (lambda k: k.transpose(1, 2).contiguous().transpose(1, 2), 4, True),
+        (lambda k: torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape), 1, False),
+        (lambda k: torch.cat([k, k[:, :, :1]], 2)[:, :, :-1], 1, False),
+        (lambda k: k[:, :, 1:].contiguous(), 1, False),
+        (lambda k: k[:1, :1].expand(2, 3, 64), 4, False),
+    ],
+)
+def test_what_a_thread_reads_at_once_goes_by_strides_and_address(driver, change, vector, copied):
+    k = change(torch.zeros(2, 3, 64))
+    op._convolve(torch.zeros(3, k.shape[2]), k, 0.0, is_reversed=False)
+    assert driver.asked[0][0].parameters["VECTOR"] == vector
+    assert (struct.unpack("=Q", driver.launches[0].arguments[1])[0] != k.data_ptr()) == copied
+
+
+def test_known_calls_are_not_prepared_again(driver):
+    for eps in (0.0, 0.0, 1.0):
+        op._convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), eps, is_reversed=False)
+    assert (len(driver.asked), len(driver.launches)) == (2, 3)
+
+
+def test_first_use_inside_a_capture_is_an_error(driver):
+    driver.capturing = True
+    with pytest.raises(RwkvJitError, match="timex: first use inside a CUDA graph capture"):
+        op._convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), 0.0, is_reversed=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_nothing_is_launched_for_nothing(driver, shape):
+    w, k = torch.zeros(shape[1:]), torch.zeros(shape)
+    assert op._convolve(w, k, 1.0, is_reversed=False).shape == shape
+    assert not op._filter_gradient(k, k, torch.float32).any()
+    assert driver.launches == []
