@@ -55,25 +55,6 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
     }
 }
 
-// A load that stays where it stands: what is known to be read-only the compiler moves past barriers, down to its use,
-// which then waits for the memory.
-template <typename T> __device__ inline T load_early(const void* source) {
-    T x;
-    if constexpr (sizeof(T) == 16) {
-        uint4& words = reinterpret_cast<uint4&>(x);
-        asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(source));
-    } else if constexpr (sizeof(T) == 8) {
-        uint2& words = reinterpret_cast<uint2&>(x);
-        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(source));
-    } else if constexpr (sizeof(T) == 4) {
-        asm volatile("ld.global.b32 %0, [%1];" : "=r"(reinterpret_cast<unsigned&>(x)) : "l"(source));
-    } else {
-        asm volatile("ld.global.b16 %0, [%1];" : "=h"(reinterpret_cast<unsigned short&>(x)) : "l"(source));
-    }
-    return x;
-}
-
 // Rows of a tensor, ROWS at a time, forwards or, with a WAY of -1, backwards: the thread's place in the next ones, so
 // that an address is an addition. Strides in bytes have 32 bits (tensors.needs_copy).
 template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int WAY = 1> struct RowWalk {

@@ -84,3 +84,22 @@ template <Decay DECAY> __device__ inline float decay_slope(float w) {
     if constexpr (DECAY == Decay::log) return expf(w);
     return 1.0f;
 }
+
+// A load that stays where it stands: what is known to be read-only the compiler moves past barriers, down to its use,
+// which then waits for the memory.
+template <typename T> __device__ inline T load_early(const void* source) {
+    T x;
+    if constexpr (sizeof(T) == 16) {
+        uint4& words = reinterpret_cast<uint4&>(x);
+        asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(source));
+    } else if constexpr (sizeof(T) == 8) {
+        uint2& words = reinterpret_cast<uint2&>(x);
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(source));
+    } else if constexpr (sizeof(T) == 4) {
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(reinterpret_cast<unsigned&>(x)) : "l"(source));
+    } else {
+        asm volatile("ld.global.b16 %0, [%1];" : "=h"(reinterpret_cast<unsigned short&>(x)) : "l"(source));
+    }
+    return x;
+}

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
         next_v.load(v, v_strides.token, end - token);
         next_dy.load(dy, dy_strides.token, end - token);
         const float* const from = before(token);
-        next_sums = {load_ahead(from), load_ahead(from + channels), load_ahead(from + 2 * channels), 0.0f};
+        next_sums = {load_early<float>(from), load_early<float>(from + channels), load_early<float>(from + 2 * channels), 0.0f};
     };
     load(last_chunk);
 
