@@ -120,6 +120,15 @@ def driver() -> Any:
     return module
 
 
+def make_current(device: int) -> None:
+    """Give this thread the context of a device, as the runtime does before its own launches and the driver does not."""
+    cupy()
+    from cupy.cuda import runtime
+
+    runtime.setDevice(device)
+    runtime.free(0)  # where setting a device does not make its context yet
+
+
 def load_module(image: bytes, what: str, made_by: str) -> Any:
     """Load a cubin or PTX into the current context.
 

@@ -64,7 +64,7 @@ def run() -> dict[str, Any]:
     try:
         compiled_by = f"NVRTC {identity.version()}"
         arch = default_arch()
-        for op in runtime.OPS:
+        for op in (*runtime.OPS, *WITHOUT_HEADS):
             with empty_cache():  # wkv5 and wkv6 share a kernel
                 for head_size in _head_sizes(op):
                     for direction in runtime.DIRECTIONS:

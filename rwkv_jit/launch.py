@@ -13,6 +13,7 @@ from rwkv_jit.kernel import Kernel
 
 Extent = tuple[int, int, int]
 _SLOT = 8  # every argument begins at a multiple of so many bytes, as the widest needs it
+_INVALID_CONTEXT = 201  # of the driver's errors
 _PADDING = {1: "7x", 2: "6x", 4: "4x", 8: ""}
 
 
@@ -34,6 +35,7 @@ class Plan:
         constants: Iterable[bytes] = (),
         shared_bytes: int = 0,
     ):
+        cuda.make_current(device)
         self.kernel = kernel  # keeps the module alive
         self.device = device
         self.function = kernel.function(device, entry)
@@ -68,4 +70,10 @@ class Plan:
         except AttributeError:
             arguments, table, _ = self._room()
         self._layout.pack_into(arguments, 0, *values)
-        self._driver_launch(self.function, *self._shape, stream, table, 0)
+        try:
+            self._driver_launch(self.function, *self._shape, stream, table, 0)
+        except Exception as error:
+            if getattr(error, "status", None) != _INVALID_CONTEXT:
+                raise
+            cuda.make_current(self.device)  # this thread has used no GPU yet
+            self._driver_launch(self.function, *self._shape, stream, table, 0)

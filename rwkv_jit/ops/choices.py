@@ -55,15 +55,13 @@ class Choice(NamedTuple):
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
 # Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
-_TEMPLATES, _GATED_TEMPLATES = "4580d197cb43902e", "cc049fb364eae0c0"
+_TEMPLATES = "c90c3536933eae4d"
 _H200 = ("NVIDIA H200", "sm_90", "wkv7")
 SHIPPED: tuple[Choice, ...] = (
-    # With gradients at 32, 128 threads win at 128 heads of batch 8, 2.71 ms and not 3.01; fewer were not measured.
-    Choice(*_H200, 32, False, 16, 64, 8, None, _TEMPLATES),  # 0.73 ms at (8, 4096, 128, 32), not 0.82
-    Choice(*_H200, 96, True, 32, 192, 2, 1, _TEMPLATES),  # 4.33 at (8, 4096, 42, 96), not 4.51
-    Choice(*_H200, 96, False, 32, 192, 2, None, _TEMPLATES),  # 1.03, not 1.24
-    # 0.343 ms at (8, 4096, 64, 64), not 0.357
-    Choice(*_H200[:2], "linear_attention", 64, False, 32, 64, 4, None, _GATED_TEMPLATES),
+    # With gradients at 32, four blocks win at 128 heads of batch 8, 2.75 ms and not 3.04; fewer were not measured.
+    Choice(*_H200, 32, False, 32, 128, 4, None, _TEMPLATES),  # 0.76 ms at (8, 4096, 128, 32), not 0.93
+    Choice(*_H200, 96, True, 32, 192, 2, 1, _TEMPLATES),  # 4.16 at (8, 4096, 42, 96), not 4.36
+    Choice(*_H200, 96, False, 32, 192, 2, None, _TEMPLATES),  # 1.03, not 1.25
 )
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import comparing
 import pytest
@@ -552,6 +553,18 @@ def test_normalized_prompt_continues_from_its_state(op):
     y, final = rwkv_jit.linear_attention(q[:, 20:], k[:, 20:], v[:, 20:], state, True, normalize=True)
     assert torch.equal(y, whole[:, 20:])
     assert all(torch.equal(a, b) for a, b in zip(final, last, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["recurrent", "auto"])
+@pytest.mark.parametrize("op", OPS)
+def test_thread_whose_first_use_of_a_gpu_is_a_known_call(op, backend):
+    given = [x.detach() for x in make_inputs(op, torch.bfloat16).values()]
+    want, _ = getattr(rwkv_jit, op)(*given, backend=backend)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        found, _ = pool.submit(getattr(rwkv_jit, op), *given, backend=backend).result()
+    torch.cuda.synchronize()
+    assert torch.equal(found, want)
 
 
 def test_ops_of_one_template_agree_where_they_are_the_same():

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -41,6 +42,10 @@ class Gpus:
     class CUDADriverError(Exception):
         """What CuPy raises."""
 
+        def __init__(self, text, status=1):
+            super().__init__(text)
+            self.status = status
+
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
     def __init__(self, archs=("sm_80", "sm_90")):
@@ -54,10 +59,15 @@ class Gpus:
         self.shared_bytes = {}
         self.before_reading = lambda: None
         self.refuses = False
+        self.with_context = set()  # threads that have one; those that make a plan get it
 
     def exchange(self, device):
         before, self.current = self.current, device if device >= 0 else self.current
         return before
+
+    def make_current(self, device):
+        assert device in (self.current, None)  # None: of a CPU tensor that is taken for one of a GPU
+        self.with_context.add(threading.get_ident())
 
     def load_module(self, image, what, made_by):
         if self.archs[self.current].encode() not in image:
@@ -75,6 +85,8 @@ class Gpus:
     def launchKernel(self, function, *rest):  # noqa: N802
         if self.refuses:
             raise self.CUDADriverError("CUDA_ERROR_INVALID_VALUE")
+        if threading.get_ident() not in self.with_context:
+            raise self.CUDADriverError("CUDA_ERROR_INVALID_CONTEXT", 201)
         module, entry = self.functions[function]
         self.before_reading()
         sizes = self.sizes[entry]
@@ -105,7 +117,7 @@ def gpus(monkeypatch):
     made = Gpus()
     monkeypatch.setattr(kernel, "_process", kernel._Process())
     monkeypatch.setattr(cuda, "driver", lambda: made)
-    for name in ("load_module", "function", "parameter_sizes"):
+    for name in ("make_current", "load_module", "function", "parameter_sizes"):
         monkeypatch.setattr(cuda, name, getattr(made, name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)

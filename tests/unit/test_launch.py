@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,20 @@ def test_threads_that_launch_at_once_do_not_mix_values(gpus):
 
 
 # ---- shared memory -----------------------------------------------------------------------------------------------
+
+
+def test_thread_that_has_used_no_gpu_gets_a_context(gpus):
+    plan = make_plan(gpus, "Q")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(plan.launch, 0, (5,)).result()
+    assert [launch.arguments for launch in gpus.launches] == [packed("Q", 5)]
+
+
+def test_other_errors_of_the_driver_are_raised(gpus):
+    plan = make_plan(gpus, "")
+    gpus.refuses = True
+    with pytest.raises(gpus.CUDADriverError, match="INVALID_VALUE"):
+        plan.launch(0, ())
 
 
 def test_more_shared_memory_than_every_gpu_gives_is_asked_for_once(gpus):

@@ -244,7 +244,7 @@ def test_blocks_fit_and_cover_the_rows(direction, types, arch):
 
 
 def test_blocks_of_the_usual_call():
-    assert op.geometry("forward", 32, 768, FP32, "sm_90") == (32, False, 48, 107520)
+    assert op.geometry("forward", 32, 768, FP32, "sm_90") == (16, False, 48, 57088)
     assert op.geometry("backward", 32, 768, FP32, "sm_90") == (16, False, 48, 108224)
     assert op.geometry("forward", 8, 8192, BF16, "sm_90")[:3] == (8, True, 512)
 
