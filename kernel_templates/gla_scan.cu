@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if constexpr (BONUS) write_own(smem.own, own);
         const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         const float2 before = BACKWARD ? rest : frame.middle;
-        write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
+        if constexpr (HAS_DECAY) write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
         bool leaves_here = false;
         if constexpr (LARGEST_DECAY > 0) {
             const auto in_range = [](float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; };
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
             leaves_range |= leaves_here;
             __syncthreads();  // the operands are there
         }
-        if (threadIdx.x < PAIRS) behind = BACKWARD ? frame.middle : rest;
+        if (HAS_DECAY && threadIdx.x < PAIRS) behind = BACKWARD ? frame.middle : rest;
 
         Fragment input_rows[TILES][BLOCKS];
         Accumulator out[TILES][CHUNK_LEN / 8] = {};
@@ -233,8 +233,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if (exists(next)) copy(next);
         write_pairs(smem.pairs, smem.operands, smem.own);
         if (has_values) {
+            if constexpr (HAS_DECAY)
 #pragma unroll
-            for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+                for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
@@ -298,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     if (!has_values) return;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-        scale_columns(state[i], smem.factor);
+        if constexpr (HAS_DECAY) scale_columns(state[i], smem.factor);
         write_state<STATE_LAYOUT>(last + state_offset, state[i], first_value + 16 * i);
     }
 }

@@ -125,8 +125,7 @@ def make_current(device: int) -> None:
     cupy()
     from cupy.cuda import runtime
 
-    runtime.setDevice(device)
-    runtime.free(0)  # where setting a device does not make its context yet
+    runtime.setDevice(device)  # and nothing that a graph capture forbids
 
 
 def load_module(image: bytes, what: str, made_by: str) -> Any:

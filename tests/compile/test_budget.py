@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the flagship kernels against what was recorded.
 
-``pytest tests/compile --record-budget`` records them anew.
+``pytest -n 0 tests/compile --record-budget`` records them anew.
 """
 
 import json

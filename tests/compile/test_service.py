@@ -355,7 +355,8 @@ GATED_RULES = {**CHUNKED_RULES, "chunk_len must be 16, 32 or 64": {"CHUNK_LEN": 
 del GATED_RULES["chunk_len must be 16 or 32"]
 OTHER_RULES["gla_chunked_backward"] = GATED_RULES
 OTHER_RULES["gla_scan"] = {rule: change for rule, change in GATED_RULES.items() if "value size" not in rule}
-OTHER_RULES["gla_scan"]["rows must be a multiple of those of a warp"] = {"ROWS": 40, "SHARED_BYTES": 18688}
+OTHER_RULES["gla_scan"]["rows must be a multiple of those of a warp"] = {"ROWS": 40, "SHARED_BYTES": 18816}
+WITH_TESTS_OF_THEIR_OWN = ("timex", "wkv4")
 OTHER_RULES["gla_scan"]["a forward for groups must have no decay and chunks of up to 64"] = {"FOR_GROUPS": True}
 OTHER_RULES["gla_group_backward"] = {
     "there must be no decay and no bonus": {"BONUS": True},
@@ -526,7 +527,8 @@ def test_broken_rule_of_a_template_about_itself_comes_back_as_its_text(rule, own
 
 
 def test_every_rule_of_the_templates_is_provoked_above():
-    texts = "".join(path.read_text(encoding="utf-8") for path in template.directory().iterdir())
+    paths = [path for path in template.directory().iterdir() if not path.name.startswith(WITH_TESTS_OF_THEIR_OWN)]
+    texts = "".join(path.read_text(encoding="utf-8") for path in paths)
     written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
     assert len(written) == texts.count("static_assert(")
     assert set(written) == set().union(RULES, CHUNKED_RULES, OWN_RULES, *OTHER_RULES.values(), *SCAN_RULES.values())

@@ -42,7 +42,7 @@ def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample
         ("forward", {"ROWS": 3}, "rows must be 2, 4, 6 or 8"),
         ("forward", {"NUM_THREADS": 96}, "num_threads must be a multiple of 128 up to 512"),
         ("forward", {"VECTOR": 2}, "vector must be 1 or 4"),
-        ("forward", {"STREAMED": True}, "streamed inputs need a batch of 8 or 16"),
+        ("forward", {"STREAMED": True, "BATCH": 32}, "streamed inputs need a batch of 8 or 16"),
         ("forward", {"T_W": "fp16"}, "w must be fp32 beside k in fp32"),
         ("backward", {"BATCH": 32}, "batch must be 8 or 16"),
         ("backward", {"ROWS": 5}, "rows must be 2, 4, 6 or 8"),
