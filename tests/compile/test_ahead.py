@@ -12,6 +12,8 @@ from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, gated_groups, gated_scan, prepared, recurrent, scan, scan_geometry, split
 from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture
 def cores(monkeypatch):

@@ -13,6 +13,8 @@ import rwkv_jit
 from rwkv_jit import history, identity, kernel
 from rwkv_jit.ops import gated_scan, scan_geometry, split, timex, wkv4
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {
     "wkv5": {"op": "wkv5", "head_size": 64, "backend": "recurrent"},

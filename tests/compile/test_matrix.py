@@ -16,6 +16,8 @@ from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, gated, gated_scan, recurrent, scan_geometry, split
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 AXES = {
     "op": ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"),
     "direction": ("forward", "backward"),
