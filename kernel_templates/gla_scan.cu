@@ -221,6 +221,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         }
         if (HAS_DECAY && threadIdx.x < PAIRS) behind = BACKWARD ? frame.middle : rest;
 
+        Checkpoint* own_checkpoint = nullptr;  // from the warp's rows on, so that what it writes has constant offsets
+        if (FOR_GROUPS && checkpoints != nullptr)
+            own_checkpoint = reinterpret_cast<Checkpoint*>(&checkpoints->lanes[first_value / 16]);
         Fragment input_rows[TILES][BLOCKS];
         Accumulator out[TILES][CHUNK_LEN / 8] = {};
         if (has_values) {
@@ -243,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                 for (int i = 0; i < TILES; ++i) {
                     start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
                     if (!is_kept(token)) continue;
-                    if constexpr (FOR_GROUPS) write_matrices(checkpoints, first_value + 16 * i, c, start_rows[i]);
+                    if constexpr (FOR_GROUPS) write_matrices(own_checkpoint, 16 * i, c, start_rows[i]);
                     else write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
                 }
 #pragma unroll

@@ -54,6 +54,17 @@ __device__ inline void for_each_element(StateSlab (&state)[OWN_SLABS], const Par
             }
         }
 }
+template <typename Visit> __device__ inline void for_each_accumulator(StateSlab (&state)[OWN_SLABS], Visit visit) {
+#pragma unroll
+    for (int i = 0; i < OWN_SLABS; ++i)
+#pragma unroll
+        for (int j = 0; j < VALUE_ROWS / 8; ++j) visit(state[i][j], i * (VALUE_ROWS / 8) + j);
+}
+// An accumulator from memory, or as it is: spelt out, as a branch around it takes registers for what comes of either way.
+__device__ inline void load_if(bool wanted, Accumulator& x, const float4* source) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %5, 0;\n@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(source), "r"(int(wanted)) : "memory");
+}
 // The bf16 image of a group's slabs, transposed.
 template <typename Image>
 __device__ inline void write_image(Image& image, const StateSlab (&state)[OWN_SLABS], const Part& part) {

@@ -7,6 +7,10 @@
 // the same head make a cluster and fetch a part of every stage for all of them, as each of them needs all of it.
 //
 //   arguments as in wkv7_scan.cu; operands in the order of lanes (wkv7_operands.cuh), and states therefore as well
+//   carried     [blocks] state in registers  fp32  inout
+//
+// A launch may be one of several parts of the walk, so that other kernels make what it needs or use what it leaves beside
+// it: what it has in registers at the end of a part passes to the next one as it is, and results do not depend on parts.
 //
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
 #include "wkv7_slab.cuh"
@@ -20,6 +24,8 @@ constexpr int FIRST_MATRIX = BACKWARD ? 1 : 0, TAKEN = BACKWARD ? 3 : 2;  // of 
 constexpr int VALUE_PITCH = VALUE_ROWS + 8;
 static_assert(ROW_BLOCKS % CLUSTER == 0 && CLUSTER <= 8, "cluster must divide the blocks of a head");
 static_assert(STAGES >= 2, "stages must be 2 at least");
+
+struct Walk { int begin, end; };  // of the chunks in the order they are met in
 
 union Stage {
     Slab<CHUNK_LEN> tiles[2];
@@ -40,13 +46,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
     T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states, T_STATE* __restrict__ last,
-    Strides input_strides, i64 tokens, i64 heads) {
+    float4* __restrict__ carried, Strides input_strides, i64 tokens, i64 heads, Walk walk) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
+    const int begin = walk.begin, end = min(walk.end, chunks);
     const i64 first_slot = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN);
     const auto index_of = [&](int n) { return BACKWARD ? chunks - 1 - n : n; };  // chunks by the order they are met in
     const auto place_of_chunk = [&](int n) { return (first_slot + index_of(n)) * heads + head; };
@@ -66,7 +73,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
         leave_registers<COPY_REGISTERS>();
         if (threadIdx.x == CONSUMERS) {
             const int part = block_of_cluster();
-            for (int n = 0; n < chunks; ++n) {
+            for (int n = begin; n < end; ++n) {
                 const i64 place = place_of_chunk(n);
                 for (int step = 0; step < STEPS; ++step, turn.advance()) {
                     Stage& stage = smem.ring[turn.slot];
@@ -102,23 +109,33 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
                                            head * input_strides.head,
                                        input_strides.token, block_row);
         const auto load_values = [&](int n) {
-            if (n < chunks) rows_of_values.copy(smem.values[n % 2], i64(index_of(n)) * CHUNK_LEN, span.length);
+            if (n < end) rows_of_values.copy(smem.values[n % 2], i64(index_of(n)) * CHUNK_LEN, span.length);
             commit_copies();
         };
         Exponents exponents;
         const auto frame = [&](int n) { return frames + place_of_chunk(n) * (2 * CHANNELS); };
         StateSlab state[OWN_SLABS];
         const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
-        if (chunks > 0) exponents.load(exponents.begins, frame(0), part, false);
-        load_values(0);
+        const auto carried_state = [&] {  // worked out twice, not kept in registers meanwhile
+            unsigned row;
+            asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(row));
+            const unsigned block = row * gridDim.x + blockIdx.x;
+            return carried + block * (sizeof(state) / sizeof(float4) * CONSUMERS) + threadIdx.x;
+        };
+        const bool goes_on = begin > 0;
+        if (begin < end) exponents.load(exponents.begins, frame(begin), part, false);
+        load_values(begin);
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
-            x = present && first != nullptr ? to_float(first[state_offset + place]) : 0.0f;
+            x = present && first != nullptr && !goes_on ? to_float(first[state_offset + place]) : 0.0f;
         });
+        if (goes_on) exponents.load(exponents.behind, frame(begin - 1), part, true);
+        const float4* const carried_in = carried_state();
+        for_each_accumulator(state, [&](Accumulator& x, int i) { load_if(goes_on, x, carried_in + i * CONSUMERS); });
         const i64 out_stride = heads * VALUE_SIZE;
         const i64 out_place = ((span.batch * tokens + span.begin + own_row) * heads + head) * VALUE_SIZE + block_row;
         const int width = min(VALUE_ROWS, VALUE_SIZE - block_row);
 
-        for (int n = 0; n < chunks; ++n) {
+        for (int n = begin; n < end; ++n) {
             const auto solution = tile_of(smem.solution), values = tile_of(smem.values[n % 2]);
             exponents.load(exponents.ends, frame(n), part, true);
             if (states != nullptr) {  // the last image may be overwritten
@@ -127,7 +144,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             }
             exponents.scale(state, false);
             write_image(smem.state, state, part);
-            if (n + 1 < chunks) exponents.load(exponents.begins, frame(n + 1), part, false);
+            if (n + 1 < end) exponents.load(exponents.begins, frame(n + 1), part, false);
             wait_for_copies<0>();
             rows_of_values.convert(smem.values[n % 2]);
             publish_writes();
@@ -243,7 +260,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             for (StateSlab& own : state) hold(own);
             release(held);
         }
-        if (last != nullptr) {
+        if (end < chunks) {
+            float4* const carried_out = carried_state();
+            for_each_accumulator(state, [&](const Accumulator& x, int i) {
+                carried_out[i * CONSUMERS] = {x[0], x[1], x[2], x[3]};
+            });
+        } else if (last != nullptr) {
             exponents.scale(state, true);
             for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
                 if (present) last[state_offset + place] = from_float<T_STATE>(x);

@@ -18,9 +18,10 @@
 //   gradients    [slots, heads, 4] triangles  in: dArk dArb dAak dAab
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K]  out
 //
-// Grid (slots x slabs of 64 channels, heads), a block per chunk, head and slab. It goes over the values in steps of
-// VALUE_STEP, two ahead. Half of the warps make dR and dA, the others dK and dB, for 32 tokens and 32 channels each. These
-// sums meet in shared memory, and a thread finishes a pair of channels over a segment of tokens, as it made the operands.
+// Grid (chunks x slabs of 64 channels, heads, sequences), a block per chunk, head and slab. It goes over the values in
+// steps of VALUE_STEP, two ahead. Half of the warps make dR and dA, the others dK and dB, for 32 tokens and 32 channels
+// each. These sums meet in shared memory, and a thread finishes a pair of channels over a segment of tokens, as it made
+// the operands.
 #include "wkv7_operands.cuh"
 
 constexpr int VALUE_STEP = 32;
@@ -79,11 +80,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const uint4* __restrict__ states, const uint4* __restrict__ e, const uint4* __restrict__ gradients,
     T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk, T_IO* __restrict__ da, T_IO* __restrict__ db,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
-    Strides dy_strides, i64 tokens, i64 heads, i64 sequences, float scale) {
+    Strides dy_strides, i64 tokens, i64 heads, i64 sequences, float scale, int first_chunk) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that what all threads share evenly needs no test
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 slot = blockIdx.x / SLABS, head = blockIdx.y;
+    const i64 slot = slot_of(blockIdx.x / SLABS, first_chunk, tokens), head = blockIdx.y;
     const int slab = blockIdx.x % SLABS, first_channel = slab * SLAB;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     if (chunk.steps == 0 || !has_channel(first_channel)) return;

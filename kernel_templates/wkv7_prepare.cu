@@ -16,8 +16,8 @@
 //   matrices    [slots, heads, 4] triangles        out: TA M Tm G, or M alone for a forward that saves nothing
 //   frames      [slots, heads, 2, CHANNELS]  fp32  out: m and D - m to the base 2
 //
-// Grid (slots, heads), a block per chunk and head. It goes over the channels, 64 at a time, first for the token matrices
-// and then back for the products with them. In between the operands lie where these products will.
+// Grid (chunks, heads, sequences), a block per chunk and head. It goes over the channels, 64 at a time, first for the
+// token matrices and then back for the products with them. In between the operands lie where these products will.
 #include "wkv7_operands.cuh"
 
 static_assert(NUM_THREADS == 2 * CHUNK_LEN * 2, "num_threads must be four times chunk_len");
@@ -56,10 +56,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ a,
     const T_IO* __restrict__ b, const i64* __restrict__ cu_seqlens, uint4* __restrict__ operands,
     uint4* __restrict__ matrices, float* __restrict__ frames, Strides r_strides, Strides w_strides, Strides k_strides,
-    Strides a_strides, Strides b_strides, i64 tokens, i64 heads, i64 sequences, float scale, int saves) {
+    Strides a_strides, Strides b_strides, i64 tokens, i64 heads, i64 sequences, float scale, int saves,
+    int first_chunk) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 slot = blockIdx.x, head = blockIdx.y;
+    const i64 slot = slot_of(blockIdx.x, first_chunk, tokens), head = blockIdx.y;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     if (chunk.steps == 0) return;
     const int warp = warp_id(), steps = chunk.steps;

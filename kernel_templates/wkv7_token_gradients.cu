@@ -5,7 +5,8 @@
 //   v dy       [batch, tokens, heads, V]  T_IO  in         u dx  [batch, tokens, heads, V]  bf16  in
 //   gradients  [slots, heads, 4] triangles      out, in the order above
 //
-// Grid (slots, heads), a block per chunk and head: each warp half a triangle of one of them, over 64 values at a time.
+// Grid (chunks, heads, sequences), a block per chunk and head: each warp half a triangle of one of them, over 64 values
+// at a time.
 #include "wkv7_slab.cuh"
 
 static_assert(NUM_THREADS == 4 * CHUNK_LEN, "num_threads must be four times chunk_len");
@@ -17,10 +18,10 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_token_gradients(
     const T_IO* __restrict__ v, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
     const bf16* __restrict__ u, const bf16* __restrict__ dx, uint4* __restrict__ gradients, Strides v_strides,
-    Strides dy_strides, i64 tokens, i64 heads, i64 sequences) {
+    Strides dy_strides, i64 tokens, i64 heads, i64 sequences, int first_chunk) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 slot = blockIdx.x, head = blockIdx.y;
+    const i64 slot = slot_of(blockIdx.x, first_chunk, tokens), head = blockIdx.y;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     if (chunk.steps == 0) return;
     const i64 token = chunk.span.begin + chunk.token;

@@ -128,6 +128,27 @@ def make_current(device: int) -> None:
     runtime.setDevice(device)  # and nothing that a graph capture forbids
 
 
+class SideStream:
+    """A stream of its own beside another one of the current device; its kernels are given multiprocessors first."""
+
+    def __init__(self, main: int):
+        module = cupy().cuda
+        self._main = module.ExternalStream(main)
+        self._stream = module.Stream(non_blocking=True, priority=-1)
+        self._event = module.Event(disable_timing=True)
+        self.raw: int = self._stream.ptr
+
+    def follow(self) -> None:
+        """Let what comes on this stream wait for what the other one has so far."""
+        self._event.record(self._main)
+        self._stream.wait_event(self._event)
+
+    def join(self) -> None:
+        """Let what comes on the other stream wait for what this one has so far."""
+        self._event.record(self._stream)
+        self._main.wait_event(self._event)
+
+
 def load_module(image: bytes, what: str, made_by: str) -> Any:
     """Load a cubin or PTX into the current context.
 

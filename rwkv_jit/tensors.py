@@ -199,14 +199,27 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(plan: Plan, values: Sequence[Any]) -> None:
-    """Launch a plan on torch's current stream of its device, whichever device is current."""
+def launch(plan: Plan, values: Sequence[Any], side: cuda.SideStream | None = None) -> None:
+    """Launch a plan on torch's current stream of its device, or the one beside it, whichever device is current."""
     device = plan.device
+    stream = torch._C._cuda_getCurrentRawStream(device) if side is None else side.raw
     if torch._C._cuda_getDevice() == device:
-        plan.launch(torch._C._cuda_getCurrentRawStream(device), values)
+        plan.launch(stream, values)
     else:
         with torch.cuda.device(device):
-            plan.launch(torch._C._cuda_getCurrentRawStream(device), values)
+            plan.launch(stream, values)
+
+
+_sides: dict[tuple[int, int], cuda.SideStream] = {}
+
+
+def side_stream(device: int) -> cuda.SideStream:
+    """Return the stream beside torch's current one of a device: one for each, so that a capture of one ends there."""
+    key = device, torch._C._cuda_getCurrentRawStream(device)
+    if key not in _sides:
+        with torch.cuda.device(device):
+            _sides[key] = cuda.SideStream(key[1])
+    return _sides[key]
 
 
 def capturing() -> bool:

@@ -27,6 +27,11 @@ for name in ("getuid", "O_NOFOLLOW"):
 """
 
 
+def pytest_xdist_auto_num_workers():
+    """No more than four, each of which imports torch; ``-n`` with a number has as many."""
+    return min(os.cpu_count() or 1, 4)
+
+
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the tests marked full too")
     parser.addoption("--record-budget", action="store_true", help="write tests/compile/budget.json from this run")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rwkv_jit import kernel, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.launch import Plan
+from rwkv_jit.launch import Extent, Plan
 from rwkv_jit.ops import chunked, prepared, scan_geometry
 from rwkv_jit.ops.interface import Inputs, Options, Saved
 from rwkv_jit.ops.layout import address, addresses, slots, state_shape, strides
@@ -69,9 +70,40 @@ _LOOKS = 512  # blocks that look at decays, where sequences and heads are few
 class _Plans(NamedTuple):
     """The launches of one direction in their order, and what passes between them."""
 
-    launches: tuple[Plan, ...]
+    parts: Sequence[tuple[Plan, ...]]  # of the chunks; a scan in several parts runs beside the other kernels
     sizes: _Sizes
+    carried: int | None  # floats that the scan hands from part to part; None where it has no room for them
     look: Plan | None = None  # at the decays of a guarded call
+
+    def carried_state(self, like: Tensor) -> list[Tensor | None]:
+        """Return what the scan takes for it behind its other addresses."""
+        if self.carried is None:
+            return []
+        return [torch.empty(self.carried, dtype=torch.float32, device=like.device) if self.carried else None]
+
+
+class _Part(NamedTuple):
+    """Some chunks of every sequence, as one launch of each kernel takes them."""
+
+    begin: int  # where the scan begins and ends, in the order in which it meets chunks
+    end: int
+    first: int  # of them in a sequence
+    chunks: int  # of each of so many sequences; where one launch takes all there are, they count as one
+    sequences: int = 1
+
+
+def _parts(count: int, chunks: int, places: int, sequences: int, backward: bool) -> list[_Part]:
+    """Return the parts of a walk over `chunks` of each sequence, which have `places` in all.
+
+    Forwards they are equal. Backwards, where what follows a part takes longer than the next one, they double.
+    """
+    if count == 1:
+        return [_Part(0, places, 0, places)]
+    shares = [2**i - 1 if backward else i for i in range(count + 1)]
+    ends = [chunks * share // shares[-1] for share in shares]
+    return [
+        _Part(begin, end, chunks - end if backward else begin, end - begin, sequences) for begin, end in pairwise(ends)
+    ]
 
 
 _plans: dict[Any, _Plans] = {}
@@ -104,15 +136,20 @@ def _new_plans(
             f"backend: 'split' takes up to {chunked.MOST_HEADS} heads, got {heads}; use 'recurrent'"
         )
     with torch.cuda.device(device):
-        row_blocks = inputs.sequences * heads * (scan_geometry.values(value_size) // max(scan_geometry.ROWS))
-        few_heads = row_blocks < tensors.multiprocessors(device)
         types = prepared.types_of(inputs, options, state_dtype)
         arch, also = tensors.arch(device), tensors.also(device)
+        chunks = 0 if packed else -(-tokens // length)
+
+        def walk_of(direction: str) -> scan_geometry.Walk:
+            return scan_geometry.walk(
+                head_size, value_size, arch, length, options.num_threads, direction == "backward",
+                inputs.sequences * heads, chunks, tensors.multiprocessors(device),
+            )  # fmt: skip
 
         def requests(direction: str, state: str) -> list[kernel.Request]:
             return scan_geometry.requests(
                 inputs.op, direction, head_size, value_size, types | {"T_STATE": state}, arch, length,
-                options.num_threads, few_heads, also=also,
+                options.num_threads, walk_of(direction).few_heads, also=also,
             )  # fmt: skip
 
         wanted = requests(direction, tensors.STORAGE[state_dtype])
@@ -127,10 +164,15 @@ def _new_plans(
         keys = [strides(inputs[name]) for name in ("r", "w", "k", "a", "b")]
         scale = struct.pack("f", options.scale)
 
-        def plan(index: int, blocks: int, addresses: int, constants: Sequence[bytes]) -> Plan:
+        def plan(index: int, grid: Extent, addresses: int, constants: Sequence[bytes]) -> Plan:
             of, entry = found[index], wanted[index].template.name
             threads, shared = int(of.parameters["NUM_THREADS"]), int(of.parameters["SHARED_BYTES"])
-            return Plan(of, entry, device, (blocks, heads, 1), (threads, 1, 1), "Q" * addresses, constants, shared)
+            return Plan(of, entry, device, grid, (threads, 1, 1), "Q" * addresses, constants, shared)
+
+        def part_plan(index: int, part: _Part, of_chunk: int, addresses: int, constants: Sequence[bytes]) -> Plan:
+            """Return the launch of a kernel with so many blocks for each chunk of a part."""
+            grid = (part.chunks * of_chunk, heads, part.sequences)
+            return plan(index, grid, addresses, [*constants, struct.pack("i", part.first)])
 
         def look() -> Plan:
             threads, parts = int(wanted[2].parameters["NUM_THREADS"]), -(-_LOOKS // max(inputs.sequences * heads, 1))
@@ -138,21 +180,31 @@ def _new_plans(
             grid, entry = (inputs.sequences * parts, heads, 1), wanted[2].template.name
             return Plan(found[2], entry, device, grid, (threads, 1, 1), "QQQ", constants)
 
-        def scan_plan(index: int, values: Tensor) -> Plan:
-            blocks = inputs.sequences * -(-value_size // scan_geometry.rows_of(wanted[index].parameters))
-            return plan(index, blocks, 10, [strides(values), *counts[:2]])
+        scan = wanted[direction == "forward"]
+        row_blocks = inputs.sequences * -(-value_size // scan_geometry.rows_of(scan.parameters))
+        in_groups = scan.template.name.endswith("group_scan")
+        parts = _parts(walk_of(direction).parts, chunks, places, inputs.sequences, direction == "backward")
 
-        sizes = _sizes(inputs, packed, length)
+        def scan_plan(values: Tensor, part: _Part) -> Plan:
+            of_parts = [struct.pack("2i", part.begin, part.end)] if in_groups else []
+            constants = [strides(values), *counts[:2], *of_parts]
+            return plan(wanted.index(scan), (row_blocks, heads, 1), 10 + len(of_parts), constants)
+
+        sizes, carried = _sizes(inputs, packed, length), None
+        if in_groups:
+            carried = heads * row_blocks * scan_geometry.block_state(scan.parameters) if len(parts) > 1 else 0
         if direction == "forward":
-            saves = struct.pack("i", training)
-            first = plan(0, places, 9, [*keys, *counts, scale, saves])
-            return _Plans((first, scan_plan(1, inputs["v"])), sizes, look() if options.guarded else None)
-        v, dy = strides(inputs["v"]), strides(like[-1])
-        of_tokens = plan(1, places, 6, [v, dy, *counts])
-        all_strides = [*map(strides, inputs.streamed), dy]
+            constants = [*keys, *counts, scale, struct.pack("i", training)]
+            forward = [(part_plan(0, part, 1, 9, constants), scan_plan(inputs["v"], part)) for part in parts]
+            return _Plans(forward, sizes, carried, look() if options.guarded else None)
+        of_tokens = [strides(inputs["v"]), strides(like[-1]), *counts]
+        of_keys = [*map(strides, inputs.streamed), strides(like[-1]), *counts, scale]
         slabs = scan_geometry.channels(head_size) // scan_geometry.SLAB
-        of_keys = plan(2, places * slabs, 18, [*all_strides, *counts, scale])
-        return _Plans((scan_plan(0, like[-1]), of_tokens, of_keys), sizes)
+        backward = [
+            (scan_plan(like[-1], part), part_plan(1, part, 1, 6, of_tokens), part_plan(2, part, slabs, 18, of_keys))
+            for part in parts
+        ]
+        return _Plans(backward, sizes, carried)
 
 
 class Forward(NamedTuple):
@@ -195,13 +247,20 @@ class Forward(NamedTuple):
         if plans.look is not None:
             assert flags is not None
             tensors.launch(plans.look, [*map(address, (inputs["w"], bounds, flags.zero_()))])
-        prepare, scan = plans.launches
-        tensors.launch(prepare, [*map(address, (*keys, bounds)), operands, matrices, frames])
-        tensors.launch(
-            scan,
-            [*map(address, (v, state, bounds)), operands, matrices, frames, y.data_ptr(), solutions, states,
-             address(final)],
-        )  # fmt: skip
+        of_prepare = [*map(address, (*keys, bounds)), operands, matrices, frames]
+        carried = plans.carried_state(v)
+        of_scan = [
+            *map(address, (v, state, bounds)), operands, matrices, frames, y.data_ptr(), solutions, states,
+            address(final), *map(address, carried),
+        ]  # fmt: skip
+        side = tensors.side_stream(v.device.index) if len(plans.parts) > 1 else None
+        for prepare, scan in plans.parts:
+            tensors.launch(prepare, of_prepare)
+            if side is not None:
+                side.follow()
+            tensors.launch(scan, of_scan, side)
+        if side is not None:
+            side.join()
         return y, final, buffer if save else None
 
 
@@ -239,16 +298,23 @@ def backward(
     own = plans.sizes[3:]
     buffer = torch.empty(sum(own), dtype=torch.float32, device=dy.device)
     e, dx, gradients = addresses(buffer, own)
-    scan, of_tokens, of_keys = plans.launches
-    tensors.launch(
-        scan,
-        [*map(address, (dy, grad_final_state, bounds)), operands, matrices, frames, address(of["v"]), dx, e,
-         address(initial)],
-    )  # fmt: skip
-    tensors.launch(of_tokens, [*map(address, (inputs["v"], dy, bounds)), solutions, dx, gradients])
+    carried = plans.carried_state(dy)
+    of_scan = [
+        *map(address, (dy, grad_final_state, bounds)), operands, matrices, frames, address(of["v"]), dx, e,
+        address(initial), *map(address, carried),
+    ]  # fmt: skip
+    of_tokens = [*map(address, (inputs["v"], dy, bounds)), solutions, dx, gradients]
     keys = [of[name].data_ptr() for name in ("r", "w", "k", "a", "b")]
-    given = (*inputs.streamed, dy, bounds)
-    tensors.launch(of_keys, [*map(address, given), solutions, dx, states, e, gradients, *keys])
+    of_keys = [*map(address, (*inputs.streamed, dy, bounds)), solutions, dx, states, e, gradients, *keys]
+    side = tensors.side_stream(dy.device.index) if len(plans.parts) > 1 else None
+    if side is not None:
+        side.follow()
+    for scan, token_gradients, key_gradients in plans.parts:
+        tensors.launch(scan, of_scan, side)
+        if side is not None:
+            side.join()
+        tensors.launch(token_gradients, of_tokens)
+        tensors.launch(key_gradients, of_keys)
     return grads, [], initial
 
 

@@ -25,6 +25,7 @@ _GROUP_CHUNK_LEN, _GROUP_THREADS = 64, 384  # of the scan with products of warp 
 _GROUP_STATE = 512 * 64  # channels times value rows that its registers hold
 _MOST_THREADS = 256  # of a multiprocessor, with 255 registers each; twice as many have 128
 _LOOK_THREADS = 256
+_PARTS, _LEAST_CHUNKS = 4, 128  # of a scan beside which other kernels run
 
 
 # ---- what it can do ----------------------------------------------------------------------------------------------
@@ -194,11 +195,43 @@ def _scans(head_size: int, chunk_len: int, arch: str, few_heads: bool = False) -
     ]
 
 
+class Walk(NamedTuple):
+    """How the scan of a call goes over its chunks."""
+
+    few_heads: bool  # blocks of few rows, so that there are more of them
+    parts: int  # launches, beside which the other kernels run
+
+
+def walk(
+    head_size: int, value_size: int, arch: str, chunk_len: int, num_threads: int | None, backward: bool, heads: int,
+    chunks: int, multiprocessors: int,
+) -> Walk:  # fmt: skip
+    """Return how to go over `chunks` of each of `heads`, those of all sequences; 0 where their lengths are not known.
+
+    A scan that leaves half of the GPU free goes on in parts, and the other kernels of a direction have the other half
+    meanwhile: results are the same. Forwards that is worth it only where its blocks have few rows anyway.
+    """
+    few_heads = heads * (values(value_size) // max(ROWS)) < multiprocessors
+    in_groups = _has_groups(chunk_len, arch) and num_threads is None
+    if few_heads and in_groups and chunks >= _LEAST_CHUNKS:
+        for few_rows in (True, False) if backward else (True,):
+            rows = _group_scan(head_size, value_size, arch, few_rows).value_rows
+            if 2 * heads * -(-value_size // rows) <= multiprocessors:
+                return Walk(few_rows, _PARTS)
+    return Walk(few_heads, 1)
+
+
 def rows_of(parameters: Mapping[str, Parameter]) -> int:
     """Return the value rows of a block of a scan."""
     if "VALUE_ROWS" in parameters:
         return int(parameters["VALUE_ROWS"])
     return 16 * (int(parameters["NUM_THREADS"]) // 32 // int(parameters["KEY_WARPS"]))
+
+
+def block_state(parameters: Mapping[str, Parameter]) -> int:
+    """Return the floats of state that a block of the scan with products of warp groups has in registers."""
+    slabs = -(-int(parameters["CHANNELS"]) // (2 * SLAB)) * 2  # two groups with equally many
+    return slabs * SLAB * int(parameters["VALUE_ROWS"])
 
 
 # ---- the kernels of a direction ----------------------------------------------------------------------------------

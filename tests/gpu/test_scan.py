@@ -1,11 +1,14 @@
 """wkv7 with large heads, taken apart, against the float64 recurrence on the same rounded inputs."""
 
+import threading
+
 import comparing
 import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops import boundary, scan
+from rwkv_jit import tensors
+from rwkv_jit.ops import boundary, scan, scan_geometry
 
 relative, run = comparing.relative, comparing.run
 
@@ -40,6 +43,11 @@ def check(given, state=None, gates=GATES, weights=None, **options):
     limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, (wrong, limits)
+
+
+def launches():
+    """All that are prepared."""
+    return [plan for plans in scan._plans.values() for part in plans.parts for plan in part]
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -108,7 +116,7 @@ def test_either_scan(op, dtype, head_size, threads, name, monkeypatch):
     tokens = 150 if head_size <= 256 else 70  # the reference keeps every token's state, in float64
     given = inputs(DTYPES[dtype], tokens=tokens, heads=1, head_size=head_size)
     check(given, comparing.make_state(given, 2), chunk_len=64, num_threads=threads)
-    names = [plan.kernel.name for plans in scan._plans.values() for plan in plans.launches]
+    names = [plan.kernel.name for plan in launches()]
     assert [each for each in names if each.endswith("_scan")] == [name, name]
 
 
@@ -241,6 +249,88 @@ def test_results_repeat_bit_for_bit_and_whatever_is_around(op, threads):
         assert torch.equal(first[5:6], alone)
 
 
+@pytest.fixture
+def parts(monkeypatch):
+    """Called for whether short sequences are scanned in parts as well; `taken` are the streams beside the others."""
+    taken, side_stream = [], tensors.side_stream
+
+    def in_parts(wanted):
+        scan.forget()
+        monkeypatch.setattr(scan_geometry, "_LEAST_CHUNKS", 4 if wanted else 1 << 30)
+
+    monkeypatch.setattr(tensors, "side_stream", lambda device: taken.append(side_stream(device)) or taken[-1])
+    in_parts.taken = taken
+    yield in_parts
+    scan.forget()
+
+
+@needs_groups
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize(
+    ("batch", "heads", "head_size"), [(1, 2, 256), (2, 6, 256), (3, 1, 320), (2, 1, 512), (1, 2, 1024)]
+)
+def test_parts_of_a_scan_change_nothing(op, batch, heads, head_size, parts):
+    given = inputs(batch=batch, tokens=64 * 17 - 5, heads=heads, head_size=head_size)
+    state = comparing.make_state(given, batch)
+    parts(False)
+    y, final, grads, weights = run(op, given, state, decay="sigmoid", backend="split")
+    assert parts.taken == []
+    parts(True)
+    again = run(op, given, state, weights, decay="sigmoid", backend="split")
+    assert len(parts.taken) == (1 if heads == 6 else 2)  # forwards blocks of few rows would fill the GPU
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], final)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+@needs_groups
+def test_training_in_parts_in_a_cuda_graph_and_beside_it(op, parts):
+    parts(True)
+    given = inputs(batch=1, tokens=640)
+    leaves, weight = list(given.values()), torch.randn_like(given["v"])
+
+    def both():
+        y, _ = rwkv_jit.wkv7(*leaves, decay="sigmoid", backend="split")
+        return [y, *torch.autograd.grad(y, leaves, weight)]
+
+    torch.cuda.synchronize()  # the inputs are there
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wants = both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for x in found:
+        x.detach().fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(x, want) for x, want in zip(found, wants, strict=True))
+    assert all(torch.equal(x, want) for x, want in zip(both(), wants, strict=True))
+
+
+@needs_groups
+def test_threads_scan_in_parts_on_streams_of_their_own(op, parts):
+    parts(True)
+    given = {n: x.detach() for n, x in inputs(batch=1, tokens=640).items()}
+    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="split")
+    torch.cuda.synchronize()
+    found = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found.append(rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="split")[0])
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(found) == 80
+    assert all(torch.equal(y, want) for y in found)
+    assert len({side.raw for side in parts.taken}) == 5
+
+
 def test_gradients_of_tensors_that_were_inferred_before(op):
     given = inputs(tokens=100)
     with torch.no_grad():
@@ -310,4 +400,4 @@ def test_code_of_ampere(op, monkeypatch):
     monkeypatch.setattr(scan, "_plans", {})
     for head_size in (192, 256):
         check(inputs(tokens=70, head_size=head_size))
-    assert {plan.kernel.target for plans in scan._plans.values() for plan in plans.launches} == {"compute_80"}
+    assert {plan.kernel.target for plan in launches()} == {"compute_80"}

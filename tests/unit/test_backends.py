@@ -616,6 +616,24 @@ def test_warps_of_the_same_rows_have_as_many_channels_each_and_registers_for_the
         assert warps in (1, 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("backward", "heads", "changes", "few_heads", "parts"),
+    [
+        (False, 8, {}, True, 4), (True, 8, {}, True, 4),
+        (False, 9, {}, True, 1), (True, 9, {}, False, 4),  # 72 blocks of 32 rows, 36 of 64
+        (True, 16, {}, False, 4), (True, 17, {}, True, 1), (True, 32, {}, True, 1), (True, 33, {}, False, 1),
+        (True, 8, {"chunks": 127}, True, 1), (True, 8, {"chunks": 0}, True, 1),
+        (True, 8, {"arch": "sm_100"}, True, 1), (True, 8, {"num_threads": 384}, True, 1),
+        (True, 8, {"chunk_len": 32}, True, 1), (True, 4, {"head_size": 1024, "value_size": 1024}, True, 1),
+        (True, 2, {"head_size": 1024, "value_size": 1024}, True, 4),
+    ],
+)  # fmt: skip
+def test_scan_that_leaves_half_of_the_gpu_free_goes_on_in_parts(backward, heads, changes, few_heads, parts):
+    given = {"head_size": 256, "value_size": 256, "arch": "sm_90", "chunk_len": 64, "num_threads": None, "chunks": 128}
+    walk = scan_geometry.walk(**{**given, **changes}, backward=backward, heads=heads, multiprocessors=132)
+    assert walk == (few_heads, parts)
+
+
 @pytest.mark.parametrize(("value_size", "values"), [(1, 64), (64, 64), (65, 128), (200, 256), (1024, 1024)])
 def test_value_rows_are_those_of_the_largest_blocks(value_size, values):
     assert scan_geometry.values(value_size) == values

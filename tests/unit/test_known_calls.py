@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import itertools
 import re
 import struct
 from concurrent.futures import Future
@@ -38,13 +39,14 @@ CHUNKED_SIZES = {
     "wkv7_forward": [8] * 12 + [24] * 6 + [8] * 2 + [4],
     "wkv7_backward": [8] * 17 + [24] * 7 + [8] * 2 + [4],
 }
-# Addresses; strides; tokens, heads and sequences; scale; whether the backward's matrices are wanted.
+# Addresses; strides; tokens, heads and sequences; scale; whether the backward's matrices are wanted; the first chunk,
+# or where a walk begins and ends.
 SCAN_SIZES = {
-    "wkv7_prepare": [8] * 9 + [24] * 5 + [8] * 3 + [4, 4],
+    "wkv7_prepare": [8] * 9 + [24] * 5 + [8] * 3 + [4, 4, 4],
     "wkv7_scan": [8] * 10 + [24] + [8] * 2,
-    "wkv7_group_scan": [8] * 10 + [24] + [8] * 2,
-    "wkv7_token_gradients": [8] * 6 + [24] * 2 + [8] * 3,
-    "wkv7_key_gradients": [8] * 18 + [24] * 7 + [8] * 3 + [4],
+    "wkv7_group_scan": [8] * 11 + [24] + [8] * 2 + [8],
+    "wkv7_token_gradients": [8] * 6 + [24] * 2 + [8] * 3 + [4],
+    "wkv7_key_gradients": [8] * 18 + [24] * 7 + [8] * 3 + [4, 4],
 }
 
 
@@ -549,6 +551,16 @@ def counts(*numbers):
     return tuple(struct.pack("q", number) for number in numbers)
 
 
+FROM_START = struct.pack("i", 0)
+
+
+def end_of_scan(values, of_chunks, arch):
+    """What a scan of all chunks takes behind the addresses that all scans have; another launch has a block for each."""
+    if arch != "sm_90":
+        return (*strides(values), *counts(70, H))
+    return (*counts(0), *strides(values), *counts(70, H), struct.pack("2i", 0, of_chunks.grid[0]))
+
+
 @pytest.mark.parametrize("few_heads", [False, True])
 def test_call_with_large_heads_prepares_its_chunks_and_scans_them(few_heads, scan_calls, arch, monkeypatch):
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: B * H * 4 + few_heads)
@@ -564,9 +576,9 @@ def test_call_with_large_heads_prepares_its_chunks_and_scans_them(few_heads, sca
         assert addresses(second, 10) == [v.data_ptr(), state.data_ptr(), 0, *passed, y.data_ptr(), 0, 0,
                                          final.data_ptr()]  # fmt: skip
         assert first.arguments[9:] == (
-            *strides(r, w, k, a, b), *counts(70, H, B), struct.pack("f", 0.5), struct.pack("i", 0)
+            *strides(r, w, k, a, b), *counts(70, H, B), struct.pack("f", 0.5), struct.pack("i", 0), FROM_START
         )  # fmt: skip
-        assert second.arguments[10:] == (*strides(v), *counts(70, H))
+        assert second.arguments[10:] == end_of_scan(v, first, arch)
         of_scan = scan_geometry.specialize("wkv7", "forward", 200, 200, TYPES, arch, few_heads=few_heads).parameters
         length, rows = of_scan["CHUNK_LEN"], 32 if few_heads and arch == "sm_90" else 64  # no room for others
         (of_chunks,) = (
@@ -584,7 +596,7 @@ def test_backward_of_a_call_with_large_heads(scan_calls, arch):
         given = r, w, k, v, a, b = make(torch.bfloat16, LARGE, grad=True)
         y, final = rwkv_jit.wkv7(*given, state, True, decay="sigmoid")
         prepare, forward = scan_calls.launches[-2:]
-        assert prepare.arguments[-1] == struct.pack("i", 1)
+        assert prepare.arguments[-2] == struct.pack("i", 1)
         solutions, states = addresses(forward, 9)[7:]
         assert 0 not in (solutions, states)
         dy, d_final = torch.ones_like(y), torch.ones_like(final)
@@ -605,9 +617,9 @@ def test_backward_of_a_call_with_large_heads(scan_calls, arch):
         passed = {dx, e, solutions, states, gradients}
         assert len(passed) == 5
         assert not any(address % 16 for address in passed)
-        assert back.arguments[10:] == (*strides(dy), *counts(70, H))
-        assert of_tokens.arguments[6:] == (*strides(v, dy), *counts(70, H, B))
-        assert of_keys.arguments[18:] == (*strides(*given, dy), *counts(70, H, B), struct.pack("f", 1.0))
+        assert back.arguments[10:] == end_of_scan(dy, of_tokens, arch)
+        assert of_tokens.arguments[6:] == (*strides(v, dy), *counts(70, H, B), FROM_START)
+        assert of_keys.arguments[18:] == (*strides(*given, dy), *counts(70, H, B), struct.pack("f", 1.0), FROM_START)
         others = scan_geometry.companions("wkv7", "backward", 200, 200, TYPES, arch, None)
         for launch, request, blocks in zip((of_tokens, of_keys), others, (1, 4), strict=True):  # 4 slabs
             wanted = request.parameters
@@ -620,6 +632,55 @@ def test_backward_of_a_call_with_large_heads(scan_calls, arch):
     ] * 2  # fmt: skip
 
 
+class SideStream:
+    """Takes note of who waits for whom, in the driver's list of launches."""
+
+    raw = 8
+
+    def __init__(self, launches):
+        self.launches = launches
+
+    def follow(self):
+        self.launches.append("follow")
+
+    def join(self):
+        self.launches.append("join")
+
+
+def test_scan_of_few_heads_leaves_room_to_the_other_kernels(calls, monkeypatch):
+    calls.sizes.update(SCAN_SIZES)
+    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_90")
+    monkeypatch.setattr(tensors, "side_stream", lambda device: SideStream(calls.launches))
+    monkeypatch.setattr(scan_geometry, "_LEAST_CHUNKS", 30)
+    tokens, chunks = 64 * 30 - 5, 30
+    given = make(torch.bfloat16, (B, tokens, 1, 256), grad=True)
+    y, _ = rwkv_jit.wkv7(*given, decay="sigmoid")
+    forward, calls.launches[:] = list(calls.launches), []
+    y.backward(torch.ones_like(y))
+    backward = calls.launches
+
+    def order(launches):
+        return [x if isinstance(x, str) else (x.entry, x.stream) for x in launches]
+
+    others = [("wkv7_token_gradients", 7), ("wkv7_key_gradients", 7)]
+    assert order(forward) == [("wkv7_prepare", 7), "follow", ("wkv7_group_scan", 8)] * 4 + ["join"]
+    assert order(backward) == ["follow", *[("wkv7_group_scan", 8), "join", *others] * 4]
+    for launches, ends in ((forward, [0, 7, 15, 22, 30]), (backward, [0, 2, 6, 14, 30])):
+        scans = [x for x in launches if not isinstance(x, str) and x.entry == "wkv7_group_scan"]
+        walks = [struct.unpack("2i", x.arguments[-1]) for x in scans]
+        assert walks == list(itertools.pairwise(ends))
+        assert {x.grid for x in scans} == {(B * 256 // 32, 1, 1)}
+        assert len({x.arguments[10] for x in scans} - set(counts(0))) == 1  # what passes from part to part
+        others = [x for x in launches if not isinstance(x, str) and x not in scans]
+        for each in others:
+            per_chunk = 4 if each.entry == "wkv7_key_gradients" else 1
+            (first,), length = struct.unpack("i", each.arguments[-1]), each.grid[0] // per_chunk
+            walk = (first, first + length) if launches is forward else (chunks - first - length, chunks - first)
+            assert walk in walks
+            assert each.grid == (length * per_chunk, 1, B)
+        assert len(others) == len(scans) * (1 if launches is forward else 2)
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_training_and_inference_of_equal_tensors_are_prepared_apart(first, scan_calls):
     given = make(torch.bfloat16, LARGE, grad=True)
@@ -627,7 +688,7 @@ def test_training_and_inference_of_equal_tensors_are_prepared_apart(first, scan_
         with torch.set_grad_enabled(training):
             rwkv_jit.wkv7(*given, decay="sigmoid")
         prepare, forward = scan_calls.launches[-2:]
-        assert prepare.arguments[-1] == struct.pack("i", training)
+        assert prepare.arguments[-2] == struct.pack("i", training)
         assert [address != 0 for address in addresses(forward, 9)[7:]] == [training, training]
 
 
