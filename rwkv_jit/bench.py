@@ -21,8 +21,8 @@ from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import BACKENDS as WKV4_BACKENDS
-from rwkv_jit.ops.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.ops.wkv4 import wkv4
+from rwkv_jit.ops.wkv4_walk import backend_of as backend_of_wkv4
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7

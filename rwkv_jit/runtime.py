@@ -24,6 +24,7 @@ from rwkv_jit.ops import (
     split,
     wide_keys,
     wkv4,
+    wkv4_walk,
     wkv5,
     wkv6,
     wkv7,
@@ -331,7 +332,7 @@ def _wkv4_request(
     storage = tensors.STORAGE[dtype]
     types: dict[str, Parameter] = {"T_IO": storage, "T_W": storage, "T_U": storage, "DECAY": decay or "raw"}
     types |= {name.upper(): value for name, value in parameters.items()}
-    return wkv4.requests(direction, types, *tensors.targets(arch))[backend != "split"]
+    return wkv4_walk.requests(direction, types, *tensors.targets(arch))[backend != "split"]
 
 
 def call_request(

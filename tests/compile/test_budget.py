@@ -11,7 +11,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import history, identity, kernel
-from rwkv_jit.ops import gated_scan, scan_geometry, split, timex, wkv4
+from rwkv_jit.ops import gated_scan, scan_geometry, split, timex, wkv4_walk
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -103,7 +103,7 @@ def used(name):
     elif name in WKV4:
         way, results = WKV4[name]
         types = {"T_IO": "bf16", "T_W": "fp32", "T_U": "fp32", "DECAY": "raw"}
-        found = kernel.get(wkv4.requests(way, types, "sm_90")[results])
+        found = kernel.get(wkv4_walk.requests(way, types, "sm_90")[results])
     elif name in HISTORY:
         requests = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
         found = kernel.get(requests[HISTORY[name] - 1])

@@ -6,7 +6,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import wkv4 as room
+from rwkv_jit.ops import wkv4_walk as room
 
 TYPES = {"T_IO": "bf16", "T_W": "fp32", "T_U": "fp32", "DECAY": "raw"}
 

@@ -58,12 +58,17 @@ def canonical(node):
     return repr(node)
 
 
+def own_modules(op: str) -> list[str]:
+    """The modules that only this op has."""
+    return sorted(f"ops/{path.name}" for path in (ROOT / "rwkv_jit/ops").glob(f"{op}*.py"))
+
+
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
     templates = sorted(path.name for path in (ROOT / "kernel_templates").glob(f"{STEMS[op]}_*.cu"))
     templates = [name for name in templates if not name.endswith("_history.cu")]  # which no op takes
     parts = [template_text(name, {"types.cuh"}) for name in templates]
-    parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, f"ops/{op}.py"))]
+    parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, *own_modules(op)))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

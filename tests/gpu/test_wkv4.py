@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops import wkv4 as room
+from rwkv_jit.ops import wkv4_walk as room
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LIMITS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 3e-3}

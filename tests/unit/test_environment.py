@@ -405,7 +405,7 @@ BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
     "ops.guarded", "ops.interface", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry",
-    "ops.split", "ops.wide_keys",
+    "ops.split", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
 OPS = ("ops.gla", "ops.linear_attention", "ops.timex", "ops.wkv4", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
@@ -443,10 +443,11 @@ MAY_IMPORT = {
     "ops.scan_geometry": BELOW_BACKENDS | {"ops.chunked"},
     "ops.scan": BELOW_LAUNCHES | {"ops.chunked", "ops.scan_geometry"},
     "ops.choices": BELOW_BACKENDS | {"cache.files", "ops.chunked", "ops.gated"},
-    "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary", "ops.wide_keys"},
+    "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary", "ops.wide_keys", "ops.wkv4_walk"},
     "ops.boundary": (
         BELOW_LAUNCHES | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
     ),
+    "ops.wkv4_walk": BELOW_LAUNCHES,
     "ops.wide_keys": BELOW_OPS | {"ops.backends", "ops.boundary", "ops.gated_groups", "ops.gated_scan"},
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,

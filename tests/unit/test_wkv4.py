@@ -14,6 +14,7 @@ import rwkv_jit
 from rwkv_jit import kernel, runtime, stats, tensors
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import wkv4 as room
+from rwkv_jit.ops import wkv4_walk
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -272,10 +273,10 @@ def test_a_fault_of_an_update_names_the_argument():
     ],
 )
 def test_length_of_a_part(backend, walks, tokens, length):
-    assert room.part_length(backend, walks, tokens, 132) == length
-    assert length == tokens or length % room.CHUNK_LEN == 0
+    assert wkv4_walk.part_length(backend, walks, tokens, 132) == length
+    assert length == tokens or length % wkv4_walk.CHUNK_LEN == 0
     if backend == "auto":
-        name = room.backend_of(backend, walks, tokens, 132)
+        name = wkv4_walk.backend_of(backend, walks, tokens, 132)
         assert name == ("recurrent" if length == tokens else "split")
 
 
@@ -321,7 +322,7 @@ def test_a_call_launches_its_tensors_in_their_places(calls):
         assert numbers(launch, 0, 9) == [*addresses, 0, 0]
         assert struct.unpack("=4q", b"".join(launch.arguments[9:11])) == (T * C, C, T * C, C)
         assert numbers(launch, 11, 4, "q") == [T, B, C, T]
-        assert (launch.grid, launch.block) == ((1, 1, 1), (room.NUM_THREADS, 1, 1))
+        assert (launch.grid, launch.block) == ((1, 1, 1), (wkv4_walk.NUM_THREADS, 1, 1))
     assert calls.compiled == [[("wkv4_forward", True)]]
     assert len(calls.launches) == 2
 
@@ -345,7 +346,7 @@ def test_parts_are_launched_on_their_own_first(calls):
     y, _ = rwkv_jit.wkv4(*given, backend="split")
     torch.autograd.grad(y.sum(), given)
     names = [(launch.entry, launch.grid) for launch in calls.launches]
-    parts = math.ceil(300 / room.part_length("split", B * C, 300, 1))
+    parts = math.ceil(300 / wkv4_walk.part_length("split", B * C, 300, 1))
     assert parts == 4
     ways = ("wkv4_forward", "wkv4_backward")
     assert names == [(way, (1, rows, 1)) for way in ways for rows in (parts - 1, parts)]
