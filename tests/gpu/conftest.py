@@ -24,6 +24,31 @@ def pytest_addoption(parser):
         help="write tests/gpu/record.json from this run; where the last one was of the same sources and had failures, "
         "those that pass now are taken off",
     )  # fmt: skip
+    parser.addoption(
+        "--due", action="store_true",
+        help="only the tests that tests/gpu/record.json lacks: all of an op whose sources changed, else what failed",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--due"):
+        return
+    sections, due = _recorded()["ops"], []
+    digests = {op: record.digest(op) for op in record.OPS}
+    for item in items:
+        op = _op_of(item)
+        if op in digests and record.is_due(item.nodeid, digests[op], sections.get(op)):
+            due.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in due])
+    items[:] = due
+
+
+def _op_of(item):
+    return item.callspec.params.get("op") if hasattr(item, "callspec") else None
+
+
+def _recorded():
+    return json.loads(record.RECORD.read_text(encoding="utf-8")) if record.RECORD.exists() else {"ops": {}}
 
 
 def pytest_report_header():
@@ -33,7 +58,7 @@ def pytest_report_header():
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
-    op = getattr(item, "callspec", None) and item.callspec.params.get("op")
+    op = _op_of(item)
     if op:
         report.user_properties.append(("op", op))
 
@@ -49,8 +74,7 @@ def pytest_sessionfinish(session):
         return
     from rwkv_jit import runtime
 
-    old = json.loads(record.RECORD.read_text(encoding="utf-8")) if record.RECORD.exists() else {"ops": {}}
-    sections = dict(old["ops"])
+    sections = dict(_recorded()["ops"])
     for op, outcomes in _outcomes.items():
         if outcomes:
             sections[op] = record.section(record.digest(op), outcomes, sections.get(op))

@@ -72,6 +72,11 @@ def digest(op: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def is_due(name: str, digest: str, section: dict | None) -> bool:
+    """Whether a test is one that the record lacks: any of an op whose sources are others, else one that failed."""
+    return section is None or section["digest"] != digest or name in section.get("failures", ())
+
+
 def section(digest: str, outcomes: dict[str, str], before: dict | None) -> dict:
     """What is recorded of an op, from the outcomes of a run by test.
 

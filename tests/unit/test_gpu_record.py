@@ -126,6 +126,14 @@ def test_a_section_counts_outcomes_and_names_failures():
     assert record.section("x", {"a": "passed"}, None) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}
 
 
+def test_what_the_record_lacks_is_due():
+    whole, broken = ({"digest": "x", **more} for more in ({}, {"failures": ["b"]}))
+    assert [record.is_due(name, "x", whole) for name in "ab"] == [False, False]
+    assert [record.is_due(name, "x", broken) for name in "ab"] == [False, True]
+    assert record.is_due("a", "y", broken)
+    assert record.is_due("a", "x", None)
+
+
 def test_a_run_of_the_same_sources_mends_the_failures_alone():
     first = {"passed": 9, "failed": 2, "skipped": 0, "digest": "x", "failures": ["a", "b"]}
     again = record.section("x", {"a": "passed", "c": "passed"}, first)
