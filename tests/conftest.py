@@ -13,6 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers take the cores. Were torch's threads to share them, they would spend most of their time waiting.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Root ignores permission bits; a process without capabilities does not, and it can still read what root owns.
 DROP_CAPABILITIES = """
 import ctypes

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import compiler
+from rwkv_jit import cache, compiler, cuda
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +15,13 @@ def _fresh_service(fresh_service):
 
 
 @pytest.fixture
-def compiled_once(monkeypatch, tmp_path_factory):
-    """What NVRTC made of a source in this run, it need not make again: for tests that are about which kernels."""
+def compiled_once(request, monkeypatch, tmp_path_factory):
+    """What NVRTC made of a source in this run, it need not make again: for tests that are not about NVRTC itself.
+
+    Everything above it runs as ever: requests, the cache, the counters. A test marked anew compiles all the same.
+    """
+    if request.node.get_closest_marker("anew"):
+        return
     root = tmp_path_factory.getbasetemp()
     made = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "compiled"  # which the workers share
     made.mkdir(exist_ok=True)
@@ -33,3 +38,27 @@ def compiled_once(monkeypatch, tmp_path_factory):
         return found
 
     monkeypatch.setattr(compiler, "_run", remembered)
+
+
+@pytest.fixture
+def checked_only(monkeypatch):
+    """NVRTC reads a source and checks its rules, but makes no machine code: for tests that are about which kernels.
+
+    That takes a twentieth of the time. `test_matrix` compiles every choice in earnest. Image and resources are made up.
+    """
+
+    def checked(rendered, arch, parameters):
+        nvrtc, target = cuda.nvrtc(), compiler.target_for(arch)
+        names = [name.encode() for name, _ in rendered.headers]
+        texts = [text.encode() for _, text in rendered.headers]
+        program = nvrtc.createProgram(rendered.source, f"{rendered.name}.cu", texts, names)
+        try:
+            nvrtc.compileProgram(program, [f"-arch={target}", "-std=c++17", "--fdevice-syntax-only"])
+        except nvrtc.NVRTCError as error:
+            raise compiler._explain(rendered, target, parameters, nvrtc.getProgramLog(program)) from error
+        finally:
+            nvrtc.destroyProgram(program)
+        used = {rendered.name: cache.Resources(32, 0, 0)} if target.startswith("sm_") else {}
+        return cache.Compiled(sha256(rendered.source.encode()).digest(), target, used)
+
+    monkeypatch.setattr(compiler, "compile", checked)

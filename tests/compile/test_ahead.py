@@ -12,8 +12,6 @@ from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, gated_groups, gated_scan, prepared, recurrent, scan, scan_geometry, split
 from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
-
 
 @pytest.fixture
 def cores(monkeypatch):
@@ -90,6 +88,7 @@ def test_several_kernels_of_one_call_compile_side_by_side(cores, at_once, tiny):
 # ---- warm --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     progress = []
     made = rwkv_jit.warm(
@@ -125,6 +124,7 @@ def test_warm_compiles_just_what_specialize_names():
         assert same.cubin == each.cubin
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(("op", "decay", "layout"), [
     ("wkv5", "raw", "vk"), ("wkv6", "raw", "vk"), ("gla", "log", "kv"), ("linear_attention", "none", "kv"),
 ])  # fmt: skip
@@ -154,6 +154,7 @@ def test_what_tells_ops_apart_is_no_choice():
         rwkv_jit.warm("linear_attention", 8, arch="sm_80", decay="log")
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
     from rwkv_jit.ops.recurrent import geometry
 
@@ -164,6 +165,7 @@ def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
     assert [{name: each.parameters[name] for name in plain} for each in made] == [plain, few]
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize("options", [{"decay": "sigmoid"}, {"decay_bound": -0.7}], ids=str)
 def test_warm_compiles_both_backends_where_long_calls_take_the_chunked_one(options):
     made = rwkv_jit.warm("wkv7", 24, [torch.bfloat16, torch.float32], arch="sm_90", **options)
@@ -400,6 +402,7 @@ def test_calls_of_the_other_ops_ask_for_no_kernel_that_warm_has_not_made(
         assert [*found.values()].count("gla_group_scan") == 4
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
     ("arch", "name", "target"), [("sm_90", "wkv7_group_scan", "sm_90a"), ("sm_80", "wkv7_scan", "sm_80")]
 )
@@ -419,6 +422,7 @@ def test_warm_compiles_all_kernels_of_large_heads(arch, name, target):
     assert (same.name, same.arch, same.origin) == (name, target, "memory")
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(("head_size", "backend"), [(8, "chunked"), (136, "scan")])
 @pytest.mark.parametrize("decay", ["raw", "log", "direct"])
 @pytest.mark.parametrize(("decay_bound", "looks"), [(None, True), (-0.61, False), (-8.1, True)])
@@ -437,6 +441,7 @@ def test_warm_without_a_bound_adds_what_looks_at_decays(decay_bound, looks, deca
         assert wanted.items() <= each.parameters.items()
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_warm_leaves_the_chunked_kernels_alone_where_no_call_takes_them():
     for made in (
         rwkv_jit.warm("wkv7", 4, torch.float32, arch="sm_90"),
@@ -448,6 +453,7 @@ def test_warm_leaves_the_chunked_kernels_alone_where_no_call_takes_them():
         assert {each.name.split("_")[1] for each in made} == {"recurrent"}
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
     ("op", "decay", "bound", "looks"),
     [
@@ -472,6 +478,7 @@ def test_warm_makes_the_gated_kernels_that_look_at_decays_where_calls_take_them(
         assert {each.parameters["BACKWARD"] for each in made if each.name == name} == {True, False}
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
     ("op", "decay", "bound", "looks"),
     [
@@ -495,6 +502,7 @@ def test_warm_makes_the_kernels_of_warp_groups(size, op, decay, bound, looks):
     assert {each.name for each in forward} == {"gla_prepare", "gla_group_scan", "gla_recurrent_forward"}
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_specialize_takes_what_long_calls_take():
     assert rwkv_jit.specialize("wkv7", 4, 136, arch="sm_80", decay="sigmoid").name == "wkv7_scan"
     for threads, name in ((None, "wkv7_group_scan"), (384, "wkv7_group_scan"), (128, "wkv7_scan")):

@@ -14,6 +14,8 @@ from rwkv_jit import cache, identity, kernel, runtime, stats
 from rwkv_jit.cache import bundle
 from rwkv_jit.ops import recurrent
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SMALL = ("--op", "wkv7", "--head-size", "16", "--arch", "sm_90")
 # Calls take the chunked kernels, and with decays that nothing bounds the recurrent ones too.
 WAYS = (
@@ -41,6 +43,7 @@ def parameters(made, *names):
 # ---- build -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypatch, fresh_service):
     tmp_path.chmod(0o755)
     file = tmp_path / "wkv.bundle"
@@ -112,6 +115,7 @@ def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
     assert printed.splitlines()[-1] == f"1 kernels in {fresh_service}, by NVRTC {identity.version()}"
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_every_option_is_a_list(build):
     made = build(
         "--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", "--dtype", "bf16,fp16",
@@ -128,6 +132,7 @@ def test_every_option_is_a_list(build):
     assert sorted(found, key=str) == sorted(wanted, key=str)
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     made = build("--op", "wkv7", "--head-size", "8", "--arch", "compute_80", "--decay-bound", "-1")
     assert {each["name"] for each in made["kernels"]} == {
@@ -137,6 +142,7 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     }
 
 
+@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
     ("arch", "scan", "scans", "others"),
     [
@@ -151,6 +157,7 @@ def test_kernels_of_large_heads_of_the_other_ops(arch, scan, scans, others, buil
     assert names.count(scan) == scans
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
     made = build("--op", "wkv7", "--head-size", "136", "--arch", "compute_80", "--decay-bound", "-1")
     assert {each["name"] for each in made["kernels"]} == {
@@ -159,6 +166,7 @@ def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_defaults_are_those_of_a_call(build):
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
     assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, history, kernel
+from rwkv_jit import cache, compiler, history, kernel, runtime
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, gated, gated_scan, recurrent, scan_geometry, split
@@ -94,13 +94,28 @@ def sample(axes):
     return rows
 
 
-def in_turn(axes):
-    """The rows of `sample`: those that show a choice for the first time in every run, the others with --full."""
+def first_shown(rows):
+    """Those that show a choice for the first time in every run, the others with --full."""
     seen, found = set(), []
-    for row in sample(axes):
+    for row in rows:
         found.append(pytest.param(row, marks=() if set(row.items()) - seen else pytest.mark.full))
         seen |= set(row.items())
     return found
+
+
+def in_turn(axes):
+    """The rows of `sample`: each choice in every run, any two with --full."""
+    return first_shown(sample(axes))
+
+
+def in_two_types(rows):
+    """Rows, each in one of the 16 bit types in every run, and in the other with --full; the same ones every time."""
+    rng = random.Random(0)
+    return [
+        pytest.param(*row, dtype, marks=() if place == 0 else pytest.mark.full)
+        for row in rows
+        for place, dtype in enumerate(rng.sample(("bf16", "fp16"), 2))
+    ]
 
 
 def name(row):
@@ -335,7 +350,7 @@ def test_keys_that_only_warp_groups_take_are_refused_elsewhere(changes, message,
 
 
 THREADS_ROWS = [
-    (sizes, threads, direction)
+    {"sizes": sizes, "threads": threads, "direction": direction}
     for sizes in ((7, 20), (64, 64), (40, 100), (128, 128), (256, 512))
     for threads in (64, 96, 160, 256, 512)
     for direction in ("forward", "backward")
@@ -343,12 +358,22 @@ THREADS_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "threads", "direction"), THREADS_ROWS)
-def test_scan_has_a_kernel_for_every_number_of_threads(sizes, threads, direction):
-    """What the rule in Python admits the template admits too."""
+def get_scan_of_threads(sizes, threads, direction):
     types = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
     request = gated_scan.specialize("gla", direction, *sizes, types, "sm_90", 32, threads)
     assert kernel.get(request).parameters["NUM_THREADS"] == threads
+
+
+@pytest.mark.usefixtures("checked_only")
+@pytest.mark.parametrize("row", THREADS_ROWS, ids=name)
+def test_scan_admits_every_number_of_threads(row):
+    """What the rule in Python admits the template admits too."""
+    get_scan_of_threads(**row)
+
+
+@pytest.mark.parametrize("row", first_shown(random.Random(0).sample(THREADS_ROWS, len(THREADS_ROWS))), ids=name)
+def test_scan_has_a_kernel_for_every_number_of_threads(row):
+    get_scan_of_threads(**row)
 
 
 OTHERS = {"forward": ["wkv7_prepare"], "backward": ["wkv7_token_gradients", "wkv7_key_gradients"]}
@@ -416,8 +441,7 @@ def log_of(request):
 COMPLAINT = re.compile(r"\(C75\d\d\).*")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("head_size", "value_size", "direction", "few_heads"), GROUP_ROWS)
+@pytest.mark.parametrize(("head_size", "value_size", "direction", "few_heads", "dtype"), in_two_types(GROUP_ROWS))
 def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_size, direction, few_heads, dtype):
     types = {"T_IO": dtype, "T_W": "fp32", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
     given = ("wkv7", direction, head_size, value_size, types, "sm_90", 64)
@@ -430,8 +454,7 @@ def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_siz
             assert COMPLAINT.findall(log) == []
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("head_size", "value_size"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize(("head_size", "value_size", "dtype"), in_two_types([(64, 64), (64, 128), (128, 128)]))
 def test_products_of_the_group_backward_do_not_wait_for_each_other(head_size, value_size, dtype):
     types = {"T_IO": dtype, "T_W": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
     request = chunked.specialize("wkv7", "backward", head_size, value_size, types, "sm_90", 32)
@@ -454,8 +477,7 @@ GATED_GROUP_ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("op", "head_size", "value_size", "direction"), GATED_GROUP_ROWS)
+@pytest.mark.parametrize(("op", "head_size", "value_size", "direction", "dtype"), in_two_types(GATED_GROUP_ROWS))
 def test_products_of_the_other_ops_do_not_wait_for_each_other(op, head_size, value_size, direction, dtype):
     types = {"T_IO": dtype, "T_W": dtype, "T_U": dtype, "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
     types |= {"DECAY": "none"} if op == "linear_attention" else {}
@@ -527,18 +549,18 @@ def test_log_says_where_products_wait_for_each_other(tiny):
     assert any("wgmma.mma_async instructions are serialized" in each for each in COMPLAINT.findall(badly))
 
 
-JOIN_ROWS = [
-    (arch, head_size, value_size, backward)
-    for arch, (head_size, value_size), backward in itertools.product(
-        CHUNKED_AXES["arch"], ((1, 33), (40, 40), (64, 64), (100, 56), (128, 128)), (False, True)
-    )
-]
+JOIN_AXES = {
+    "sizes": ((1, 33), (40, 40), (64, 64), (100, 56), (128, 128)),
+    "arch": CHUNKED_AXES["arch"],
+    "backward": (False, True),
+}
 
 
-@pytest.mark.parametrize(("arch", "head_size", "value_size", "backward"), JOIN_ROWS)
+@pytest.mark.parametrize("row", in_turn(JOIN_AXES), ids=name)
 @pytest.mark.parametrize("op", ["wkv7", "gla"])
-def test_kernel_that_joins_segments(op, arch, head_size, value_size, backward):
-    found = kernel.get(split.join_request(op, head_size, value_size, backward, arch))
+def test_kernel_that_joins_segments(op, row):
+    backward = row["backward"]
+    found = kernel.get(split.join_request(op, *row["sizes"], backward, row["arch"]))
     assert found.cubin[:4] == b"\x7fELF"
     assert f"{op}_join" in found.resources
     assert 0 < found.registers <= 128
@@ -623,6 +645,56 @@ def test_kernel_that_looks_at_decays(row):
     assert threads >= row["head_size"] or row["head_size"] % 4 == 0
     assert threads in (256, 1024)
     assert f"constexpr auto DECAY = Decay::{row['decay']};" in found.source
+
+
+# Architectures, decays, state types and geometries that the rows above show of other templates only.
+# Template, op, head size, architecture, decay.
+LEFT_OUT = [
+    ("gla_group_key_gradients", "wkv5", 136, "sm_90", "raw"),
+    ("gla_join", "gla", 8, "compute_80", "log"),
+    ("gla_key_gradients", "gla", 136, "compute_80", "log"),
+    ("gla_recurrent_backward", "linear_attention", 40, "sm_80", None),
+    ("gla_recurrent_backward", "linear_attention", 264, "sm_90", None),
+    ("gla_recurrent_forward", "linear_attention", 40, "sm_80", None),
+    ("gla_recurrent_forward", "gla", 264, "sm_80", "log"),
+    ("gla_recurrent_forward", "wkv6", 8, "compute_80", "direct"),
+    ("gla_scan", "wkv6", 8, "compute_80", "direct"),
+    ("gla_segment", "gla", 8, "compute_80", "log"),
+    ("wkv7_chunked_backward", "wkv7", 8, "compute_80", "raw"),
+    ("wkv7_chunked_forward", "wkv7", 8, "sm_90", "log"),
+    ("wkv7_group_scan", "wkv7", 136, "sm_90", "direct"),
+    ("wkv7_group_scan", "wkv7", 136, "sm_90", "log"),
+    ("wkv7_join", "wkv7", 8, "compute_80", "raw"),
+    ("wkv7_key_gradients", "wkv7", 136, "compute_80", "raw"),
+    ("wkv7_prepare", "wkv7", 136, "compute_80", "raw"),
+    ("wkv7_recurrent_backward", "wkv7", 4, "sm_75", "sigmoid"),
+    ("wkv7_recurrent_backward", "wkv7", 8, "sm_80", "log"),
+    ("wkv7_recurrent_backward", "wkv7", 136, "sm_90", "direct"),
+    ("wkv7_recurrent_forward", "wkv7", 4, "sm_75", "sigmoid"),
+    ("wkv7_recurrent_forward", "wkv7", 136, "compute_80", "raw"),
+    ("wkv7_scan", "wkv7", 136, "compute_80", "raw"),
+    ("wkv7_segment", "wkv7", 8, "compute_80", "raw"),
+    ("wkv7_token_gradients", "wkv7", 136, "compute_80", "raw"),
+]
+
+
+@pytest.mark.parametrize(("template", "op", "head_size", "arch", "decay"), LEFT_OUT)
+def test_kernel_of_a_call(template, op, head_size, arch, decay):
+    """The last one of that template: those of few heads and of the backward come after the others."""
+    of_call = torch.bfloat16, arch
+    more = decay, None, None, torch.float16, None
+    *_, request = [
+        request
+        for direction in ("forward", "backward")
+        for request in runtime.call_requests(op, head_size, *of_call, direction, *more)
+        if request.template.name == template
+    ]
+    found = kernel.get(request)
+    assert found.name == template
+    if arch.startswith("compute_"):
+        assert f".target {arch.replace('compute', 'sm')}" in found.ptx
+    else:
+        assert 0 < found.registers <= 255
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops import backends, chunked, gated, gated_scan, recurrent, scan_geometry, split
 from rwkv_jit.ops.recurrent import VARIANTS
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 # What specialize() below asks for, without torch, which takes seconds to load.
 PRINT_KERNEL = """
 import hashlib, json, sys
@@ -55,6 +57,7 @@ def counts():
 # ---- compiled, memory, disk --------------------------------------------------------------------------------------
 
 
+@pytest.mark.anew
 def test_kernel_comes_from_the_compiler_then_from_memory_then_from_disk():
     before = counts()
     compiled, memory = specialize(), specialize()
@@ -182,13 +185,17 @@ def test_file_in_the_place_of_the_cache_directory_costs_one_warning(fresh_servic
     assert message == f"kernels are not kept: {fresh_service / 'sm_90'} cannot be written (File exists)"
 
 
+@pytest.mark.anew
 def test_clearing_the_cache_compiles_again():
-    specialize()
+    made = specialize()
     assert rwkv_jit.cache_info()["entries"] == 1
     assert rwkv_jit.clear_cache() == 1
-    assert specialize().origin == "compiled"
+    again = specialize()
+    assert again.origin == "compiled"
+    assert again.cubin == made.cubin
 
 
+@pytest.mark.anew
 def test_threads_that_want_the_same_kernels_compile_each_once():
     before, results, start = counts()[0], [], threading.Barrier(6)
 
@@ -242,10 +249,19 @@ def test_ptx_of_a_cubin_kernel_is_made_when_it_is_read():
     assert made.ptx is made.ptx
 
 
-@pytest.mark.parametrize("arch", ["compute_75", "compute_80"])
+PTX_ROWS = [
+    pytest.param(op, arch, marks=() if each_time else pytest.mark.full)
+    for op, of_75, of_80 in (
+        ("wkv5", True, False), ("wkv6", False, True), ("wkv7", True, True), ("gla", False, True),
+        ("linear_attention", True, False),
+    )
+    for arch, each_time in (("compute_75", of_75), ("compute_80", of_80))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "arch"), PTX_ROWS)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"])
-def test_ptx_for_the_driver(op, direction, arch):
+def test_ptx_for_the_driver(direction, op, arch):
     made = specialize(op, direction=direction, arch=arch)
     assert made.cubin == b""
     assert made.target == arch
@@ -706,6 +722,7 @@ def own_version(path):
     return major.value, minor.value
 
 
+@pytest.mark.anew
 def test_identity_is_version_and_build_ids_of_the_files_that_compile():
     specialize()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnvrtc" in line}

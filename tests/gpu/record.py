@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +35,13 @@ def template_text(name: str, seen: set[str]) -> str:
 
 
 def module_tree(name: str) -> str:
+    return text_tree((ROOT / "rwkv_jit" / name).read_text(encoding="utf-8"))
+
+
+@cache  # most ops share most modules
+def text_tree(text: str) -> str:
     """A module's syntax tree without docstrings, comments and positions."""
-    tree = ast.parse((ROOT / "rwkv_jit" / name).read_text(encoding="utf-8"))
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if (

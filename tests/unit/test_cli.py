@@ -162,11 +162,19 @@ def test_kernels_of_shared_templates_are_told_apart_by_their_parameters():
         assert [each for each in every if commands._is_chosen(each, [op], None)] == kernels
 
 
-def test_demo_compiles_and_keeps_the_errors_small(program, fresh_service):
+# Without a GPU, and of the two head sizes the one that nobody ships: half of the compiles.
+DEMO = """
+import sys
+from rwkv_jit import cli, demo
+demo.HEAD_SIZES = demo.HEAD_SIZES[1:]
+sys.exit(cli.main(["demo", "--json"]))
+"""
+
+
+def test_demo_compiles_and_keeps_the_errors_small(child, fresh_service):
     from rwkv_jit import runtime
 
-    done = program("demo", "--json")
-    assert done.returncode == 0, done.stderr
+    done = child(DEMO, env={"CUDA_VISIBLE_DEVICES": ""})
     data = json.loads(done.stdout)
     kernels, calls = data["kernels"], data["calls"]
     assert {(k["op"], k["direction"]) for k in kernels} == {
