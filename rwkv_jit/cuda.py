@@ -129,24 +129,35 @@ def make_current(device: int) -> None:
 
 
 class SideStream:
-    """A stream of its own beside another one of the current device; its kernels are given multiprocessors first."""
+    """A stream of its own beside another one of the current device; its kernels are given multiprocessors first.
+
+    Events are of one use: threads that work on the same stream would record theirs between those of others.
+    """
 
     def __init__(self, main: int):
-        module = cupy().cuda
-        self._main = module.ExternalStream(main)
-        self._stream = module.Stream(non_blocking=True, priority=-1)
-        self._event = module.Event(disable_timing=True)
+        cupy()
+        from cupy.cuda import Device, Stream
+
+        self._device = Device()
+        self._main = main
+        self._stream = Stream(non_blocking=True, priority=-1)
         self.raw: int = self._stream.ptr
 
     def follow(self) -> None:
         """Let what comes on this stream wait for what the other one has so far."""
-        self._event.record(self._main)
-        self._stream.wait_event(self._event)
+        self._wait(self.raw, self._main)
 
     def join(self) -> None:
         """Let what comes on the other stream wait for what this one has so far."""
-        self._event.record(self._stream)
-        self._main.wait_event(self._event)
+        self._wait(self._main, self.raw)
+
+    def _wait(self, stream: int, other: int) -> None:
+        from cupy.cuda import Event, runtime
+
+        with self._device:  # the streams', which need not be the current one any more
+            event = Event(disable_timing=True)
+            runtime.eventRecord(event.ptr, other)
+            runtime.streamWaitEvent(stream, event.ptr)
 
 
 def load_module(image: bytes, what: str, made_by: str) -> Any:

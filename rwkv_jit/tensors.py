@@ -218,7 +218,7 @@ def side_stream(device: int) -> cuda.SideStream:
     key = device, torch._C._cuda_getCurrentRawStream(device)
     if key not in _sides:
         with torch.cuda.device(device):
-            _sides[key] = cuda.SideStream(key[1])
+            _sides.setdefault(key, cuda.SideStream(key[1]))
     return _sides[key]
 
 

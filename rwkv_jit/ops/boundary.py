@@ -299,7 +299,7 @@ def check_options(
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def _autograd_dispatch() -> Any:
+def autograd_dispatch() -> Any:
     """Record gradients below a torch dispatch mode too: it calls ops with autograd's dispatch keys excluded."""
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
@@ -387,7 +387,7 @@ def define(
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         state = arguments[count]
-        with torch.enable_grad(), _autograd_dispatch():
+        with torch.enable_grad(), autograd_dispatch():
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
             outputs = run_reference((*leaves, *arguments[count + 1 :]))
             pairs = [(y, g) for y, g in zip(outputs, (dy, grad_final), strict=True) if g is not None]

@@ -78,7 +78,7 @@ def _backward(
     if _is_for_kernels(backend, k):
         *of_inputs, of_state = wkv4_walk.backward(dy, grad_final, w, u, k, v, state, decay, backend, saved)
         return (*of_inputs, _present(of_state, k))
-    with torch.enable_grad(), boundary._autograd_dispatch():
+    with torch.enable_grad(), boundary.autograd_dispatch():
         leaves = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
         outputs: Any = _reference(*leaves, True, decay)
         pairs = [(x, grad) for x, grad in zip(outputs, (dy, grad_final), strict=True) if grad is not None]

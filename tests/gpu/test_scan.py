@@ -308,27 +308,41 @@ def test_training_in_parts_in_a_cuda_graph_and_beside_it(op, parts):
 
 
 @needs_groups
-def test_threads_scan_in_parts_on_streams_of_their_own(op, parts):
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parts_on_a_device_that_is_not_current(op, parts):
+    parts(True)
+    given = inputs(batch=1, tokens=640)
+    elsewhere = {n: x.detach().to("cuda:1").requires_grad_() for n, x in given.items()}
+    y, final, grads, weights = run(op, given, decay="sigmoid", backend="split")
+    other = run(op, elsewhere, None, [weight.to("cuda:1") for weight in weights], decay="sigmoid", backend="split")
+    assert torch.cuda.current_device() == 0
+    for one, x in zip((y, final, *grads), (*other[:2], *other[2]), strict=True):
+        assert torch.equal(x.to("cuda:0"), one)
+
+
+@needs_groups
+@pytest.mark.parametrize("streams", [1, 4])
+def test_threads_scan_in_parts(op, streams, parts):
     parts(True)
     given = {n: x.detach() for n, x in inputs(batch=1, tokens=640).items()}
     want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="split")
     torch.cuda.synchronize()
-    found = []
+    taken, found = [torch.cuda.Stream() for _ in range(streams)], []
 
-    def work():
-        with torch.cuda.stream(torch.cuda.Stream()):
+    def work(stream):
+        with torch.cuda.stream(stream):
             for _ in range(20):
                 found.append(rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="split")[0])
-            torch.cuda.current_stream().synchronize()
+            stream.synchronize()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(taken[i % streams],)) for i in range(4)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
     assert len(found) == 80
     assert all(torch.equal(y, want) for y in found)
-    assert len({side.raw for side in parts.taken}) == 5
+    assert len({side.raw for side in parts.taken}) == 1 + streams  # beside the first call's stream and those
 
 
 def test_gradients_of_tensors_that_were_inferred_before(op):

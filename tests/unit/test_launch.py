@@ -1,5 +1,6 @@
 """Launch plans on a driver that takes notes: what the driver reads, where it is launched, and what is loaded when."""
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -207,3 +208,60 @@ def test_forked_child_is_told_and_its_parent_goes_on(gpus):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_child_of_a_process_that_left_cuda_alone_may_use_it(gpus):
     assert stub_driver.in_fork(lambda: gpus.make_kernel().function(0, "scale")) == "done"
+
+
+# ---- a stream beside another one ---------------------------------------------------------------------------------
+
+
+def test_stream_beside_another_waits_for_it_and_is_waited_for(monkeypatch):
+    import cupy
+
+    said = []
+
+    class Device:
+        def __enter__(self):
+            said.append("device")
+
+        def __exit__(self, *_):
+            said.append("device again")
+
+    class Event:
+        made = 0
+
+        def __init__(self, disable_timing):
+            assert disable_timing
+            Event.made += 1
+            self.ptr = 100 + Event.made
+
+    class Stream:
+        ptr = 8
+
+        def __init__(self, non_blocking, priority):
+            assert (non_blocking, priority) == (True, -1)
+
+    for made in (Device, Event, Stream):
+        monkeypatch.setattr(cupy.cuda, made.__name__, made)
+    monkeypatch.setattr(cupy.cuda.runtime, "eventRecord", lambda *of: said.append(("record", *of)))
+    monkeypatch.setattr(cupy.cuda.runtime, "streamWaitEvent", lambda *of: said.append(("wait", *of)))
+    side = cuda.SideStream(7)
+    assert side.raw == 8
+    side.follow()
+    side.join()
+    assert said == [
+        "device", ("record", 101, 7), ("wait", 8, 101), "device again",
+        "device", ("record", 102, 8), ("wait", 7, 102), "device again",
+    ]  # fmt: skip
+
+
+def test_every_stream_has_one_beside_it(monkeypatch):
+    current = [7]
+    monkeypatch.setattr(tensors, "_sides", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "SideStream", lambda main: ["beside", main])
+    first = tensors.side_stream(0)
+    assert first == ["beside", 7]
+    assert tensors.side_stream(0) is first
+    assert tensors.side_stream(1) is not first
+    current[0] = 9
+    assert tensors.side_stream(0) == ["beside", 9]
