@@ -285,7 +285,7 @@ def wanted(monkeypatch):
     monkeypatch.setattr(tensors, "also", lambda device: ())
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 8)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
-    monkeypatch.setattr(tensors, "launch", lambda plan, values: None)
+    monkeypatch.setattr(tensors, "launch", lambda plan, values, side=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "_exchange_device", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", lambda device: 0)
