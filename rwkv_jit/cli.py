@@ -79,6 +79,7 @@ def _parser(with_bench: bool) -> argparse.ArgumentParser:
         from rwkv_jit.bench import add_arguments
 
         add_arguments(bench)
+    _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
     _add_build(_add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle"))
     _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
@@ -99,6 +100,23 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     function = "_".join(parser.prog.split()[1:])
     parser.set_defaults(function=function, program=parser.prog)
     return parser
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", choices=[*_OPS.split(", "), "wkv4", "timex"], help="what to run")
+    text = "default: 8,4096,64,64; wkv4 and timex have H N channels, and decode takes one token"
+    parser.add_argument("--shape", default="8,4096,64,64", metavar="B,T,H,N", help=text)
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default: bf16")
+    phases = ("forward", "backward", "forward+backward", "decode", "prefill")
+    parser.add_argument("--phase", choices=phases, default="forward", help="default: forward")
+    parser.add_argument("--backend", default="auto", help="as the op takes it (default: auto)")
+    instead = parser.add_mutually_exclusive_group()
+    text = "write the trace there too: trace.json for Chrome's and Perfetto's viewers, and a file for TensorBoard"
+    instead.add_argument("--trace", metavar="DIR", help=text)
+    text = "print the command line by which Nsight Compute measures this kernel; needs no GPU"
+    instead.add_argument("--ncu", metavar="KERNEL", help=text)
+    text = "run once, without torch.profiler, between cudaProfilerStart and Stop: for ncu and nsys"
+    instead.add_argument("--bare", action="store_true", help=text)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,17 @@ def bench(parsed: argparse.Namespace) -> Outcome:
     return bench.run(parsed), bench.show
 
 
+def profile(parsed: argparse.Namespace) -> Outcome:
+    """Show where the time of an op goes, or run it for a profiler, or say how to start one."""
+    from rwkv_jit import profiling
+
+    if parsed.ncu is not None:
+        return {"command": profiling.ncu_command(parsed)}, lambda result: print(result["command"])
+    if parsed.bare:
+        return profiling.run_bare(parsed), profiling.show_bare
+    return profiling.run(parsed), profiling.show
+
+
 def tune(parsed: argparse.Namespace) -> Outcome:
     """Choose geometries by measuring, list what is chosen, or delete it."""
     from rwkv_jit import tune

@@ -453,6 +453,10 @@ MAY_IMPORT = {
     "runtime": BELOW_OPS | ALL_OPS,
     "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "bench": BELOW_OPS | ALL_OPS | {"runtime", "report"},
+    "bench.words": set(),
+    "bench.plot": {"bench", "bench.words"},
+    "bench.record": {"bench", "bench.plot", "bench.words", "errors", "report"},
+    "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
@@ -461,13 +465,14 @@ MAY_IMPORT = {
         BELOW_OPS
         | ALL_OPS
         | IN_CACHE
-        | {"runtime", "bench", "history", "latency", "tune", "demo", "doctor", "report", "sass"}
+        | {"runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor", "report", "sass"}
     ),
     "cli": {"commands", "bench", "errors", "stats"},
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {
-    "tensors", "reference", "custom", "runtime", "bench", "history", "latency", "tune", "demo", "doctor", *ALL_OPS,
+    "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor",
+    *ALL_OPS,
 }  # fmt: skip
 
 

@@ -1,0 +1,336 @@
+"""The recorded result: its file, what README.md shows of it, and how two results differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rwkv_jit import report
+from rwkv_jit.bench import plot, words
+from rwkv_jit.bench.words import Row
+from rwkv_jit.errors import RwkvJitError
+
+FORMAT = 1
+NAME, PICTURE, README = "bench.json", "bench.svg", "README.md"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_OPENING = re.compile(r"<!-- bench:(\w+) -->")
+_BLOCK = re.compile(r"<!-- bench:(\w+) -->\n((?:(?!<!-- bench:).)*?)<!-- /bench -->", re.DOTALL)
+_KEY = ("suite", "op", "shape", "dtype", "phase", "who", "what")
+_VERSIONS = ("gpus", "torch", "torch_cuda", "cupy", "nvrtc", "rwkv_jit", "python")
+
+# ---- the file ----------------------------------------------------------------------------------------------------
+
+
+def root() -> Path:
+    """Return the checkout that the package runs from, where the record lies.
+
+    Raises
+    ------
+    RwkvJitError
+        The package is installed elsewhere.
+    """
+    folder = _PACKAGE.parent
+    if not ((folder / "pyproject.toml").is_file() and (folder / README).is_file()):
+        raise RwkvJitError(f"--record: expected rwkv_jit in a checkout, with its {README}, got one in {folder}")
+    return folder
+
+
+def read(path: Path | str) -> dict[str, Any]:
+    """Read a result from a file.
+
+    Raises
+    ------
+    ValueError
+        It is no result of `rwkv-jit bench --json`, or one of another format.
+    OSError
+        It cannot be read.
+    """
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # of the text's encoding too
+        raise ValueError(f"{path}: expected JSON of `rwkv-jit bench --json`, got something else ({error})") from None
+    if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
+        raise ValueError(f"{path}: expected a result of `rwkv-jit bench --json`, got JSON without its rows")
+    if result.get("format") != FORMAT:
+        raise ValueError(f"{path}: expected a result of format {FORMAT}, got {result.get('format')!r}")
+    return result
+
+
+def write(result: dict[str, Any]) -> Path:
+    """Write a result to the root of the checkout, and what README.md shows of it between its markers.
+
+    The picture too, where README.md has a `bench:picture`. The result itself is written first, so that no fault of a
+    README and no missing matplotlib costs a measurement.
+
+    Parameters
+    ----------
+    result : dict
+        As `rwkv-jit bench --json` prints it.
+
+    Returns
+    -------
+    Path
+        The file that was written.
+
+    Raises
+    ------
+    RwkvJitError
+        The package does not run from a checkout.
+    ValueError
+        The result is not a GPU's, a row is there twice, README.md names a table that the result does not have or does
+        not close it, or the picture cannot be drawn.
+    OSError
+        A file cannot be written.
+    """
+    folder = root()
+    if result["device"] != "cuda":
+        raise ValueError(f"--record: expected a result of a GPU, got one of {result['device']!r} ({words.CPU})")
+    path = folder / NAME
+    _write(path, json.dumps(result, indent=1, default=str) + "\n")
+    result = read(path)  # as the test will see it
+    text = (folder / README).read_text(encoding="utf-8")
+    _write(folder / README, fill(text, blocks(result)))
+    if "picture" in _OPENING.findall(text):
+        plot.draw(result, folder / PICTURE)
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+# ---- README.md ---------------------------------------------------------------------------------------------------
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what README.md shows of a result, by the names of its markers.
+
+    Parameters
+    ----------
+    result : dict
+        As `rwkv-jit bench --json` prints it.
+
+    Returns
+    -------
+    dict
+        machine : what it was measured on, and how its tables read; picture : the picture's line; and a table for each
+        op, by its name.
+
+    Raises
+    ------
+    ValueError
+        A row is there twice.
+    """
+    _by_key(result)
+    floor = "" if result["copy_tb_per_s"] is None else (
+        " A percentage is the floor over the median: the time that a copy, measured in the same run, takes for the "
+        "fewest bytes of the case."
+    )  # fmt: skip
+    found = {
+        "machine": f"{words.machine(result)}. Medians, with quartiles behind them, of one run in which contestants "
+        f"take turns.{floor} Error is relative L2 against float64, and memory the peak, "
+        "each the largest of a line.\n",
+        "picture": f"![Times, achieved bandwidth and scaling of the ops]({PICTURE})\n",
+    }
+    for op in dict.fromkeys(row["op"] for row in result["rows"]):
+        found[op] = _table([row for row in result["rows"] if row["op"] == op])
+    return found
+
+
+def _table(rows: list[Row]) -> str:
+    """Return a table with a line for each shape and contestant, and a column for each phase."""
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    lines: dict[tuple[str | None, str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        line = (row["suite"], words.shape(row), row["dtype"], words.contestant(row))
+        lines.setdefault(line, {})[row["phase"]] = row
+    head = ["shape", "dtype", "by", *(f"{phase.replace('+', ' + ')} ms" for phase in phases), "error", "memory MiB"]
+    table = [head, ["---"] * len(head)]
+    for (_, shape, dtype, contestant), found in lines.items():
+        times = [_time(found.get(phase)) for phase in phases]
+        error = _largest(found.values(), "error", lambda value: f"{value:.1e}")
+        memory = _largest(found.values(), "peak_mib", lambda value: f"{value:.0f}")
+        table.append([shape, dtype, contestant, *times, error, memory])
+    text = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
+    left_out = dict.fromkeys(
+        f"- {words.contestant(row)} {words.shape(row)} {row['dtype']}: {words.obstacle(row)}\n"
+        for row in rows
+        if row["median_ms"] is None
+    )
+    return text + (f"\nLeft out:\n\n{''.join(left_out)}" if left_out else "")
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["median_ms"] is None:
+        return "left out"
+    text = words.milliseconds(row["median_ms"])
+    if row["low_ms"] is not None and row["high_ms"] is not None:
+        text += f" ({words.milliseconds(row['low_ms'])} to {words.milliseconds(row['high_ms'])})"
+    return text if row["fraction"] is None else f"{text} {words.percent(row['fraction'])}"
+
+
+def _largest(rows: Iterable[Row], name: str, written: Callable[[float], str]) -> str:
+    known = [row[name] for row in rows if row[name] is not None]
+    return written(max(known)) if known else ""
+
+
+def fill(text: str, blocks: Mapping[str, str]) -> str:
+    """Return a README with what is between its markers replaced.
+
+    Raises
+    ------
+    ValueError
+        A marker is not closed, or names what there is not.
+    """
+    shown = _shown(text)
+    for name in shown:
+        if name not in blocks:
+            raise ValueError(f"{README}: expected bench:{' or bench:'.join(blocks)}, got bench:{name}")
+    return _BLOCK.sub(lambda match: f"<!-- bench:{match[1]} -->\n{blocks[match[1]]}<!-- /bench -->", text)
+
+
+def _shown(text: str) -> dict[str, str]:
+    """Return what is between the markers of a README."""
+    found = {match[1]: match[2] for match in _BLOCK.finditer(text)}
+    for name in _OPENING.findall(text):
+        if name not in found:
+            raise ValueError(f"{README}: expected <!-- /bench --> behind <!-- bench:{name} --> and its line, got none")
+    return found
+
+
+def disagreements(folder: Path) -> list[str]:
+    """Return in what a folder's README.md and its record disagree; nothing where neither is there.
+
+    Parameters
+    ----------
+    folder : Path
+        The root of a checkout.
+
+    Returns
+    -------
+    list of str
+        A sentence for each.
+    """
+    shown = _shown((folder / README).read_text(encoding="utf-8"))
+    if not (folder / NAME).is_file():
+        return [f"{README} shows bench:{name}, and there is no {NAME}" for name in shown]
+    result = read(folder / NAME)
+    recorded = blocks(result)
+    if not shown:
+        return [f"{README} shows nothing of {NAME}: it has no <!-- bench:{' --> or <!-- bench:'.join(recorded)} -->"]
+    found = [f"bench:{name} of {README} is not that of {NAME}" for name in shown if shown[name] != recorded.get(name)]
+    picture = folder / PICTURE
+    if "picture" in shown and not (picture.is_file() and words.digest(result) in picture.read_text(encoding="utf-8")):
+        found.append(f"{PICTURE} is not that of {NAME}")
+    return found
+
+
+# ---- two results -------------------------------------------------------------------------------------------------
+
+
+def _by_key(result: Mapping[str, Any]) -> dict[tuple[object, ...], Row]:
+    found: dict[tuple[object, ...], Row] = {}
+    for row in result["rows"]:
+        key = tuple(tuple(row[name]) if name == "shape" else row[name] for name in _KEY)
+        if key in found:
+            raise ValueError(f"rows: expected each once, got two of {_name(row)}")
+        found[key] = row
+    return found
+
+
+def _name(row: Row) -> str:
+    suite = "" if row["suite"] is None else f"{row['suite']}: "
+    return f"{suite}{row['op']} {words.shape(row)} {row['dtype']} {row['phase']}, {words.contestant(row)}"
+
+
+def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Compare two results, row by row.
+
+    Parameters
+    ----------
+    a, b : dict
+        As `rwkv-jit bench --json` prints them, the earlier one first.
+
+    Returns
+    -------
+    dict
+        rows : one dict per row that both have, with suite, op, shape, dtype, phase, who, what; a_ms and b_ms, the
+        medians; ratio, b_ms / a_ms; verdict on b: "faster" or "slower" where the quartiles of the two do not overlap,
+        "the same" where they do, "unknown" where a time or a quartile is missing. only_a, only_b : names of rows that
+        one of the two has. differs : what else is not equal, with what, a and b: device, GPUs, versions, commit, copy
+        bandwidth, sources of ops.
+
+    Raises
+    ------
+    ValueError
+        A row is there twice in one of them.
+    """
+    rows_a, rows_b = _by_key(a), _by_key(b)
+    return {
+        "rows": [_compare_rows(rows_a[key], rows_b[key]) for key in rows_a if key in rows_b],
+        "only_a": [_name(row) for key, row in rows_a.items() if key not in rows_b],
+        "only_b": [_name(row) for key, row in rows_b.items() if key not in rows_a],
+        "differs": [
+            {"what": what, "a": in_a, "b": in_b}
+            for what, (in_a, in_b) in _conditions(a, b).items()
+            if in_a != in_b
+        ],
+    }  # fmt: skip
+
+
+def _compare_rows(a: Row, b: Row) -> dict[str, Any]:
+    a_ms, b_ms = a["median_ms"], b["median_ms"]
+    if any(row[name] is None for row in (a, b) for name in ("median_ms", "low_ms", "high_ms")):
+        verdict = "unknown"
+    elif b["high_ms"] < a["low_ms"]:
+        verdict = "faster"
+    else:
+        verdict = "slower" if b["low_ms"] > a["high_ms"] else "the same"
+    ratio = b_ms / a_ms if a_ms and b_ms is not None else None
+    return {**{name: a[name] for name in _KEY}, "a_ms": a_ms, "b_ms": b_ms, "ratio": ratio, "verdict": verdict}
+
+
+def _conditions(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    found = {name: (a.get(name), b.get(name)) for name in ("device", "commit", "copy_tb_per_s")}
+    found |= {name: (a["env"].get(name), b["env"].get(name)) for name in _VERSIONS}
+    sources_a, sources_b = a.get("sources") or {}, b.get("sources") or {}
+    return found | {f"sources of {op}": (sources_a.get(op), sources_b.get(op)) for op in {**sources_a, **sources_b}}
+
+
+def show_comparison(result: dict[str, Any]) -> None:
+    """Print a comparison."""
+    for each in result["differs"]:
+        print(f"{each['what'].replace('_', ' ')}: {_brief(each['a'])} before, {_brief(each['b'])} now")
+    if result["differs"]:
+        print()
+    if result["rows"]:
+        report.table(
+            ("case", "by", "before ms", "now ms", "now / before", "verdict"),
+            [
+                (
+                    f"{row['op']} {words.shape(row)} {row['dtype']} {row['phase']}", words.contestant(row),
+                    *("-" if row[name] is None else words.milliseconds(row[name]) for name in ("a_ms", "b_ms")),
+                    "-" if row["ratio"] is None else f"{row['ratio']:.3f}", row["verdict"],
+                )
+                for row in result["rows"]
+            ],
+        )  # fmt: skip
+    for title, names in (("Only before", result["only_a"]), ("Only now", result["only_b"])):
+        for name in names:
+            print(f"{title}: {name}")
+    verdicts = [row["verdict"] for row in result["rows"]]
+    counts = [f"{verdicts.count(each)} {each}" for each in ("faster", "slower", "the same", "unknown")]
+    print(f"\n{', '.join(counts)}. Faster and slower: the quartiles of the two do not overlap.")
+
+
+def _brief(value: object) -> str:
+    """Return a value for a line; of a digest or a commit its beginning."""
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    text = "unknown" if value is None else str(value)
+    return text[:10] if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) else text

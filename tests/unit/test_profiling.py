@@ -1,0 +1,336 @@
+"""The profile of an op: its phases, what is read from a trace, what is printed, and NVIDIA's profilers."""
+
+import argparse
+import contextlib
+import json
+import shlex
+import sys
+
+import pytest
+import torch
+
+from rwkv_jit import bench, cli, profiling, runtime
+from rwkv_jit.errors import RwkvJitError
+
+SHAPE = (2, 3, 2, 4)
+
+
+def make_inputs(op, shape, dtype):
+    """The bench's inputs, on the CPU."""
+    batch, tokens, heads, head_size = shape
+    torch.manual_seed(0)
+    if op in ("wkv4", "timex"):
+        channels = heads * head_size
+        sizes = [(channels,)] * 2 + [(batch, tokens, channels)] * 2
+        sizes = [(channels, tokens), (batch, channels, tokens)] if op == "timex" else sizes
+    else:
+        of = runtime.OPS[op]
+        sizes = [(heads, head_size) if name in of.fixed else tuple(shape) for name in of.names]
+    return [(-torch.rand(size)).to(dtype).requires_grad_() for size in sizes]
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """CPU tensors stand in for those of a GPU; returns the ranges that were opened and what else was called."""
+    said = []
+
+    @contextlib.contextmanager
+    def nvtx(name):
+        said.append(name)
+        yield
+
+    @contextlib.contextmanager
+    def watched():
+        said.append("start")
+        yield
+        said.append("stop")
+
+    monkeypatch.setattr(bench, "make_inputs", make_inputs)
+    monkeypatch.setattr(runtime, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.profiler, "profile", watched)
+    return said
+
+
+def arguments(*given):
+    return cli._parser(with_bench=False).parse_args(["profile", *given])
+
+
+# ---- the phases --------------------------------------------------------------------------------------------------
+
+
+def expected(op, tokens=3):
+    """Inputs, y and state of an op as the models have it."""
+    given = make_inputs(op, (2, tokens, 2, 4), torch.float32)
+    options = {"decay": bench.decay_of(op)} if op in ("wkv5", "wkv6", "wkv7", "gla") else {}
+    state = {} if op == "timex" else {"output_final_state": True}
+    return given, *bench.OPS[op](*given, **options, **state), options
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+def test_phases_are_those_of_the_op(op, cpu):
+    given, y, _, _ = expected(op)
+    forward = profiling.prepare(op, SHAPE, torch.float32, "forward")
+    (made,) = forward.run()
+    assert torch.equal(made, y)
+    assert not made.requires_grad
+    assert [x.shape for x in forward.reads] == [x.shape for x in given]
+    assert cpu == ["forward"]
+
+    backward, both = (profiling.prepare(op, SHAPE, torch.float32, phase) for phase in ("backward", "forward+backward"))
+    assert [len(call.reads) for call in (backward, both)] == [len(given) + 1, 2 * len(given) + 1]
+    cpu.clear()
+    for call, ranges in ((backward, ["backward"]), (both, ["forward", "backward"])):
+        grads = torch.autograd.grad(y, given, call.reads[-1], retain_graph=True)
+        wanted = [y, *grads] if call is both else grads
+        for _ in range(2):  # it can be repeated
+            assert all(torch.equal(one, other) for one, other in zip(call.run(), wanted, strict=True))
+        assert cpu == ranges * 2
+        cpu.clear()
+
+
+@pytest.mark.parametrize("op", [op for op in bench.OPS if op != "timex"])
+def test_decoding_goes_on_from_a_state_and_a_prompt_makes_one(op, cpu):
+    _, y, state, _ = expected(op)
+    prefill = profiling.prepare(op, SHAPE, torch.float32, "prefill")
+    made = prefill.run()
+    assert torch.equal(made[0], y)
+    assert all(torch.equal(one, other) for one, other in zip(made[1:], profiling._tensors(state), strict=True))
+    given, _, state, options = expected(op, tokens=1)
+    decode = profiling.prepare(op, SHAPE, torch.float32, "decode")
+    y, after = bench.OPS[op](*given, **options, initial_state=state, output_final_state=True)
+    made = decode.run()
+    assert torch.equal(made[0], y)
+    assert y.shape[1] == 1
+    assert all(torch.equal(one, other) for one, other in zip(made[1:], profiling._tensors(after), strict=True))
+    assert len(decode.reads) == len(given) + len(profiling._tensors(state))
+    assert cpu == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_timex_has_no_state(phase, cpu):
+    with pytest.raises(ValueError, match=f"--phase: timex has no state; expected forward, .*, got {phase}"):
+        profiling.prepare("timex", SHAPE, torch.float32, phase)
+
+
+def test_backend_goes_to_the_op(cpu, monkeypatch):
+    asked = []
+    monkeypatch.setitem(bench.OPS, "wkv7", lambda *given, **options: asked.append(options) or (given[0], None))
+    profiling.prepare("wkv7", SHAPE, torch.float32, "forward", "recurrent").run()
+    assert asked == [{"backend": "recurrent", "decay": "sigmoid"}]
+
+
+# ---- traces ------------------------------------------------------------------------------------------------------
+
+
+def kernel(name, dur, registers=32, **more):
+    about = {"registers per thread": registers, "shared memory": 1024, "grid": [4, 2, 1], "block": [128, 1, 1]}
+    return {"ph": "X", "cat": "kernel", "name": name, "dur": dur, "args": about | more}
+
+
+EVENTS = [
+    kernel("wkv7_forward", 30.0), kernel("wkv7_forward", 34.0), kernel("wkv7_forward", 5.0, registers=64),
+    kernel("wkv7_forward", 7.0, registers=64), kernel("add", 1.0), kernel("add", 2.0), kernel("add", 3.0),
+    kernel("add", 6.0),
+    {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "dur": 12.0, "args": {"bytes": 4096}},
+    {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 0.0, "args": {"bytes": 8}},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::add", "dur": 1e6},
+    {"ph": "X", "cat": "gpu_user_annotation", "name": "forward", "dur": 1e6},
+    {"ph": "i", "cat": "kernel", "name": "a mark"}, {"ph": "M", "name": "process_name"},
+]  # fmt: skip
+
+
+def test_kernels_of_a_trace_are_added_up_per_run():
+    first, *others = profiling.kernels_of(EVENTS, 2)
+    assert first == {
+        "name": "wkv7_forward", "launches": 1.0, "self_us": 32.0, "median_us": 32.0, "share": 0.64, "bytes": None,
+        "registers": 32, "shared_bytes": 1024, "grid": [4, 2, 1], "block": [128, 1, 1],
+    }  # fmt: skip
+    found = [
+        [row[name] for name in ("name", "registers", "launches", "self_us", "median_us", "bytes")] for row in others
+    ]
+    assert found == [
+        ["wkv7_forward", 64, 1.0, 6.0, 6.0, None],  # another kernel of that name
+        ["add", 32, 2.0, 6.0, 2.5, None],
+        ["Memcpy DtoD", None, 0.5, 6.0, 12.0, 2048.0],
+        ["Memset", None, 0.5, 0.0, 0.0, 4.0],
+    ]
+    assert sum(row["share"] for row in (first, *others)) == pytest.approx(1.0)
+    assert profiling.kernels_of(EVENTS[-4:], 2) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of a profiler that finds no GPU
+def test_trace_is_written_for_tensorboard_and_chrome(cpu, tmp_path):
+    ran = []
+
+    def run():
+        ran.append(None)
+        with torch.profiler.record_function("a phase of the op"):
+            return [torch.ones(3) + 1]
+
+    other = tmp_path / "wkv7_forward.1.pt.trace.json"
+    other.write_text("of a run before")
+    written = profiling.record(profiling.Call(run, []), tmp_path, "wkv7_forward")
+    assert len(ran) == profiling.RUNS + 1
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "trace.json", other, written])
+    assert written.read_bytes() == (tmp_path / "trace.json").read_bytes()
+    events = json.loads(written.read_text())["traceEvents"]
+    ranges = [each for each in events if each.get("cat") == "user_annotation" and each["name"] == "a phase of the op"]
+    assert len(ranges) == profiling.RUNS  # the first run was not kept
+    assert other.read_text() == "of a run before"
+
+
+@pytest.fixture
+def profiled(cpu, monkeypatch):
+    """The profiler's trace is the made-up one; returns the folders that traces were asked for in."""
+    folders = []
+
+    def record(call, folder, name):
+        call.run()
+        folders.append(folder)
+        path = folder / f"{name}.7.pt.trace.json"
+        path.write_text(json.dumps({"traceEvents": EVENTS}))
+        return path
+
+    monkeypatch.setattr(profiling, "record", record)
+    monkeypatch.setattr(profiling, "RUNS", 2)
+    environment = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
+    monkeypatch.setattr(runtime, "env_report", lambda: environment)
+    return folders
+
+
+def test_run_says_what_a_phase_did(profiled, cpu):
+    result = profiling.run(arguments("wkv7", "--shape", "2,3,2,4", "--dtype", "fp32"))
+    assert {name: result[name] for name in ("op", "shape", "dtype", "phase", "backend", "runs", "trace")} == {
+        "op": "wkv7", "shape": [2, 3, 2, 4], "dtype": "fp32", "phase": "forward", "backend": "auto", "runs": 2,
+        "trace": None,
+    }  # fmt: skip
+    assert result["least_bytes"] == 7 * 4 * 2 * 3 * 2 * 4  # six inputs and y
+    assert result["total_us"] == 50.0
+    assert result["kernels"] == profiling.kernels_of(EVENTS, 2)
+    assert cpu == ["forward"] * (profiling.WARM_UP + 1)
+    assert not profiled[0].exists()
+
+
+def test_bytes_of_a_backward_are_inputs_gradients_and_dy(profiled):
+    result = profiling.run(arguments("gla", "--shape", "2,3,2,4", "--phase", "backward"))
+    assert result["least_bytes"] == (4 + 1 + 4) * 2 * 2 * 3 * 2 * 4
+
+
+def test_command_prints_a_table_and_where_the_traces_are(profiled, run, tmp_path):
+    folder = tmp_path / "new" / "traces"
+    code, printed, said = run("profile", "wkv7", "--shape", "2,3,2,4", "--dtype", "fp32", "--trace", folder)
+    assert (code, said) == (0, "")
+    assert printed == (
+        "a GPU, torch 2.13, NVRTC 12.9\n\n"
+        "wkv7 (2, 3, 2, 4) fp32, forward\n"
+        "  kernel        launches  self us  share %  median us  bytes  registers  shared B  grid   block\n"
+        "  wkv7_forward         1    32.00     64.0      32.00      -         32      1024  4x2x1  128x1x1\n"
+        "  wkv7_forward         1     6.00     12.0       6.00      -         64      1024  4x2x1  128x1x1\n"
+        "  add                  2     6.00     12.0       2.50      -         32      1024  4x2x1  128x1x1\n"
+        "  Memcpy DtoD        0.5     6.00     12.0      12.00   2048          -         -  -      -\n"
+        "  Memset             0.5     0.00      0.0       0.00      4          -         -  -      -\n\n"
+        "Per run, of 2: 50.00 us of kernels, copies and fills; inputs and results have 0.0 MB, 0.00 TB/s over that "
+        "time.\n"
+        "Bytes are known of copies and fills; `--ncu KERNEL` says how to count those of a kernel.\n"
+        f"{folder}/trace.json: for chrome://tracing or ui.perfetto.dev\n"
+        f"{folder}/wkv7_forward.7.pt.trace.json: for TensorBoard, with --logdir and its folder\n"
+    )
+    assert profiled == [folder]
+
+
+def test_result_is_json(profiled, run):
+    code, printed, _ = run("profile", "wkv6", "--shape", "2,3,2,4", "--phase", "forward+backward", "--json")
+    assert code == 0
+    assert json.loads(printed)["kernels"][0]["name"] == "wkv7_forward"
+
+
+def test_nothing_seen_is_an_error(profiled, monkeypatch):
+    monkeypatch.setattr(profiling, "kernels_of", lambda events, runs: [])
+    with pytest.raises(RwkvJitError, match="torch.profiler saw no kernel"):
+        profiling.run(arguments("wkv7", "--shape", "2,3,2,4"))
+
+
+# ---- NVIDIA's profilers ------------------------------------------------------------------------------------------
+
+
+def test_bare_run_is_watched_after_the_warm_up(cpu, run):
+    code, printed, said = run("profile", "gla", "--bare", "--shape", "2,3,2,4", "--phase", "forward+backward")
+    assert (code, said) == (0, "")
+    assert printed == (
+        "gla [2, 3, 2, 4] bf16, forward+backward: ran once between cudaProfilerStart and cudaProfilerStop\n"
+    )
+    once = ["forward", "backward"]
+    first = ["forward"]  # for the shape of y
+    assert cpu == [*first, *once * profiling.WARM_UP, "start", *once, "stop"]
+
+
+def test_ncu_line_runs_the_same_phase_without_torch_profiler(run):
+    given = ("profile", "wkv7", "--shape", "1,54,32,64", "--dtype", "fp16", "--phase", "forward+backward")
+    code, printed, said = run(*given, "--backend", "recurrent", "--ncu", "wkv7_backward")
+    assert (code, said) == (0, "")
+    words = shlex.split(printed)
+    assert words[:2] == ["RWKVJIT_LINEINFO=1", "ncu"]
+    at = words.index(sys.executable)
+    ncu, own = words[2:at], words[at + 1 :]
+    flags = dict(zip(ncu, ncu[1:], strict=False))
+    assert flags["--profile-from-start"] == "off"
+    assert flags["--kernel-name"] == "wkv7_backward"
+    assert flags["--clock-control"] == "none"
+    assert flags["--export"] == "wkv7_forward_backward_wkv7_backward"
+    assert own[:2] == ["-m", "rwkv_jit"]
+    parsed = cli._parser(with_bench=False).parse_args(own[2:])
+    assert vars(parsed) == vars(arguments(*given[1:], "--backend", "recurrent", "--bare"))
+
+
+def test_ncu_line_quotes_what_a_shell_would_read(run):
+    printed = run("profile", "wkv7", "--ncu", "regex:wkv7|add; rm x")[1]
+    words = shlex.split(printed)
+    assert "regex:wkv7|add; rm x" in words
+    assert "wkv7_forward_wkv7_add_rm_x" in words
+    assert json.loads(run("profile", "wkv7", "--ncu", "x", "--json")[1]) == {
+        "command": profiling.ncu_command(argparse.Namespace(**vars(arguments("wkv7", "--ncu", "x"))))
+    }
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["wkv9"], "argument op: invalid choice: 'wkv9'"),
+        (["wkv7", "--shape", "1,2,3"], "rwkv-jit profile: shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
+        (["wkv7", "--shape", "1,2,3", "--ncu", "x"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
+        (["wkv7", "--shape", "1,2,3", "--bare"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
+        (["wkv7", "--phase", "up"], "argument --phase: invalid choice: 'up'"),
+        (["wkv7", "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
+        (["wkv7", "--ncu", " "], "--ncu: expected the name of a kernel, or regex: and an expression, got ' '"),
+        (["wkv7", "--bare", "--ncu", "x"], "argument --ncu: not allowed with argument --bare"),
+        (["wkv7", "--trace", "x", "--bare"], "argument --bare: not allowed with argument --trace"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(given, message, run):
+    code, printed, said = run("profile", *given)
+    assert (code, printed) == (2, "")
+    assert message in said.splitlines()[-1]
+
+
+def test_trace_that_cannot_be_written_is_told_before_anything_runs(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(profiling, "_check_gpu", lambda: pytest.fail("the folder is checked first"))
+    code, printed, said = run("profile", "wkv7", "--trace", tmp_path / "file")
+    assert (code, printed) == (2, "")
+    assert f"--trace: expected a folder that can be written, got {tmp_path / 'file'} (File exists)" in said
+
+
+@pytest.mark.parametrize("option", [[], ["--bare"]])
+def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch):
+    monkeypatch.setattr(runtime, "is_available", lambda: False)
+    sentence = "kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing"
+    assert run("profile", "wkv7", *option) == (2, "", f"rwkv-jit profile: {sentence}\n")
+
+
+def test_phases_of_the_command_are_those_there_are(run):
+    assert f"{{{','.join(profiling.PHASES)}}}" in "".join(run("profile", "--help")[1].split())
