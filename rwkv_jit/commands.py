@@ -39,7 +39,8 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 
 
 def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure the ops, the forms that a kernel went through, or the service."""
+    """Measure the ops beside others', the forms that a kernel went through, or the service; or compare two results."""
+    _check_alone(parsed)
     if parsed.latency:
         from rwkv_jit import latency
 
@@ -50,7 +51,40 @@ def bench(parsed: argparse.Namespace) -> Outcome:
         return history.run(parsed), history.show
     from rwkv_jit import bench
 
-    return bench.run(parsed), bench.show
+    if parsed.compare:
+        from rwkv_jit.bench import record
+
+        first, second = map(record.read, parsed.compare)
+        return record.compare(first, second), record.show_comparison
+    result = bench.run(parsed)
+    if parsed.service:
+        from rwkv_jit import latency
+
+        result["service"] = latency.run()
+        on_gpu = result["device"] == "cuda"
+        result["service"]["first_call"] = bench.first_calls() if on_gpu else None
+        result["service"]["extension"] = bench.extension_loads() if on_gpu else None
+    bench.keep(parsed, result)
+    return result, _show_bench
+
+
+def _check_alone(parsed: argparse.Namespace) -> None:
+    """Check that nothing is asked for that other measurements than that of the ops do not have."""
+    instead = next((name for name in ("latency", "history", "compare") if getattr(parsed, name)), None)
+    for name in ("csv", "plot", "record", "service", "no_peers", "peer_minutes"):
+        if instead is not None and getattr(parsed, name):
+            raise ValueError(f"--{name.replace('_', '-')}: does not go with --{instead}")
+
+
+def _show_bench(result: dict[str, Any]) -> None:
+    from rwkv_jit import bench, latency
+
+    bench.show(result)
+    if result["service"] is not None:
+        print()
+        latency.show(result["service"])
+        if result["service"]["first_call"] is not None:
+            bench.show_first_calls(result["service"]["first_call"], result["service"]["extension"])
 
 
 def profile(parsed: argparse.Namespace) -> Outcome:

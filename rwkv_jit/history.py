@@ -275,11 +275,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     without = [op for op in ops if op not in HISTORIES]
     if without:
         raise ValueError(f"--history: expected --op {' or '.join(HISTORIES)}, got {', '.join(without)}")
-    if arguments.backend != "auto":
+    if arguments.backend not in (None, "auto"):
         raise ValueError(f"--history: runs kernels of several backends, got --backend {arguments.backend}")
     shape = None if arguments.shape is None else bench.read_shape(arguments.shape)
     bench.check_gpu()
-    dtype = bench.DTYPES[arguments.dtype]
+    dtype = bench.DTYPES[arguments.dtype or "bf16"]
     rows = [
         row for op in ops for each in ([shape] if shape else HISTORIES[op].shapes) for row in _measure(op, each, dtype)
     ]

@@ -10,10 +10,10 @@ from typing import Any
 
 from rwkv_jit import report
 from rwkv_jit.bench import plot, words
+from rwkv_jit.bench.result import FORMAT
 from rwkv_jit.bench.words import Row
 from rwkv_jit.errors import RwkvJitError
 
-FORMAT = 1
 NAME, PICTURE, README = "bench.json", "bench.svg", "README.md"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OPENING = re.compile(r"<!-- bench:(\w+) -->")

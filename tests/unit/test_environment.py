@@ -407,6 +407,10 @@ SHARED_OPS = {
     "ops.guarded", "ops.interface", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry",
     "ops.split", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
+IN_BENCH = {
+    "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
+    "bench.result", "bench.service", "bench.suites", "bench.timing",
+}  # fmt: skip
 OPS = ("ops.gla", "ops.linear_attention", "ops.timex", "ops.wkv4", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
 MAY_IMPORT = {
@@ -452,10 +456,20 @@ MAY_IMPORT = {
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,
     "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "bench": BELOW_OPS | ALL_OPS | {"runtime", "report"},
+    "bench.cases": BELOW_OPS | ALL_OPS | {"runtime"},
+    "bench.floors": {"bench.cases"},
+    "bench.timing": set(),
+    "bench.service": set(),
+    "bench.peers": {"bench.cases", "reference"},
+    "bench.contestants": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.peers"},
+    "bench.isolation": {"bench.cases", "bench.peers"},
+    "bench.suites": {"bench.cases"},
+    "bench.measure": IN_BENCH - {"bench.measure", "bench.result", "bench.service"},
+    "bench.result": {"ops.recurrent", "template", "runtime", "report", "bench.cases"},
+    "bench": IN_BENCH | {"runtime", "report", "bench", "bench.plot", "bench.record"},
     "bench.words": set(),
     "bench.plot": {"bench", "bench.words"},
-    "bench.record": {"bench", "bench.plot", "bench.words", "errors", "report"},
+    "bench.record": {"bench", "bench.plot", "bench.result", "bench.words", "errors", "report"},
     "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
@@ -465,14 +479,26 @@ MAY_IMPORT = {
         BELOW_OPS
         | ALL_OPS
         | IN_CACHE
-        | {"runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor", "report", "sass"}
+        | {
+            "runtime",
+            "bench",
+            "bench.record",
+            "profiling",
+            "history",
+            "latency",
+            "tune",
+            "demo",
+            "doctor",
+            "report",
+            "sass",
+        }  # fmt: skip
     ),
     "cli": {"commands", "bench", "errors", "stats"},
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {
     "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor",
-    *ALL_OPS,
+    *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
 

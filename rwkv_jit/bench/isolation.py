@@ -1,0 +1,214 @@
+"""Foreign kernels are tried in processes of their own first: one that ends its process ends no measurement.
+
+An illegal memory access leaves a process without its GPU, and everyone behind it in a run would be hidden. FLA keeps
+what it tuned on disk: it tunes itself there, and the measurement finds it tuned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from rwkv_jit.bench import cases, peers
+from rwkv_jit.bench.cases import Case
+from rwkv_jit.bench.peers import Contestant
+
+PATIENCE = 400  # seconds without an answer, after which a process is ended
+_ROOMY = 64 << 30  # bytes of a GPU on which several may tune themselves side by side
+_PROGRAM = "from rwkv_jit.bench import isolation; isolation.answer()"
+
+
+class Attempt(NamedTuple):
+    """A peer on a case."""
+
+    case: Case
+    who: str
+    what: str
+
+
+def run_once(case: Case, contestant: Contestant, given: cases.Given) -> Callable[[], Any]:
+    """Return the call of a case by a contestant; for a backward alone, the forward runs here."""
+    inputs = [x.detach() for x in contestant.convert(given.inputs)]
+    state = None if given.state is None else contestant.convert_state(given.state)
+    if not case.has_gradients:
+        return lambda: contestant.run(inputs, state, case.phase in cases.WITH_STATES)
+    leaves = [x.requires_grad_() for x in inputs]
+    if case.phase == "forward+backward":
+        return lambda: torch.autograd.grad(contestant.run(leaves, None, False)[0], leaves, given.dy)
+    y = contestant.run(leaves, None, False)[0]
+    return lambda: torch.autograd.grad(y, leaves, given.dy, retain_graph=True)
+
+
+def one_line(error: BaseException) -> str:
+    """Return what is said of an error in a table."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:200].removesuffix(": ")
+
+
+# ---- the process that tries --------------------------------------------------------------------------------------
+
+
+def answer() -> None:
+    """Try what standard input lists and print a line of JSON for each; ends with the first that breaks the GPU."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what peers print is no answer
+    for fields in json.load(sys.stdin):
+        attempt = _read(fields)
+        error = None
+        try:
+            contestant = next(
+                peer for peer in peers.of(attempt.case) if (peer.who, peer.what) == (attempt.who, attempt.what)
+            )
+            run_once(attempt.case, contestant, cases.given_for(attempt.case))()
+            torch.cuda.synchronize()
+        except Exception as raised:
+            error = one_line(raised)
+        print(json.dumps(error), file=answers, flush=True)
+        if error is not None:
+            torch.cuda.synchronize()  # raises, and ends the process, where the GPU is lost
+        torch.cuda.empty_cache()
+
+
+def _read(fields: dict[str, Any]) -> Attempt:
+    given = fields["case"]
+    case = Case(**{**given, "shape": tuple(given["shape"]), "dtype": getattr(torch, given["dtype"])})
+    return Attempt(case, fields["who"], fields["what"])
+
+
+def _written(attempt: Attempt) -> dict[str, Any]:
+    case = {**attempt.case._asdict(), "dtype": str(attempt.case.dtype).removeprefix("torch.")}
+    return {**attempt._asdict(), "case": case}
+
+
+# ---- the process that asks ---------------------------------------------------------------------------------------
+
+
+def obstacles(
+    attempts: Sequence[Attempt],
+    tell: Callable[[int, int], None] | None = None,
+    at_once: int | None = None,
+    minutes: float | None = None,
+) -> dict[Attempt, str]:
+    """Return what is in the way of those that cannot be measured.
+
+    Parameters
+    ----------
+    attempts : sequence of Attempt
+        What to try.
+    tell : callable, optional
+        Gets the attempts that have been answered and all.
+    at_once : int, optional
+        Processes; by default four where the GPU has room for the memory of several, else one. Those of an op are tried
+        by one process, in their order.
+    minutes : float, optional
+        After which the rest is not tried.
+
+    Returns
+    -------
+    dict
+        By attempt, one line.
+    """
+    if not attempts:
+        return {}
+    if at_once is None:
+        at_once = 4 if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= _ROOMY else 1
+    groups: dict[tuple[str, str], list[Attempt]] = {}
+    for attempt in dict.fromkeys(attempts):
+        groups.setdefault((attempt.case.op, attempt.who), []).append(attempt)
+    found: dict[Attempt, str | None] = {}
+    lock = threading.Lock()
+
+    def note(attempt: Attempt, error: str | None) -> None:
+        with lock:
+            found[attempt] = error
+            if tell:
+                tell(len(found), len(set(attempts)))
+
+    running = _Running()
+    timer = threading.Timer(threading.TIMEOUT_MAX if minutes is None else 60 * minutes, running.end)
+    timer.daemon = True
+    timer.start()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            list(pool.map(lambda group: _ask(group, note, running), groups.values()))
+        except KeyboardInterrupt:
+            running.end()
+            raise
+        finally:
+            timer.cancel()
+    untried = {attempt: f"was not tried in {minutes:g} minutes" for attempt in attempts if attempt not in found}
+    return {attempt: error for attempt, error in found.items() if error is not None} | untried
+
+
+class _Running:
+    """The processes that run, all of which an interrupt or the end of the time ends; none starts after it."""
+
+    def __init__(self) -> None:
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._lock, self.is_over = threading.Lock(), False
+
+    def add(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._processes.add(process)
+            if self.is_over:
+                process.kill()
+
+    def end(self) -> None:
+        with self._lock:
+            self.is_over = True
+            for process in self._processes:
+                process.kill()
+
+
+def _ask(attempts: Sequence[Attempt], note: Callable[[Attempt, str | None], None], running: _Running) -> None:
+    """Try them, in a new process after each that one of them ends."""
+    pending = list(attempts)
+    while pending and not running.is_over:
+        answers, silent, end = _child(pending, lambda error: note(pending.pop(0), error), running)
+        if (
+            pending and not running.is_over and (silent or not answers)
+        ):  # after an answer, it may have ended by what was answered
+            note(pending.pop(0), end)
+
+
+def _child(attempts: Sequence[Attempt], take: Callable[[str | None], None], running: _Running) -> tuple[int, bool, str]:
+    """Run a process; return how many it answered, whether it was ended for its silence, and how it ended."""
+    command = [sys.executable, "-c", _PROGRAM]
+    pipe, given = subprocess.PIPE, json.dumps([_written(each) for each in attempts])
+    silent = False
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+        running.add(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def give_up() -> None:
+            nonlocal silent
+            silent = True
+            process.kill()
+
+        timer = threading.Timer(PATIENCE, give_up)
+        timer.start()
+        count = 0
+        try:
+            process.stdin.write(given)
+            process.stdin.close()
+            for line in process.stdout:
+                timer.cancel()
+                count += 1
+                take(json.loads(line))
+                timer = threading.Timer(PATIENCE, give_up)
+                timer.start()
+        except BrokenPipeError:
+            pass
+        finally:
+            timer.cancel()
+    end = f"did not end in {PATIENCE} s" if silent else f"ended its process with {process.returncode}"
+    return count, silent, end

@@ -1,0 +1,230 @@
+"""How calls are timed: by CUDA events, in turns, with the queue kept full so that the host is not in it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+_SMALL = 10_000_000  # elements; below, a call is timed in a CUDA graph, as the host would take longer than the GPU
+_CYCLES_PER_US = 2000  # at least those of a GPU
+_LONGEST_SLEEP_US = 100_000.0
+_LEAST_IN_GRAPH = 20  # calls
+_HOST_SECONDS = 0.3  # that runs for the host's time may take
+COPIED_BYTES = 1 << 30
+WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
+
+
+def median_ms(function: Callable[[], Any], repeats: int = 20) -> float:
+    """Return the median time of a call by CUDA events."""
+    times = []
+    for run in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        if run >= 3:
+            times.append(begin.elapsed_time(end))
+    return float(statistics.median(times))
+
+
+def graph_ms(function: Callable[[], Any], calls: int = 50) -> float:
+    """Return the time of a call inside a CUDA graph: `calls` of them captured, replayed, and divided."""
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return median_ms(graph.replay) / calls
+
+
+def is_small(elements: int) -> bool:
+    """Return whether a call on so many elements is timed in a CUDA graph."""
+    return elements < _SMALL
+
+
+def call_ms(function: Callable[[], Any], elements: int) -> tuple[float, bool]:
+    """Return the time of a call on so many elements, and whether it was taken in a CUDA graph, as of few."""
+    in_graph = is_small(elements)
+    return (graph_ms if in_graph else median_ms)(function), in_graph
+
+
+# ---- what is timed in turns --------------------------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    """The middle of some times, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+
+def spread(times: Sequence[float]) -> Spread:
+    """Return median and quartiles."""
+    if len(times) == 1:
+        return Spread(times[0], times[0], times[0], 1)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return Spread(median, low, high, len(times))
+
+
+class Turns:
+    """Calls on sets of inputs that are taken in turn; `ms` times the next one, or a graph of some of them.
+
+    Parameters
+    ----------
+    calls : sequence of callable
+        The same call on every set; they have run before.
+    in_graph : bool
+        Whether to capture them in a CUDA graph. Where that fails, they are timed one by one.
+    flush : torch.Tensor, optional
+        Written before each run where the sets alone do not fill the cache.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: bool, flush: torch.Tensor | None = None) -> None:
+        self._calls, self._flush, self._next = calls, flush, 0
+        torch.cuda.synchronize()
+        self.host_us = host_us(calls)
+        self._graph = _captured(calls) if in_graph else None
+        self._queued_us = self.host_us if self._graph is None else host_us([self._graph.replay])
+        self.in_graph = self._graph is not None
+
+    def ms(self) -> float:
+        """Return the milliseconds of a call."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self._flush is not None:
+            self._flush.zero_()
+        # While the GPU sleeps, the host queues what is timed.
+        torch.cuda._sleep(int(_CYCLES_PER_US * min(2 * self._queued_us + 50, _LONGEST_SLEEP_US)))
+        begin.record()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._calls[self._next]()
+            self._next = (self._next + 1) % len(self._calls)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / (_in_graph(self._calls) if self._graph is not None else 1)
+
+
+def _in_graph(calls: Sequence[Any]) -> int:
+    """Return how many calls a graph has: a whole number of rounds over the sets."""
+    return -(-_LEAST_IN_GRAPH // len(calls)) * len(calls)
+
+
+def _captured(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph | None:
+    """Return a graph of the calls, or None where something in them cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    try:
+        with _capture(graph):
+            for turn in range(_in_graph(calls)):
+                calls[turn % len(calls)]()
+        graph.replay()
+    except Exception:
+        torch.cuda.synchronize()
+        # A capture that broke off leaves torch's random numbers waiting for its end; one that ends sets them free.
+        with suppress(Exception), _capture(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device="cuda")
+        return None
+    torch.cuda.synchronize()
+    return graph
+
+
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture what is done inside; the outer stream is the current one again where that breaks off."""
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        yield
+
+
+def host_us(calls: Sequence[Callable[[], Any]], most: int = 10) -> float:
+    """Return the median time that the host takes for a call, which need not have ended on the GPU."""
+    times: list[float] = []
+    enough = time.perf_counter() + _HOST_SECONDS
+    while len(times) < most and (not times or time.perf_counter() < enough):
+        started = time.perf_counter()
+        calls[len(times) % len(calls)]()
+        times.append(1e6 * (time.perf_counter() - started))
+        torch.cuda.synchronize()  # a full queue would make the host wait
+    return statistics.median(times)
+
+
+def interleaved(
+    runs: Sequence[Callable[[], float]], budget_ms: float, tell: Callable[[int, int], None] | None = None
+) -> list[list[float] | Exception]:
+    """Time several things in rounds, one after another, so that clocks drift alike for all.
+
+    Parameters
+    ----------
+    runs : sequence of callable
+        Each times itself once and returns milliseconds.
+    budget_ms : float
+        What all rounds shall take; there are at least LEAST_ROUNDS and at most MOST_ROUNDS.
+    tell : callable, optional
+        Gets the rounds that are done and all.
+
+    Returns
+    -------
+    list
+        The times of each, or what it raised; the others go on without it. The rounds of the warm-up are not in it.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    raised: dict[int, Exception] = {}
+    rounds, done = WARM_UP_ROUNDS + MOST_ROUNDS, 0
+    while done < rounds:
+        started = time.perf_counter()
+        for index, run in enumerate(runs):
+            if index in raised:
+                continue
+            try:
+                times[index].append(run())
+            except Exception as error:
+                raised[index] = error
+        done += 1
+        if done == WARM_UP_ROUNDS:
+            round_ms = 1e3 * (time.perf_counter() - started)
+            rounds = WARM_UP_ROUNDS + min(max(int(budget_ms / max(round_ms, 1e-3)), LEAST_ROUNDS), MOST_ROUNDS)
+        if tell:
+            tell(done, rounds)
+    return [raised.get(index, each[WARM_UP_ROUNDS:]) for index, each in enumerate(times)]
+
+
+# ---- what is measured beside the times ---------------------------------------------------------------------------
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most memory that a call has at once beside what there was."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    del result
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+def copy_tb_per_s() -> float:
+    """Return the bandwidth of a copy on the GPU in terabytes (10^12) a second, bytes read and written both counted."""
+    free, _ = torch.cuda.mem_get_info()
+    size = min(COPIED_BYTES, free // 4)  # smaller only where the GPU has no room
+    source = torch.ones(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / median_ms(lambda: target.copy_(source)) * 1e-9
+
+
+def cpu_ms(function: Callable[[], Any], runs: int = 7) -> list[float]:
+    """Return the times of a call on the CPU, after one that is not counted."""
+    function()
+    times = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        function()
+        times.append(1e3 * (time.perf_counter() - started))
+    return times
