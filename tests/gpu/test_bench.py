@@ -1,0 +1,53 @@
+"""The commands that measure: every phase of every op on small shapes, beside torch's own, and their kernels."""
+
+import json
+
+import pytest
+
+from rwkv_jit.bench import peers
+
+PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
+SHAPE = "1,70,4,64"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"])
+def test_every_phase_has_its_figures(run, name, phase, monkeypatch):
+    monkeypatch.setattr(peers, "find_spec", lambda package: None)  # torch alone, as others tune themselves for minutes
+    if name == "timex" and phase in ("decode", "prefill"):
+        pytest.skip("timex has no state")
+    code, printed, said = run("bench", "--op", name, "--shape", SHAPE, "--phase", phase, "--json")
+    assert (code, said) == (0, "")
+    result = json.loads(printed)
+    assert result["device"] == "cuda"
+    assert 0.05 < result["copy_tb_per_s"] < 50
+    ours = [row for row in result["rows"] if row["who"] == "rwkv_jit"]
+    assert ours
+    for row in ours:
+        assert row["skipped"] is None, row
+        assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["runs"] >= 7
+        assert row["in_graph"] == ("backward" not in phase)
+        assert row["floor_ms"] == pytest.approx(row["fraction"] * row["median_ms"])
+        assert row["peak_mib"] > 0
+        assert row["host_us"] > 0
+        assert row["error"] is None or row["error"] < 1e-2
+    torches = [row for row in result["rows"] if row["who"] == "torch"]
+    assert bool(torches) == (name in ("wkv5", "wkv6", "timex"))
+    assert all(row["skipped"] is None and row["error"] < 1e-2 for row in torches), torches
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["wkv4", "wkv7"])
+def test_profile_names_the_kernels(run, name, phase, tmp_path):
+    options = ("--shape", SHAPE, "--phase", phase, "--trace", tmp_path, "--json")
+    code, printed, said = run("profile", name, *options)
+    assert (code, said) == (0, "")
+    result = json.loads(printed)
+    own = [kernel for kernel in result["kernels"] if kernel["name"].startswith(name)]
+    assert own
+    assert all(kernel["launches"] >= 1 and kernel["self_us"] > 0 and kernel["registers"] > 0 for kernel in own)
+    assert sum(kernel["share"] for kernel in result["kernels"]) == pytest.approx(1)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = {event.get("name") for event in events}
+    assert {"forward", "backward"} & named if "backward" in phase else phase in named
