@@ -811,11 +811,12 @@ def test_record_needs_a_gpu_and_a_checkout(run, monkeypatch, gpu):
 
 
 @pytest.fixture
-def other_modules(monkeypatch):
-    """Nothing is drawn or recorded; the calls are noted."""
+def other_modules(monkeypatch, root):
+    """In a checkout, where nothing is drawn or recorded; the calls are noted."""
     from rwkv_jit.bench import plot, record
 
     calls = []
+    monkeypatch.setattr(bench, "checkout", lambda: root)
     monkeypatch.setattr(record, "write", lambda found: calls.append(("write", found["format"])))
     monkeypatch.setattr(
         record, "compare", lambda first, second: calls.append(("compare", first["n"], second["n"])) or {"rows": []}
