@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 from rwkv_jit import bench, report, runtime
 from rwkv_jit.errors import RwkvJitError
 
-PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
 WARM_UP, RUNS = 3, 10
 CHROME = "trace.json"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # of a trace's events

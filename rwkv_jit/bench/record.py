@@ -10,7 +10,7 @@ from typing import Any
 
 from rwkv_jit import report
 from rwkv_jit.bench import plot, words
-from rwkv_jit.bench.result import FORMAT
+from rwkv_jit.bench.result import FORMAT, checkout
 from rwkv_jit.bench.words import Row
 from rwkv_jit.errors import RwkvJitError
 
@@ -32,9 +32,9 @@ def root() -> Path:
     RwkvJitError
         The package is installed elsewhere.
     """
-    folder = _PACKAGE.parent
-    if not ((folder / "pyproject.toml").is_file() and (folder / README).is_file()):
-        raise RwkvJitError(f"--record: expected rwkv_jit in a checkout, with its {README}, got one in {folder}")
+    folder = checkout()
+    if folder is None:
+        raise RwkvJitError(f"--record: expected rwkv_jit in a checkout, got one in {_PACKAGE.parent}")
     return folder
 
 

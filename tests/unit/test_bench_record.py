@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rwkv_jit.bench import record, words
+from rwkv_jit.bench import result as bench_result
 from rwkv_jit.errors import RwkvJitError
 
 _spec = importlib.util.spec_from_file_location("made_up_result", Path(__file__).with_name("made_up_result.py"))
@@ -31,9 +32,8 @@ The end.
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A checkout whose README shows two blocks; what is written goes there."""
-    (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "README.md").write_text(TEXT)
-    monkeypatch.setattr(record, "_PACKAGE", tmp_path / "rwkv_jit")
+    monkeypatch.setattr(record, "checkout", lambda: tmp_path)
     return tmp_path
 
 
@@ -52,13 +52,15 @@ def test_readme_shows_what_is_recorded(root):
 
 
 def test_root_is_the_checkout(root, monkeypatch):
-    monkeypatch.setattr(record, "_PACKAGE", root / "rwkv_jit")  # the tests may run with an installed one
+    module = root / "rwkv_jit" / "bench" / "result.py"  # the tests may run with an installed one
+    monkeypatch.setattr(bench_result, "__file__", str(module))
     assert record.root() == root
 
 
 def test_an_installed_package_has_no_record(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_PACKAGE", tmp_path / "site-packages" / "rwkv_jit")
-    with pytest.raises(RwkvJitError, match="--record: expected rwkv_jit in a checkout, .* got one in .*site-packages"):
+    monkeypatch.setattr(bench_result, "__file__", str(tmp_path / "site-packages" / "rwkv_jit" / "bench" / "result.py"))
+    with pytest.raises(RwkvJitError, match="--record: expected rwkv_jit in a checkout, got one in .*site-packages"):
         record.write(result())
     assert list(tmp_path.iterdir()) == []
 

@@ -333,4 +333,4 @@ def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch):
 
 
 def test_phases_of_the_command_are_those_there_are(run):
-    assert f"{{{','.join(profiling.PHASES)}}}" in "".join(run("profile", "--help")[1].split())
+    assert f"{{{','.join(bench.PHASES)}}}" in "".join(run("profile", "--help")[1].split())
