@@ -911,6 +911,7 @@ def test_interrupt_ends_the_processes_that_try(monkeypatch):
 
 
 def test_reference_on_the_cpu_is_no_kernel(run, monkeypatch):
+    torch.manual_seed(0)  # so few channels that sums over the tokens of wkv4 nearly cancel once in 200 draws
     monkeypatch.setattr(timing, "cpu_ms", lambda function: [3.0, 1.0, 2.0] if function() is not None else [])
     code, printed, said = run("bench", "--suite", "studies", "--json")
     assert (code, said) == (0, "")
