@@ -63,7 +63,7 @@ def bench(parsed: argparse.Namespace) -> Outcome:
         result["service"] = latency.run()
         on_gpu = result["device"] == "cuda"
         result["service"]["first_call"] = bench.first_calls() if on_gpu else None
-        result["service"]["extension"] = bench.extension_loads() if on_gpu else None
+        result["service"]["one_line"] = bench.one_line_kernels() if on_gpu else None
     bench.keep(parsed, result)
     return result, _show_bench
 
@@ -84,7 +84,7 @@ def _show_bench(result: dict[str, Any]) -> None:
         print()
         latency.show(result["service"])
         if result["service"]["first_call"] is not None:
-            bench.show_first_calls(result["service"]["first_call"], result["service"]["extension"])
+            bench.show_first_calls(result["service"]["first_call"], result["service"]["one_line"])
 
 
 def profile(parsed: argparse.Namespace) -> Outcome:

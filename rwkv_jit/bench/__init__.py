@@ -18,14 +18,14 @@ from rwkv_jit.bench import contestants, isolation, measure, peers, suites, timin
 from rwkv_jit.bench.cases import DTYPES, OPS, OPTIONS, PHASES, REFERENCES, decay_of, make_inputs, read_shape
 from rwkv_jit.bench.contestants import BACKENDS
 from rwkv_jit.bench.result import checkout, collect, machine, show, write_csv
-from rwkv_jit.bench.service import extension_loads, first_calls, show_first_calls
+from rwkv_jit.bench.service import first_calls, one_line_kernels, show_first_calls
 from rwkv_jit.bench.suites import SHAPES
 from rwkv_jit.bench.timing import call_ms, graph_ms, median_ms
 
 __all__ = [
     "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "add_arguments", "call_ms",
-    "check_gpu", "decay_of", "extension_loads", "first_calls", "graph_ms", "keep", "machine", "make_inputs",
-    "median_ms", "read_shape", "run", "show", "show_first_calls",
+    "check_gpu", "decay_of", "first_calls", "graph_ms", "keep", "machine", "make_inputs",
+    "median_ms", "one_line_kernels", "read_shape", "run", "show", "show_first_calls",
 ]  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from rwkv_jit.bench.cases import Case
 from rwkv_jit.bench.peers import Contestant
 
 PATIENCE = 400  # seconds without an answer, after which a process is ended
-_ROOMY = 64 << 30  # bytes of a GPU on which several may tune themselves side by side
+_ROOM = 16 << 30  # bytes of a GPU for each that tunes itself beside others
+_MOST = 8  # of them
 _PROGRAM = "from rwkv_jit.bench import isolation; isolation.answer()"
 
 
@@ -106,8 +107,8 @@ def obstacles(
     tell : callable, optional
         Gets the attempts that have been answered and all.
     at_once : int, optional
-        Processes; by default four where the GPU has room for the memory of several, else one. Those of an op are tried
-        by one process, in their order.
+        Processes; by default as many as the GPU has memory and the host cores for, up to eight. Those of an op and a
+        shape are tried by one process, in their order.
     minutes : float, optional
         After which the rest is not tried.
 
@@ -119,10 +120,11 @@ def obstacles(
     if not attempts:
         return {}
     if at_once is None:
-        at_once = 4 if torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory >= _ROOMY else 1
-    groups: dict[tuple[str, str], list[Attempt]] = {}
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        at_once = max(1, min(memory // _ROOM, (os.cpu_count() or 1) // 2, _MOST))
+    groups: dict[tuple[str, str, tuple[int, ...]], list[Attempt]] = {}
     for attempt in dict.fromkeys(attempts):
-        groups.setdefault((attempt.case.op, attempt.who), []).append(attempt)
+        groups.setdefault((attempt.case.op, attempt.who, attempt.case.shape), []).append(attempt)
     found: dict[Attempt, str | None] = {}
     lock = threading.Lock()
 

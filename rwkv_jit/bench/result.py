@@ -18,6 +18,7 @@ COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "who", "what", "median_ms", "low_ms", "high_ms", "runs", "in_graph",
     "host_us", "floor_ms", "fraction", "peak_mib", "error", "skipped",
 )  # fmt: skip
+_OF_THE_MACHINE = ("nvrtc_libraries", "cache", "environment")  # paths, which say nothing about a time
 CPU_NOTE = "CPU reference; not the speed of the kernels."
 METHODS = (
     "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small",
@@ -49,7 +50,7 @@ def collect(rows: Sequence[dict[str, Any]], copy_tb_per_s: float | None, device:
     """
     return {
         "format": FORMAT,
-        "env": runtime.env_report(),
+        "env": {name: x for name, x in runtime.env_report().items() if name not in _OF_THE_MACHINE},
         "commit": commit(),
         "sources": sources(),
         "copy_tb_per_s": copy_tb_per_s,

@@ -1,4 +1,4 @@
-"""What a first call costs: compiled, and from disk; and what torch's extension loader takes for a kernel of a line."""
+"""What a first call costs, compiled and from disk: of an op, and of a kernel of one line by every loader there is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from rwkv_jit import report
 
 # A process of its own, timed from where imports, the CUDA context and torch's own first uses are done.
 _FIRST_CALL = """
@@ -28,25 +32,52 @@ print((time.perf_counter() - started) * 1e3)
 """
 
 
-# The same for an extension; what torch imports for it is not counted.
-_EXTENSION = """
+# The same kernel of one line by each: what they import, and where each keeps what it compiled.
+_ADD_ONE = """
 import sys, time, torch
-from torch.utils import cpp_extension
-declared = "torch::Tensor one_more(torch::Tensor x);"
-source = '''
-#include <torch/extension.h>
-__global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }
-torch::Tensor one_more(torch::Tensor x) { add_one<<<1, 32>>>(x.data_ptr<float>()); return x; }
-'''
+from pathlib import Path
+source = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1.0f; }'
 x = torch.zeros(32, device="cuda")
 torch.cuda.synchronize()
+IMPORTS
 started = time.perf_counter()
-made = cpp_extension.load_inline("one_more", [declared], [source], functions=["one_more"])
-made.one_more(x)
+CALL
 torch.cuda.synchronize()
 assert float(x.sum()) == 32.0
 print((time.perf_counter() - started) * 1e3)
 """
+_LOADERS = {
+    "rwkv_jit": (
+        "RWKVJIT_CACHE_DIR",
+        "import platformdirs, rwkv_jit\n"
+        "from rwkv_jit import cuda\n"
+        "rwkv_jit.Template, cuda.cupy()\n"
+        "file = Path(sys.argv[1], 'add_one.cu')\n"
+        "file.write_text(source)",
+        "rwkv_jit.Template(file).specialize().launch(1, 32, x)",
+    ),
+    "CuPy's RawModule": (
+        "CUPY_CACHE_DIR",
+        "import cupy\ncupy.cuda.Device().use()\narray = cupy.from_dlpack(x)",
+        "cupy.RawModule(code=source).get_function('add_one')((1,), (32,), (array,))",
+    ),
+    "Triton": (
+        "TRITON_CACHE_DIR",
+        "Path(sys.argv[1], 'of_triton.py').write_text('import triton, triton.language as tl\\n@triton.jit\\n'\n"
+        "    'def add_one(x):\\n    i = x + tl.arange(0, 32)\\n    tl.store(i, tl.load(i) + 1.0)\\n')\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from of_triton import add_one",
+        "add_one[(1,)](x)",
+    ),
+    "torch's extension loader": (
+        "TORCH_EXTENSIONS_DIR",
+        "from torch.utils import cpp_extension\n"
+        "declared = 'void one_more(torch::Tensor x);'\n"
+        "source = '#include <torch/extension.h>\\n' + source + (\n"
+        "    'void one_more(torch::Tensor x) { add_one<<<1, 32>>>(x.data_ptr<float>()); }')",
+        "cpp_extension.load_inline('one_more', [declared], [source], functions=['one_more']).one_more(x)",
+    ),
+}
 
 
 def first_calls() -> dict[str, float]:
@@ -54,18 +85,19 @@ def first_calls() -> dict[str, float]:
     return _times(_FIRST_CALL, "RWKVJIT_CACHE_DIR", 5)
 
 
-def extension_loads() -> dict[str, float] | None:
-    """Return the same of torch's extension loader, or None where it finds no compiler."""
-    try:
-        return _times(_EXTENSION, "TORCH_EXTENSIONS_DIR", 3)
-    except subprocess.CalledProcessError:
-        return None
+def one_line_kernels() -> dict[str, dict[str, float]]:
+    """Return the same of a kernel of one line, by who loads it; without those that are missing or find no compiler."""
+    found = {}
+    for name, (variable, imports, call) in _LOADERS.items():
+        with suppress(subprocess.CalledProcessError):
+            found[name] = _times(_ADD_ONE.replace("IMPORTS", imports).replace("CALL", call), variable, 3)
+    return found
 
 
 def _times(program: str, variable: str, repeats: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as cache:
-        child = {**os.environ, variable: cache}
-        command = [sys.executable, "-c", program]
+    with tempfile.TemporaryDirectory() as folder:
+        child = {**os.environ, variable: str(Path(folder, "cache"))}
+        command = [sys.executable, "-c", program, folder]
         times = [
             float(
                 subprocess.run(command, env=child, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
@@ -75,14 +107,10 @@ def _times(program: str, variable: str, repeats: int) -> dict[str, float]:
     return {"compiled_ms": times[0], "from_disk_ms": statistics.median(times[1:])}
 
 
-def show_first_calls(first: dict[str, float], extension: dict[str, float] | None) -> None:
+def show_first_calls(first: dict[str, float], one_line: dict[str, dict[str, float]]) -> None:
     """Print them."""
-    print(
-        f"First call of wkv7 with gradients: {first['compiled_ms']:.0f} ms from an empty cache, "
-        f"{first['from_disk_ms']:.1f} ms from disk in a new process (imports and CUDA context not counted)."
+    rows = {"wkv7 with gradients": first, **{f"a kernel of one line, {name}": each for name, each in one_line.items()}}
+    report.table(
+        ("first call in a new process, without imports", "empty cache ms", "from disk ms"),
+        [(name, f"{each['compiled_ms']:.0f}", f"{each['from_disk_ms']:.1f}") for name, each in rows.items()],
     )
-    if extension is not None:
-        print(
-            f"A kernel of one line by torch's extension loader: {extension['compiled_ms']:.0f} ms, "
-            f"{extension['from_disk_ms']:.1f} ms from disk."
-        )

@@ -44,7 +44,8 @@ def studies() -> dict[str, list[Entry]]:
         prompt at which RWKV-6 was profiled, naive, token by token and in chunks. chunk_rwkv6: the prefill of a model of
         1.6 billion parameters. gla: gated linear attention with long keys and values, and at head size 128.
         linear_attention: the same without gates. timex: a convolution of 768 channels over 768 tokens, forward and
-        backward apart. wkv4: RWKV-4 in training.
+        backward apart. wkv4: RWKV-4 in training. models: what the studies leave out: RWKV-5 and 6 in training, one long
+        sequence, a prompt as the op's caller has it, and a filter of many tokens.
     """
     long, training = (1, 32768, 16, 256), (8, 4096, 32, 128)
     return {
@@ -59,6 +60,13 @@ def studies() -> dict[str, list[Entry]]:
             "timex", "timex", [(32, 768, 768)], ["forward", "backward"], ["auto", "fft"], torch.float32
         ),
         "wkv4": _entries("wkv4", "wkv4", [(8, 4096, 4096)], _BOTH),
+        "models": [
+            *_entries("models", "wkv7", [(1, 32768, 16, 64)], _BOTH),
+            *_entries("models", "wkv6", [(8, 4096, 64, 64), (1, 4096, 32, 64)], _BOTH),
+            *_entries("models", "wkv6", [(1, 54, 32, 64)], ["forward"]),
+            *_entries("models", "wkv5", [(8, 4096, 64, 64)], _BOTH),
+            *_entries("models", "timex", [(8, 768, 8192)], ["forward"], ["auto", "fft"], torch.float32),
+        ],
     }  # fmt: skip
 
 

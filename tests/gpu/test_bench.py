@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rwkv_jit import bench, latency
 from rwkv_jit.bench import peers
 
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
@@ -51,3 +52,15 @@ def test_profile_names_the_kernels(run, name, phase, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {event.get("name") for event in events}
     assert {"forward", "backward"} & named if "backward" in phase else phase in named
+
+
+def test_host_times_of_calls():
+    found = latency._host_us()
+    assert 0 < found["its prepared forward"] < found["wkv7"]
+    assert all(us > 0 for us in found.values())
+
+
+def test_first_calls_find_on_disk_what_they_compiled():
+    found = {"wkv7": bench.first_calls(), **bench.one_line_kernels()}
+    assert {"rwkv_jit", "CuPy's RawModule", "Triton"} <= set(found)
+    assert all(0 < each["from_disk_ms"] < each["compiled_ms"] for each in found.values()), found

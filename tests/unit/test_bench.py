@@ -171,8 +171,10 @@ def test_peers_of_fla_get_what_they_ask_for(op, index, names, monkeypatch, on_cp
     """A stand-in for FLA: the reference in its conventions, which are logarithms of decays and states [K, V]."""
     refer, calls = getattr(reference, f"{op}_ref"), []
 
-    def fla(*inputs, initial_state, output_final_state, scale=None, normalize=None):
-        calls.append((scale, normalize))
+    def fla(*inputs, initial_state, output_final_state, scale=None, normalize=None, lower_bound=None):
+        if lower_bound is not None:
+            assert lower_bound <= inputs[1].min()
+        calls.append((scale, normalize, lower_bound is not None))
         decay = {} if op == "linear_attention" else {"decay": "log"}
         scale = {} if scale is None else {"scale": scale}
         return refer(*inputs, initial_state, output_final_state, **decay, **scale, state_layout="kv")
@@ -190,7 +192,15 @@ def test_peers_of_fla_get_what_they_ask_for(op, index, names, monkeypatch, on_cp
         assert [i for i, (x, y) in enumerate(zip(given.inputs, converted, strict=True)) if x is not y] == (
             [] if index is None else [index]
         )
-    assert set(calls) == {{"gla": (None, None), "linear_attention": (None, False)}.get(op, (1.0, None))}
+    assert (
+        set(calls)
+        == {
+            "gla": {(None, None, False)},
+            "linear_attention": {(None, False, False)},
+            "wkv6": {(1.0, None, False)},
+            "wkv7": {(1.0, None, True), (1.0, None, False)},  # in chunks, and token by token
+        }[op]
+    )
 
 
 def test_peer_of_wkv4_begins_with_an_empty_state(monkeypatch, on_cpu):
@@ -623,10 +633,11 @@ def test_tokens_of_the_reference_fit_its_memory():
 # ---- suites ------------------------------------------------------------------------------------------------------
 
 
-def test_studies_are_the_published_shapes():
+def test_studies_are_the_published_shapes_and_those_of_models():
     found = {(e.suite, e.case.op, tuple(e.case.shown), e.case.phase) for e in suites.of_suite("studies")}
     both = ("forward", "forward+backward")
     training = (8, 4096, 32, 128, 128)
+    prompts = [(8, 4096, 64, 64, 64), (1, 4096, 32, 64, 64)]
     wind = [(8, 4096, 64, 64, 64), training, (8, 4096, 16, 256, 256), (1, 32768, 16, 256, 256)]
     assert found == {
         *(("wind", "wkv7", shape, phase) for shape in wind for phase in both),
@@ -636,6 +647,11 @@ def test_studies_are_the_published_shapes():
         *(("linear_attention", "linear_attention", training, phase) for phase in both),
         *(("timex", "timex", (32, 768, 768), phase) for phase in ("forward", "backward")),
         *(("wkv4", "wkv4", (8, 4096, 4096), phase) for phase in both),
+        *(("models", "wkv7", (1, 32768, 16, 64, 64), phase) for phase in both),
+        *(("models", "wkv6", shape, phase) for shape in prompts for phase in both),
+        ("models", "wkv6", (1, 54, 32, 64, 64), "forward"),
+        *(("models", "wkv5", (8, 4096, 64, 64, 64), phase) for phase in both),
+        ("models", "timex", (8, 768, 8192), "forward"),
     }
     profile = suites.of_suite("profile")
     assert [(e.case.dtype, e.case.wide_decay) for e in profile] == [(torch.float16, True)]
@@ -846,28 +862,32 @@ def test_service_is_measured_on_demand(gpu, run, monkeypatch):
     monkeypatch.setattr(latency, "run", lambda: {"import_ms": 1.0})
     monkeypatch.setattr(latency, "show", lambda found: print(f"import {found['import_ms']}"))
     monkeypatch.setattr(bench, "first_calls", lambda: {"compiled_ms": 1000.4, "from_disk_ms": 4.5})
-    monkeypatch.setattr(bench, "extension_loads", lambda: {"compiled_ms": 41000.4, "from_disk_ms": 77.2})
+    monkeypatch.setattr(bench, "one_line_kernels", lambda: {"Triton": {"compiled_ms": 41000.4, "from_disk_ms": 77.2}})
     code, printed, said = run("bench", "--suite", "timex", "--service")
     assert (code, said) == (0, "")
-    assert printed.splitlines()[-3:] == [
-        "import 1.0",
-        "First call of wkv7 with gradients: 1000 ms from an empty cache, 4.5 ms from disk in a new process "
-        "(imports and CUDA context not counted).",
-        "A kernel of one line by torch's extension loader: 41000 ms, 77.2 ms from disk.",
+    lines = [line.split() for line in printed.splitlines() if line.strip()]
+    assert ["import", "1.0"] in lines
+    assert lines[-2:] == [
+        ["wkv7", "with", "gradients", "1000", "4.5"],
+        ["a", "kernel", "of", "one", "line,", "Triton", "41000", "77.2"],
     ]
 
 
 def test_first_calls_are_one_that_compiles_and_some_from_disk(monkeypatch):
     program = """
 import os, pathlib
-seen = pathlib.Path(os.environ["SOME_DIRECTORY"], "seen")
+cache = pathlib.Path(os.environ["SOME_DIRECTORY"])
+cache.mkdir(exist_ok=True)
+seen = cache / "seen"
 print("noise")
 print(3.5 if seen.exists() else 700)
 seen.touch()
 """
     assert bench.service._times(program, "SOME_DIRECTORY", 3) == {"compiled_ms": 700.0, "from_disk_ms": 3.5}
-    monkeypatch.setattr(bench.service, "_EXTENSION", "raise SystemExit('no compiler')")
-    assert bench.extension_loads() is None
+    monkeypatch.setattr(bench.service, "_ADD_ONE", "IMPORTS\nprint(CALL)")
+    there, missing = ("SOME_DIRECTORY", "x = 2.5", "x"), ("SOME_DIRECTORY", "raise SystemExit('no compiler')", "1")
+    monkeypatch.setattr(bench.service, "_LOADERS", {"there": there, "missing": missing})
+    assert bench.one_line_kernels() == {"there": {"compiled_ms": 2.5, "from_disk_ms": 2.5}}
 
 
 def test_interrupt_keeps_what_was_measured(gpu, run, monkeypatch, other_modules):

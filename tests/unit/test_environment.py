@@ -459,7 +459,7 @@ MAY_IMPORT = {
     "bench.cases": BELOW_OPS | ALL_OPS | {"runtime"},
     "bench.floors": {"bench.cases"},
     "bench.timing": set(),
-    "bench.service": set(),
+    "bench.service": {"report"},
     "bench.peers": {"bench.cases", "reference"},
     "bench.contestants": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.peers"},
     "bench.isolation": {"bench.cases", "bench.peers"},

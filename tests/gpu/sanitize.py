@@ -1,0 +1,112 @@
+"""Calls that reach every template, small enough for compute-sanitizer, which watches what they do to memory.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [PART/PARTS]
+
+prints each call with the templates that it launched. Without a part it fails where a template was left out. What the
+tools say of these calls stands in kernel_templates/README.md.
+"""
+
+import sys
+from functools import partial
+
+import comparing
+import torch
+
+import rwkv_jit
+from rwkv_jit import history, launch, template
+from rwkv_jit.ops import scan, scan_geometry
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def op(name, batch, tokens, heads, head_size, value_size=None, dtype=BF16, packed=False, decays="usual", **options):
+    """A call with every gradient from a state, and one without gradients."""
+    sizes = (batch, tokens, heads, head_size, value_size)
+    given = comparing.make_inputs(name, dtype, *sizes, decays, options.get("decay"))
+    ends = [0, 0, tokens // 3, tokens // 3 + 1, tokens]
+    if packed:
+        options["cu_seqlens"] = torch.tensor(ends, device="cuda")
+    sequences, layout = len(ends) - 1 if packed else batch, "vk" if name.startswith("wkv") else "kv"
+    comparing.run(name, given, comparing.make_state(given, sequences, layout=layout), **options)
+    with torch.no_grad():
+        getattr(rwkv_jit, name)(*given.values(), **options)
+
+
+def scan_in_parts(*sizes, **options):
+    usual, scan_geometry._LEAST_CHUNKS = scan_geometry._LEAST_CHUNKS, 4
+    op(*sizes, **options)
+    scan_geometry._LEAST_CHUNKS = usual
+    scan.forget()
+
+
+def wkv4(batch, tokens, channels, dtype, **options):
+    w, u = torch.linspace(-6, 1, channels, device="cuda"), torch.randn(channels, device="cuda")
+    k, v = (torch.randn(batch, tokens, channels, device="cuda") for _ in range(2))
+    leaves = [x.to(dtype).requires_grad_() for x in (w, u, k, v)]
+    y, state = rwkv_jit.wkv4(*leaves, output_final_state=True, **options)
+    state = state.detach().requires_grad_()
+    y, final = rwkv_jit.wkv4(*leaves, initial_state=state, output_final_state=True, **options)
+    torch.autograd.grad([y, final], [*leaves, state], [torch.randn_like(y), torch.randn_like(final)])
+
+
+def timex(batch, channels, tokens, dtype):
+    w, k = (torch.randn(*size, channels, tokens, device="cuda").to(dtype) for size in ((), (batch,)))
+    leaves = [x.requires_grad_() for x in (w, k)]
+    y = rwkv_jit.timex(*leaves, backend="tiles")
+    torch.autograd.grad(y, leaves, torch.randn_like(y))
+
+
+def every_form(name, shape, dtype):
+    for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
+        if isinstance(form, history.Form):
+            form.forward()
+
+
+GATED = ("wkv5", "wkv6", "gla", "linear_attention")
+CALLS = [
+    *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
+    *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
+    *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),
+    *(partial(op, name, 1, 130, 2, 64, packed=True, backend="chunked") for name in ("gla", "wkv7")),
+    *(partial(op, name, 1, 1024, 1, 64, backend="split") for name in ("wkv6", "gla", "linear_attention")),
+    partial(op, "wkv7", 1, 2048, 1, 64, backend="split", decay="sigmoid"),
+    *(partial(op, name, 2, 70, 2, size, decays="mixed") for name in ("wkv6", "wkv7") for size in (64, 256)),
+    *(partial(op, name, 2, 70, 2, 100, num_threads=128) for name in ("wkv6", "wkv7")),
+    *(partial(op, name, 2, 90, 2, 200, 136) for name in (*GATED, "wkv7")),
+    *(partial(op, name, 1, 90, 2, 256, 512) for name in ("wkv6", "linear_attention")),
+    *(partial(op, name, 1, 90, 2, 200, 136, chunk_len=32) for name in ("wkv5", "gla")),
+    *(partial(op, "wkv7", 2, 130, 2, 256, decay="sigmoid", num_threads=threads) for threads in (None, 256)),
+    partial(op, "wkv7", 1, 130, 2, 192, decay="sigmoid", chunk_len=32),
+    partial(op, "wkv7", 1, 90, 2, 512, decay="sigmoid", backend="split", packed=True),
+    *(partial(scan_in_parts, "wkv7", batch, 640, 1, 256, decay="sigmoid") for batch in (1, 2)),
+    *(partial(wkv4, 2, 70, 33, dtype) for dtype in (FP32, BF16)),
+    partial(wkv4, 1, 700, 64, BF16, backend="split"),
+    *(partial(timex, 3, 2, tokens, dtype) for tokens in (1, 77, 700) for dtype in (FP32, BF16)),
+    *(partial(timex, batch, 1, 2900, dtype) for batch in (1, 20) for dtype in (FP32, BF16)),
+    partial(every_form, "wkv5", (1, 54, 2, 64), torch.float16),
+    partial(every_form, "timex", (9, 200, 1, 2), FP32),
+]
+
+
+def main(part=0, parts=1):
+    reached, launched = set(), launch.Plan.launch
+
+    def note(plan, *given):
+        reached.add(plan.kernel.name)
+        launched(plan, *given)
+
+    launch.Plan.launch = note
+    everywhere = set()
+    for call in CALLS[part::parts]:
+        reached.clear()
+        call()
+        torch.cuda.synchronize()
+        everywhere |= reached
+        options = [f"{name}={x}" for name, x in call.keywords.items()]
+        print(call.func.__name__, *call.args, *options, "->", ", ".join(sorted(reached)), flush=True)
+    missing = set(template.names()) - everywhere
+    return f"not launched: {', '.join(sorted(missing))}" if missing and parts == 1 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(int(x) for x in sys.argv[1].split("/")) if len(sys.argv) > 1 else ()))
