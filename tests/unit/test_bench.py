@@ -415,7 +415,7 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch, on_cpu):
     """A GPU that takes notes: events read a clock which calls of `spend` move, and which sleeps do not."""
-    state = SimpleNamespace(now=0.0, sleeps=[], tried=0, captures=0, capturable=True, memory=0, peak=0)
+    state = SimpleNamespace(now=0.0, sleeps=[], tried=0, captures=0, capturable=True, memory=0, peak=0, host_us=0)
 
     class Event:
         def __init__(self, enable_timing):
@@ -423,6 +423,9 @@ def clock(monkeypatch, on_cpu):
 
         def record(self):
             self.at = state.now
+
+        def query(self):
+            return state.sleeps[-1] / timing._CYCLES_PER_US < state.host_us
 
         def synchronize(self):
             pass
@@ -476,6 +479,22 @@ def test_turns_take_the_sets_one_after_another(clock):
     assert not turns.in_graph
     assert len(clock.sleeps) == 5
     assert all(cycles >= 50 * timing._CYCLES_PER_US for cycles in clock.sleeps)
+
+
+def test_a_gpu_that_wakes_up_before_all_is_queued_sleeps_longer(clock):
+    """The time of the host would be in that of the call."""
+    seen = []
+    turns = timing.Turns([lambda n=n: (seen.append(n), clock.spend(n)) for n in range(4)], in_graph=False)
+    seen.clear()
+    clock.host_us = 1e-6 * timing._CYCLES_PER_US + 4 * turns._sleep_us
+    assert turns.ms() == 2
+    assert seen == [0, 1, 2]  # what is in the cache is not timed again
+    assert [round(b / a) for a, b in zip(clock.sleeps, clock.sleeps[1:], strict=False)] == [4, 4]
+    assert turns.ms() == 3
+    assert len(clock.sleeps) == 4  # it has learnt
+    clock.host_us = float("inf")  # a call that waits for the GPU
+    assert turns.ms() in range(4)
+    assert clock.sleeps[-1] == timing._CYCLES_PER_US * timing._LONGEST_SLEEP_US
 
 
 def test_graphs_take_every_set_equally_often(clock):
