@@ -21,6 +21,7 @@ from rwkv_jit.ops import backends, choices, chunked, prepared
 from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.ops.interface import Inputs, Options
 from rwkv_jit.template import Parameter
+from rwkv_jit.transforms import Transforms
 
 Shape = tuple[int, ...]
 _OF_KERNEL = {
@@ -150,6 +151,7 @@ def _timex_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
         Step("four outputs a thread, loads of four", {"OUTPUTS": 4, "NUM_THREADS": 192}),
         Step("eight batches a thread", {"BATCHES": 8}),
         Step("equal work per thread: outputs from both ends", {"PAIRED": True, "NUM_THREADS": 96}),
+        Step("transforms in shared memory, of two rows as a complex one", backend="transforms"),
         Step("the op's tiles: tensor cores", backend="tiles"),
         Step("torch.fft", backend="fft"),
         Step("torch's conv1d, a group for each channel", backend="conv1d"),
@@ -189,6 +191,10 @@ def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
 
     w, k = given
     found = None
+    if backend == "transforms":
+        made = Transforms(w, k)
+        g = torch.randn_like(k)
+        return Form(made.kernel, lambda: made.forward(w, k), lambda: (made.forward(w, k), *made.gradients(g, w, k)))
     if backend == "tiles":
         arch, also = tensors.arch(k.device.index), tensors.also(k.device.index)
         timex_module.choose(backend, k.dtype, k.shape[2], lambda: arch)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rwkv_jit import kernel
+from rwkv_jit import kernel, transforms
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import timex
 
@@ -52,5 +52,43 @@ def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample
 )
 def test_every_rule_is_told(direction, change, message):
     request = timex.requests(32, 768, (torch.float32,) * 2, "sm_90")[0 if direction == "forward" else -1]
+    with pytest.raises(UnsupportedConfigError, match=message):
+        kernel.get(request._replace(parameters={**request.parameters, **change}))
+
+
+@pytest.mark.parametrize(
+    ("arch", "tokens", "dtype", "spills"),
+    [
+        ("sm_75", 1000, "fp32", 16),
+        ("sm_80", 8192, "fp32", 80),
+        ("sm_86", 4096, "bf16", 0),
+        ("sm_90", 100, "fp32", 0),
+        ("sm_90", 1000, "bf16", 24),
+        ("sm_90", 2000, "fp32", 0),
+        ("sm_90", 3000, "fp32", 316),
+        ("sm_90", 8192, "fp32", 172),
+        ("sm_100", 2000, "fp16", 256),
+    ],
+)
+def test_transforms_compile(arch, tokens, dtype, spills):
+    """Those of the gradient, which has sums beside a transform, do not all fit in registers."""
+    request = transforms.request(tokens, (torch.float32, DTYPES[dtype]), arch)
+    found = kernel.get(request)
+    assert set(found.resources) == {"timex_spectrum", "timex_transform", "timex_transform_gradient"}
+    assert found.spill_bytes <= spills
+    assert found.resources["timex_transform"].spill_bytes <= 80
+    threads, blocks = (int(request.parameters[name]) for name in ("NUM_THREADS", "BLOCKS_PER_SM"))
+    assert found.registers * threads * blocks <= 2**16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"NUM_THREADS": 64}, "num_threads must be the transform's length over a thread's elements"),
+        ({"SHARED_BYTES": 16}, "shared_bytes is what the geometry says"),
+    ],
+)
+def test_every_rule_of_the_transforms_is_told(change, message):
+    request = transforms.request(768, (torch.float32,) * 2, "sm_90")
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))

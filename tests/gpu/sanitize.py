@@ -59,7 +59,7 @@ def timex(batch, channels, tokens, dtype):
 def every_form(name, shape, dtype):
     for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
         if isinstance(form, history.Form):
-            form.forward()
+            (form.both or form.forward)()
 
 
 GATED = ("wkv5", "wkv6", "gla", "linear_attention")

@@ -8,6 +8,7 @@ from rwkv_jit import history
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.history import Form
 from rwkv_jit.ops import timex as module
+from rwkv_jit.transforms import Transforms
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 GATES = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -177,6 +178,23 @@ def test_forms_of_the_history(op, dtype, tokens):
         assert isinstance(form, Form), step.change
         error = float((form.forward().double() - want).norm() / want.norm())
         assert error <= GATES[DTYPES[dtype]], step.change
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 3), (6, 300), (33, 2)])
+@pytest.mark.parametrize("tokens", [1, 100, 512, 513, 1000, 2048, 3000, 8192])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transforms_in_shared_memory(op, dtype, tokens, sizes):
+    """Every length of a transform; odd rows; gradients of the filter as one sum and in parts."""
+    if sizes == (6, 300) and tokens > 1000:
+        pytest.skip("the reference takes its time")
+    w, k, g = (x.detach() for x in make(*sizes, tokens, DTYPES[dtype]))
+    made = Transforms(w, k)
+    found = (made.forward(w, k), *made.gradients(g, w, k))
+    again = (made.forward(w, k), *made.gradients(g, w, k))
+    for x, y, want in zip(found, again, exact(w, k, g, 0.0), strict=True):
+        assert float((x.double() - want).norm() / want.norm()) <= GATES[k.dtype]
+        assert torch.equal(x, y)
 
 
 def test_a_form_that_needs_more_shared_memory_says_so(op):

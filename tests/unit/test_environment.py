@@ -471,7 +471,8 @@ MAY_IMPORT = {
     "bench.plot": {"bench", "bench.words"},
     "bench.record": {"bench", "bench.plot", "bench.result", "bench.words", "errors", "report"},
     "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
+    "transforms": {"errors", "kernel", "launch", "ops.chunked", "template", "tensors"},
+    "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report", "transforms"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
@@ -498,7 +499,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_TORCH = {
     "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor",
-    *ALL_OPS, *IN_BENCH,
+    "transforms", *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
 

@@ -97,7 +97,8 @@ def test_ops_that_share_templates_are_stale_together(copied_sources, op):
 
 
 @pytest.mark.parametrize(
-    "path", ["kernel_templates/wkv5_history.cu", "kernel_templates/timex_history.cu", "rwkv_jit/history.py"]
+    "path",
+    [f"kernel_templates/{name}_history.cu" for name in ("wkv5", "timex", "timex_transform")] + ["rwkv_jit/history.py"],
 )
 def test_what_no_op_takes_makes_no_record_stale(copied_sources, path):
     before = [record.digest(op) for op in record.OPS]

@@ -1,0 +1,244 @@
+// TimeX by Fourier transforms, for rows whose length makes T^2 products too many. A transform is a block's, in registers
+// and shared memory, from row to row: nothing but rows and spectra of filters goes through memory.
+//
+//     y = inverse(H z)    H the spectrum of h[d] = w[c, T-1-d]    z = k[b, c] + i k[b+1, c]
+//
+// Two rows of the batch are one complex row, since h is real: y is out[b, c] + i out[b+1, c]. Transforms have LENGTH
+// >= 2 T points, so that nothing comes round, and the second half of what goes in and comes out is of no interest. With
+// g the gradient of out, correlations are products with conjugates:
+//
+//     gk = inverse(conj(H) z_g)        gh = Re inverse(sum over pairs of z_g conj(z_k))    gw[c, T-1-d] = gh[d]
+//
+//   w        [channels, T]         T_W    in        k, g  [batch, channels, T]  T_IO  in
+//   spectra  [channels, LENGTH]  complex  out of timex_spectrum, divided by LENGTH; in of timex_transform
+//   out      [batch, channels, T]  T_IO   out       sums  [groups, channels, T]  fp32  out: gw of some pairs each
+//
+// Grids (channels), (channels, pairs of rows), (channels, groups of pairs).
+//
+// A transform is PASSES passes. In pass p the points are blocks of SIZE = LENGTH, LENGTH / RADIX .., and one of STRIDE =
+// SIZE / RADIX threads' butterflies takes the points j, j + STRIDE, .. of a block, a thread ELEMENTS / RADIX of these:
+// their transform of RADIX points, its q-th times e^(-2 pi i q j / SIZE), is point j of the q-th block of the next pass. So
+// frequencies end in an order of their own, which all spectra share, and the inverse takes the same way back.
+#include "types.cuh"
+
+constexpr int LENGTH = 1 << LOG_LENGTH;
+constexpr int PASSES = ceil_div(LOG_LENGTH, 5);
+constexpr int ELEMENTS = 1 << ceil_div(LOG_LENGTH, PASSES);
+static_assert(NUM_THREADS * ELEMENTS == LENGTH, "num_threads must be the transform's length over a thread's elements");
+static_assert(SHARED_BYTES == LENGTH / 16 * 17 * 8, "shared_bytes is what the geometry says");
+
+__device__ constexpr int log_radix(int pass) { return (LOG_LENGTH + PASSES - 1 - pass) / PASSES; }
+__device__ constexpr int log_stride(int pass) { return pass < 0 ? LOG_LENGTH : log_stride(pass - 1) - log_radix(pass); }
+
+using Complex = float2;
+__device__ inline Complex operator+(Complex a, Complex b) { return {a.x + b.x, a.y + b.y}; }
+__device__ inline Complex operator-(Complex a, Complex b) { return {a.x - b.x, a.y - b.y}; }
+__device__ inline Complex operator*(Complex a, Complex b) {
+    return {fmaf(a.x, b.x, -a.y * b.y), fmaf(a.x, b.y, a.y * b.x)};
+}
+__device__ inline Complex conjugate(Complex a) { return {a.x, -a.y}; }
+
+// ---- transforms of a thread's points ---------------------------------------------------------------------------
+
+__device__ constexpr float cosine(int thirty_second) {  // of the whole circle
+    constexpr float of_quarter[9] = {1.0f, 0.98078528040323044913f, 0.92387953251128675613f, 0.83146961230254523708f,
+                                     0.70710678118654752440f, 0.55557023301960222474f, 0.38268343236508977173f,
+                                     0.19509032201612826785f, 0.0f};
+    return thirty_second <= 8 ? of_quarter[thirty_second] : -of_quarter[16 - thirty_second];
+}
+// a e^(-2 pi i n / 32), or the other way; n is 0 to 15, and a constant once loops are unrolled.
+template <bool INVERSE> __device__ inline Complex turned(Complex a, int n) {
+    if (n == 0) return a;
+    if (n == 8) return INVERSE ? Complex{-a.y, a.x} : Complex{a.y, -a.x};
+    const float c = cosine(n), s = INVERSE ? -cosine(n < 8 ? 8 - n : n - 8) : cosine(n < 8 ? 8 - n : n - 8);
+    return {fmaf(a.x, c, a.y * s), fmaf(a.y, c, -a.x * s)};
+}
+__device__ constexpr int reversed(int i, int bits) {
+    return bits == 0 ? 0 : (i & 1) << (bits - 1) | reversed(i >> 1, bits - 1);
+}
+// Of blocks of SIZE among COUNT points; frequencies come out with their bits reversed.
+template <bool INVERSE, int SIZE, int COUNT> __device__ inline void split_points(Complex (&x)[COUNT]) {
+    constexpr int HALF = SIZE / 2;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        const int low = i / HALF * SIZE + i % HALF;
+        const Complex a = x[low], b = x[low + HALF];
+        x[low] = a + b, x[low + HALF] = turned<INVERSE>(a - b, i % HALF * (32 / SIZE));
+    }
+    if constexpr (HALF > 1) split_points<INVERSE, HALF>(x);
+}
+template <bool INVERSE, int BITS> __device__ inline void transform_points(Complex* x) {
+    constexpr int COUNT = 1 << BITS;
+    Complex points[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) points[i] = x[i];
+    split_points<INVERSE, COUNT>(points);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) x[i] = points[reversed(i, BITS)];
+}
+
+// ---- passes ----------------------------------------------------------------------------------------------------
+
+template <int PASS> struct Butterflies {
+    static constexpr int LOG_RADIX = log_radix(PASS), RADIX = 1 << LOG_RADIX, COUNT = ELEMENTS / RADIX;
+    static constexpr int LOG_STRIDE = log_stride(PASS), STRIDE = 1 << LOG_STRIDE;
+
+    // Where the points of a thread's butterfly of this number are: the first, and STRIDE on the next.
+    __device__ static int number(int index) { return threadIdx.x + index * NUM_THREADS; }
+    __device__ static int point(int index) { return number(index) % STRIDE; }
+    __device__ static int place(int index) { return (number(index) >> LOG_STRIDE << (LOG_STRIDE + LOG_RADIX)) + point(index); }
+};
+
+// x[q] e^(-2 pi i q j / SIZE), or the other way.
+template <bool INVERSE, int PASS> __device__ inline void turn_points(Complex* x, int j) {
+    using Here = Butterflies<PASS>;
+    Complex first[4], high;  // e^(..) to the powers of 1, 2, 3 and of multiples of 4
+    const auto turn = [&](int power) -> Complex {
+        float s, c;
+        sincospif(static_cast<float>(power * j) / (Here::STRIDE * Here::RADIX / 2), &s, &c);
+        return {c, INVERSE ? s : -s};
+    };
+    first[1] = turn(1), first[2] = first[1] * first[1], first[3] = first[2] * first[1];
+    const Complex step = Here::RADIX > 4 ? turn(4) : Complex{};
+    x[1] = x[1] * first[1];
+    if constexpr (Here::RADIX > 2) x[2] = x[2] * first[2], x[3] = x[3] * first[3];
+#pragma unroll
+    for (int q = 4; q < Here::RADIX; q += 4) {
+        high = q == 4 ? step : q == 16 ? turn(16) : high * step;
+        x[q] = x[q] * high;
+#pragma unroll
+        for (int i = 1; i < 4; ++i) x[q + i] = x[q + i] * (high * first[i]);
+    }
+}
+
+// Places in shared memory: one of 16 is left out, so that 16 threads meet different banks in every pass. A point of a
+// butterfly is a constant away from the first one, as the lowest four bits never carry.
+__device__ inline int padded(int place) { return place + place / 16; }
+
+// From the places of one pass to those of another.
+template <int FROM, int TO> __device__ inline void exchange(Complex (&x)[ELEMENTS]) {
+    extern __shared__ __align__(16) Complex shared[];
+    using From = Butterflies<FROM>;
+    using To = Butterflies<TO>;
+    __syncthreads();  // nobody reads what was there any more
+#pragma unroll
+    for (int i = 0; i < From::COUNT; ++i) {
+        Complex* const first = shared + padded(From::place(i));
+#pragma unroll
+        for (int q = 0; q < From::RADIX; ++q) first[q * From::STRIDE + q * From::STRIDE / 16] = x[i * From::RADIX + q];
+    }
+    __syncthreads();  // all points are there
+#pragma unroll
+    for (int i = 0; i < To::COUNT; ++i) {
+        const Complex* const first = shared + padded(To::place(i));
+#pragma unroll
+        for (int q = 0; q < To::RADIX; ++q) x[i * To::RADIX + q] = first[q * To::STRIDE + q * To::STRIDE / 16];
+    }
+}
+
+template <int PASS = 0> __device__ inline void transform(Complex (&x)[ELEMENTS]) {
+    using Here = Butterflies<PASS>;
+#pragma unroll
+    for (int i = 0; i < Here::COUNT; ++i) {
+        transform_points<false, Here::LOG_RADIX>(x + i * Here::RADIX);
+        if constexpr (Here::STRIDE > 1) turn_points<false, PASS>(x + i * Here::RADIX, Here::point(i));
+    }
+    if constexpr (PASS + 1 < PASSES) exchange<PASS, PASS + 1>(x), transform<PASS + 1>(x);
+}
+template <int PASS = PASSES - 1> __device__ inline void transform_back(Complex (&x)[ELEMENTS]) {
+    using Here = Butterflies<PASS>;
+#pragma unroll
+    for (int i = 0; i < Here::COUNT; ++i) {
+        if constexpr (Here::STRIDE > 1) turn_points<true, PASS>(x + i * Here::RADIX, Here::point(i));
+        transform_points<true, Here::LOG_RADIX>(x + i * Here::RADIX);
+    }
+    if constexpr (PASS > 0) exchange<PASS, PASS - 1>(x), transform_back<PASS - 1>(x);
+}
+
+// ---- rows ------------------------------------------------------------------------------------------------------
+
+// visit(register, token) for the points of the first pass that may be tokens: those of the first half.
+template <typename Visit> __device__ inline void for_tokens(int tokens, Visit visit) {
+    using First = Butterflies<0>;
+#pragma unroll
+    for (int i = 0; i < First::COUNT; ++i)
+#pragma unroll
+        for (int q = 0; q < First::RADIX / 2; ++q) {
+            const int token = First::place(i) + q * First::STRIDE;
+            if (token < tokens) visit(i * First::RADIX + q, token);
+        }
+}
+__device__ inline void clear(Complex (&x)[ELEMENTS]) {
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) x[i] = {0.0f, 0.0f};
+}
+// A row, and the one `row_stride` behind it, if there is one.
+template <typename T>
+__device__ inline void load_rows(Complex (&x)[ELEMENTS], const T* row, i64 row_stride, bool has_second, int tokens) {
+    clear(x);
+    for_tokens(tokens, [&](int i, int token) { x[i].x = to_float(row[token]); });
+    if (has_second) for_tokens(tokens, [&](int i, int token) { x[i].y = to_float(row[row_stride + token]); });
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_spectrum(
+    const T_W* __restrict__ w, Complex* __restrict__ spectra, i64 w_stride, int tokens) {
+    const T_W* const row = w + blockIdx.x * w_stride;
+    Complex x[ELEMENTS];
+    clear(x);
+    for_tokens(tokens, [&](int i, int token) { x[i].x = to_float(row[tokens - 1 - token]); });
+    transform(x);
+    spectra += i64(blockIdx.x) * LENGTH + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) spectra[i * NUM_THREADS] = {x[i].x / LENGTH, x[i].y / LENGTH};
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform(
+    const T_IO* __restrict__ k, const Complex* __restrict__ spectra, T_IO* __restrict__ out, i64 k_batch_stride,
+    i64 k_stride, i64 batch, i64 channels, int tokens, float eps, int conjugates) {
+    const i64 channel = blockIdx.x, row = i64(blockIdx.y) * 2;
+    const bool has_second = row + 1 < batch;
+    Complex x[ELEMENTS];
+    load_rows(x, k + row * k_batch_stride + channel * k_stride, k_batch_stride, has_second, tokens);
+    transform(x);
+    spectra += channel * LENGTH + threadIdx.x;
+    const float sign = conjugates ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) {
+        const Complex h = load_early<Complex>(spectra + i * NUM_THREADS);
+        x[i] = x[i] * Complex{h.x, sign * h.y};
+    }
+    transform_back(x);
+    T_IO* const first = out + (row * channels + channel) * tokens;
+    T_IO* const second = first + channels * tokens;
+    for_tokens(tokens, [&](int i, int token) {
+        first[token] = from_float<T_IO>(x[i].x + eps);
+        if (has_second) second[token] = from_float<T_IO>(x[i].y + eps);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform_gradient(
+    const T_IO* __restrict__ g, const T_IO* __restrict__ k, Complex* __restrict__ spectra, float* __restrict__ sums,
+    i64 g_batch_stride, i64 g_stride, i64 k_batch_stride, i64 k_stride, i64 batch, i64 channels, i64 group_rows,
+    int tokens) {
+    const i64 channel = blockIdx.x, begin = blockIdx.y * group_rows, end = min(begin + group_rows, batch);
+    g += channel * g_stride, k += channel * k_stride;
+    const i64 place = blockIdx.y * channels + channel;
+    Complex* const of_g = spectra + place * LENGTH + threadIdx.x;  // which this thread alone writes and reads
+    float sum[ELEMENTS] = {};
+    for (i64 row = begin; row < end; row += 2) {
+        const bool has_second = row + 1 < end;
+        Complex x[ELEMENTS];
+        load_rows(x, g + row * g_batch_stride, g_batch_stride, has_second, tokens);
+        transform(x);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) of_g[i * NUM_THREADS] = x[i];
+        load_rows(x, k + row * k_batch_stride, k_batch_stride, has_second, tokens);
+        transform(x);
+#pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) x[i] = load_early<Complex>(of_g + i * NUM_THREADS) * conjugate(x[i]);
+        transform_back(x);
+        for_tokens(tokens, [&](int i, int) { sum[i] += x[i].x; });
+    }
+    sums += place * tokens;
+    for_tokens(tokens, [&](int i, int token) { sums[tokens - 1 - token] = sum[i] / LENGTH; });
+}

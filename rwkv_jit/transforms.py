@@ -1,0 +1,107 @@
+"""TimeX by Fourier transforms in shared memory: a form that `rwkv-jit bench --op timex --history` compares.
+
+Up to 8192 tokens, whose transforms a block holds; `timex_transform_history.cu` says how. Two rows of the batch are one
+complex row, and the spectra of the filters are made first. A gradient of the filter is a sum over pairs of rows, which
+is made in parts where the channels alone are too few blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import kernel, template, tensors
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.launch import Plan
+from rwkv_jit.ops import chunked
+from rwkv_jit.template import Parameter
+
+_LOG_LENGTHS = range(10, 15)  # of transforms: no shorter one pays, and no block holds a longer one
+_REGISTERS = 2**16  # of a multiprocessor
+_MOST_PAIRS = 2**16 - 1  # blocks in y
+
+
+def request(
+    tokens: int, types: tuple[torch.dtype, torch.dtype], arch: str, also: tuple[str, ...] = ()
+) -> kernel.Request:
+    """Return the kernels for so many tokens and the dtypes of w and k.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        No block holds such a transform, by its length or on this architecture.
+    """
+    log_length = max((2 * tokens - 1).bit_length(), _LOG_LENGTHS[0])
+    if log_length not in _LOG_LENGTHS:
+        raise UnsupportedConfigError(f"takes at most {2 ** _LOG_LENGTHS[-1] // 2} tokens, got {tokens}")
+    length, passes = 2**log_length, -(-log_length // 5)
+    elements = 2 ** -(-log_length // passes)
+    threads, shared_bytes = length // elements, length // 16 * 17 * 8
+    if shared_bytes > chunked.shared_limit(arch):
+        limit = chunked.shared_limit(arch)
+        raise UnsupportedConfigError(f"needs {shared_bytes} bytes of shared memory, {arch} has {limit}")
+    registers = 96 if elements == 16 else 128 if threads > 32 else 160
+    room = chunked.shared_per_multiprocessor(arch) // (shared_bytes + 1024)
+    parameters: dict[str, Parameter] = {
+        "T_W": tensors.STORAGE[types[0]], "T_IO": tensors.STORAGE[types[1]], "LOG_LENGTH": log_length,
+        "NUM_THREADS": threads, "BLOCKS_PER_SM": min(_REGISTERS // (threads * registers), room),
+        "SHARED_BYTES": shared_bytes,
+    }  # fmt: skip
+    return kernel.Request(template.library("timex_transform_history"), parameters, arch, also)
+
+
+class Transforms:
+    """The launches for a w [C, T] and rows like k [B, C, T], all contiguous."""
+
+    def __init__(self, w: Tensor, k: Tensor):
+        (batch, channels, tokens), device = k.shape, k.device.index
+        pairs = -(-batch // 2)
+        if pairs > _MOST_PAIRS:
+            raise UnsupportedConfigError(f"takes at most {2 * _MOST_PAIRS} rows of a channel, got {batch}")
+        made = request(tokens, (w.dtype, k.dtype), tensors.arch(device), tensors.also(device))
+        self.kernel = kernel.get(made)
+        of = made.parameters
+        group_rows = 2 * -(-pairs // min(-(-2 * tensors.multiprocessors(device) // channels), pairs))
+        groups = -(-batch // group_rows)
+        self._spectra = (channels, 2 ** int(of["LOG_LENGTH"]), 2)
+        self._sums = (groups, channels, tokens)
+
+        def plan(entry: str, blocks: int, arrays: int, constants: Sequence[bytes]) -> Plan:
+            grid, block = (channels, blocks, 1), (int(of["NUM_THREADS"]), 1, 1)
+            return Plan(self.kernel, entry, device, grid, block, "Q" * arrays, constants, int(of["SHARED_BYTES"]))
+
+        def counts(*numbers: int) -> list[bytes]:
+            return [struct.pack("q", number) for number in numbers]
+
+        strides, length = (channels * tokens, tokens), struct.pack("i", tokens)
+        self._of_filter = plan("timex_spectrum", 1, 2, [*counts(tokens), length])
+        self._forward, self._backward = (
+            plan(
+                "timex_transform", pairs, 3,
+                [*counts(*strides, batch, channels), length, struct.pack("f", 0.0), struct.pack("i", conjugates)],
+            )
+            for conjugates in (False, True)
+        )  # fmt: skip
+        sizes = counts(*strides, *strides, batch, channels, group_rows)
+        self._gradient = plan("timex_transform_gradient", groups, 4, [*sizes, length])
+
+    def forward(self, w: Tensor, k: Tensor) -> Tensor:
+        """Return the convolution of k."""
+        return self._convolve(self._forward, w, k)
+
+    def gradients(self, g: Tensor, w: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those of w and k, from that of the result."""
+        sums = torch.empty(self._sums, dtype=torch.float32, device=k.device)
+        own = torch.empty((self._sums[0], *self._spectra), dtype=torch.float32, device=k.device)
+        tensors.launch(self._gradient, [x.data_ptr() for x in (g, k, own, sums)])
+        return sums.sum(0).to(w.dtype), self._convolve(self._backward, w, g)
+
+    def _convolve(self, plan: Plan, w: Tensor, k: Tensor) -> Tensor:
+        spectra = torch.empty(self._spectra, dtype=torch.float32, device=k.device)
+        out = torch.empty_like(k)
+        tensors.launch(self._of_filter, [w.data_ptr(), spectra.data_ptr()])
+        tensors.launch(plan, [x.data_ptr() for x in (k, spectra, out)])
+        return out
