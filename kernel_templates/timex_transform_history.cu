@@ -21,14 +21,21 @@
 // frequencies end in an order of their own, which all spectra share, and the inverse takes the same way back.
 #include "types.cuh"
 
-constexpr int LENGTH = 1 << LOG_LENGTH;
-constexpr int PASSES = ceil_div(LOG_LENGTH, 5);
-constexpr int ELEMENTS = 1 << ceil_div(LOG_LENGTH, PASSES);
+// 2^BITS, with as few passes of equal radices as 32 elements allow, or 3 2^BITS, first 24 points and then up to 8.
+constexpr bool HAS_THREE = LENGTH % 3 == 0;
+__device__ constexpr int log_of(int x) { return x <= 1 ? 0 : 1 + log_of(x / 2); }
+constexpr int BITS = log_of(HAS_THREE ? LENGTH / 3 : LENGTH);
+constexpr int PASSES = HAS_THREE ? 1 + ceil_div(BITS - 3, 3) : ceil_div(BITS, 5);
+constexpr int ELEMENTS = HAS_THREE ? 24 : 1 << ceil_div(BITS, PASSES);
+static_assert(LENGTH == (HAS_THREE ? 3 : 1) << BITS && LENGTH >= 1024, "length must be 2^n or 3 2^n, 1024 at least");
 static_assert(NUM_THREADS * ELEMENTS == LENGTH, "num_threads must be the transform's length over a thread's elements");
 static_assert(SHARED_BYTES == LENGTH / 16 * 17 * 8, "shared_bytes is what the geometry says");
 
-__device__ constexpr int log_radix(int pass) { return (LOG_LENGTH + PASSES - 1 - pass) / PASSES; }
-__device__ constexpr int log_stride(int pass) { return pass < 0 ? LOG_LENGTH : log_stride(pass - 1) - log_radix(pass); }
+__device__ constexpr int radix(int pass) {
+    if (HAS_THREE) return pass == 0 ? 24 : 1 << (BITS - 3 + PASSES - 1 - pass) / (PASSES - 1);
+    return 1 << (BITS + PASSES - 1 - pass) / PASSES;
+}
+__device__ constexpr int stride(int pass) { return pass < 0 ? LENGTH : stride(pass - 1) / radix(pass); }
 
 using Complex = float2;
 __device__ inline Complex operator+(Complex a, Complex b) { return {a.x + b.x, a.y + b.y}; }
@@ -40,133 +47,154 @@ __device__ inline Complex conjugate(Complex a) { return {a.x, -a.y}; }
 
 // ---- transforms of a thread's points ---------------------------------------------------------------------------
 
-__device__ constexpr float cosine(int thirty_second) {  // of the whole circle
-    constexpr float of_quarter[9] = {1.0f, 0.98078528040323044913f, 0.92387953251128675613f, 0.83146961230254523708f,
-                                     0.70710678118654752440f, 0.55557023301960222474f, 0.38268343236508977173f,
-                                     0.19509032201612826785f, 0.0f};
-    return thirty_second <= 8 ? of_quarter[thirty_second] : -of_quarter[16 - thirty_second];
+// Of n parts of the circle, of which there are 24 or 32; constants once loops are unrolled.
+template <int PARTS> __device__ constexpr float cosine(int n) {
+    constexpr float of_32[9] = {1.0f, 0.98078528040323044913f, 0.92387953251128675613f, 0.83146961230254523708f,
+                                0.70710678118654752440f, 0.55557023301960222474f, 0.38268343236508977173f,
+                                0.19509032201612826785f, 0.0f};
+    constexpr float of_24[7] = {1.0f, 0.96592582628906828675f, 0.86602540378443864676f, 0.70710678118654752440f, 0.5f,
+                                0.25881904510252076235f, 0.0f};
+    const int near = n <= PARTS / 2 ? n : PARTS - n, of_quarter = near <= PARTS / 4 ? near : PARTS / 2 - near;
+    const float x = PARTS == 24 ? of_24[of_quarter] : of_32[of_quarter];
+    return near <= PARTS / 4 ? x : -x;
 }
-// a e^(-2 pi i n / 32), or the other way; n is 0 to 15, and a constant once loops are unrolled.
-template <bool INVERSE> __device__ inline Complex turned(Complex a, int n) {
+// a e^(-2 pi i n / PARTS), or the other way.
+template <bool INVERSE, int PARTS> __device__ inline Complex turned(Complex a, int n) {
     if (n == 0) return a;
-    if (n == 8) return INVERSE ? Complex{-a.y, a.x} : Complex{a.y, -a.x};
-    const float c = cosine(n), s = INVERSE ? -cosine(n < 8 ? 8 - n : n - 8) : cosine(n < 8 ? 8 - n : n - 8);
+    if (n == PARTS / 4) return INVERSE ? Complex{-a.y, a.x} : Complex{a.y, -a.x};
+    const float c = cosine<PARTS>(n), sine = cosine<PARTS>((n + 3 * PARTS / 4) % PARTS), s = INVERSE ? -sine : sine;
     return {fmaf(a.x, c, a.y * s), fmaf(a.y, c, -a.x * s)};
 }
-__device__ constexpr int reversed(int i, int bits) {
-    return bits == 0 ? 0 : (i & 1) << (bits - 1) | reversed(i >> 1, bits - 1);
-}
 // Of blocks of SIZE among COUNT points; frequencies come out with their bits reversed.
-template <bool INVERSE, int SIZE, int COUNT> __device__ inline void split_points(Complex (&x)[COUNT]) {
+template <bool INVERSE, int SIZE, int COUNT> __device__ inline void split_in_two(Complex (&x)[COUNT]) {
     constexpr int HALF = SIZE / 2;
 #pragma unroll
     for (int i = 0; i < COUNT / 2; ++i) {
         const int low = i / HALF * SIZE + i % HALF;
         const Complex a = x[low], b = x[low + HALF];
-        x[low] = a + b, x[low + HALF] = turned<INVERSE>(a - b, i % HALF * (32 / SIZE));
+        x[low] = a + b, x[low + HALF] = turned<INVERSE, 32>(a - b, i % HALF * (32 / SIZE));
     }
-    if constexpr (HALF > 1) split_points<INVERSE, HALF>(x);
+    if constexpr (HALF > 1) split_in_two<INVERSE, HALF>(x);
 }
-template <bool INVERSE, int BITS> __device__ inline void transform_points(Complex* x) {
-    constexpr int COUNT = 1 << BITS;
-    Complex points[COUNT];
+// Of 24 points three blocks of eight, of every third frequency each.
+template <bool INVERSE> __device__ inline void split_in_three(Complex (&x)[24]) {
+    constexpr float HALF_ROOT = INVERSE ? -0.86602540378443864676f : 0.86602540378443864676f;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) points[i] = x[i];
-    split_points<INVERSE, COUNT>(points);
+    for (int i = 0; i < 8; ++i) {
+        const Complex a = x[i], sum = x[i + 8] + x[i + 16], difference = x[i + 8] - x[i + 16];
+        const Complex middle = {fmaf(-0.5f, sum.x, a.x), fmaf(-0.5f, sum.y, a.y)};
+        const Complex turn = {HALF_ROOT * difference.y, -HALF_ROOT * difference.x};
+        x[i] = a + sum;
+        x[i + 8] = turned<INVERSE, 24>(middle + turn, i);
+        x[i + 16] = turned<INVERSE, 24>(middle - turn, 2 * i);
+    }
+}
+__device__ constexpr int reversed(int i, int bits) {
+    return bits == 0 ? 0 : (i & 1) << (bits - 1) | reversed(i >> 1, bits - 1);
+}
+template <bool INVERSE, int RADIX> __device__ inline void transform_points(Complex* x) {
+    Complex points[RADIX];
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) x[i] = points[reversed(i, BITS)];
+    for (int i = 0; i < RADIX; ++i) points[i] = x[i];
+    if constexpr (RADIX == 24) split_in_three<INVERSE>(points), split_in_two<INVERSE, 8>(points);
+    else split_in_two<INVERSE, RADIX>(points);
+#pragma unroll
+    for (int i = 0; i < RADIX; ++i)
+        x[i] = points[RADIX == 24 ? i % 3 * 8 + reversed(i / 3, 3) : reversed(i, log_of(RADIX))];
 }
 
 // ---- passes ----------------------------------------------------------------------------------------------------
 
+// A thread's butterflies in a pass are as far from each other as all threads' points: they begin in blocks of their own,
+// at the same point.
 template <int PASS> struct Butterflies {
-    static constexpr int LOG_RADIX = log_radix(PASS), RADIX = 1 << LOG_RADIX, COUNT = ELEMENTS / RADIX;
-    static constexpr int LOG_STRIDE = log_stride(PASS), STRIDE = 1 << LOG_STRIDE;
+    static constexpr int RADIX = radix(PASS), STRIDE = stride(PASS);
+    static_assert(NUM_THREADS % STRIDE == 0, "a pass has threads for whole blocks");
 
-    // Where the points of a thread's butterfly of this number are: the first, and STRIDE on the next.
-    __device__ static int number(int index) { return threadIdx.x + index * NUM_THREADS; }
-    __device__ static int point(int index) { return number(index) % STRIDE; }
-    __device__ static int place(int index) { return (number(index) >> LOG_STRIDE << (LOG_STRIDE + LOG_RADIX)) + point(index); }
+    __device__ static int point() { return threadIdx.x % STRIDE; }
+    __device__ static int place() { return threadIdx.x / STRIDE * (STRIDE * RADIX) + point(); }  // of the first element
+    __device__ static constexpr int offset(int element) {
+        return element / RADIX * (NUM_THREADS * RADIX) + element % RADIX * STRIDE;
+    }
 };
 
-// x[q] e^(-2 pi i q j / SIZE), or the other way.
-template <bool INVERSE, int PASS> __device__ inline void turn_points(Complex* x, int j) {
+// The q-th of each RADIX elements times e^(-2 pi i q j / SIZE), or the other way.
+template <bool INVERSE, int PASS> __device__ inline void turn_points(Complex (&x)[ELEMENTS]) {
     using Here = Butterflies<PASS>;
-    Complex first[4], high;  // e^(..) to the powers of 1, 2, 3 and of multiples of 4
-    const auto turn = [&](int power) -> Complex {
+    int j = Here::point();
+    asm volatile("" : "+r"(j));  // worked out anew in each transform, and not kept in registers from one to the next
+    const auto factor = [&](int power) -> Complex {
         float s, c;
-        sincospif(static_cast<float>(power * j) / (Here::STRIDE * Here::RADIX / 2), &s, &c);
+        sincospif(static_cast<float>(power * j) * (2.0f / (Here::STRIDE * Here::RADIX)), &s, &c);
         return {c, INVERSE ? s : -s};
     };
-    first[1] = turn(1), first[2] = first[1] * first[1], first[3] = first[2] * first[1];
-    const Complex step = Here::RADIX > 4 ? turn(4) : Complex{};
-    x[1] = x[1] * first[1];
-    if constexpr (Here::RADIX > 2) x[2] = x[2] * first[2], x[3] = x[3] * first[3];
+    const auto turn = [&](int q, Complex by) {
+#pragma unroll
+        for (int i = q; i < ELEMENTS; i += Here::RADIX) x[i] = x[i] * by;
+    };
+    Complex first[4], high;  // the factor to the powers of 1, 2, 3 and of multiples of 4
+    first[1] = factor(1), first[2] = first[1] * first[1], first[3] = first[2] * first[1];
+    const Complex step = Here::RADIX > 4 ? factor(4) : Complex{};
+    turn(1, first[1]);
+    if constexpr (Here::RADIX > 2) turn(2, first[2]), turn(3, first[3]);
 #pragma unroll
     for (int q = 4; q < Here::RADIX; q += 4) {
-        high = q == 4 ? step : q == 16 ? turn(16) : high * step;
-        x[q] = x[q] * high;
+        high = q == 4 ? step : q == 16 ? factor(16) : high * step;
+        turn(q, high);
 #pragma unroll
-        for (int i = 1; i < 4; ++i) x[q + i] = x[q + i] * (high * first[i]);
+        for (int i = 1; i < 4; ++i) turn(q + i, high * first[i]);
     }
 }
 
-// Places in shared memory: one of 16 is left out, so that 16 threads meet different banks in every pass. A point of a
-// butterfly is a constant away from the first one, as the lowest four bits never carry.
+// Places in shared memory: one of 16 is left out, so that 16 threads meet different banks in every pass. An element is a
+// constant away from the thread's first one, as the lowest four bits never carry.
 __device__ inline int padded(int place) { return place + place / 16; }
 
 // From the places of one pass to those of another.
 template <int FROM, int TO> __device__ inline void exchange(Complex (&x)[ELEMENTS]) {
     extern __shared__ __align__(16) Complex shared[];
-    using From = Butterflies<FROM>;
-    using To = Butterflies<TO>;
+    Complex* const from = shared + padded(Butterflies<FROM>::place());
+    const Complex* const to = shared + padded(Butterflies<TO>::place());
     __syncthreads();  // nobody reads what was there any more
 #pragma unroll
-    for (int i = 0; i < From::COUNT; ++i) {
-        Complex* const first = shared + padded(From::place(i));
-#pragma unroll
-        for (int q = 0; q < From::RADIX; ++q) first[q * From::STRIDE + q * From::STRIDE / 16] = x[i * From::RADIX + q];
+    for (int i = 0; i < ELEMENTS; ++i) {
+        constexpr auto offset = Butterflies<FROM>::offset;
+        from[offset(i) + offset(i) / 16] = x[i];
     }
     __syncthreads();  // all points are there
 #pragma unroll
-    for (int i = 0; i < To::COUNT; ++i) {
-        const Complex* const first = shared + padded(To::place(i));
-#pragma unroll
-        for (int q = 0; q < To::RADIX; ++q) x[i * To::RADIX + q] = first[q * To::STRIDE + q * To::STRIDE / 16];
+    for (int i = 0; i < ELEMENTS; ++i) {
+        constexpr auto offset = Butterflies<TO>::offset;
+        x[i] = to[offset(i) + offset(i) / 16];
     }
 }
 
 template <int PASS = 0> __device__ inline void transform(Complex (&x)[ELEMENTS]) {
     using Here = Butterflies<PASS>;
 #pragma unroll
-    for (int i = 0; i < Here::COUNT; ++i) {
-        transform_points<false, Here::LOG_RADIX>(x + i * Here::RADIX);
-        if constexpr (Here::STRIDE > 1) turn_points<false, PASS>(x + i * Here::RADIX, Here::point(i));
-    }
+    for (int i = 0; i < ELEMENTS; i += Here::RADIX) transform_points<false, Here::RADIX>(x + i);
+    if constexpr (Here::STRIDE > 1) turn_points<false, PASS>(x);
     if constexpr (PASS + 1 < PASSES) exchange<PASS, PASS + 1>(x), transform<PASS + 1>(x);
 }
 template <int PASS = PASSES - 1> __device__ inline void transform_back(Complex (&x)[ELEMENTS]) {
     using Here = Butterflies<PASS>;
+    if constexpr (Here::STRIDE > 1) turn_points<true, PASS>(x);
 #pragma unroll
-    for (int i = 0; i < Here::COUNT; ++i) {
-        if constexpr (Here::STRIDE > 1) turn_points<true, PASS>(x + i * Here::RADIX, Here::point(i));
-        transform_points<true, Here::LOG_RADIX>(x + i * Here::RADIX);
-    }
+    for (int i = 0; i < ELEMENTS; i += Here::RADIX) transform_points<true, Here::RADIX>(x + i);
     if constexpr (PASS > 0) exchange<PASS, PASS - 1>(x), transform_back<PASS - 1>(x);
 }
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 
-// visit(register, token) for the points of the first pass that may be tokens: those of the first half.
+// visit(element, token) for the points of the first pass that may be tokens: those of the first half.
 template <typename Visit> __device__ inline void for_tokens(int tokens, Visit visit) {
     using First = Butterflies<0>;
+    static_assert(First::RADIX == ELEMENTS, "threads have one butterfly in the first pass");
 #pragma unroll
-    for (int i = 0; i < First::COUNT; ++i)
-#pragma unroll
-        for (int q = 0; q < First::RADIX / 2; ++q) {
-            const int token = First::place(i) + q * First::STRIDE;
-            if (token < tokens) visit(i * First::RADIX + q, token);
-        }
+    for (int i = 0; i < ELEMENTS / 2; ++i) {
+        const int token = First::place() + First::offset(i);
+        if (token < tokens) visit(i, token);
+    }
 }
 __device__ inline void clear(Complex (&x)[ELEMENTS]) {
 #pragma unroll

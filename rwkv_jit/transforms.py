@@ -19,7 +19,8 @@ from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked
 from rwkv_jit.template import Parameter
 
-_LOG_LENGTHS = range(10, 15)  # of transforms: no shorter one pays, and no block holds a longer one
+# Of transforms, and points of a thread; no shorter one pays, and no block holds a longer one.
+_LENGTHS = {1024: 32, 1536: 24, 2048: 16, 3072: 24, 4096: 16, 6144: 24, 8192: 32, 12288: 24, 16384: 32}
 _REGISTERS = 2**16  # of a multiprocessor
 _MOST_PAIRS = 2**16 - 1  # blocks in y
 
@@ -34,19 +35,17 @@ def request(
     UnsupportedConfigError
         No block holds such a transform, by its length or on this architecture.
     """
-    log_length = max((2 * tokens - 1).bit_length(), _LOG_LENGTHS[0])
-    if log_length not in _LOG_LENGTHS:
-        raise UnsupportedConfigError(f"takes at most {2 ** _LOG_LENGTHS[-1] // 2} tokens, got {tokens}")
-    length, passes = 2**log_length, -(-log_length // 5)
-    elements = 2 ** -(-log_length // passes)
-    threads, shared_bytes = length // elements, length // 16 * 17 * 8
+    length = next((length for length in _LENGTHS if length >= 2 * tokens), None)
+    if length is None:
+        raise UnsupportedConfigError(f"takes at most {max(_LENGTHS) // 2} tokens, got {tokens}")
+    threads, shared_bytes = length // _LENGTHS[length], length // 16 * 17 * 8
     if shared_bytes > chunked.shared_limit(arch):
         limit = chunked.shared_limit(arch)
         raise UnsupportedConfigError(f"needs {shared_bytes} bytes of shared memory, {arch} has {limit}")
-    registers = 96 if elements == 16 else 128 if threads > 32 else 160
+    registers = {16: 96, 24: 128, 32: 128 if threads > 32 else 160}[_LENGTHS[length]]
     room = chunked.shared_per_multiprocessor(arch) // (shared_bytes + 1024)
     parameters: dict[str, Parameter] = {
-        "T_W": tensors.STORAGE[types[0]], "T_IO": tensors.STORAGE[types[1]], "LOG_LENGTH": log_length,
+        "T_W": tensors.STORAGE[types[0]], "T_IO": tensors.STORAGE[types[1]], "LENGTH": length,
         "NUM_THREADS": threads, "BLOCKS_PER_SM": min(_REGISTERS // (threads * registers), room),
         "SHARED_BYTES": shared_bytes,
     }  # fmt: skip
@@ -66,7 +65,7 @@ class Transforms:
         of = made.parameters
         group_rows = 2 * -(-pairs // min(-(-2 * tensors.multiprocessors(device) // channels), pairs))
         groups = -(-batch // group_rows)
-        self._spectra = (channels, 2 ** int(of["LOG_LENGTH"]), 2)
+        self._spectra = (channels, int(of["LENGTH"]), 2)
         self._sums = (groups, channels, tokens)
 
         def plan(entry: str, blocks: int, arrays: int, constants: Sequence[bytes]) -> Plan:

@@ -67,14 +67,13 @@ def _swapped(state: Tensor) -> Tensor:
 # ---- flash-linear-attention --------------------------------------------------------------------------------------
 
 _SCALED = {"scale": 1.0}
-# By op: module, and functions with what they are given beside the inputs to compute the same. A bound on the decays,
-# which are sigmoids, lets FLA take its faster chunks of 64.
+# A bound on the decays, which are sigmoids, lets FLA take its faster chunks of 64; at head size 256 these end in an illegal
+# memory access.
+_BOUNDED, _LARGEST_BOUNDED = {"lower_bound": -SIGMOID_RATE}, 128
+# By op: module, and functions with what they are given beside the inputs to compute the same.
 _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "wkv6": ("rwkv6", {"chunk_rwkv6": _SCALED, "fused_recurrent_rwkv6": _SCALED}),
-    "wkv7": (
-        "rwkv7",
-        {"chunk_rwkv7": {**_SCALED, "lower_bound": -SIGMOID_RATE}, "fused_recurrent_rwkv7": _SCALED},
-    ),
+    "wkv7": ("rwkv7", {"chunk_rwkv7": {**_SCALED, **_BOUNDED}, "fused_recurrent_rwkv7": _SCALED}),
     "gla": ("gla", {"chunk_gla": {}, "fused_recurrent_gla": {}}),
     "linear_attention": (
         "linear_attn",
@@ -92,6 +91,8 @@ def _fla(case: Case) -> list[Contestant]:
     if case.op not in _OF_FLA:
         return []
     module, functions = _OF_FLA[case.op]
+    if case.op == "wkv7" and case.shape[3] > _LARGEST_BOUNDED:
+        functions = dict.fromkeys(functions, _SCALED)
 
     def contestant(name: str, options: dict[str, Any]) -> Contestant:
         def run(inputs: Inputs, state: Tensor | None, with_state: bool) -> tuple[Tensor, Any]:

@@ -182,7 +182,7 @@ def test_forms_of_the_history(op, dtype, tokens):
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("sizes", [(1, 1), (5, 3), (6, 300), (33, 2)])
-@pytest.mark.parametrize("tokens", [1, 100, 512, 513, 1000, 2048, 3000, 8192])
+@pytest.mark.parametrize("tokens", [1, 512, 513, 1000, 1500, 2048, 3000, 4096, 6000, 8192])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_transforms_in_shared_memory(op, dtype, tokens, sizes):
     """Every length of a transform; odd rows; gradients of the filter as one sum and in parts."""

@@ -203,6 +203,15 @@ def test_peers_of_fla_get_what_they_ask_for(op, index, names, monkeypatch, on_cp
     )
 
 
+@pytest.mark.parametrize("head_size", [128, 129])
+def test_large_heads_of_fla_have_no_bound(head_size, monkeypatch):
+    given = []
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: lambda *_, **options: given.append(options) or (0, 0))
+    for peer in peers._fla(Case("wkv7", (1, 2, 1, head_size, head_size), torch.float32)):
+        peer.run([], None, False)
+    assert [("lower_bound" in options) for options in given] == [head_size == 128, False]
+
+
 def test_peer_of_wkv4_begins_with_an_empty_state(monkeypatch, on_cpu):
     def fla(w, u, k, v, state):
         assert state.shape == (1, 3, 1, 8)

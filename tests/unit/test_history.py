@@ -220,8 +220,9 @@ def transforms_of(driver, monkeypatch):
     [
         ((1, 3, 1), 1024, 32, 2),
         ((5, 3, 512), 1024, 32, 2),  # the channels are few: as many parts as there are pairs
-        ((9, 300, 513), 2048, 128, 10),
+        ((9, 300, 513), 1536, 64, 10),
         ((8, 100, 4096), 8192, 256, 4),
+        ((8, 100, 4097), 12288, 512, 4),
         ((64, 50, 8192), 16384, 512, 12),
     ],
 )
@@ -255,7 +256,7 @@ def test_transforms_are_launched_by_channels_and_pairs_of_rows(transforms_of, dr
     ("tokens", "arch", "reason"),
     [
         (8193, "sm_90", "takes at most 8192 tokens, got 8193"),
-        (4097, "sm_86", "needs 139264 bytes of shared memory, sm_86 has 101376"),
+        (4097, "sm_86", "needs 104448 bytes of shared memory, sm_86 has 101376"),
     ],
 )
 def test_transforms_that_no_block_holds(tokens, arch, reason):
