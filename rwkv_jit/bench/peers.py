@@ -67,8 +67,8 @@ def _swapped(state: Tensor) -> Tensor:
 # ---- flash-linear-attention --------------------------------------------------------------------------------------
 
 _SCALED = {"scale": 1.0}
-# A bound on the decays, which are sigmoids, lets FLA take its faster chunks of 64; at head size 256 these end in an illegal
-# memory access.
+# A bound on the decays, which are sigmoids, lets FLA take its faster chunks of 64. At head size 256 these end in an
+# illegal memory access.
 _BOUNDED, _LARGEST_BOUNDED = {"lower_bound": -SIGMOID_RATE}, 128
 # By op: module, and functions with what they are given beside the inputs to compute the same.
 _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
