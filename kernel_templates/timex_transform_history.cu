@@ -4,8 +4,9 @@
 //     y = inverse(H z)    H the spectrum of h[d] = w[c, T-1-d]    z = k[b, c] + i k[b+1, c]
 //
 // Two rows of the batch are one complex row, since h is real: y is out[b, c] + i out[b+1, c]. Transforms have LENGTH
-// >= 2 T points, so that nothing comes round, and the second half of what goes in and comes out is of no interest. With
-// g the gradient of out, correlations are products with conjugates:
+// >= 2 T points, so that nothing comes round, and the second half of what goes in and comes out is of no interest. The two
+// share their rounding: each is as exact as the larger one allows. With g the gradient of out, correlations are products
+// with conjugates:
 //
 //     gk = inverse(conj(H) z_g)        gh = Re inverse(sum over pairs of z_g conj(z_k))    gw[c, T-1-d] = gh[d]
 //
