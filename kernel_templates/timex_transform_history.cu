@@ -1,25 +1,26 @@
 // TimeX by Fourier transforms, for rows whose length makes T^2 products too many. A transform is a block's, in registers
 // and shared memory, from row to row: nothing but rows and spectra of filters goes through memory.
 //
-//     y = inverse(H z)    H the spectrum of h[d] = w[c, T-1-d]    z = k[b, c] + i k[b+1, c]
+// A row of real numbers is a complex one of half the length, z[j] = k[2j] + i k[2j+1], of LENGTH >= T points, so that nothing
+// comes round, and the second half of what goes in and comes out is of no interest. With z_h the same of the filter
+// h[d] = w[c, T-1-d], capitals for transforms, and theta = pi f / LENGTH,
 //
-// Two rows of the batch are one complex row, since h is real: y is out[b, c] + i out[b+1, c]. Transforms have LENGTH
-// >= 2 T points, so that nothing comes round, and the second half of what goes in and comes out is of no interest. The two
-// share their rounding: each is as exact as the larger one allows. With g the gradient of out, correlations are products
-// with conjugates:
+//     Y[f] = A[f] Z[f] + B[f] conj(Z[-f])    A = E - e^(-i theta) sin(theta) O    B = i e^(-i theta) cos(theta) O
+//     E[f] = (Z_h[f] + conj(Z_h[-f])) / 2    O[f] = (Z_h[f] - conj(Z_h[-f])) / 2i
 //
-//     gk = inverse(conj(H) z_g)        gh = Re inverse(sum over pairs of z_g conj(z_k))    gw[c, T-1-d] = gh[d]
+// where y[j] = out[2j] + i out[2j+1]. Correlations have conj(A) and -conj(B): gk is that of g with h, and gw[c, T-1-d] that of
+// g with k at d, as k were the filter, summed over the batch. A 1 / LENGTH is in A and B.
 //
-//   w        [channels, T]         T_W    in        k, g  [batch, channels, T]  T_IO  in
-//   spectra  [channels, LENGTH]  complex  out of timex_spectrum, divided by LENGTH; in of timex_transform
-//   out      [batch, channels, T]  T_IO   out       sums  [groups, channels, T]  fp32  out: gw of some pairs each
+//   w        [channels, T]                    T_W    in        k, g  [batch, channels, T]  T_IO  in
+//   factors  [channels, 2, LENGTH]  complex   out of timex_factors: A and B; in of timex_transform
+//   out      [batch, channels, T]             T_IO   out       sums  [groups, channels, T]  fp32  out: gw of some rows each
 //
-// Grids (channels), (channels, pairs of rows), (channels, groups of pairs).
+// Grids (channels), (channels, batch), (channels, groups of rows).
 //
 // A transform is PASSES passes. In pass p the points are blocks of SIZE = LENGTH, LENGTH / RADIX .., and one of STRIDE =
 // SIZE / RADIX threads' butterflies takes the points j, j + STRIDE, .. of a block, a thread ELEMENTS / RADIX of these:
 // their transform of RADIX points, its q-th times e^(-2 pi i q j / SIZE), is point j of the q-th block of the next pass. So
-// frequencies end in an order of their own, which all spectra share, and the inverse takes the same way back.
+// frequencies end with their digits reversed, where factors and spectra meet, and the inverse takes the same way back.
 #include "types.cuh"
 
 // 2^BITS, with as few passes of equal radices as 32 elements allow, or 3 2^BITS, first 24 points and then up to 8.
@@ -28,7 +29,7 @@ __device__ constexpr int log_of(int x) { return x <= 1 ? 0 : 1 + log_of(x / 2); 
 constexpr int BITS = log_of(HAS_THREE ? LENGTH / 3 : LENGTH);
 constexpr int PASSES = HAS_THREE ? 1 + ceil_div(BITS - 3, 3) : ceil_div(BITS, 5);
 constexpr int ELEMENTS = HAS_THREE ? 24 : 1 << ceil_div(BITS, PASSES);
-static_assert(LENGTH == (HAS_THREE ? 3 : 1) << BITS && LENGTH >= 1024, "length must be 2^n or 3 2^n, 1024 at least");
+static_assert(LENGTH == (HAS_THREE ? 3 : 1) << BITS && LENGTH >= 768, "length must be 2^n or 3 2^n, 768 at least");
 static_assert(NUM_THREADS * ELEMENTS == LENGTH, "num_threads must be the transform's length over a thread's elements");
 static_assert(SHARED_BYTES == LENGTH / 16 * 17 * 8, "shared_bytes is what the geometry says");
 
@@ -170,6 +171,38 @@ template <int FROM, int TO> __device__ inline void exchange(Complex (&x)[ELEMENT
     }
 }
 
+// visit(element, the point -f, f) for the points f of the last pass. To turn a frequency's sign, each of its digits turns,
+// but for zeros in front.
+template <typename Visit> __device__ inline void with_mirrored(const Complex (&x)[ELEMENTS], Visit visit) {
+    extern __shared__ __align__(16) Complex shared[];
+    using Last = Butterflies<PASSES - 1>;
+    Complex* const from = shared + padded(Last::place());
+    __syncthreads();  // nobody reads what was there any more
+#pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) from[Last::offset(i) + Last::offset(i) / 16] = x[i];
+    __syncthreads();  // all points are there
+#pragma unroll
+    for (int first = 0; first < ELEMENTS; first += Last::RADIX) {
+        const int block = threadIdx.x + first / Last::RADIX * NUM_THREADS;
+        int rest = block, mirrored = 0, frequency = 0;
+        bool is_zero = true;
+#pragma unroll
+        for (int pass = 0; pass + 1 < PASSES; ++pass) {
+            const int unit = stride(pass) / Last::RADIX, digit = rest / unit;
+            mirrored += (is_zero ? (radix(pass) - digit) % radix(pass) : radix(pass) - 1 - digit) * unit;
+            frequency += digit * (LENGTH / stride(pass - 1));
+            is_zero = is_zero && digit == 0, rest %= unit;
+        }
+        const Complex* const to = shared + padded(mirrored * Last::RADIX);
+#pragma unroll
+        for (int q = 0; q < Last::RADIX; ++q) {
+            const int turned = Last::RADIX - 1 - q, of_zero = (Last::RADIX - q) % Last::RADIX;
+            const Complex there = to[is_zero ? of_zero + of_zero / 16 : turned + turned / 16];
+            visit(first + q, there, frequency + q * (LENGTH / Last::RADIX));
+        }
+    }
+}
+
 template <int PASS = 0> __device__ inline void transform(Complex (&x)[ELEMENTS]) {
     using Here = Butterflies<PASS>;
 #pragma unroll
@@ -187,87 +220,92 @@ template <int PASS = PASSES - 1> __device__ inline void transform_back(Complex (
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 
-// visit(element, token) for the points of the first pass that may be tokens: those of the first half.
+// visit(element, token) for the points of the first pass that have tokens, this one and perhaps the next.
 template <typename Visit> __device__ inline void for_tokens(int tokens, Visit visit) {
     using First = Butterflies<0>;
     static_assert(First::RADIX == ELEMENTS, "threads have one butterfly in the first pass");
 #pragma unroll
     for (int i = 0; i < ELEMENTS / 2; ++i) {
-        const int token = First::place() + First::offset(i);
+        const int token = 2 * (First::place() + First::offset(i));
         if (token < tokens) visit(i, token);
     }
 }
-__device__ inline void clear(Complex (&x)[ELEMENTS]) {
+// The transform of a row: of `row` and on, STEP further each token.
+template <int STEP, typename T>
+__device__ inline void transform_row(Complex (&x)[ELEMENTS], const T* row, int tokens) {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) x[i] = {0.0f, 0.0f};
+    for_tokens(tokens, [&](int i, int token) {
+        x[i].x = to_float(row[STEP * token]);
+        if (token + 1 < tokens) x[i].y = to_float(row[STEP * (token + 1)]);
+    });
+    transform(x);
 }
-// A row, and the one `row_stride` behind it, if there is one.
-template <typename T>
-__device__ inline void load_rows(Complex (&x)[ELEMENTS], const T* row, i64 row_stride, bool has_second, int tokens) {
-    clear(x);
-    for_tokens(tokens, [&](int i, int token) { x[i].x = to_float(row[token]); });
-    if (has_second) for_tokens(tokens, [&](int i, int token) { x[i].y = to_float(row[row_stride + token]); });
+// A and B of a filter whose transform is x; of its correlation with CONJUGATES.
+template <bool CONJUGATES> __device__ inline void write_factors(const Complex (&x)[ELEMENTS], Complex* factors) {
+    with_mirrored(x, [&](int i, Complex there, int frequency) {
+        const Complex even = {x[i].x + there.x, x[i].y - there.y}, odd = {x[i].y + there.y, there.x - x[i].x};
+        float s, c;
+        sincospif(frequency * (1.0f / LENGTH), &s, &c);
+        const Complex turned_odd = odd * Complex{c, -s};
+        const Complex a = {fmaf(-s, turned_odd.x, even.x), fmaf(-s, turned_odd.y, even.y)};
+        const Complex b = {-c * turned_odd.y, c * turned_odd.x};
+        constexpr float SCALE = 0.5f / LENGTH;
+        factors[i * NUM_THREADS] = {SCALE * a.x, CONJUGATES ? -SCALE * a.y : SCALE * a.y};
+        factors[LENGTH + i * NUM_THREADS] = {CONJUGATES ? -SCALE * b.x : SCALE * b.x, SCALE * b.y};
+    });
+}
+// The inverse of A x + B conj(the point -f); with `conjugates` that of conj(A) x - conj(B) ..
+__device__ inline void multiply_and_transform_back(Complex (&x)[ELEMENTS], const Complex* factors, bool conjugates) {
+    const float sign = conjugates ? -1.0f : 1.0f;
+    with_mirrored(x, [&](int i, Complex there, int) {
+        const Complex a = load_early<Complex>(factors + i * NUM_THREADS);
+        const Complex b = load_early<Complex>(factors + LENGTH + i * NUM_THREADS);
+        x[i] = x[i] * Complex{a.x, sign * a.y} + conjugate(there) * Complex{sign * b.x, b.y};
+    });
+    transform_back(x);
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_spectrum(
-    const T_W* __restrict__ w, Complex* __restrict__ spectra, i64 w_stride, int tokens) {
-    const T_W* const row = w + blockIdx.x * w_stride;
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_factors(
+    const T_W* __restrict__ w, Complex* __restrict__ factors, i64 w_stride, int tokens) {
     Complex x[ELEMENTS];
-    clear(x);
-    for_tokens(tokens, [&](int i, int token) { x[i].x = to_float(row[tokens - 1 - token]); });
-    transform(x);
-    spectra += i64(blockIdx.x) * LENGTH + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) spectra[i * NUM_THREADS] = {x[i].x / LENGTH, x[i].y / LENGTH};
+    transform_row<-1>(x, w + blockIdx.x * w_stride + tokens - 1, tokens);
+    write_factors<false>(x, factors + i64(blockIdx.x) * (2 * LENGTH) + threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform(
-    const T_IO* __restrict__ k, const Complex* __restrict__ spectra, T_IO* __restrict__ out, i64 k_batch_stride,
-    i64 k_stride, i64 batch, i64 channels, int tokens, float eps, int conjugates) {
-    const i64 channel = blockIdx.x, row = i64(blockIdx.y) * 2;
-    const bool has_second = row + 1 < batch;
+    const T_IO* __restrict__ k, const Complex* __restrict__ factors, T_IO* __restrict__ out, i64 k_batch_stride,
+    i64 k_stride, i64 channels, int tokens, float eps, int conjugates) {
+    const i64 channel = blockIdx.x, row = blockIdx.y;
     Complex x[ELEMENTS];
-    load_rows(x, k + row * k_batch_stride + channel * k_stride, k_batch_stride, has_second, tokens);
-    transform(x);
-    spectra += channel * LENGTH + threadIdx.x;
-    const float sign = conjugates ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) {
-        const Complex h = load_early<Complex>(spectra + i * NUM_THREADS);
-        x[i] = x[i] * Complex{h.x, sign * h.y};
-    }
-    transform_back(x);
-    T_IO* const first = out + (row * channels + channel) * tokens;
-    T_IO* const second = first + channels * tokens;
+    transform_row<1>(x, k + row * k_batch_stride + channel * k_stride, tokens);
+    multiply_and_transform_back(x, factors + channel * (2 * LENGTH) + threadIdx.x, conjugates);
+    out += (row * channels + channel) * tokens;
     for_tokens(tokens, [&](int i, int token) {
-        first[token] = from_float<T_IO>(x[i].x + eps);
-        if (has_second) second[token] = from_float<T_IO>(x[i].y + eps);
+        out[token] = from_float<T_IO>(x[i].x + eps);
+        if (token + 1 < tokens) out[token + 1] = from_float<T_IO>(x[i].y + eps);
     });
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform_gradient(
-    const T_IO* __restrict__ g, const T_IO* __restrict__ k, Complex* __restrict__ spectra, float* __restrict__ sums,
+    const T_IO* __restrict__ g, const T_IO* __restrict__ k, Complex* __restrict__ factors, float* __restrict__ sums,
     i64 g_batch_stride, i64 g_stride, i64 k_batch_stride, i64 k_stride, i64 batch, i64 channels, i64 group_rows,
     int tokens) {
     const i64 channel = blockIdx.x, begin = blockIdx.y * group_rows, end = min(begin + group_rows, batch);
     g += channel * g_stride, k += channel * k_stride;
     const i64 place = blockIdx.y * channels + channel;
-    Complex* const of_g = spectra + place * LENGTH + threadIdx.x;  // which this thread alone writes and reads
-    float sum[ELEMENTS] = {};
-    for (i64 row = begin; row < end; row += 2) {
-        const bool has_second = row + 1 < end;
+    // Which a thread alone writes and reads; sums in registers would leave too few of them to the transforms.
+    factors += place * (2 * LENGTH) + threadIdx.x, sums += place * tokens + tokens - 1;
+    for (i64 row = begin; row < end; ++row) {
         Complex x[ELEMENTS];
-        load_rows(x, g + row * g_batch_stride, g_batch_stride, has_second, tokens);
-        transform(x);
-#pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i) of_g[i * NUM_THREADS] = x[i];
-        load_rows(x, k + row * k_batch_stride, k_batch_stride, has_second, tokens);
-        transform(x);
-#pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i) x[i] = load_early<Complex>(of_g + i * NUM_THREADS) * conjugate(x[i]);
-        transform_back(x);
-        for_tokens(tokens, [&](int i, int) { sum[i] += x[i].x; });
+        transform_row<1>(x, k + row * k_batch_stride, tokens);
+        write_factors<true>(x, factors);
+        transform_row<1>(x, g + row * g_batch_stride, tokens);
+        multiply_and_transform_back(x, factors, false);
+        for_tokens(tokens, [&](int i, int token) {
+            float* const sum = sums - token;
+            sum[0] = row == begin ? x[i].x : load_early<float>(sum) + x[i].x;
+            if (token + 1 < tokens) sum[-1] = row == begin ? x[i].y : load_early<float>(sum - 1) + x[i].y;
+        });
     }
-    sums += place * tokens;
-    for_tokens(tokens, [&](int i, int token) { sums[tokens - 1 - token] = sum[i] / LENGTH; });
 }

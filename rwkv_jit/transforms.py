@@ -1,8 +1,8 @@
 """TimeX by Fourier transforms in shared memory: a form that `rwkv-jit bench --op timex --history` compares.
 
-Up to 8192 tokens, whose transforms a block holds; `timex_transform_history.cu` says how. Two rows of the batch are one
-complex row, and the spectra of the filters are made first. A gradient of the filter is a sum over pairs of rows, which
-is made in parts where the channels alone are too few blocks.
+Up to 16384 tokens, whose transforms a block holds; `timex_transform_history.cu` says how. What the filters multiply
+spectra by is made first. A gradient of the filter is a sum over the batch, made in parts where the channels are too few
+blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rwkv_jit.ops import chunked
 from rwkv_jit.template import Parameter
 
 # Of transforms, and points of a thread; no shorter one pays, and no block holds a longer one.
-_LENGTHS = {1024: 32, 1536: 24, 2048: 16, 3072: 24, 4096: 16, 6144: 24, 8192: 32, 12288: 24, 16384: 32}
+_LENGTHS = {768: 24, 1024: 32, 1536: 24, 2048: 16, 3072: 24, 4096: 16, 6144: 24, 8192: 32, 12288: 24, 16384: 32}
 _REGISTERS = 2**16  # of a multiprocessor
-_MOST_PAIRS = 2**16 - 1  # blocks in y
+_MOST_ROWS = 2**16 - 1  # blocks in y
 
 
 def request(
@@ -35,9 +35,9 @@ def request(
     UnsupportedConfigError
         No block holds such a transform, by its length or on this architecture.
     """
-    length = next((length for length in _LENGTHS if length >= 2 * tokens), None)
+    length = next((length for length in _LENGTHS if length >= tokens), None)
     if length is None:
-        raise UnsupportedConfigError(f"takes at most {max(_LENGTHS) // 2} tokens, got {tokens}")
+        raise UnsupportedConfigError(f"takes at most {max(_LENGTHS)} tokens, got {tokens}")
     threads, shared_bytes = length // _LENGTHS[length], length // 16 * 17 * 8
     if shared_bytes > chunked.shared_limit(arch):
         limit = chunked.shared_limit(arch)
@@ -57,15 +57,14 @@ class Transforms:
 
     def __init__(self, w: Tensor, k: Tensor):
         (batch, channels, tokens), device = k.shape, k.device.index
-        pairs = -(-batch // 2)
-        if pairs > _MOST_PAIRS:
-            raise UnsupportedConfigError(f"takes at most {2 * _MOST_PAIRS} rows of a channel, got {batch}")
+        if batch > _MOST_ROWS:
+            raise UnsupportedConfigError(f"takes at most {_MOST_ROWS} rows of a channel, got {batch}")
         made = request(tokens, (w.dtype, k.dtype), tensors.arch(device), tensors.also(device))
         self.kernel = kernel.get(made)
         of = made.parameters
-        group_rows = 2 * -(-pairs // min(-(-2 * tensors.multiprocessors(device) // channels), pairs))
+        group_rows = -(-batch // min(-(-2 * tensors.multiprocessors(device) // channels), batch))
         groups = -(-batch // group_rows)
-        self._spectra = (channels, int(of["LENGTH"]), 2)
+        self._factors = (channels, 2, int(of["LENGTH"]), 2)
         self._sums = (groups, channels, tokens)
 
         def plan(entry: str, blocks: int, arrays: int, constants: Sequence[bytes]) -> Plan:
@@ -76,11 +75,11 @@ class Transforms:
             return [struct.pack("q", number) for number in numbers]
 
         strides, length = (channels * tokens, tokens), struct.pack("i", tokens)
-        self._of_filter = plan("timex_spectrum", 1, 2, [*counts(tokens), length])
+        self._of_filter = plan("timex_factors", 1, 2, [*counts(tokens), length])
         self._forward, self._backward = (
             plan(
-                "timex_transform", pairs, 3,
-                [*counts(*strides, batch, channels), length, struct.pack("f", 0.0), struct.pack("i", conjugates)],
+                "timex_transform", batch, 3,
+                [*counts(*strides, channels), length, struct.pack("f", 0.0), struct.pack("i", conjugates)],
             )
             for conjugates in (False, True)
         )  # fmt: skip
@@ -94,13 +93,13 @@ class Transforms:
     def gradients(self, g: Tensor, w: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return those of w and k, from that of the result."""
         sums = torch.empty(self._sums, dtype=torch.float32, device=k.device)
-        own = torch.empty((self._sums[0], *self._spectra), dtype=torch.float32, device=k.device)
+        own = torch.empty((self._sums[0], *self._factors), dtype=torch.float32, device=k.device)
         tensors.launch(self._gradient, [x.data_ptr() for x in (g, k, own, sums)])
         return sums.sum(0).to(w.dtype), self._convolve(self._backward, w, g)
 
     def _convolve(self, plan: Plan, w: Tensor, k: Tensor) -> Tensor:
-        spectra = torch.empty(self._spectra, dtype=torch.float32, device=k.device)
+        factors = torch.empty(self._factors, dtype=torch.float32, device=k.device)
         out = torch.empty_like(k)
-        tensors.launch(self._of_filter, [w.data_ptr(), spectra.data_ptr()])
-        tensors.launch(plan, [x.data_ptr() for x in (k, spectra, out)])
+        tensors.launch(self._of_filter, [w.data_ptr(), factors.data_ptr()])
+        tensors.launch(plan, [x.data_ptr() for x in (k, factors, out)])
         return out

@@ -182,18 +182,20 @@ def test_forms_of_the_history(op, dtype, tokens):
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("sizes", [(1, 1), (5, 3), (6, 300), (33, 2)])
-@pytest.mark.parametrize("tokens", [1, 512, 513, 1000, 1500, 2048, 3000, 4096, 6000, 8192])
+@pytest.mark.parametrize("tokens", [1, 2, 768, 1000, 1501, 2048, 3000, 4096, 6001, 8192, 12000, 16384])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_transforms_in_shared_memory(op, dtype, tokens, sizes):
-    """Every length of a transform; odd rows; gradients of the filter as one sum and in parts."""
+    """Every length of a transform; gradients of the filter as one sum and in parts; rows of very different size."""
     if sizes == (6, 300) and tokens > 1000:
         pytest.skip("the reference takes its time")
     w, k, g = (x.detach() for x in make(*sizes, tokens, DTYPES[dtype]))
+    k[::2] *= 2.0**-10
     made = Transforms(w, k)
     found = (made.forward(w, k), *made.gradients(g, w, k))
     again = (made.forward(w, k), *made.gradients(g, w, k))
     for x, y, want in zip(found, again, exact(w, k, g, 0.0), strict=True):
-        assert float((x.double() - want).norm() / want.norm()) <= GATES[k.dtype]
+        of_rows = (x.double() - want).norm(dim=-1) / want.norm(dim=-1)
+        assert float(of_rows.max()) <= 2 * GATES[k.dtype]
         assert torch.equal(x, y)
 
 

@@ -203,7 +203,7 @@ def test_a_step_that_cannot_be_done_is_told_with_the_reason(driver, dtype, size,
 
 @pytest.fixture
 def transforms_of(driver, monkeypatch):
-    entries = ("timex_spectrum", "timex_transform", "timex_transform_gradient")
+    entries = ("timex_factors", "timex_transform", "timex_transform_gradient")
 
     def get(request):
         made = driver.make_kernel(entries=entries)
@@ -211,36 +211,36 @@ def transforms_of(driver, monkeypatch):
         return made
 
     monkeypatch.setattr(kernel, "get", get)
-    driver.sizes.update(zip(entries, ([8] * 3 + [4], [8] * 7 + [4] * 3, [8] * 11 + [4]), strict=True))
+    driver.sizes.update(zip(entries, ([8] * 3 + [4], [8] * 6 + [4] * 3, [8] * 11 + [4]), strict=True))
     return lambda batch, channels, tokens: Transforms(torch.ones(channels, tokens), torch.ones(batch, channels, tokens))
 
 
 @pytest.mark.parametrize(
     ("sizes", "length", "threads", "rows"),
     [
-        ((1, 3, 1), 1024, 32, 2),
-        ((5, 3, 512), 1024, 32, 2),  # the channels are few: as many parts as there are pairs
-        ((9, 300, 513), 1536, 64, 10),
-        ((8, 100, 4096), 8192, 256, 4),
-        ((8, 100, 4097), 12288, 512, 4),
-        ((64, 50, 8192), 16384, 512, 12),
+        ((1, 3, 1), 768, 32, 1),
+        ((5, 3, 768), 768, 32, 1),  # the channels are few: as many parts as there are rows
+        ((9, 300, 769), 1024, 32, 9),
+        ((8, 100, 4096), 4096, 256, 3),
+        ((8, 100, 4097), 6144, 256, 3),
+        ((64, 50, 16384), 16384, 512, 11),
     ],
 )
-def test_transforms_are_launched_by_channels_and_pairs_of_rows(transforms_of, driver, sizes, length, threads, rows):
+def test_transforms_are_launched_by_channels_and_rows(transforms_of, driver, sizes, length, threads, rows):
     batch, channels, tokens = sizes
     made = transforms_of(*sizes)
     w, k, g = torch.ones(channels, tokens), torch.ones(sizes), torch.ones(sizes)
     assert made.forward(w, k).shape == sizes
     gw, gk = made.gradients(g, w, k)
     assert (gw.shape, gk.shape) == ((channels, tokens), sizes)
-    pairs, groups, shared = -(-batch // 2), -(-batch // rows), length // 16 * 17 * 8
+    groups, shared = -(-batch // rows), length // 16 * 17 * 8
     of_filter, forward, gradient, again, backward = driver.launches
     assert [(each.entry, each.grid) for each in driver.launches] == [
-        ("timex_spectrum", (channels, 1, 1)),
-        ("timex_transform", (channels, pairs, 1)),
+        ("timex_factors", (channels, 1, 1)),
+        ("timex_transform", (channels, batch, 1)),
         ("timex_transform_gradient", (channels, groups, 1)),
-        ("timex_spectrum", (channels, 1, 1)),
-        ("timex_transform", (channels, pairs, 1)),
+        ("timex_factors", (channels, 1, 1)),
+        ("timex_transform", (channels, batch, 1)),
     ]
     assert {(each.block, each.shared_bytes) for each in driver.launches} == {((threads, 1, 1), shared)}
     strides = (channels * tokens, tokens)
@@ -248,15 +248,15 @@ def test_transforms_are_launched_by_channels_and_pairs_of_rows(transforms_of, dr
         assert struct.unpack("=Q", each.arguments[0])[0] == array.data_ptr()
     assert of_filter.arguments[2:] == stub_driver.packed("qi", tokens, tokens)
     for each, conjugates in ((forward, 0), (backward, 1)):
-        assert each.arguments[3:] == stub_driver.packed("qqqqifi", *strides, batch, channels, tokens, 0.0, conjugates)
+        assert each.arguments[3:] == stub_driver.packed("qqqifi", *strides, channels, tokens, 0.0, conjugates)
     assert gradient.arguments[4:] == stub_driver.packed("qqqqqqqi", *strides, *strides, batch, channels, rows, tokens)
 
 
 @pytest.mark.parametrize(
     ("tokens", "arch", "reason"),
     [
-        (8193, "sm_90", "takes at most 8192 tokens, got 8193"),
-        (4097, "sm_86", "needs 104448 bytes of shared memory, sm_86 has 101376"),
+        (16385, "sm_90", "takes at most 16384 tokens, got 16385"),
+        (8193, "sm_86", "needs 104448 bytes of shared memory, sm_86 has 101376"),
     ],
 )
 def test_transforms_that_no_block_holds(tokens, arch, reason):
@@ -265,8 +265,8 @@ def test_transforms_that_no_block_holds(tokens, arch, reason):
 
 
 def test_transforms_of_more_rows_than_a_grid_has(transforms_of):
-    with pytest.raises(UnsupportedConfigError, match="takes at most 131070 rows of a channel, got 131071"):
-        transforms_of(131071, 1, 1)
+    with pytest.raises(UnsupportedConfigError, match="takes at most 65535 rows of a channel, got 65536"):
+        transforms_of(65536, 1, 1)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
