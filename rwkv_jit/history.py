@@ -151,7 +151,7 @@ def _timex_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
         Step("four outputs a thread, loads of four", {"OUTPUTS": 4, "NUM_THREADS": 192}),
         Step("eight batches a thread", {"BATCHES": 8}),
         Step("equal work per thread: outputs from both ends", {"PAIRED": True, "NUM_THREADS": 96}),
-        Step("transforms in shared memory, of two rows as a complex one", backend="transforms"),
+        Step("transforms in shared memory", backend="transforms"),
         Step("the op's tiles: tensor cores", backend="tiles"),
         Step("torch.fft", backend="fft"),
         Step("torch's conv1d, a group for each channel", backend="conv1d"),

@@ -175,9 +175,8 @@ def _ask(attempts: Sequence[Attempt], note: Callable[[Attempt, str | None], None
     pending = list(attempts)
     while pending and not running.is_over:
         answers, silent, end = _child(pending, lambda error: note(pending.pop(0), error), running)
-        if (
-            pending and not running.is_over and (silent or not answers)
-        ):  # after an answer, it may have ended by what was answered
+        # After an answer, it may have ended by what was answered.
+        if pending and not running.is_over and (silent or not answers):
             note(pending.pop(0), end)
 
 
