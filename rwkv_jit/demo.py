@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid, normalize, softplus
 
 from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, tensors
 from rwkv_jit.errors import NvrtcNotFoundError
-from rwkv_jit.ops import timex as timex_module
+from rwkv_jit.ops import timex_tiles
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import wkv4
@@ -125,7 +125,7 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
 def _compile_timex(arch: str | None) -> list[dict[str, Any]]:
     """Ask for the kernels of timex, which go by batch and tokens: those of the timed calls."""
     batch, tokens, _ = TIMED_SHAPES["cuda"]
-    requests = timex_module.requests(batch, tokens, (torch.bfloat16,) * 2, *tensors.targets(arch))
+    requests = timex_tiles.requests(batch, tokens, (torch.bfloat16,) * 2, *tensors.targets(arch))
     names = ("forward", "gradient k", "gradient w")
     return [
         _ask_for(request, op="timex", head_size=None, direction=name, backend="tiles")

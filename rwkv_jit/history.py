@@ -17,11 +17,10 @@ from torch import Tensor
 from rwkv_jit import bench, kernel, report, runtime, template, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
-from rwkv_jit.ops import backends, choices, chunked, prepared
+from rwkv_jit.ops import backends, choices, chunked, prepared, timex_tiles, timex_transforms
 from rwkv_jit.ops import timex as timex_module
 from rwkv_jit.ops.interface import Inputs, Options
 from rwkv_jit.template import Parameter
-from rwkv_jit.transforms import Transforms
 
 Shape = tuple[int, ...]
 _OF_KERNEL = {
@@ -151,8 +150,8 @@ def _timex_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
         Step("four outputs a thread, loads of four", {"OUTPUTS": 4, "NUM_THREADS": 192}),
         Step("eight batches a thread", {"BATCHES": 8}),
         Step("equal work per thread: outputs from both ends", {"PAIRED": True, "NUM_THREADS": 96}),
-        Step("transforms in shared memory", backend="transforms"),
         Step("the op's tiles: tensor cores", backend="tiles"),
+        Step("the op's transforms in shared memory", backend="transforms"),
         Step("torch.fft", backend="fft"),
         Step("torch's conv1d, a group for each channel", backend="conv1d"),
     ]
@@ -191,14 +190,14 @@ def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
 
     w, k = given
     found = None
-    if backend == "transforms":
-        made = Transforms(w, k)
-        g = torch.randn_like(k)
-        return Form(made.kernel, lambda: made.forward(w, k), lambda: (made.forward(w, k), *made.gradients(g, w, k)))
-    if backend == "tiles":
+    if backend in ("tiles", "transforms"):
         arch, also = tensors.arch(k.device.index), tensors.also(k.device.index)
-        timex_module.choose(backend, k.dtype, k.shape[2], lambda: arch)
-        found = kernel.get(timex_module.requests(k.shape[0], k.shape[2], (w.dtype, k.dtype), arch, also)[0])
+        (batch, _, tokens), types = k.shape, (w.dtype, k.dtype)
+        timex_module.choose(backend, k.dtype, batch, tokens, lambda: arch)
+        if backend == "tiles":
+            found = kernel.get(timex_tiles.requests(batch, tokens, types, arch, also)[0])
+        else:
+            found = kernel.get(timex_transforms.request(tokens, types, arch, also))
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(k)
 
     def both() -> Any:

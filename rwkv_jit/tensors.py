@@ -122,15 +122,16 @@ def readable_packing(cu_seqlens: Tensor) -> Tensor:
 # ---- known calls -------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Every call asks these: found once.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transforms = torch._C._functorch.peek_interpreter_stack
+_trace = torch._C._get_tracing_state
 
 
 def is_eager() -> bool:
     """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
+        torch.compiler.is_compiling() or _dispatch_modes() or _function_transforms() is not None or _trace() is not None
     )
 
 

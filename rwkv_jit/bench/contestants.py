@@ -38,7 +38,12 @@ def backend_of(case: Case, asked: str) -> str:
     batch, tokens, heads, head_size, value_size = case.shape
     device = torch.cuda.current_device()
     if case.op == "timex":
-        return timex_module.choose(asked, case.dtype, tokens, lambda: tensors.arch(device))
+        directions = {"forward": ["forward"], "backward": ["backward"]}.get(case.phase, timex_module.MOST_TOKENS)
+        taken = [
+            timex_module.choose(asked, case.dtype, batch, tokens, lambda: tensors.arch(device), direction)
+            for direction in directions
+        ]
+        return ", ".join(dict.fromkeys(taken))
     if case.op == "wkv4":
         return wkv4_walk.backend_of(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
     looked_at = backends.Case(

@@ -40,7 +40,8 @@ def run_once(case: Case, contestant: Contestant, given: cases.Given) -> Callable
     inputs = [x.detach() for x in contestant.convert(given.inputs)]
     state = None if given.state is None else contestant.convert_state(given.state)
     if not case.has_gradients:
-        return lambda: contestant.run(inputs, state, case.phase in cases.WITH_STATES)
+        with_state = case.phase in cases.WITH_STATES
+        return lambda: contestant.run(inputs, state, with_state)
     leaves = [x.requires_grad_() for x in inputs]
     if case.phase == "forward+backward":
         return lambda: torch.autograd.grad(contestant.run(leaves, None, False)[0], leaves, given.dy)

@@ -15,6 +15,7 @@ _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
 _LEAST_IN_GRAPH = 20  # calls
 _HOST_SECONDS = 0.3  # that runs for the host's time may take
+_ROWS, _MOST_IN_ROW = 9, 50  # of calls; in a row of these nothing waits for a place in the GPU's queue
 COPIED_BYTES = 1 << 30
 WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
 
@@ -157,16 +158,25 @@ def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         yield
 
 
-def host_us(calls: Sequence[Callable[[], Any]], most: int = 10) -> float:
-    """Return the median time that the host takes for a call, which need not have ended on the GPU."""
+def host_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the time that the host takes for a call among others, which need not have ended on the GPU.
+
+    That of calls in a row, as a model makes them, as many as keep to the time that there is: the least of some rows, as
+    what else the machine does is no part of a call.
+    """
+    started = time.perf_counter()
+    calls[0]()
+    torch.cuda.synchronize()
+    taken = time.perf_counter() - started
+    row = max(1, min(_MOST_IN_ROW, int(_HOST_SECONDS / (_ROWS * taken))))
     times: list[float] = []
-    enough = time.perf_counter() + _HOST_SECONDS
-    while len(times) < most and (not times or time.perf_counter() < enough):
-        started = time.perf_counter()
-        calls[len(times) % len(calls)]()
-        times.append(1e6 * (time.perf_counter() - started))
+    while len(times) < _ROWS and time.perf_counter() < started + _HOST_SECONDS + taken or not times:
+        begun = time.perf_counter()
+        for turn in range(row):
+            calls[turn % len(calls)]()
+        times.append(1e6 * (time.perf_counter() - begun) / row)
         torch.cuda.synchronize()  # a full queue would make the host wait
-    return statistics.median(times)
+    return min(times)
 
 
 def interleaved(

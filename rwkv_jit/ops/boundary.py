@@ -88,8 +88,12 @@ def call(
     chunk_len: int | None,
     num_threads: int | None,
     backend: str,
+    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run an op with or without gradients: at once where the call is known, else after all checks."""
+    """Run an op with or without gradients: at once where the call is known, else after all checks.
+
+    A call that is not known `in_parts` may run, from the same arguments; it returns None where it does not.
+    """
     tail = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
     training = torch.is_grad_enabled() and _any_requires_grad(arrays, initial_state)
     known = None
@@ -99,6 +103,11 @@ def call(
             known = _known.get(key)
         except TypeError:  # an option that cannot be one may have no hash
             known = None
+    if known is None and in_parts is not None:
+        given = scale, decay, decay_bound, *tail[2:]
+        result = in_parts(op, arrays, initial_state, output_final_state, cu_seqlens, *given)
+        if result is not None:
+            return result
     if known is None:
         asked = (op.name, decay_bound, tail, training)
         check_options(
@@ -127,7 +136,13 @@ def call(
 
 def _any_requires_grad(given: Sequence[Any], initial_state: Any) -> bool:
     """Return whether one of these wants a gradient; arrays of other libraries never do."""
-    return any([getattr(x, "requires_grad", False) for x in (*given, initial_state)])
+    try:
+        for x in given:
+            if x.requires_grad:
+                return True
+        return initial_state is not None and bool(initial_state.requires_grad)
+    except AttributeError:
+        return any([getattr(x, "requires_grad", False) for x in (*given, initial_state)])
 
 
 def _check(

@@ -137,7 +137,7 @@ def gla(
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
     """
     scale = boundary.key_scale(q) if scale is None else scale
-    return wide_keys.call(
+    return boundary.call(
         OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
-        checkpoint_interval, chunk_len, num_threads, backend,
+        checkpoint_interval, chunk_len, num_threads, backend, wide_keys.in_parts,
     )  # fmt: skip

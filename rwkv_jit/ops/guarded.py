@@ -84,14 +84,14 @@ def kept_for(fast: Saved, inputs: Inputs) -> Kept:
 def prepare_forward(
     fast: Guardable, fast_saved: Saved, inputs: Inputs, state_dtype: torch.dtype, packed: bool, options: Options,
     training: bool,
-) -> Forward:  # fmt: skip
-    """Find or compile what a guarded forward launches beside `fast`.
+) -> Forward | Guardable:  # fmt: skip
+    """Find or compile what a guarded forward launches beside `fast`, if anything.
 
     What the backward will launch compiles beside it.
     """
-    exact = None
-    if training or not fast.takes_any_decay:
-        exact = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, _exact_options(options), training)
+    if fast.takes_any_decay and not training:
+        return fast  # with nothing to keep, no flags either
+    exact = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, _exact_options(options), training)
     return Forward(fast, None if fast.takes_any_decay else exact, kept_for(fast_saved, inputs), options)
 
 

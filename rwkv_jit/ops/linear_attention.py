@@ -144,7 +144,7 @@ def linear_attention(
     scale = boundary.key_scale(q) if scale is None else scale
     options = (scale, "none", None, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
     if not normalize:
-        return wide_keys.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options)
+        return boundary.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
 
     boundary.check_options(OP.decays, *options)
     state, z = _pair(initial_state)
@@ -153,7 +153,7 @@ def linear_attention(
     if state is not None:
         state = _with_total(state, _checked_z(z, state, of_values), of_values)
     wide = _with_total(v, torch.ones_like(v[..., 0]), -1)
-    y, final = wide_keys.call(OP, (q, k, wide), state, output_final_state, cu_seqlens, *options)
+    y, final = boundary.call(OP, (q, k, wide), state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
     exact = y.to(torch.promote_types(y.dtype, torch.float32))
     y = (exact[..., :size] / (exact[..., size : size + 1] + 1e-10)).to(v.dtype)
     if final is None:

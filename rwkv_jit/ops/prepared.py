@@ -32,6 +32,7 @@ class Forward(NamedTuple):
     alignments: tuple[int, ...]  # what their addresses must be multiples of
     alignment: int  # the largest of these
     value: int  # which of them is v
+    is_dense: bool  # whether a tensor like v is contiguous without being asked to
     state_dtype: torch.dtype
     state_shape: tuple[int, ...]
     saved: Saved
@@ -64,7 +65,12 @@ class Forward(NamedTuple):
             plan, inputs = self.plan_of_copies, [x.clone(memory_format=torch.contiguous_format) for x in inputs]
             values = [x.data_ptr() for x in inputs]
         v = inputs[self.value]
-        y, final = results or (torch.empty_like(v, memory_format=torch.contiguous_format), None)
+        if results is not None:
+            y, final = results
+        elif self.is_dense:
+            y, final = torch.empty_like(v), None  # as it is: to ask takes time
+        else:
+            y, final = torch.empty_like(v, memory_format=torch.contiguous_format), None
         saved = None
         if state is not None:
             state = state.contiguous()
@@ -299,6 +305,7 @@ def prepare_forward(
             alignments=alignments,
             alignment=max(alignments),
             value=inputs.names.index("v"),
+            is_dense=inputs["v"].is_contiguous(),
             state_dtype=state_dtype,
             state_shape=state_shape(inputs, options),
             saved=saved,

@@ -21,7 +21,7 @@ from rwkv_jit.ops.backends import Case
 from rwkv_jit.ops.boundary import Op
 
 
-def call(
+def in_parts(
     op: Op,
     arrays: Sequence[Any],
     initial_state: Any,
@@ -35,18 +35,18 @@ def call(
     chunk_len: int | None,
     num_threads: int | None,
     backend: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Run an op as `boundary.call` does, in parts where its keys are too long and parts are not."""
+) -> tuple[Tensor, Tensor | None] | None:
+    """Run an op as `boundary.call` does where its keys are too long and parts are not; else return None."""
     options = scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend
     if not _may_be_in_parts(arrays[0], chunk_len, num_threads, backend):
-        return boundary.call(op, arrays, initial_state, output_final_state, cu_seqlens, *options)
+        return None
     boundary.check_options(op.decays, *options)
     given, state, cu_seqlens = boundary.check_tensors(op, arrays, initial_state, cu_seqlens, state_layout, backend)
     case = boundary.case_of(op, given, cu_seqlens, decay, decay_bound, chunk_len, num_threads, training=True)
     device, v = given[0].device.index, op.streamed.index("v")
     sizes = part_sizes(backend, case, lambda: tensors.arch(device))
     if len(sizes) == 1:
-        return boundary.call(op, given, state, output_final_state, cu_seqlens, *options)
+        return None
     options = (*options[:-1], "auto")  # a last part that a block can hold is for other kernels than "split" names
     of_keys = -1 if state_layout == "vk" else -2  # the dimension of states
     parts = [(x,) * len(sizes) if i == v else x.split(sizes, -1) for i, x in enumerate(given)]

@@ -139,7 +139,7 @@ def wkv5(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
-    return wide_keys.call(
+    return boundary.call(
         OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
-        checkpoint_interval, chunk_len, num_threads, backend,
+        checkpoint_interval, chunk_len, num_threads, backend, wide_keys.in_parts,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import history, identity, kernel
-from rwkv_jit.ops import gated_scan, scan_geometry, split, timex, wkv4_walk
+from rwkv_jit.ops import gated_scan, scan_geometry, split, timex_tiles, wkv4_walk
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -109,7 +109,7 @@ def used(name):
         found = kernel.get(requests[HISTORY[name] - 1])
     elif name in TIMEX:
         batch, tokens, place = TIMEX[name]
-        found = kernel.get(timex.requests(batch, tokens, (torch.float32,) * 2, "sm_90")[place])
+        found = kernel.get(timex_tiles.requests(batch, tokens, (torch.float32,) * 2, "sm_90")[place])
     else:
         kind, direction = name.rsplit("_", 1)
         found = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)

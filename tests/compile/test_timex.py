@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rwkv_jit import kernel, transforms
+from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import timex
+from rwkv_jit.ops import timex_tiles, timex_transforms
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of w and k; rows and tokens so that blocks have 8, 16 or 32 rows, and inputs are streamed or not.
@@ -30,7 +30,7 @@ SAMPLES = {
 def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample):
     w_dtype, dtype, batch, tokens = sample
     types = (DTYPES[w_dtype], DTYPES[dtype])
-    for found in kernel.get_all(timex.requests(batch, tokens, types, arch, vector=1 if tokens % 4 else 4)):
+    for found in kernel.get_all(timex_tiles.requests(batch, tokens, types, arch, vector=1 if tokens % 4 else 4)):
         assert found.spill_bytes <= (8 if arch in ("sm_80", "sm_90") else 128)
         assert found.registers <= 128  # two blocks of 256 threads
 
@@ -51,26 +51,25 @@ def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample
     ],
 )
 def test_every_rule_is_told(direction, change, message):
-    request = timex.requests(32, 768, (torch.float32,) * 2, "sm_90")[0 if direction == "forward" else -1]
+    request = timex_tiles.requests(32, 768, (torch.float32,) * 2, "sm_90")[0 if direction == "forward" else -1]
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))
 
 
 @pytest.mark.parametrize(
-    ("arch", "tokens", "dtype"),
+    ("arch", "tokens", "dtype", "is_paired"),
     [
-        ("sm_75", 1000, "fp32"),
-        ("sm_80", 8192, "fp32"),
-        ("sm_86", 4096, "bf16"),
-        ("sm_90", 768, "fp32"),
-        ("sm_90", 1500, "bf16"),
-        ("sm_90", 2000, "fp32"),
-        ("sm_90", 16384, "fp32"),
-        ("sm_100", 3000, "fp16"),
+        ("sm_75", 1000, "bf16", True),
+        ("sm_80", 8192, "fp32", True),
+        ("sm_86", 4096, "bf16", False),
+        ("sm_90", 768, "fp32", True),
+        ("sm_90", 2000, "fp32", False),
+        ("sm_90", 16384, "fp32", True),
+        ("sm_100", 3000, "fp16", True),
     ],
 )
-def test_transforms_compile(arch, tokens, dtype):
-    request = transforms.request(tokens, (torch.float32, DTYPES[dtype]), arch)
+def test_transforms_compile(arch, tokens, dtype, is_paired):
+    request = timex_transforms.request(tokens, (torch.float32, DTYPES[dtype]), arch, is_paired=is_paired)
     found = kernel.get(request)
     assert set(found.resources) == {"timex_factors", "timex_transform", "timex_transform_gradient"}
     assert max(found.resources[f"timex_{name}"].spill_bytes for name in ("factors", "transform")) <= 112
@@ -81,12 +80,13 @@ def test_transforms_compile(arch, tokens, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"LENGTH": 1280}, "length must be 2\\^n or 3 2\\^n, 768 at least"),
+        ({"LENGTH": 1536}, "length must be a power of two, 1024 at least"),
+        ({"LENGTH": 512}, "length must be a power of two, 1024 at least"),
         ({"NUM_THREADS": 64}, "num_threads must be the transform's length over a thread's elements"),
         ({"SHARED_BYTES": 16}, "shared_bytes is what the geometry says"),
     ],
 )
 def test_every_rule_of_the_transforms_is_told(change, message):
-    request = transforms.request(768, (torch.float32,) * 2, "sm_90")
+    request = timex_transforms.request(768, (torch.float32,) * 2, "sm_90")
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))

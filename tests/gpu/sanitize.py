@@ -49,10 +49,10 @@ def wkv4(batch, tokens, channels, dtype, **options):
     torch.autograd.grad([y, final], [*leaves, state], [torch.randn_like(y), torch.randn_like(final)])
 
 
-def timex(batch, channels, tokens, dtype):
+def timex(batch, channels, tokens, dtype, backend="tiles"):
     w, k = (torch.randn(*size, channels, tokens, device="cuda").to(dtype) for size in ((), (batch,)))
     leaves = [x.requires_grad_() for x in (w, k)]
-    y = rwkv_jit.timex(*leaves, backend="tiles")
+    y = rwkv_jit.timex(*leaves, backend=backend)
     torch.autograd.grad(y, leaves, torch.randn_like(y))
 
 
@@ -83,6 +83,8 @@ CALLS = [
     partial(wkv4, 1, 700, 64, BF16, backend="split"),
     *(partial(timex, 3, 2, tokens, dtype) for tokens in (1, 77, 700) for dtype in (FP32, BF16)),
     *(partial(timex, batch, 1, 2900, dtype) for batch in (1, 20) for dtype in (FP32, BF16)),
+    *(partial(timex, 3, 2, tokens, FP32, "transforms") for tokens in (77, 2000, 3000, 8000, 16384)),
+    *(partial(timex, 3, 2, tokens, BF16, "transforms") for tokens in (768, 2001)),
     partial(every_form, "wkv5", (1, 54, 2, 64), torch.float16),
     partial(every_form, "timex", (9, 200, 1, 2), FP32),
 ]

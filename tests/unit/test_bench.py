@@ -321,7 +321,9 @@ def test_rule_is_asked_about_the_case(monkeypatch):
     contestants.backend_of(big._replace(phase="backward"), "auto")
     assert asked[-1].training
     timex = Case("timex", (32, 768, 1, 768, 768), torch.float32)
-    assert [contestants.backend_of(timex, name) for name in ("auto", "fft")] == ["tiles", "fft"]
+    assert [contestants.backend_of(timex, name) for name in ("auto", "fft")] == ["transforms", "fft"]
+    assert contestants.backend_of(timex._replace(phase="backward"), "auto") == "tiles"
+    assert contestants.backend_of(timex._replace(phase="forward+backward"), "auto") == "transforms, tiles"
     wkv4 = Case("wkv4", (1, 65536, 1, 64, 64), torch.float32)
     assert [contestants.backend_of(wkv4, name) for name in ("auto", "recurrent")] == ["split", "recurrent"]
 
@@ -822,7 +824,7 @@ def test_case_that_fails_hides_no_other(gpu, run):
         (["--suite", "gla", "--op", "wkv7"], "--op: nothing of wkv7 is in --suite gla"),
         (["--op", "timex", "--phase", "decode"], "one of forward, backward, forward+backward for timex, got decode"),
         (["--op", "wkv6", "--backend", "tiles"], "one of auto, recurrent, chunked, split for wkv6, got tiles"),
-        (["--op", "timex", "--backend", "split"], "--backend: expected one of auto, tiles, fft for timex, got split"),
+        (["--op", "timex", "--backend", "split"], "one of auto, tiles, transforms, fft for timex, got split"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
         (["--csv", "/nowhere/x.csv"], "--csv: expected a file in a directory that exists, got /nowhere/x.csv"),
         (["--peer-minutes", "nan"], "--peer-minutes: expected a number above 0, got nan"),

@@ -405,7 +405,7 @@ BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
     "ops.guarded", "ops.interface", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry",
-    "ops.split", "ops.wide_keys", "ops.wkv4_walk",
+    "ops.split", "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
 IN_BENCH = {
     "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
@@ -447,10 +447,21 @@ MAY_IMPORT = {
     "ops.scan_geometry": BELOW_BACKENDS | {"ops.chunked"},
     "ops.scan": BELOW_LAUNCHES | {"ops.chunked", "ops.scan_geometry"},
     "ops.choices": BELOW_BACKENDS | {"cache.files", "ops.chunked", "ops.gated"},
-    "ops.backends": (BELOW_OPS | SHARED_OPS) - {"ops.backends", "ops.boundary", "ops.wide_keys", "ops.wkv4_walk"},
+    "ops.backends": (BELOW_OPS | SHARED_OPS)
+    - {
+        "ops.backends",
+        "ops.boundary",
+        "ops.timex_launches",
+        "ops.timex_tiles",
+        "ops.timex_transforms",
+        "ops.wide_keys",
+        "ops.wkv4_walk",
+    },
     "ops.boundary": (
         BELOW_LAUNCHES | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
     ),
+    "ops.timex_launches": BELOW_OPS,
+    **dict.fromkeys(("ops.timex_tiles", "ops.timex_transforms"), BELOW_OPS | {"ops.chunked", "ops.timex_launches"}),
     "ops.wkv4_walk": BELOW_LAUNCHES,
     "ops.wide_keys": BELOW_OPS | {"ops.backends", "ops.boundary", "ops.gated_groups", "ops.gated_scan"},
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
@@ -471,8 +482,7 @@ MAY_IMPORT = {
     "bench.plot": {"bench", "bench.words"},
     "bench.record": {"bench", "bench.plot", "bench.result", "bench.words", "errors", "report"},
     "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "transforms": {"errors", "kernel", "launch", "ops.chunked", "template", "tensors"},
-    "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report", "transforms"},
+    "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
@@ -499,7 +509,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_TORCH = {
     "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor",
-    "transforms", *ALL_OPS, *IN_BENCH,
+    *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
 

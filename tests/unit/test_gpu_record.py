@@ -98,7 +98,7 @@ def test_ops_that_share_templates_are_stale_together(copied_sources, op):
 
 @pytest.mark.parametrize(
     "path",
-    [f"kernel_templates/{name}_history.cu" for name in ("wkv5", "timex", "timex_transform")] + ["rwkv_jit/history.py"],
+    [f"kernel_templates/{name}_history.cu" for name in ("wkv5", "timex")] + ["rwkv_jit/history.py"],
 )
 def test_what_no_op_takes_makes_no_record_stale(copied_sources, path):
     before = [record.digest(op) for op in record.OPS]

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rwkv_jit import bench, commands, history, kernel, runtime, tensors, transforms
+from rwkv_jit import bench, commands, history, kernel, runtime, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.history import Form, Step
 from rwkv_jit.ops import backends, choices, prepared
-from rwkv_jit.transforms import Transforms
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -196,77 +195,6 @@ def test_a_step_that_cannot_be_done_is_told_with_the_reason(driver, dtype, size,
     assert all(isinstance(form, Form) for _, form in others)
     assert isinstance(chunked, UnsupportedConfigError)
     assert reason in str(chunked)
-
-
-# ---- transforms of timex -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def transforms_of(driver, monkeypatch):
-    entries = ("timex_factors", "timex_transform", "timex_transform_gradient")
-
-    def get(request):
-        made = driver.make_kernel(entries=entries)
-        made.parameters = dict(request.parameters)
-        return made
-
-    monkeypatch.setattr(kernel, "get", get)
-    driver.sizes.update(zip(entries, ([8] * 3 + [4], [8] * 6 + [4] * 3, [8] * 11 + [4]), strict=True))
-    return lambda batch, channels, tokens: Transforms(torch.ones(channels, tokens), torch.ones(batch, channels, tokens))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "length", "threads", "rows"),
-    [
-        ((1, 3, 1), 768, 32, 1),
-        ((5, 3, 768), 768, 32, 1),  # the channels are few: as many parts as there are rows
-        ((9, 300, 769), 1024, 32, 9),
-        ((8, 100, 4096), 4096, 256, 3),
-        ((8, 100, 4097), 6144, 256, 3),
-        ((64, 50, 16384), 16384, 512, 11),
-    ],
-)
-def test_transforms_are_launched_by_channels_and_rows(transforms_of, driver, sizes, length, threads, rows):
-    batch, channels, tokens = sizes
-    made = transforms_of(*sizes)
-    w, k, g = torch.ones(channels, tokens), torch.ones(sizes), torch.ones(sizes)
-    assert made.forward(w, k).shape == sizes
-    gw, gk = made.gradients(g, w, k)
-    assert (gw.shape, gk.shape) == ((channels, tokens), sizes)
-    groups, shared = -(-batch // rows), length // 16 * 17 * 8
-    of_filter, forward, gradient, again, backward = driver.launches
-    assert [(each.entry, each.grid) for each in driver.launches] == [
-        ("timex_factors", (channels, 1, 1)),
-        ("timex_transform", (channels, batch, 1)),
-        ("timex_transform_gradient", (channels, groups, 1)),
-        ("timex_factors", (channels, 1, 1)),
-        ("timex_transform", (channels, batch, 1)),
-    ]
-    assert {(each.block, each.shared_bytes) for each in driver.launches} == {((threads, 1, 1), shared)}
-    strides = (channels * tokens, tokens)
-    for each, array in ((of_filter, w), (again, w), (forward, k), (gradient, g), (backward, g)):
-        assert struct.unpack("=Q", each.arguments[0])[0] == array.data_ptr()
-    assert of_filter.arguments[2:] == stub_driver.packed("qi", tokens, tokens)
-    for each, conjugates in ((forward, 0), (backward, 1)):
-        assert each.arguments[3:] == stub_driver.packed("qqqifi", *strides, channels, tokens, 0.0, conjugates)
-    assert gradient.arguments[4:] == stub_driver.packed("qqqqqqqi", *strides, *strides, batch, channels, rows, tokens)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "arch", "reason"),
-    [
-        (16385, "sm_90", "takes at most 16384 tokens, got 16385"),
-        (8193, "sm_86", "needs 104448 bytes of shared memory, sm_86 has 101376"),
-    ],
-)
-def test_transforms_that_no_block_holds(tokens, arch, reason):
-    with pytest.raises(UnsupportedConfigError, match=reason):
-        transforms.request(tokens, (torch.float32, torch.float32), arch)
-
-
-def test_transforms_of_more_rows_than_a_grid_has(transforms_of):
-    with pytest.raises(UnsupportedConfigError, match="takes at most 65535 rows of a channel, got 65536"):
-        transforms_of(65536, 1, 1)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------

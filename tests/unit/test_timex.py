@@ -11,6 +11,7 @@ import rwkv_jit
 from rwkv_jit import kernel, runtime, tensors
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import timex as op
+from rwkv_jit.ops import timex_launches, timex_tiles, timex_transforms
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -138,7 +139,7 @@ def test_second_derivative_is_an_error():
 @pytest.mark.parametrize("backend", ["fft", "reference"])
 def test_torch_ops_pass_opcheck(backend):
     w, k, g = (x.detach() for x in make(2, 3, 6, torch.float32))
-    torch.library.opcheck(op._forward_op, (w, k, 0.5, backend, True))
+    torch.library.opcheck(op._forward_op, (w, k, 0.5, backend, backend))
     for want_w, want_k in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(op._backward_op, (g, w, k, backend, want_w, want_k))
 
@@ -167,8 +168,11 @@ X, W = torch.zeros(2, 3, 4), torch.zeros(3, 4)
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"backend": "fast"}, ValueError, "backend: expected one of auto, tiles, fft, reference, got 'fast'"),
-        ({"backend": "tiles"}, UnsupportedConfigError, "backend: 'tiles' runs on CUDA tensors, got cpu; use 'auto'"),
+        ({"backend": "fast"}, ValueError, "backend: expected one of auto, tiles, transforms, fft, ref.*got 'fast'"),
+        *(
+            ({"backend": name}, UnsupportedConfigError, f"backend: '{name}' runs on CUDA tensors, got cpu; use 'auto'")
+            for name in ("tiles", "transforms")
+        ),
         ({"eps": float("nan")}, ValueError, "eps: expected a finite number, got nan"),
         ({"eps": True}, ValueError, "eps: expected a finite number, got True"),
         ({"k": None}, TypeError, "k: expected a torch.Tensor or an array with __dlpack__, got NoneType"),
@@ -206,26 +210,44 @@ def test_what_goes_by_head_sizes_says_that_timex_has_none(function):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "arch", "backend"),
+    ("dtype", "batch", "tokens", "arch", "forward", "backward"),
     [
-        (torch.float32, op.MOST_TOKENS[torch.float32], "sm_90", "tiles"),
-        (torch.float32, op.MOST_TOKENS[torch.float32] + 1, "sm_90", "fft"),
-        (torch.bfloat16, op.MOST_TOKENS[torch.bfloat16], "sm_80", "tiles"),
-        (torch.float16, op.MOST_TOKENS[torch.float16] + 1, "sm_120", "fft"),
-        (torch.float16, 64, "sm_75", "fft"),
+        (torch.float32, 32, 704, "sm_90", "tiles", "tiles"),
+        (torch.float32, 32, 768, "sm_90", "transforms", "tiles"),
+        (torch.float32, 8, 1024, "sm_90", "transforms", "transforms"),
+        (torch.float32, 8, 1025, "sm_90", "tiles", "tiles"),  # twice the length
+        (torch.float32, 8, 1409, "sm_90", "transforms", "transforms"),
+        (torch.float32, 1, 512, "sm_90", "transforms", "transforms"),  # of a tile's rows seven are none
+        (torch.float32, 1, 240, "sm_90", "tiles", "tiles"),
+        (torch.bfloat16, 8, 3328, "sm_80", "tiles", "tiles"),
+        (torch.float16, 8, 3329, "sm_80", "transforms", "transforms"),
+        (torch.bfloat16, 8, 16384, "sm_90", "transforms", "transforms"),
+        (torch.bfloat16, 8, 16385, "sm_90", "fft", "fft"),
+        (torch.float16, 8, 8192, "sm_120", "transforms", "transforms"),
+        (torch.float16, 8, 8193, "sm_120", "fft", "fft"),  # more than its shared memory
+        (torch.float16, 8, 64, "sm_75", "transforms", "transforms"),  # no products of bfloat16
     ],
 )
-def test_auto(dtype, tokens, arch, backend):
-    assert op.choose("auto", dtype, tokens, lambda: arch) == backend
-    assert op.choose("fft", dtype, tokens, lambda: arch) == "fft"
+def test_auto(dtype, batch, tokens, arch, forward, backward):
+    directions = ("forward", "backward")
+    found = [op.choose("auto", dtype, batch, tokens, lambda: arch, direction) for direction in directions]
+    assert found == [forward, backward]
+    assert op.choose("fft", dtype, batch, tokens, lambda: arch) == "fft"
 
 
-def test_tiles_say_what_they_cannot_do():
-    with pytest.raises(UnsupportedConfigError, match="'tiles' needs an architecture from sm_80 on, got sm_75"):
-        op.choose("tiles", torch.float32, 64, lambda: "sm_75")
-    with pytest.raises(UnsupportedConfigError, match="'tiles' takes at most 16777216 tokens, got 16777217"):
-        op.choose("tiles", torch.float32, 2**24 + 1, lambda: "sm_90")
-    assert op.choose("tiles", torch.float32, 16384, lambda: "sm_90") == "tiles"
+@pytest.mark.parametrize(
+    ("backend", "tokens", "arch", "obstacle"),
+    [
+        ("tiles", 64, "sm_75", "needs an architecture from sm_80 on, got sm_75"),
+        ("tiles", 2**24 + 1, "sm_90", "takes at most 16777216 tokens, got 16777217"),
+        ("transforms", 16385, "sm_90", "takes at most 16384 tokens, got 16385"),
+        ("transforms", 8193, "sm_86", "needs 139264 bytes of shared memory, sm_86 has 101376"),
+    ],
+)
+def test_backends_say_what_they_cannot_do(backend, tokens, arch, obstacle):
+    with pytest.raises(UnsupportedConfigError, match=f"backend: '{backend}' {obstacle}; use 'auto' or 'fft'"):
+        op.choose(backend, torch.float32, 8, tokens, lambda: arch)
+    assert op.choose(backend, torch.float32, 8, 8192, lambda: "sm_90") == backend
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
@@ -234,8 +256,8 @@ def test_tiles_say_what_they_cannot_do():
 def test_blocks_fit_and_cover_the_rows(direction, types, arch):
     for tokens in (1, 16, 17, 768, 1000, 4096, 16384):
         for batch in (1, 8, 9, 16, 17, 64):
-            cut = op.geometry(direction, batch, tokens, types, arch)
-            assert cut.shared_bytes <= op.chunked.shared_limit(arch)
+            cut = timex_tiles.geometry(direction, batch, tokens, types, arch)
+            assert cut.shared_bytes <= timex_tiles.chunked.shared_limit(arch)
             assert cut.tiles * 16 >= tokens > (cut.tiles - 32) * 16
             assert cut.tiles % (32 if cut.streamed else 4) == 0
             assert cut.batch in ((8, 16, 32) if direction == "forward" else (8, 16))
@@ -244,9 +266,9 @@ def test_blocks_fit_and_cover_the_rows(direction, types, arch):
 
 
 def test_blocks_of_the_usual_call():
-    assert op.geometry("forward", 32, 768, FP32, "sm_90") == (16, False, 48, 57088)
-    assert op.geometry("backward", 32, 768, FP32, "sm_90") == (16, False, 48, 108224)
-    assert op.geometry("forward", 8, 8192, BF16, "sm_90")[:3] == (8, True, 512)
+    assert timex_tiles.geometry("forward", 32, 768, FP32, "sm_90") == (16, False, 48, 57088)
+    assert timex_tiles.geometry("backward", 32, 768, FP32, "sm_90") == (16, False, 48, 108224)
+    assert timex_tiles.geometry("forward", 8, 8192, BF16, "sm_90")[:3] == (8, True, 512)
 
 
 @pytest.mark.parametrize("tokens", range(1, 200))
@@ -268,8 +290,10 @@ def driver(gpus, monkeypatch):
 
     def get_all(requests):
         asked.append(list(requests))
-        entries = ("timex_convolve", "timex_filter_gradient", "timex_filter_gradient_sum")
-        return [gpus.make_kernel(entries=entries) for _ in requests]
+        made = [gpus.make_kernel(entries=tuple(gpus.sizes)) for _ in requests]
+        for each, request in zip(made, requests, strict=True):
+            each.parameters = dict(request.parameters)
+        return made
 
     monkeypatch.setattr(kernel, "get_all", get_all)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
@@ -281,18 +305,21 @@ def driver(gpus, monkeypatch):
         "timex_convolve": [8] * 8 + [4, 4, 4],
         "timex_filter_gradient": [8] * 9 + [4, 4],
         "timex_filter_gradient_sum": [8] * 4 + [4, 4],
+        "timex_factors": [8] * 3 + [4],
+        "timex_transform": [8] * 5 + [4] * 5,
+        "timex_transform_gradient": [8] * 8 + [4] * 5,
     })  # fmt: skip
-    op._known.clear()
+    timex_launches._known.clear()
     yield gpus
-    op._known.clear()
+    timex_launches._known.clear()
 
 
 def test_convolution_is_launched_on_the_inputs_as_they_are(driver):
     w, k = torch.zeros(3, 2000)[:, :1000], torch.zeros(3, 40, 1000).transpose(0, 1)
-    out = op._convolve(w, k, 0.5, is_reversed=True)
+    out = timex_tiles.convolve(w, k, 0.5, is_correlation=True)
     (launch,) = driver.launches
     assert (launch.entry, launch.grid, launch.block) == ("timex_convolve", (3, 3, 1), (256, 1, 1))
-    cut = op.geometry("forward", 40, 1000, FP32, "sm_90")
+    cut = timex_tiles.geometry("forward", 40, 1000, FP32, "sm_90")
     assert (cut.batch, launch.shared_bytes) == (16, cut.shared_bytes)
     addresses = (w.data_ptr(), k.data_ptr(), out.data_ptr())
     assert launch.arguments == stub_driver.packed(
@@ -309,9 +336,9 @@ def test_convolution_is_launched_on_the_inputs_as_they_are(driver):
 
 def test_gradient_of_the_filter_is_two_launches(driver):
     g, k = torch.zeros(20, 3, 8200).bfloat16(), torch.zeros(20, 3, 8200).bfloat16()
-    gw = op._filter_gradient(g, k, torch.float32)
+    gw = timex_tiles.filter_gradient(g, k, torch.float32)
     matrices, sums = driver.launches
-    cut = op.geometry("backward", 20, 8200, (torch.float32, torch.bfloat16), "sm_90")
+    cut = timex_tiles.geometry("backward", 20, 8200, (torch.float32, torch.bfloat16), "sm_90")
     assert cut.streamed
     assert (matrices.grid, sums.grid) == ((3, -(-20 // cut.batch), cut.tiles // 32), (3, 33, 1))
     scratch = struct.unpack("=Q", matrices.arguments[2])[0]
@@ -327,11 +354,18 @@ def test_gradient_of_the_filter_is_two_launches(driver):
 
 
 def test_training_compiles_the_backward_beside_the_forward(driver):
-    op._convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), 0.0, is_reversed=False, training=True)
-    (asked,) = driver.asked
-    assert [(each.template.name, each.parameters.get("REVERSED")) for each in asked] == [
-        ("timex_convolve", False), ("timex_convolve", True), ("timex_filter_gradient", None),
-    ]  # fmt: skip
+    w, k = torch.zeros(3, 64), torch.zeros(2, 3, 64)
+    tiles = [("timex_convolve", True), ("timex_filter_gradient", None)]
+    op._forward(w, k, 0.0, "tiles", "tiles")
+    op._forward(w, k, 0.0, "tiles", None)
+    op._forward(w, k, 0.0, "transforms", "tiles")
+    op._forward(w, k, 0.0, "transforms", "transforms")
+    assert [[(each.template.name, each.parameters.get("REVERSED")) for each in asked] for asked in driver.asked] == [
+        [("timex_convolve", False), *tiles],
+        [("timex_convolve", False)],
+        [("timex_transform", None), *tiles],
+        [("timex_transform", None)],  # which has its backward too
+    ]
 
 
 @pytest.mark.parametrize(
@@ -347,26 +381,102 @@ def test_training_compiles_the_backward_beside_the_forward(driver):
 )
 def test_what_a_thread_reads_at_once_goes_by_strides_and_address(driver, change, vector, copied):
     k = change(torch.zeros(2, 3, 64))
-    op._convolve(torch.zeros(3, k.shape[2]), k, 0.0, is_reversed=False)
+    timex_tiles.convolve(torch.zeros(3, k.shape[2]), k, 0.0, is_correlation=False)
     assert driver.asked[0][0].parameters["VECTOR"] == vector
     assert (struct.unpack("=Q", driver.launches[0].arguments[1])[0] != k.data_ptr()) == copied
 
 
 def test_known_calls_are_not_prepared_again(driver):
     for eps in (0.0, 0.0, 1.0):
-        op._convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), eps, is_reversed=False)
+        timex_tiles.convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), eps, is_correlation=False)
     assert (len(driver.asked), len(driver.launches)) == (2, 3)
 
 
 def test_first_use_inside_a_capture_is_an_error(driver):
     driver.capturing = True
     with pytest.raises(RwkvJitError, match="timex: first use inside a CUDA graph capture"):
-        op._convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), 0.0, is_reversed=False)
+        timex_tiles.convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), 0.0, is_correlation=False)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-def test_nothing_is_launched_for_nothing(driver, shape):
+@pytest.mark.parametrize("of", [timex_tiles, timex_transforms])
+def test_nothing_is_launched_for_nothing(driver, of, shape):
     w, k = torch.zeros(shape[1:]), torch.zeros(shape)
-    assert op._convolve(w, k, 1.0, is_reversed=False).shape == shape
-    assert not op._filter_gradient(k, k, torch.float32).any()
+    assert of.convolve(w, k, 1.0, is_correlation=False).shape == shape
+    assert not of.filter_gradient(k, k, torch.float32).any()
     assert driver.launches == []
+
+
+# ---- launches of transforms --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_correlation", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "length", "threads"),
+    [((1, 3, 1), 1024, 32), ((5, 3, 1025), 2048, 128), ((9, 30, 4096), 4096, 256), ((2, 5, 16384), 16384, 512)],
+)
+def test_rows_of_a_channel_follow_each_other(driver, sizes, length, threads, is_correlation):
+    batch, channels, tokens = sizes
+    w, k = torch.ones(channels, tokens), torch.ones(channels, batch, tokens).transpose(0, 1)
+    out = timex_transforms.convolve(w, k, 0.5, is_correlation)
+    assert out.shape == sizes
+    of_filter, rows = driver.launches
+    assert (of_filter.entry, of_filter.grid) == ("timex_factors", (channels, 1, 1))
+    assert (rows.entry, rows.grid) == ("timex_transform", (batch * channels, 1, 1))
+    shape = ((threads, 1, 1), length // 16 * 17 * 8)
+    assert {(each.block, each.shared_bytes) for each in driver.launches} == {shape}
+    factors = struct.unpack("=Q", of_filter.arguments[1])[0]
+    assert of_filter.arguments == stub_driver.packed("QQqi", w.data_ptr(), factors, tokens, tokens)
+    strides = (tokens, batch * tokens)
+    assert rows.arguments == stub_driver.packed(
+        "QQQqqiiifi", k.data_ptr(), factors, out.data_ptr(), *strides, batch, channels, tokens, 0.5, is_correlation
+    )
+    ((request,),) = driver.asked
+    assert request.parameters["LENGTH"] == length
+    request.template.check(request.parameters)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "groups", "blocks"),
+    [
+        ((1, 3, 1), 1, 1, 3),
+        ((5, 3, 1024), 1, 5, 15),  # the channels are few: as many groups as there are rows
+        ((64, 768, 8192), 32, 2, 264),
+        ((64, 1100, 8192), 64, 1, 264),
+        ((7, 300, 4096), 2, 4, 264),
+    ],
+)
+def test_gradient_of_a_filter_in_groups_of_rows(driver, monkeypatch, sizes, rows, groups, blocks):
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+    batch, channels, tokens = sizes
+    g, k = (torch.zeros(1, 1, 1).expand(sizes) for _ in range(2))
+    monkeypatch.setattr(timex_launches, "neighbours", lambda x: x)
+    gw = timex_transforms.filter_gradient(g, k, torch.float16)
+    assert (gw.shape, gw.dtype) == (sizes[1:], torch.float16)
+    strides = g.stride()[:2] + k.stride()[:2]
+    (launch,) = driver.launches
+    assert (launch.entry, launch.grid) == ("timex_transform_gradient", (blocks, 1, 1))
+    assert launch.arguments[:2] == stub_driver.packed("QQ", g.data_ptr(), k.data_ptr())
+    assert launch.arguments[4:] == stub_driver.packed("qqqqiiiii", *strides, batch, channels, rows, groups, tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_paired"),
+    [
+        (lambda k: k, True),
+        (lambda k: torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape), False),
+        (lambda k: torch.cat([k, k[:, :, :1]], 2)[:, :, :-1], False),
+        (lambda k: torch.cat([k, k[:, :, :2]], 2)[:, :, :-2], True),
+        (lambda k: k[:, :, 1:].contiguous(), False),
+    ],
+)
+def test_two_tokens_at_once_go_by_strides_and_address(driver, change, is_paired):
+    k = change(torch.zeros(2, 3, 64))
+    timex_transforms.convolve(torch.zeros(3, k.shape[2]), k, 0.0, is_correlation=False)
+    assert driver.asked[0][0].parameters["PAIRED"] == is_paired
+
+
+def test_more_rows_than_a_launch_has_blocks(driver):
+    w, k = torch.zeros(1, 1), torch.zeros(1, 1, 1).expand(2**31, 1, 1)
+    with pytest.raises(UnsupportedConfigError, match="k: 'transforms' take at most 2147483647 rows, got 2147483648"):
+        timex_transforms.convolve(w, k, 0.0, is_correlation=False)

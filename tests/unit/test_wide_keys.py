@@ -34,7 +34,7 @@ def test_sums_of_parts_are_the_whole(op, packed, layout, make_inputs, monkeypatc
     )
     for x, want in zip(results(), wanted, strict=True):
         torch.testing.assert_close(x, want, rtol=1e-12, atol=1e-12)
-    assert [given[0].shape[3] for given in calls] == [5, 5, 3]
+    assert [given[0].shape[3] for given in calls] == [13, 5, 5, 3]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,18 @@
 //     E[f] = (Z_h[f] + conj(Z_h[-f])) / 2    O[f] = (Z_h[f] - conj(Z_h[-f])) / 2i
 //
 // where y[j] = out[2j] + i out[2j+1]. Correlations have conj(A) and -conj(B): gk is that of g with h, and gw[c, T-1-d] that of
-// g with k at d, as k were the filter, summed over the batch. A 1 / LENGTH is in A and B.
+// g with k at d, as k were the filter, summed over the batch: as a sum of spectra. A 1 / LENGTH is in A and B.
 //
 //   w        [channels, T]                    T_W    in        k, g  [batch, channels, T]  T_IO  in
 //   factors  [channels, 2, LENGTH]  complex   out of timex_factors: A and B; in of timex_transform
 //   out      [batch, channels, T]             T_IO   out       sums  [groups, channels, T]  fp32  out: gw of some rows each
+//   scratch  [blocks, 3, LENGTH]  complex     of timex_transform_gradient: A and B of a row of k, and a sum of spectra
 //
-// Grids (channels), (channels, batch), (channels, groups of rows).
+// Grids (channels), (channels * batch), (blocks). The rows of a channel follow each other: its factors are more than a
+// multiprocessor holds and wait in L2. A block of the gradient takes one group of rows of a channel after another, so that
+// its scratch waits there too.
+//
+// PAIRED: two tokens are read and written at once, which needs an even T and even strides and addresses.
 //
 // A transform is PASSES passes. In pass p the points are blocks of SIZE = LENGTH, LENGTH / RADIX .., and one of STRIDE =
 // SIZE / RADIX threads' butterflies takes the points j, j + STRIDE, .. of a block, a thread ELEMENTS / RADIX of these:
@@ -23,20 +28,14 @@
 // frequencies end with their digits reversed, where factors and spectra meet, and the inverse takes the same way back.
 #include "types.cuh"
 
-// 2^BITS, with as few passes of equal radices as 32 elements allow, or 3 2^BITS, first 24 points and then up to 8.
-constexpr bool HAS_THREE = LENGTH % 3 == 0;
+// Passes as few and radices as equal as 32 elements allow.
 __device__ constexpr int log_of(int x) { return x <= 1 ? 0 : 1 + log_of(x / 2); }
-constexpr int BITS = log_of(HAS_THREE ? LENGTH / 3 : LENGTH);
-constexpr int PASSES = HAS_THREE ? 1 + ceil_div(BITS - 3, 3) : ceil_div(BITS, 5);
-constexpr int ELEMENTS = HAS_THREE ? 24 : 1 << ceil_div(BITS, PASSES);
-static_assert(LENGTH == (HAS_THREE ? 3 : 1) << BITS && LENGTH >= 768, "length must be 2^n or 3 2^n, 768 at least");
+constexpr int BITS = log_of(LENGTH), PASSES = ceil_div(BITS, 5), ELEMENTS = 1 << ceil_div(BITS, PASSES);
+static_assert(LENGTH == 1 << BITS && LENGTH >= 1024, "length must be a power of two, 1024 at least");
 static_assert(NUM_THREADS * ELEMENTS == LENGTH, "num_threads must be the transform's length over a thread's elements");
 static_assert(SHARED_BYTES == LENGTH / 16 * 17 * 8, "shared_bytes is what the geometry says");
 
-__device__ constexpr int radix(int pass) {
-    if (HAS_THREE) return pass == 0 ? 24 : 1 << (BITS - 3 + PASSES - 1 - pass) / (PASSES - 1);
-    return 1 << (BITS + PASSES - 1 - pass) / PASSES;
-}
+__device__ constexpr int radix(int pass) { return 1 << (BITS + PASSES - 1 - pass) / PASSES; }
 __device__ constexpr int stride(int pass) { return pass < 0 ? LENGTH : stride(pass - 1) / radix(pass); }
 
 using Complex = float2;
@@ -49,22 +48,19 @@ __device__ inline Complex conjugate(Complex a) { return {a.x, -a.y}; }
 
 // ---- transforms of a thread's points ---------------------------------------------------------------------------
 
-// Of n parts of the circle, of which there are 24 or 32; constants once loops are unrolled.
-template <int PARTS> __device__ constexpr float cosine(int n) {
-    constexpr float of_32[9] = {1.0f, 0.98078528040323044913f, 0.92387953251128675613f, 0.83146961230254523708f,
-                                0.70710678118654752440f, 0.55557023301960222474f, 0.38268343236508977173f,
-                                0.19509032201612826785f, 0.0f};
-    constexpr float of_24[7] = {1.0f, 0.96592582628906828675f, 0.86602540378443864676f, 0.70710678118654752440f, 0.5f,
-                                0.25881904510252076235f, 0.0f};
-    const int near = n <= PARTS / 2 ? n : PARTS - n, of_quarter = near <= PARTS / 4 ? near : PARTS / 2 - near;
-    const float x = PARTS == 24 ? of_24[of_quarter] : of_32[of_quarter];
-    return near <= PARTS / 4 ? x : -x;
+// Of n parts of the circle, of which there are 32; constants once loops are unrolled.
+__device__ constexpr float cosine(int n) {
+    constexpr float of_quarter[9] = {1.0f, 0.98078528040323044913f, 0.92387953251128675613f, 0.83146961230254523708f,
+                                     0.70710678118654752440f, 0.55557023301960222474f, 0.38268343236508977173f,
+                                     0.19509032201612826785f, 0.0f};
+    const int near = n <= 16 ? n : 32 - n;
+    return near <= 8 ? of_quarter[near] : -of_quarter[16 - near];
 }
-// a e^(-2 pi i n / PARTS), or the other way.
-template <bool INVERSE, int PARTS> __device__ inline Complex turned(Complex a, int n) {
+// a e^(-2 pi i n / 32), or the other way.
+template <bool INVERSE> __device__ inline Complex turned(Complex a, int n) {
     if (n == 0) return a;
-    if (n == PARTS / 4) return INVERSE ? Complex{-a.y, a.x} : Complex{a.y, -a.x};
-    const float c = cosine<PARTS>(n), sine = cosine<PARTS>((n + 3 * PARTS / 4) % PARTS), s = INVERSE ? -sine : sine;
+    if (n == 8) return INVERSE ? Complex{-a.y, a.x} : Complex{a.y, -a.x};
+    const float c = cosine(n), sine = cosine((n + 24) % 32), s = INVERSE ? -sine : sine;
     return {fmaf(a.x, c, a.y * s), fmaf(a.y, c, -a.x * s)};
 }
 // Of blocks of SIZE among COUNT points; frequencies come out with their bits reversed.
@@ -74,22 +70,9 @@ template <bool INVERSE, int SIZE, int COUNT> __device__ inline void split_in_two
     for (int i = 0; i < COUNT / 2; ++i) {
         const int low = i / HALF * SIZE + i % HALF;
         const Complex a = x[low], b = x[low + HALF];
-        x[low] = a + b, x[low + HALF] = turned<INVERSE, 32>(a - b, i % HALF * (32 / SIZE));
+        x[low] = a + b, x[low + HALF] = turned<INVERSE>(a - b, i % HALF * (32 / SIZE));
     }
     if constexpr (HALF > 1) split_in_two<INVERSE, HALF>(x);
-}
-// Of 24 points three blocks of eight, of every third frequency each.
-template <bool INVERSE> __device__ inline void split_in_three(Complex (&x)[24]) {
-    constexpr float HALF_ROOT = INVERSE ? -0.86602540378443864676f : 0.86602540378443864676f;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const Complex a = x[i], sum = x[i + 8] + x[i + 16], difference = x[i + 8] - x[i + 16];
-        const Complex middle = {fmaf(-0.5f, sum.x, a.x), fmaf(-0.5f, sum.y, a.y)};
-        const Complex turn = {HALF_ROOT * difference.y, -HALF_ROOT * difference.x};
-        x[i] = a + sum;
-        x[i + 8] = turned<INVERSE, 24>(middle + turn, i);
-        x[i + 16] = turned<INVERSE, 24>(middle - turn, 2 * i);
-    }
 }
 __device__ constexpr int reversed(int i, int bits) {
     return bits == 0 ? 0 : (i & 1) << (bits - 1) | reversed(i >> 1, bits - 1);
@@ -98,11 +81,9 @@ template <bool INVERSE, int RADIX> __device__ inline void transform_points(Compl
     Complex points[RADIX];
 #pragma unroll
     for (int i = 0; i < RADIX; ++i) points[i] = x[i];
-    if constexpr (RADIX == 24) split_in_three<INVERSE>(points), split_in_two<INVERSE, 8>(points);
-    else split_in_two<INVERSE, RADIX>(points);
+    split_in_two<INVERSE, RADIX>(points);
 #pragma unroll
-    for (int i = 0; i < RADIX; ++i)
-        x[i] = points[RADIX == 24 ? i % 3 * 8 + reversed(i / 3, 3) : reversed(i, log_of(RADIX))];
+    for (int i = 0; i < RADIX; ++i) x[i] = points[reversed(i, log_of(RADIX))];
 }
 
 // ---- passes ----------------------------------------------------------------------------------------------------
@@ -220,26 +201,48 @@ template <int PASS = PASSES - 1> __device__ inline void transform_back(Complex (
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 
-// visit(element, token) for the points of the first pass that have tokens, this one and perhaps the next.
+// Two tokens, of which the second may be none.
+template <typename T> struct alignas(2 * sizeof(T)) Pair { T x, y; };
+
+// visit(element, token, whether there is a next one) for the points of the first pass that have tokens.
 template <typename Visit> __device__ inline void for_tokens(int tokens, Visit visit) {
     using First = Butterflies<0>;
     static_assert(First::RADIX == ELEMENTS, "threads have one butterfly in the first pass");
 #pragma unroll
     for (int i = 0; i < ELEMENTS / 2; ++i) {
         const int token = 2 * (First::place() + First::offset(i));
-        if (token < tokens) visit(i, token);
+        if (token < tokens) visit(i, token, PAIRED || token + 1 < tokens);
     }
 }
-// The transform of a row: of `row` and on, STEP further each token.
-template <int STEP, typename T>
+// The transform of a row, or with BACKWARDS of one from its last token to its first.
+template <bool BACKWARDS = false, typename T>
 __device__ inline void transform_row(Complex (&x)[ELEMENTS], const T* row, int tokens) {
 #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) x[i] = {0.0f, 0.0f};
-    for_tokens(tokens, [&](int i, int token) {
-        x[i].x = to_float(row[STEP * token]);
-        if (token + 1 < tokens) x[i].y = to_float(row[STEP * (token + 1)]);
+    for_tokens(tokens, [&](int i, int token, bool has_next) {
+        if constexpr (PAIRED) {
+            const auto pair = *reinterpret_cast<const Pair<T>*>(row + (BACKWARDS ? tokens - 2 - token : token));
+            x[i] = {to_float(BACKWARDS ? pair.y : pair.x), to_float(BACKWARDS ? pair.x : pair.y)};
+        } else {
+            x[i].x = to_float(row[BACKWARDS ? tokens - 1 - token : token]);
+            if (has_next) x[i].y = to_float(row[BACKWARDS ? tokens - 2 - token : token + 1]);
+        }
     });
     transform(x);
+}
+// A row of what x is, plus a constant; or with BACKWARDS from its last token to its first.
+template <bool BACKWARDS = false, typename T>
+__device__ inline void write_row(const Complex (&x)[ELEMENTS], T* row, int tokens, float plus) {
+    for_tokens(tokens, [&](int i, int token, bool has_next) {
+        const T first = from_float<T>(x[i].x + plus), second = from_float<T>(x[i].y + plus);
+        if constexpr (PAIRED) {
+            const Pair<T> pair = {BACKWARDS ? second : first, BACKWARDS ? first : second};
+            *reinterpret_cast<Pair<T>*>(row + (BACKWARDS ? tokens - 2 - token : token)) = pair;
+        } else {
+            row[BACKWARDS ? tokens - 1 - token : token] = first;
+            if (has_next) row[BACKWARDS ? tokens - 2 - token : token + 1] = second;
+        }
+    });
 }
 // A and B of a filter whose transform is x; of its correlation with CONJUGATES.
 template <bool CONJUGATES> __device__ inline void write_factors(const Complex (&x)[ELEMENTS], Complex* factors) {
@@ -255,57 +258,57 @@ template <bool CONJUGATES> __device__ inline void write_factors(const Complex (&
         factors[LENGTH + i * NUM_THREADS] = {CONJUGATES ? -SCALE * b.x : SCALE * b.x, SCALE * b.y};
     });
 }
-// The inverse of A x + B conj(the point -f); with `conjugates` that of conj(A) x - conj(B) ..
-__device__ inline void multiply_and_transform_back(Complex (&x)[ELEMENTS], const Complex* factors, bool conjugates) {
+// A x + B conj(the point -f); with `conjugates` conj(A) x - conj(B) ..
+__device__ inline void multiply(Complex (&x)[ELEMENTS], const Complex* factors, bool conjugates) {
     const float sign = conjugates ? -1.0f : 1.0f;
     with_mirrored(x, [&](int i, Complex there, int) {
         const Complex a = load_early<Complex>(factors + i * NUM_THREADS);
         const Complex b = load_early<Complex>(factors + LENGTH + i * NUM_THREADS);
         x[i] = x[i] * Complex{a.x, sign * a.y} + conjugate(there) * Complex{sign * b.x, b.y};
     });
-    transform_back(x);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_factors(
     const T_W* __restrict__ w, Complex* __restrict__ factors, i64 w_stride, int tokens) {
     Complex x[ELEMENTS];
-    transform_row<-1>(x, w + blockIdx.x * w_stride + tokens - 1, tokens);
+    transform_row<true>(x, w + blockIdx.x * w_stride, tokens);
     write_factors<false>(x, factors + i64(blockIdx.x) * (2 * LENGTH) + threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform(
     const T_IO* __restrict__ k, const Complex* __restrict__ factors, T_IO* __restrict__ out, i64 k_batch_stride,
-    i64 k_stride, i64 channels, int tokens, float eps, int conjugates) {
-    const i64 channel = blockIdx.x, row = blockIdx.y;
+    i64 k_stride, int batch, int channels, int tokens, float eps, int conjugates) {
+    const i64 channel = blockIdx.x / batch, row = blockIdx.x % batch;
     Complex x[ELEMENTS];
-    transform_row<1>(x, k + row * k_batch_stride + channel * k_stride, tokens);
-    multiply_and_transform_back(x, factors + channel * (2 * LENGTH) + threadIdx.x, conjugates);
-    out += (row * channels + channel) * tokens;
-    for_tokens(tokens, [&](int i, int token) {
-        out[token] = from_float<T_IO>(x[i].x + eps);
-        if (token + 1 < tokens) out[token + 1] = from_float<T_IO>(x[i].y + eps);
-    });
+    transform_row(x, k + row * k_batch_stride + channel * k_stride, tokens);
+    multiply(x, factors + channel * (2 * LENGTH) + threadIdx.x, conjugates);
+    transform_back(x);
+    write_row(x, out + (row * channels + channel) * tokens, tokens, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform_gradient(
-    const T_IO* __restrict__ g, const T_IO* __restrict__ k, Complex* __restrict__ factors, float* __restrict__ sums,
-    i64 g_batch_stride, i64 g_stride, i64 k_batch_stride, i64 k_stride, i64 batch, i64 channels, i64 group_rows,
-    int tokens) {
-    const i64 channel = blockIdx.x, begin = blockIdx.y * group_rows, end = min(begin + group_rows, batch);
-    g += channel * g_stride, k += channel * k_stride;
-    const i64 place = blockIdx.y * channels + channel;
-    // Which a thread alone writes and reads; sums in registers would leave too few of them to the transforms.
-    factors += place * (2 * LENGTH) + threadIdx.x, sums += place * tokens + tokens - 1;
-    for (i64 row = begin; row < end; ++row) {
+    const T_IO* __restrict__ g, const T_IO* __restrict__ k, Complex* __restrict__ scratch, float* __restrict__ sums,
+    i64 g_batch_stride, i64 g_stride, i64 k_batch_stride, i64 k_stride, int batch, int channels, int group_rows,
+    int groups, int tokens) {
+    scratch += i64(blockIdx.x) * (3 * LENGTH) + threadIdx.x;
+    for (i64 item = blockIdx.x; item < i64(channels) * groups; item += gridDim.x) {
+        const i64 channel = item / groups, group = item % groups;
+        const i64 begin = group * group_rows, end = min(begin + group_rows, i64(batch));
         Complex x[ELEMENTS];
-        transform_row<1>(x, k + row * k_batch_stride, tokens);
-        write_factors<true>(x, factors);
-        transform_row<1>(x, g + row * g_batch_stride, tokens);
-        multiply_and_transform_back(x, factors, false);
-        for_tokens(tokens, [&](int i, int token) {
-            float* const sum = sums - token;
-            sum[0] = row == begin ? x[i].x : load_early<float>(sum) + x[i].x;
-            if (token + 1 < tokens) sum[-1] = row == begin ? x[i].y : load_early<float>(sum - 1) + x[i].y;
-        });
+        // A thread alone writes and reads its part of the scratch; sums in registers would leave too few of them.
+        for (i64 row = begin; row < end; ++row) {
+            transform_row(x, k + row * k_batch_stride + channel * k_stride, tokens);
+            write_factors<true>(x, scratch);
+            transform_row(x, g + row * g_batch_stride + channel * g_stride, tokens);
+            multiply(x, scratch, false);
+            Complex* const sum = scratch + 2 * LENGTH;
+#pragma unroll
+            for (int i = 0; i < ELEMENTS; ++i) {
+                if (row > begin) x[i] = x[i] + load_early<Complex>(sum + i * NUM_THREADS);
+                if (row + 1 < end) sum[i * NUM_THREADS] = x[i];
+            }
+        }
+        transform_back(x);
+        write_row<true>(x, sums + (group * channels + channel) * tokens, tokens, 0.0f);
     }
 }

@@ -1,0 +1,64 @@
+"""Launches of timex's kernels: prepared once for each signature of a call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rwkv_jit import kernel, tensors
+from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.launch import Plan
+
+# What else a call's first use compiles, from its w and k: the kernels of the backward.
+Beside = Callable[[Tensor, Tensor], list[kernel.Request]]
+
+
+class Launches(NamedTuple):
+    """Launches of one signature, one after the other."""
+
+    plans: tuple[Plan, ...]
+    scratch: int = 0  # floats
+    groups: int = 1  # of rows, each with a sum of its own
+
+
+_MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
+_known: dict[Any, Launches] = {}
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_known.clear)  # nothing of CUDA survives a fork
+
+
+def neighbours(x: Tensor) -> Tensor:
+    """Return `x`, or a copy where its tokens are not neighbours."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def known(key: tuple[Any, ...], prepare: Callable[[], Launches]) -> Launches:
+    """Return the launches of a signature, prepared if it is new."""
+    found = _known.get(key)
+    if found is None:
+        kernel.check_not_forked()
+        if len(_known) >= _MOST_SIGNATURES:
+            _known.clear()
+        found = _known[key] = prepare()
+    return found
+
+
+def load(wanted: Sequence[kernel.Request], device: int) -> kernel.Kernel:
+    """Return the first of these kernels; the others compile beside it.
+
+    Raises
+    ------
+    RwkvJitError
+        One is new, inside a CUDA graph capture.
+    """
+    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in wanted):
+        raise RwkvJitError(
+            "timex: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
+            "call it once with these shapes and dtypes before the capture"
+        )
+    first, *others = wanted
+    return kernel.get_all([first, *[each for each in others if each != first]])[0]
