@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rwkv_jit import report
 
+REPEATS = 3  # from disk
+
 # A process of its own, timed from where imports, the CUDA context and torch's own first uses are done.
 _FIRST_CALL = """
 import time, platformdirs, torch, rwkv_jit
@@ -82,7 +84,7 @@ _LOADERS = {
 
 def first_calls() -> dict[str, float]:
     """Return milliseconds of a first call with gradients: from an empty cache and from disk, each in a new process."""
-    return _times(_FIRST_CALL, "RWKVJIT_CACHE_DIR", 5)
+    return _times(_FIRST_CALL, "RWKVJIT_CACHE_DIR")
 
 
 def one_line_kernels() -> dict[str, dict[str, float]]:
@@ -90,11 +92,11 @@ def one_line_kernels() -> dict[str, dict[str, float]]:
     found = {}
     for name, (variable, imports, call) in _LOADERS.items():
         with suppress(subprocess.CalledProcessError):
-            found[name] = _times(_ADD_ONE.replace("IMPORTS", imports).replace("CALL", call), variable, 3)
+            found[name] = _times(_ADD_ONE.replace("IMPORTS", imports).replace("CALL", call), variable)
     return found
 
 
-def _times(program: str, variable: str, repeats: int) -> dict[str, float]:
+def _times(program: str, variable: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         child = {**os.environ, variable: str(Path(folder, "cache"))}
         command = [sys.executable, "-c", program, folder]
@@ -102,7 +104,7 @@ def _times(program: str, variable: str, repeats: int) -> dict[str, float]:
             float(
                 subprocess.run(command, env=child, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
             )
-            for _ in range(1 + repeats)
+            for _ in range(1 + REPEATS)
         ]
     return {"compiled_ms": times[0], "from_disk_ms": statistics.median(times[1:])}
 

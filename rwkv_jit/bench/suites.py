@@ -57,7 +57,7 @@ def studies() -> dict[str, list[Entry]]:
         "gla": _entries("gla", "gla", [(32, 2048, 4, 256, 512), training], _BOTH),
         "linear_attention": _entries("linear_attention", "linear_attention", [training], _BOTH),
         "timex": _entries(
-            "timex", "timex", [(32, 768, 768)], ["forward", "backward"], ["auto", "fft"], torch.float32
+            "timex", "timex", [(32, 768, 768)], ["forward", "backward"], ["auto", "tiles", "fft"], torch.float32
         ),
         "wkv4": _entries("wkv4", "wkv4", [(8, 4096, 4096)], _BOTH),
         "models": [

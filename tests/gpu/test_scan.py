@@ -281,6 +281,11 @@ def test_parts_of_a_scan_change_nothing(op, batch, heads, head_size, parts):
     assert torch.equal(again[0], y)
     assert torch.equal(again[1], final)
     assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    with torch.no_grad():
+        results = rwkv_jit.wkv7(*given.values(), state, True, decay="sigmoid", backend="split")
+        at_once = [x.clone() for x in results]  # what comes next on the stream finds them done
+    assert torch.equal(at_once[0], y)
+    assert torch.equal(at_once[1], final)
 
 
 @needs_groups

@@ -913,7 +913,7 @@ print("noise")
 print(3.5 if seen.exists() else 700)
 seen.touch()
 """
-    assert bench.service._times(program, "SOME_DIRECTORY", 3) == {"compiled_ms": 700.0, "from_disk_ms": 3.5}
+    assert bench.service._times(program, "SOME_DIRECTORY") == {"compiled_ms": 700.0, "from_disk_ms": 3.5}
     monkeypatch.setattr(bench.service, "_ADD_ONE", "IMPORTS\nprint(CALL)")
     there, missing = ("SOME_DIRECTORY", "x = 2.5", "x"), ("SOME_DIRECTORY", "raise SystemExit('no compiler')", "1")
     monkeypatch.setattr(bench.service, "_LOADERS", {"there": there, "missing": missing})
