@@ -70,6 +70,9 @@ _SCALED = {"scale": 1.0}
 # A bound on the decays, which are sigmoids, lets FLA take its faster chunks of 64. At head size 256 these end in an
 # illegal memory access.
 _BOUNDED, _LARGEST_BOUNDED = {"lower_bound": -SIGMOID_RATE}, 128
+# Tokens up to which its kernels that go token by token are measured: above they take ten times as long as its chunks,
+# and minutes to tune.
+_MOST_STEPS = 1024
 # By op: module, and functions with what they are given beside the inputs to compute the same.
 _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "wkv6": ("rwkv6", {"chunk_rwkv6": _SCALED, "fused_recurrent_rwkv6": _SCALED}),
@@ -91,6 +94,8 @@ def _fla(case: Case) -> list[Contestant]:
     if case.op not in _OF_FLA:
         return []
     module, functions = _OF_FLA[case.op]
+    if case.shape[1] > _MOST_STEPS:
+        functions = {name: options for name, options in functions.items() if not name.startswith("fused_recurrent")}
     if case.op == "wkv7" and case.shape[3] > _LARGEST_BOUNDED:
         functions = dict.fromkeys(functions, _SCALED)
 

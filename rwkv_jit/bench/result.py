@@ -24,10 +24,10 @@ METHODS = (
     "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small",
     "calls in a CUDA graph, the others queued while the GPU waits. Inputs are like a model's, and come round when they",
     "have left the L2 cache. Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same",
-    "run. Host: until a call in a row of calls has returned, the least of some rows. Peak: memory of one call, of a",
-    "backward with its forward, and the inputs. Error: relative L2 against float64, the largest of y and, with a",
-    "backward, the gradients, over at most 300 tokens of a row. Peers get the inputs as they want them, made before;",
-    "they tuned themselves in processes of their own.",
+    "run. Host: until a call in a row of calls has returned. Peak: memory of one call, of a backward with its forward,",
+    "and the inputs. Error: relative L2 against float64, the largest of y and, with a backward, the gradients, over at",
+    "most 300 tokens of a row. Peers get the inputs as they want them, made before; they tuned themselves in processes",
+    "of their own.",
 )
 
 

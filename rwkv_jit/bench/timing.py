@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -161,8 +162,8 @@ def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 def host_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Return the time that the host takes for a call among others, which need not have ended on the GPU.
 
-    That of calls in a row, as a model makes them, as many as keep to the time that there is: the least of some rows, as
-    what else the machine does is no part of a call.
+    The median over rows of calls, as a model makes them, as many as keep to the time that there is. The first of a row
+    is left out where there are more: it finds a GPU that sleeps.
     """
     started = time.perf_counter()
     calls[0]()
@@ -170,13 +171,16 @@ def host_us(calls: Sequence[Callable[[], Any]]) -> float:
     taken = time.perf_counter() - started
     row = max(1, min(_MOST_IN_ROW, int(_HOST_SECONDS / (_ROWS * taken))))
     times: list[float] = []
-    while len(times) < _ROWS and time.perf_counter() < started + _HOST_SECONDS + taken or not times:
-        begun = time.perf_counter()
+    for _ in range(_ROWS):
+        stamps = [time.perf_counter()]
         for turn in range(row):
             calls[turn % len(calls)]()
-        times.append(1e6 * (time.perf_counter() - begun) / row)
+            stamps.append(time.perf_counter())
         torch.cuda.synchronize()  # a full queue would make the host wait
-    return min(times)
+        times += [1e6 * (after - before) for before, after in pairwise(stamps)][row > 1 :]
+        if time.perf_counter() > started + _HOST_SECONDS + taken:
+            break
+    return statistics.median(times)
 
 
 def interleaved(

@@ -212,6 +212,14 @@ def test_large_heads_of_fla_have_no_bound(head_size, monkeypatch):
     assert [("lower_bound" in options) for options in given] == [head_size == 128, False]
 
 
+@pytest.mark.parametrize("op", ["wkv6", "wkv7", "gla", "linear_attention"])
+def test_steps_of_fla_are_left_out_where_they_are_many(op):
+    few, many = (Case(op, (1, tokens, 1, 8, 8), torch.bfloat16) for tokens in (1024, 1025))
+    left_out = {each.what for each in peers._fla(few)} - {each.what for each in peers._fla(many)}
+    assert left_out == {each.what for each in peers._fla(few) if "recurrent" in each.what}
+    assert len(left_out) == 1
+
+
 def test_peer_of_wkv4_begins_with_an_empty_state(monkeypatch, on_cpu):
     def fla(w, u, k, v, state):
         assert state.shape == (1, 3, 1, 8)
@@ -532,6 +540,23 @@ def test_cache_is_flushed_where_the_sets_are_small(clock):
     flush = torch.ones(4)
     turns = timing.Turns([lambda: clock.spend(int(flush.sum()) + 1)], False, flush)
     assert turns.ms() == 1  # flushed before
+
+
+@pytest.mark.parametrize(("seconds", "row", "calls"), [(10e-6, 50, 451), (4e-4, 8, 73), (0.2, 1, 3)])
+def test_host_time_is_that_of_calls_in_a_row(monkeypatch, seconds, row, calls):
+    """The first call after a pause takes longer; a call that takes long is made a few times."""
+    state = SimpleNamespace(now=0.0, sleeps=True, called=[])
+
+    def call():
+        state.now += 10 * seconds if state.sleeps and row > 1 else seconds
+        state.called.append(state.sleeps)
+        state.sleeps = False
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: state.now))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(state, "sleeps", True))
+    assert timing.host_us([call]) == pytest.approx(1e6 * seconds)
+    assert len(state.called) == calls
+    assert state.called.count(True) == 1 + (calls - 1) // row
 
 
 def test_everyone_has_a_turn_in_every_round():
