@@ -147,7 +147,7 @@ def obstacles(
             raise
         finally:
             timer.cancel()
-    untried = {attempt: f"was not tried in {minutes:g} minutes" for attempt in attempts if attempt not in found}
+    untried = {attempt: f"was not tried in {minutes:g} min" for attempt in attempts if attempt not in found}
     return {attempt: error for attempt, error in found.items() if error is not None} | untried
 
 

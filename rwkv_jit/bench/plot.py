@@ -113,14 +113,19 @@ Panel = tuple[str, str]  # its title, and what its times are drawn over
 
 
 def scaling(rows: Sequence[Row]) -> dict[Panel, dict[str, dict[int, Row]]]:
-    """Return, for each panel of sizes that differ in one dimension alone, the rows of every contestant by that size."""
+    """Return, for each panel of sizes that differ in one dimension alone, the rows of every contestant by that size.
+
+    What calls of ours take by themselves, the first of a case, is one contestant, whichever backend that is.
+    """
     found: dict[Panel, dict[str, dict[int, Row]]] = {}
     for row in rows:
         if row["median_ms"] is None:
             continue
         for over, size, fixed in _sizes(row["shape"], row["op"]):
             panel = (f"{row['op']} {row['dtype']}, {row['phase']}\n{fixed}", over)
-            found.setdefault(panel, {}).setdefault(words.contestant(row), {})[size] = row
+            lines = found.setdefault(panel, {})
+            is_taken = row["who"] == words.OURS and size not in lines.get(words.OURS, {})
+            lines.setdefault(words.OURS if is_taken else words.contestant(row), {})[size] = row
     several = {
         panel: {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
         for panel, lines in found.items()

@@ -155,12 +155,14 @@ def _table(rows: list[Row]) -> str:
         memory = _largest(found.values(), "peak_mib", lambda value: f"{value:.0f}")
         table.append([shape, dtype, contestant, *times, error, memory])
     text = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
-    left_out = dict.fromkeys(
-        f"- {words.contestant(row)} {words.shape(row)} {row['dtype']}: {words.obstacle(row)}\n"
-        for row in rows
-        if row["median_ms"] is None
-    )
-    return text + (f"\nLeft out:\n\n{''.join(left_out)}" if left_out else "")
+    left_out: dict[str, dict[str, None]] = {}  # by what was in the way
+    for row in rows:
+        if row["median_ms"] is None:
+            case = f"{words.contestant(row)} {words.shape(row)} {row['dtype']} {row['phase']}"
+            left_out.setdefault(words.obstacle(row), {})[case] = None
+    if left_out:
+        text += "\nLeft out:\n\n" + "".join(f"- {why}: {'; '.join(cases)}\n" for why, cases in left_out.items())
+    return text
 
 
 def _time(row: Row | None) -> str:

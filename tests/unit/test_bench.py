@@ -381,7 +381,7 @@ def test_silence_ends_a_process(monkeypatch):
 def test_what_is_not_tried_in_time_is_left_out(monkeypatch):
     monkeypatch.setattr(isolation, "_PROGRAM", CHILD.replace("os._exit(7)", "import time; time.sleep(600)"))
     attempts = [Attempt(small("wkv7"), "fla", what) for what in ("works", "dies", "works too")]
-    said = "was not tried in 0.05 minutes"
+    said = "was not tried in 0.05 min"
     assert isolation.obstacles(attempts, at_once=1, minutes=0.05) == dict.fromkeys(attempts[1:], said)
 
 

@@ -78,22 +78,31 @@ def test_lines_go_over_tokens_batch_and_head_size():
         ("gla bfloat16, forward\nT = 2048, H = 4, K = 256, V = 512", "B, batch"),
     ]
     by_size, _, by_tokens, by_batch = found.values()
-    assert by_size == {"rwkv_jit chunked": {64: 0.7, 128: 0.7, 256: 0.7}, "fla chunk": {64: 4.5, 128: 4.5}}
+    assert by_size == {"rwkv_jit": {64: 0.7, 128: 0.7, 256: 0.7}, "fla chunk": {64: 4.5, 128: 4.5}}
     assert by_tokens["torch naive loop"] == {54: 1.08, 512: 10.24, 4096: 81.92}
-    assert list(by_tokens) == ["rwkv_jit chunked", "rwkv_jit recurrent", "torch naive loop"]
-    assert by_batch == {"rwkv_jit split": {1: 0.1, 8: 0.8}}
+    assert list(by_tokens) == ["rwkv_jit", "rwkv_jit recurrent", "torch naive loop"]
+    assert by_batch == {"rwkv_jit": {1: 0.1, 8: 0.8}}
 
 
 def test_lines_need_two_sizes_and_the_same_of_all_else():
-    first = row(shape=(8, 4096, 64, 64, 64))
+    first = row(shape=(8, 4096, 64, 64, 64), who="fla")
     others = [
         {"shape": (4, 2048, 64, 64, 64)}, {"shape": (8, 4096, 64, 64, 128)},
         {"shape": (8, 2048, 64, 64, 64), "what": "x"}, {"shape": (8, 2048, 64, 64, 64), "phase": "backward"},
         {"shape": (8, 2048, 64, 64, 64), "op": "wkv6"}, {"shape": (8, 2048, 64, 64, 64), "dtype": "float32"},
     ]  # fmt: skip
     for other in others:
-        assert plot.scaling([first, row(**other)]) == {}
+        assert plot.scaling([first, row(**{"who": "fla", **other})]) == {}
     assert plot.scaling([first, left_out(shape=(8, 2048, 64, 64, 64))]) == {}
+
+
+def test_backends_that_calls_take_by_themselves_are_one_line():
+    sizes = [(8, 4096, 4096 // size, size, size) for size in (64, 256)]
+    rows = [row(shape=sizes[0]), row(shape=sizes[0], what="recurrent"), row(shape=sizes[1], what="scan")]
+    (lines,) = plot.scaling(rows).values()
+    assert {name: [each["what"] for each in line.values()] for name, line in lines.items()} == {
+        "rwkv_jit": ["chunked", "scan"]
+    }
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
         row(median=2.25, phase="forward+backward", error=5e-3, peak_mib=300.4),
         row(who="fla", what="a|b", median=200.0) | dict.fromkeys(made_up.MISSING),
         left_out("no\n room", who="torch", what="loop"),
+        left_out("no room", who="fla", what="b"),
         row("wkv6"),
     ]
     assert record.blocks(result(rows=rows))["wkv7"] == (
@@ -96,8 +97,9 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
         " | 5.0e-03 | 300 |\n"
         "| (8, 4096, 64, 64) | bfloat16 | fla a/b | 200 |  |  |  |\n"
         "| (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | fla b | left out |  |  |  |\n"
         "\nLeft out:\n\n"
-        "- torch loop (8, 4096, 64, 64) bfloat16: no room\n"
+        "- no room: torch loop (8, 4096, 64, 64) bfloat16 forward; fla b (8, 4096, 64, 64) bfloat16 forward\n"
     )
 
 
