@@ -179,7 +179,7 @@ def test_a_rich_result_has_bars_roof_and_scaling(drawn):
     assert [axis.get_xlabel() for axis in panels] == ["N, head size", "N, head size", "T, tokens", "B, batch"]
     assert [tick.get_text() for tick in panels[2].get_xticklabels()] == ["54", "512", "4096"]
     names = [text.get_text() for text in panels[2].get_legend().get_texts()]
-    assert sorted(names) == ["floor", "rwkv_jit chunked", "rwkv_jit recurrent", "torch naive loop"]
+    assert sorted(names) == ["floor", "rwkv_jit", "rwkv_jit recurrent", "torch naive loop"]
     assert figure.get_suptitle() == words.machine(result())
 
 
