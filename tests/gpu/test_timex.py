@@ -90,6 +90,13 @@ def test_torch_fft(op, dtype, tokens):
     check(make(3, 4, tokens, DTYPES[dtype]), backend="fft")
 
 
+def test_each_direction_takes_what_is_faster(op):
+    given = make(8, 3, 768, torch.float32)
+    out, *gradients = run(*given, backend="auto")
+    assert torch.equal(out, run(*given, backend="transforms")[0])
+    assert all(torch.equal(x, y) for x, y in zip(gradients, run(*given, backend="tiles")[1:], strict=True))
+
+
 @pytest.mark.parametrize("change", [
     lambda k: k.permute(2, 0, 1).contiguous().permute(1, 2, 0),
     lambda k: k.transpose(0, 1).contiguous().transpose(0, 1),

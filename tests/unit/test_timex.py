@@ -235,6 +235,20 @@ def test_auto(dtype, batch, tokens, arch, forward, backward):
     assert op.choose("fft", dtype, batch, tokens, lambda: arch) == "fft"
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiler_follows_the_rule(dynamic):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=dynamic)
+    def chosen(k):
+        directions = ("forward", "backward")
+        found = [op.choose("auto", k.dtype, k.shape[0], k.shape[2], lambda: "sm_90", each) for each in directions]
+        return k + 10 * op.BACKENDS.index(found[0]) + op.BACKENDS.index(found[1])
+
+    for tokens, want in ((700, 11), (768, 21), (2000, 22), (20000, 33)):
+        assert int(chosen(torch.zeros(8, 1, tokens))[0, 0, 0]) == want
+
+
 @pytest.mark.parametrize(
     ("backend", "tokens", "arch", "obstacle"),
     [
