@@ -19,8 +19,8 @@ _OWN = {"tiles": timex_tiles, "transforms": timex_transforms}
 # Tokens up to which tiles are faster than transforms of a length on an H200, by direction and the bytes of a number,
 # for eight rows of a channel or more. The work of tiles grows with T^2, that of transforms with their length.
 MOST_TOKENS: dict[str, dict[int, dict[int, int]]] = {
-    "forward": {4: {1024: 704, 2048: 1408}, 2: {1024: 1152, 2048: 2304, 4096: 3328}},
-    "backward": {4: {1024: 832, 2048: 1408}, 2: {1024: 1152, 2048: 2304, 4096: 3328}},
+    "forward": {4: {1024: 704, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 3328}},
+    "backward": {4: {1024: 832, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 3328}},
 }
 
 

@@ -219,6 +219,8 @@ def test_what_goes_by_head_sizes_says_that_timex_has_none(function):
         (torch.float32, 8, 1409, "sm_90", "transforms", "transforms"),
         (torch.float32, 1, 512, "sm_90", "transforms", "transforms"),  # of a tile's rows seven are none
         (torch.float32, 1, 240, "sm_90", "tiles", "tiles"),
+        (torch.bfloat16, 1, 512, "sm_90", "tiles", "tiles"),
+        (torch.bfloat16, 1, 513, "sm_90", "transforms", "transforms"),
         (torch.bfloat16, 8, 3328, "sm_80", "tiles", "tiles"),
         (torch.float16, 8, 3329, "sm_80", "transforms", "transforms"),
         (torch.bfloat16, 8, 16384, "sm_90", "transforms", "transforms"),
