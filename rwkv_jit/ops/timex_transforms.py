@@ -146,7 +146,7 @@ def filter_gradient(g: Tensor, k: Tensor, w_dtype: torch.dtype) -> Tensor:
             tensors.validate("g", g)
             tensors.validate("k", k)
             at_once = tensors.multiprocessors(device) * int(made.parameters["BLOCKS_PER_SM"])
-            group_rows = -(-batch // min(-(-_ROUNDS * at_once // channels), batch))
+            group_rows = -(-batch // -(-_ROUNDS * at_once // channels))
             groups = -(-batch // group_rows)
             blocks = min(at_once, channels * groups)
             strides = (g.stride(0), g.stride(1), k.stride(0), k.stride(1))

@@ -107,6 +107,14 @@ def test_known_call_is_not_checked_again_and_launches_its_own_tensors(calls, mon
     assert one.arguments[13:] == other.arguments[13:]
 
 
+def test_y_is_contiguous_whatever_v_is(calls):
+    given = make()
+    given[3] = torch.randn(B, H, T, N).transpose(1, 2)
+    for _ in range(2):
+        y, _ = rwkv_jit.wkv7(*given)
+        assert y.is_contiguous()
+
+
 def test_state_and_final_state_are_launched_in_their_places(calls):
     state = torch.randn(B, H, N, N)
     for _ in range(2):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
 from rwkv_jit import kernel, runtime, tensors
@@ -235,6 +236,14 @@ def test_auto(dtype, batch, tokens, arch, forward, backward):
     found = [op.choose("auto", dtype, batch, tokens, lambda: arch, direction) for direction in directions]
     assert found == [forward, backward]
     assert op.choose("fft", dtype, batch, tokens, lambda: arch) == "fft"
+
+
+def test_directions_of_a_call_are_chosen_apart(monkeypatch):
+    monkeypatch.setattr(tensors, "arch", lambda device: "sm_90")
+    with FakeTensorMode():
+        w, k = (torch.empty(*size, 3, 768, device="cuda") for size in ((), (8,)))
+        assert op._check(w, k, 0.0, "auto")[2:] == ("transforms", "tiles")
+        assert op._check(w, k, 0.0, "fft")[2:] == ("fft", "fft")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
