@@ -587,6 +587,28 @@ def test_slow_cases_have_fewer_rounds():
     assert len(times) == timing.LEAST_ROUNDS
 
 
+def test_rounds_go_by_the_time_of_the_last_one_of_the_warm_up(monkeypatch):
+    seconds, now = iter([9.0, *[0.001] * (timing.WARM_UP_ROUNDS - 2), 0.1, *[0.001] * 100]), [0.0]
+
+    def run():
+        now[0] += next(seconds)
+        return now[0]
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    (times,) = timing.interleaved([run], 1000.0)
+    assert len(times) == 10
+
+
+def test_times_on_the_cpu_are_those_after_the_first(monkeypatch):
+    seconds, now = iter([5.0, *[0.25] * 7]), [100.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def call():
+        now[0] += next(seconds)
+
+    assert timing.cpu_ms(call) == [250.0] * 7
+
+
 def test_copy_counts_bytes_read_and_written(clock, monkeypatch):
     made = []
     ones = torch.ones
@@ -825,6 +847,14 @@ def test_command_measures_what_it_is_asked_for(gpu, run):
     assert (found["format"], found["device"], found["copy_tb_per_s"], found["service"]) == (1, "cuda", 4.25, None)
     assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows", "service"}
     assert [row["op"] for row in found["rows"]] == ["wkv6", "timex"]
+
+
+def test_a_backend_is_measured_of_the_ops_that_have_it(gpu, run):
+    assert run("bench", "--backend", "tiles")[0] == 0
+    assert {entry.case.op for entry, _, _ in gpu} == {"timex"}
+    gpu.clear()
+    assert run("bench", "--backend", "split", "--phase", "forward")[0] == 0
+    assert {entry.case.op for entry, _, _ in gpu} == {*bench.OPS} - {"timex"}
 
 
 def test_peers_are_left_out_on_demand(gpu, run):

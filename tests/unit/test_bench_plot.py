@@ -152,6 +152,9 @@ def test_bars_are_medians_with_whiskers_and_the_floor(drawn):
     ends = [[x for x, _ in segment] for segment in whiskers.get_segments()]
     assert ends == [pytest.approx([1.96, 2.08]), pytest.approx([3.92, 4.16])]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["rwkv_jit chunked", "fla chunk", "torch loop"]
+    named = [text.get_text() for text in bars.legends[0].get_texts()]
+    assert named[:2] == ["rwkv_jit", "fla"]  # who was measured
+    assert named[2].startswith("floor")
     assert texts(axis) == ["2.00  25%", "4.00  12%", "left out: no room"]
     assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "--"] == [[0.5, 0.5]]
     (axis,) = roof.axes
