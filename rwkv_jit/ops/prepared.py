@@ -223,7 +223,7 @@ def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> N
     if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
         raise RwkvJitError(
             f"{op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
-            "call it once with these head sizes, dtypes and options before the capture"
+            "call it once with these sizes, dtypes and options before the capture"
         )
 
 

@@ -179,21 +179,28 @@ def choose(
     UnsupportedConfigError
         The one that was asked for cannot do it.
     """
-    if backend not in ("auto", *_OWN):
-        return backend
-    obstacles = {name: of.obstacle(tokens, arch()) for name, of in _OWN.items()}
+    if backend in _OWN:
+        obstacle = _OWN[backend].obstacle(tokens, arch())
+        if obstacle is not None:
+            raise UnsupportedConfigError(f"backend: {backend!r} {obstacle}; use 'auto' or 'fft'")
     if backend != "auto":
-        if obstacles[backend] is not None:
-            raise UnsupportedConfigError(f"backend: {backend!r} {obstacles[backend]}; use 'auto' or 'fft'")
         return backend
     most = MOST_TOKENS[direction][dtype.itemsize].get(timex_transforms.length(tokens), 0)
-    if obstacles["tiles"] is None and 8 * tokens**2 <= min(batch, 8) * most**2:  # a tile takes eight rows at once
+    is_short = 8 * tokens**2 <= min(batch, 8) * most**2  # a tile takes eight rows at once
+    if is_short and timex_tiles.obstacle(tokens, arch()) is None:
         return "tiles"
-    return "transforms" if obstacles["transforms"] is None else "fft"
+    return "transforms" if timex_transforms.obstacle(tokens, arch()) is None else "fft"
 
 
-def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor, str, str]:
-    """Return the tensors of a call, and the backends of its directions."""
+def _taken(backend: str, k: Tensor, direction: str) -> str:
+    """Return the backend that a direction of a call takes that has been checked."""
+    if not k.is_cuda:
+        return "reference" if backend == "auto" else backend
+    batch, _, tokens = k.shape
+    return choose(backend, k.dtype, batch, tokens, lambda: tensors.arch(k.device.index), direction)
+
+
+def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not -math.inf < eps < math.inf:
@@ -217,15 +224,7 @@ def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor, st
     if w.dtype not in (k.dtype, torch.float32) or (w.dtype == torch.float32 and k.dtype == torch.float64):
         also = "" if k.dtype in (torch.float32, torch.float64) else " or torch.float32"
         raise TypeError(f"w: expected {k.dtype} like k{also}, got {w.dtype}")
-    if plain:
-        return w, k, "reference", "reference"
-    if not on_gpu:
-        return w, k, backend, backend
-    (batch, _, tokens), device = k.shape, k.device.index
-    forward, backward = (
-        choose(backend, k.dtype, batch, tokens, lambda: tensors.arch(device), direction) for direction in MOST_TOKENS
-    )
-    return w, k, forward, backward
+    return w, k
 
 
 def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
@@ -246,10 +245,10 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
         Added to every output.
     backend : {"auto", "tiles", "transforms", "fft", "reference"}, default "auto"
         "tiles" are CUDA kernels on the tensor cores, from sm_80 on; "transforms" Fourier transforms in shared memory,
-        in float32, for T up to 16384 (where a block has less than 102 KiB, 8192); "fft" is torch.fft in float32 over
-        padded rows; "reference" is plain torch. "auto" takes the reference for tensors that are not on a GPU, else for
-        each direction what is faster on an H200: with a batch of 8 or more tiles up to T = 704 (backward 832) in
-        float32, between 1025 and 1408 too, and up to 3328 in 16 bits, with a smaller batch up to shorter T, and
+        in float32, for T up to 16384, which takes 136 KiB for a block, or 8192 with 68; "fft" is torch.fft in float32
+        over padded rows; "reference" is plain torch. "auto" takes the reference for tensors that are not on a GPU,
+        else for each direction what is faster on an H200: with a batch of 8 or more tiles up to T = 704 (backward 832)
+        in float32, between 1025 and 1408 too, and up to 3328 in 16 bits, with a smaller batch up to shorter T, and
         transforms above; fft where they cannot do it.
 
     Returns
@@ -301,10 +300,12 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
-    w, k, forward, backward = _check(w, k, eps, backend)
+    w, k = _check(w, k, eps, backend)
+    forward = _taken(backend, k, "forward")
     direct = tensors.is_eager() and tensors.are_plain((w, k))
     out: Tensor
     if torch.is_grad_enabled() and (w.requires_grad or k.requires_grad):
+        backward = _taken(backend, k, "backward")
         out = _Timex.apply(w, k, float(eps), forward, backward, direct)  # type: ignore[no-untyped-call]
     else:
         out = (_forward if direct else _forward_op)(w, k, float(eps), forward, None)

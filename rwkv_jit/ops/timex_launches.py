@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rwkv_jit import kernel, tensors
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit import kernel
 from rwkv_jit.launch import Plan
+from rwkv_jit.ops import prepared
 
 # What else a call's first use compiles, from its w and k: the kernels of the backward.
 Beside = Callable[[Tensor, Tensor], list[kernel.Request]]
@@ -24,7 +24,6 @@ class Launches(NamedTuple):
     groups: int = 1  # of rows, each with a sum of its own
 
 
-_MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
 _known: dict[Any, Launches] = {}
 
 if hasattr(os, "register_at_fork"):
@@ -36,12 +35,20 @@ def neighbours(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def are_together(count: int, *arrays: Tensor) -> bool:
+    """Return whether a thread can read so many tokens of these [.., T] tensors at once."""
+    return not any(
+        x.data_ptr() % (count * x.element_size()) or any(n % count for n in (x.shape[-1], *x.stride()[:-1]))
+        for x in arrays
+    )
+
+
 def known(key: tuple[Any, ...], prepare: Callable[[], Launches]) -> Launches:
     """Return the launches of a signature, prepared if it is new."""
     found = _known.get(key)
     if found is None:
         kernel.check_not_forked()
-        if len(_known) >= _MOST_SIGNATURES:
+        if len(_known) >= prepared.MOST_SIGNATURES:
             _known.clear()
         found = _known[key] = prepare()
     return found
@@ -55,10 +62,6 @@ def load(wanted: Sequence[kernel.Request], device: int) -> kernel.Kernel:
     RwkvJitError
         One is new, inside a CUDA graph capture.
     """
-    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in wanted):
-        raise RwkvJitError(
-            "timex: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
-            "call it once with these shapes and dtypes before the capture"
-        )
+    prepared.check_capture("timex", wanted, device)
     first, *others = wanted
     return kernel.get_all([first, *[each for each in others if each != first]])[0]

@@ -74,20 +74,12 @@ def request(
 
 def backward_requests(w: Tensor, k: Tensor) -> list[kernel.Request]:
     """Return the kernels of a backward whose gradient lies in memory as k does."""
-    return [_request_for(w.dtype, k, _are_paired(w, k))]
+    return [_request_for(w.dtype, k, timex_launches.are_together(2, w, k))]
 
 
 def _request_for(w_dtype: torch.dtype, k: Tensor, is_paired: bool) -> kernel.Request:
     device = k.device.index
     return request(k.shape[2], (w_dtype, k.dtype), tensors.arch(device), tensors.also(device), is_paired)
-
-
-def _are_paired(*arrays: Tensor) -> bool:
-    """Return whether a thread can read two tokens of these [.., T] tensors at once."""
-    return not any(
-        x.data_ptr() % (2 * x.element_size()) or x.shape[-1] % 2 or any(step % 2 for step in x.stride()[:-1])
-        for x in arrays
-    )
 
 
 def convolve(w: Tensor, k: Tensor, eps: float, is_correlation: bool, beside: Beside | None = None) -> Tensor:
@@ -96,7 +88,7 @@ def convolve(w: Tensor, k: Tensor, eps: float, is_correlation: bool, beside: Bes
     out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if out.numel() == 0:
         return out
-    is_paired = _are_paired(w, k)
+    is_paired = timex_launches.are_together(2, w, k)
 
     def prepare() -> Launches:
         (batch, channels, tokens), device = k.shape, k.device.index
@@ -137,7 +129,7 @@ def filter_gradient(g: Tensor, k: Tensor, w_dtype: torch.dtype) -> Tensor:
     batch, channels, tokens = k.shape
     if k.numel() == 0:
         return torch.zeros((channels, tokens), dtype=w_dtype, device=k.device)
-    is_paired = _are_paired(g, k)
+    is_paired = timex_launches.are_together(2, g, k)
 
     def prepare() -> Launches:
         device, cut = k.device.index, _geometry(tokens)

@@ -460,7 +460,7 @@ MAY_IMPORT = {
     "ops.boundary": (
         BELOW_LAUNCHES | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
     ),
-    "ops.timex_launches": BELOW_OPS,
+    "ops.timex_launches": BELOW_LAUNCHES,
     **dict.fromkeys(("ops.timex_tiles", "ops.timex_transforms"), BELOW_OPS | {"ops.chunked", "ops.timex_launches"}),
     "ops.wkv4_walk": BELOW_LAUNCHES,
     "ops.wide_keys": BELOW_OPS | {"ops.backends", "ops.boundary", "ops.gated_groups", "ops.gated_scan"},

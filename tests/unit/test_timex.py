@@ -241,9 +241,10 @@ def test_auto(dtype, batch, tokens, arch, forward, backward):
 def test_directions_of_a_call_are_chosen_apart(monkeypatch):
     monkeypatch.setattr(tensors, "arch", lambda device: "sm_90")
     with FakeTensorMode():
-        w, k = (torch.empty(*size, 3, 768, device="cuda") for size in ((), (8,)))
-        assert op._check(w, k, 0.0, "auto")[2:] == ("transforms", "tiles")
-        assert op._check(w, k, 0.0, "fft")[2:] == ("fft", "fft")
+        k = torch.empty(8, 3, 768, device="cuda")
+        assert op._taken("auto", k, "forward") == "transforms"
+        assert op._taken("auto", k, "backward") == "tiles"
+        assert op._taken("fft", k, "backward") == "fft"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
