@@ -402,6 +402,7 @@ def test_training_compiles_the_backward_beside_the_forward(driver):
         (lambda k: torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape), 1, False),
         (lambda k: torch.cat([k, k[:, :, :1]], 2)[:, :, :-1], 1, False),
         (lambda k: k[:, :, 1:].contiguous(), 1, False),
+        (lambda k: k[:, :, :-1], 1, False),  # strides that would do, and a last token alone
         (lambda k: k[:1, :1].expand(2, 3, 64), 4, False),
     ],
 )
@@ -494,11 +495,13 @@ def test_gradient_of_a_filter_in_groups_of_rows(driver, monkeypatch, sizes, rows
         (lambda k: torch.cat([k, k[:, :, :1]], 2)[:, :, :-1], False),
         (lambda k: torch.cat([k, k[:, :, :2]], 2)[:, :, :-2], True),
         (lambda k: k[:, :, 1:].contiguous(), False),
+        (lambda k: k[:, :, :-1], False),  # strides that would do, and a last token alone
     ],
 )
 def test_two_tokens_at_once_go_by_strides_and_address(driver, change, is_paired):
     k = change(torch.zeros(2, 3, 64))
-    timex_transforms.convolve(torch.zeros(3, k.shape[2]), k, 0.0, is_correlation=False)
+    w = torch.zeros(3, 64)[:, : k.shape[2]]
+    timex_transforms.convolve(w, k, 0.0, is_correlation=False)
     assert driver.asked[0][0].parameters["PAIRED"] == is_paired
 
 
