@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_t
     write_row(x, out + (row * channels + channel) * tokens, tokens, eps);
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_transform_gradient(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, GRADIENT_BLOCKS_PER_SM) timex_transform_gradient(
     const T_IO* __restrict__ g, const T_IO* __restrict__ k, Complex* __restrict__ scratch, float* __restrict__ sums,
     i64 g_batch_stride, i64 g_stride, i64 k_batch_stride, i64 k_stride, int batch, int channels, int group_rows,
     int groups, int tokens) {

@@ -16,19 +16,26 @@ struct RowStrides { i64 batch, token; };
 // The logarithm of the decay of a step. Where there is no past, infinity would be multiplied by zero tokens.
 __device__ inline float log_decay(float w) { return fmaxf(DECAY == Decay::raw ? -expf(w) : w, -1e30f); }
 
-// Sums over the tokens so far, e^max times num and den. The max is the key that won and the tokens since, age * w less:
-// adding w in every step would round in every step, and always the same way.
+// Sums over the tokens so far, e^max times num and den. The max is the key that won plus a w for each of the `age` tokens
+// since: adding w in every step would round in every step, and always the same way.
 struct Sums {
     float num, den, key, age;
 
-    __device__ float max(float w) const { return fmaf(age, w, key); }
+    // The same with an age of 0, to be written. What the max loses to rounding goes into the sums: keys of 100 would lose
+    // 4e-6 of them whenever a state is left behind, and a decode does that in every step, always the same way.
+    __device__ Sums settled(float w) const {
+        const float decay = __fmul_rn(age, w), max = key + decay, change = max - key;
+        const float rounding = (key - (max - change)) + (decay - change) + fmaf(age, w, -decay);
+        const float lost = fabsf(rounding) < 1.0f ? rounding : 0.0f;  // more has only a max above 1e7, which is beyond help
+        return {fmaf(num, lost, num), fmaf(den, lost, den), max, 0.0f};
+    }
     __device__ float mean() const { return den != 0.0f ? num / den : 0.0f; }
 };
 
 // Where a channel's three floats lie: num, den, max, `channels` apart.
 __device__ inline Sums read_sums(const float* from, i64 channels) { return {from[0], from[channels], from[2 * channels], 0.0f}; }
-__device__ inline void write_sums(float* to, i64 channels, float num, float den, float max) {
-    to[0] = num, to[channels] = den, to[2 * channels] = max;
+__device__ inline void write_sums(float* to, i64 channels, const Sums& sums) {
+    to[0] = sums.num, to[channels] = sums.den, to[2 * channels] = sums.key;
 }
 
 // e^(a - max(a, b)) of the past and e^(b - max(a, b)) of the present, from b - a: one exponential, as the other is 1.

@@ -167,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
                 const float slope = of_past_mean * (later_scale_grad - of_mean[0].now * later_mean_grad * delta[0]) -
                     of_past_y * dy_now[0] * of_y[0].now * delta[0];
                 const float grad_den = slope - start.mean() * grad_num;
-                write_sums(grad_initial + whole, channels, grad_num, grad_den,
-                           grad_num * start.num + grad_den * start.den + max_grad);
+                const float grad_max = grad_num * start.num + grad_den * start.den + max_grad;
+                write_sums(grad_initial + whole, channels, {grad_num, grad_den, grad_max});
             }
         }
     }
@@ -178,6 +178,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
         dw[at] = DECAY == Decay::raw ? w * dw_sum : dw_sum;
         du[at] = du_sum;
     } else {
-        write_sums(summaries + own_part * 3 * batch * channels + whole, channels, mean_grad, scale_grad, max_grad);
+        write_sums(summaries + own_part * 3 * batch * channels + whole, channels, {mean_grad, scale_grad, max_grad});
     }
 }

@@ -17,10 +17,12 @@
 
 // Sums of a part behind those before it, `steps` tokens ago.
 __device__ inline void join(Sums& sums, const Sums& part, float steps, float w) {
-    const float decayed = fmaf(steps, w, sums.max(w)), lead = part.key - decayed;
+    sums.age = steps;
+    const Sums past = sums.settled(w);
+    const float lead = part.key - past.key;
     const Weights weight = weights(lead);
-    sums = {weight.past * sums.num + weight.now * part.num, weight.past * sums.den + weight.now * part.den,
-            lead > 0.0f ? part.key : decayed, 0.0f};
+    sums = {weight.past * past.num + weight.now * part.num, weight.past * past.den + weight.now * part.den,
+            lead > 0.0f ? part.key : past.key, 0.0f};
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_forward(
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_forward(
         next_v.load(v, v_strides.token, left - CHUNK_LEN);
         if constexpr (RESULTS) {
             if (checkpoints != nullptr) {
-                write_sums(checkpoints, channels, sums.num, sums.den, sums.max(w));
+                write_sums(checkpoints, channels, sums.settled(w));
                 checkpoints += 3 * channels;
             }
         }
@@ -84,5 +86,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_forward(
     }
 
     float* const left_behind = !RESULTS ? summaries + blockIdx.y * 3 * batch * channels : end == tokens ? final_state : nullptr;
-    if (left_behind != nullptr) write_sums(left_behind + whole, channels, sums.num, sums.den, sums.max(w));
+    if (left_behind != nullptr) write_sums(left_behind + whole, channels, sums.settled(w));
 }

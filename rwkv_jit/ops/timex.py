@@ -19,8 +19,8 @@ _OWN = {"tiles": timex_tiles, "transforms": timex_transforms}
 # Tokens up to which tiles are faster than transforms of a length on an H200, by direction and the bytes of a number,
 # for eight rows of a channel or more. The work of tiles grows with T^2, that of transforms with their length.
 MOST_TOKENS: dict[str, dict[int, dict[int, int]]] = {
-    "forward": {4: {1024: 704, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 3328}},
-    "backward": {4: {1024: 832, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 3328}},
+    "forward": {4: {1024: 704, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 2816}},
+    "backward": {4: {1024: 832, 2048: 1408}, 2: {1024: 1450, 2048: 2304, 4096: 3072}},
 }
 
 
@@ -248,8 +248,8 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
         in float32, for T up to 16384, which takes 136 KiB for a block, or 8192 with 68; "fft" is torch.fft in float32
         over padded rows; "reference" is plain torch. "auto" takes the reference for tensors that are not on a GPU,
         else for each direction what is faster on an H200: with a batch of 8 or more tiles up to T = 704 (backward 832)
-        in float32, between 1025 and 1408 too, and up to 3328 in 16 bits, with a smaller batch up to shorter T, and
-        transforms above; fft where they cannot do it.
+        in float32, between 1025 and 1408 too, and up to 2816 (3072) in 16 bits, with a smaller batch up to shorter
+        T, and transforms above; fft where they cannot do it.
 
     Returns
     -------

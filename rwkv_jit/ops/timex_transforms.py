@@ -23,7 +23,8 @@ from rwkv_jit.template import Parameter
 # two do not pay either: with a first pass of 24 points, 1536 took 0.166 ms where 2048 took 0.138, and 6144 0.87 where
 # 8192 took 0.49 (8 rows of 768 channels, float32, H200).
 _LENGTHS = {1024: 32, 2048: 16, 4096: 16, 8192: 32, 16384: 32}
-_REGISTERS = {1024: 160, 2048: 96, 4096: 128, 8192: 128, 16384: 128}  # of a thread
+_REGISTERS = {1024: 160, 2048: 96, 4096: 80, 8192: 128, 16384: 128}  # of a thread
+_GRADIENT_REGISTERS = _REGISTERS | {4096: 128}  # of one that sums spectra: with 80 it has too few
 _ALL_REGISTERS = 2**16  # of a multiprocessor
 _MOST_BLOCKS = 2**31 - 1  # of a launch
 _ROUNDS = 4  # of groups of rows that blocks shall take, so that few of them wait at the end
@@ -60,13 +61,14 @@ def request(
 ) -> kernel.Request:
     """Return the kernels, forward and backward, for so many tokens and the dtypes of w and k."""
     cut = _geometry(tokens)
-    rooms = (
-        _ALL_REGISTERS // (cut.threads * _REGISTERS[cut.length]),
-        chunked.shared_per_multiprocessor(arch) // (cut.shared_bytes + 1024),
+    room = chunked.shared_per_multiprocessor(arch) // (cut.shared_bytes + 1024)
+    blocks, of_gradient = (
+        min(room, _ALL_REGISTERS // (cut.threads * registers[cut.length]))
+        for registers in (_REGISTERS, _GRADIENT_REGISTERS)
     )
     parameters: dict[str, Parameter] = {
         "T_W": tensors.STORAGE[types[0]], "T_IO": tensors.STORAGE[types[1]], "LENGTH": cut.length,
-        "NUM_THREADS": cut.threads, "BLOCKS_PER_SM": min(rooms),
+        "NUM_THREADS": cut.threads, "BLOCKS_PER_SM": blocks, "GRADIENT_BLOCKS_PER_SM": of_gradient,
         "SHARED_BYTES": cut.shared_bytes, "PAIRED": is_paired,
     }  # fmt: skip
     return kernel.Request(template.library("timex_transform"), parameters, arch, also)
@@ -137,7 +139,7 @@ def filter_gradient(g: Tensor, k: Tensor, w_dtype: torch.dtype) -> Tensor:
             made = timex_launches.load([_request_for(w_dtype, k, is_paired)], device)
             tensors.validate("g", g)
             tensors.validate("k", k)
-            at_once = tensors.multiprocessors(device) * int(made.parameters["BLOCKS_PER_SM"])
+            at_once = tensors.multiprocessors(device) * int(made.parameters["GRADIENT_BLOCKS_PER_SM"])
             group_rows = -(-batch // -(-_ROUNDS * at_once // channels))
             groups = -(-batch // group_rows)
             blocks = min(at_once, channels * groups)

@@ -73,8 +73,10 @@ def test_transforms_compile(arch, tokens, dtype, is_paired):
     found = kernel.get(request)
     assert set(found.resources) == {"timex_factors", "timex_transform", "timex_transform_gradient"}
     assert max(found.resources[f"timex_{name}"].spill_bytes for name in ("factors", "transform")) <= 112
-    threads, blocks = (int(request.parameters[name]) for name in ("NUM_THREADS", "BLOCKS_PER_SM"))
-    assert found.registers * threads * blocks <= 2**16
+    threads = int(request.parameters["NUM_THREADS"])
+    for name, resources in found.resources.items():
+        blocks = int(request.parameters["GRADIENT_BLOCKS_PER_SM" if name.endswith("gradient") else "BLOCKS_PER_SM"])
+        assert resources.registers * threads * blocks <= 2**16
 
 
 @pytest.mark.parametrize(
