@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import history
+from rwkv_jit import history, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.history import Form
 from rwkv_jit.ops import timex as module
+from rwkv_jit.ops import timex_launches
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OWN = ["tiles", "transforms"]
@@ -205,15 +206,20 @@ def test_every_length_of_a_transform(op, dtype, tokens, sizes):
 
 
 @pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("multiprocessors", [1, 25])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_transforms_of_many_channels_and_of_rows_of_very_different_size(op, dtype):
-    """Each row is as precise as alone. The gradient of the filter is one sum for so many channels, and not in parts."""
+def test_transforms_of_many_channels_and_of_rows_of_very_different_size(op, dtype, multiprocessors, monkeypatch):
+    """Each row is as precise as alone. Gradients of the filter sum all six rows on such a GPU, or two."""
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(timex_launches, "_known", {})
     w, k, g = make(6, 300, 1000, DTYPES[dtype])
     with torch.no_grad():
         k[::2] *= 2.0**-10
     for x, want in zip(run(w, k, g, backend="transforms"), exact(w, k, g), strict=True):
         of_rows = (x.double() - want).norm(dim=-1) / want.norm(dim=-1)
         assert float(of_rows.max()) <= 2 * GATES[k.dtype]
+    (groups,) = [launches.groups for launches in timex_launches._known.values() if len(launches.plans) == 1]
+    assert groups <= (1 if multiprocessors == 1 else 3)
 
 
 def test_a_form_that_needs_more_shared_memory_says_so(op):
