@@ -57,6 +57,7 @@ def bench(parsed: argparse.Namespace) -> Outcome:
         first, second = map(record.read, parsed.compare)
         return record.compare(first, second), record.show_comparison
     result = bench.run(parsed)
+    bench.keep(parsed, result)  # whatever comes of the service
     if parsed.service:
         from rwkv_jit import latency
 
@@ -64,7 +65,7 @@ def bench(parsed: argparse.Namespace) -> Outcome:
         on_gpu = result["device"] == "cuda"
         result["service"]["first_call"] = bench.first_calls() if on_gpu else None
         result["service"]["one_line"] = bench.one_line_kernels() if on_gpu else None
-    bench.keep(parsed, result)
+        bench.keep(parsed, result)
     return result, _show_bench
 
 

@@ -1,29 +1,36 @@
 """Foreign kernels are tried in processes of their own first: one that ends its process ends no measurement.
 
 An illegal memory access leaves a process without its GPU, and everyone behind it in a run would be hidden. FLA keeps
-what it tuned on disk: it tunes itself there, and the measurement finds it tuned.
+what it tuned on disk: it tunes itself there, and the measurement finds it tuned. Processes compile side by side and
+time kernels one at a time: what runs beside a kernel would choose its geometry.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 
 from rwkv_jit.bench import cases, peers
 from rwkv_jit.bench.cases import Case
 from rwkv_jit.bench.peers import Contestant
 
-PATIENCE = 400  # seconds without an answer, after which a process is ended
+PATIENCE = 900  # seconds without an answer, after which a process is ended; it waits for its turns meanwhile
 _ROOM = 16 << 30  # bytes of a GPU for each that tunes itself beside others
 _MOST = 8  # of them
+_PAUSE, _LONGEST_TURN = 0.002, 60  # seconds between two looks whether it is one's turn, and to wait for one that hangs
 _PROGRAM = "from rwkv_jit.bench import isolation; isolation.answer()"
 
 
@@ -62,7 +69,10 @@ def answer() -> None:
     """Try what standard input lists and print a line of JSON for each; ends with the first that breaks the GPU."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what peers print is no answer
-    for fields in json.load(sys.stdin):
+    given = json.load(sys.stdin)
+    with suppress(ImportError):
+        _time_in_turns(importlib.import_module("triton.testing"), given["turn"])
+    for fields in given["attempts"]:
         attempt = _read(fields)
         error = None
         try:
@@ -77,6 +87,22 @@ def answer() -> None:
         if error is not None:
             torch.cuda.synchronize()  # raises, and ends the process, where the GPU is lost
         torch.cuda.empty_cache()
+
+
+def _time_in_turns(testing: Any, turn: str) -> None:
+    """Let Triton's tuner, which takes `do_bench` from this module, time a kernel while no other process does.
+
+    A first call comes before: it compiles, which all may do at once.
+    """
+    timed, lock = testing.do_bench, FileLock(turn)
+
+    def in_turn(call: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+        call()
+        with suppress(Timeout), lock.acquire(_LONGEST_TURN, poll_interval=_PAUSE):
+            return timed(call, *arguments, **options)
+        return timed(call, *arguments, **options)
+
+    testing.do_bench = in_turn
 
 
 def _read(fields: dict[str, Any]) -> Attempt:
@@ -139,9 +165,10 @@ def obstacles(
     timer = threading.Timer(threading.TIMEOUT_MAX if minutes is None else 60 * minutes, running.end)
     timer.daemon = True
     timer.start()
-    with ThreadPoolExecutor(at_once) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        turn = str(Path(folder, "turn"))
         try:
-            list(pool.map(lambda group: _ask(group, note, running), groups.values()))
+            list(pool.map(lambda group: _ask(group, turn, note, running), groups.values()))
         except KeyboardInterrupt:
             running.end()
             raise
@@ -171,20 +198,24 @@ class _Running:
                 process.kill()
 
 
-def _ask(attempts: Sequence[Attempt], note: Callable[[Attempt, str | None], None], running: _Running) -> None:
+def _ask(
+    attempts: Sequence[Attempt], turn: str, note: Callable[[Attempt, str | None], None], running: _Running
+) -> None:
     """Try them, in a new process after each that one of them ends."""
     pending = list(attempts)
     while pending and not running.is_over:
-        answers, silent, end = _child(pending, lambda error: note(pending.pop(0), error), running)
+        answers, silent, end = _child(pending, turn, lambda error: note(pending.pop(0), error), running)
         # After an answer, it may have ended by what was answered.
         if pending and not running.is_over and (silent or not answers):
             note(pending.pop(0), end)
 
 
-def _child(attempts: Sequence[Attempt], take: Callable[[str | None], None], running: _Running) -> tuple[int, bool, str]:
+def _child(
+    attempts: Sequence[Attempt], turn: str, take: Callable[[str | None], None], running: _Running
+) -> tuple[int, bool, str]:
     """Run a process; return how many it answered, whether it was ended for its silence, and how it ended."""
     command = [sys.executable, "-c", _PROGRAM]
-    pipe, given = subprocess.PIPE, json.dumps([_written(each) for each in attempts])
+    pipe, given = subprocess.PIPE, json.dumps({"turn": turn, "attempts": [_written(each) for each in attempts]})
     silent = False
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
         running.add(process)

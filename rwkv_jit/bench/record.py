@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     Returns
     -------
     dict
-        machine : what it was measured on, and how its tables read; picture : the picture's line; and a table for each
-        op, by its name.
+        machine : what it was measured on, and how its tables read; picture : the picture's line; service : a table of
+        what the service costs; and a table for each op, by its name.
 
     Raises
     ------
@@ -135,9 +136,49 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "each the largest of a line.\n",
         "picture": f"![Times, achieved bandwidth and scaling of the ops]({PICTURE})\n",
     }
+    found["service"] = _service(result["service"])
     for op in dict.fromkeys(row["op"] for row in result["rows"]):
         found[op] = _table([row for row in result["rows"] if row["op"] == op])
     return found
+
+
+def _service(costs: Mapping[str, Any] | None) -> str:
+    """Return a table of what the service costs, beside what others take for the same."""
+    if costs is None:
+        return "Not measured in that run: `--service` does it.\n"
+    together = costs["together"]
+    one_line = {f"one line, {name}": times for name, times in costs["one_line"].items()}
+    lines = [
+        *[("host time of a call", name, f"{us:.1f} us") for name, us in costs["host_us"].items()],
+        *[
+            ("a kernel from disk in a new process, the first, each other", name, _first_and_others(times))
+            for name, times in {"rwkv_jit": costs["from_disk_us"], **costs["peers_from_disk_us"]}.items()
+        ],
+        *[
+            ("first call in a new process, nothing compiled, from disk", name, _first_call(times))
+            for name, times in {"wkv7 with gradients": costs["first_call"], **one_line}.items()
+        ],
+        (
+            f"{together['processes']} processes want a kernel that is nowhere", f"{together['compiled']} compiled",
+            f"the slowest has it after {together['slowest_s']:.2f} s, a process alone {together['alone_s']:.2f} s",
+        ),
+        ("import", "rwkv_jit, after torch", f"{costs['import_ms']:.1f} ms"),
+        ("import", "its first op", f"{costs['op_import_ms']:.1f} ms"),
+    ]  # fmt: skip
+    return _lines([("", "of", "measured"), ("---",) * 3, *lines])
+
+
+def _first_and_others(times_us: Sequence[float]) -> str:
+    first, others = times_us[0] / 1e3, statistics.median(times_us[1:]) / 1e3
+    return f"{words.milliseconds(first)}, {words.milliseconds(others)} ms"
+
+
+def _first_call(times: Mapping[str, float]) -> str:
+    return f"{words.milliseconds(times['compiled_ms'])}, {words.milliseconds(times['from_disk_ms'])} ms"
+
+
+def _lines(table: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
 
 
 def _table(rows: list[Row]) -> str:
@@ -154,7 +195,7 @@ def _table(rows: list[Row]) -> str:
         error = _largest(found.values(), "error", lambda value: f"{value:.1e}")
         memory = _largest(found.values(), "peak_mib", lambda value: f"{value:.0f}")
         table.append([shape, dtype, contestant, *times, error, memory])
-    text = "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
+    text = _lines(table)
     left_out: dict[str, dict[str, None]] = {}  # by what was in the way
     for row in rows:
         if row["median_ms"] is None:

@@ -84,7 +84,7 @@ _LOADERS = {
 
 def first_calls() -> dict[str, float]:
     """Return milliseconds of a first call with gradients: from an empty cache and from disk, each in a new process."""
-    return _times(_FIRST_CALL, "RWKVJIT_CACHE_DIR")
+    return _times(_FIRST_CALL, "RWKVJIT_CACHE_DIR", "wkv7")
 
 
 def one_line_kernels() -> dict[str, dict[str, float]]:
@@ -92,20 +92,20 @@ def one_line_kernels() -> dict[str, dict[str, float]]:
     found = {}
     for name, (variable, imports, call) in _LOADERS.items():
         with suppress(subprocess.CalledProcessError):
-            found[name] = _times(_ADD_ONE.replace("IMPORTS", imports).replace("CALL", call), variable)
+            found[name] = _times(_ADD_ONE.replace("IMPORTS", imports).replace("CALL", call), variable, name)
     return found
 
 
-def _times(program: str, variable: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
+def _times(program: str, variable: str, what: str) -> dict[str, float]:
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, report.progress(f"first calls of {what}") as tell:
         child = {**os.environ, variable: str(Path(folder, "cache"))}
         command = [sys.executable, "-c", program, folder]
-        times = [
-            float(
-                subprocess.run(command, env=child, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-            )
-            for _ in range(1 + REPEATS)
-        ]
+        while len(times) <= REPEATS:
+            if tell:
+                tell(len(times), 1 + REPEATS)
+            done = subprocess.run(command, env=child, capture_output=True, text=True, check=True)
+            times.append(float(done.stdout.splitlines()[-1]))
     return {"compiled_ms": times[0], "from_disk_ms": statistics.median(times[1:])}
 
 

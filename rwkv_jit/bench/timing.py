@@ -16,7 +16,7 @@ _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
 _LEAST_IN_GRAPH = 20  # calls
 _HOST_SECONDS = 0.3  # that runs for the host's time may take
-_ROWS, _MOST_IN_ROW = 9, 50  # of calls; in a row of these nothing waits for a place in the GPU's queue
+_LEAST_ROWS, _MOST_ROWS, _MOST_IN_ROW = 9, 200, 50  # of calls; so few in a row wait for no place in the GPU's queue
 COPIED_BYTES = 1 << 30
 WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
 
@@ -169,9 +169,9 @@ def host_us(calls: Sequence[Callable[[], Any]]) -> float:
     calls[0]()
     torch.cuda.synchronize()
     taken = time.perf_counter() - started
-    row = max(1, min(_MOST_IN_ROW, int(_HOST_SECONDS / (_ROWS * taken))))
+    row = max(1, min(_MOST_IN_ROW, int(_HOST_SECONDS / (_LEAST_ROWS * taken))))
     times: list[float] = []
-    for _ in range(_ROWS):
+    for _ in range(_MOST_ROWS):
         stamps = [time.perf_counter()]
         for turn in range(row):
             calls[turn % len(calls)]()

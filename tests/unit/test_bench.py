@@ -6,10 +6,12 @@ import statistics
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 from rwkv_jit import bench, reference, runtime
 from rwkv_jit.bench import cases, contestants, floors, isolation, measure, peers, result, suites, timing
@@ -348,7 +350,7 @@ def child_that_answers(monkeypatch, answers, program):
 
 CHILD = """
 import json, os, sys
-for fields in json.load(sys.stdin):
+for fields in json.load(sys.stdin)["attempts"]:
     what = fields["what"]
     if what == "dies":
         os._exit(7)
@@ -390,23 +392,65 @@ def test_attempts_are_the_same_behind_the_pipe():
     assert isolation._read(json.loads(json.dumps(isolation._written(attempt)))) == attempt
 
 
-def test_process_that_tries_answers_a_line_each(monkeypatch):
+@pytest.mark.parametrize("has_tuner", [False, True])
+def test_process_that_tries_answers_a_line_each(tmp_path, has_tuner):
     """The real program, on the CPU."""
     program = """
-import torch
+import sys, types, torch
+tuner = sys.modules["triton.testing"] = types.SimpleNamespace(do_bench=print)
 from rwkv_jit.bench import cases, isolation, peers
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda: print("noise")
 real = cases.given_for
 cases.given_for = lambda case: real(case, "cpu")
 isolation.answer()
+assert tuner.do_bench is not print
 """
     attempts = [
         Attempt(small("wkv6", "forward+backward"), "torch", "naive loop"), Attempt(small("timex"), "torch", "missing"),
         Attempt(small("timex", "backward"), "torch", "fft"),
     ]  # fmt: skip
-    given = json.dumps([isolation._written(each) for each in attempts])
+    if not has_tuner:
+        program = program.replace("types.SimpleNamespace(do_bench=print)", "None").replace("assert tuner", "# ")
+    given = json.dumps({"turn": str(tmp_path / "turn"), "attempts": [isolation._written(each) for each in attempts]})
     done = subprocess.run([sys.executable, "-c", program], input=given, capture_output=True, text=True, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [None, "StopIteration", None]
+
+
+def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_path):
+    turn, seen = str(tmp_path / "turn"), []
+
+    def is_free():
+        try:
+            FileLock(turn).acquire(timeout=0).lock.release()
+        except Timeout:
+            return False
+        return True
+
+    def do_bench(call, quantiles):
+        call()
+        return quantiles
+
+    testing = SimpleNamespace(do_bench=do_bench)
+    isolation._time_in_turns(testing, turn)
+    assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(0.5, 0.2)) == (0.5, 0.2)
+    assert seen == [True, False]
+    assert is_free()
+    with pytest.raises(ZeroDivisionError):
+        testing.do_bench(lambda: 1 / 0, quantiles=())
+    monkeypatch.setattr(isolation, "_LONGEST_TURN", 0.01)
+    with FileLock(turn):  # of one that hangs
+        assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(1,)) == (1,)
+    assert seen == [True, False, False, False]
+
+
+def test_children_of_one_run_share_a_turn(monkeypatch):
+    program = CHILD.replace("json.load(sys.stdin)", "(given := json.load(sys.stdin))").replace(
+        '"ValueError: " + what', 'given["turn"]'
+    )
+    attempts, found = child_that_answers(monkeypatch, [("wkv7", "a"), ("gla", "b")], program)
+    assert found[attempts[0]] == found[attempts[1]]
+    assert Path(found[attempts[0]]).name == "turn"
+    assert not Path(found[attempts[0]]).parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -542,7 +586,7 @@ def test_cache_is_flushed_where_the_sets_are_small(clock):
     assert turns.ms() == 1  # flushed before
 
 
-@pytest.mark.parametrize(("seconds", "row", "calls"), [(10e-6, 50, 451), (4e-4, 8, 73), (0.2, 1, 3)])
+@pytest.mark.parametrize(("seconds", "row", "calls"), [(10e-6, 50, 10001), (4e-4, 8, 361), (0.2, 1, 3)])
 def test_host_time_is_that_of_calls_in_a_row(monkeypatch, seconds, row, calls):
     """The first call after a pause takes longer; a call that takes long is made a few times."""
     state = SimpleNamespace(now=0.0, sleeps=True, called=[])
@@ -948,8 +992,16 @@ def test_service_is_measured_on_demand(gpu, run, monkeypatch):
     monkeypatch.setattr(latency, "show", lambda found: print(f"import {found['import_ms']}"))
     monkeypatch.setattr(bench, "first_calls", lambda: {"compiled_ms": 1000.4, "from_disk_ms": 4.5})
     monkeypatch.setattr(bench, "one_line_kernels", lambda: {"Triton": {"compiled_ms": 41000.4, "from_disk_ms": 77.2}})
+    kept = []
+    monkeypatch.setattr(bench, "keep", lambda asked, found: kept.append(dict(found)))
     code, printed, said = run("bench", "--suite", "timex", "--service")
     assert (code, said) == (0, "")
+    before, behind = (found["service"] for found in kept)
+    assert before is None  # what follows takes minutes
+    assert behind == {
+        "import_ms": 1.0, "first_call": {"compiled_ms": 1000.4, "from_disk_ms": 4.5},
+        "one_line": {"Triton": {"compiled_ms": 41000.4, "from_disk_ms": 77.2}},
+    }  # fmt: skip
     lines = [line.split() for line in printed.splitlines() if line.strip()]
     assert ["import", "1.0"] in lines
     assert lines[-2:] == [
@@ -968,7 +1020,7 @@ print("noise")
 print(3.5 if seen.exists() else 700)
 seen.touch()
 """
-    assert bench.service._times(program, "SOME_DIRECTORY") == {"compiled_ms": 700.0, "from_disk_ms": 3.5}
+    assert bench.service._times(program, "SOME_DIRECTORY", "it") == {"compiled_ms": 700.0, "from_disk_ms": 3.5}
     monkeypatch.setattr(bench.service, "_ADD_ONE", "IMPORTS\nprint(CALL)")
     there, missing = ("SOME_DIRECTORY", "x = 2.5", "x"), ("SOME_DIRECTORY", "raise SystemExit('no compiler')", "1")
     monkeypatch.setattr(bench.service, "_LOADERS", {"there": there, "missing": missing})

@@ -105,7 +105,7 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
 
 def test_blocks_are_the_machine_the_picture_and_the_ops():
     blocks = record.blocks(result())
-    assert list(blocks) == ["machine", "picture", "wkv7", "wkv6", "gla", "timex", "wkv4"]
+    assert list(blocks) == ["machine", "picture", "service", "wkv7", "wkv6", "gla", "timex", "wkv4"]
     assert blocks["machine"].startswith(f"{words.machine(result())}. Medians")
     assert "floor over the median" in blocks["machine"]
     assert "floor" not in record.blocks(result(copy_tb_per_s=None))["machine"]
@@ -113,10 +113,34 @@ def test_blocks_are_the_machine_the_picture_and_the_ops():
     assert all(text.endswith("\n") for text in blocks.values())
 
 
+def test_service_is_a_table_of_its_own():
+    assert record.blocks(result())["service"] == "Not measured in that run: `--service` does it.\n"
+    costs = {
+        "import_ms": 0.71, "op_import_ms": 31.6, "host_us": {"wkv7": 10.54, "torch.add|out": 4.2},
+        "from_disk_us": [508.4, 140.0, 149.0, 500.0], "peers_from_disk_us": {"Triton": [358000.0, 690.0]},
+        "together": {"processes": 16, "compiled": 1, "alone_s": 0.614, "slowest_s": 0.641},
+        "first_call": {"compiled_ms": 1012.3, "from_disk_ms": 4.512},
+        "one_line": {"rwkv_jit": {"compiled_ms": 61.4, "from_disk_ms": 1.5}},
+    }  # fmt: skip
+    assert record.blocks(result(service=costs))["service"] == (
+        "|  | of | measured |\n| --- | --- | --- |\n"
+        "| host time of a call | wkv7 | 10.5 us |\n"
+        "| host time of a call | torch.add/out | 4.2 us |\n"
+        "| a kernel from disk in a new process, the first, each other | rwkv_jit | 0.508, 0.149 ms |\n"
+        "| a kernel from disk in a new process, the first, each other | Triton | 358, 0.690 ms |\n"
+        "| first call in a new process, nothing compiled, from disk | wkv7 with gradients | 1012, 4.51 ms |\n"
+        "| first call in a new process, nothing compiled, from disk | one line, rwkv_jit | 61.4, 1.50 ms |\n"
+        "| 16 processes want a kernel that is nowhere | 1 compiled | the slowest has it after 0.64 s, a process alone "
+        "0.61 s |\n"
+        "| import | rwkv_jit, after torch | 0.7 ms |\n"
+        "| import | its first op | 31.6 ms |\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("bench:wkv7", "bench:wkv8", "expected bench:machine or bench:picture or bench:wkv7 .* got bench:wkv8"),
+        ("bench:wkv7", "bench:wkv8", "expected bench:machine or bench:picture or bench:service or .* got bench:wkv8"),
         ("<!-- /bench -->\nThe", "The", "expected <!-- /bench --> behind <!-- bench:wkv7 -->"),
         ("<!-- bench:machine -->\n<!-- /bench -->", "<!-- bench:machine -->", "behind <!-- bench:machine -->"),
     ],
