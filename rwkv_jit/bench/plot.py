@@ -66,6 +66,7 @@ def draw(result: Mapping[str, Any], path: Path | str) -> None:
         The file cannot be written.
     """
     check(path)
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     cases = cases_of(result)
@@ -86,8 +87,12 @@ def draw(result: Mapping[str, Any], path: Path | str) -> None:
         _draw_roof(next(parts), roofed, result, colours)
     if panels:
         _draw_scaling(next(parts), panels, colours)
-    about = {"Description": words.digest(result)} if Path(path).suffix.lower() in (".png", ".svg") else None
-    figure.savefig(path, dpi=110, metadata=about)
+    suffix = Path(path).suffix.lower()
+    about: dict[str, str | None] | None = {"Description": words.digest(result)} if suffix in (".png", ".svg") else None
+    if about and suffix == ".svg":
+        about["Date"] = None
+    with rc_context({"svg.hashsalt": "bench"}):  # the same file for the same result
+        figure.savefig(path, dpi=110, metadata=about)
 
 
 # ---- what is drawn -----------------------------------------------------------------------------------------------

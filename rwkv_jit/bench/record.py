@@ -148,15 +148,21 @@ def _service(costs: Mapping[str, Any] | None) -> str:
         return "Not measured in that run: `--service` does it.\n"
     together = costs["together"]
     one_line = {f"one line, {name}": times for name, times in costs["one_line"].items()}
+    calls = {"wkv7, forward and backward": costs["first_call"], **one_line}
     lines = [
         *[("host time of a call", name, f"{us:.1f} us") for name, us in costs["host_us"].items()],
+        *[
+            ("host time of a call", name, f"{times['call_us']:.1f} us")
+            for name, times in calls.items()
+            if "call_us" in times
+        ],
         *[
             ("a kernel from disk in a new process, the first, each other", name, _first_and_others(times))
             for name, times in {"rwkv_jit": costs["from_disk_us"], **costs["peers_from_disk_us"]}.items()
         ],
         *[
             ("first call in a new process, nothing compiled, from disk", name, _first_call(times))
-            for name, times in {"wkv7 with gradients": costs["first_call"], **one_line}.items()
+            for name, times in calls.items()
         ],
         (
             f"{together['processes']} processes want a kernel that is nowhere", f"{together['compiled']} compiled",

@@ -990,23 +990,22 @@ def test_service_is_measured_on_demand(gpu, run, monkeypatch):
 
     monkeypatch.setattr(latency, "run", lambda: {"import_ms": 1.0})
     monkeypatch.setattr(latency, "show", lambda found: print(f"import {found['import_ms']}"))
-    monkeypatch.setattr(bench, "first_calls", lambda: {"compiled_ms": 1000.4, "from_disk_ms": 4.5})
-    monkeypatch.setattr(bench, "one_line_kernels", lambda: {"Triton": {"compiled_ms": 41000.4, "from_disk_ms": 77.2}})
+    wkv7 = {"compiled_ms": 1000.4, "from_disk_ms": 4.5, "call_us": 80.2}
+    triton = {"compiled_ms": 41000.4, "from_disk_ms": 77.2, "call_us": 12.3}
+    monkeypatch.setattr(bench, "first_calls", lambda: wkv7)
+    monkeypatch.setattr(bench, "one_line_kernels", lambda: {"Triton": triton})
     kept = []
     monkeypatch.setattr(bench, "keep", lambda asked, found: kept.append(dict(found)))
     code, printed, said = run("bench", "--suite", "timex", "--service")
     assert (code, said) == (0, "")
     before, behind = (found["service"] for found in kept)
     assert before is None  # what follows takes minutes
-    assert behind == {
-        "import_ms": 1.0, "first_call": {"compiled_ms": 1000.4, "from_disk_ms": 4.5},
-        "one_line": {"Triton": {"compiled_ms": 41000.4, "from_disk_ms": 77.2}},
-    }  # fmt: skip
+    assert behind == {"import_ms": 1.0, "first_call": wkv7, "one_line": {"Triton": triton}}
     lines = [line.split() for line in printed.splitlines() if line.strip()]
     assert ["import", "1.0"] in lines
     assert lines[-2:] == [
-        ["wkv7", "with", "gradients", "1000", "4.5"],
-        ["a", "kernel", "of", "one", "line,", "Triton", "41000", "77.2"],
+        ["wkv7,", "forward", "and", "backward", "1000", "4.5", "80.2"],
+        ["a", "kernel", "of", "one", "line,", "Triton", "41000", "77.2", "12.3"],
     ]
 
 
@@ -1015,16 +1014,44 @@ def test_first_calls_are_one_that_compiles_and_some_from_disk(monkeypatch):
 import os, pathlib
 cache = pathlib.Path(os.environ["SOME_DIRECTORY"])
 cache.mkdir(exist_ok=True)
-seen = cache / "seen"
+seen = len(list(cache.iterdir()))
+(cache / str(seen)).touch()
 print("noise")
-print(3.5 if seen.exists() else 700)
-seen.touch()
+PREPARE
+LOAD
 """
-    assert bench.service._times(program, "SOME_DIRECTORY", "it") == {"compiled_ms": 700.0, "from_disk_ms": 3.5}
-    monkeypatch.setattr(bench.service, "_ADD_ONE", "IMPORTS\nprint(CALL)")
-    there, missing = ("SOME_DIRECTORY", "x = 2.5", "x"), ("SOME_DIRECTORY", "raise SystemExit('no compiler')", "1")
-    monkeypatch.setattr(bench.service, "_LOADERS", {"there": there, "missing": missing})
-    assert bench.one_line_kernels() == {"there": {"compiled_ms": 2.5, "from_disk_ms": 2.5}}
+    monkeypatch.setattr(bench.service, "_PROGRAM", program)
+    lines = "times = [(700, 1), (4.5, 30), (3.5, 10), (9, 20)]", "print(*times[seen])"
+    want = {"compiled_ms": 700.0, "from_disk_ms": 4.5, "call_us": 20.0}
+    assert bench.service._times("it", "SOME_DIRECTORY", *lines) == want
+    monkeypatch.setattr(bench.service, "_WKV7", ("SOME_DIRECTORY", *lines))
+    assert bench.first_calls() == want
+
+
+def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):
+    """The program that measures, on the CPU."""
+    on_cpu = "torch.cuda.synchronize = lambda: None\n"
+    there, wrong, missing = (
+        ("SOME_DIRECTORY", on_cpu + line, f"def call():\n    x.add_({n})\n")
+        for line, n in (("", 1), ("", 2), ("import of_nobody\n", 1))
+    )
+    monkeypatch.setattr(bench.service, "REPEATS", 1)
+    monkeypatch.setattr(bench.service, "_ADD_ONE", bench.service._ADD_ONE.replace("cuda", "cpu"))
+    monkeypatch.setattr(bench.service, "_LOADERS", {"there": there, "wrong": wrong, "missing": missing})
+    found = bench.one_line_kernels()
+    assert list(found) == ["there"]
+    assert 0.1 < found["there"]["call_us"] < 1e3 * found["there"]["from_disk_ms"]  # the first of them is slower
+
+
+def test_programs_of_all_loaders_are_python():
+    parts = [bench.service._WKV7, *bench.service._LOADERS.values()]
+    assert [variable for variable, _, _ in parts] == [
+        "RWKVJIT_CACHE_DIR", "RWKVJIT_CACHE_DIR", "CUPY_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
+    ]  # fmt: skip
+    for _, prepare, load in parts:
+        names = compile(prepare + load, "a program", "exec").co_names
+        assert "call" in names
+    compile(bench.service._PROGRAM, "the program", "exec")
 
 
 def test_interrupt_keeps_what_was_measured(gpu, run, monkeypatch, other_modules):

@@ -207,7 +207,10 @@ def test_file_is_a_picture_that_says_of_what(tmp_path):
         assert len(picture.convert("RGB").getcolors(2**24)) > 50
         assert picture.info["Description"] == words.digest(result())
     plot.draw(made_up.on_cpu(), tmp_path / "out.svg")
-    assert words.digest(made_up.on_cpu()) in (tmp_path / "out.svg").read_text(encoding="utf-8")
+    text = (tmp_path / "out.svg").read_text(encoding="utf-8")
+    assert words.digest(made_up.on_cpu()) in text
+    plot.draw(made_up.on_cpu(), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):

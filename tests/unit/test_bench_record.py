@@ -119,16 +119,18 @@ def test_service_is_a_table_of_its_own():
         "import_ms": 0.71, "op_import_ms": 31.6, "host_us": {"wkv7": 10.54, "torch.add|out": 4.2},
         "from_disk_us": [508.4, 140.0, 149.0, 500.0], "peers_from_disk_us": {"Triton": [358000.0, 690.0]},
         "together": {"processes": 16, "compiled": 1, "alone_s": 0.614, "slowest_s": 0.641},
-        "first_call": {"compiled_ms": 1012.3, "from_disk_ms": 4.512},
-        "one_line": {"rwkv_jit": {"compiled_ms": 61.4, "from_disk_ms": 1.5}},
+        "first_call": {"compiled_ms": 1012.3, "from_disk_ms": 4.512, "call_us": 80.25},
+        "one_line": {"rwkv_jit": {"compiled_ms": 61.4, "from_disk_ms": 1.5, "call_us": 7.04}},
     }  # fmt: skip
     assert record.blocks(result(service=costs))["service"] == (
         "|  | of | measured |\n| --- | --- | --- |\n"
         "| host time of a call | wkv7 | 10.5 us |\n"
         "| host time of a call | torch.add/out | 4.2 us |\n"
+        "| host time of a call | wkv7, forward and backward | 80.2 us |\n"
+        "| host time of a call | one line, rwkv_jit | 7.0 us |\n"
         "| a kernel from disk in a new process, the first, each other | rwkv_jit | 0.508, 0.149 ms |\n"
         "| a kernel from disk in a new process, the first, each other | Triton | 358, 0.690 ms |\n"
-        "| first call in a new process, nothing compiled, from disk | wkv7 with gradients | 1012, 4.51 ms |\n"
+        "| first call in a new process, nothing compiled, from disk | wkv7, forward and backward | 1012, 4.51 ms |\n"
         "| first call in a new process, nothing compiled, from disk | one line, rwkv_jit | 61.4, 1.50 ms |\n"
         "| 16 processes want a kernel that is nowhere | 1 compiled | the slowest has it after 0.64 s, a process alone "
         "0.61 s |\n"
