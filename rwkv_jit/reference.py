@@ -426,14 +426,18 @@ def wkv4_ref(
     else:
         start = initial_state.to(dtype).expand(batch, 3, channels)
     num, den, top = start.unbind(1)
+    key, age = top, torch.zeros_like(top)  # the max is a key and so many w: adding w in every step would round in each
     outputs = []
     for t in range(tokens):
         k_t, v_t = kf[:, t], vf[:, t]
         here = torch.maximum(top, uf + k_t)
         past, now = torch.exp(top - here), torch.exp(uf + k_t - here)
         outputs.append((past * num + now * v_t) / (past * den + now))
-        decayed = top + wf
-        top = torch.where(k_t > decayed, k_t, decayed)  # not `maximum`, which shares the gradient of a tie
+        age = age + 1
+        decayed = key + age * wf
+        is_larger = k_t > decayed  # not `maximum`, which shares the gradient of a tie
+        top, key = torch.where(is_larger, k_t, decayed), torch.where(is_larger, k_t, key)
+        age = torch.where(is_larger, 0.0, age)
         past, now = torch.exp(decayed - top), torch.exp(k_t - top)
         num, den = past * num + now * v_t, past * den + now
     y = torch.stack(outputs, dim=1) if outputs else v * 0

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
     text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
     parser.add_argument("--peer-minutes", type=float, metavar="N", help=text)
-    parser.add_argument("--service", action="store_true", help="add what --latency measures, and first calls")
+    parser.add_argument(
+        "--service", action="store_true", help="add what --latency measures, and calls in new processes"
+    )
     parser.add_argument("--csv", metavar="FILE", help="write the rows there too")
     parser.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
     parser.add_argument("--record", action="store_true", help="keep a suite's result as the checkout's bench.json")

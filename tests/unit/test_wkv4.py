@@ -86,6 +86,20 @@ def test_keys_and_decays_of_any_size_stay_finite():
     assert (y.detach().abs() <= v.abs().amax(1, keepdim=True) + 1e-12).all()
 
 
+def test_rounding_does_not_add_up_over_the_tokens():
+    """Large keys and slow decays: 1e-4 where the max is the last one and a decay."""
+    torch.manual_seed(0)
+    (_, u, k, v), dy = make(tokens=500, grad=False), torch.randn(B, 500, C)
+    leaves = [torch.linspace(-9, -4, C).double(), u, 30 * k, v]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        given = [x.float().to(dtype).requires_grad_() for x in leaves]
+        y, _ = rwkv_jit.wkv4_ref(*given)
+        found.append([y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))])
+    for x, want in zip(*found, strict=True):
+        assert float((x.double() - want).norm() / want.norm()) < 5e-6
+
+
 def test_states_carry_from_part_to_part():
     given, state = make(grad=False), make_state()
     whole, final = rwkv_jit.wkv4_ref(*given, state, True)
