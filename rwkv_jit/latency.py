@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -184,6 +183,7 @@ def _host_us() -> dict[str, float]:
     import torch
 
     from rwkv_jit import bench
+    from rwkv_jit.bench import timing
     from rwkv_jit.ops import boundary, prepared
 
     wkv7: Callable[..., Any] = bench.OPS["wkv7"]
@@ -205,24 +205,7 @@ def _host_us() -> dict[str, float]:
         pass
     else:
         cases["FLA fused_recurrent_rwkv7"] = lambda: fused_recurrent_rwkv7(*constants)
-    return {name: _us(case) for name, case in cases.items()}
-
-
-def _us(call: Callable[[], Any], calls: int = 2000) -> float:
-    """Return the least time of the host per call over several loops; each waits for the GPU before and after."""
-    import torch
-
-    for _ in range(100):
-        call()
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append(1e6 * (time.perf_counter() - started) / calls)
-        torch.cuda.synchronize()
-    return min(times)
+    return {name: timing.host_us([case]) for name, case in cases.items()}
 
 
 def show(result: dict[str, Any]) -> None:

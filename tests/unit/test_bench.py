@@ -1043,6 +1043,16 @@ def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):
     assert 0.1 < found["there"]["call_us"] < 1e3 * found["there"]["from_disk_ms"]  # the first of them is slower
 
 
+def test_calls_of_wkv7_are_those_of_a_model_that_learns(monkeypatch):
+    """The program that measures, on the CPU."""
+    variable, prepare, load = bench.service._WKV7
+    prepare = prepare.replace("cuda.cupy()", "torch.cuda.synchronize = lambda: None").replace('"cuda"', '"cpu"')
+    prepare = prepare.replace("(1, 64, 4, 64), torch.bfloat16", '(1, 2, 1, 4), torch.bfloat16, "cpu"')
+    monkeypatch.setattr(bench.service, "_WKV7", (variable, prepare, load))
+    monkeypatch.setattr(bench.service, "REPEATS", 1)
+    assert all(time > 0 for time in bench.first_calls().values())
+
+
 def test_programs_of_all_loaders_are_python():
     parts = [bench.service._WKV7, *bench.service._LOADERS.values()]
     assert [variable for variable, _, _ in parts] == [

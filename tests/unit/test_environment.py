@@ -466,7 +466,7 @@ MAY_IMPORT = {
     "ops.wide_keys": BELOW_OPS | {"ops.backends", "ops.boundary", "ops.gated_groups", "ops.gated_scan"},
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,
-    "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
+    "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "bench.timing", "report"},
     "bench.cases": BELOW_OPS | ALL_OPS | {"runtime"},
     "bench.floors": {"bench.cases"},
     "bench.timing": set(),
