@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -152,6 +152,23 @@ def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
         ])  # fmt: skip
     except (AttributeError, TypeError):
         return None
+
+
+# What torch's compiler checks the inputs of its graphs with; a torch without it finds no call alike.
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_Guards = getattr(_guards, "TensorGuards", None)
+
+
+def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a check whether others are like these: of the same signature, and gradients are wanted of the same ones.
+
+    It is one call where `signature` asks dozens, and says no more often: where strides differ that mean nothing, and
+    where two of the others are one tensor.
+    """
+    if _Guards is None:
+        return lambda *_: False
+    check: Callable[..., bool] = _Guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 # ---- devices and addresses ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from rwkv_jit.ops.layout import state_shape
 from rwkv_jit.template import Parameter
 
 
-class Forward(NamedTuple):
+@dataclass(frozen=True, slots=True)  # whose fields take a third of the time of a named tuple's
+class Forward:
     """A forward of one kernel, and what it returns."""
 
     plan: Plan

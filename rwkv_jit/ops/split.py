@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -306,7 +307,7 @@ def prepare_forward(
         return Forward(
             op=inputs.op,
             segments=count,
-            forward=of_segment._replace(saved=saved_for(inputs, False, options)),
+            forward=replace(of_segment, saved=saved_for(inputs, False, options)),
             names=inputs.names,
             streamed=len(inputs.streamed),
             transitions=_transitions(inputs),

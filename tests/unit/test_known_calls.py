@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import re
 import struct
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -131,28 +132,87 @@ def test_one_state_for_all_sequences_is_repeated(calls):
         assert addresses(calls.launches[-1], 7)[6] not in (0, state.data_ptr())
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: (make(shape=(B, T + 1, H, N)), {}),
-        lambda: (make(dtype=torch.bfloat16), {}),
-        lambda: ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in make()], {}),
-        lambda: (make(), {"scale": 0.5}),
-        lambda: (make(), {"decay": "log"}),
-        lambda: (make(), {"decay_bound": -1.0}),
-        lambda: (make(), {"initial_state": torch.zeros(B, H, N, N)}),
-        lambda: (make(), {"initial_state": torch.zeros(B, H, N, N, dtype=torch.bfloat16)}),
-        lambda: ([*make()[:5], make()[5].as_subclass(torch.nn.Parameter)], {}),
-    ],
-    ids=["tokens", "dtype", "strides", "scale", "decay", "bound", "state", "state's dtype", "class"],
-)
-def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, calls):
-    rwkv_jit.wkv7(*make())
+OTHERS = {
+    "tokens": lambda: (make(shape=(B, T + 1, H, N)), {}),
+    "dtype": lambda: (make(dtype=torch.bfloat16), {}),
+    "strides": lambda: ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in make()], {}),
+    "scale": lambda: (make(), {"scale": 0.5}),
+    "decay": lambda: (make(), {"decay": "log"}),
+    "bound": lambda: (make(), {"decay_bound": -1.0}),
+    "state": lambda: (make(), {"initial_state": torch.zeros(B, H, N, N)}),
+    "state's dtype": lambda: (make(), {"initial_state": torch.zeros(B, H, N, N, dtype=torch.bfloat16)}),
+    "class": lambda: ([*make()[:5], make()[5].as_subclass(torch.nn.Parameter)], {}),
+    "gradients": lambda: (make(grad=True), {}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("can_compare", [True, False])
+def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_compare, calls, monkeypatch):
+    """And calls in turn launch what is theirs, also where torch has nothing to compare tensors with."""
+    if not can_compare:
+        monkeypatch.setattr(tensors, "_Guards", None)
     given, options = other()
-    rwkv_jit.wkv7(*given, **options)
+    for _ in range(2):
+        rwkv_jit.wkv7(*make())
+        rwkv_jit.wkv7(*given, **options)
     assert len(boundary._known) == 2
+    one, another, *again = [(launch.grid, launch.arguments[13:]) for launch in calls.launches]
+    assert again == [one, another]
+    saved = [any(addresses(launch, 12)[10:]) for launch in calls.launches]
+    assert saved == [False, given[0].requires_grad] * 2
+    monkeypatch.setattr(boundary, "_check", refuse)
+    rwkv_jit.wkv7(*make())
     rwkv_jit.wkv7(*given, **options)
-    assert len(boundary._known) == 2
+
+
+@pytest.mark.parametrize(
+    ("grad", "options"),
+    [(False, {}), (True, {}), (False, {"initial_state": torch.zeros(B, H, N, N)}), (True, {"cu_seqlens": [0, 2, T]})],
+)
+def test_tensors_like_those_of_the_last_preparation_are_not_asked_one_by_one(grad, options, calls, monkeypatch):
+    if "cu_seqlens" in options:
+        options = {"cu_seqlens": torch.tensor(options["cu_seqlens"])}
+    shape = (1 if "cu_seqlens" in options else B, T, H, N)
+    rwkv_jit.wkv7(*make(shape=shape, grad=grad), **options)
+    monkeypatch.setattr(tensors, "signature", refuse)
+    y, _ = rwkv_jit.wkv7(*make(shape=shape, grad=grad), **options)
+    assert y.requires_grad == grad
+    assert len(calls.launches) == 2
+
+
+@pytest.mark.parametrize("changed", range(6))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.bfloat16(),
+        lambda x: x[:, :-1],
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.detach().requires_grad_(),
+        lambda x: x.as_subclass(Watched),
+        lambda x: x.to("meta"),
+        lambda x: x.numpy(),
+        lambda x: None,
+    ],
+    ids=["dtype", "shape", "strides", "gradient", "class", "device", "library", "nothing"],
+)
+def test_likeness_sees_every_change_of_every_tensor(change, changed):
+    given = make()
+    check = tensors.likeness(given)
+    assert check(*make())
+    others = make()
+    others[changed] = change(others[changed])
+    assert not check(*others)
+    others[changed] = others[changed - 1]
+    assert not check(*others)  # one tensor twice is left to those who look closer
+
+
+def test_likeness_keeps_no_tensor(calls):
+    given = make()
+    rwkv_jit.wkv7(*given)
+    alive = [weakref.ref(x) for x in given]
+    del given
+    assert not any(x() is not None for x in alive)
 
 
 def test_wrong_call_after_a_known_one_is_an_error(calls):
@@ -275,6 +335,7 @@ def test_signatures_are_not_kept_without_end(calls, monkeypatch):
     for tokens in range(1, 9):
         rwkv_jit.wkv7(*make(shape=(1, tokens, 1, N)))
         assert len(boundary._known) <= 3
+        assert len(boundary._latest) <= 3
 
 
 # ---- ops that share templates ------------------------------------------------------------------------------------
