@@ -42,9 +42,7 @@ def bench(parsed: argparse.Namespace) -> Outcome:
     """Measure the ops beside others', the forms that a kernel went through, or the service; or compare two results."""
     _check_alone(parsed)
     if parsed.latency:
-        from rwkv_jit import latency
-
-        return latency.run(), latency.show
+        return _latency(parsed.record)
     if parsed.history:
         from rwkv_jit import history
 
@@ -57,35 +55,31 @@ def bench(parsed: argparse.Namespace) -> Outcome:
         first, second = map(record.read, parsed.compare)
         return record.compare(first, second), record.show_comparison
     result = bench.run(parsed)
-    bench.keep(parsed, result)  # whatever comes of the service
-    if parsed.service:
-        from rwkv_jit import latency
+    bench.keep(parsed, result)
+    return result, bench.show
 
-        result["service"] = latency.run()
-        on_gpu = result["device"] == "cuda"
-        result["service"]["first_call"] = bench.first_calls() if on_gpu else None
-        result["service"]["one_line"] = bench.one_line_kernels() if on_gpu else None
-        bench.keep(parsed, result)
-    return result, _show_bench
+
+def _latency(keep: bool) -> Outcome:
+    from rwkv_jit import latency
+
+    if not keep:
+        return latency.run(), latency.show
+    from rwkv_jit import bench
+    from rwkv_jit.bench import record
+
+    bench.check_record()
+    bench.check_gpu()
+    result = latency.run()
+    record.write_service(result)
+    return result, latency.show
 
 
 def _check_alone(parsed: argparse.Namespace) -> None:
     """Check that nothing is asked for that other measurements than that of the ops do not have."""
     instead = next((name for name in ("latency", "history", "compare") if getattr(parsed, name)), None)
-    for name in ("csv", "plot", "record", "service", "no_peers", "peer_minutes"):
-        if instead is not None and getattr(parsed, name):
+    for name in ("csv", "plot", "record", "no_peers", "peer_minutes"):
+        if instead is not None and getattr(parsed, name) and (name, instead) != ("record", "latency"):
             raise ValueError(f"--{name.replace('_', '-')}: does not go with --{instead}")
-
-
-def _show_bench(result: dict[str, Any]) -> None:
-    from rwkv_jit import bench, latency
-
-    bench.show(result)
-    if result["service"] is not None:
-        print()
-        latency.show(result["service"])
-        if result["service"]["first_call"] is not None:
-            bench.show_first_calls(result["service"]["first_call"], result["service"]["one_line"])
 
 
 def profile(parsed: argparse.Namespace) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the service itself costs: imports, kernels from disk, many processes at once, and the host's part of a call."""
+"""What the service itself costs: imports, kernels from disk, many processes at once, first calls and later ones."""
 
 from __future__ import annotations
 
@@ -87,15 +87,16 @@ print(json.dumps(times))
 
 
 def run() -> dict[str, Any]:
-    """Measure; the user's cache is not touched. Without a GPU there is no host time of a call and no peer.
+    """Measure; the user's cache is not touched. Without a GPU nothing is called, and there is no peer.
 
     Returns
     -------
     dict
-        env : the environment report; import_ms, op_import_ms : what `import rwkv_jit`, and its first op, add to
-        `import torch`; from_disk_us and peers_from_disk_us : time of each of eight kernels, found on disk by a fresh
+        env, commit : what it was measured with; import_ms, op_import_ms : what `import rwkv_jit`, and its first op, add
+        to `import torch`; from_disk_us and peers_from_disk_us : time of each of eight kernels, found on disk by a fresh
         process; together : processes, compiled (how many of them did), alone_s and slowest_s from imports done to
-        kernel in hand; host_us : a call with and without gradients and things to compare it with, or None.
+        kernel in hand; host_us : a call with and without gradients and things to compare it with, or None; first_call
+        and one_line : what `bench.first_calls` and `bench.one_line_kernels` return, or None.
     """
     imports = [_child(_IMPORT) for _ in range(5)]
     with tempfile.TemporaryDirectory() as folder:
@@ -103,17 +104,20 @@ def run() -> dict[str, Any]:
         sizes = json.dumps(_KERNELS)
         _child(_FROM_DISK, _ARCH, sizes, '["compiled"]', environment=cache)
         from_disk = [_child(_FROM_DISK, _ARCH, sizes, '["disk"]', environment=cache) for _ in range(5)]
-    from rwkv_jit import runtime
+    from rwkv_jit import bench, runtime
 
     on_gpu = runtime.is_available()
     return {
-        "env": runtime.env_report(),
+        "env": bench.environment(),
+        "commit": bench.commit(),
         "import_ms": statistics.median(each[0] for each in imports),
         "op_import_ms": statistics.median(each[1] for each in imports),
         "from_disk_us": _medians(from_disk),
         "peers_from_disk_us": _peers_from_disk() if on_gpu else {},
         "together": _together(),
         "host_us": _host_us() if on_gpu else None,
+        "first_call": bench.first_calls() if on_gpu else None,
+        "one_line": bench.one_line_kernels() if on_gpu else None,
     }
 
 
@@ -210,7 +214,7 @@ def _host_us() -> dict[str, float]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
-    from rwkv_jit import report
+    from rwkv_jit import bench, report
 
     added = f"{result['import_ms']:.1f} ms to import torch, its first op {result['op_import_ms']:.1f} ms"
     print(f"import rwkv_jit adds {added}.\n")
@@ -224,6 +228,8 @@ def show(result: dict[str, Any]) -> None:
     )
     if result["host_us"]:
         report.table(("host time of a call", "us"), [[name, f"{us:.1f}"] for name, us in result["host_us"].items()])
+    if result["first_call"]:
+        bench.show_first_calls(result["first_call"], result["one_line"])
 
 
 def _first_and_others(times: list[float]) -> tuple[str, str]:

@@ -17,15 +17,15 @@ from rwkv_jit import report, runtime
 from rwkv_jit.bench import contestants, isolation, measure, peers, suites, timing
 from rwkv_jit.bench.cases import DTYPES, OPS, OPTIONS, PHASES, REFERENCES, decay_of, make_inputs, read_shape
 from rwkv_jit.bench.contestants import BACKENDS
-from rwkv_jit.bench.result import checkout, collect, machine, show, write_csv
+from rwkv_jit.bench.result import checkout, collect, commit, environment, machine, show, write_csv
 from rwkv_jit.bench.service import first_calls, one_line_kernels, show_first_calls
 from rwkv_jit.bench.suites import SHAPES
 from rwkv_jit.bench.timing import call_ms, graph_ms, median_ms
 
 __all__ = [
     "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "add_arguments", "call_ms",
-    "check_gpu", "decay_of", "first_calls", "graph_ms", "keep", "machine", "make_inputs",
-    "median_ms", "one_line_kernels", "read_shape", "run", "show", "show_first_calls",
+    "check_gpu", "check_record", "commit", "decay_of", "environment", "first_calls", "graph_ms", "keep", "machine",
+    "make_inputs", "median_ms", "one_line_kernels", "read_shape", "run", "show", "show_first_calls",
 ]  # fmt: skip
 
 
@@ -41,12 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
     text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
     parser.add_argument("--peer-minutes", type=float, metavar="N", help=text)
-    parser.add_argument(
-        "--service", action="store_true", help="add what --latency measures, and calls in new processes"
-    )
     parser.add_argument("--csv", metavar="FILE", help="write the rows there too")
     parser.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
-    parser.add_argument("--record", action="store_true", help="keep a suite's result as the checkout's bench.json")
+    text = "keep the result of a suite, or of --latency, in the checkout's bench.json"
+    parser.add_argument("--record", action="store_true", help=text)
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--suite", choices=suites.SUITES, help="the tables of published studies, or one of them")
     instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
@@ -79,10 +77,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        format, env, commit, sources, copy_tb_per_s, device, service, and rows: one dict per suite, op, shape, dtype,
-        phase and contestant (who, what) with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us,
-        floor_ms, fraction, peak_mib and error; skipped is None, or what is in the way of a contestant, which has no
-        figures then.
+        format, env, commit, sources, copy_tb_per_s, device, and rows: one dict per suite, op, shape, dtype, phase and
+        contestant (who, what) with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us, floor_ms,
+        fraction, peak_mib and error; skipped is None, or what is in the way of a contestant, which has no figures then.
 
     Raises
     ------
@@ -92,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     entries = _entries(arguments)
     on_gpu = torch.cuda.is_available()
-    _check_outputs(arguments, on_gpu)
+    _check_outputs(arguments)
     if not on_gpu:
         once = {(entry.suite, entry.case.op, entry.case.phase): entry for entry in entries}
         return collect([row for entry in once.values() for row in measure.rows_of_cpu(entry)], None, "cpu")
@@ -152,7 +149,7 @@ def _obstacles(entries: Sequence[suites.Entry], minutes: float | None) -> dict[i
         return isolation.obstacles(attempts, tell, minutes=minutes)
 
 
-def _check_outputs(arguments: argparse.Namespace, on_gpu: bool) -> None:
+def _check_outputs(arguments: argparse.Namespace) -> None:
     """Check what would fail after minutes of measuring."""
     if arguments.peer_minutes is not None and not 0 < arguments.peer_minutes < 1e6:
         raise ValueError(f"--peer-minutes: expected a number above 0, got {arguments.peer_minutes:g}")
@@ -165,10 +162,21 @@ def _check_outputs(arguments: argparse.Namespace, on_gpu: bool) -> None:
     if arguments.record:
         if arguments.suite is None or arguments.op:
             raise ValueError("--record: keeps a whole suite; expected --suite and no --op")
-        if not on_gpu:
-            raise ValueError("--record: keeps what was measured on a GPU, and there is none")
-        if checkout() is None:
-            raise ValueError("--record: writes bench.json at the root of a checkout, and this is an installed package")
+        check_record()
+
+
+def check_record() -> None:
+    """Check that a result can be kept.
+
+    Raises
+    ------
+    ValueError
+        There is no GPU, or no checkout.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("--record: keeps what was measured on a GPU, and there is none")
+    if checkout() is None:
+        raise ValueError("--record: writes bench.json at the root of a checkout, and this is an installed package")
 
 
 def keep(arguments: argparse.Namespace, result: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any]) -> Path:
-    """Write a result to the root of the checkout, and what README.md shows of it between its markers.
+    """Write a suite's result to the root of the checkout, and what README.md shows of it between its markers.
 
     The picture too, where README.md has a `bench:picture`. The result itself is written first, so that no fault of a
-    README and no missing matplotlib costs a measurement.
+    README and no missing matplotlib costs a measurement. What was recorded of the service stays.
 
     Parameters
     ----------
@@ -89,6 +90,40 @@ def write(result: dict[str, Any]) -> Path:
     folder = root()
     if result["device"] != "cuda":
         raise ValueError(f"--record: expected a result of a GPU, got one of {result['device']!r} ({words.CPU})")
+    service = None
+    with suppress(OSError, ValueError):  # there is none, or none that can be read
+        service = read(folder / NAME).get("service")
+    return _keep(folder, {**result, "service": service})
+
+
+def write_service(costs: dict[str, Any]) -> Path:
+    """Write what the service costs beside the suite's result that is recorded, and to README.md.
+
+    Parameters
+    ----------
+    costs : dict
+        As `rwkv-jit bench --latency --json` prints it on a GPU.
+
+    Returns
+    -------
+    Path
+        The file that was written.
+
+    Raises
+    ------
+    RwkvJitError
+        The package does not run from a checkout.
+    ValueError
+        What is recorded cannot be read, README.md names a table that it does not have or does not close it, or the
+        picture cannot be drawn.
+    OSError
+        Nothing is recorded, or a file cannot be written.
+    """
+    folder = root()
+    return _keep(folder, {**read(folder / NAME), "service": costs})
+
+
+def _keep(folder: Path, result: dict[str, Any]) -> Path:
     path = folder / NAME
     _write(path, json.dumps(result, indent=1, default=str) + "\n")
     result = read(path)  # as the test will see it
@@ -136,16 +171,16 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "each the largest of a line.\n",
         "picture": f"![Times, achieved bandwidth and scaling of the ops]({PICTURE})\n",
     }
-    found["service"] = _service(result["service"])
+    found["service"] = _service(result.get("service"))
     for op in dict.fromkeys(row["op"] for row in result["rows"]):
         found[op] = _table([row for row in result["rows"] if row["op"] == op])
     return found
 
 
 def _service(costs: Mapping[str, Any] | None) -> str:
-    """Return a table of what the service costs, beside what others take for the same."""
+    """Return a table of what the service costs, beside what others take for the same, and where it was measured."""
     if costs is None:
-        return "Not measured in that run: `--service` does it.\n"
+        return "Not measured: `rwkv-jit bench --latency --record` does it.\n"
     together = costs["together"]
     one_line = {f"one line, {name}": times for name, times in costs["one_line"].items()}
     calls = {"wkv7, forward and backward": costs["first_call"], **one_line}
@@ -171,7 +206,8 @@ def _service(costs: Mapping[str, Any] | None) -> str:
         ("import", "rwkv_jit, after torch", f"{costs['import_ms']:.1f} ms"),
         ("import", "its first op", f"{costs['op_import_ms']:.1f} ms"),
     ]  # fmt: skip
-    return _lines([("", "of", "measured"), ("---",) * 3, *lines])
+    machine = words.machine({**costs, "device": "cuda"})
+    return f"{machine}.\n\n{_lines([('', 'of', 'measured'), ('---',) * 3, *lines])}"
 
 
 def _first_and_others(times_us: Sequence[float]) -> str:

@@ -18,16 +18,16 @@ COLUMNS = (
     "suite", "op", "shape", "dtype", "phase", "who", "what", "median_ms", "low_ms", "high_ms", "runs", "in_graph",
     "host_us", "floor_ms", "fraction", "peak_mib", "error", "skipped",
 )  # fmt: skip
-_OF_THE_MACHINE = ("nvrtc_libraries", "cache", "environment")  # paths, which say nothing about a time
+_OF_THE_MACHINE = ("nvrtc_libraries", "cache", "environment")  # paths
 CPU_NOTE = "CPU reference; not the speed of the kernels."
 METHODS = (
     "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small",
     "calls in a CUDA graph, the others queued while the GPU waits. Inputs are like a model's, and come round when they",
     "have left the L2 cache. Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same",
-    "run. Host: until a call in a row of calls has returned. Peak: memory of one call, of a backward with its forward,",
-    "and the inputs. Error: relative L2 against float64, the largest of y and, with a backward, the gradients, over at",
-    "most 300 tokens of a row. Peers get the inputs as they want them, made before; they tuned themselves in processes",
-    "of their own, which timed their kernels one at a time.",
+    "run. Host: until a call has returned, in the fastest row of calls. Peak: memory of one call, of a backward",
+    "with its forward, and the inputs. Error: relative L2 against float64, the largest of y and, with a backward, the",
+    "gradients, over at most 300 tokens of a row. Peers get the inputs as they want them, made before; they tuned",
+    "themselves in processes of their own, which timed their kernels one at a time.",
 )
 
 
@@ -46,19 +46,23 @@ def collect(rows: Sequence[dict[str, Any]], copy_tb_per_s: float | None, device:
     Returns
     -------
     dict
-        format, env, commit (of a checkout, or None), sources (a digest of each op's templates), copy_tb_per_s, device,
-        rows, and service, which is None until what the service costs is added.
+        format, env, commit (of a checkout, or None), sources (a digest of each op's templates), copy_tb_per_s, device
+        and rows.
     """
     return {
         "format": FORMAT,
-        "env": {name: x for name, x in runtime.env_report().items() if name not in _OF_THE_MACHINE},
+        "env": environment(),
         "commit": commit(),
         "sources": sources(),
         "copy_tb_per_s": copy_tb_per_s,
         "device": device,
         "rows": list(rows),
-        "service": None,
     }
+
+
+def environment() -> dict[str, Any]:
+    """Return what of the environment says something about a time."""
+    return {name: x for name, x in runtime.env_report().items() if name not in _OF_THE_MACHINE}
 
 
 def checkout() -> Path | None:

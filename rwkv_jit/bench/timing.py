@@ -163,9 +163,9 @@ def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 def host_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Return the time that the host takes for a call among others, which need not have ended on the GPU.
 
-    Rows of calls, as a model makes them, as many as keep to the time that there is: the median of the fastest row. Who
-    shares a core with us slows whole rows down, all that a host does alike. The first call of a row is left out where
-    there are more: it finds a GPU that sleeps.
+    Rows of calls, as a model makes them, as many as keep to the time that there is: the median of the fastest row. A
+    virtual machine has phases in which all that a host does is slower, and they are longer than a row. The first call
+    of a row is left out where there are more: it finds a GPU that sleeps.
     """
     started = time.perf_counter()
     calls[0]()

@@ -408,6 +408,7 @@ def test_more_than_two_billion_elements(op):
 
 def test_the_rule_picks_these_kernels(op, monkeypatch):
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     given = inputs()
     for options in ({"decay": "sigmoid"}, BOUNDED, {}, {"decay": "sigmoid", "chunk_len": 8}):
         rwkv_jit.wkv7(*given.values(), **options)
@@ -460,6 +461,7 @@ def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     monkeypatch.setattr(prepared, "_backwards", {})
     for head_size in (40, 128):
         check(inputs(tokens=70, head_size=head_size))

@@ -138,6 +138,7 @@ def test_smaller_heads_that_are_scanned(op, sizes, monkeypatch):
     """As where a block has no room for them."""
     monkeypatch.setattr(gated, "obstacle", lambda *_: ("has no room",))
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     given = inputs(op, tokens=70, head_size=sizes[0], value_size=sizes[1])
     check(op, given, make_state(op, given, 2), backend="split")
     assert {known.options.backend for known in boundary._known.values()} == {"scan"}
@@ -814,6 +815,7 @@ def test_segments_with_the_fastest_sigmoid_decay(op):
 @pytest.mark.parametrize("op", OPS)
 def test_few_heads_are_split_and_agree_with_the_whole(op, monkeypatch):
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     given, options = inputs(op, batch=1, tokens=4096, heads=2, decays=SLOW), of(op, {"decay": "sigmoid"})
     y, final, grads, weights = run(op, given, **options)
     (known,) = boundary._known.values()
@@ -970,6 +972,7 @@ def test_a_prompt_continues_from_its_state(op, split):
 @pytest.mark.parametrize("op", OPS)
 def test_the_rule_picks_these_kernels(op, monkeypatch):
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
     for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, {"tokens": backends.LEAST_TOKENS - 1}):
         function(*inputs(op, **more).values(), **options)
@@ -1040,6 +1043,7 @@ def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     monkeypatch.setattr(prepared, "_backwards", {})
     monkeypatch.setattr(gated_scan, "_plans", {})
     for head_size in (40, 128, 256):

@@ -281,6 +281,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, dtype, head_size, ind
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_segments(op, head_size, layout, monkeypatch):
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     given = inputs(tokens=2048, batch=1, head_size=head_size)
     places = [(0, 511, 0), (0, 1024, 1)]
     given = strengthen(given, places, STRONG["raw"])

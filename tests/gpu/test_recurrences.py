@@ -479,6 +479,7 @@ def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_75 and sm_80 get, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     monkeypatch.setattr(prepared, "_backwards", {})
     for dtype in DTYPES.values():
         check(op, make_inputs(op, dtype, tokens=40, head_size=40))

@@ -371,6 +371,7 @@ def test_a_prompt_continues_from_its_state(op, split):
 
 def test_the_rule_picks_these_kernels(op, monkeypatch):
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     given = inputs()
     for options in ({"decay": "sigmoid"}, {"decay": "raw", "decay_bound": -2.0}, {"decay_bound": -3.0}, {}):
         rwkv_jit.wkv7(*given.values(), **options)
@@ -416,6 +417,7 @@ def test_code_of_ampere(op, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here."""
     monkeypatch.setenv("RWKVJIT_ARCH", "compute_80")
     monkeypatch.setattr(boundary, "_known", {})
+    monkeypatch.setattr(boundary, "_latest", {})
     monkeypatch.setattr(scan, "_plans", {})
     for head_size in (192, 256):
         check(inputs(tokens=70, head_size=head_size))

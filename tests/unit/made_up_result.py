@@ -58,7 +58,6 @@ def result(**changes):
         "copy_tb_per_s": COPY,
         "device": "cuda",
         "rows": rows(),
-        "service": None,
     }
     return made | changes
 

@@ -589,7 +589,7 @@ def test_cache_is_flushed_where_the_sets_are_small(clock):
 @pytest.mark.parametrize(("seconds", "row", "calls"), [(10e-6, 50, 25001), (4e-4, 13, 742), (0.2, 1, 4)])
 @pytest.mark.parametrize("slow_until", [0, 0.1])
 def test_host_time_is_that_of_calls_in_a_row(monkeypatch, seconds, row, calls, slow_until):
-    """The first call after a pause takes longer, and so do all while someone else is on the core.
+    """The first call after a pause takes longer, and so do all in a slow phase of the host.
 
     A call that takes long is made a few times.
     """
@@ -597,6 +597,8 @@ def test_host_time_is_that_of_calls_in_a_row(monkeypatch, seconds, row, calls, s
 
     def call():
         slow = 1.5 if state.now < slow_until and state.called else 1
+        if row > 1:  # a call that is faster than the others of its row, and one that is slower
+            slow *= {5: 0.5, 6: 1.5}.get(len(state.called) % row, 1)
         state.now += slow * (10 * seconds if state.sleeps and row > 1 else seconds)
         state.called.append(state.sleeps)
         state.sleeps = False
@@ -795,6 +797,7 @@ def test_decodes_of_usual_shapes_take_one_token():
 # ---- results -----------------------------------------------------------------------------------------------------
 
 ENVIRONMENT = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
+PATHS = {"nvrtc_libraries": ["/a/library"], "cache": "/a/cache", "environment": {}}
 
 
 def made_up_row(**other):
@@ -807,7 +810,7 @@ def made_up_row(**other):
 def test_table(capsys):
     skipped = measure.row(Entry(None, small("wkv6")), "fla", "chunk_rwkv6", "ValueError: no")
     result.show({
-        "device": "cuda", "env": ENVIRONMENT, "copy_tb_per_s": 4.25, "rows": [made_up_row(), skipped], "service": None,
+        "device": "cuda", "env": ENVIRONMENT, "copy_tb_per_s": 4.25, "rows": [made_up_row(), skipped],
     })  # fmt: skip
     assert capsys.readouterr().out.startswith(
         "a GPU, torch 2.13, NVRTC 12.9; a copy moves 4.25 TB/s\n\n"
@@ -858,8 +861,8 @@ def gpu(monkeypatch):
         return [made_up_row(op=entry.case.op)]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "check_gpu", lambda: None)
-    monkeypatch.setattr(runtime, "env_report", lambda: ENVIRONMENT)
+    monkeypatch.setattr(runtime, "is_available", lambda: True)
+    monkeypatch.setattr(runtime, "env_report", lambda: ENVIRONMENT | PATHS)
     monkeypatch.setattr(timing, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(measure, "rows_of", rows_of)
     monkeypatch.setattr(measure, "give_back_memory", lambda: None)
@@ -893,8 +896,8 @@ def test_command_measures_what_it_is_asked_for(gpu, run):
     assert {(each.who, each.what) for _, _, obstacles in gpu for each in obstacles} == {
         ("fla", "chunk_rwkv6"), ("fla", "fused_recurrent_rwkv6"),
     }  # fmt: skip
-    assert (found["format"], found["device"], found["copy_tb_per_s"], found["service"]) == (1, "cuda", 4.25, None)
-    assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows", "service"}
+    assert (found["format"], found["device"], found["copy_tb_per_s"]) == (1, "cuda", 4.25)
+    assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows"}
     assert [row["op"] for row in found["rows"]] == ["wkv6", "timex"]
 
 
@@ -934,7 +937,8 @@ def test_case_that_fails_hides_no_other(gpu, run):
         (["--peer-minutes", "nan"], "--peer-minutes: expected a number above 0, got nan"),
         (["--record"], "--record: keeps a whole suite; expected --suite and no --op"),
         (["--suite", "gla", "--op", "gla", "--record"], "--record: keeps a whole suite; expected --suite and no --op"),
-        (["--latency", "--record"], "--record: does not go with --latency"),
+        (["--latency", "--csv", "x.csv"], "--csv: does not go with --latency"),
+        (["--history", "--record"], "--record: does not go with --history"),
         (["--compare", "a", "b", "--no-peers"], "--no-peers: does not go with --compare"),
         (["--compare", "a", "b", "--suite", "gla"], "argument --suite: not allowed with argument --compare"),
     ],
@@ -968,6 +972,7 @@ def other_modules(monkeypatch, root):
     calls = []
     monkeypatch.setattr(bench, "checkout", lambda: root)
     monkeypatch.setattr(record, "write", lambda found: calls.append(("write", found["format"])))
+    monkeypatch.setattr(record, "write_service", lambda costs: calls.append(("write_service", costs)))
     monkeypatch.setattr(
         record, "compare", lambda first, second: calls.append(("compare", first["n"], second["n"])) or {"rows": []}
     )
@@ -990,28 +995,70 @@ def test_command_compares_two_results(run, other_modules, tmp_path):
     assert other_modules == [("compare", 1, 2)]
 
 
-def test_service_is_measured_on_demand(gpu, run, monkeypatch):
+@pytest.fixture
+def service_of_a_gpu(gpu, monkeypatch):
+    """What `--latency` measures where there is a GPU, but in no time."""
     from rwkv_jit import latency
 
-    monkeypatch.setattr(latency, "run", lambda: {"import_ms": 1.0})
-    monkeypatch.setattr(latency, "show", lambda found: print(f"import {found['import_ms']}"))
+    def child(program, *arguments, environment=None):
+        if program == latency._IMPORT:
+            return [0.5, 31.25]
+        return [500.0, *[150.0] * 7]
+
+    monkeypatch.setattr(latency, "_child", child)
+    monkeypatch.setattr(latency, "_peers_from_disk", lambda: {"Triton": [358000.0, *[690.0] * 7]})
+    monkeypatch.setattr(
+        latency, "_start_together", lambda count: [("compiled", 0.625)] + [("disk", 0.75)] * (count - 1)
+    )
+    monkeypatch.setattr(latency, "_host_us", lambda: {"wkv7": 10.5})
     wkv7 = {"compiled_ms": 1000.4, "from_disk_ms": 4.5, "call_us": 80.2}
     triton = {"compiled_ms": 41000.4, "from_disk_ms": 77.2, "call_us": 12.3}
     monkeypatch.setattr(bench, "first_calls", lambda: wkv7)
     monkeypatch.setattr(bench, "one_line_kernels", lambda: {"Triton": triton})
-    kept = []
-    monkeypatch.setattr(bench, "keep", lambda asked, found: kept.append(dict(found)))
-    code, printed, said = run("bench", "--suite", "timex", "--service")
+    return {
+        "env": ENVIRONMENT, "commit": bench.commit(), "import_ms": 0.5, "op_import_ms": 31.25,
+        "from_disk_us": [500.0, *[150.0] * 7], "peers_from_disk_us": {"Triton": [358000.0, *[690.0] * 7]},
+        "together": {"processes": 16, "compiled": 1, "alone_s": 0.625, "slowest_s": 0.75}, "host_us": {"wkv7": 10.5},
+        "first_call": wkv7, "one_line": {"Triton": triton},
+    }  # fmt: skip
+
+
+def test_service_is_measured_instead_of_the_kernels(service_of_a_gpu, gpu, run, other_modules):
+    code, printed, said = run("bench", "--latency")
     assert (code, said) == (0, "")
-    before, behind = (found["service"] for found in kept)
-    assert before is None  # what follows takes minutes
-    assert behind == {"import_ms": 1.0, "first_call": wkv7, "one_line": {"Triton": triton}}
     lines = [line.split() for line in printed.splitlines() if line.strip()]
-    assert ["import", "1.0"] in lines
+    assert ["rwkv_jit", "500", "150"] in lines
+    assert ["wkv7", "10.5"] in lines
     assert lines[-2:] == [
         ["wkv7,", "forward", "and", "backward", "1000", "4.5", "80.2"],
         ["a", "kernel", "of", "one", "line,", "Triton", "41000", "77.2", "12.3"],
     ]
+    assert json.loads(run("bench", "--latency", "--json")[1]) == service_of_a_gpu
+    assert gpu == other_modules == []
+
+
+def test_service_is_kept_on_demand(service_of_a_gpu, run, other_modules, monkeypatch):
+    assert run("bench", "--latency", "--record")[0] == 0
+    assert other_modules == [("write_service", service_of_a_gpu)]
+
+
+@pytest.mark.parametrize(
+    ("what", "missing", "said"),
+    [
+        ((bench, "checkout"), lambda: None, "root of a checkout"),
+        ((torch.cuda, "is_available"), lambda: False, "on a GPU, and there is none"),
+        ((runtime, "is_available"), lambda: False, "needs a GPU, CuPy and NVRTC"),
+    ],
+    ids=["checkout", "GPU", "compiler"],
+)
+def test_service_that_cannot_be_kept_is_not_measured(what, missing, said, run, other_modules, gpu, monkeypatch):
+    from rwkv_jit import latency
+
+    monkeypatch.setattr(latency, "run", lambda: pytest.fail("it was measured"))
+    monkeypatch.setattr(*what, missing)
+    code, printed, error = run("bench", "--latency", "--record")
+    assert (code, printed) == (2, "")
+    assert said in error
 
 
 def test_first_calls_are_one_that_compiles_and_some_from_disk(monkeypatch):

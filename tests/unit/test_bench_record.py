@@ -70,7 +70,7 @@ def test_an_installed_package_has_no_record(tmp_path, monkeypatch):
 
 def test_writing_fills_the_readme_and_they_agree(checkout):
     assert record.write(result()) == checkout / "bench.json"
-    assert record.read(checkout / "bench.json") == result()
+    assert record.read(checkout / "bench.json") == result(service=None)
     text = (checkout / "README.md").read_text(encoding="utf-8")
     blocks = record.blocks(result())
     assert text == TEXT.replace("an old table\n", blocks["wkv7"]).replace(
@@ -113,16 +113,21 @@ def test_blocks_are_the_machine_the_picture_and_the_ops():
     assert all(text.endswith("\n") for text in blocks.values())
 
 
+COSTS = {
+    "env": {"gpus": ["NVIDIA H100, sm_90, 80 GiB"], "torch": "2.12.0", "nvrtc": "12.9 0123abcd"},
+    "commit": "0123456789abcdef",
+    "import_ms": 0.71, "op_import_ms": 31.6, "host_us": {"wkv7": 10.54, "torch.add|out": 4.2},
+    "from_disk_us": [508.4, 140.0, 149.0, 500.0], "peers_from_disk_us": {"Triton": [358000.0, 690.0]},
+    "together": {"processes": 16, "compiled": 1, "alone_s": 0.614, "slowest_s": 0.641},
+    "first_call": {"compiled_ms": 1012.3, "from_disk_ms": 4.512, "call_us": 80.25},
+    "one_line": {"rwkv_jit": {"compiled_ms": 61.4, "from_disk_ms": 1.5, "call_us": 7.04}},
+}  # fmt: skip
+
+
 def test_service_is_a_table_of_its_own():
-    assert record.blocks(result())["service"] == "Not measured in that run: `--service` does it.\n"
-    costs = {
-        "import_ms": 0.71, "op_import_ms": 31.6, "host_us": {"wkv7": 10.54, "torch.add|out": 4.2},
-        "from_disk_us": [508.4, 140.0, 149.0, 500.0], "peers_from_disk_us": {"Triton": [358000.0, 690.0]},
-        "together": {"processes": 16, "compiled": 1, "alone_s": 0.614, "slowest_s": 0.641},
-        "first_call": {"compiled_ms": 1012.3, "from_disk_ms": 4.512, "call_us": 80.25},
-        "one_line": {"rwkv_jit": {"compiled_ms": 61.4, "from_disk_ms": 1.5, "call_us": 7.04}},
-    }  # fmt: skip
-    assert record.blocks(result(service=costs))["service"] == (
+    assert record.blocks(result())["service"] == "Not measured: `rwkv-jit bench --latency --record` does it.\n"
+    assert record.blocks(result(service=COSTS))["service"] == (
+        "NVIDIA H100, sm_90, 80 GiB, torch 2.12.0, NVRTC 12.9, commit 0123456789.\n\n"
         "|  | of | measured |\n| --- | --- | --- |\n"
         "| host time of a call | wkv7 | 10.5 us |\n"
         "| host time of a call | torch.add/out | 4.2 us |\n"
@@ -139,6 +144,29 @@ def test_service_is_a_table_of_its_own():
     )
 
 
+def test_a_suite_and_the_service_are_recorded_one_after_another(checkout):
+    edit(checkout / "README.md", "The end.", "<!-- bench:service -->\n<!-- /bench -->")
+    with pytest.raises(FileNotFoundError):
+        record.write_service(COSTS)
+    record.write(result())
+    assert record.write_service(COSTS) == checkout / "bench.json"
+    assert record.read(checkout / "bench.json") == result(service=COSTS)
+    assert "16 processes want a kernel" in (checkout / "README.md").read_text(encoding="utf-8")
+    assert record.disagreements(checkout) == []
+    record.write(result(commit="another"))
+    assert record.read(checkout / "bench.json") == result(commit="another", service=COSTS)
+
+
+@pytest.mark.parametrize("there", ["{", '{"rows": [], "format": 0}'])
+def test_a_record_that_cannot_be_read_costs_no_measurement(there, checkout):
+    (checkout / "bench.json").write_text(there)
+    with pytest.raises(ValueError, match="expected"):
+        record.write_service(COSTS)
+    assert (checkout / "bench.json").read_text() == there
+    record.write(result())
+    assert record.read(checkout / "bench.json") == result(service=None)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -152,7 +180,7 @@ def test_faults_of_a_readme_cost_no_measurement(old, new, said, checkout):
     before = (checkout / "README.md").read_text()
     with pytest.raises(ValueError, match=said):
         record.write(result())
-    assert record.read(checkout / "bench.json") == result()
+    assert record.read(checkout / "bench.json") == result(service=None)
     assert (checkout / "README.md").read_text() == before
 
 
@@ -169,7 +197,7 @@ def test_picture_is_drawn_where_the_readme_shows_one(checkout):
     edit(checkout / "README.md", "The end.", "<!-- bench:picture -->\n<!-- /bench -->")
     record.write(result())
     assert record.disagreements(checkout) == []
-    edit(checkout / "bench.svg", words.digest(result()), "0" * 16)
+    edit(checkout / "bench.svg", words.digest(result(service=None)), "0" * 16)
     assert record.disagreements(checkout) == ["bench.svg is not that of bench.json"]
     (checkout / "bench.svg").unlink()
     assert record.disagreements(checkout) == ["bench.svg is not that of bench.json"]
