@@ -97,27 +97,16 @@ def write(result: dict[str, Any]) -> Path:
 
 
 def write_service(costs: dict[str, Any]) -> Path:
-    """Write what the service costs beside the suite's result that is recorded, and to README.md.
+    """Write what the service costs, as `rwkv-jit bench --latency --json` prints it on a GPU, to the record there is.
 
-    Parameters
-    ----------
-    costs : dict
-        As `rwkv-jit bench --latency --json` prints it on a GPU.
-
-    Returns
-    -------
-    Path
-        The file that was written.
+    README.md and its picture follow, as in `write`, and it raises the same.
 
     Raises
     ------
-    RwkvJitError
-        The package does not run from a checkout.
     ValueError
-        What is recorded cannot be read, README.md names a table that it does not have or does not close it, or the
-        picture cannot be drawn.
+        What is recorded cannot be read.
     OSError
-        Nothing is recorded, or a file cannot be written.
+        Nothing is recorded.
     """
     folder = root()
     return _keep(folder, {**read(folder / NAME), "service": costs})
