@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
@@ -205,6 +206,16 @@ def test_likeness_sees_every_change_of_every_tensor(change, changed):
     assert not check(*others)
     others[changed] = others[changed - 1]
     assert not check(*others)  # one tensor twice is left to those who look closer
+
+
+@pytest.mark.parametrize("elsewhere", range(6))
+def test_likeness_tells_one_gpu_from_another(elsewhere):
+    with FakeTensorMode():
+        here, others, there = ([torch.empty(B, T, H, N, device=f"cuda:{gpu}") for _ in range(6)] for gpu in (0, 0, 1))
+    check = tensors.likeness(here)
+    assert check(*others)
+    others[elsewhere] = there[elsewhere]
+    assert not check(*others)
 
 
 def test_likeness_keeps_no_tensor(calls):
