@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import struct
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from torch import Tensor
 from rwkv_jit import cuda, kernel, template, tensors
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.launch import Extent, Plan
+from rwkv_jit.signatures import BySignature
 
 _MOST_BLOCKS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 _MOST_THREADS = (1024, 1024, 64)
-_MOST_PLANS = 1024  # a program whose grid follows its data must not grow without end
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 
 # What is passed by value, as struct's letters.
@@ -31,10 +30,7 @@ _LETTERS: dict[type, str] = {
 }  # fmt: skip
 
 # By kernel, entry, grid, block, shared memory, device and kinds of arguments: a launch found here has been checked.
-_plans: dict[Any, Plan] = {}
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_plans.clear)  # nothing of CUDA survives a fork
+_plans: BySignature[Plan] = BySignature()
 
 
 class Template:
@@ -201,10 +197,7 @@ class OwnKernel(kernel.Kernel):
         except TypeError:  # a grid that cannot be one may have no hash
             plan = None
         if plan is None:
-            plan = self._prepare(grid, block, kinds, arguments, device, entry, shared_bytes)
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            plan = _plans.keep(key, self._prepare(grid, block, kinds, arguments, device, entry, shared_bytes))
         try:
             if stream is None:
                 tensors.launch(plan, values)

@@ -188,13 +188,13 @@ def _host_us() -> dict[str, float]:
 
     from rwkv_jit import bench
     from rwkv_jit.bench import timing
-    from rwkv_jit.ops import boundary, prepared
+    from rwkv_jit.ops import known_calls, prepared
 
     wkv7: Callable[..., Any] = bench.OPS["wkv7"]
     given = bench.make_inputs("wkv7", (1, 1, 4, 64), torch.bfloat16)
     constants = [x.detach() for x in given]
     wkv7(*constants)
-    known = next(reversed(boundary._known.values()))
+    known = next(reversed(known_calls.forwards.values()))
     assert isinstance(known, prepared.Forward)
     x = torch.ones(64, device="cuda")
     cases: dict[str, Callable[[], Any]] = {

@@ -84,6 +84,16 @@ def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
+def nothing_known():
+    """No call has come before, and none of this test comes before another."""
+    from rwkv_jit import signatures
+
+    signatures.forget()
+    yield
+    signatures.forget()
+
+
+@pytest.fixture
 def own_templates(tmp_path, monkeypatch):
     """Makes the service read its templates from a copy, which is returned and may be changed."""
     from rwkv_jit import template

@@ -8,7 +8,6 @@ same on CPU tensors, where the reference computes it.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, gated_scan, guarded, prepared, scan, split
+from rwkv_jit.ops import backends, choices, known_calls
 from rwkv_jit.ops.interface import Forward, Geometry, Inputs, Options
 from rwkv_jit.ops.layout import state_shape
 
@@ -56,27 +55,6 @@ class Op(NamedTuple):
 
 # ---- the public call ---------------------------------------------------------------------------------------------
 
-# Forwards by signature: a call that is found here has passed all checks before.
-_known: dict[Any, Forward] = {}
-# The last of those that differ in nothing but tensors behind the first: a check whether these are alike, the forward,
-# and whether gradients are wanted. To ask every tensor for its signature takes as long as half a launch.
-_latest: dict[Any, tuple[Callable[..., bool], Forward, bool]] = {}
-
-
-def _forget() -> None:
-    """Drop what is prepared: nothing of CUDA survives a fork."""
-    _known.clear()
-    _latest.clear()
-    prepared.forget()
-    split.forget()
-    scan.forget()
-    gated_scan.forget()
-    guarded.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
 
 def call(
     op: Op,
@@ -100,7 +78,7 @@ def call(
     """
     tail = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
     asked = (op.name, decay_bound, tail, torch.is_grad_enabled())
-    known, training = _find(asked, arrays, initial_state, cu_seqlens)
+    known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens)
     if known is None and in_parts is not None:
         given = scale, decay, decay_bound, *tail[2:]
         result = in_parts(op, arrays, initial_state, output_final_state, cu_seqlens, *given)
@@ -129,47 +107,6 @@ def call(
         arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
         y, final, *_ = op.traced(*arguments) if training else op.forward(*arguments, False)
     return y, final if output_final_state else None
-
-
-def _find(
-    asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any
-) -> tuple[Forward | None, bool]:
-    """Return the forward of a call that has come before, None for others, and whether gradients are wanted.
-
-    `asked` is all of a call but its arrays, and at its end whether gradients are recorded.
-    """
-    if not tensors.is_eager():
-        return None, asked[-1] and _any_requires_grad(arrays, initial_state)
-    try:
-        latest = _latest.get((asked, arrays[0].shape, initial_state is None, cu_seqlens is None))
-        if latest is not None:
-            are_alike, known, training = latest
-            if are_alike(*_present(arrays, initial_state, cu_seqlens)):
-                return known, training
-    except (AttributeError, TypeError):  # no array, or an option that cannot be one and has no hash
-        pass
-    training = asked[-1] and _any_requires_grad(arrays, initial_state)
-    try:
-        return _known.get((asked, training, tensors.signature((*arrays, initial_state, cu_seqlens)))), training
-    except TypeError:
-        return None, training
-
-
-def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:
-    if initial_state is None and cu_seqlens is None:
-        return arrays
-    return [x for x in (*arrays, initial_state, cu_seqlens) if x is not None]
-
-
-def _any_requires_grad(given: Sequence[Any], initial_state: Any) -> bool:
-    """Return whether one of these wants a gradient; arrays of other libraries never do."""
-    try:
-        for x in given:
-            if x.requires_grad:
-                return True
-        return initial_state is not None and bool(initial_state.requires_grad)
-    except AttributeError:
-        return any([getattr(x, "requires_grad", False) for x in (*given, initial_state)])
 
 
 def _check(
@@ -267,25 +204,19 @@ def _prepare(
     options: Options,
     training: bool,
 ) -> Forward:
-    """Return the forward for tensors that have been checked, and keep it for calls of the same signature.
+    """Return the forward for tensors that have been checked.
 
     `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
     """
-    key = (asked, training, tensors.signature((*given, initial_state, cu_seqlens)))
-    known = _known.get(key)
-    if known is None:
+
+    def prepare() -> Forward:
         inputs = _inputs(op, given, cu_seqlens)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
         state_dtype = torch.float32 if initial_state is None else initial_state.dtype
-        known = backends.prepare_forward(inputs, state_dtype, cu_seqlens is not None, options, training)
-        if len(_known) >= prepared.MOST_SIGNATURES:
-            _known.clear()
-            _latest.clear()
-        _known[key] = known
-        are_alike = tensors.likeness(_present(given, initial_state, cu_seqlens))
-        _latest[asked, given[0].shape, initial_state is None, cu_seqlens is None] = are_alike, known, training
-    return known
+        return backends.prepare_forward(inputs, state_dtype, cu_seqlens is not None, options, training)
+
+    return known_calls.find_or_keep(asked, training, given, initial_state, cu_seqlens, prepare)
 
 
 def _inputs(op: Op, given: Sequence[Tensor], cu_seqlens: Tensor | None) -> Inputs:

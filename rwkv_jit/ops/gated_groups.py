@@ -21,6 +21,7 @@ from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, prepared, recurrent
 from rwkv_jit.ops.interface import LARGEST_DECAY, Inputs, Options, Saved
 from rwkv_jit.ops.layout import address, addresses, slots, state_shape, strides
+from rwkv_jit.signatures import BySignature
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN, THREADS = 64, 384
@@ -156,7 +157,7 @@ class _Plans(NamedTuple):
     sizes: _Sizes
 
 
-_plans: dict[Any, _Plans] = {}
+_plans: BySignature[_Plans] = BySignature()
 
 
 def _prepare(
@@ -167,10 +168,8 @@ def _prepare(
     key = (inputs.op, dy is None, training, inputs.sequences, packed, state_dtype, options, tensors.signature(like))
     known = _plans.get(key)
     if known is None:
-        if len(_plans) >= prepared.MOST_SIGNATURES:
-            _plans.clear()
         with torch.cuda.device(inputs["v"].device.index):
-            known = _plans[key] = _new_plans(inputs, dy, state_dtype, packed, options, training)
+            known = _plans.keep(key, _new_plans(inputs, dy, state_dtype, packed, options, training))
     return known
 
 
@@ -304,8 +303,3 @@ def backward(
     v, w, u = (address(of.get(name)) for name in ("v", "w", "u"))
     given = v, w, u, at_dy, at_bounds
     tensors.launch(plans.second, [*given, operands, states, e.data_ptr(), dq, dk, dw, du])
-
-
-def forget() -> None:
-    """Drop all prepared launches."""
-    _plans.clear()

@@ -21,6 +21,7 @@ from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, gated_groups, prepared, recurrent
 from rwkv_jit.ops.interface import Inputs, Options, Saved
 from rwkv_jit.ops.layout import address, slots, state_shape, strides
+from rwkv_jit.signatures import BySignature
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 64, 16)
@@ -175,7 +176,7 @@ class _Plans(NamedTuple):
     keys: Plan
 
 
-_plans: dict[Any, _Plans] = {}
+_plans: BySignature[_Plans] = BySignature()
 
 
 def _backward_requests(inputs: Inputs, options: Options) -> list[kernel.Request]:
@@ -223,10 +224,8 @@ def _prepare(inputs: Inputs, dy: Tensor, packed: bool, options: Options) -> _Pla
     key = (inputs.op, inputs.sequences, packed, options, signature)
     known = _plans.get(key)
     if known is None:
-        if len(_plans) >= prepared.MOST_SIGNATURES:
-            _plans.clear()
         with torch.cuda.device(dy.device.index):
-            known = _plans[key] = _new_plans(inputs, dy, packed, options)
+            known = _plans.keep(key, _new_plans(inputs, dy, packed, options))
     return known
 
 
@@ -319,9 +318,3 @@ def _of_sequences(parts: Tensor, bounds: Tensor | None, sequences: int, tokens: 
     # The first slot of a sequence, as sequence.cuh counts; a wrong bound gives wrong values but never a stray access.
     first = bounds.clamp(0, tokens) // chunk_len + torch.arange(sequences + 1, device=bounds.device)
     return torch.segment_reduce(parts, "sum", offsets=first, axis=0)
-
-
-def forget() -> None:
-    """Drop all prepared launches."""
-    _plans.clear()
-    gated_groups.forget()

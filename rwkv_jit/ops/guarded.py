@@ -20,6 +20,7 @@ from torch import Tensor
 from rwkv_jit import tensors
 from rwkv_jit.ops import prepared, recurrent
 from rwkv_jit.ops.interface import Guardable, Inputs, Options, Saved
+from rwkv_jit.signatures import BySignature
 
 
 class Kept(NamedTuple):
@@ -96,7 +97,7 @@ def prepare_forward(
 
 
 # Forwards that the backward repeats, by signature.
-_repeats: dict[Any, prepared.Forward] = {}
+_repeats: BySignature[prepared.Forward] = BySignature()
 
 
 def _repeat(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, options: Options, flags: Tensor) -> Tensor:
@@ -107,19 +108,13 @@ def _repeat(inputs: Inputs, state: Tensor | None, cu_seqlens: Tensor | None, opt
     if known is None:
         state_dtype = torch.float32 if state is None else state.dtype
         packed = cu_seqlens is not None
-        if len(_repeats) >= prepared.MOST_SIGNATURES:
-            _repeats.clear()
-        known = _repeats[key] = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, options, True)
+        forward = prepared.prepare_forward(recurrent, inputs, state_dtype, packed, options, True)
+        known = _repeats.keep(key, forward)
     bounds = None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)  # the forward has checked its values
     nothing = flags.new_empty(0), None
     _, _, saved = known.run(given, state, bounds, False, True, None, flags, nothing)
     assert saved is not None
     return saved
-
-
-def forget() -> None:
-    """Drop all prepared launches."""
-    _repeats.clear()
 
 
 def backward(

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops.interface import LARGEST_DECAY, Backend, Geometry, Inputs, Kernels, Launch, Options, Saved
 from rwkv_jit.ops.layout import state_shape
+from rwkv_jit.signatures import BySignature
 from rwkv_jit.template import Parameter
 
 
@@ -107,9 +108,8 @@ class Backward(NamedTuple):
     nulls: tuple[None, ...]
 
 
-MOST_SIGNATURES = 4096  # a server that meets every length there is must not grow without end
-_backwards: dict[Any, Backward] = {}
-_validated: set[Any] = set()  # signatures whose tensors have been seen through DLPack
+_backwards: BySignature[Backward] = BySignature()
+_validated: BySignature[None] = BySignature()  # those whose tensors have been seen through DLPack
 
 
 def _is_unaligned(addresses: Sequence[int], alignments: Sequence[int]) -> bool:
@@ -141,9 +141,7 @@ def backward(
     key = (inputs.op, inputs.sequences, packed, options, signature)
     known = _backwards.get(key)
     if known is None:
-        if len(_backwards) >= MOST_SIGNATURES:
-            _backwards.clear()
-        known = _backwards[key] = _prepare_backward(backend, inputs, dy, packed, options)
+        known = _backwards.keep(key, _prepare_backward(backend, inputs, dy, packed, options))
     readable = zip((*inputs.streamed, dy), known.copies, strict=True)
     *streamed, dy = [x.contiguous() if copy else x for x, copy in readable]
     if grad_final_state is not None:
@@ -176,12 +174,6 @@ def _aligned(backend: Backend, inputs: Inputs) -> Inputs:
     streamed = tuple([tensors.aligned(x, backend.vector(x)) for x in inputs.streamed])
     fixed = tuple([tensors.aligned(x.contiguous(), backend.vector(x)) for x in inputs.fixed])
     return Inputs(inputs.op, inputs.names, streamed, fixed, inputs.sequences)
-
-
-def forget() -> None:
-    """Drop all prepared launches."""
-    _backwards.clear()
-    _validated.clear()
 
 
 # ---- the first call of a signature -------------------------------------------------------------------------------
@@ -242,9 +234,7 @@ def validate(inputs: Inputs) -> None:
     if signature not in _validated:  # the backward sees what the forward saw
         for name, x in zip(inputs.names, inputs.streamed, strict=False):
             tensors.validate(name, x)
-        if len(_validated) >= MOST_SIGNATURES:
-            _validated.clear()
-        _validated.add(signature)
+        _validated.keep(signature, None)
 
 
 def types_of(inputs: Inputs, options: Options, state_dtype: torch.dtype) -> dict[str, Parameter]:

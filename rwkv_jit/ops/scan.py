@@ -22,6 +22,7 @@ from rwkv_jit.launch import Extent, Plan
 from rwkv_jit.ops import chunked, prepared, scan_geometry
 from rwkv_jit.ops.interface import Inputs, Options, Saved
 from rwkv_jit.ops.layout import address, addresses, slots, state_shape, strides
+from rwkv_jit.signatures import BySignature
 
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
@@ -106,7 +107,7 @@ def _parts(count: int, chunks: int, places: int, sequences: int, backward: bool)
     ]
 
 
-_plans: dict[Any, _Plans] = {}
+_plans: BySignature[_Plans] = BySignature()
 
 
 def _prepare(
@@ -117,9 +118,7 @@ def _prepare(
     key = (direction, training, inputs.op, inputs.sequences, packed, state_dtype, options, tensors.signature(like))
     known = _plans.get(key)
     if known is None:
-        if len(_plans) >= prepared.MOST_SIGNATURES:
-            _plans.clear()
-        known = _plans[key] = _new_plans(inputs, direction, state_dtype, packed, options, like, training)
+        known = _plans.keep(key, _new_plans(inputs, direction, state_dtype, packed, options, like, training))
     return known
 
 
@@ -316,8 +315,3 @@ def backward(
         tensors.launch(token_gradients, of_tokens)
         tensors.launch(key_gradients, of_keys)
     return grads, [], initial
-
-
-def forget() -> None:
-    """Drop all prepared launches."""
-    _plans.clear()

@@ -8,10 +8,10 @@ what is kept of it are exponents, a row for each head.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from rwkv_jit.launch import Plan
 from rwkv_jit.ops import chunked, gated, prepared, recurrent
 from rwkv_jit.ops.interface import Backend, Inputs, Options, Saved
 from rwkv_jit.ops.layout import address
+from rwkv_jit.signatures import BySignature
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
@@ -43,7 +44,8 @@ class _Family(NamedTuple):
 _DELTA = _Family("wkv7", chunked, max(chunked.CHUNK_LENS), 512, ("w", "a", "b"))
 _GATED = _Family("gla", gated, max(gated.CHUNK_LENS), 256, ("w",))
 _FAMILIES = dict.fromkeys(chunked.OPS, _DELTA) | dict.fromkeys(gated.OPS, _GATED)
-_plans: dict[Any, Plan] = {}
+_plans: BySignature[Plan] = BySignature()
+_joins: BySignature[Plan] = BySignature()
 
 nearest = chunked.nearest  # `gated` has refused what is not legal before
 
@@ -166,10 +168,8 @@ def _plan(cut: Inputs, options: Options, given: Sequence[Tensor | None], backwar
     key = (cut.op, backward, options, tensors.signature(given))
     known = _plans.get(key)
     if known is None:
-        if len(_plans) >= prepared.MOST_SIGNATURES:
-            _plans.clear()
         with torch.cuda.device(cut["v"].device.index):
-            known = _plans[key] = _new_plan(cut, options, given, backward)
+            known = _plans.keep(key, _new_plan(cut, options, given, backward))
     return known
 
 
@@ -195,17 +195,34 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
     return x.stride()[:3] if x.dim() == 4 else (0, 0, x.stride(0))
 
 
-def _run_segments(cut: Inputs, options: Options, values: Tensor, transitions: Tensor | None) -> Tensor:
-    """Return Q [segments, H, V, K] of all segments and write P to `transitions`; without these, Q of gradients."""
-    backward, others = transitions is None, _FAMILIES[cut.op].others
-    keys = cut["r" if backward else "k"]
-    inputs = (keys, *[cut[name] if name in cut.names else None for name in others], values)
-    given = [None if x is None else tensors.readable(x, chunked.vector(x)) for x in inputs]
+def _read(cut: Inputs, values: Tensor, backward: bool) -> list[Tensor | None]:
+    """Return what that kernel reads."""
+    others = _FAMILIES[cut.op].others
+    return [cut["r" if backward else "k"], *[cut[name] if name in cut.names else None for name in others], values]
+
+
+def _run_segments(cut: Inputs, options: Options, values: Tensor, transitions: int | None) -> Tensor:
+    """Return Q [segments, H, V, K] of all segments and write P to an address; without it, return Q of gradients."""
+    backward = transitions is None
+    given = [None if x is None else tensors.readable(x, chunked.vector(x)) for x in _read(cut, values, backward)]
     plan = _plan(cut, options, given, backward)
-    count, _, heads, head_size = keys.shape
-    additions = torch.empty((count, heads, values.shape[3], head_size), dtype=torch.float32, device=keys.device)
-    tensors.launch(plan, [*map(address, (*given, additions, transitions))])
+    count, _, heads, head_size = cut["k"].shape
+    additions = torch.empty((count, heads, values.shape[3], head_size), dtype=torch.float32, device=values.device)
+    tensors.launch(plan, [*map(address, (*given, additions)), transitions or 0])
     return additions
+
+
+def _plan_in_place(inputs: Inputs, cut: Inputs, options: Options) -> tuple[Plan | None, int]:
+    """Return the launch of that kernel where it reads all segments from the sequences' memory, and its alignment.
+
+    The launch is None where it does not, whatever the addresses are.
+    """
+    given = _read(cut, cut["v"], backward=False)
+    read = [(x, chunked.vector(x)) for x in given if x is not None]
+    moves = any(x.data_ptr() != whole.data_ptr() for x, whole in zip(cut.streamed, inputs.streamed, strict=True))
+    if moves or any(tensors.needs_copy(*each) for each in read):
+        return None, 1
+    return _plan(cut, options, given, False), max(tensors.alignment(*each) for each in read)
 
 
 def join_request(
@@ -220,11 +237,17 @@ def join_request(
     return kernel.Request(template.library(f"{of.stem}_join"), parameters, arch, also)
 
 
-@lru_cache(prepared.MOST_SIGNATURES)
 def _join(
     op: str, head_size: int, value_size: int, sequences: int, heads: int, count: int, device: int, backward: bool
 ) -> Plan:
     """Return the launch of the kernel that joins the segments."""
+    key = (op, head_size, value_size, sequences, heads, count, device, backward)
+    return _joins.get(key) or _joins.keep(key, _new_join(*key))
+
+
+def _new_join(
+    op: str, head_size: int, value_size: int, sequences: int, heads: int, count: int, device: int, backward: bool
+) -> Plan:
     request = join_request(op, head_size, value_size, backward, tensors.arch(device), tensors.also(device))
     prepared.check_capture(op, [request], device)
     (found,) = kernel.get_all([request])
@@ -233,7 +256,8 @@ def _join(
     return Plan(found, request.template.name, device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
 
 
-class Forward(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Forward:
     """A forward over segments that can be run with any tensors of its signature."""
 
     op: str
@@ -241,6 +265,9 @@ class Forward(NamedTuple):
     names: tuple[str, ...]
     streamed: int  # how many of these have tokens
     transitions: int  # numbers that P of all segments is
+    in_place: Plan | None  # finds what segments do from the sequences' memory, where addresses are
+    alignment: int  # multiples of this
+    reads: tuple[int, ...]  # which inputs; -1 for one that the op does not have
     forward: prepared.Forward  # of a segment; it saves what `saved_for` says
     join: Plan
     state_dtype: torch.dtype
@@ -263,31 +290,35 @@ class Forward(NamedTuple):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Run it, as `interface.Forward` says; there are no packed sequences."""
         del bounds
-        count, streamed, device = self.segments, self.streamed, inputs[0].device
-        cut = [*[_cut(x, count) for x in inputs[:streamed]], *inputs[streamed:]]
-        rows = cut[0].shape[0]
-        of_segments = Inputs(self.op, self.names, tuple(cut[:streamed]), tuple(cut[streamed:]), rows)
+        count, device, states = self.segments, inputs[0].device, self.forward.state_shape
         if save and into is None:
             into = torch.empty(self.forward.saved.floats, dtype=torch.float32, device=device)
-        if into is None:
-            transitions = torch.empty(self.transitions, dtype=torch.float32, device=device)
+        found = torch.empty(self.transitions, dtype=torch.float32, device=device) if into is None else into
+        transitions = found.data_ptr() + 4 * (found.numel() - self.transitions)
+        places = [x.data_ptr() for x in inputs]
+        if self.in_place is not None and math.gcd(*places) % self.alignment == 0:
+            cut = inputs  # as they are: a sequence's segments follow each other
+            places.append(0)
+            additions = torch.empty(states, dtype=torch.float32, device=device)
+            read = [places[n] for n in self.reads]
+            tensors.launch(self.in_place, [*read, additions.data_ptr(), transitions])
         else:
-            transitions = into[-self.transitions :]
-        additions = _run_segments(of_segments, self.options, of_segments["v"], transitions)
-        starts = torch.empty(additions.shape, dtype=torch.float32, device=additions.device)
+            streamed, fixed = tuple(inputs[: self.streamed]), tuple(inputs[self.streamed :])
+            of_segments = _cut_inputs(Inputs(self.op, self.names, streamed, fixed, states[0] // count), count)
+            cut = (*of_segments.streamed, *of_segments.fixed)
+            additions = _run_segments(of_segments, self.options, of_segments["v"], transitions)
+        starts = torch.empty(states, dtype=torch.float32, device=device)
         first = None if state is None else _turn(state, self.options).to(torch.float32).contiguous()
-        given = (transitions, additions, first, starts, None)
-        tensors.launch(self.join, [*map(address, given)])
-        of_starts = None if flags is None else flags.new_empty((starts.shape[0], flags.shape[1]))
+        tensors.launch(self.join, [transitions, additions.data_ptr(), address(first), starts.data_ptr(), 0])
+        of_starts = None if flags is None else flags.new_empty((states[0], flags.shape[1]))
         y, ends, saved = self.forward.run(cut, starts, None, output_final_state, save, into, of_starts)
         if flags is not None and of_starts is not None:
             torch.amax(of_starts.view(flags.shape[0], count, flags.shape[1]), 1, out=flags)
-        batch, tokens = inputs[0].shape[:2]
         final = None
         if ends is not None:
-            last = ends.view(batch, count, *ends.shape[1:])[:, -1]
+            last = ends.view(states[0] // count, count, *states[1:])[:, -1]
             final = _turn(last, self.options).to(self.state_dtype).contiguous()
-        return y.view(batch, tokens, *y.shape[2:]), final, saved
+        return y if cut is inputs else y.view(*inputs[0].shape[:3], y.shape[3]), final, saved
 
 
 def prepare_forward(
@@ -304,6 +335,8 @@ def prepare_forward(
         wanted = [_segment_request(cut, options, backward) for backward in ((False, True) if training else (False,))]
         prepared.check_capture(inputs.op, wanted, device)
         kernel.get_all(wanted)  # side by side
+        in_place, alignment = _plan_in_place(inputs, cut, options)
+        read = ("k", *_FAMILIES[inputs.op].others, "v")
         return Forward(
             op=inputs.op,
             segments=count,
@@ -311,6 +344,9 @@ def prepare_forward(
             names=inputs.names,
             streamed=len(inputs.streamed),
             transitions=_transitions(inputs),
+            in_place=in_place,
+            alignment=alignment,
+            reads=tuple(inputs.names.index(name) if name in inputs.names else -1 for name in read),
             join=_join(inputs.op, inputs["r"].shape[3], value_size, inputs.sequences, heads, count, device, False),
             state_dtype=state_dtype,
             options=options,
@@ -347,12 +383,6 @@ def backward(
     fixed = [x.view(inputs.sequences, count, *x.shape[1:]).sum(1) for x in fixed]
     whole = [grad.view(x.shape) for grad, x in zip(grads, inputs.streamed, strict=True)]
     return whole, fixed, None if initial is None else _turn(initial, options).contiguous()
-
-
-def forget() -> None:
-    """Drop all prepared launches."""
-    _join.cache_clear()
-    _plans.clear()
 
 
 def obstacle(op: str, blocks: int, tokens: Any, packed: bool, multiprocessors: int | None, least: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from rwkv_jit import kernel
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import prepared
+from rwkv_jit.signatures import BySignature
 
 # What else a call's first use compiles, from its w and k: the kernels of the backward.
 Beside = Callable[[Tensor, Tensor], list[kernel.Request]]
@@ -24,10 +24,7 @@ class Launches(NamedTuple):
     groups: int = 1  # of rows, each with a sum of its own
 
 
-_known: dict[Any, Launches] = {}
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_known.clear)  # nothing of CUDA survives a fork
+_known: BySignature[Launches] = BySignature()
 
 
 def neighbours(x: Tensor) -> Tensor:
@@ -48,9 +45,7 @@ def known(key: tuple[Any, ...], prepare: Callable[[], Launches]) -> Launches:
     found = _known.get(key)
     if found is None:
         kernel.check_not_forked()
-        if len(_known) >= prepared.MOST_SIGNATURES:
-            _known.clear()
-        found = _known[key] = prepare()
+        found = _known.keep(key, prepare())
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import boundary, prepared, wkv4_walk
+from rwkv_jit.ops import boundary, wkv4_walk
 from rwkv_jit.reference import wkv4_ref
+from rwkv_jit.signatures import BySignature
 
 DECAYS = ("raw", "log")
 BACKENDS = ("auto", "recurrent", "split", "reference")
@@ -176,17 +176,7 @@ _differentiable: Callable[..., tuple[Tensor, Tensor]] = _Differentiable.apply
 
 # ---- the public calls --------------------------------------------------------------------------------------------
 
-_checked: set[Any] = set()  # signatures of calls that have passed all checks
-
-
-def _forget() -> None:
-    """Drop what is prepared: nothing of CUDA survives a fork."""
-    wkv4_walk.forget()
-    _checked.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+_checked: BySignature[None] = BySignature()  # those of calls that have passed all checks
 
 
 def _as_checked(
@@ -241,9 +231,7 @@ def _as_checked(
         if x is not None and x.device != k.device:
             raise ValueError(f"{n}: expected device {k.device} like k, got {x.device}")
     if signature is not None:
-        if len(_checked) >= prepared.MOST_SIGNATURES:
-            _checked.clear()
-        _checked.add(key)
+        _checked.keep(key, None)
     return w, u, k, v, state
 
 

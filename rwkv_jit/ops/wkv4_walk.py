@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from rwkv_jit import kernel, template, tensors
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import prepared
+from rwkv_jit.signatures import BySignature
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN = 16  # tokens that a thread loads at once, and between the states that the forward saves
@@ -63,12 +64,7 @@ class _Walk(NamedTuple):
 
 
 _ADDRESSES = {"forward": 9, "backward": 13}
-_walks: dict[Any, _Walk] = {}
-
-
-def forget() -> None:
-    """Drop what is prepared: nothing of CUDA survives a fork."""
-    _walks.clear()
+_walks: BySignature[_Walk] = BySignature()
 
 
 def requests(
@@ -121,10 +117,7 @@ def _walk(
             ),
             parts,
         )  # fmt: skip
-    if len(_walks) >= prepared.MOST_SIGNATURES:
-        _walks.clear()
-    _walks[key] = known
-    return known
+    return _walks.keep(key, known)
 
 
 def _readable(x: Tensor) -> Tensor:

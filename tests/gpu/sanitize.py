@@ -13,8 +13,8 @@ import comparing
 import torch
 
 import rwkv_jit
-from rwkv_jit import history, launch, template
-from rwkv_jit.ops import scan, scan_geometry
+from rwkv_jit import history, launch, signatures, template
+from rwkv_jit.ops import scan_geometry
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -36,7 +36,7 @@ def scan_in_parts(*sizes, **options):
     usual, scan_geometry._LEAST_CHUNKS = scan_geometry._LEAST_CHUNKS, 4
     op(*sizes, **options)
     scan_geometry._LEAST_CHUNKS = usual
-    scan.forget()
+    signatures.forget()
 
 
 def wkv4(batch, tokens, channels, dtype, **options):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops import backends, boundary, chunked, prepared
+from rwkv_jit.ops import backends, chunked, known_calls, prepared
 
 make_inputs, relative, run = comparing.make_inputs, comparing.relative, comparing.run
 
@@ -187,17 +187,19 @@ def test_inputs_of_any_stride(op, head_size, how):
     check({n: x.requires_grad_() for n, x in odd.items()}, gates=CORRELATED if how == "expanded" else GATES)
 
 
-def test_known_signature_at_an_address_the_kernel_cannot_read(op):
-    given = {n: x.detach().transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs().items()}
-    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
-    known = len(boundary._known)
+@pytest.mark.parametrize(("backend", "sizes"), [("chunked", {}), ("split", {"batch": 1, "tokens": 2048})])
+def test_known_signature_at_an_address_the_kernel_cannot_read(op, backend, sizes):
+    given = {n: x.detach().transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs(**sizes).items()}
+    options = {"decay": "sigmoid", "backend": backend}
+    want, _ = rwkv_jit.wkv7(*given.values(), **options)
+    known = len(known_calls.forwards)
     for moved, x in given.items():
         for shift in (1, 4):
             memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
             shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
-            y, _ = rwkv_jit.wkv7(*{**given, moved: shifted}.values(), decay="sigmoid")
+            y, _ = rwkv_jit.wkv7(*{**given, moved: shifted}.values(), **options)
             assert torch.equal(y, want)
-    assert len(boundary._known) == known
+    assert len(known_calls.forwards) == known
 
 
 def test_an_expanded_output_gradient(op):
@@ -296,9 +298,9 @@ def test_split_dtypes(op, dtype, state_dtype):
 
 def test_few_heads_are_split_and_agree_with_the_whole(op):
     given = inputs(batch=1, tokens=8192, heads=2, decays=SLOW)
-    before = len(boundary._known)
+    before = len(known_calls.forwards)
     y, final = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid")
-    (known,) = list(boundary._known.values())[before:]
+    (known,) = list(known_calls.forwards.values())[before:]
     assert known.segments == 16
     grads = torch.autograd.grad(y.float().sum() + final.sum(), list(given.values()))
     whole, end = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid", backend="chunked")
@@ -406,16 +408,15 @@ def test_more_than_two_billion_elements(op):
 # ---- how it is called --------------------------------------------------------------------------------------------
 
 
-def test_the_rule_picks_these_kernels(op, monkeypatch):
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
+@pytest.mark.usefixtures("nothing_known")
+def test_the_rule_picks_these_kernels(op):
     given = inputs()
     for options in ({"decay": "sigmoid"}, BOUNDED, {}, {"decay": "sigmoid", "chunk_len": 8}):
         rwkv_jit.wkv7(*given.values(), **options)
     rwkv_jit.wkv7(*[x[:, : backends.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
-    chosen = [known.options.backend for known in boundary._known.values()]
+    chosen = [known.options.backend for known in known_calls.forwards.values()]
     assert chosen == ["chunked", "chunked", "chunked", "recurrent", "recurrent"]
-    assert [known.options.guarded for known in boundary._known.values()] == [False, False, True, False, False]
+    assert [known.options.guarded for known in known_calls.forwards.values()] == [False, False, True, False, False]
 
 
 def test_a_cuda_graph_replays(op):
@@ -456,16 +457,14 @@ NATIVE = (
 )
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("arch", ["compute_80", *NATIVE])
 def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
-    monkeypatch.setattr(prepared, "_backwards", {})
     for head_size in (40, 128):
         check(inputs(tokens=70, head_size=head_size))
-    known = [*boundary._known.values(), *prepared._backwards.values()]
+    known = [*known_calls.forwards.values(), *prepared._backwards.values()]
     assert {each.plan.kernel.target for each in known} == {arch}
     assert len(known) == 4
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops import backends, boundary, gated, gated_scan, guarded, prepared
+from rwkv_jit.ops import backends, gated, gated_scan, guarded, known_calls, prepared
 
 relative, run, FIXED, NAMES = comparing.relative, comparing.run, comparing.FIXED, comparing.NAMES
 
@@ -131,17 +131,15 @@ def test_large_heads(op, sizes, chunk_len):
     check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
-@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.usefixtures("guarded_memory", "nothing_known")
 @pytest.mark.parametrize("sizes", [(64, 64), (40, 40), (128, 32)])
 @pytest.mark.parametrize("op", OPS)
 def test_smaller_heads_that_are_scanned(op, sizes, monkeypatch):
     """As where a block has no room for them."""
     monkeypatch.setattr(gated, "obstacle", lambda *_: ("has no room",))
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
     given = inputs(op, tokens=70, head_size=sizes[0], value_size=sizes[1])
     check(op, given, make_state(op, given, 2), backend="split")
-    assert {known.options.backend for known in boundary._known.values()} == {"scan"}
+    assert {known.options.backend for known in known_calls.forwards.values()} == {"scan"}
 
 
 LEGAL_THREADS = [
@@ -291,21 +289,22 @@ def test_inputs_of_any_stride(op, head_size, how):
     check(op, {n: x.requires_grad_() for n, x in odd.items()})
 
 
-@pytest.mark.parametrize("head_size", [64, 160])
+@pytest.mark.parametrize("sizes", [{"head_size": 64}, {"head_size": 160}, {"batch": 1, "tokens": 1024}])
 @pytest.mark.parametrize("op", OPS)
-def test_known_signature_at_an_address_the_kernel_cannot_read(op, head_size):
-    given = {n: x.detach() for n, x in inputs(op, head_size=head_size).items()}
+def test_known_signature_at_an_address_the_kernel_cannot_read(op, sizes):
+    given = {n: x.detach() for n, x in inputs(op, **sizes).items()}
     given = {n: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for n, x in given.items()}
-    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
+    backend = "split" if "tokens" in sizes else "auto"
+    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": backend})
     want, _ = function(*given.values(), **options)
-    known = len(boundary._known)
+    known = len(known_calls.forwards)
     for moved, x in given.items():
         for shift in (1, 4):
             memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
             shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
             y, _ = function(*{**given, moved: shifted}.values(), **options)
             assert torch.equal(y, want)
-    assert len(boundary._known) == known
+    assert len(known_calls.forwards) == known
 
 
 @pytest.mark.parametrize("head_size", [64, 160])
@@ -812,13 +811,12 @@ def test_segments_with_the_fastest_sigmoid_decay(op):
     check(op, given, make_state(op, given, 2), backend="split")
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("op", OPS)
-def test_few_heads_are_split_and_agree_with_the_whole(op, monkeypatch):
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
+def test_few_heads_are_split_and_agree_with_the_whole(op):
     given, options = inputs(op, batch=1, tokens=4096, heads=2, decays=SLOW), of(op, {"decay": "sigmoid"})
     y, final, grads, weights = run(op, given, **options)
-    (known,) = boundary._known.values()
+    (known,) = known_calls.forwards.values()
     assert (known.segments, known.options.backend) == (16, "split")
     whole = run(op, given, None, weights, backend="chunked", **options)
     for one, other in zip((y, final, *grads), (*whole[:2], *whole[2]), strict=True):
@@ -969,15 +967,14 @@ def test_a_prompt_continues_from_its_state(op, split):
         assert relative(final, last) < GATE
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("op", OPS)
-def test_the_rule_picks_these_kernels(op, monkeypatch):
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
+def test_the_rule_picks_these_kernels(op):
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
     for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, {"tokens": backends.LEAST_TOKENS - 1}):
         function(*inputs(op, **more).values(), **options)
     function(*inputs(op).values(), chunk_len=8, **options)
-    found = [known.options for known in boundary._known.values()]
+    found = [known.options for known in known_calls.forwards.values()]
     assert [each.backend for each in found] == ["chunked", "scan", "recurrent", "recurrent", "recurrent"]
     assert not any(each.guarded for each in found)
 
@@ -1037,18 +1034,15 @@ def test_opcheck(op, backend, head_size, chunk_len, packed):
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("arch", ["compute_80"])
 @pytest.mark.parametrize("op", OPS)
 def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
-    monkeypatch.setattr(prepared, "_backwards", {})
-    monkeypatch.setattr(gated_scan, "_plans", {})
     for head_size in (40, 128, 256):
         check(op, inputs(op, tokens=70, head_size=head_size))
-    known = [*boundary._known.values(), *prepared._backwards.values()]
+    known = [*known_calls.forwards.values(), *prepared._backwards.values()]
     plans = [each.plan for each in known] + [plan for each in gated_scan._plans.values() for plan in each]
     assert {plan.kernel.target for plan in plans} == {arch}
     assert len(plans) == 3 + 2 + 2

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops import boundary, prepared
+from rwkv_jit.ops import known_calls, prepared
 
 relative, run, reference = comparing.relative, comparing.run, comparing.reference
 
@@ -277,18 +277,17 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, dtype, head_size, ind
             check_heads(*parts, 1, 3, {(0, head) for sequence, head in strong if sequence == i})
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_segments(op, head_size, layout, monkeypatch):
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
+def test_segments(op, head_size, layout):
     given = inputs(tokens=2048, batch=1, head_size=head_size)
     places = [(0, 511, 0), (0, 1024, 1)]
     given = strengthen(given, places, STRONG["raw"])
     state = comparing.make_state(given, 1, layout=layout)
     found, want, _ = results(given, state, state_layout=layout)
     check_heads(found, want, 1, 3, {(0, 0), (0, 1)})
-    (known,) = boundary._known.values()
+    (known,) = known_calls.forwards.values()
     assert (known.options.backend, known.options.guarded) == ("split", True)
 
 

@@ -12,7 +12,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import runtime
 from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import boundary, prepared, recurrent
+from rwkv_jit.ops import known_calls, prepared, recurrent
 
 DTYPES, FIXED, NAMES, STRIDES = comparing.DTYPES, comparing.FIXED, comparing.NAMES, comparing.STRIDES
 DECAY_KINDS = [*comparing.DECAY_RANGES, *comparing.DECAY_PAIRS]
@@ -380,13 +380,13 @@ def test_known_signature_at_an_address_the_kernel_cannot_read(op):
     # Heads before tokens: the strides of a copy are others.
     given = {n: x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for n, x in given.items()}
     want, _ = getattr(rwkv_jit, op)(*given.values())
-    known = len(boundary._known)
+    known = len(known_calls.forwards)
     for moved, x in given.items():
         memory = torch.empty(x.numel() + 1, dtype=torch.bfloat16, device="cuda")
         shifted = memory.as_strided(x.shape, x.stride(), 1).copy_(x)
         y, _ = getattr(rwkv_jit, op)(*{**given, moved: shifted}.values())
         assert torch.equal(y, want)
-    assert len(boundary._known) == known
+    assert len(known_calls.forwards) == known
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -473,17 +473,15 @@ NATIVE = (
 )
 
 
+@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("arch", ["compute_75", "compute_80", *NATIVE])
 @pytest.mark.parametrize("op", OPS)
 def test_other_architectures(op, arch, monkeypatch):
     """The code that sm_75 and sm_80 get, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
-    monkeypatch.setattr(prepared, "_backwards", {})
     for dtype in DTYPES.values():
         check(op, make_inputs(op, dtype, tokens=40, head_size=40))
-    known = [*boundary._known.values(), *prepared._backwards.values()]
+    known = [*known_calls.forwards.values(), *prepared._backwards.values()]
     assert {each.plan.kernel.target for each in known} == {arch}
     assert len(known) == 2 * len(DTYPES)
 

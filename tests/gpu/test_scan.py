@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import tensors
-from rwkv_jit.ops import boundary, scan, scan_geometry
+from rwkv_jit import signatures, tensors
+from rwkv_jit.ops import known_calls, scan, scan_geometry
 
 relative, run = comparing.relative, comparing.run
 
@@ -101,7 +101,7 @@ def test_every_number_of_threads(op, chunk_len, head_size, threads):
     check(given, comparing.make_state(given, 2), num_threads=threads, chunk_len=chunk_len)
 
 
-@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.usefixtures("guarded_memory", "nothing_known")
 @pytest.mark.parametrize(
     ("head_size", "threads", "name"),
     [
@@ -111,8 +111,7 @@ def test_every_number_of_threads(op, chunk_len, head_size, threads):
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_either_scan(op, dtype, head_size, threads, name, monkeypatch):
-    monkeypatch.setattr(scan, "_plans", {})
+def test_either_scan(op, dtype, head_size, threads, name):
     tokens = 150 if head_size <= 256 else 70  # the reference keeps every token's state, in float64
     given = inputs(DTYPES[dtype], tokens=tokens, heads=1, head_size=head_size)
     check(given, comparing.make_state(given, 2), chunk_len=64, num_threads=threads)
@@ -250,18 +249,17 @@ def test_results_repeat_bit_for_bit_and_whatever_is_around(op, threads):
 
 
 @pytest.fixture
-def parts(monkeypatch):
+def parts(nothing_known, monkeypatch):
     """Called for whether short sequences are scanned in parts as well; `taken` are the streams beside the others."""
     taken, side_stream = [], tensors.side_stream
 
     def in_parts(wanted):
-        scan.forget()
+        signatures.forget()
         monkeypatch.setattr(scan_geometry, "_LEAST_CHUNKS", 4 if wanted else 1 << 30)
 
     monkeypatch.setattr(tensors, "side_stream", lambda device: taken.append(side_stream(device)) or taken[-1])
     in_parts.taken = taken
-    yield in_parts
-    scan.forget()
+    return in_parts
 
 
 @needs_groups
@@ -369,15 +367,14 @@ def test_a_prompt_continues_from_its_state(op, split):
     assert relative(final, last) < GATE
 
 
-def test_the_rule_picks_these_kernels(op, monkeypatch):
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
+@pytest.mark.usefixtures("nothing_known")
+def test_the_rule_picks_these_kernels(op):
     given = inputs()
     for options in ({"decay": "sigmoid"}, {"decay": "raw", "decay_bound": -2.0}, {"decay_bound": -3.0}, {}):
         rwkv_jit.wkv7(*given.values(), **options)
-    chosen = [(known.options.backend, known.options.chunk_len) for known in boundary._known.values()]
+    chosen = [(known.options.backend, known.options.chunk_len) for known in known_calls.forwards.values()]
     assert chosen == [("scan", 64), ("scan", 64), ("scan", 32), ("scan", 64)]
-    assert [known.options.guarded for known in boundary._known.values()] == [False, False, False, True]
+    assert [known.options.guarded for known in known_calls.forwards.values()] == [False, False, False, True]
 
 
 def test_a_cuda_graph_replays(op):
@@ -413,12 +410,10 @@ def test_opcheck(op, packed):
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_bwd.default, (y, final, *given, state, bounds, *options, saved))
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_code_of_ampere(op, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here."""
     monkeypatch.setenv("RWKVJIT_ARCH", "compute_80")
-    monkeypatch.setattr(boundary, "_known", {})
-    monkeypatch.setattr(boundary, "_latest", {})
-    monkeypatch.setattr(scan, "_plans", {})
     for head_size in (192, 256):
         check(inputs(tokens=70, head_size=head_size))
     assert {plan.kernel.target for plan in launches()} == {"compute_80"}

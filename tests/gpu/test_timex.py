@@ -205,13 +205,12 @@ def test_every_length_of_a_transform(op, dtype, tokens, sizes):
     check(make(*sizes, tokens, DTYPES[dtype]), backend="transforms")
 
 
-@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.usefixtures("guarded_memory", "nothing_known")
 @pytest.mark.parametrize("multiprocessors", [1, 25])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_transforms_of_many_channels_and_of_rows_of_very_different_size(op, dtype, multiprocessors, monkeypatch):
     """Each row is as precise as alone. Gradients of the filter sum all six rows on such a GPU, or two."""
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: multiprocessors)
-    monkeypatch.setattr(timex_launches, "_known", {})
     w, k, g = make(6, 300, 1000, DTYPES[dtype])
     with torch.no_grad():
         k[::2] *= 2.0**-10

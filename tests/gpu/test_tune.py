@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from rwkv_jit import bench, runtime, tune
-from rwkv_jit.ops import boundary, choices
+from rwkv_jit import bench, runtime, signatures, tune
+from rwkv_jit.ops import choices, known_calls
 from rwkv_jit.ops.interface import Geometry
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs sm_80")
@@ -14,13 +14,11 @@ SHAPE = (1, 128, 4, 32)
 
 
 @pytest.fixture(autouse=True)
-def forget(fresh_service, monkeypatch):
+def forget(fresh_service, nothing_known, monkeypatch):
     """Nothing is known of calls and choices before and after."""
     monkeypatch.setattr(choices, "SHIPPED", ())
-    boundary._forget()
     choices._in_force.cache_clear()
     yield
-    boundary._forget()
     choices._in_force.cache_clear()
 
 
@@ -53,11 +51,11 @@ def test_a_small_shape_is_tuned(op, run, monkeypatch):
 
     monkeypatch.setattr(tune, "beats", lambda times, default: True)  # whatever is fastest is chosen
     run(*arguments)
-    boundary._forget()
+    signatures.forget()
     choices._in_force.cache_clear()
     assert len(choices.of(0)) == 2
     after = results(op)
-    (known,) = boundary._known.values()
+    (known,) = known_calls.forwards.values()
     taken = [getattr(known.options, field) for field in Geometry._fields]
     assert taken == list(choices.find(choices.of(0), op, 32, 32, True).geometry)
     assert tune._error(op, after, before) < tune.LARGEST_ERROR

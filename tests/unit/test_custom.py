@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import custom, kernel, tensors
+from rwkv_jit import custom, kernel, signatures, tensors
 from rwkv_jit.errors import RwkvJitError
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
@@ -418,7 +418,7 @@ def test_launch_that_differs_in_anything_is_another(scale, given, gpus):
 
 
 def test_plans_do_not_grow_without_end(scale, given, gpus, monkeypatch):
-    monkeypatch.setattr(custom, "_MOST_PLANS", 4)
+    monkeypatch.setattr(signatures, "MOST", 4)
     for blocks in range(1, 11):
         scale.launch(blocks, 32, *given)
         assert len(custom._plans) <= 4

@@ -399,13 +399,14 @@ def test_counts_of_many_threads_add_up():
 
 IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
-BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "tensors", "reference"}
+BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "reference"}
 BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
 BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
-    "ops.guarded", "ops.interface", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan", "ops.scan_geometry",
-    "ops.split", "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
+    "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan",
+    "ops.scan_geometry", "ops.split", "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys",
+    "ops.wkv4_walk",
 }  # fmt: skip
 IN_BENCH = {
     "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
@@ -418,6 +419,7 @@ MAY_IMPORT = {
     "env": set(),
     "reference": set(),
     "report": set(),
+    "signatures": set(),
     "stats": {"env"},
     "template": {"errors"},
     "cuda": {"errors"},
@@ -432,7 +434,7 @@ MAY_IMPORT = {
     "kernel": BELOW_KERNEL,
     "launch": {"cuda", "kernel"},
     "tensors": {"compiler", "cuda", "env", "launch"},
-    "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "template", "tensors"},
+    "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "signatures", "template", "tensors"},
     "ops": set(),
     "ops.interface": BELOW_OPS,
     "ops.layout": BELOW_OPS | {"ops.interface"},
@@ -451,15 +453,15 @@ MAY_IMPORT = {
     - {
         "ops.backends",
         "ops.boundary",
+        "ops.known_calls",
         "ops.timex_launches",
         "ops.timex_tiles",
         "ops.timex_transforms",
         "ops.wide_keys",
         "ops.wkv4_walk",
     },
-    "ops.boundary": (
-        BELOW_LAUNCHES | {"ops.backends", "ops.choices", "ops.split", "ops.scan", "ops.gated_scan", "ops.guarded"}
-    ),
+    "ops.known_calls": BELOW_BACKENDS,
+    "ops.boundary": BELOW_BACKENDS | {"ops.backends", "ops.choices", "ops.known_calls"},
     "ops.timex_launches": BELOW_LAUNCHES,
     **dict.fromkeys(("ops.timex_tiles", "ops.timex_transforms"), BELOW_OPS | {"ops.chunked", "ops.timex_launches"}),
     "ops.wkv4_walk": BELOW_LAUNCHES,

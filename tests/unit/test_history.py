@@ -12,7 +12,7 @@ import torch
 from rwkv_jit import bench, commands, history, kernel, runtime, tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.history import Form, Step
-from rwkv_jit.ops import backends, choices, prepared
+from rwkv_jit.ops import backends, choices
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -109,7 +109,7 @@ def make_inputs(dtype=torch.float16, shape=SHAPE):
 
 
 @pytest.fixture
-def driver(gpus, monkeypatch):
+def driver(gpus, nothing_known, monkeypatch):
     """CPU tensors stand in for those of an sm_80."""
 
     def get_all(requests):
@@ -131,9 +131,7 @@ def driver(gpus, monkeypatch):
         "gla_forward": [8] * 11 + [24] * 4 + [8, 8, 4, 4],
         "gla_scan": [8] * 11 + [24] * 4 + [8, 8, 4],
     })  # fmt: skip
-    prepared.forget()
-    yield gpus
-    prepared.forget()
+    return gpus
 
 
 def test_forms_are_launched_with_their_threads_on_the_inputs_as_they_are(driver):

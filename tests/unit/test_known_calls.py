@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
-from rwkv_jit import bench, cuda, kernel, template, tensors, tune
+from rwkv_jit import bench, cuda, kernel, signatures, template, tensors, tune
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, chunked, gated, gated_groups, gated_scan, prepared, scan_geometry
+from rwkv_jit.ops import boundary, chunked, gated, gated_groups, gated_scan, known_calls, prepared, scan_geometry
 from rwkv_jit.ops.choices import CHUNKS
 from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate
 
@@ -53,7 +53,7 @@ SCAN_SIZES = {
 
 
 @pytest.fixture
-def calls(gpus, monkeypatch):
+def calls(gpus, nothing_known, monkeypatch):
     """wkv7 on CPU tensors takes the way of CUDA tensors; returns the driver."""
 
     def get_all(requests):
@@ -75,9 +75,7 @@ def calls(gpus, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     gpus.sizes.update(SIZES)
-    boundary._forget()
-    yield gpus
-    boundary._forget()
+    return gpus
 
 
 TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
@@ -157,7 +155,7 @@ def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_c
     for _ in range(2):
         rwkv_jit.wkv7(*make())
         rwkv_jit.wkv7(*given, **options)
-    assert len(boundary._known) == 2
+    assert len(known_calls.forwards) == 2
     one, another, *again = [(launch.grid, launch.arguments[13:]) for launch in calls.launches]
     assert again == [one, another]
     saved = [any(addresses(launch, 12)[10:]) for launch in calls.launches]
@@ -247,7 +245,7 @@ def test_address_that_cannot_be_read_is_copied_for_a_known_call(calls):
     shifted = storage.as_strided(given[3].shape, given[3].stride(), storage.storage_offset())
     assert shifted.data_ptr() % 16
     rwkv_jit.wkv7(*given[:3], shifted, *given[4:])
-    assert len(boundary._known) == 1
+    assert len(known_calls.forwards) == 1
     launch = calls.launches[1]
     assert not any(address % 16 for address in addresses(launch, 6))
     assert launch.arguments[13:19] == (struct.pack("3q", T * H * N, H * N, N),) * 6
@@ -342,11 +340,11 @@ def test_first_use_in_a_capture_is_refused_and_later_shapes_are_not(calls, monke
 
 
 def test_signatures_are_not_kept_without_end(calls, monkeypatch):
-    monkeypatch.setattr(prepared, "MOST_SIGNATURES", 3)
+    monkeypatch.setattr(signatures, "MOST", 3)
     for tokens in range(1, 9):
         rwkv_jit.wkv7(*make(shape=(1, tokens, 1, N)))
-        assert len(boundary._known) <= 3
-        assert len(boundary._latest) <= 3
+        assert len(known_calls.forwards) <= 3
+        assert len(known_calls._latest) <= 3
 
 
 # ---- ops that share templates ------------------------------------------------------------------------------------
@@ -434,7 +432,7 @@ def test_constant_decay_at_an_address_that_cannot_be_read_is_copied(calls):
     shifted = torch.randn(H * N + 1)[1:].view(H, N)
     assert shifted.data_ptr() % 16
     rwkv_jit.wkv5(*{**given, "w": shifted}.values())
-    assert len(boundary._known) == 1
+    assert len(known_calls.forwards) == 1
     assert addresses(calls.launches[1], 4)[3] % 16 == 0
 
 
@@ -1480,6 +1478,35 @@ def test_gated_call_in_segments(op, layout, guarded_calls):
     assert made[9:12] == [grads[list(given).index(n)].data_ptr() for n in "rkv"]
 
 
+@pytest.mark.parametrize("op", ["wkv7", *SHARED])
+def test_segments_are_read_in_place_or_from_copies(op, guarded_calls):
+    """Of one signature, by where its tensors begin; and of another, between whose sequences there is memory."""
+    if op == "wkv7":
+        given, names = dict(zip("rwkvab", make(torch.bfloat16, (2, 2048, H, 40)), strict=True)), "kwabv"
+    else:
+        given, names = make_gated(op, (2, 1280, H, 40), 56), "kwv"
+
+    def copies(now):
+        """Those that find what segments do, those that go through them, and the strides of the former."""
+        y, _ = getattr(rwkv_jit, op)(*now.values(), **gated_options(op, backend="split"))
+        assert y.shape == now["v"].shape
+        segment, _, chunks = guarded_calls.launches[-3:]
+        found = {n for n, at in zip(names, addresses(segment, len(names)), strict=True) if at not in places(now, n)}
+        passed = {n for n, at in zip(now, addresses(chunks, len(now)), strict=False) if at not in places(now, n)}
+        return found, passed, segment.arguments[len(names) + 2 :]
+
+    *nothing, strides = copies(given)
+    assert nothing == [set(), set()]
+    for name, x in given.items():
+        shifted = torch.randn(x.numel() + 1).to(x.dtype)[1:].view(x.shape)
+        found, passed, again = copies({**given, name: shifted})
+        assert (name in found, again) == (name in names, strides)
+    assert len(known_calls.forwards) == 1
+    apart = torch.cat([given["k"]] * 2, 1)[:, : given["k"].shape[1]]
+    assert copies({**given, "k": apart}) == ({"k"}, {"k"}, strides)
+    assert len(known_calls.forwards) == 2
+
+
 @pytest.mark.parametrize("op", ["wkv5", "wkv6"])
 def test_gradients_of_segments_are_summed_to_those_of_sequences(op, guarded_calls, monkeypatch):
     given, rows = make_gated(op, (2, 1280, H, 8), 8, grad=True), []
@@ -1788,9 +1815,9 @@ def test_plans_of_warp_groups_are_of_a_signature(group_calls, monkeypatch):
     rwkv_jit.gla(*given.values(), decay="sigmoid", scale=2.0)
     assert named(group_calls.launches[-2])["scale"] == 2.0
     assert len(gated_groups._plans) == 4
-    boundary._forget()
+    signatures.forget()
     assert gated_groups._plans == {}
-    monkeypatch.setattr(prepared, "MOST_SIGNATURES", 2)
+    monkeypatch.setattr(signatures, "MOST", 2)
     for tokens in range(40, 46):
         rwkv_jit.gla(*make_gated("gla", (1, tokens, H, 200), 300).values(), decay="sigmoid")
         assert len(gated_groups._plans) <= 2
