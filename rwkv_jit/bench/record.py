@@ -21,6 +21,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _OPENING = re.compile(r"<!-- bench:(\w+) -->")
 _BLOCK = re.compile(r"<!-- bench:(\w+) -->\n((?:(?!<!-- bench:).)*?)<!-- /bench -->", re.DOTALL)
 _KEY = ("suite", "op", "shape", "dtype", "phase", "who", "what")
+# How far apart medians of the same kernels were in two records, of an H200 each: quartiles are those of one machine.
+_BETWEEN_RUNS = 1.02
 _VERSIONS = ("gpus", "torch", "torch_cuda", "cupy", "nvrtc", "rwkv_jit", "python")
 
 # ---- the file ----------------------------------------------------------------------------------------------------
@@ -175,11 +177,7 @@ def _service(costs: Mapping[str, Any] | None) -> str:
     calls = {"wkv7, forward and backward": costs["first_call"], **one_line}
     lines = [
         *[("host time of a call", name, f"{us:.1f} us") for name, us in costs["host_us"].items()],
-        *[
-            ("host time of a call", name, f"{times['call_us']:.1f} us")
-            for name, times in calls.items()
-            if "call_us" in times
-        ],
+        *[("host time of a call", name, f"{times['call_us']:.1f} us") for name, times in calls.items()],
         *[
             ("a kernel from disk in a new process, the first, each other", name, _first_and_others(times))
             for name, times in {"rwkv_jit": costs["from_disk_us"], **costs["peers_from_disk_us"]}.items()
@@ -334,8 +332,9 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     -------
     dict
         rows : one dict per row that both have, with suite, op, shape, dtype, phase, who, what; a_ms and b_ms, the
-        medians; ratio, b_ms / a_ms; verdict on b: "faster" or "slower" where the quartiles of the two do not overlap,
-        "the same" where they do, "unknown" where a time or a quartile is missing. only_a, only_b : names of rows that
+        medians; ratio, b_ms / a_ms; verdict on b: "faster" or "slower" where the quartiles of the two do not overlap
+        and the medians differ by more than 2%, as far as those of the same kernels do from one machine to another; "the
+        same" where not, "unknown" where a time or a quartile is missing. only_a, only_b : names of rows that
         one of the two has. differs : what else is not equal, with what, a and b: device, GPUs, versions, commit, copy
         bandwidth, sources of ops.
 
@@ -361,10 +360,10 @@ def _compare_rows(a: Row, b: Row) -> dict[str, Any]:
     a_ms, b_ms = a["median_ms"], b["median_ms"]
     if any(row[name] is None for row in (a, b) for name in ("median_ms", "low_ms", "high_ms")):
         verdict = "unknown"
-    elif b["high_ms"] < a["low_ms"]:
+    elif b["high_ms"] < a["low_ms"] and b_ms * _BETWEEN_RUNS < a_ms:
         verdict = "faster"
     else:
-        verdict = "slower" if b["low_ms"] > a["high_ms"] else "the same"
+        verdict = "slower" if b["low_ms"] > a["high_ms"] and b_ms > a_ms * _BETWEEN_RUNS else "the same"
     ratio = b_ms / a_ms if a_ms and b_ms is not None else None
     return {**{name: a[name] for name in _KEY}, "a_ms": a_ms, "b_ms": b_ms, "ratio": ratio, "verdict": verdict}
 
@@ -399,7 +398,7 @@ def show_comparison(result: dict[str, Any]) -> None:
             print(f"{title}: {name}")
     verdicts = [row["verdict"] for row in result["rows"]]
     counts = [f"{verdicts.count(each)} {each}" for each in ("faster", "slower", "the same", "unknown")]
-    print(f"\n{', '.join(counts)}. Faster and slower: the quartiles of the two do not overlap.")
+    print(f"\n{', '.join(counts)}. Faster and slower: no overlap of quartiles, and medians over 2% apart.")
 
 
 def _brief(value: object) -> str:

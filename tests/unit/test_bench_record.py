@@ -294,6 +294,16 @@ def test_verdict_is_that_of_the_quartiles(low, median, high, verdict):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("median", "verdict"), [(0.975, "faster"), (0.985, "the same"), (1.015, "the same"), (1.025, "slower")]
+)
+def test_what_another_machine_may_do_is_no_verdict(median, verdict):
+    first = row(median=1.0, low_ms=0.999, high_ms=1.001)
+    now = row(median=median, low_ms=median - 0.001, high_ms=median + 0.001)
+    (found,) = record.compare(result(rows=[first]), result(rows=[now]))["rows"]
+    assert found["verdict"] == verdict
+
+
 def test_a_row_that_was_left_out_has_no_verdict():
     for first, second in ((row(), left_out()), (left_out(), row()), (left_out(), left_out())):
         (found,) = record.compare(result(rows=[first]), result(rows=[second]))["rows"]
@@ -357,7 +367,8 @@ def test_a_comparison_in_print(capsys):
         "  wkv5 (8, 4096, 64, 64) bfloat16 forward  rwkv_jit chunked          -       -             -  unknown\n"
         "Only before: studies: gla (8, 4096, 64, 64) bfloat16 forward, rwkv_jit chunked\n"
         "Only now: studies: timex (32, 768, 768) bfloat16 forward, rwkv_jit chunked\n\n"
-        "1 faster, 1 slower, 0 the same, 1 unknown. Faster and slower: the quartiles of the two do not overlap.\n"
+        "1 faster, 1 slower, 0 the same, 1 unknown. Faster and slower: no overlap of quartiles, and medians over "
+        "2% apart.\n"
     )
 
 
