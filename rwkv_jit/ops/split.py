@@ -195,10 +195,14 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
     return x.stride()[:3] if x.dim() == 4 else (0, 0, x.stride(0))
 
 
+def _names(op: str, backward: bool) -> tuple[str, ...]:
+    """Return what that kernel reads before the values, which are v or its gradient; an op has not all of them."""
+    return ("r" if backward else "k", *_FAMILIES[op].others)
+
+
 def _read(cut: Inputs, values: Tensor, backward: bool) -> list[Tensor | None]:
-    """Return what that kernel reads."""
-    others = _FAMILIES[cut.op].others
-    return [cut["r" if backward else "k"], *[cut[name] if name in cut.names else None for name in others], values]
+    """Return these tensors."""
+    return [*[cut[name] if name in cut.names else None for name in _names(cut.op, backward)], values]
 
 
 def _run_segments(cut: Inputs, options: Options, values: Tensor, transitions: int | None) -> Tensor:
@@ -242,18 +246,16 @@ def _join(
 ) -> Plan:
     """Return the launch of the kernel that joins the segments."""
     key = (op, head_size, value_size, sequences, heads, count, device, backward)
-    return _joins.get(key) or _joins.keep(key, _new_join(*key))
-
-
-def _new_join(
-    op: str, head_size: int, value_size: int, sequences: int, heads: int, count: int, device: int, backward: bool
-) -> Plan:
-    request = join_request(op, head_size, value_size, backward, tensors.arch(device), tensors.also(device))
-    prepared.check_capture(op, [request], device)
-    (found,) = kernel.get_all([request])
-    grid = (sequences, heads, -(-value_size // int(request.parameters["ROWS"])))
-    constants = [struct.pack("q", heads), struct.pack("q", count)]
-    return Plan(found, request.template.name, device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
+    known = _joins.get(key)
+    if known is None:
+        request = join_request(op, head_size, value_size, backward, tensors.arch(device), tensors.also(device))
+        prepared.check_capture(op, [request], device)
+        (found,) = kernel.get_all([request])
+        grid = (sequences, heads, -(-value_size // int(request.parameters["ROWS"])))
+        constants = [struct.pack("q", heads), struct.pack("q", count)]
+        plan = Plan(found, request.template.name, device, grid, (_JOIN_THREADS, 1, 1), "Q" * 5, constants)
+        known = _joins.keep(key, plan)
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +267,9 @@ class Forward:
     names: tuple[str, ...]
     streamed: int  # how many of these have tokens
     transitions: int  # numbers that P of all segments is
-    in_place: Plan | None  # finds what segments do from the sequences' memory, where addresses are
-    alignment: int  # multiples of this
-    reads: tuple[int, ...]  # which inputs; -1 for one that the op does not have
+    in_place: Plan | None  # of the kernel that finds what segments do, in the sequences' memory; None where not there
+    alignment: int  # of all addresses, for that
+    reads: tuple[int, ...]  # which inputs that kernel reads; -1 for one that the op does not have
     forward: prepared.Forward  # of a segment; it saves what `saved_for` says
     join: Plan
     state_dtype: torch.dtype
@@ -293,8 +295,8 @@ class Forward:
         count, device, states = self.segments, inputs[0].device, self.forward.state_shape
         if save and into is None:
             into = torch.empty(self.forward.saved.floats, dtype=torch.float32, device=device)
-        found = torch.empty(self.transitions, dtype=torch.float32, device=device) if into is None else into
-        transitions = found.data_ptr() + 4 * (found.numel() - self.transitions)
+        memory = torch.empty(self.transitions, dtype=torch.float32, device=device) if into is None else into
+        transitions = memory.data_ptr() + 4 * (memory.numel() - self.transitions)
         places = [x.data_ptr() for x in inputs]
         if self.in_place is not None and math.gcd(*places) % self.alignment == 0:
             cut = inputs  # as they are: a sequence's segments follow each other
@@ -336,7 +338,7 @@ def prepare_forward(
         prepared.check_capture(inputs.op, wanted, device)
         kernel.get_all(wanted)  # side by side
         in_place, alignment = _plan_in_place(inputs, cut, options)
-        read = ("k", *_FAMILIES[inputs.op].others, "v")
+        reads = [*_names(inputs.op, backward=False), "v"]
         return Forward(
             op=inputs.op,
             segments=count,
@@ -346,7 +348,7 @@ def prepare_forward(
             transitions=_transitions(inputs),
             in_place=in_place,
             alignment=alignment,
-            reads=tuple(inputs.names.index(name) if name in inputs.names else -1 for name in read),
+            reads=tuple(inputs.names.index(name) if name in inputs.names else -1 for name in reads),
             join=_join(inputs.op, inputs["r"].shape[3], value_size, inputs.sequences, heads, count, device, False),
             state_dtype=state_dtype,
             options=options,

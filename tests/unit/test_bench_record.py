@@ -83,21 +83,21 @@ def test_writing_fills_the_readme_and_they_agree(checkout):
 
 def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
     rows = [
-        row(median=0.7, error=2e-3, peak_mib=100.0),
-        row(median=2.25, phase="forward+backward", error=5e-3, peak_mib=300.4),
+        row(median=0.7, error=2e-3, peak_mib=100.0, host_us=10.66),
+        row(median=2.25, phase="forward+backward", error=5e-3, peak_mib=300.4, host_us=185.0),
         row(who="fla", what="a|b", median=200.0) | dict.fromkeys(made_up.MISSING),
         left_out("no\n room", who="torch", what="loop"),
         left_out("no room", who="fla", what="b"),
         row("wkv6"),
     ]
     assert record.blocks(result(rows=rows))["wkv7"] == (
-        "| shape | dtype | by | forward ms | forward + backward ms | error | memory MiB |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| shape | dtype | by | forward ms | forward + backward ms | host us | error | memory MiB |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
         "| (8, 4096, 64, 64) | bfloat16 | rwkv_jit chunked | 0.700 (0.686 to 0.728) 71% | 2.25 (2.21 to 2.34) 22%"
-        " | 5.0e-03 | 300 |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | fla a/b | 200 |  |  |  |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | fla b | left out |  |  |  |\n"
+        " | 10.7 | 5.0e-03 | 300 |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | fla a/b | 200 |  |  |  |  |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |  |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | fla b | left out |  |  |  |  |\n"
         "\nLeft out:\n\n"
         "- no room: torch loop (8, 4096, 64, 64) bfloat16 forward; fla b (8, 4096, 64, 64) bfloat16 forward\n"
     )
