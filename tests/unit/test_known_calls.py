@@ -1507,6 +1507,24 @@ def test_segments_are_read_in_place_or_from_copies(op, guarded_calls):
     assert len(known_calls.forwards) == 2
 
 
+@pytest.mark.parametrize("op", ["wkv7", *SHARED])
+def test_known_call_in_segments_asks_for_no_kernel_again(op, guarded_calls, monkeypatch):
+    if op == "wkv7":
+        given = make(torch.bfloat16, (2, 2048, H, 40), grad=True)
+    else:
+        given = list(make_gated(op, (2, 1280, H, 40), 56, grad=True).values())
+
+    def both():
+        guarded_calls.launches.clear()
+        y, _ = getattr(rwkv_jit, op)(*given, **gated_options(op, backend="split"))
+        torch.autograd.grad(y.sum(), given)
+        return entries(guarded_calls.launches)
+
+    first = both()
+    monkeypatch.setattr(kernel, "get_all", refuse)
+    assert both() == first
+
+
 @pytest.mark.parametrize("op", ["wkv5", "wkv6"])
 def test_gradients_of_segments_are_summed_to_those_of_sequences(op, guarded_calls, monkeypatch):
     given, rows = make_gated(op, (2, 1280, H, 8), 8, grad=True), []
