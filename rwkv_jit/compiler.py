@@ -29,12 +29,20 @@ _PLACE = re.compile(r"^([^()\n]+)\((\d+)\): error", re.MULTILINE)
 
 
 def options(target: str) -> tuple[str, ...]:
-    """Return NVRTC's options, in the order of the cache key.
+    """Return what the NVRTC at hand is given: what decides the code, and how to report on it.
 
-    ``--no-cache`` because NVRTC's own cache lives in the driver and hides the resource report;
+    ``--no-cache`` because NVRTC's own cache lives in the driver and hides the resource report. An NVRTC before 12.9
+    has no such cache, and refuses an option that it does not know.
+    """
+    return (*key_options(target), "--no-cache") if cuda.nvrtc().getVersion() >= (12, 9) else key_options(target)
+
+
+def key_options(target: str) -> tuple[str, ...]:
+    """Return the options of the cache key, in its order. They are the same for every NVRTC, so none need be loaded.
+
     ``--modify-stack-limit=false`` because the default changes the whole process's limits.
     """
-    fixed = (f"-arch={target}", "-std=c++17", "--no-cache", "--modify-stack-limit=false", "--ptxas-options=-v")
+    fixed = (f"-arch={target}", "-std=c++17", "--modify-stack-limit=false", "--ptxas-options=-v")
     return (*fixed, "-lineinfo") if env.lineinfo() else fixed
 
 

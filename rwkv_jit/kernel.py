@@ -51,7 +51,7 @@ class Kernel:
         self.target = compiled.target
         self.compile_seconds = compiled.seconds
         self._rendered = rendered
-        self._options = compiler.options(request.arch)
+        self._options = compiler.key_options(request.arch)
         self._image = compiled.image
         self._modules: dict[int, Any] = {}
 
@@ -271,7 +271,7 @@ def _known_compilers() -> Iterator[str]:
 def _stored(request: Request, rendered: Rendered, compilers: Iterator[str] | tuple[str, ...]) -> Kernel | None:
     for compiler_name in compilers:
         for arch in (request.arch, *request.also):
-            digest = cache.key(rendered, compiler.options(arch), compiler.check_arch(arch), compiler_name)
+            digest = cache.key(rendered, compiler.key_options(arch), compiler.check_arch(arch), compiler_name)
             found = cache.get(rendered.name, arch, digest)
             if found is not None:
                 return Kernel(request._replace(arch=arch), rendered, *found, compiler_name)
@@ -283,7 +283,7 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
 
     The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
     """
-    digest = cache.key(rendered, compiler.options(request.arch), request.arch, "")
+    digest = cache.key(rendered, compiler.key_options(request.arch), request.arch, "")
     failure = _process.failures.get(digest)
     if failure is not None:
         raise failure.with_traceback(None)

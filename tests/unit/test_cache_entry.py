@@ -130,7 +130,7 @@ except locale.Error:
     pass
 rendered = template.library("wkv7_recurrent_forward").render({"T_IO": "bf16", "HEAD_SIZE": 48, "DECAY": "raw"})
 print(template.directory())
-print(cache.key(rendered, compiler.options("sm_90"), "sm_90", "12.9 \\u00e9"))
+print(cache.key(rendered, compiler.key_options("sm_90"), "sm_90", "12.9 \\u00e9"))
 """
     copy = tmp_path / "another installation"
     shutil.copytree(template.__file__.removesuffix("template.py"), copy / "rwkv_jit")
@@ -151,10 +151,10 @@ print(cache.key(rendered, compiler.options("sm_90"), "sm_90", "12.9 \\u00e9"))
 
 
 def test_line_numbers_are_another_key(monkeypatch):
-    plain = compiler.options("sm_90")
+    plain = compiler.key_options("sm_90")
     monkeypatch.setenv("RWKVJIT_LINEINFO", "1")
-    assert set(compiler.options("sm_90")) - set(plain) == {"-lineinfo"}
-    assert key(options=compiler.options("sm_90")) != key(options=plain)
+    assert set(compiler.key_options("sm_90")) - set(plain) == {"-lineinfo"}
+    assert key(options=compiler.key_options("sm_90")) != key(options=plain)
 
 
 # ---- an entry ----------------------------------------------------------------------------------------------------
