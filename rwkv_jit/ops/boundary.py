@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ _OPTIONS = (
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
 
-class Op(NamedTuple):
+@dataclass(frozen=True)
+class Op:
     """One recurrence: its names in argument order, its conventions, and how autograd runs it."""
 
     name: str
@@ -131,8 +133,8 @@ def _check(
         geometry = backends.geometry(backend, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
     scale, decay, layout, interval, *_ = options
     found = Options(
-        scale, decay, layout, interval, *geometry[:2], backend, *geometry[2:],
-        guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
+        scale, decay, layout, interval, geometry.chunk_len, geometry.num_threads, backend, geometry.forward_blocks,
+        geometry.backward_blocks, guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
     )  # fmt: skip
     return given, initial_state, cu_seqlens, found
 
@@ -168,7 +170,7 @@ def check_tensors(
     count, public = len(op.streamed), dict(zip(op.names, op.public, strict=True))
     first, v = given[0], given[op.streamed.index("v")]
     on_gpu = _is_for_kernels(backend, first)
-    streamed = dict(zip(op.public[:count], given, strict=False))
+    streamed = dict(zip(op.public[:count], given[:count], strict=True))
     tensors.check_inputs(streamed, public["r"], public["v"], public.get("w"), wide=not on_gpu)
     batch, _, heads, head_size = first.shape
     value_size = v.shape[3]

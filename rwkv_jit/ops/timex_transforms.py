@@ -39,8 +39,14 @@ class _Geometry(NamedTuple):
 
 
 def length(tokens: int) -> int:
-    """Return that of the shortest transform in which nothing comes round; of the longest if there is none."""
-    return next((each for each in _LENGTHS if each >= tokens), max(_LENGTHS))
+    """Return that of the shortest transform in which nothing comes round; of the longest if there is none.
+
+    A loop, as torch's compiler knows no `next` with a default before 2.8.
+    """
+    for each in _LENGTHS:
+        if each >= tokens:
+            return each
+    return max(_LENGTHS)
 
 
 def _geometry(tokens: int) -> _Geometry:
