@@ -34,7 +34,7 @@ struct Smem {
         struct {
             float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
             Slab<CHUNK_LEN> d_pairs alignas(1024);
-        };
+        } chunk;
     };
     float2 totals[SEGMENTS][PAIRS];
     float state_terms[WARPS][SLAB];
@@ -157,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
         }
         const float2 origin = {RATE_UNIT * (before.x - middle.x), RATE_UNIT * (before.y - middle.y)};
         const auto write = [&](int row, float2 c) {
-            *reinterpret_cast<float2*>(&smem.growth[row][2 * index]) = {exp2_fast(c.x), exp2_fast(c.y)};
+            *reinterpret_cast<float2*>(&smem.chunk.growth[row][2 * index]) = {exp2_fast(c.x), exp2_fast(c.y)};
         };
         if (segment == 0) write(0, origin);
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i)
             write(segment * SEGMENT_LEN + i + 1, {origin.x + RATE_UNIT * sums.at[i].x, origin.y + RATE_UNIT * sums.at[i].y});
     }
-    const auto d_pairs = tile_of(smem.d_pairs);
+    const auto d_pairs = tile_of(smem.chunk.d_pairs);
 #pragma unroll
     for (int n = 0; n < CHUNK_LEN / 8; ++n)
 #pragma unroll
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
     wait_for_batches<0>();
     hold(d_q), hold(d_k);
     __syncthreads();  // nobody reads Q and K any more
-    write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal, bonus, scale,
+    write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.chunk.growth, left, smem.diagonal, bonus, scale,
                          column, steps, channel_sums);
     write_channel_sums(channel_sums, du, dw, (slot * heads + head) * HEAD_SIZE, w, first_channel + column);
     __syncthreads();  // the gradients are there
@@ -209,5 +209,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
     write_slab_rows(dq, key_stride, smem.operands[0], first_channel, steps);
     write_slab_rows(dk, key_stride, smem.operands[1], first_channel, steps);
     if constexpr (HAS_DECAY && !CONSTANT_DECAY)
-        slopes.write_slopes(dw, static_cast<unsigned>(key_stride), smem.growth, steps, first_channel);
+        slopes.write_slopes(dw, static_cast<unsigned>(key_stride), smem.chunk.growth, steps, first_channel);
 }

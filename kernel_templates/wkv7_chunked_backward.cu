@@ -33,7 +33,7 @@ struct Smem {
     Operands operands;
     union {
         TokenMatrices matrices;
-        struct { TokenTile d_rk, d_rb, d_ak, d_ab; };
+        struct { TokenTile rk, rb, ak, ab; } d;
     };
     RawKeys raw;
     ValueTile v, dy, u, dx;
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const KeyTiles<Tile<KEY_PITCH>> tiles = {operand_r, operand_a, operand_k, operand_b};
     const auto tm = tile_of(smem.matrices.tm), ak = tile_of(smem.matrices.ak);
     const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
-    const auto d_rk = tile_of(smem.d_rk), d_rb = tile_of(smem.d_rb);
-    const auto d_ak = tile_of(smem.d_ak), d_ab = tile_of(smem.d_ab);
+    const auto d_rk = tile_of(smem.d.rk), d_rb = tile_of(smem.d.rb);
+    const auto d_ak = tile_of(smem.d.ak), d_ab = tile_of(smem.d.ab);
     const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.u), tile_dx = tile_of(smem.dx);
     const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
     const auto tile_dv = tile_of(smem.dv);

@@ -44,9 +44,9 @@ struct Smem {
     Operands operands;
     union {
         struct {
-            Stage first_stage;  // it is on its way while the operands are made
+            Stage stage;  // it is on its way while the operands are made
             RawKeys raw;
-        };
+        } first;
         Stage stages[STAGES];
         struct { Sums r, a, k, b; } sums;  // dR dA dK dB
     };
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
 
     RawDecays raw_w;
-    copy_keys(smem.raw, keys, first_channel, steps), commit_copies();
+    copy_keys(smem.first.raw, keys, first_channel, steps), commit_copies();
     raw_w.load(decays, first_channel, steps);
     // Half of the threads copy V and U, the others dY and dX.
     const bool copies_gradients = threadIdx.x >= NUM_THREADS / 2;
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     wait_for_copies<1>();
     __syncthreads();  // the raw rows are there
     const Frame frame = frame_of(smem.totals);
-    write_operands<Order::lanes>(rates, frame.origin, smem.raw, smem.operands, first_channel, scale);
+    write_operands<Order::lanes>(rates, frame.origin, smem.first.raw, smem.operands, first_channel, scale);
     __syncthreads();  // the operands are there, and nobody reads the raw rows any more
     load_stage(smem.stages[1], 1);
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;  // as sum_rates shares the work

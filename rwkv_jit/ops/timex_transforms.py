@@ -41,7 +41,7 @@ class _Geometry(NamedTuple):
 def length(tokens: int) -> int:
     """Return that of the shortest transform in which nothing comes round; of the longest if there is none.
 
-    A loop, as torch's compiler knows no `next` with a default before 2.8.
+    A loop, as the compiler of torch 2.6 knows no `next` with a default.
     """
     for each in _LENGTHS:
         if each >= tokens:
