@@ -142,6 +142,12 @@ def _whole(cubin: bytes) -> bytes:
 
 
 def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter], log: str) -> Exception:
+    if cuda.nvrtc().getVersion() < cuda.OLDEST_NVRTC:
+        oldest = ".".join(map(str, cuda.OLDEST_NVRTC))
+        return CompileError(
+            f"NVRTC {version()} is older than {oldest}, the oldest that rwkv_jit works with, and could not compile "
+            f"{rendered.name}: `rwkv-jit doctor` names the command that mends it\n{log}"
+        )
     values = ", ".join(f"{k}={v}" for k, v in sorted(parameters.items()))
     rule = _ASSERTION.search(log)
     if rule:

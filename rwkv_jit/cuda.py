@@ -12,9 +12,10 @@ from typing import Any
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 
 CUPY_WHEELS = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
+OLDEST_NVRTC = (12, 4)  # of which every kernel is known to compile: the bound of the extra cuda12
 # The packages themselves, so that the command works for a checkout as well; the extras cuda12 and cuda13 name the same.
 INSTALL = {
-    12: 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.8"',
+    12: 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.4"',
     13: 'pip install "cupy-cuda13x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc>=13"',
 }
 

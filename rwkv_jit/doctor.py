@@ -9,14 +9,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv_jit import __version__, cache, compiler, cuda, env, identity, report
+from rwkv_jit import __version__, cache, compiler, cuda, env, identity, kernel, report
 from rwkv_jit.cache import files, lock
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 
-HEAD_SIZE = 16  # compiles fast
+HEAD_SIZE, TOKENS, BATCH = 16, 256, 8  # compile fast
+OLDEST_TORCH = (2, 6)  # the bound of the package
 
 
 class Finding(NamedTuple):
@@ -57,6 +59,9 @@ def show(result: dict[str, Any]) -> None:
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
+    except NvrtcNotFoundError as error:
+        text, _, command = str(error).partition("\n")
+        yield Finding("CuPy and NVRTC", "error", text.rstrip(":"), command.strip())
     except Exception as error:  # whatever one check stumbles over, the others still say what they find
         yield Finding(check.__name__.strip("_"), "error", f"{type(error).__name__}: {error}")
 
@@ -68,7 +73,11 @@ def _package() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    if torch.version.cuda is None:
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    if _numbers(torch.__version__) < OLDEST_TORCH:
+        text = f"{torch.__version__} is older than {oldest}, the oldest that rwkv_jit works with"
+        yield Finding("torch", "error", text, f'pip install --upgrade "torch>={oldest}"')
+    elif torch.version.cuda is None:
         mend = "to run kernels, install a torch with CUDA: https://pytorch.org/get-started/locally"
         yield Finding("torch", "warning", f"{torch.__version__}, without CUDA", mend)
     else:
@@ -90,26 +99,42 @@ def _arch_of(index: int) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return major and minor of a version, whatever comes behind them."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def _compiler() -> Iterator[Finding]:
     import torch
 
     wheels = cuda.installed_cupy()
-    try:
-        cuda.nvrtc()
-    except NvrtcNotFoundError as error:
-        text, _, command = str(error).partition("\n")
-        yield Finding("CuPy and NVRTC", "error", text.rstrip(":"), command.strip())
-        return
+    cuda.nvrtc()
     yield Finding("CuPy", "ok", ", ".join(wheels) or "not from a wheel")
     built_for = re.search(r"cuda(\d+)x", " ".join(wheels))
     if built_for and torch.version.cuda:
         text = f"CUDA {built_for[1]} and CUDA {torch.version.cuda.split('.')[0]}"
         share = "; they need not agree: one primary context serves both, and cubins go through the driver"
         yield Finding("CuPy and torch", "ok", text + share)
-    yield Finding("NVRTC", "ok", identity.identity())
+    yield _nvrtc()
     yield from (Finding("NVRTC library", "ok", path) for path in identity.libraries())
     yield from _driver()
     yield from map(_arch, _archs())
+
+
+def _nvrtc() -> Finding:
+    import torch
+
+    version, oldest = identity.version(), ".".join(map(str, cuda.OLDEST_NVRTC))
+    if not _is_too_old(version):
+        return Finding("NVRTC", "ok", identity.identity())
+    mend = f"{cuda.INSTALL[12]} --upgrade"
+    if torch.version.cuda and _numbers(torch.version.cuda) == _numbers(version):
+        mend = 'pip install --upgrade "torch>={}.{}"'.format(*OLDEST_TORCH)  # which brings its own
+    return Finding("NVRTC", "error", f"{version} is older than {oldest}, the oldest that rwkv_jit works with", mend)
+
+
+def _is_too_old(nvrtc: str) -> bool:
+    return _numbers(nvrtc) < cuda.OLDEST_NVRTC
 
 
 def _instead(major: int) -> str:
@@ -238,27 +263,50 @@ def _variables() -> Iterator[Finding]:
 def _ops() -> Iterator[Finding]:
     import torch
 
-    from rwkv_jit import demo, runtime
+    from rwkv_jit import demo
 
+    if not _can_compile():
+        return  # the check of the compiler says why
+    with demo.empty_cache():
+        for name, future in _compiles(demo.default_arch()):
+            try:
+                made = future.result()
+            except (RwkvJitError, ValueError) as error:
+                yield Finding(f"compile {name}", "error", str(error))
+                continue
+            text = f"{made.target}: {made.registers} registers, {made.spill_bytes} bytes spilled"
+            yield Finding(f"compile {name}", "ok", f"{text}, {1e3 * made.compile_seconds:.0f} ms")
+        if torch.cuda.is_available():
+            yield from (_run_op(op) for op in demo.OPS)
+
+
+def _can_compile() -> bool:
     try:
         cuda.nvrtc()
-    except NvrtcNotFoundError:
-        return  # found before
-    arch = demo.default_arch()
-    with demo.empty_cache():
-        jobs = [(op, direction) for op in runtime.OPS for direction in runtime.DIRECTIONS]
-        futures = [runtime.compile_async(op, HEAD_SIZE, arch=arch, direction=direction) for op, direction in jobs]
-        for (op, direction), future in zip(jobs, futures, strict=True):
-            name = f"compile {op} {direction}"
-            try:
-                kernel = future.result()
-            except (RwkvJitError, ValueError) as error:
-                yield Finding(name, "error", str(error))
-                continue
-            text = f"{kernel.target}: {kernel.registers} registers, {kernel.spill_bytes} bytes spilled"
-            yield Finding(name, "ok", f"{text}, {1e3 * kernel.compile_seconds:.0f} ms")
-        if torch.cuda.is_available():
-            yield from (_run_op(op) for op in runtime.OPS)
+        return not _is_too_old(identity.version()) and all(compiler.target_for(arch) for arch in _archs())
+    except (NvrtcNotFoundError, ValueError):
+        return False
+
+
+def _compiles(arch: str | None) -> list[tuple[str, Future[kernel.Kernel]]]:
+    """Start a compile of both directions of every op, side by side."""
+    import torch
+
+    from rwkv_jit import runtime, tensors
+    from rwkv_jit.ops import timex_tiles, timex_transforms
+
+    started = [
+        (f"{op} {direction}", runtime.compile_async(op, head_size, arch=arch, direction=direction))
+        for op, head_size in {"wkv4": None, **dict.fromkeys(runtime.OPS, HEAD_SIZE)}.items()
+        for direction in runtime.DIRECTIONS
+    ]
+    types, targets = (torch.bfloat16, torch.bfloat16), tensors.targets(arch)
+    if timex_tiles.obstacle(TOKENS, targets[0]) is None:
+        requests = timex_tiles.requests(BATCH, TOKENS, types, *targets)
+        named = list(zip(("timex forward", "timex gradient of k", "timex gradient of w"), requests, strict=True))
+    else:
+        named = [("timex", timex_transforms.request(TOKENS, types, *targets))]
+    return [*started, *((name, kernel.get_async(request)) for name, request in named)]
 
 
 def _run_op(op: str) -> Finding:
@@ -267,7 +315,7 @@ def _run_op(op: str) -> Finding:
     from rwkv_jit import demo
 
     try:
-        checked = demo.check(op, HEAD_SIZE, torch.float32, "cuda")
+        checked = demo.check(op, None if op in demo.WITHOUT_HEADS else HEAD_SIZE, torch.float32, "cuda")
     except RuntimeError as error:  # of ours or torch's
         return Finding(f"run {op}", "error", str(error))
     text = "errors against float64: {error:.1e}, of gradients {gradient_error:.1e}, limit {limit:.0e}".format(**checked)

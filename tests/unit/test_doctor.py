@@ -11,8 +11,9 @@ import torch
 
 from rwkv_jit import cli, cuda, demo, doctor, env, identity
 from rwkv_jit.cache import lock
+from rwkv_jit.errors import NvrtcNotFoundError
 
-INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.8"'
+INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.4"'
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +134,46 @@ def test_torch_and_its_cuda(built_for, state, monkeypatch):
     assert found_state == state
     assert text.startswith(torch.__version__)
     assert bool(mend) == (state != "ok")
+
+
+def test_torch_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu121")
+    text = "2.5.1+cu121 is older than 2.6, the oldest that rwkv_jit works with"
+    assert found(doctor._gpus, "torch") == ("error", text, 'pip install --upgrade "torch>=2.6"')
+
+
+@pytest.mark.parametrize("version", ["2.6.0a0+git1", "2.10.0", "3.0"])
+def test_torch_that_is_new_enough(version, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert found(doctor._gpus, "torch") == ("ok", f"{version}, for CUDA 13.0", "")
+
+
+def test_nvrtc_that_is_too_old(compiler):
+    text = "12.3 is older than 12.4, the oldest that rwkv_jit works with"
+    compiler("12.3")
+    assert found(doctor._compiler, "NVRTC") == ("error", text, f"{INSTALL_12} --upgrade")
+    compiler("12.3", torch_for="12.3")  # that torch brought it
+    assert found(doctor._compiler, "NVRTC") == ("error", text, 'pip install --upgrade "torch>=2.6"')
+    assert found(doctor._ops) == []
+    compiler("12.4", torch_for="12.4")
+    assert found(doctor._compiler, "NVRTC")[0] == "ok"
+
+
+def test_no_op_is_compiled_for_a_gpu_that_the_compiler_does_not_know(compiler, monkeypatch):
+    compiler()
+    monkeypatch.setenv("RWKVJIT_ARCH", "sm_70")
+    assert found(doctor._compiler, "architecture")[0] == "error"
+    assert found(doctor._ops) == []
+
+
+def test_cupy_that_is_too_old(compiler, monkeypatch):
+    def old():
+        raise NvrtcNotFoundError(f"cupy-cuda12x 13.0.0 is too old:\n    {INSTALL_12}")
+
+    compiler()
+    monkeypatch.setattr(identity, "identity", old)
+    assert found(doctor._compiler, "CuPy and NVRTC") == ("error", "cupy-cuda12x 13.0.0 is too old", INSTALL_12)
 
 
 def test_two_cupy_wheels(monkeypatch):
@@ -373,7 +414,8 @@ def test_op_is_run_by_the_check_of_the_demo(passed, state, monkeypatch):
     assert doctor._run_op("wkv6") == (
         "run wkv6", state, "errors against float64: 1.2e-07, of gradients 2.5e-07, limit 5e-06", ""
     )  # fmt: skip
-    assert given == [("wkv6", doctor.HEAD_SIZE, torch.float32, "cuda")]
+    doctor._run_op("wkv4")
+    assert given == [(op, size, torch.float32, "cuda") for op, size in (("wkv6", doctor.HEAD_SIZE), ("wkv4", None))]
 
 
 def test_op_that_cannot_be_run_is_an_error(monkeypatch):

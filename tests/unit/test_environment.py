@@ -17,7 +17,7 @@ from rwkv_jit import cuda, env, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
-INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.8"'
+INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.4"'
 INSTALL_13 = 'pip install "cupy-cuda13x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc>=13"'
 CALL_ON_CPU = """
 import torch, rwkv_jit
