@@ -1,0 +1,80 @@
+"""Compile one kernel an op with the NVRTC of a folder that its wheel was unpacked to, and read all other templates.
+
+``python compile_with.py FOLDER VERSION``, a process of its own, as one keeps the NVRTC that it loads first. It prints
+the version of the compiler, what it compiled and what it read.
+"""
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+OPS = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")
+# With these sizes calls take every template: short keys, those that fill the registers, and those that are taken apart.
+HEAD_SIZES = (16, 128, 256)
+
+
+def load(folder):
+    """Load a wheel's libraries; CuPy takes what is loaded already."""
+    found = [path for path in sorted(folder.glob("nvidia/*/lib/libnvrtc*.so*")) if ".alt." not in path.name]
+    assert len(found) == 2, found  # the builtins and the compiler, which needs them
+    for path in found:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def requests_of(op, arch):
+    """Return the kernels that calls of an op may take."""
+    import torch
+
+    from rwkv_jit import runtime
+    from rwkv_jit.ops import timex_tiles, timex_transforms
+
+    if op == "timex":
+        types = (torch.float32, torch.float32)
+        tiles = timex_tiles.requests(8, 256, types, arch) if timex_tiles.obstacle(256, arch) is None else []
+        return [*tiles, timex_transforms.request(1024, types, arch)]
+    return [
+        request
+        for head_size in ((None,) if op == "wkv4" else HEAD_SIZES)
+        for direction in runtime.DIRECTIONS
+        for request in runtime.call_requests(
+            op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None
+        )
+    ]
+
+
+def read(request):
+    """Let NVRTC read a kernel's source and check its rules, which takes a twentieth of the time of a compile."""
+    from rwkv_jit import compiler, cuda
+
+    rendered = request.template.render(request.parameters)
+    headers = zip(*((text.encode(), name.encode()) for name, text in rendered.headers), strict=True)
+    texts, names = map(list, headers)
+    program = cuda.nvrtc().createProgram(rendered.source, "parameters.cu", texts, names)
+    target = compiler.target_for(request.arch)
+    try:
+        cuda.nvrtc().compileProgram(program, [*compiler.options(target), "--fdevice-syntax-only"])
+    except cuda.nvrtc().NVRTCError:
+        sys.exit(f"{rendered.name} for {target}: {cuda.nvrtc().getProgramLog(program)}")
+
+
+def main(folder, version):
+    """Compile for sm_80, and read for sm_90 too, whose kernels for warp groups are templates of their own."""
+    load(Path(folder))
+    from rwkv_jit import identity, kernel
+
+    assert version.startswith(f"{identity.version()}."), f"{identity.version()} was loaded for {version}"
+    assert all(path.startswith(folder) for path in identity.libraries()), identity.libraries()
+    registers, names = {}, set()
+    for op in OPS:
+        first, *others = requests_of(op, "sm_80")
+        registers[op] = kernel.get(first).registers
+        one_each = {request.template.name: request for request in (*others, *requests_of(op, "sm_90"))}
+        names |= set(one_each)
+        for request in one_each.values():
+            read(request)
+    print(json.dumps({"nvrtc": identity.version(), "registers": registers, "read": sorted(names)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
