@@ -178,6 +178,13 @@ def build(parsed: argparse.Namespace) -> Outcome:
     }, _show_built
 
 
+def warm(parsed: argparse.Namespace) -> Outcome:
+    """Compile kernels into the cache; of the ranks that torchrun starts the first one prints them."""
+    parsed.output = None
+    result, show = build(parsed)
+    return result, show if os.environ.get("RANK", "0") == "0" else lambda _: None
+
+
 def _check_writable(output: str | None, otherwise: str) -> None:
     argument, folder = ("--output", Path(output).parent) if output else ("RWKVJIT_CACHE_DIR", env.cache_dir())
     try:
