@@ -450,7 +450,20 @@ def wkv4_ref(
     return y.to(v.dtype), final if output_final_state else None
 
 
-_BLOCK_ROWS, _BLOCK_ELEMENTS = 256, 2**24  # outputs of a row at once, and elements of their matrices
+_BLOCK_LEN, _BLOCK_ELEMENTS = 128, 2**24  # tokens of a block, and elements of the matrices of some channels
+
+
+def _from_before(before: Tensor, weights: Tensor, count: int) -> Tensor:
+    """Return what `count` tokens get from those right before them, [C, rows, count].
+
+    `before` are these tokens, [C, rows, length], and `weights` those of 1 token ago and more, [C, length + count - 1].
+    """
+    most = max(1, _BLOCK_ELEMENTS // (before.shape[2] * count))
+    parts = [
+        torch.bmm(x.flip(-1), of_x.unfold(1, x.shape[2], 1).transpose(1, 2))
+        for x, of_x in zip(before.split(most), weights.split(most), strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
@@ -458,8 +471,9 @@ def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
 
         out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise. Blocks of the outputs are products with Toeplitz
-    matrices, of a few channels at once.
+    Arithmetic is float64 for float64 inputs and float32 otherwise. Tokens get what tokens before them give as products
+    with Toeplitz matrices: within a block by halves, which are merged to wholes, and from all blocks before. No product
+    holds a later token, so that one that is not finite spoils nothing before it.
 
     Parameters
     ----------
@@ -476,19 +490,22 @@ def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
     """
     batch, channels, tokens = k.shape
     wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
-    # Row r of a block that ends at `end` is token end - 1 - r, whose weights are padded[T - end + r + s].
-    padded, inputs = torch.nn.functional.pad(w.to(wide), (0, tokens)), k.to(wide).transpose(0, 1)
-    blocks = [(begin, min(begin + _BLOCK_ROWS, tokens)) for begin in range(0, tokens, _BLOCK_ROWS)]
-    outputs = []
-    for begin, end in blocks:
-        rows, count = end - begin, max(1, _BLOCK_ELEMENTS // (_BLOCK_ROWS * end))
-        parts = [
-            torch.bmm(
-                inputs[first : first + count, :, :end],
-                padded[first : first + count, tokens - end : tokens + rows - 1].unfold(1, end, 1).transpose(1, 2),
-            ).flip(-1)
-            for first in range(0, channels, count)
-        ]
-        outputs.append(torch.cat(parts) if parts else inputs[:, :, begin:end])
-    out = torch.cat(outputs, dim=-1) if outputs else inputs * padded[:, None, :0]
-    return (out.transpose(0, 1) + eps).to(k.dtype)
+    if k.numel() == 0:
+        return k + (w * 0).sum().to(k.dtype)
+    length = min(_BLOCK_LEN, 1 << (tokens - 1).bit_length())
+    blocks = -(-tokens // length)
+    # Of 0, 1, 2, ... tokens ago; zeros are for the tokens that fill the last block, and read by no other.
+    weights = torch.nn.functional.pad(w.to(wide).flip(-1), (0, blocks * length - tokens))
+    inputs = torch.nn.functional.pad(k.to(wide), (0, blocks * length - tokens)).transpose(0, 1)
+    outputs, size = inputs * weights[:, None, :1], 1
+    while size < length:
+        pairs = (channels, batch * blocks * length // (2 * size), 2, size)
+        first, (out1, out2) = inputs.reshape(pairs).select(2, 0), outputs.reshape(pairs).unbind(2)
+        outputs = torch.cat((out1, out2 + _from_before(first, weights[:, 1 : 2 * size], size)), 2)
+        size *= 2
+    parts = list(outputs.reshape(channels, batch, blocks, length).unbind(2))
+    inputs = inputs.reshape(channels, batch, blocks * length)
+    for index in range(1, blocks):
+        begin = index * length
+        parts[index] = parts[index] + _from_before(inputs[:, :, :begin], weights[:, 1 : begin + length], length)
+    return (torch.cat(parts, 2)[:, :, :tokens].transpose(0, 1) + eps).to(k.dtype)

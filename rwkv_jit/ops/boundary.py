@@ -359,7 +359,7 @@ def define(
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         state = arguments[count]
-        with torch.enable_grad(), autograd_dispatch():
+        with torch.enable_grad(), autograd_dispatch(), plain.as_written(arguments[0]):
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
             outputs = run_reference((*leaves, *arguments[count + 1 :]))
             pairs = [(y, g) for y, g in zip(outputs, (dy, grad_final), strict=True) if g is not None]

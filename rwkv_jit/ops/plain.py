@@ -1,10 +1,10 @@
 """The recurrences in plain torch, by blocks of tokens and products of matrices: what CPU tensors run.
 
-Within a block, a token reads the tokens before it. Blocks of one token are merged to blocks of two, those to blocks of
-four, and so on. What tokens of the second half read of the first half is one product of matrices: their queries, decayed
-from the middle to the token, times the keys, decayed from the token to the middle. So factors of the state are only
-ever multiplied: nothing divides by a decay or takes its logarithm, and factors of 0 and below are as good as others.
-No product holds a later token either: what is not finite there leaves earlier results alone.
+Tokens read the tokens before them by halves: chunks of one token are merged to chunks of two, those to chunks of four,
+and so on. What the second half reads of the first one is a product of matrices: its queries, decayed from the middle to
+the token, times the keys of the first half, decayed from the token to the middle. So factors of the state are only ever
+multiplied: nothing divides by a decay or takes its logarithm, and factors of 0 and below are as good as others. No
+product holds a later token either: what is not finite there leaves earlier results alone.
 
 For wkv7, u_t = S_{t-1} a_t is a value of key b_t that is known once the tokens before have been read. A token then has
 two queries, one for u and one for y, and u of the first half moves the queries of the second one:
@@ -45,7 +45,7 @@ def _halves(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _merge(
     q: Tensor, k: Tensor, b: Tensor | None, v: Tensor, z: Tensor, d: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Let the tokens of every chunk read those before them.
 
     Parameters
@@ -118,9 +118,9 @@ def _block(
 
     v = in_chunks(v)
     b, d = None if b is None else in_chunks(b), None if d is None else in_chunks(d, 1.0)
-    q, z, k, b, total = _merge(in_chunks(q), in_chunks(k), b, v, in_chunks(z), d)
+    merged = _merge(in_chunks(q), in_chunks(k), b, v, in_chunks(z), d)
     after, results = state.reshape(batch * heads, *state.shape[2:]), []
-    for q_, z_, k_, b_, v_, total_ in zip(*(of_chunks(x) for x in (q, z, k, b, v, total)), strict=True):
+    for v_, q_, z_, k_, b_, total_ in zip(*(of_chunks(x) for x in (v, *merged)), strict=True):
         found = torch.baddbmm(z_, q_, after.mT)
         results.append(found[:, rows - 1 :: rows])
         after = torch.baddbmm(after if total_ is None else after * total_, v_.mT, k_)
@@ -173,7 +173,7 @@ class _Recomputed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
-        with torch.enable_grad(), _as_written(grads[0]):
+        with torch.enable_grad(), as_written(grads[0]):
             leaves = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
             asked = [x for x in leaves if x.requires_grad]
             found = iter(torch.autograd.grad(ctx.block(*leaves), asked, grads))
@@ -189,10 +189,11 @@ def _walk(block: Block, state: Tensor, streams: Sequence[Tensor], fixed: Sequenc
     lengths = [min(most, tokens - rest - begin) for begin in range(0, tokens - rest, most)] + [rest] * (rest > 0)
     # The last block's backward comes first. A transform of torch.func has to see what a block does.
     recomputed = len(lengths) - 1 if torch.is_grad_enabled() and tensors.is_eager() else 0
+    recompute: Callable[..., tuple[Tensor, Tensor]] = _Recomputed.apply
     outputs = []
     for index, parts in enumerate(zip(*(x.split(lengths, 1) for x in streams), strict=True)):
         given = state, *parts, *fixed
-        y, state = _Recomputed.apply(block, *given) if index < recomputed else block(*given)
+        y, state = recompute(block, *given) if index < recomputed else block(*given)
         outputs.append(y)
     return torch.cat(outputs, 1), state
 
@@ -240,7 +241,7 @@ def _walk_packed(
 # ---- a call ------------------------------------------------------------------------------------------------------
 
 
-def _as_written(like: Tensor) -> Any:
+def as_written(like: Tensor) -> Any:
     """Keep torch.autocast from rounding the operands of products."""
     return torch.autocast(like.device.type, enabled=False)
 
@@ -269,7 +270,7 @@ def run(
     """
     v = inputs[3 if name == "wkv7" else 2]
     w = None if decay == "none" else inputs[1 if name == "wkv7" else 3]
-    with _as_written(v):
+    with as_written(v):
         if v.is_cuda or v.numel() == 0 or (w is not None and _grows(w, decay)):
             of_decay = {} if w is None else {"decay": decay}
             return loop(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **of_decay)
