@@ -1,23 +1,26 @@
 """The recurrences in plain torch: one token after another, differentiable, in float64 when the inputs are.
 
-What CPU tensors get, and what the kernels are tested against.
+What the kernels and the computation by blocks, `ops.plain`, are tested against. Tokens are taken by `unbind`: the
+backward of a slice fills a tensor as large as the whole input, for every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 SIGMOID_RATE = 0.6065306597126334  # e^(-1/2)
+# Stronger raw decays give factors of 0 too. With w above it, e^w is infinite and the gradient 0 inf, which is NaN.
+STRONGEST_RAW = 88.0
 
 
 def decay_factor(w: Tensor, decay: str) -> Tensor:
     """Return the per-step factor d(w) that multiplies the state."""
     if decay == "raw":
-        return torch.exp(-torch.exp(w))
+        return torch.exp(-torch.exp(w.clamp(max=STRONGEST_RAW)))
     if decay == "sigmoid":
         return torch.exp(-SIGMOID_RATE * torch.sigmoid(w))
     if decay == "log":
@@ -27,15 +30,7 @@ def decay_factor(w: Tensor, decay: str) -> Tensor:
     raise ValueError(f"decay: expected raw, sigmoid, log or direct, got {decay!r}")
 
 
-def _spans(tokens: int, batch: int, cu_seqlens: Tensor | None) -> list[tuple[slice, slice]]:
-    """Return (rows of the batch, tokens) of each group of sequences that runs together."""
-    if cu_seqlens is None:
-        return [(slice(0, batch), slice(0, tokens))]
-    bounds = cu_seqlens.tolist()
-    return [(slice(0, 1), slice(begin, end)) for begin, end in zip(bounds, bounds[1:], strict=False)]
-
-
-def _states(
+def starting_states(
     initial_state: Tensor | None, sequences: int, heads: int, value_size: int, head_size: int, like: Tensor, layout: str
 ) -> Tensor:
     """Return the states [sequences, heads, V, K] to start from, in the dtype of the arithmetic."""
@@ -46,35 +41,46 @@ def _states(
     return state.expand(sequences, heads, value_size, head_size)
 
 
-Step = Callable[[Tensor, slice, int], tuple[Tensor, Tensor]]  # state, batch rows, token -> state, y [N, H, V]
+def final_states(states: Tensor, initial_state: Tensor | None, layout: str) -> Tensor:
+    """Return states [sequences, heads, V, K] as callers get them."""
+    final = states.transpose(-1, -2) if layout == "kv" else states
+    dtype = initial_state.dtype if initial_state is not None else states.dtype
+    return final.to(dtype).clone(memory_format=torch.contiguous_format)
+
+
+Step = Callable[..., tuple[Tensor, Tensor]]  # state, inputs of a token [B, H, K or V] or None -> state, y [B, H, V]
 
 
 def _scan(
     step: Step,
+    streams: Sequence[Tensor | None],
     v: Tensor,
     head_size: int,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     layout: str,
-    like: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Run `step` over the tokens of every sequence; return y and the final states."""
-    batch, tokens, heads, value_size = v.shape
-    spans = _spans(tokens, batch, cu_seqlens)
-    sequences = batch if cu_seqlens is None else len(spans)
-    starts = _states(initial_state, sequences, heads, value_size, head_size, like, layout)
+    batch, count, heads, value_size = v.shape
+    bounds = [0, count] if cu_seqlens is None else cu_seqlens.tolist()
+    sequences = batch if cu_seqlens is None else len(bounds) - 1
+    starts = starting_states(
+        initial_state, sequences, heads, value_size, head_size, v.new_empty(0, dtype=dtype), layout
+    )
+    of_tokens = ([None] * count if x is None else x.to(dtype).unbind(1) for x in streams)
+    tokens = list(zip(*of_tokens, strict=True))
     outputs, finals = [], []
-    for index, (rows, span) in enumerate(spans):
-        state = starts if cu_seqlens is None else starts[index : index + 1]
-        for t in range(span.start, span.stop):
-            state, y_t = step(state, rows, t)
+    # Packed sequences have a batch of 1: each runs with the state of its own.
+    states = [starts] if cu_seqlens is None else starts.split(1)
+    for state, begin, end in zip(states, bounds, bounds[1:], strict=False):
+        for token in tokens[begin:end]:
+            state, y_t = step(state, *token)
             outputs.append(y_t)
         finals.append(state)
     y = torch.stack(outputs, dim=1) if outputs else v * 0
     final = torch.cat(finals) if finals else starts
-    final = final.transpose(-1, -2) if layout == "kv" else final
-    dtype = initial_state.dtype if initial_state is not None else like.dtype
-    return y.to(v.dtype), final.to(dtype).clone(memory_format=torch.contiguous_format)
+    return y.to(v.dtype), final_states(final, initial_state, layout)
 
 
 def wkv7_ref(
@@ -125,16 +131,15 @@ def wkv7_ref(
     final_state : torch.Tensor or None, shape (N, H, V, K) or (N, H, K, V)
     """
     dtype = torch.promote_types(r.dtype, torch.float32)
-    rf, kf, vf, af, bf = (x.to(dtype) for x in (r, k, v, a, b))
     d = decay_factor(w.to(dtype), decay)
 
-    def step(state: Tensor, rows: slice, t: int) -> tuple[Tensor, Tensor]:
-        sa = state @ af[rows, t].unsqueeze(-1)
-        outer = vf[rows, t].unsqueeze(-1) * kf[rows, t].unsqueeze(-2)
-        state = state * d[rows, t].unsqueeze(-2) + sa * bf[rows, t].unsqueeze(-2) + outer
-        return state, scale * (state @ rf[rows, t].unsqueeze(-1)).squeeze(-1)
+    def step(state: Tensor, r: Tensor, d: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        sa = state @ a.unsqueeze(-1)
+        outer = v.unsqueeze(-1) * k.unsqueeze(-2)
+        state = state * d.unsqueeze(-2) + sa * b.unsqueeze(-2) + outer
+        return state, scale * (state @ r.unsqueeze(-1)).squeeze(-1)
 
-    y, final = _scan(step, v, r.shape[-1], initial_state, cu_seqlens, state_layout, rf)
+    y, final = _scan(step, (r, d, k, v, a, b), v, r.shape[-1], initial_state, cu_seqlens, state_layout, dtype)
     return y, final if output_final_state else None
 
 
@@ -154,18 +159,19 @@ def _gated(
     `d` are the factors of the state, [B, T, H, K], or [H, K] for every token; None where nothing decays.
     """
     dtype = torch.promote_types(r.dtype, torch.float32)
-    rf, kf, vf = (x.to(dtype) for x in (r, k, v))
+    bonus = None if u is None else (r.to(dtype) * u.to(dtype) * k.to(dtype)).sum(-1, keepdim=True) * v.to(dtype)
     factors = None if d is None else d.expand(r.shape)
-    bonus = None if u is None else (rf * u.to(dtype) * kf).sum(-1, keepdim=True) * vf
 
-    def step(state: Tensor, rows: slice, t: int) -> tuple[Tensor, Tensor]:
-        kept = state if factors is None else state * factors[rows, t].unsqueeze(-2)
-        after = kept + vf[rows, t].unsqueeze(-1) * kf[rows, t].unsqueeze(-2)
+    def step(
+        state: Tensor, r: Tensor, k: Tensor, v: Tensor, d: Tensor | None, bonus: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        kept = state if d is None else state * d.unsqueeze(-2)
+        after = kept + v.unsqueeze(-1) * k.unsqueeze(-2)
         seen = after if bonus is None else state
-        y_t = (seen @ rf[rows, t].unsqueeze(-1)).squeeze(-1)
-        return after, scale * (y_t if bonus is None else y_t + bonus[rows, t])
+        y_t = (seen @ r.unsqueeze(-1)).squeeze(-1)
+        return after, scale * (y_t if bonus is None else y_t + bonus)
 
-    return _scan(step, v, r.shape[-1], initial_state, cu_seqlens, layout, rf)
+    return _scan(step, (r, k, v, factors, bonus), v, r.shape[-1], initial_state, cu_seqlens, layout, dtype)
 
 
 def wkv6_ref(
@@ -418,8 +424,8 @@ def wkv4_ref(
         raise ValueError(f"decay: expected raw or log, got {decay!r}")
     dtype = torch.promote_types(k.dtype, torch.float32)
     wf, uf, kf, vf = (x.to(dtype) for x in (w, u, k, v))
-    wf = -torch.exp(wf) if decay == "raw" else wf
-    batch, tokens, channels = k.shape
+    wf = -torch.exp(wf.clamp(max=STRONGEST_RAW)) if decay == "raw" else wf
+    batch, _, channels = k.shape
     if initial_state is None:
         start = kf.new_zeros(batch, 3, channels)
         start[:, 2] = -1e38
@@ -428,8 +434,7 @@ def wkv4_ref(
     num, den, top = start.unbind(1)
     key, age = top, torch.zeros_like(top)  # the max is a key and so many w: adding w in every step would round in each
     outputs = []
-    for t in range(tokens):
-        k_t, v_t = kf[:, t], vf[:, t]
+    for k_t, v_t in zip(kf.unbind(1), vf.unbind(1), strict=True):
         here = torch.maximum(top, uf + k_t)
         past, now = torch.exp(top - here), torch.exp(uf + k_t - here)
         outputs.append((past * num + now * v_t) / (past * den + now))
@@ -445,7 +450,20 @@ def wkv4_ref(
     return y.to(v.dtype), final if output_final_state else None
 
 
-_BLOCK_ROWS, _BLOCK_ELEMENTS = 256, 2**24  # outputs of a row at once, and elements of their matrices
+_BLOCK_LEN, _BLOCK_ELEMENTS = 128, 2**24  # tokens of a block, and elements of the matrices of some channels
+
+
+def _from_before(before: Tensor, weights: Tensor, count: int) -> Tensor:
+    """Return what `count` tokens get from those right before them, [C, rows, count].
+
+    `before` are these tokens, [C, rows, length], and `weights` those of 1 token ago and more, [C, length + count - 1].
+    """
+    most = max(1, _BLOCK_ELEMENTS // (before.shape[2] * count))
+    parts = [
+        torch.bmm(x.flip(-1), of_x.unfold(1, x.shape[2], 1).transpose(1, 2))
+        for x, of_x in zip(before.split(most), weights.split(most), strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
@@ -453,8 +471,9 @@ def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
 
         out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]
 
-    Arithmetic is float64 for float64 inputs and float32 otherwise. Blocks of the outputs are products with Toeplitz
-    matrices, of a few channels at once.
+    Arithmetic is float64 for float64 inputs and float32 otherwise. Tokens get what tokens before them give as products
+    with Toeplitz matrices: within a block by halves, which are merged to wholes, and from all blocks before. No product
+    holds a later token, so that one that is not finite spoils nothing before it.
 
     Parameters
     ----------
@@ -471,19 +490,22 @@ def timex_ref(w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
     """
     batch, channels, tokens = k.shape
     wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
-    # Row r of a block that ends at `end` is token end - 1 - r, whose weights are padded[T - end + r + s].
-    padded, inputs = torch.nn.functional.pad(w.to(wide), (0, tokens)), k.to(wide).transpose(0, 1)
-    blocks = [(begin, min(begin + _BLOCK_ROWS, tokens)) for begin in range(0, tokens, _BLOCK_ROWS)]
-    outputs = []
-    for begin, end in blocks:
-        rows, count = end - begin, max(1, _BLOCK_ELEMENTS // (_BLOCK_ROWS * end))
-        parts = [
-            torch.bmm(
-                inputs[first : first + count, :, :end],
-                padded[first : first + count, tokens - end : tokens + rows - 1].unfold(1, end, 1).transpose(1, 2),
-            ).flip(-1)
-            for first in range(0, channels, count)
-        ]
-        outputs.append(torch.cat(parts) if parts else inputs[:, :, begin:end])
-    out = torch.cat(outputs, dim=-1) if outputs else inputs * padded[:, None, :0]
-    return (out.transpose(0, 1) + eps).to(k.dtype)
+    if k.numel() == 0:
+        return k + (w * 0).sum().to(k.dtype)
+    length = min(_BLOCK_LEN, 1 << (tokens - 1).bit_length())
+    blocks = -(-tokens // length)
+    # Of 0, 1, 2, ... tokens ago; zeros are for the tokens that fill the last block, and read by no other.
+    weights = torch.nn.functional.pad(w.to(wide).flip(-1), (0, blocks * length - tokens))
+    inputs = torch.nn.functional.pad(k.to(wide), (0, blocks * length - tokens)).transpose(0, 1)
+    outputs, size = inputs * weights[:, None, :1], 1
+    while size < length:
+        pairs = (channels, batch * blocks * length // (2 * size), 2, size)
+        first, (out1, out2) = inputs.reshape(pairs).select(2, 0), outputs.reshape(pairs).unbind(2)
+        outputs = torch.cat((out1, out2 + _from_before(first, weights[:, 1 : 2 * size], size)), 2)
+        size *= 2
+    parts = list(outputs.reshape(channels, batch, blocks, length).unbind(2))
+    inputs = inputs.reshape(channels, batch, blocks * length)
+    for index in range(1, blocks):
+        begin = index * length
+        parts[index] = parts[index] + _from_before(inputs[:, :, :begin], weights[:, 1 : begin + length], length)
+    return (torch.cat(parts, 2)[:, :, :tokens].transpose(0, 1) + eps).to(k.dtype)

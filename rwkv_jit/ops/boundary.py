@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, known_calls
+from rwkv_jit.ops import backends, choices, known_calls, plain
 from rwkv_jit.ops.interface import Forward, Geometry, Inputs, Options
 from rwkv_jit.ops.layout import state_shape
 
@@ -316,11 +316,7 @@ def define(
         cu_seqlens = arguments[count + 1]
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
-        has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
-        result: tuple[Tensor, Tensor] = reference(
-            *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
-        )
-        return result
+        return plain.run(name, reference, arguments[:count], arguments[count], cu_seqlens, scale, map_of_w, layout)
 
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
@@ -365,7 +361,7 @@ def define(
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         state = arguments[count]
-        with torch.enable_grad(), autograd_dispatch():
+        with torch.enable_grad(), autograd_dispatch(), plain.as_written(arguments[0]):
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
             outputs = run_reference((*leaves, *arguments[count + 1 :]))
             pairs = [(y, g) for y, g in zip(outputs, (dy, grad_final), strict=True) if g is not None]

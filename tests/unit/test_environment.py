@@ -404,9 +404,9 @@ BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
 BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
-    "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.prepared", "ops.recurrent", "ops.scan",
-    "ops.scan_geometry", "ops.split", "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys",
-    "ops.wkv4_walk",
+    "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.plain", "ops.prepared", "ops.recurrent",
+    "ops.scan", "ops.scan_geometry", "ops.split", "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms",
+    "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
 IN_BENCH = {
     "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
@@ -456,6 +456,7 @@ MAY_IMPORT = {
         "ops.backends",
         "ops.boundary",
         "ops.known_calls",
+        "ops.plain",
         "ops.timex_launches",
         "ops.timex_tiles",
         "ops.timex_transforms",
@@ -463,7 +464,8 @@ MAY_IMPORT = {
         "ops.wkv4_walk",
     },
     "ops.known_calls": BELOW_BACKENDS,
-    "ops.boundary": BELOW_BACKENDS | {"ops.backends", "ops.choices", "ops.known_calls"},
+    "ops.plain": {"reference", "tensors"},
+    "ops.boundary": BELOW_BACKENDS | {"ops.backends", "ops.choices", "ops.known_calls", "ops.plain"},
     "ops.timex_launches": BELOW_LAUNCHES,
     **dict.fromkeys(("ops.timex_tiles", "ops.timex_transforms"), BELOW_OPS | {"ops.chunked", "ops.timex_launches"}),
     "ops.wkv4_walk": BELOW_LAUNCHES,

@@ -39,10 +39,13 @@ def loss(y, final):
     return total if final is None else total + final.double().square().sum()
 
 
-def assert_same(values, wanted):
+def assert_same(values, wanted, exact=False):
+    """Values agree but for rounding: plain torch adds in another order than the reference does."""
     for x, want in zip(values, wanted, strict=True):
         assert x.dtype == want.dtype
-        torch.testing.assert_close(x, want, rtol=0, atol=0)
+        assert x.shape == want.shape
+        most = 0.0 if exact else 4 * torch.finfo(x.dtype).eps
+        assert (x.double() - want.double()).norm() <= most * want.double().norm()
 
 
 # ---- values and gradients ----------------------------------------------------------------------------------------
@@ -86,7 +89,8 @@ def test_float32_decay_beside_half_inputs_keeps_its_precision(op, make_inputs):
 @pytest.mark.parametrize("op", OPS)
 def test_backend_reference_is_the_same_as_auto(op, make_inputs):
     given = make_inputs(op)
-    assert_same(public(op)(*given.values(), None, True, backend="reference"), public(op)(*given.values(), None, True))
+    by_name = public(op)(*given.values(), None, True, backend="reference")
+    assert_same(by_name, public(op)(*given.values(), None, True), exact=True)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -96,7 +100,7 @@ def test_options_of_the_kernels_change_nothing(op, make_inputs):
     options = {"decay_bound": -5.0, "checkpoint_interval": 1, "chunk_len": 3, "num_threads": 5}
     if op == "linear_attention":
         del options["decay_bound"]
-    assert_same(public(op)(*given.values(), None, True, **options), plain)
+    assert_same(public(op)(*given.values(), None, True, **options), plain, exact=True)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -137,11 +141,11 @@ def test_gradients_reach_exactly_the_inputs_that_want_one(op, make_inputs, make_
         given = make_inputs(op, requires_grad=False)
         given[name].requires_grad_()
         y, _ = public(op)(*given.values())
-        assert torch.equal(y, wanted_y)
+        assert_same([y], [wanted_y])
         loss(y, None).backward()
         all_of_them = make_inputs(op)
         loss(reference(op)(*all_of_them.values())[0], None).backward()
-        assert torch.equal(given[name].grad, all_of_them[name].grad)
+        assert_same([given[name].grad], [all_of_them[name].grad])
         assert [n for n, x in given.items() if x.grad is not None] == [name]
     given, state = make_inputs(op, requires_grad=False), make_state(2)
     y, _ = public(op)(*given.values(), state)

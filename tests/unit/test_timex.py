@@ -65,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_definition(backend, batch, channe
     assert max(relative(x, want) for x, want in zip(found, exact, strict=True)) < limit
 
 
-@pytest.mark.parametrize("tokens", [256, 257, 600])
+@pytest.mark.parametrize("tokens", [128, 129, 300])
 def test_blocks_of_the_reference_meet(tokens):
     w, k, _ = make(2, 3, tokens)
     rows = torch.nn.functional.pad(k, (tokens - 1, 0))
@@ -76,8 +76,29 @@ def test_blocks_of_the_reference_meet(tokens):
 def test_channels_of_the_reference_go_in_parts(monkeypatch):
     w, k, _ = make(2, 5, 300)
     whole = rwkv_jit.timex_ref(w, k)
-    monkeypatch.setattr("rwkv_jit.reference._BLOCK_ELEMENTS", 2 * 256 * 300)
+    monkeypatch.setattr("rwkv_jit.reference._BLOCK_ELEMENTS", 2 * 128 * 128)
     assert torch.equal(rwkv_jit.timex_ref(w, k), whole)
+
+
+@pytest.mark.parametrize("spoilt", [0, 5, 130, 299])
+def test_what_is_not_finite_spoils_nothing_before_it(spoilt):
+    w, k, g = make(1, 2, 300)
+    want = rwkv_jit.timex(w, k).detach()
+    for bad in (float("nan"), float("inf")):
+        changed = k.detach().clone()
+        changed[..., spoilt] = bad
+        out = rwkv_jit.timex(w, changed)
+        assert torch.equal(out[..., :spoilt], want[..., :spoilt])
+        assert not out[..., spoilt:].isfinite().any()
+    filters = w.detach().clone()
+    filters[:, -1 - spoilt] = float("nan")  # the weight of so many tokens ago
+    out = rwkv_jit.timex(filters, k)
+    assert torch.equal(out[..., :spoilt], want[..., :spoilt])
+    assert out[..., spoilt:].isnan().all()
+    g[..., spoilt] = float("nan")
+    (gk,) = torch.autograd.grad(rwkv_jit.timex(w, k), k, g)
+    assert gk[..., : spoilt + 1].isnan().all()
+    assert gk[..., spoilt + 1 :].isfinite().all()
 
 
 def test_reference_is_differentiable_twice():

@@ -1,0 +1,232 @@
+"""What CPU tensors run: the recurrences by halves and chunks, against the references in float64."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rwkv_jit
+from rwkv_jit.ops import plain
+
+OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
+DECAYED = OPS[:-1]
+STRONG = {"raw": [math.inf, 1e30, 100.0, 88.8, 5.0], "sigmoid": [math.inf, 50.0], "log": [-math.inf, -1e30, -90.0],
+          "direct": [0.0, -0.0, -0.9, 1.1, 1e-30]}  # fmt: skip
+
+
+def name_of_decay(op):
+    return "g" if op == "gla" else "w"
+
+
+def mixed(given, op, decay, seed=0):
+    """The same inputs with some very strong decays, or factors that no other map gives."""
+    generator = torch.Generator().manual_seed(seed)
+    given = dict(given)
+    w = given[name_of_decay(op)]
+    strange = torch.tensor(STRONG[decay], dtype=w.dtype)
+    strange = strange[torch.randint(len(strange), w.shape, generator=generator)]
+    chosen = torch.rand(w.shape, generator=generator) < 0.3
+    given[name_of_decay(op)] = torch.where(chosen, strange, w.detach()).requires_grad_()
+    return given
+
+
+def results(function, given, state, options, wide=False):
+    """y, the final state, and all gradients of a loss with random weights."""
+    leaves = [x.detach().to(torch.float64 if wide else x.dtype).requires_grad_() for x in (*given.values(), state)]
+    outputs = function(*leaves, True, **options)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
+    weights = [g.to(x.dtype) for g, x in zip(weights, outputs, strict=True)]
+    grads = torch.autograd.grad(outputs, leaves, weights, materialize_grads=True)
+    return dict(zip(("y", "final", *given, "state"), (*(x.detach() for x in outputs), *grads), strict=True))
+
+
+def assert_agree(found, wanted, most):
+    for name, want in wanted.items():
+        assert found[name].isfinite().all(), name
+        assert found[name].shape == want.shape, name
+        assert (found[name].double() - want).norm() <= most * want.norm(), name
+
+
+# ---- values and gradients ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients_for_any_shape_and_decay(op, data, make_inputs, make_state):
+    sizes = {name: data.draw(st.integers(1, 4), name) for name in ("heads", "head_size", "value_size")}
+    is_packed = data.draw(st.booleans(), "packed")
+    lengths = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=4), "lengths")
+    decay = "none" if op == "linear_attention" else data.draw(st.sampled_from([*STRONG]), "decay")
+    layout = data.draw(st.sampled_from(["vk", "kv"]), "layout")
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]), "dtype")
+    seed = data.draw(st.integers(0, 99), "seed")
+    batch = 1 if is_packed else data.draw(st.integers(1, 2), "batch")
+    given = make_inputs(op, batch=batch, tokens=sum(lengths), decay=decay, dtype=dtype, seed=seed, **sizes)
+    if decay != "none" and data.draw(st.booleans(), "strong"):
+        given = mixed(given, op, decay, seed)
+    state = make_state(len(lengths) if is_packed else batch, layout=layout, dtype=dtype, **sizes)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    options = {"cu_seqlens": ends if is_packed else None, "scale": 0.7, "state_layout": layout}
+    options.update({} if decay == "none" else {"decay": decay})
+    # Small chunks and pieces, so that a few tokens have many.
+    chunk_len, piece = data.draw(st.sampled_from([(4, 1), (2, 60), (32, 2**16)]), "chunk_len, piece")
+    with mock.patch.multiple(plain, CHUNK_LEN=chunk_len, PIECE=piece):
+        found = results(getattr(rwkv_jit, op), given, state, options)
+    wanted = results(getattr(rwkv_jit, f"{op}_ref"), given, state, options, wide=True)
+    # A gradient of one number may cancel: float32 has 1 - sigmoid(5) to 1e-5.
+    assert_agree(found, wanted, 1e-13 if dtype == torch.float64 else 3e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float32_errors_at_usual_sizes(op, make_inputs, make_state):
+    sizes = {"heads": 1, "head_size": 64, "value_size": 64}
+    given = make_inputs(op, batch=1, tokens=333, dtype=torch.float32, low=-3.0, high=-1e-3, **sizes)
+    state = make_state(3, dtype=torch.float32, **sizes)
+    options = {"cu_seqlens": torch.tensor([0, 300, 301, 333]), "state_layout": "vk"}
+    with mock.patch.object(plain, "PIECE", 2**13):
+        found = results(getattr(rwkv_jit, op), given, state, options)
+    assert_agree(found, results(getattr(rwkv_jit, f"{op}_ref"), given, state, options, wide=True), 5e-6)
+
+
+@settings(max_examples=10, deadline=None)
+@given(tokens=st.integers(0, 70), data=st.data())
+@pytest.mark.parametrize("op", OPS)
+def test_sequence_may_be_cut_at_any_token(op, tokens, data, make_inputs):
+    cut = data.draw(st.integers(0, tokens), "cut")
+    given = make_inputs(op, tokens=tokens, requires_grad=False)
+    y, final = getattr(rwkv_jit, op)(*given.values(), None, True)
+    state, parts = None, []
+    for part in (slice(0, cut), slice(cut, tokens)):
+        of_part = [x[:, part] if x.dim() == 4 else x for x in given.values()]
+        y_part, state = getattr(rwkv_jit, op)(*of_part, state, True)
+        parts.append(y_part)
+    torch.testing.assert_close(torch.cat(parts, 1), y, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["op", "reference"])
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla"])
+@pytest.mark.parametrize("w", [88.0, 88.8, 100.0, math.inf])
+def test_raw_decay_that_forgets_all_has_no_gradient(op, kind, w, make_inputs):
+    given = make_inputs(op, dtype=torch.float32)
+    name = name_of_decay(op)
+    given[name] = torch.full_like(given[name], w).requires_grad_()
+    function = getattr(rwkv_jit, op if kind == "op" else f"{op}_ref")
+    y, final = function(*given.values(), None, True, decay="raw")
+    grads = torch.autograd.grad(y.sum() + final.sum(), [*given.values()])
+    assert all(g.isfinite().all() for g in grads)
+    assert torch.count_nonzero(grads[list(given).index(name)]) == 0
+
+
+@pytest.mark.parametrize("op", ["wkv6", "wkv7", "gla"])
+def test_factors_whose_products_overflow_while_the_state_is_zero(op, make_inputs):
+    given = make_inputs(op, tokens=64, decay="direct", dtype=torch.float32)
+    name = name_of_decay(op)
+    factors = torch.full_like(given[name], 9.0)
+    factors[:, 48:] = 0.5
+    keys = given["k"].detach().clone()
+    keys[:, :48] = 0
+    given = {**given, name: factors.requires_grad_(), "k": keys.requires_grad_()}
+    state = torch.zeros(2, 2, 4, 3, requires_grad=True)
+    options = {"decay": "direct", "state_layout": "vk"}
+    found = results(getattr(rwkv_jit, op), given, state, options)
+    wanted = results(getattr(rwkv_jit, f"{op}_ref"), given, state, options)
+    for each, want in wanted.items():
+        torch.testing.assert_close(found[each], want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found["y"].isfinite().all()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_not_finite_spoils_nothing_before_it(op, make_inputs, make_state):
+    given, state = make_inputs(op, tokens=45), make_state(2)
+    want = results(getattr(rwkv_jit, op), given, state, {"state_layout": "vk"})
+    for name, at in zip(given, (0, 13, 31, 32, 40, 44), strict=False):
+        if given[name].dim() != 4:
+            continue
+        changed = given[name].detach().clone()
+        changed[:, at] = math.nan
+        found = results(getattr(rwkv_jit, op), {**given, name: changed}, state, {"state_layout": "vk"})
+        torch.testing.assert_close(found["y"][:, :at], want["y"][:, :at], rtol=1e-12, atol=1e-12)
+        assert found["y"].isnan().any()
+
+
+# ---- how it is computed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_rounds_nothing(op, make_inputs, make_state):
+    given, state = make_inputs(op, dtype=torch.float32, tokens=40), make_state(2, dtype=torch.float32)
+    want = results(getattr(rwkv_jit, op), given, state, {"state_layout": "vk"})
+    with torch.autocast("cpu", torch.bfloat16), mock.patch.object(plain, "PIECE", 1):
+        found = results(getattr(rwkv_jit, op), given, state, {"state_layout": "vk"})
+    assert_agree(found, {name: x.double() for name, x in want.items()}, 5e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_intermediates_are_not_kept_until_the_backward(op, make_inputs):
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    given = make_inputs(op, tokens=320, head_size=16, value_size=16)
+    w = {} if op == "linear_attention" else {"decay": "log"}
+    function = getattr(rwkv_jit, f"{op}_ref")
+    with mock.patch.object(plain, "PIECE", 1), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y, _ = plain.run(op, function, [*given.values()], None, None, 1.0, *w.values() or ["none"], "vk")
+    assert y.requires_grad
+    # The inputs, a state every 32 tokens, and one block in ten.
+    assert sum(kept.values()) < 5 * sum(x.untyped_storage().nbytes() for x in given.values())
+
+
+class CountWrites(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the elements of new tensors."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out._base is None:
+            self.elements += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("op", [*OPS, "wkv4"])
+def test_work_of_the_references_is_linear_in_tokens(op, make_inputs):
+    def work(tokens):
+        if op == "wkv4":
+            inputs = [torch.rand(2), torch.rand(2), *torch.rand(2, 1, tokens, 2)]
+            inputs = [x.requires_grad_() for x in inputs]
+        else:
+            inputs = [*make_inputs(op, batch=1, tokens=tokens, heads=1, head_size=2, value_size=2).values()]
+        with CountWrites() as written:
+            torch.autograd.grad(getattr(rwkv_jit, f"{op}_ref")(*inputs)[0].sum(), inputs)
+        return written.elements
+
+    assert work(80) < 2.2 * work(40)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_forward_derivative(op, make_inputs):
+    given = make_inputs(op, tokens=40, requires_grad=False)
+    decay = {"linear_attention": "none", "gla": "log"}.get(op, "raw")
+    function = getattr(rwkv_jit, f"{op}_ref")
+
+    def by_blocks(*inputs):
+        return plain.run(op, function, inputs, None, None, 1.0, decay, "vk")
+
+    def by_loop(*inputs):
+        return function(*inputs, None, True, scale=1.0, state_layout="vk")
+
+    inputs = tuple(given.values())
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    for found, want in zip(
+        torch.func.jvp(by_blocks, inputs, tangents), torch.func.jvp(by_loop, inputs, tangents), strict=True
+    ):
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-10)
