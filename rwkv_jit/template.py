@@ -22,7 +22,8 @@ _DECLARED = re.compile(
     r"(?:[A-Za-z_]\w*[*&]*\s|(?:auto|bool|char|double|float|int|void)\s+[*&]+)\s*([a-z]\w*)\s*(?:[=;,)[({]|:(?!:))"
 )
 _NOT_IN_A_NAME = re.compile(r"[^\w .+-]")
-_INCLUDE = re.compile(r'#[ \t]*include[ \t]*"([^"\n]+)"')  # not anchored to a line: that would be ten times slower
+# An include as nearly all are, or what may be another one. Not anchored to a line: that would be ten times slower.
+_INCLUDE = re.compile(r'#[^\S\n]*(?:include[^\S\n]*"([^"\n]+)"|/\*|import|embed|\w*\\\n)')
 _READS_A_FILE = re.compile(
     r"^[^\S\n]*(?:#|%:|\?\?=)[^\S\n]*(include\w*|import|embed)\b(.*)|\b__has_(?:include|embed)\w*", re.MULTILINE
 )
@@ -156,12 +157,14 @@ def _includes(text: str, name: str) -> list[tuple[str, str]]:
     ValueError
         The text may read a file that is not known by its words.
     """
-    lines = (
-        (text[text.rfind("\n", 0, match.start()) + 1 : match.start()], match[1]) for match in _INCLUDE.finditer(text)
-    )
-    plain = [(header, name) for before, header in lines if not before.strip()]
-    words = text.count("include") + text.count("import") + text.count("embed")
-    if words == len(plain) and "\\\n" not in text:
+    plain = []
+    is_plain = not ("\\" in text and "%:" in text)  # which is another # and may stand before a word on two lines
+    for match in _INCLUDE.finditer(text):
+        if match[1] and not text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
+            plain.append((match[1], name))
+        else:
+            is_plain = False
+    if is_plain and text.count("include") == len(plain):
         return plain
     return list(_includes_of_code(_code(text), name))  # takes longer, and is needed by few files
 
