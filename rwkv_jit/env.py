@@ -67,8 +67,8 @@ def cache_dir() -> Path:
 
 
 def cache_fault() -> str:
-    """Return why there is no directory for kernels on this machine; empty where there is one."""
-    return _cache_dir(*map(os.environ.get, _DECIDE_THE_DIRECTORY))[1]
+    """Return why kernels should be kept on the disk and cannot be, as there is no directory; empty where there is."""
+    return _cache_dir(*map(os.environ.get, _DECIDE_THE_DIRECTORY))[1] if _is_on("RWKVJIT_CACHE", default=True) else ""
 
 
 @cache
@@ -106,7 +106,7 @@ def _expanded(part: str) -> Path:
 
 def cache_is_on() -> bool:
     """Return whether kernels are read from and written to the disk."""
-    return _is_on("RWKVJIT_CACHE", default=True) and not cache_fault()
+    return _is_on("RWKVJIT_CACHE", default=True) and cache_dir() != _NOWHERE
 
 
 def cache_max_bytes() -> int:
