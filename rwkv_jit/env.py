@@ -117,23 +117,13 @@ def cache_max_bytes() -> int:
     ValueError
         It is set to something else than a number of at least 0.
     """
-    return bytes_of(os.environ.get("RWKVJIT_CACHE_MAX_MB") or "512", "RWKVJIT_CACHE_MAX_MB")
-
-
-def bytes_of(megabytes: str | float, name: str) -> int:
-    """Return a number of megabytes in bytes.
-
-    Raises
-    ------
-    ValueError
-        Naming `name`: it is not a number of at least 0.
-    """
+    text = os.environ.get("RWKVJIT_CACHE_MAX_MB") or "512"
     try:
-        size = float(megabytes) * 2**20
+        size = float(text) * 2**20
     except ValueError:
         size = -1.0
     if not 0 <= size < float("inf"):
-        raise ValueError(f"{name}: expected a number of at least 0, got {brief(megabytes)}")
+        raise ValueError(f"RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got {brief(text)}")
     return int(size)
 
 

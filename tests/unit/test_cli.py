@@ -91,6 +91,7 @@ def test_no_command_prints_the_commands(run):
         (["show", "wkv7"], ["--head-size", "required"]),
         (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
         (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),
+        (["cache", "prune", "--max-mb", "1e308"], ["--max-mb", "at least 0", "'1e308'"]),
         (["cache", "prune", "--max-mb", "nan"], ["--max-mb", "at least 0", "'nan'"]),
         (["cache", "show", "nothing"], ["rwkv-jit cache show: name:", "'nothing'", "`rwkv-jit cache list`"]),
         (["cache", "export", "x.bundle"], ["rwkv-jit cache export: x.bundle", "no intact kernel", "`rwkv-jit build`"]),
