@@ -310,6 +310,10 @@ def test_list_of_nothing(run, monkeypatch):
     put()
     monkeypatch.setenv("RWKVJIT_CACHE", "0")
     assert run("cache", "list") == (0, "RWKVJIT_CACHE=0 turns the cache off\n", "")
+    monkeypatch.delenv("RWKVJIT_CACHE")
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
+    code, printed, _ = run("cache", "list")
+    assert (code, printed) == (0, "RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not\n")
 
 
 def test_listing_does_not_count_as_use(run):
