@@ -73,8 +73,9 @@ class Template:
         ValueError
             Naming the parameter it does not have.
         """
-        text = _code("\n".join([self.body, *(text for _, text in self.headers)]), with_strings=False)
-        own = (name for pattern in (_CONSTANT, _DEFINED, _DECLARED) for name in pattern.findall(text))
+        text = "\n".join([self.body, *(text for _, text in self.headers)])
+        code = _code(text, with_strings=False)
+        own = (name for pattern in (_CONSTANT, _DEFINED, _DECLARED) for name in pattern.findall(code))
         known = set(_WORD.findall(text)) - set(own)
         for parameter in parameters:
             if parameter not in known:

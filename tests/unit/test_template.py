@@ -153,12 +153,10 @@ def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
 
 TEXT_WITH_NAMES = """
 #define MACRO 3
-// a comment with COMMENTED
-/* and
-   ANOTHER */
+// a comment: float lower, higher;
 struct Row { float weight; };
 template <int COUNT> __device__ float sum(const float* __restrict__ x, float *y) {
-    static_assert(COUNT > SIZE, "more than QUOTED");
+    static_assert(COUNT > SIZE, "more than int lower, here");
     int row = threadIdx.x;
     for (auto each : list) row += scale * each;
     return lower;
@@ -172,10 +170,8 @@ def test_name_that_the_text_uses_is_a_parameter(name, own_templates):
     template.library("tiny").check({name: 1})
 
 
-@pytest.mark.parametrize(
-    "name", ["MACRO", "COMMENTED", "ANOTHER", "QUOTED", "weight", "sum", "x", "y", "row", "each", "z" * 10**5]
-)
-def test_name_that_the_text_defines_or_only_speaks_of_is_no_parameter(name, own_templates):
+@pytest.mark.parametrize("name", ["MACRO", "weight", "sum", "x", "y", "row", "each", "z" * 10**5])
+def test_name_that_the_text_defines_is_no_parameter(name, own_templates):
     (own_templates / "tiny.cu").write_text(TEXT_WITH_NAMES, encoding="utf-8")
     with pytest.raises(ValueError, match=f"^template tiny has no parameter {name[:200]}") as caught:
         template.library("tiny").check({name: 1})
