@@ -206,6 +206,6 @@ def _megabytes(text: str) -> float:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number < float("inf"):
+    if not 0 <= number * 2**20 < float("inf"):  # in bytes
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
     return number

@@ -190,7 +190,8 @@ def _check_writable(output: str | None, otherwise: str) -> None:
     try:
         if output is None:
             if not env.cache_is_on():
-                raise CacheError(f"RWKVJIT_CACHE=0 turns the cache off: unset it, or {otherwise}")
+                off = "RWKVJIT_CACHE=0 turns the cache off: unset it"
+                raise CacheError(f"{env.cache_fault() or off}, or {otherwise}")
             files.make_directory(folder)
         elif Path(output).is_dir():
             raise IsADirectoryError(None, "it is a directory")
@@ -328,7 +329,7 @@ def _path(each: cache.Stored) -> Path:
 
 def _show_list(result: dict[str, Any]) -> None:
     if not result["on"]:
-        print("RWKVJIT_CACHE=0 turns the cache off")
+        print(env.cache_fault() or "RWKVJIT_CACHE=0 turns the cache off")
     elif not result["entries"]:
         print("no kernels")
     else:

@@ -9,23 +9,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from rwkv_jit import cache, cuda, env, stats
+from rwkv_jit import cache, cuda, env, forks, stats
 from rwkv_jit.cache import Compiled, Resources
-from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.errors import CompileError, UnsupportedConfigError, brief, short
 from rwkv_jit.identity import version
 from rwkv_jit.template import Parameter, Rendered
 
-_ARCH = re.compile(r"(sm|compute)_(\d+)([af]?)")
+_ARCH = re.compile(r"(sm|compute)_([1-9][0-9]{1,2})([af]?)")
+_FIRST_WITH = {"": 0, "a": 90, "f": 100}  # the suffixes: for one kind of GPU alone, for a family of them
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _ASSERTION = re.compile(r'static assertion failed with "([^"]*)"')
 _HEAD = "parameters.cu"  # the name of the lines above `#line 1`
-_PLACE = re.compile(r"^([^()\n]+)\((\d+)\): error", re.MULTILINE)
+_PLACE = re.compile(r"^([^()\n]+)\((\d+)\): (?:catastrophic )?error", re.MULTILINE)
+# What the source is to blame for, in the words of the compiler and of the assembler.
+_OF_SOURCE = re.compile(r"\(\d+\): (?:catastrophic )?error(?!: out of memory)|^ptxas .*\berror\b", re.MULTILINE)
+_UNKNOWN_ARCH = re.compile(r"--nv_arch|--gpu-architecture")
+_MOST_OF_A_LINE = 500
+_MOST_OF_A_LOG = 20_000
 
 
 def options(target: str) -> tuple[str, ...]:
@@ -52,10 +59,13 @@ def check_arch(arch: str) -> str:
     Raises
     ------
     ValueError
-        It is not of the form sm_90, sm_90a or compute_90.
+        It is not of the form sm_90, sm_90a or compute_90, or GPUs so old have no code of their kind alone.
     """
-    if not isinstance(arch, str) or not _ARCH.fullmatch(arch):
-        raise ValueError(f"arch: expected sm_NN, sm_NNa or compute_NN, got {arch!r}")
+    match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
+    if match is None:
+        raise ValueError(f"arch: expected sm_NN, sm_NNa or compute_NN, got {brief(arch)}")
+    if int(match[2]) < _FIRST_WITH[match[3]]:
+        raise ValueError(f"arch: expected sm_{_FIRST_WITH[match[3]]} or newer before {match[3]!r}, got {arch!r}")
     return arch
 
 
@@ -115,20 +125,24 @@ def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -
     nvrtc = cuda.nvrtc()
     names = [name.encode() for name, _ in rendered.headers]
     texts = [text.encode() for _, text in rendered.headers]
-    program = nvrtc.createProgram(rendered.source, _HEAD, texts, names)
+    program, log = 0, ""
     started = time.perf_counter()
-    try:
-        nvrtc.compileProgram(program, list(options(target)))
-        log = nvrtc.getProgramLog(program)
-        if target.startswith("compute_"):
-            image = nvrtc.getPTX(program)
-            image = image if isinstance(image, bytes) else image.encode()
-        else:
-            image = _whole(bytes(nvrtc.getCUBIN(program)))
-    except nvrtc.NVRTCError as error:
-        raise _explain(rendered, target, parameters, nvrtc.getProgramLog(program)) from error
-    finally:
-        nvrtc.destroyProgram(program)
+    with forks.held_back():
+        try:
+            program = nvrtc.createProgram(rendered.source, _HEAD, texts, names)
+            nvrtc.compileProgram(program, list(options(target)))
+            log = nvrtc.getProgramLog(program)
+            if target.startswith("compute_"):
+                image = nvrtc.getPTX(program)
+                image = image if isinstance(image, bytes) else image.encode()
+            else:
+                image = _whole(bytes(nvrtc.getCUBIN(program)))
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program) if program else str(error)
+            raise _explain(rendered, target, parameters, log) from error
+        finally:
+            if program:
+                nvrtc.destroyProgram(program)
     return image, log, time.perf_counter() - started
 
 
@@ -148,31 +162,37 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
             f"NVRTC {version()} is older than {oldest}, the oldest that rwkv_jit works with, and could not compile "
             f"{rendered.name}: `rwkv-jit doctor` names the command that mends it\n{log}"
         )
-    values = ", ".join(f"{k}={v}" for k, v in sorted(parameters.items()))
+    values = ", ".join(f"{k}={short(str(v))}" for k, v in sorted(parameters.items()))
     rule = _ASSERTION.search(log)
     if rule:
         return UnsupportedConfigError(f"{rendered.name}: {rule[1]}; got {values}")
+    if _UNKNOWN_ARCH.search(log):
+        return UnsupportedConfigError(f"arch: NVRTC {version()} does not compile for {target}")
     place = _PLACE.search(log)
     excerpt = _excerpt(rendered, place[1], int(place[2])) if place else ""
     command = _save_failure(rendered, target)
     error = CompileError(
         f"NVRTC {version()} could not compile {rendered.name} for {target} with {values}\n"
-        f"options: {' '.join(options(target))}\n{excerpt}{log}" + (f"\nonce more: {command}" if command else "")
+        f"options: {' '.join(options(target))}\n{excerpt}{log[:_MOST_OF_A_LOG]}"
+        + (f"\nonce more: {command}" if command else "")
     )
     error.command = command
+    error.is_lasting = _OF_SOURCE.search(log) is not None
     return error
 
 
 def _save_failure(rendered: Rendered, target: str) -> str:
-    """Save what did not compile, in the cache directory or else a temporary one; return the command that repeats it."""
-    try:
-        program = save_source(cache.source_folder("failed"), rendered, target)
-    except OSError:
-        try:
-            program = save_source(Path(tempfile.mkdtemp(prefix="rwkv_jit-")), rendered, target)
-        except OSError:
-            return ""
-    return shlex.join([sys.executable, str(program)])
+    """Save what did not compile, in a cache directory that lasts or else a folder of its own; return the command."""
+    if env.cache_is_lasting():
+        with suppress(OSError):
+            return _repeat(cache.source_folder("failed"), rendered, target)
+    with suppress(OSError):
+        return _repeat(Path(tempfile.mkdtemp(prefix="rwkv_jit-")), rendered, target)
+    return ""
+
+
+def _repeat(folder: Path, rendered: Rendered, target: str) -> str:
+    return shlex.join([sys.executable, str(save_source(folder, rendered, target))])
 
 
 def save_source(folder: Path, rendered: Rendered, target: str) -> Path:
@@ -186,24 +206,26 @@ def save_source(folder: Path, rendered: Rendered, target: str) -> Path:
     (folder / f"{rendered.name}.cu").write_text(rendered.source, encoding="utf-8")
     program = folder / "compile.py"
     program.write_text(
-        _PROGRAM.format(name=rendered.name, headers=files, options=list(options(target))), encoding="utf-8"
+        _PROGRAM.format(source=f"{rendered.name}.cu", headers=files, options=list(options(target))), encoding="utf-8"
     )
     return program
 
 
-_PROGRAM = '''"""Compile {name}.cu, which lies beside this file, as rwkv_jit did, and print the compiler's log."""
+# What is filled in are literals of Python, so that no name becomes code.
+_PROGRAM = '''"""Compile SOURCE, which lies beside this file, as rwkv_jit did, and print the compiler's log."""
 
 import sys
 from pathlib import Path
 
 from cupy.cuda import nvrtc
 
-HEADERS = {headers}
-OPTIONS = {options}
+SOURCE = {source!r}
+HEADERS = {headers!r}
+OPTIONS = {options!r}
 
 here = Path(__file__).parent
 texts = [(here / file).read_bytes() for file in HEADERS.values()]
-source = (here / "{name}.cu").read_text(encoding="utf-8")
+source = (here / SOURCE).read_text(encoding="utf-8")
 program = nvrtc.createProgram(source, "parameters.cu", texts, [name.encode() for name in HEADERS])
 try:
     nvrtc.compileProgram(program, OPTIONS)
@@ -218,7 +240,7 @@ def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
     head, body = rendered.source.split("#line 1", 1)
     texts = {**dict(rendered.headers), _HEAD: head, f"{rendered.name}.cu": body.split("\n", 1)[1]}
     text = texts.get(file, "")
-    lines = text.splitlines()
+    lines = [each[:_MOST_OF_A_LINE] for each in text.splitlines()]
     first = max(line - around, 1)
     numbered = (
         f"{'>' if n == line else ' '}{n:5} | {lines[n - 1]}" for n in range(first, min(line + around, len(lines)) + 1)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import Any
 
+from rwkv_jit import forks
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 
 CUPY_WHEELS = ("cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy")
@@ -47,22 +53,60 @@ def cupy() -> Any:
             f"{' and '.join(wheels)} are both installed and overwrite each other's files; keep one:\n"
             f"    pip uninstall -y {names} && {INSTALL[13 if 'cupy-cuda13x' in names else 12]}"
         )
-    # CuPy makes its cache folder on import and fails where HOME cannot be written; we never use that cache.
-    home_cache = os.path.join(os.path.expanduser("~"), ".cupy", "kernel_cache")
-    if "CUPY_CACHE_DIR" not in os.environ and not _creatable(home_cache):
-        os.environ["CUPY_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"cupy-{os.getpid()}")
     try:
-        import cupy as module
-    except ImportError as error:
+        with forks.held_back(), _folder_for_cupy():
+            import cupy as module
+    except (ImportError, OSError) as error:  # the latter where CUPY_CACHE_DIR cannot be made
         cause = "CuPy is not installed" if not wheels else f"{wheels[0]} cannot be imported ({error})"
         raise NvrtcNotFoundError(f"{cause}; CUDA kernels need it:\n    {INSTALL[12]}") from error
     return module
 
 
-def _creatable(path: str) -> bool:
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return os.access(path, os.W_OK | os.X_OK)
+@contextmanager
+def _folder_for_cupy() -> Iterator[None]:
+    """Let CuPy's import have a folder for its cache: it makes one, and fails where that is impossible.
+
+    We never use that cache, but other code of the process may, and it loads machine code from there. So the folder is
+    the usual one, or where that cannot be had a private one for this process alone; children are not told of it.
+    """
+    if "CUPY_CACHE_DIR" in os.environ or "cupy" in sys.modules or _is_made(os.path.expanduser("~/.cupy/kernel_cache")):
+        yield
+        return
+    os.environ["CUPY_CACHE_DIR"] = _private_folder()
+    try:
+        yield
+    finally:
+        os.environ.pop("CUPY_CACHE_DIR", None)
+
+
+def _is_made(folder: str) -> bool:
+    """Make a folder, as CuPy would, and return whether it can be used."""
+    if not os.path.isabs(folder):  # the home is not known
+        return False
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _private_folder() -> str:
+    try:
+        folder = tempfile.mkdtemp(prefix="rwkv_jit-cupy-")
+    except OSError:
+        return os.path.abspath(os.sep)  # is there, and the system's own; the import asks for no more
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def keep() -> None:
+        atexit.unregister(remove)
+
+    atexit.register(remove)
+    if hasattr(os, "register_at_fork"):
+        # A forked child may live longer, and somebody else could take the name.
+        os.register_at_fork(after_in_parent=keep, after_in_child=keep)
+    return folder
 
 
 @cache
@@ -75,10 +119,11 @@ def nvrtc() -> Any:
         The library is not there.
     """
     cupy()
-    from cupy.cuda import nvrtc as module
-
     try:
-        module.getVersion()
+        with forks.held_back():
+            from cupy.cuda import nvrtc as module
+
+            module.getVersion()
     except Exception as error:  # CuPy raises differently by version; each means that the library did not load
         raise NvrtcNotFoundError(
             f"CuPy is there but NVRTC is not ({' '.join(str(error).split())}):\n    {INSTALL[_cuda_of_wheel()]}"
@@ -109,7 +154,8 @@ def nvrtc_library() -> str:
         wheel = next(iter(installed_cupy()), "CuPy")
         raise NvrtcNotFoundError(f"{wheel} is too old:\n    {INSTALL[_cuda_of_wheel()]}") from error
 
-    path: str = os.path.realpath(load_nvidia_dynamic_lib("nvrtc").abs_path)
+    with forks.held_back():
+        path: str = os.path.realpath(load_nvidia_dynamic_lib("nvrtc").abs_path)
     return path
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.errors import RwkvJitError, brief, short
 from rwkv_jit.launch import Extent, Plan
 from rwkv_jit.signatures import BySignature
 
@@ -47,11 +47,19 @@ class Template:
     ------
     FileNotFoundError
         There is no such file, or no such header; with the file that includes it.
+    OSError
+        One of them is there, and cannot be read.
     ValueError
-        It is not a .cu file, or not text in UTF-8.
+        It is not a .cu file, or not text in UTF-8. Or it may read a file that is not known here: see the notes.
 
     Notes
     -----
+    Headers are included by their names in quotes, ``#include "NAME"``: their texts are part of the key under which a
+    kernel is stored, so that another text is another kernel. What would make NVRTC open a file by itself is an error
+    with its line: ``#include MACRO``, ``#include_next``, ``__has_include``, and absolute names in angle brackets.
+    Other names in angle brackets are those of headers that were included in quotes, as NVRTC has none of its own:
+    what ``<cuda_fp16.h>`` holds is to lie beside the file.
+
     What decides the code is a parameter: a name that the text uses and does not define, such as NUM_THREADS or T_IO.
     Rules between parameters are ``static_assert``s, and their texts are the messages a user reads. Kernels are
     ``extern "C" __global__``.
@@ -66,15 +74,18 @@ class Template:
     def __init__(self, path: str | Path):
         path = Path(path)
         if path.suffix != ".cu":
-            raise ValueError(f"path: expected a .cu file, got {path}")
-        if not path.is_file():
-            raise FileNotFoundError(f"path: there is no file {path}")
+            raise ValueError(f"path: expected a .cu file, got {short(str(path))}")
         try:
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {short(str(path))}")
             self._template = template.read(path)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"path: {error}") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"path: expected text in UTF-8, got {path} ({error})") from error
+        except ValueError as error:
+            raise ValueError(f"path: {error}") from None
+        except OSError as error:
+            reason = f"{short(str(path))} cannot be read: {error.strerror}" if error.strerror else error
+            raise type(error)(f"path: {reason}") from None
 
     def specialize(self, arch: str | None = None, **parameters: Any) -> OwnKernel:
         """Compile the template for these parameters, or find it in the cache; no GPU is needed.
@@ -207,7 +218,7 @@ class OwnKernel(kernel.Kernel):
                     plan.launch(raw, values)
         except struct.error:
             wide = [(i, x) for i, x in enumerate(arguments, 1) if type(x) is int and not -(2**63) <= x < 2**63]
-            raise ValueError("argument {}: expected an int of 64 bits, got {}".format(*wide[0])) from None
+            raise ValueError(f"argument {wide[0][0]}: expected an int of 64 bits, got {brief(wide[0][1])}") from None
         except cuda.driver().CUDADriverError as error:
             raise RwkvJitError(
                 f"{self.name}: the driver refuses to launch grid {grid}, block {block}, {shared_bytes} bytes of shared "
@@ -222,9 +233,11 @@ class OwnKernel(kernel.Kernel):
         kernel.check_not_forked()
         blocks, threads = _extent("grid", grid, 0, _MOST_BLOCKS), _extent("block", block, 1, _MOST_THREADS)
         if math.prod(threads) > _MOST_THREADS[0]:
-            raise ValueError(f"block: expected at most {_MOST_THREADS[0]} threads, got {math.prod(threads)} ({block})")
+            raise ValueError(
+                f"block: expected at most {_MOST_THREADS[0]} threads, got {math.prod(threads)} ({brief(block)})"
+            )
         if not isinstance(shared_bytes, int) or shared_bytes < 0:
-            raise ValueError(f"shared_bytes: expected an int of at least 0, got {shared_bytes!r}")
+            raise ValueError(f"shared_bytes: expected an int of at least 0, got {brief(shared_bytes)}")
         _check_devices(kinds)
         entry = self._entry_named(entry)
         layout = "".join(_LETTERS.get(kind, "Q") for kind in kinds)
@@ -244,7 +257,7 @@ class OwnKernel(kernel.Kernel):
             return named[0]
         if entry is not None and entry in found:
             return entry
-        got = "none is named" if entry is None else f"got {entry!r}"
+        got = "none is named" if entry is None else f"got {brief(entry)}"
         raise ValueError(f'entry: expected one of the extern "C" kernels of {self.name}, {", ".join(named)}; {got}')
 
 
@@ -267,10 +280,10 @@ def _as_tensor(position: int, x: Any) -> Tensor:
 def _extent(name: str, given: Any, least: int, most: Extent) -> Extent:
     sizes = given if isinstance(given, tuple) else (given,)
     if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
-        raise TypeError(f"{name}: expected an int or a tuple of one to three ints, got {given!r}")
+        raise TypeError(f"{name}: expected an int or a tuple of one to three ints, got {brief(given)}")
     x, y, z = (*sizes, 1, 1)[:3]
     if not all(least <= size <= limit for size, limit in zip((x, y, z), most, strict=True)):
-        raise ValueError(f"{name}: expected at least {least} and at most {most}, got {given}")
+        raise ValueError(f"{name}: expected at least {least} and at most {most}, got {brief(given)}")
     return x, y, z
 
 

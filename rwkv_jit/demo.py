@@ -97,7 +97,7 @@ def _head_sizes(op: str) -> Sequence[int | None]:
 @contextmanager
 def empty_cache() -> Iterator[None]:
     """Work in a temporary cache, where kernels are compiled whatever is stored elsewhere or remembered."""
-    with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:
+    with tempfile.TemporaryDirectory(prefix=env.TEMPORARY) as folder:
         before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
         os.environ["RWKVJIT_CACHE_DIR"] = folder
         kernel.forget()

@@ -183,6 +183,10 @@ def _arch(arch: str) -> Finding:
 
 
 def _cache() -> Iterator[Finding]:
+    if env.cache_fault():
+        fault, mend = _text_and_mend(env.cache_fault(), "unset RWKVJIT_CACHE_DIR")
+        yield Finding("cache", "warning", f"off, {fault}: every process compiles its kernels", mend)
+        return
     if not env.cache_is_on():
         yield Finding("cache", "warning", "off: every process compiles its kernels", "unset RWKVJIT_CACHE")
         return

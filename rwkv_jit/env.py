@@ -6,7 +6,12 @@ No variable starts with ``RWKV_JIT_``: ``RWKV_JIT_ON`` belongs to RWKV-LM.
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+from rwkv_jit.errors import brief
 
 DESCRIPTIONS = {
     "RWKVJIT_CACHE_DIR": "where compiled kernels are kept (default: the user's cache directory)",
@@ -20,31 +25,88 @@ DESCRIPTIONS = {
     "RWKVJIT_KEEP_SOURCE": "1: keep the source of every kernel that is compiled, in the cache directory",
     "RWKVJIT_LOG": "level of messages to standard error, e.g. info",
 }
+TEMPORARY = "rwkv_jit-temporary-"  # how the name of a directory begins whose kernels are deleted after the work
+
+_SWITCH = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_DECIDE_THE_DIRECTORY = ("RWKVJIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE", "LOCALAPPDATA")
+_NOWHERE = Path(os.devnull) / "rwkv_jit"  # can neither be read nor made
 
 
-def _is_on(name: str, default: str = "0") -> bool:
-    return (os.environ.get(name) or default) != "0"
+def check() -> None:
+    """Check the variables that are read after a kernel has been compiled, before one is.
+
+    Raises
+    ------
+    ValueError
+        Naming a variable that is set to something it cannot be.
+    """
+    for read in (cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, cache_max_bytes, log_level):
+        read()
+
+
+def _is_on(name: str, default: bool = False) -> bool:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    is_on = _SWITCH.get(text.lower())
+    if is_on is None:
+        raise ValueError(f"{name}: expected 0 or 1 (or false, no, off; true, yes, on), got {brief(text)}")
+    return is_on
 
 
 def cache_dir() -> Path:
-    """Return the user's directory, which holds one folder of kernels per architecture."""
-    chosen = os.environ.get("RWKVJIT_CACHE_DIR")
+    """Return the user's directory, which holds one folder of kernels per architecture.
+
+    Where `cache_fault` knows of none, it is a path that nothing can be read from or written to.
+    """
+    return _cache_dir(*map(os.environ.get, _DECIDE_THE_DIRECTORY))[0]
+
+
+def cache_fault() -> str:
+    """Return why kernels should be kept on the disk and cannot be, as there is no directory; empty where there is."""
+    return _cache_dir(*map(os.environ.get, _DECIDE_THE_DIRECTORY))[1] if _is_on("RWKVJIT_CACHE", default=True) else ""
+
+
+@cache
+def _cache_dir(chosen: str | None, *_: str | None) -> tuple[Path, str]:
     if chosen:
-        return Path(chosen).expanduser()
+        with suppress(RuntimeError):  # nobody's home
+            return Path(chosen).expanduser(), ""
+        return _NOWHERE, f"RWKVJIT_CACHE_DIR={brief(chosen)} names a home directory that there is not"
     import platformdirs
 
-    return platformdirs.user_cache_path("rwkv_jit", appauthor=False)
+    with suppress(RuntimeError):
+        path = platformdirs.user_cache_path("rwkv_jit", appauthor=False)
+        # Below a relative path every working directory would get a cache of its own.
+        if path.is_absolute():
+            return path, ""
+    return _NOWHERE, "the home directory is not known; set RWKVJIT_CACHE_DIR to a directory of your own"
+
+
+def cache_is_lasting() -> bool:
+    """Return whether later processes find what is written into the user's directory now."""
+    return cache_is_on() and not any(part.startswith(TEMPORARY) for part in cache_dir().parts)
 
 
 def cache_path() -> list[Path]:
     """Return the directories and bundles that kernels are read from after the user's directory."""
     parts = os.environ.get("RWKVJIT_CACHE_PATH", "").split(os.pathsep)
-    return [Path(part).expanduser() for part in parts if part]
+    return [_expanded(part) for part in parts if part]
+
+
+def _expanded(part: str) -> Path:
+    with suppress(RuntimeError):  # of a user that there is not; reading it says that it is not there
+        return Path(part).expanduser()
+    return Path(part)
 
 
 def cache_is_on() -> bool:
     """Return whether kernels are read from and written to the disk."""
-    return _is_on("RWKVJIT_CACHE", "1")
+    return _is_on("RWKVJIT_CACHE", default=True) and cache_dir() != _NOWHERE
 
 
 def cache_max_bytes() -> int:
@@ -57,12 +119,12 @@ def cache_max_bytes() -> int:
     """
     text = os.environ.get("RWKVJIT_CACHE_MAX_MB") or "512"
     try:
-        megabytes = float(text)
+        size = float(text) * 2**20
     except ValueError:
-        megabytes = -1.0
-    if not 0 <= megabytes < float("inf"):
-        raise ValueError(f"RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got {text!r}")
-    return int(megabytes * 2**20)
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise ValueError(f"RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got {brief(text)}")
+    return int(size)
 
 
 def cache_is_shared() -> bool:
@@ -91,8 +153,19 @@ def keep_source() -> bool:
 
 
 def log_level() -> str | None:
-    """Return the level asked for."""
-    return os.environ.get("RWKVJIT_LOG") or None
+    """Return the level asked for, in logging's capitals.
+
+    Raises
+    ------
+    ValueError
+        It is set to something else than a level.
+    """
+    text = os.environ.get("RWKVJIT_LOG")
+    if not text:
+        return None
+    if text.lower() not in _LEVELS:
+        raise ValueError(f"RWKVJIT_LOG: expected debug, info, warning or error, got {brief(text)}")
+    return text.upper()
 
 
 def workers() -> int:
@@ -101,7 +174,7 @@ def workers() -> int:
     ranks = 1
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
+        if re.fullmatch("0*[1-9][0-9]{0,8}", text):  # not our variables: what is no number of ranks counts for nothing
             ranks = int(text)
             break
     return max(1, cores // ranks)

@@ -8,6 +8,19 @@ RwkvJitError (RuntimeError)
 """
 
 
+def short(text: str, most: int = 200) -> str:
+    """Return a text for a message, of a long one the begin."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def brief(value: object, most: int = 200) -> str:
+    """Return the repr of a value for a message, of a long one the begin."""
+    try:
+        return short(repr(value), most)
+    except Exception:  # an int of too many digits, or a class whose repr fails
+        return f"a value of type {type(value).__name__} that cannot be printed"
+
+
 class RwkvJitError(RuntimeError):
     """Base of all errors of this package."""
 
@@ -19,9 +32,12 @@ class CompileError(RwkvJitError):
     ----------
     command : str
         Compiles the saved source once more, with the same options; empty where nothing could be saved.
+    is_lasting : bool
+        Whether the source is at fault, so that it would fail again; not where memory or the disk was short.
     """
 
     command = ""
+    is_lasting = False
 
 
 class NvrtcNotFoundError(RwkvJitError):

@@ -40,9 +40,11 @@ def libraries() -> list[str]:
 
 def assumed_identity() -> str | None:
     """Return the identity noted by an earlier process, without loading NVRTC, while its files are unchanged."""
+    if not env.cache_is_on():
+        return None
     root = env.cache_dir()
     if root not in _assumed:
-        note = read_note(root, _note_name()) if env.cache_is_on() else {}
+        note = read_note(root, _note_name())
         if not _is_current(note):
             return None
         _assumed[root] = str(note["identity"])
@@ -54,7 +56,7 @@ def _is_current(note: dict[str, Any]) -> bool:
         return bool(note["identity"] and note["libraries"]) and all(
             _stamp(path) == stamp for path, stamp in note["libraries"].items()
         )
-    except (OSError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

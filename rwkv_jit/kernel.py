@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rwkv_jit import cache, compiler, cuda, env, identity, stats
 from rwkv_jit.cache import Compiled
-from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError
+from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError, brief
 from rwkv_jit.template import Parameter, Rendered, Template
 
 
@@ -209,13 +209,30 @@ def get_all(requests: Sequence[Request]) -> list[Kernel]:
     """Return several kernels; those that are nowhere compile side by side, as NVRTC releases the interpreter lock."""
     found = [_serve(request, may_compile=False) for request in requests]
     missing = [request for request, kernel in zip(requests, found, strict=True) if kernel is None]
-    compiled = iter([get(*missing)] if len(missing) == 1 else list(_pool().map(get, missing)))
+    compiled = iter([get(*missing)] if len(missing) == 1 else _side_by_side(missing))
     return [next(compiled) if kernel is None else kernel for kernel in found]
 
 
+def _side_by_side(requests: Sequence[Request]) -> list[Kernel]:
+    futures = [get_async(request) for request in requests]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()  # where one has failed
+
+
 def get_async(request: Request) -> Future[Kernel]:
-    """Find or compile a kernel in the background."""
-    return _pool().submit(get, request)
+    """Find or compile a kernel in the background; in this thread where none can be started."""
+    try:
+        return _pool().submit(get, request)
+    except RuntimeError:  # as many as there may be, or the interpreter is about to end
+        future: Future[Kernel] = Future()
+        try:
+            future.set_result(get(request))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def _pool() -> ThreadPoolExecutor:
@@ -248,6 +265,7 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
             found = copy.copy(found)  # the same module; only where this request was served from differs
             found.origin = "memory"
         else:
+            env.check()
             rendered = request.template.render(request.parameters)
             found = _stored(request, rendered, _known_compilers())
             if found is None and may_compile:
@@ -294,12 +312,13 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
         if env.assert_cached():
             raise CompileError(
                 f"RWKVJIT_ASSERT_CACHED is set and {rendered.name} for {request.arch} with "
-                f"{dict(request.parameters)} is not in the cache"
+                f"{brief(dict(request.parameters), 2000)} is not in the cache"
             )
         try:
             compiled = _compile(request, rendered)
-        except (CompileError, ValueError) as error:
-            _process.failures[digest] = error
+        except (CompileError, UnsupportedConfigError) as error:
+            if not isinstance(error, CompileError) or error.is_lasting:
+                _process.failures[digest] = error
             raise
         return _keep(request, rendered, compiled)
 
@@ -315,7 +334,7 @@ def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel |
 
 def _compile(request: Request, rendered: Rendered) -> Compiled:
     request.template.check(request.parameters)
-    with stats.say_if_slow(f"compiling {rendered.name} for {request.arch}; {_where_kept()}"):
+    with stats.say_if_slow(f"compiling {rendered.name} for {request.arch}{_where_kept()}"):
         compiled = compiler.compile(rendered, request.arch, request.parameters)
     stats.count("compile_seconds", compiled.seconds)
     stats.logger.info("compiled %s for %s in %.0f ms", rendered.name, request.arch, 1e3 * compiled.seconds)
@@ -324,6 +343,8 @@ def _compile(request: Request, rendered: Rendered) -> Compiled:
 
 def _keep(request: Request, rendered: Rendered, compiled: Compiled) -> Kernel:
     """Publish a kernel that was compiled, and where that is asked for its source."""
+    if env.cache_fault():
+        stats.say_once(f"kernels are kept in memory only: {env.cache_fault()}", key="no directory")
     kernel = Kernel(request, rendered, compiled, "compiled", identity.identity())
     cache.put(*kernel.entry())
     if env.keep_source():
@@ -335,4 +356,6 @@ def _keep(request: Request, rendered: Rendered, compiled: Compiled) -> Kernel:
 
 
 def _where_kept() -> str:
-    return f"later processes find it in {env.cache_dir()}" if env.cache_is_on() else "the cache on disk is off"
+    if env.cache_is_lasting():
+        return f"; later processes find it in {env.cache_dir()}"
+    return "" if env.cache_is_on() else "; the cache on disk is off"

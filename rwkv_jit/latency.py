@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rwkv_jit import env
+
 PROCESSES = 16
 _KERNELS = [24, 32, 40, 48, 56, 64, 72, 80]  # head sizes
 _ARCH = "sm_90"
@@ -163,7 +165,7 @@ def _together() -> dict[str, Any]:
 
 def _start_together(count: int) -> list[tuple[str, float]]:
     """Let processes that have imported everything ask for one kernel at once, from an empty cache."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix=env.TEMPORARY) as folder:
         command = [sys.executable, "-c", _TOGETHER, _ARCH, "[64]"]
         environment = {**os.environ, "RWKVJIT_CACHE_DIR": str(Path(folder) / "cache")}
         pipe = subprocess.PIPE

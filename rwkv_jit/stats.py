@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,7 +96,8 @@ def say_if_slow(message: str) -> Iterator[None]:
     configure_logging()
     timer = threading.Timer(_QUIET_SECONDS, logger.warning, [message])
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # no thread can be had: then without the message
+        timer.start()
     try:
         yield
     finally:
@@ -113,12 +114,10 @@ def configure_logging() -> None:
     """
     level = env.log_level()
     if level and not logger.handlers:
-        if not isinstance(logging.getLevelName(level.upper()), int):
-            raise ValueError(f"RWKVJIT_LOG: expected debug, info, warning or error, got {level!r}")
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("rwkv_jit: %(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(level.upper())
+        logger.setLevel(level)
         logger.propagate = False
 
 

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.errors import UnsupportedConfigError, brief, short
 
 Parameter = int | bool | float | str
 STORAGE_TYPES = ("fp16", "bf16", "fp32")
 _LARGEST_FLOAT = 3.4028234663852886e38
 _WORD = re.compile(r"\w+")
 _CONSTANT = re.compile(r"\bconstexpr \w+ (\w+) =")
-_INCLUDE = re.compile(r'#[ \t]*include "([^"\n]+)"')  # not anchored to a line: that would be ten times slower
+_DEFINED = re.compile(r"#\s*define\s+(\w+)")
+# Declared: `float x[4]`, `int row = 0`, `const float* __restrict__ y,`, `float *z)`; not `return SIZE;` or `2 * SIZE;`.
+_DECLARED = re.compile(
+    r"\b(?!(?:return|case|else|goto|throw|new|delete|sizeof|and|or|not)\b)"
+    r"(?:[A-Za-z_]\w*[*&]*\s|(?:auto|bool|char|double|float|int|void)\s+[*&]+)\s*([a-z]\w*)\s*(?:[=;,)[({]|:(?!:))"
+)
+_NOT_IN_A_NAME = re.compile(r"[^\w .+-]")
+# An include as nearly all are, or what may be another one. Not anchored to a line: that would be ten times slower.
+_INCLUDE = re.compile(r'#[^\S\n]*(?:include[^\S\n]*"([^"\n]+)"|/\*|import|embed|\w*\\\n)')
+_READS_A_FILE = re.compile(
+    r"^[^\S\n]*(?:#|%:|\?\?=)[^\S\n]*(include\w*|import|embed)\b(.*)|\b__has_(?:include|embed)\w*", re.MULTILINE
+)
+# What is no code, or ends a line: a raw string, another one, a character, both kinds of comments.
+_TOKEN = re.compile(
+    r"""R"([^\s()\\]*)\([\s\S]*?\)\1"|"(?:\\[\s\S]|[^"\\\n])*"|'(?:\\.|[^'\\\n]){1,10}'"""
+    r"""|//(?:\\\n|[^\n])*|/\*[\s\S]*?(?:\*/|\Z)|\\\n|\n"""
+)
 
 
 @dataclass(frozen=True)
@@ -57,11 +73,13 @@ class Template:
         ValueError
             Naming the parameter it does not have.
         """
-        text = self.body + "".join(text for _, text in self.headers)
-        known = set(_WORD.findall(text)) - set(_CONSTANT.findall(text))
+        text = "\n".join([self.body, *(text for _, text in self.headers)])
+        code = _code(text, with_strings=False)
+        own = (name for pattern in (_CONSTANT, _DEFINED, _DECLARED) for name in pattern.findall(code))
+        known = set(_WORD.findall(text)) - set(own)
         for parameter in parameters:
             if parameter not in known:
-                raise ValueError(f"template {self.name} has no parameter {parameter}")
+                raise ValueError(f"template {self.name} has no parameter {short(parameter)}")
 
 
 def directory() -> Path:
@@ -87,17 +105,22 @@ def library(name: str) -> Template:
     """
     path = directory() / f"{name}.cu"
     if not path.is_file():
-        raise UnsupportedConfigError(f"no kernel template {name!r}; there are: {', '.join(names())}")
+        raise UnsupportedConfigError(f"no kernel template {brief(name)}; there are: {', '.join(names())}")
     return read(path)
 
 
 def read(path: Path) -> Template:
     """Read any template; its headers lie beside it or are the library's own.
 
+    NVRTC is given these texts, and takes a file that has none from the disk. Its kernel would not change with that
+    file, as the cache goes by the texts; so whatever may read a file is found here, or refused.
+
     Raises
     ------
     OSError
         The file or one of its headers cannot be read.
+    ValueError
+        A header's name cannot be one, or it is not text in UTF-8; or a text may read a file that is not named there.
     """
     body = path.read_text(encoding="utf-8")
     found: dict[str, str] = {}
@@ -105,40 +128,96 @@ def read(path: Path) -> Template:
     while wanted:
         header, includer = wanted.pop()
         if header not in found:
-            beside = path.parent / header
-            try:
-                found[header] = (beside if beside.is_file() else directory() / header).read_text(encoding="utf-8")
-            except FileNotFoundError:
-                where = f"neither beside {path} nor among the library's own headers"
-                raise FileNotFoundError(f'"{header}", which {includer} includes, lies {where}') from None
+            found[header] = _header(header, includer, path)
             wanted += _includes(found[header], header)
-    return Template(path.stem, body, tuple(sorted(found.items())))
+    # The name stands in a `#line`, in file names and in messages.
+    return Template(_NOT_IN_A_NAME.sub("_", path.stem), body, tuple(sorted(found.items())))
+
+
+def _header(name: str, includer: str, path: Path) -> str:
+    what = f'"{short(name)}", which {includer} includes,'
+    beside = path.parent / name
+    try:
+        return (beside if beside.is_file() else directory() / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        where = f"neither beside {path} nor among the library's own headers"
+        raise FileNotFoundError(f"{what} lies {where}") from None
+    except OSError as error:
+        raise type(error)(f"{what} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not text in UTF-8 ({error})") from None
+    except ValueError as error:  # a NUL in the name
+        raise ValueError(f"{brief(name)}, which {includer} includes, cannot be read: {error}") from None
 
 
 def _includes(text: str, name: str) -> list[tuple[str, str]]:
-    """Return the headers that a text includes in quotes, each with the name of the text; comments do not count."""
-    lines = (
-        (text[text.rfind("\n", 0, match.start()) + 1 : match.start()], match[1]) for match in _INCLUDE.finditer(text)
-    )
-    return [(header, name) for before, header in lines if not before.strip()]
+    """Return the headers that a text includes in quotes, each with the name of the text; comments do not count.
+
+    Raises
+    ------
+    ValueError
+        The text may read a file that is not known by its words.
+    """
+    plain = []
+    is_plain = not ("\\" in text and "%:" in text)  # which is another # and may stand before a word on two lines
+    for match in _INCLUDE.finditer(text):
+        if match[1] and not text[text.rfind("\n", 0, match.start()) + 1 : match.start()].strip():
+            plain.append((match[1], name))
+        else:
+            is_plain = False
+    if is_plain and text.count("include") == len(plain):
+        return plain
+    return list(_includes_of_code(_code(text), name))  # takes longer, and is needed by few files
+
+
+def _includes_of_code(code: str, name: str) -> Iterator[tuple[str, str]]:
+    for match in _READS_A_FILE.finditer(code):
+        what = (match[2] or "").strip()
+        if match[1] == "include" and what.startswith('"') and '"' in what[1:]:
+            yield what[1:].split('"')[0], name
+        # Between angle brackets NVRTC finds what it was given, and nothing on the disk but by an absolute name.
+        elif match[1] != "include" or not re.match(r"<\s*[^\s/\\:>][^:>]*>", what):
+            line = code.count("\n", 0, match.start()) + 1
+            raise ValueError(
+                f"{name}, line {line}: {brief(match[0].strip())} may read a file that the cache cannot see; include "
+                'headers as #include "NAME", with the name itself in quotes'
+            )
+
+
+def _code(text: str, with_strings: bool = True) -> str:
+    """Return a text without comments, continued lines joined; each line begins at the number it had."""
+    owed = 0  # line ends that were taken out of the line so far
+
+    def kept(match: re.Match[str]) -> str:
+        nonlocal owed
+        token = match[0]
+        if token == "\n":
+            ends, owed = 1 + owed, 0
+            return "\n" * ends
+        if with_strings and token[0] in "\"'":
+            return token.replace("\\\n", "")
+        owed += token.count("\n")
+        return "" if token == "\\\n" else " "
+
+    return _TOKEN.sub(kept, text)
 
 
 def _line(name: str, value: Parameter) -> str:
     """`using T_IO = bf16;`, `constexpr int HEAD_SIZE = 48;` or `constexpr auto DECAY = Decay::raw;`."""
     if name.startswith("T_"):
         if value not in STORAGE_TYPES:
-            raise ValueError(f"parameter {name}: expected one of {', '.join(STORAGE_TYPES)}, got {value!r}")
+            raise ValueError(f"parameter {name}: expected one of {', '.join(STORAGE_TYPES)}, got {brief(value)}")
         return f"using {name} = {value};"
     if isinstance(value, bool):
         return f"constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, int):
         if not -(2**31) <= value < 2**31:
-            raise ValueError(f"parameter {name}: expected a 32-bit integer, got {value}")
+            raise ValueError(f"parameter {name}: expected a 32-bit integer, got {brief(value)}")
         return f"constexpr int {name} = {int(value)};"
     if isinstance(value, float):
         if not abs(value) <= _LARGEST_FLOAT:
             raise ValueError(f"parameter {name}: expected a finite 32-bit float, got {value}")
         return f"constexpr float {name} = {float(value)!r}f;"
     if not isinstance(value, str) or not value.isidentifier():
-        raise TypeError(f"parameter {name}: expected an int, a float, a bool or an identifier, got {value!r}")
+        raise TypeError(f"parameter {name}: expected an int, a float, a bool or an identifier, got {brief(value)}")
     return f"constexpr auto {name} = {name.title().replace('_', '')}::{value};"

@@ -138,6 +138,16 @@ def test_changed_header_is_another_kernel(scale, scale_path):
 # ---- where a kernel comes from -----------------------------------------------------------------------------------
 
 
+def test_changed_header_is_another_kernel_however_it_is_included(tmp_path):
+    (tmp_path / "own.cu").write_text('#include"h.cuh"\nextern "C" __global__ void k(int* x) { *x = STEP + N; }\n')
+    found = []
+    for text in ("#define STEP 1\n", "#define STEP 1000\n"):
+        (tmp_path / "h.cuh").write_text(text)
+        found.append(rwkv_jit.Template(tmp_path / "own.cu").specialize(arch="sm_90", N=1))
+    assert [each.origin for each in found] == ["compiled", "compiled"]
+    assert found[0].cubin != found[1].cubin
+
+
 def test_kernel_comes_from_the_compiler_then_from_memory_then_from_disk(scale, scale_path):
     compiled, memory = specialize(scale), specialize(rwkv_jit.Template(scale_path))
     kernel.forget()

@@ -325,6 +325,30 @@ def test_warm_under_torchrun_compiles_each_kernel_once_in_all(start, node, run, 
         assert (code, bool(printed), ending in printed) == (0, bool(ending), True)
 
 
+NO_HOME = """
+import os, platformdirs
+def unknown(*_, **__):
+    raise RuntimeError("could not determine the home directory")
+platformdirs.user_cache_path = unknown
+"""
+
+
+def test_without_a_home_kernels_are_kept_in_memory_and_one_message_says_so(get, tmp_path):
+    code = NO_HOME + GET.replace(
+        "loaded =", "request = request._replace(parameters={'SIZE': 2})\nassert kernel.get(request)\nloaded ="
+    )
+    removed = ["RWKVJIT_CACHE_DIR", "XDG_CACHE_HOME", "CUPY_CACHE_DIR"]
+    told = get(code=code, env={"HOME": "nowhere"}, remove=removed)
+    assert (told["origin"], told["compiled"], told["bytes_written"]) == ("compiled", 2, 0)
+    assert told["warnings"] == [
+        "kernels are kept in memory only: the home directory is not known; "
+        "set RWKVJIT_CACHE_DIR to a directory of your own"
+    ]
+    told = get(code=code, env={"HOME": "nowhere", "RWKVJIT_CACHE": "0"}, remove=removed)
+    assert (told["origin"], told["warnings"]) == ("compiled", [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.cu"]
+
+
 # ---- forks -------------------------------------------------------------------------------------------------------
 
 FORK = """
@@ -363,6 +387,51 @@ def test_child_forked_in_the_middle_of_a_compile_compiles_and_waits_as_any_proce
     process.stdin.flush()
     lines = process.communicate(timeout=300)[0].splitlines()
     assert sorted(lines) == ["child disk", "go on", "parent compiled", "status 0"]
+
+
+FORK_IN_NVRTC = """
+import os, signal, sys, threading
+from pathlib import Path
+from rwkv_jit import cuda, kernel, template
+read = template.read(Path(sys.argv[1]))
+nvrtc = cuda.nvrtc()
+compile, inside, is_inside = nvrtc.compileProgram, threading.Event(), False
+def told(*arguments):
+    global is_inside
+    is_inside = True
+    inside.set()
+    compile(*arguments)
+    is_inside = False
+nvrtc.compileProgram = told
+def get(size):
+    return kernel.get(kernel.Request(read, {"SIZE": size}, "sm_90"))
+thread = threading.Thread(target=get, args=[200])
+thread.start()
+inside.wait()
+assert is_inside
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    assert not is_inside, "forked inside NVRTC"
+    assert get(1).origin == "compiled"
+    os._exit(0)
+thread.join()
+assert get(2).origin == "compiled"  # the gate is open again
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_fork_waits_for_a_thread_inside_the_compiler(tiny, tmp_path, child):
+    tiny(
+        text="""
+extern "C" __global__ void fill(float* x) {
+    #pragma unroll
+    for (int i = 0; i < SIZE; i++) x[i] = __expf(x[i]) + x[i + 1] * i;
+}
+"""
+    )
+    done = child(FORK_IN_NVRTC, tmp_path / "tiny.cu")
+    assert done.stdout == "0\n", done.stderr
 
 
 # ---- bundles -----------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from rwkv_jit import cache, compiler, identity, kernel, stats
+from rwkv_jit import cache, compiler, cuda, demo, identity, kernel, stats
 from rwkv_jit.cache import bundle
 from rwkv_jit.errors import CompileError
-from rwkv_jit.template import Template
+from rwkv_jit.template import Template, read
 
 BROKEN = '#include "types.cuh"\nextern "C" __global__ void fill(float* x) {\n    *x = SIZE + missing;\n}\n'
 
@@ -116,6 +116,12 @@ def test_slow_compile_without_a_cache_says_so(slow_compiler, tiny, caplog, monke
     monkeypatch.setenv("RWKVJIT_CACHE", "0")
     kernel.get(tiny())
     assert caplog.messages == ["compiling tiny for sm_90; the cache on disk is off"]
+
+
+def test_slow_compile_in_a_temporary_cache_names_no_directory(slow_compiler, tiny, caplog):
+    with demo.empty_cache():
+        kernel.get(tiny())
+    assert caplog.messages == ["compiling tiny for sm_90"]
 
 
 def test_quick_compile_is_silent_but_for_one_line_of_information(tiny, caplog, monkeypatch):
@@ -262,6 +268,61 @@ def test_command_of_an_error_runs_and_fails_alike(tiny, fresh_service):
     assert [line for line in done.stderr.splitlines() if line in logged(error)] == logged(error)
 
 
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_compiled_where_no_thread_can_be_started(tiny, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(kernel._process, "pool", None)
+    assert [each.origin for each in kernel.get_all([tiny(1), tiny(2)])] == ["compiled", "compiled"]
+    assert kernel.get_async(tiny(3)).result().origin == "compiled"
+    with pytest.raises(CompileError):
+        kernel.get_all([tiny(4, text=BROKEN), tiny(5, text=BROKEN)])
+
+
+AT_EXIT = """
+import atexit, sys
+from pathlib import Path
+from rwkv_jit import kernel, template
+read = template.read(Path(sys.argv[1]))
+requests = [kernel.Request(read, {"SIZE": size}, "sm_90") for size in (1, 2)]
+atexit.register(lambda: print([each.origin for each in kernel.get_all(requests)]))
+"""
+
+
+def test_kernels_are_compiled_when_the_interpreter_ends(tiny, child, tmp_path):
+    tiny()
+    assert child(AT_EXIT, tmp_path / "tiny.cu").stdout == "['compiled', 'compiled']\n"
+
+
+# ---- saved sources -----------------------------------------------------------------------------------------------
+
+
+def test_command_of_an_error_in_a_temporary_cache_lasts(tiny):
+    with demo.empty_cache(), pytest.raises(CompileError) as caught:
+        kernel.get(tiny(text=BROKEN))
+    assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
+
+
+@pytest.mark.parametrize("name", ['" + str(open("PWNED", "w")) + "', 'a"b', "new\nline", "back\\slash", "x{y}'"])
+def test_name_of_a_template_is_no_code(name, tmp_path, monkeypatch):
+    path = tmp_path / f"{name}.cu"
+    path.write_text('extern "C" __global__ void fill(float* x) { *x = SIZE; }\n', encoding="utf-8")
+    assert kernel.get(kernel.Request(read(path), {"SIZE": 1}, "sm_90")).origin == "compiled"
+    path.write_text(BROKEN, encoding="utf-8")
+    with pytest.raises(CompileError, match='.cu.3.: error: identifier "missing" is undefined') as caught:
+        kernel.get(kernel.Request(read(path), {"SIZE": 1}, "sm_90"))
+    monkeypatch.chdir(tmp_path)
+    assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
+    evil = Template(name, BROKEN, (("types.cuh", ""), (f"{name}.cuh", "")))  # of a name that read() would not give
+    program = compiler.save_source(tmp_path, evil.render({"SIZE": 1}), "sm_90")
+    run(shlex.join([sys.executable, str(program)]))
+    assert not (tmp_path / "PWNED").exists()
+
+
 @pytest.mark.parametrize("trouble", ["a file in the way", "a folder of another", "the cache is off"])
 def test_what_failed_is_saved_among_temporary_files_where_the_cache_cannot_take_it(
     trouble, tiny, fresh_service, monkeypatch, give_away
@@ -300,6 +361,65 @@ def test_command_of_a_template_in_another_folder_with_headers_in_folders_runs(tm
     assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
 
 
+@pytest.mark.parametrize(
+    ("log", "is_remembered"),
+    [
+        ("tiny.cu(1): catastrophic error: out of memory\n  int x;\n", False),
+        ("ptxas fatal   : Memory allocation failure\n", False),
+        ("", False),
+        ('tiny.cu(1): error: identifier "y" is undefined\n', True),
+        ('tiny.cu(1): error #20-D: identifier "y" is undefined\n', True),
+        ("ptxas error   : Entry function 'k' uses too much shared data (0xc3500 bytes, 0xc000 max)\n", True),
+    ],
+)
+def test_failure_that_passes_is_not_remembered(log, is_remembered, tiny, calls, monkeypatch):
+    nvrtc = cuda.nvrtc()
+
+    class Failing:
+        """NVRTC, which fails in this way."""
+
+        def __getattr__(self, name):
+            return getattr(nvrtc, name)
+
+        def compileProgram(self, program, options):
+            raise nvrtc.NVRTCError(6)
+
+        def getProgramLog(self, program):
+            return log
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "nvrtc", Failing)
+        with pytest.raises(CompileError):
+            kernel.get(tiny())
+    if is_remembered:
+        with pytest.raises(CompileError):
+            kernel.get(tiny())
+        assert len(calls) == 1
+    else:
+        assert kernel.get(tiny()).origin == "compiled"
+
+
+def test_program_that_cannot_be_made_is_an_error_of_ours(tiny, monkeypatch):
+    nvrtc = cuda.nvrtc()
+
+    def full(*_):
+        raise nvrtc.NVRTCError(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "createProgram", full)
+        with pytest.raises(CompileError, match="NVRTC_ERROR_OUT_OF_MEMORY"):
+            kernel.get(tiny())
+    assert kernel.get(tiny()).origin == "compiled"
+
+
+def test_long_values_and_lines_are_shown_in_part(tiny):
+    text = BROKEN.replace("missing", "missing + LEVEL /*" + 10**5 * "x" + "*/")
+    request = tiny(text=text)._replace(parameters={"SIZE": 1, "LEVEL": 10**4 * "y"})
+    with pytest.raises(CompileError, match=r"with LEVEL=y{200}\.\.\. .10000 characters., SIZE=1") as caught:
+        kernel.get(request)
+    assert len(str(caught.value)) < 30_000
+
+
 def test_missing_compiler_is_no_failure_of_the_kernel(tiny, monkeypatch):
     from rwkv_jit import cuda
     from rwkv_jit.errors import NvrtcNotFoundError
@@ -315,10 +435,15 @@ def test_missing_compiler_is_no_failure_of_the_kernel(tiny, monkeypatch):
     assert kernel.get(tiny()).origin == "compiled"
 
 
-def test_wrong_setting_is_not_remembered_as_a_failure_of_the_kernel(tiny, monkeypatch, tmp_path):
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "much")
-    with pytest.raises(ValueError, match="RWKVJIT_CACHE_MAX_MB"):
-        kernel.get(tiny(0))
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "512")
-    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "another"))  # it was stored before the setting was read
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RWKVJIT_CACHE_MAX_MB", "1e308"), ("RWKVJIT_LOG", "nonsense"), ("RWKVJIT_KEEP_SOURCE", "maybe")],
+)
+def test_wrong_setting_is_an_error_of_every_call_before_anything_is_compiled(name, value, tiny, calls, monkeypatch):
+    monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{name}: expected .*, got '{value}'$"):
+            kernel.get(tiny(0))
+    assert (calls, cache.entries()) == ([], [])
+    monkeypatch.delenv(name)
     assert kernel.get(tiny(0)).origin == "compiled"

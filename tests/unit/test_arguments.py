@@ -403,6 +403,15 @@ WRONG_SPECIALIZATIONS = {
     "arch with a dot": ({"arch": "sm_9.0"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_9.0'"),
     "arch with more": ({"arch": "sm_90 -G"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 'sm_90 -G'"),
     "arch path": ({"arch": "../sm_90"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got '../sm_90'"),
+    **{
+        f"arch {ascii(arch)}": ({"arch": arch}, ValueError, f"arch: expected sm_NN, sm_NNa or compute_NN, got {arch!r}")
+        for arch in ("sm_9٠", "sm_00090", "sm_9", "sm_9999", "sm_90A", "sm_90\n", "SM_90", "sm_90af", "")
+    },
+    **{
+        f"arch {arch}": ({"arch": arch}, ValueError, f"arch: expected sm_{first} or newer before '{arch[-1]}', got")
+        for arch, first in {"sm_75a": 90, "compute_89a": 90, "sm_90f": 100, "compute_90f": 100}.items()
+    },
+    "arch long": ({"arch": "x" * 10**5}, ValueError, "got 'xxx" + 196 * "x" + "... (100002 characters)"),
     "arch None": ({"arch": None}, ValueError, "arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'"),
     "direction": ({"direction": "both"}, ValueError, "direction: expected one of forward, backward, got 'both'"),
     "backend": (

@@ -91,6 +91,7 @@ def test_no_command_prints_the_commands(run):
         (["show", "wkv7"], ["--head-size", "required"]),
         (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
         (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),
+        (["cache", "prune", "--max-mb", "1e308"], ["--max-mb", "at least 0", "'1e308'"]),
         (["cache", "prune", "--max-mb", "nan"], ["--max-mb", "at least 0", "'nan'"]),
         (["cache", "show", "nothing"], ["rwkv-jit cache show: name:", "'nothing'", "`rwkv-jit cache list`"]),
         (["cache", "export", "x.bundle"], ["rwkv-jit cache export: x.bundle", "no intact kernel", "`rwkv-jit build`"]),
@@ -309,6 +310,10 @@ def test_list_of_nothing(run, monkeypatch):
     put()
     monkeypatch.setenv("RWKVJIT_CACHE", "0")
     assert run("cache", "list") == (0, "RWKVJIT_CACHE=0 turns the cache off\n", "")
+    monkeypatch.delenv("RWKVJIT_CACHE")
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
+    code, printed, _ = run("cache", "list")
+    assert (code, printed) == (0, "RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not\n")
 
 
 def test_listing_does_not_count_as_use(run):

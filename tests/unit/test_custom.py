@@ -70,12 +70,25 @@ def test_headers_lie_beside_the_file_or_are_the_librarys_own(kind, tmp_path):
         ("mine.txt", ValueError, "path: expected a .cu file, got .*mine.txt"),
         ("cubin.cu", ValueError, "path: expected text in UTF-8, got .*cubin.cu"),
         ("direct.cu", FileNotFoundError, '"gone.cuh", which direct.cu includes, lies neither beside .*direct.cu nor'),
-        ("indirect.cu", FileNotFoundError, '"sub/gone.cuh", which second.cuh includes, lies neither beside'),
+        ("indirect.cu", FileNotFoundError, '^path: "sub/gone.cuh", which second.cuh includes, lies neither beside'),
+        ("opens.cu", ValueError, "^path: opens.cu, line 2: '#include </x.cuh>' may read a file that"),
+        ("nul.cu", ValueError, r"^path: 'a\\x00b', which nul.cu includes, cannot be read: embedded null"),
+        (
+            "long.cu",
+            OSError,
+            r'^path: "x{200}... .300 characters.", which long.cu includes, cannot be read: File name too',
+        ),
+        ("y" * 300 + ".cu", OSError, r"^path: .*y... .* characters. cannot be read: File name too long"),
+        ("nul\0.cu", FileNotFoundError, "^path: there is no file"),
+        ("z" * 10**5, ValueError, r"^path: expected a .cu file, got .{200}\.\.\. .* characters.$"),
     ],
 )
 def test_file_that_is_no_template(path, error, message, tmp_path):
     (tmp_path / "folder.cu").mkdir()
     write(tmp_path / "mine.txt", "")
+    write(tmp_path / "opens.cu", "\n#include </x.cuh>\n")
+    write(tmp_path / "nul.cu", '#include "a\0b"\n')
+    write(tmp_path / "long.cu", f'#include "{"x" * 300}"\n')
     (tmp_path / "cubin.cu").write_bytes(b"\x7fELF\xff\xfe")
     write(tmp_path / "direct.cu", '#include "types.cuh"\n#include "gone.cuh"\n')
     write(tmp_path / "indirect.cu", '#include "first.cuh"\n#include "tile.cuh"\n')
@@ -130,6 +143,7 @@ def test_dtypes_and_numpy_scalars_become_what_the_template_takes(mine, requests)
         ({"SIZE": 2**31}, ValueError, "SIZE: expected a 32-bit integer, got 2147483648"),
         ({"RATE": float("nan")}, ValueError, "RATE: expected a finite 32-bit float, got nan"),
         ({"arch": "h100"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 'h100'"),
+        ({"SIZE": [0] * 10**5}, TypeError, r"SIZE: expected an int, .*, got \[0, 0, .{1,250} characters.$"),
         ({"arch": 90}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 90"),
     ],
 )
@@ -203,8 +217,9 @@ def test_array_of_another_library_is_the_address_of_its_first_element(scale, gpu
         (numpy.longdouble(1), TypeError, "argument 2: expected a CUDA tensor, .*, got longdouble"),
         (2**63, ValueError, "argument 2: expected an int of 64 bits, got 9223372036854775808"),
         (-(2**63) - 1, ValueError, "argument 2: expected an int of 64 bits, got -9223372036854775809"),
+        (1 << 20000, ValueError, "argument 2: expected an int of 64 bits, got a value of type int that cannot be"),
     ],
-    ids=str,
+    ids=range(12),
 )
 def test_argument_that_cannot_be_passed_is_named_and_nothing_is_launched(wrong, error, message, scale, gpus):
     arguments = cuda_tensor(), wrong, numpy.float32(0.5)

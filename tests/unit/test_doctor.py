@@ -334,6 +334,13 @@ def test_cache_that_is_off(monkeypatch, fresh_service):
         ("cache", "warning", "unset RWKVJIT_CACHE")
     ]
     assert not fresh_service.exists()
+    monkeypatch.delenv("RWKVJIT_CACHE")
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
+    assert found(doctor._cache) == [(
+        "cache", "warning",
+        "off, RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not: every process compiles its "
+        "kernels", "unset RWKVJIT_CACHE_DIR",
+    )]  # fmt: skip
 
 
 def test_layers(tmp_path, monkeypatch, fresh_service):

@@ -10,10 +10,11 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cuda, env, stats
+from rwkv_jit import cuda, env, errors, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
@@ -192,23 +193,86 @@ def test_command_installs_what_the_extra_does(extra, command, root):
 IMPORT_CUPY = """
 import os
 from rwkv_jit import cuda
+make = cuda._private_folder
+def told():
+    folder = make()
+    status = os.stat(folder)
+    print(folder, oct(status.st_mode & 0o777), status.st_uid == os.getuid())
+    return folder
+cuda._private_folder = told
 assert cuda.cupy().__name__ == "cupy"
 assert cuda.nvrtc().getVersion() >= (12, 0)
 print(os.environ.get("CUPY_CACHE_DIR", "default"))
+"""
+NOBODY = """
+import os, pwd
+def unknown(uid):
+    raise KeyError(uid)
+pwd.getpwuid = unknown
+"""
+NO_INODES = """
+import os
+real = os.mkdir
+def full(path, *more, **named):
+    if "/home" in os.fspath(path):
+        raise OSError(28, "No space left on device", path)
+    real(path, *more, **named)
+os.mkdir = full
+"""
+NO_TEMPORARY_DIRECTORY = """
+import tempfile
+tempfile._candidate_tempdir_list = lambda: []
 """
 
 
 def test_cupy_is_imported_where_the_home_cannot_be_written(child, read_only, tmp_path):
     home = read_only(tmp_path / "home")
     done = child(IMPORT_CUPY, unprivileged=True, env={"HOME": str(home)}, remove=["CUPY_CACHE_DIR"])
-    assert not Path(done.stdout.strip()).is_relative_to(home)
-    assert done.stdout.strip() != "default"
+    told, variable = done.stdout.splitlines()
+    folder, mode, is_own = told.split()
+    assert (mode, is_own, variable) == ("0o700", "True", "default")
+    assert not Path(folder).is_relative_to(home)
+    assert not Path(folder).exists()  # it went with the process
     assert list(home.iterdir()) == []
 
 
-def test_cupy_is_imported_where_the_home_is_no_directory(child, tmp_path):
+@pytest.mark.parametrize(
+    ("home", "trouble"),
+    [("nowhere", ""), ("HERE/file/home", ""), (None, NOBODY), ("HERE/home", NO_INODES)],
+    ids=["relative", "no directory", "unknown", "without inodes"],
+)
+def test_cupy_is_imported_whatever_the_home_is(home, trouble, child, tmp_path):
     (tmp_path / "file").touch(0o644)
-    child(IMPORT_CUPY, env={"HOME": str(tmp_path / "file" / "home")}, remove=["CUPY_CACHE_DIR"])
+    environment = {"HOME": home.replace("HERE", str(tmp_path))} if home else {}
+    removed = ["CUPY_CACHE_DIR"] if home else ["CUPY_CACHE_DIR", "HOME"]
+    done = child(trouble + IMPORT_CUPY, env=environment, remove=removed)
+    assert " 0o700 True\ndefault\n" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_cupy_is_imported_where_no_directory_can_be_made(child):
+    done = child(
+        NO_TEMPORARY_DIRECTORY + IMPORT_CUPY.replace("cuda._private_folder = told", ""),
+        env={"HOME": "nowhere"}, remove=["CUPY_CACHE_DIR"],
+    )  # fmt: skip
+    assert done.stdout == "default\n"
+
+
+def test_folder_for_cupy_outlives_a_process_that_has_forked(child):
+    done = child(
+        IMPORT_CUPY + "child = os.fork()\nif child:\n    os.waitpid(child, 0)\n",
+        env={"HOME": "nowhere"}, remove=["CUPY_CACHE_DIR"],
+    )  # fmt: skip
+    folder = Path(done.stdout.split()[0])
+    assert folder.is_dir()
+    folder.rmdir()
+
+
+def test_folder_that_cupy_cannot_make_is_an_error_that_names_it(child, tmp_path):
+    (tmp_path / "file").touch()
+    code = "from rwkv_jit import cuda\ntry:\n    cuda.cupy()\nexcept RuntimeError as error:\n    print(error)\n"
+    done = child(code, env={"CUPY_CACHE_DIR": str(tmp_path / "file" / "cupy")})
+    assert f"cannot be imported ([Errno 20] Not a directory: '{tmp_path}/file/cupy')" in done.stdout
 
 
 def test_cupys_own_cache_setting_is_left_alone(child, tmp_path):
@@ -222,11 +286,76 @@ def test_cupys_own_cache_setting_is_left_alone(child, tmp_path):
 # ---- variables, messages, report ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
-def test_assert_cached_is_on_unless_empty_or_zero(value, expected, monkeypatch):
-    if value is not None:
-        monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", value)
-    assert env.assert_cached() is expected
+SWITCHES = {
+    "RWKVJIT_CACHE": env.cache_is_on,
+    "RWKVJIT_CACHE_SHARED": env.cache_is_shared,
+    "RWKVJIT_ASSERT_CACHED": env.assert_cached,
+    "RWKVJIT_LINEINFO": env.lineinfo,
+    "RWKVJIT_KEEP_SOURCE": env.keep_source,
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switch_is_read_as_people_write_it(name, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    by_default = name == "RWKVJIT_CACHE"
+    assert SWITCHES[name]() is by_default
+    for value in ("", *"01", "false", "True", "NO", "yes", "Off", "on"):
+        monkeypatch.setenv(name, value)
+        assert SWITCHES[name]() is {"": by_default, "0": False, "false": False, "NO": False, "Off": False}.get(
+            value, True
+        ), value
+    for value in ("00", "2", "y", "nein", " 1", "x" * 100_000):
+        monkeypatch.setenv(name, value)
+        for ask in (SWITCHES[name], env.check):
+            with pytest.raises(ValueError, match=f"^{name}: expected 0 or 1 .or false, no, off; true, yes, on., got "):
+                ask()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RWKVJIT_CACHE_MAX_MB", value) for value in ("much", "-1", "nan", "inf", "1e308")] + [("RWKVJIT_LOG", "loud")],
+)
+def test_setting_that_cannot_be_is_found_by_the_check(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got '{value}'$"):
+        env.check()
+
+
+def test_a_large_size_is_one(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0.5")
+    assert env.cache_max_bytes() == 2**19
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "1e300")
+    assert env.cache_max_bytes() > 10**300
+
+
+@pytest.mark.parametrize("found", ["relative", "none"])
+def test_without_a_home_there_is_no_directory_and_the_cache_is_off(found, monkeypatch):
+    def user_cache_path(name, appauthor):
+        if found == "none":
+            raise RuntimeError("could not determine the home directory")
+        return Path("~", ".cache", name)
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", user_cache_path)
+    monkeypatch.delenv("RWKVJIT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", f"no home of this test: {found}")  # nothing else has asked for it before
+    assert not env.cache_is_on()
+    assert not env.cache_is_lasting()
+    assert env.cache_fault() == "the home directory is not known; set RWKVJIT_CACHE_DIR to a directory of your own"
+    with pytest.raises(NotADirectoryError):
+        env.cache_dir().mkdir(parents=True)
+
+
+def test_directories_of_the_variables(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
+    assert not env.cache_is_on()
+    assert env.cache_fault() == "RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not"
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", "~nosuchuser/y")
+    assert env.cache_path() == [Path("~nosuchuser/y")]
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "here")
+    assert (env.cache_dir(), env.cache_fault(), env.cache_is_lasting()) == (Path("here"), "", True)
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", f"/tmp/{env.TEMPORARY}0/cache")
+    assert (env.cache_is_on(), env.cache_is_lasting()) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +367,8 @@ def test_assert_cached_is_on_unless_empty_or_zero(value, expected, monkeypatch):
         ({"LOCAL_WORLD_SIZE": "64"}, 1),
         ({"LOCAL_WORLD_SIZE": "0"}, 16),
         ({"LOCAL_WORLD_SIZE": "many"}, 16),
+        ({"LOCAL_WORLD_SIZE": "²"}, 16),
+        ({"LOCAL_WORLD_SIZE": "9" * 5000, "MPI_LOCALNRANKS": "2"}, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 2),
         ({"MPI_LOCALNRANKS": "2"}, 8),
         ({"LOCAL_WORLD_SIZE": "4", "MPI_LOCALNRANKS": "2"}, 4),
@@ -251,13 +382,6 @@ def test_workers_are_the_cores_of_this_process_shared_with_the_ranks_of_the_node
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert env.workers() == workers
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, True), ("", True), ("0", False), ("1", True)])
-def test_cache_is_on_unless_zero(value, expected, monkeypatch):
-    if value is not None:
-        monkeypatch.setenv("RWKVJIT_CACHE", value)
-    assert env.cache_is_on() is expected
 
 
 def test_no_variable_is_taken_from_rwkv_lm(root):
@@ -304,6 +428,30 @@ def test_only_slow_work_is_spoken_of(monkeypatch, caplog):
                 break
             time.sleep(0.001)
     assert caplog.messages == ["slow"]
+
+
+def test_work_is_done_where_no_thread_can_be_started_to_speak_of_it(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = []
+    with stats.say_if_slow("slow"):
+        done.append("work")
+    assert done == ["work"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("x" * 300, "'" + "x" * 199 + "... (302 characters)"),
+        (10**5000, "a value of type int that cannot be printed"),
+        ("a\0b", r"'a\x00b'"),
+    ],
+    ids=["long", "many digits", "unprintable"],
+)
+def test_message_shows_no_more_of_a_value_than_can_be_read(value, shown):
+    assert errors.brief(value) == shown
 
 
 LOG = """
@@ -398,7 +546,7 @@ def test_counts_of_many_threads_add_up():
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
 IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.lock", "cache.owned"}
-BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
+BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "forks", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "reference"}
 BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
 BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
@@ -416,13 +564,14 @@ OPS = ("ops.gla", "ops.linear_attention", "ops.timex", "ops.wkv4", "ops.wkv5", "
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
 MAY_IMPORT = {
     "errors": set(),
-    "env": set(),
+    "env": {"errors"},
     "reference": set(),
     "report": set(),
     "signatures": set(),
     "stats": {"env"},
     "template": {"errors"},
-    "cuda": {"errors"},
+    "forks": {"stats"},
+    "cuda": {"errors", "forks"},
     "sass": {"errors"},
     "cache.entry": {"template"},
     "cache.files": {"env"},
@@ -432,7 +581,7 @@ MAY_IMPORT = {
     "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
     "cache": {"env", "errors", "stats", *IN_CACHE},
     "identity": {"cache", "cuda", "env"},
-    "compiler": {"cache", "cuda", "env", "errors", "identity", "stats", "template"},
+    "compiler": {"cache", "cuda", "env", "errors", "forks", "identity", "stats", "template"},
     "kernel": BELOW_KERNEL,
     "launch": {"cuda", "kernel"},
     "tensors": {"compiler", "cuda", "env", "launch"},

@@ -151,6 +151,33 @@ def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
         template.library("tiny").check({"SIZE": 1, "TWICE": 3})
 
 
+TEXT_WITH_NAMES = """
+#define MACRO 3
+// a comment: float lower, higher;
+struct Row { float weight; };
+template <int COUNT> __device__ float sum(const float* __restrict__ x, float *y) {
+    static_assert(COUNT > SIZE, "more than int lower, here");
+    int row = threadIdx.x;
+    for (auto each : list) row += scale * each;
+    return lower;
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["SIZE", "COUNT", "scale", "lower"])
+def test_name_that_the_text_uses_is_a_parameter(name, own_templates):
+    (own_templates / "tiny.cu").write_text(TEXT_WITH_NAMES, encoding="utf-8")
+    template.library("tiny").check({name: 1})
+
+
+@pytest.mark.parametrize("name", ["MACRO", "weight", "sum", "x", "y", "row", "each", "z" * 10**5])
+def test_name_that_the_text_defines_is_no_parameter(name, own_templates):
+    (own_templates / "tiny.cu").write_text(TEXT_WITH_NAMES, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^template tiny has no parameter {name[:200]}") as caught:
+        template.library("tiny").check({name: 1})
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize(
     ("parameter", "value", "error", "message"),
     [
@@ -165,6 +192,14 @@ def test_constant_the_template_works_out_itself_is_no_parameter(own_templates):
         ("SCALE", 3.41e38, ValueError, "SCALE: expected a finite 32-bit float, got 3.41e.38"),
         ("DECAY", "raw; int x", TypeError, "DECAY: expected an int, a float, a bool or an identifier"),
         ("DECAY", "", TypeError, "DECAY: expected an int, a float, a bool or an identifier, got ''"),
+        ("DECAY", "-" * 10**5, TypeError, r"identifier, got '-{199}\.\.\. .100002 characters.$"),
+        pytest.param(
+            "HEAD_SIZE",
+            10**5000,
+            ValueError,
+            "a 32-bit integer, got a value of type int that cannot be printed$",
+            id="long",
+        ),
     ],
 )
 def test_value_that_cannot_be_a_parameter(parameter, value, error, message):
@@ -202,6 +237,108 @@ def test_missing_header_is_named_with_the_file_that_includes_it(tmp_path):
 def test_include_behind_other_text_is_none(tmp_path):
     (tmp_path / "own.cu").write_text('// #include "missing.cuh"\nint x; #include "tile.cuh"\n', encoding="utf-8")
     assert [name for name, _ in template.read(tmp_path / "own.cu").headers] == ["types.cuh"]
+
+
+FOLLOWED = {
+    "no blank": '#include"h.cuh"',
+    "blanks": '  #  include   "h.cuh"',
+    "tabs": '#\tinclude\t"h.cuh"',
+    "a comment before": '/* a */ #include "h.cuh"',
+    "the end of a comment before": '/* a\n b */ #include "h.cuh"',
+    "a comment between": '#/* a */include/* b\n */"h.cuh"',
+    "a digraph": '%:include "h.cuh"',
+    "a continued line": '#include \\\n"h.cuh"',
+    "a continued word": '#inc\\\nlude "h.cuh"',
+    "a continued word of a digraph": '%:inc\\\nlude "h.cuh"',
+    "a continued word behind a comment": '#/* */ inc\\\nlude "h.cuh"',
+    "a continued name": '#include "h.c\\\nuh"',
+    "text behind": '#include "h.cuh" // "x.cuh"',
+    "form feed": '#\x0b include\x0c"h.cuh"',
+    "a raw string before": 'auto x = R"a(\n")a";\n#include "h.cuh"',
+    "a quote in a character before": "char x = '\"';\n#include \"h.cuh\" // '\"'",
+    "a comment's end in a string before": 'auto x = "/*";\n#include "h.cuh"\nauto y = "*/";',
+    "a comment that ends in a quote before": '// "\n#include "h.cuh"',
+}
+
+
+@pytest.mark.parametrize("spelling", FOLLOWED)
+def test_include_is_followed_however_it_is_spelled(spelling, tmp_path):
+    (tmp_path / "h.cuh").write_text("// here\n", encoding="utf-8")
+    (tmp_path / "own.cu").write_text(FOLLOWED[spelling] + "\nint x;\n", encoding="utf-8")
+    assert [name for name, _ in template.read(tmp_path / "own.cu").headers] == ["h.cuh", "types.cuh"]
+
+
+REFUSED = {
+    "a macro": ('int x;\n#define H "h.cuh"\n#include H', 3, "#include H"),
+    "a macro like a string": ('#include L"h.cuh"', 1, "#include L"),
+    "the next one": ('#include_next "h.cuh"', 1, "#include_next"),
+    "an absolute name": ("\n\n#include </h.cuh>", 3, "#include </h.cuh>"),
+    "an absolute name of Windows": ("#include <C:/h.cuh>", 1, "#include <C:/h.cuh>"),
+    "a question": ('/* a\n */ \\\n\n#if __has_include("h.cuh")\n#endif', 4, "__has_include"),
+    "a question in a macro": ("#define HAS __has_include", 1, "__has_include"),
+    "an import": ('#import "h.cuh"', 1, "#import"),
+    "bytes": ('#embed "h.cuh"', 1, "#embed"),
+    "no name": ("#include", 1, "#include"),
+    "a trigraph": ("??=include H", 1, "??=include H"),
+    "a continued macro": ("#include \\\n    H", 1, "#include     H"),
+    "a long one": ("#include H" + 10**5 * "x", 1, "#include Hxxx"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("file", ["own.cu", "h.cuh"])
+def test_what_may_read_a_file_that_the_cache_cannot_see_is_refused(what, file, tmp_path):
+    text, line, found = REFUSED[what]
+    (tmp_path / "own.cu").write_text('#include "h.cuh"\n', encoding="utf-8")
+    (tmp_path / "h.cuh").write_text("", encoding="utf-8")
+    (tmp_path / file).write_text(text + "\nint x;\n", encoding="utf-8")
+    with pytest.raises(ValueError, match='; include headers as #include "NAME", with the name itself in ') as caught:
+        template.read(tmp_path / "own.cu")
+    assert str(caught.value).startswith(f"{file}, line {line}: '{found}")
+    assert len(str(caught.value)) < 400
+
+
+NO_INCLUDES = {
+    "a comment": "// #include H, and __has_include(H)",
+    "a continued comment": "// a \\\n#include H",
+    "lines of a comment": '/*\n#include H\n#include "missing.cuh"\n*/',
+    "a string": 'auto x = "\\\n#include H";',
+    "a raw string": 'auto x = R"(\n#include H\n)";',
+    "another word": "int include = 1, embed, important; // included, imported, embedded\n#pragma unroll",
+    "what NVRTC was given": "#include <types.cuh>\n# include<sub/h.cuh>",
+}
+
+
+@pytest.mark.parametrize("what", NO_INCLUDES)
+def test_what_reads_no_file_is_left_alone(what, tmp_path):
+    (tmp_path / "own.cu").write_text(NO_INCLUDES[what] + "\nint x;\n", encoding="utf-8")
+    assert [name for name, _ in template.read(tmp_path / "own.cu").headers] == ["types.cuh"]
+
+
+@pytest.mark.parametrize(
+    ("header", "error", "message"),
+    [
+        ("a\0b", ValueError, r"^'a\\x00b', which own.cu includes, cannot be read: embedded null"),
+        ("x" * 5000, OSError, r'^"x{200}... .5000 characters.", which own.cu includes, cannot be read: File name too'),
+        ("folder", OSError, '^"folder", which own.cu includes, (lies neither|cannot be read)'),
+        ("latin.cuh", ValueError, '^"latin.cuh", which own.cu includes, is not text in UTF-8'),
+    ],
+    ids=["NUL", "long", "a folder", "no text"],
+)
+def test_header_that_cannot_be_read_is_named_with_the_file_that_includes_it(header, error, message, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latin.cuh").write_bytes(b"// \xe9\n")
+    (tmp_path / "own.cu").write_text(f'#include "{header}"\n', encoding="utf-8")
+    with pytest.raises(error, match=message):
+        template.read(tmp_path / "own.cu")
+
+
+def test_name_of_a_file_is_no_code(tmp_path):
+    path = tmp_path / '"; evil(\n\\ é + b-c.d.cu'
+    path.write_text("int x;", encoding="utf-8")
+    read = template.read(path)
+    assert read.name == "__ evil___ é + b-c.d"
+    assert read.render({}).source.endswith('#line 1 "__ evil___ é + b-c.d.cu"\nint x;')
 
 
 def test_template_is_read_anew_and_those_of_the_library_once(own_templates):
