@@ -179,7 +179,7 @@ def test_defaults_are_those_of_a_call(build):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "wkv7,wkv8"), "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, wkv4, got 'wkv8'"),
+        (("--op", "wkv7,wkv8"), "op: expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv8'"),
         (("--arch", "sm_80,banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("--arch", "sm_90,"), "arch: expected sm_NN, sm_NNa or compute_NN, got ''"),
         (("--arch", "sm_30"), "got sm_30"),
@@ -344,7 +344,7 @@ def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("wkv8",), "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, wkv4, got 'wkv8'"),
+        (("wkv8",), "op: expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv8'"),
         (("wkv7", "--decay", "soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
         (
             ("wkv7", "--backend", "tensor"),
