@@ -37,6 +37,12 @@ from rwkv_jit.template import Parameter
 
 OPS = {op.name: op for op in (wkv5.OP, wkv6.OP, wkv7.OP, gla.OP, linear_attention.OP)}
 NAMES = ("wkv4", *OPS, "timex")
+# What is told of calls to ops that have it, beside dtypes.
+OPTIONS = {
+    **dict.fromkeys(OPS, ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype")),
+    "wkv4": ("decay",),
+    "timex": ("tokens", "batch"),
+}
 DIRECTIONS = ("forward", "backward")
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
