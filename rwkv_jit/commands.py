@@ -52,7 +52,10 @@ def bench(parsed: argparse.Namespace) -> Outcome:
     if parsed.compare:
         from rwkv_jit.bench import record
 
-        first, second = map(record.read, parsed.compare)
+        try:
+            first, second = map(record.read, parsed.compare)
+        except OSError as error:
+            raise ValueError(f"--compare: {error.filename} cannot be read ({error.strerror})") from error
         return record.compare(first, second), record.show_comparison
     result = bench.run(parsed)
     bench.keep(parsed, result)
@@ -230,7 +233,9 @@ def _show_built(result: dict[str, Any]) -> None:
     resources = ("registers", "spill_bytes", "shared_bytes")
     listing.show(result["kernels"], ("name", "arch", *listing.NAMED, *resources, "origin"))
     size = "" if result["bytes"] is None else f", {result['bytes']} bytes"
-    print(f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}")
+    report.say(
+        f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}"
+    )
 
 
 def show(parsed: argparse.Namespace) -> Outcome:
@@ -264,8 +269,8 @@ def show(parsed: argparse.Namespace) -> Outcome:
 
 
 def _show_resources(result: dict[str, Any]) -> None:
-    print(f"{result['name']} for {result['target']}, by NVRTC {result['compiler'].split()[0]}: {result['origin']}")
-    print(f"{_text(result['parameters'])}\n")
+    report.say(f"{result['name']} for {result['target']}, by NVRTC {result['compiler'].split()[0]}: {result['origin']}")
+    report.say(f"{_text(result['parameters'])}\n")
     report.table(
         ("kernel", "registers", "spill B", "shared B"),
         [(name, *used.values()) for name, used in result["resources"].items()],
@@ -313,7 +318,7 @@ def _path(each: cache.Stored) -> Path:
 
 def _show_list(result: dict[str, Any]) -> None:
     if not result["on"]:
-        print("RWKVJIT_CACHE=0 turns the cache off")
+        report.say("RWKVJIT_CACHE=0 turns the cache off")
     elif not result["entries"]:
         print("no kernels")
     else:
@@ -364,8 +369,8 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
 
 def _show_verified(result: dict[str, Any]) -> None:
     for each in result["damaged"]:
-        print(f"{each['path']}: {each['fault']}")
-    print(f"{result['checked']} kernels read, {len(result['damaged'])} faults")
+        report.say(f"{each['path']}: {each['fault']}")
+    report.say(f"{result['checked']} kernels read, {len(result['damaged'])} faults")
 
 
 def cache_prune(parsed: argparse.Namespace) -> Outcome:
@@ -379,7 +384,7 @@ def cache_prune(parsed: argparse.Namespace) -> Outcome:
         "evicted": cache.prune(most),
         "entries": len(cache.entries()),
         "bytes": cache.size(),
-    }, lambda result: print(
+    }, lambda result: report.say(
         "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes".format(**result)
     )
 
@@ -395,7 +400,7 @@ def _is_damaged(each: cache.Stored) -> bool:
 def cache_clear(parsed: argparse.Namespace) -> Outcome:
     """Delete everything in the user's directory."""
     count, path = cache.clear(), str(env.cache_dir())
-    return {"deleted": count, "path": path}, lambda _: print(f"{count} kernels deleted from {path}")
+    return {"deleted": count, "path": path}, lambda _: report.say(f"{count} kernels deleted from {path}")
 
 
 def cache_export(parsed: argparse.Namespace) -> Outcome:
@@ -407,7 +412,7 @@ def cache_export(parsed: argparse.Namespace) -> Outcome:
         raise CacheError(f"no stored kernel has {wanted}; `rwkv-jit cache list` shows what there is")
     kernels, size = cache.export(Path(parsed.file), chosen)
     result = {"path": parsed.file, "kernels": kernels, "bytes": size}
-    return result, lambda _: print(f"{kernels} kernels in {parsed.file}, {size} bytes")
+    return result, lambda _: report.say(f"{kernels} kernels in {parsed.file}, {size} bytes")
 
 
 def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Iterable[str] | None) -> bool:
@@ -431,4 +436,4 @@ def cache_import(parsed: argparse.Namespace) -> Outcome:
 
 def _show_imported(result: dict[str, Any]) -> None:
     for each in result["bundles"]:
-        print(f"{each['kernels']} kernels of {each['path']} copied into {result['path']}")
+        report.say(f"{each['kernels']} kernels of {each['path']} copied into {result['path']}")

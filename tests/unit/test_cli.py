@@ -4,14 +4,16 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from datetime import datetime
 from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import cache, commands, env, listing, report, sass
+from rwkv_jit import cache, commands, env, listing, report, sass, stats
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
 
@@ -222,6 +224,41 @@ def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_t
     assert "RWKVJIT_CACHE_DIR" not in os.environ
 
 
+def test_nothing_of_a_temporary_cache_is_said_and_what_failed_outlives_it(fresh_service, caplog):
+    from rwkv_jit import demo
+
+    with demo.empty_cache():
+        temporary = env.cache_dir()
+        stats.logger.warning("later processes find it in %s", temporary)
+        stats.logger.warning("something else")
+        put()
+        program = cache.source_folder("failed") / "some_kernel" / "compile.py"
+        program.parent.mkdir()
+        program.touch()
+    stats.logger.warning("of %s", temporary)  # nothing is kept back any more
+    assert [record.getMessage() for record in caplog.records] == ["something else", f"of {temporary}"]
+    assert program.is_file()
+    assert [path.name for path in temporary.iterdir()] == ["failed"]
+    shutil.rmtree(temporary)
+
+
+def test_demo_tells_how_far_it_is(monkeypatch):
+    from rwkv_jit import demo
+
+    told = []
+
+    @contextmanager
+    def progress(what):
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(report, "progress", progress)
+    monkeypatch.setattr(demo, "_compiles", lambda arch: [[dict, dict], [dict]])
+    monkeypatch.setattr(demo, "_call", lambda *_: {"passed": True})
+    monkeypatch.setattr(demo.identity, "version", lambda: "12.9")
+    calls = len(demo.run()["calls"])
+    assert told == [(done, calls + 3) for done in range(calls + 3)]
+
+
 def test_tables_of_the_demo(capsys, monkeypatch):
     from rwkv_jit import demo
 
@@ -277,7 +314,7 @@ def test_bench_without_a_gpu_times_the_reference_and_says_so(program):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("CPU reference; not the speed of the kernels.")
     assert lines[-1] == "CPU reference; not the speed of the kernels."
-    assert [line.split()[:2] for line in lines if "rwkv_jit" in line] == [["rwkv_jit", "reference"]]
+    assert [line.split()[:2] for line in lines if "rwkv_jit" in line] == [["rwkv_jit", "auto"]]
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------
