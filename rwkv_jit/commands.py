@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -324,6 +325,13 @@ def _show_list(result: dict[str, Any]) -> None:
     else:
         known = ("layer", "bytes", "last_used", "registers", "spill_bytes", "state")
         listing.show(result["entries"], ("name", "arch", *listing.NAMED, *known))
+        report.say(f"\n{_counted([each['layer'] for each in result['entries']])}")
+
+
+def _counted(layers: Sequence[str]) -> str:
+    """Return how many kernels there are and where; one that lies in several layers counts in each."""
+    where = ", ".join(f"{layer} {count}" for layer, count in Counter(layers).items())
+    return f"{len(layers)} kernels ({where or 'none'})"
 
 
 def cache_show(parsed: argparse.Namespace) -> Outcome:
@@ -362,6 +370,7 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
     faults += [(_path(each), each.fault) for each in entries if each.fault]
     return {
         "checked": len(entries),
+        "layers": [each.layer.origin for each in entries],
         "damaged": [{"path": str(path), "fault": fault} for path, fault in faults],
         "passed": not faults,
     }, _show_verified
@@ -370,7 +379,7 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
 def _show_verified(result: dict[str, Any]) -> None:
     for each in result["damaged"]:
         report.say(f"{each['path']}: {each['fault']}")
-    report.say(f"{result['checked']} kernels read, {len(result['damaged'])} faults")
+    report.say(f"{_counted(result['layers'])} read, {len(result['damaged'])} faults")
 
 
 def cache_prune(parsed: argparse.Namespace) -> Outcome:
@@ -399,8 +408,10 @@ def _is_damaged(each: cache.Stored) -> bool:
 
 def cache_clear(parsed: argparse.Namespace) -> Outcome:
     """Delete everything in the user's directory."""
-    count, path = cache.clear(), str(env.cache_dir())
-    return {"deleted": count, "path": path}, lambda _: report.say(f"{count} kernels deleted from {path}")
+    own, path = len(cache.entries()), str(env.cache_dir())
+    count = cache.clear()
+    where = _counted([*["disk"] * own, *["bundle"] * (count - own)])  # imported ones
+    return {"deleted": count, "path": path}, lambda _: report.say(f"{where} deleted from {path}")
 
 
 def cache_export(parsed: argparse.Namespace) -> Outcome:
