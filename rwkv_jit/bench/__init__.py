@@ -23,35 +23,10 @@ from rwkv_jit.bench.suites import SHAPES
 from rwkv_jit.bench.timing import call_ms, graph_ms, median_ms
 
 __all__ = [
-    "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "add_arguments", "call_ms",
+    "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "call_ms",
     "check_gpu", "check_record", "commit", "decay_of", "environment", "first_calls", "graph_ms", "keep", "machine",
     "make_inputs", "median_ms", "one_line_kernels", "read_shape", "run", "show", "show_first_calls",
 ]  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
-    parser.add_argument("--shape", help="B,T,H,N or B,T,H,K,V instead of the usual shapes; wkv4 B,T,C, timex B,C,T too")
-    parser.add_argument("--dtype", choices=DTYPES, default=None, help="default: bf16")
-    names = list(dict.fromkeys(name for op in OPS for name in contestants.backends_of(op)))
-    parser.add_argument("--backend", choices=names, default=None, help="only this one of ours (default: all)")
-    text = "may be repeated (default: forward and forward+backward)"
-    parser.add_argument("--phase", action="append", choices=PHASES, help=text)
-    parser.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
-    text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
-    parser.add_argument("--peer-minutes", type=float, metavar="N", help=text)
-    parser.add_argument("--csv", metavar="FILE", help="write the rows there too")
-    parser.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
-    text = "keep the result of a suite, or of --latency, in the checkout's bench.json"
-    parser.add_argument("--record", action="store_true", help=text)
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--suite", choices=suites.SUITES, help="the tables of published studies, or one of them")
-    instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
-    text = "measure the forms that a kernel went through instead (wkv5, timex)"
-    instead.add_argument("--history", action="store_true", help=text)
-    text = "tell two results, of --json or --record, from each other instead"
-    instead.add_argument("--compare", nargs=2, metavar=("A", "B"), help=text)
 
 
 def check_gpu() -> None:
@@ -67,12 +42,12 @@ def check_gpu() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure; without a GPU the reference on the CPU, on small shapes.
+    """Measure; without a GPU what calls run on the CPU, on small shapes unless one is asked for.
 
     Parameters
     ----------
     arguments : argparse.Namespace
-        Those of `add_arguments`.
+        The command's.
 
     Returns
     -------
@@ -84,15 +59,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        Options do not go together, a file could not be written, a shape cannot be read, or there is a GPU without CuPy
-        or NVRTC.
+        Options do not go together, a file could not be written, a shape cannot be read, there is a GPU without CuPy
+        or NVRTC, or what is asked for needs a GPU, and there is none.
     """
     entries = _entries(arguments)
     on_gpu = torch.cuda.is_available()
     _check_outputs(arguments)
     if not on_gpu:
-        once = {(entry.suite, entry.case.op, entry.case.phase): entry for entry in entries}
-        return collect([row for entry in once.values() for row in measure.rows_of_cpu(entry)], None, "cpu")
+        return collect(
+            [row for entry in _on_cpu(arguments, entries) for row in measure.rows_of_cpu(entry)], None, "cpu"
+        )
     check_gpu()
     copy = timing.copy_tb_per_s()
     obstacles = {} if arguments.no_peers else _obstacles(entries, arguments.peer_minutes)
@@ -138,6 +114,20 @@ def _entries(arguments: argparse.Namespace) -> list[suites.Entry]:
     return suites.asked_for(ops, arguments.shape, dtype, phases, None if backend is None else [backend])
 
 
+def _on_cpu(arguments: argparse.Namespace, entries: Sequence[suites.Entry]) -> list[suites.Entry]:
+    """Return what is measured without a GPU: the shape that was asked for, or a small one for each op and phase."""
+    if arguments.suite is not None:
+        raise ValueError("--suite: its shapes are for a GPU, and torch sees none; expected --shape")
+    backend = arguments.backend or "auto"
+    for op in dict.fromkeys(entry.case.op for entry in entries):
+        expected = ["auto", "fft"] if op == "timex" else ["auto"]
+        if backend not in expected:
+            raise ValueError(f"--backend: torch sees no GPU; expected {' or '.join(expected)} for {op}, got {backend}")
+    if arguments.shape is not None:
+        return list(entries)
+    return list({(entry.case.op, entry.case.phase): measure.on_small_shape(entry) for entry in entries}.values())
+
+
 def _obstacles(entries: Sequence[suites.Entry], minutes: float | None) -> dict[isolation.Attempt, str]:
     attempts = [
         isolation.Attempt(entry.case, each.who, each.what)
@@ -153,8 +143,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     """Check what would fail after minutes of measuring."""
     if arguments.peer_minutes is not None and not 0 < arguments.peer_minutes < 1e6:
         raise ValueError(f"--peer-minutes: expected a number above 0, got {arguments.peer_minutes:g}")
-    if arguments.csv is not None and not Path(arguments.csv).resolve().parent.is_dir():
-        raise ValueError(f"--csv: expected a file in a directory that exists, got {arguments.csv}")
+    for name in ("csv", "plot"):
+        if getattr(arguments, name) is not None:
+            _check_writable(f"--{name}", Path(getattr(arguments, name)))
     if arguments.plot is not None:
         from rwkv_jit.bench import plot
 
@@ -163,6 +154,18 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         if arguments.suite is None or arguments.op:
             raise ValueError("--record: keeps a whole suite; expected --suite and no --op")
         check_record()
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Check that a file can be written, and leave none behind."""
+    is_new = not path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}: expected a file that can be written, got {path} ({error.strerror})") from None
 
 
 def check_record() -> None:

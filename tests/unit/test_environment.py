@@ -567,6 +567,7 @@ MAY_IMPORT = {
     "env": {"errors"},
     "reference": set(),
     "report": set(),
+    "listing": {"report", "template"},
     "signatures": set(),
     "stats": {"env"},
     "template": {"errors"},
@@ -631,7 +632,7 @@ MAY_IMPORT = {
     "bench.isolation": {"bench.cases", "bench.peers"},
     "bench.suites": {"bench.cases"},
     "bench.measure": IN_BENCH - {"bench.measure", "bench.result", "bench.service"},
-    "bench.result": {"ops.recurrent", "template", "runtime", "report", "bench.cases"},
+    "bench.result": {"ops.recurrent", "template", "runtime", "report", "bench.cases", "bench.words"},
     "bench": IN_BENCH | {"runtime", "report", "bench", "bench.plot", "bench.record"},
     "bench.words": set(),
     "bench.plot": {"bench", "bench.words"},
@@ -655,11 +656,12 @@ MAY_IMPORT = {
             "tune",
             "demo",
             "doctor",
+            "listing",
             "report",
             "sass",
         }  # fmt: skip
     ),
-    "cli": {"commands", "bench", "errors", "stats"},
+    "cli": {"commands", "errors", "stats"},
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {
