@@ -21,6 +21,7 @@ from rwkv_jit.template import Parameter, Rendered
 
 _ARCH = re.compile(r"(sm|compute)_([1-9][0-9]{1,2})([af]?)")
 _FIRST_WITH = {"": 0, "a": 90, "f": 100}  # the suffixes: for one kind of GPU alone, for a family of them
+_NEWEST_THAT_ALL_KNOW = 90  # of the architectures, every NVRTC since the oldest
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -72,6 +73,8 @@ def check_arch(arch: str) -> str:
 def target_for(arch: str, newer: bool = True) -> str:
     """Return what the NVRTC at hand compiles for `arch`: itself, or with `newer` PTX where the GPU is newer than NVRTC.
 
+    An NVRTC may know a GPU of a larger number and not this one: sm_103 came after sm_120.
+
     Raises
     ------
     UnsupportedConfigError
@@ -83,8 +86,8 @@ def target_for(arch: str, newer: bool = True) -> str:
     known = [int(a) for a in cuda.nvrtc().getSupportedArchs()]
     if number in known:
         return arch
-    if newer and number > max(known):
-        target = f"compute_{max(known)}"
+    if newer and number > min(max(known), _NEWEST_THAT_ALL_KNOW):
+        target = f"compute_{max(each for each in known if each < number)}"
         stats.say_once(
             f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}, from which the driver "
             "makes the machine code"

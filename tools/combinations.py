@@ -149,8 +149,8 @@ def run_unit_tests(environment: Environment, torch: str, found: dict[str, str]) 
 RUN = dict(zip(STEPS, (install, import_it, compile_ops, trace, run_unit_tests), strict=True))
 
 
-def try_torch(torch: str, steps: tuple[str, ...]) -> dict[str, str]:
-    """Return versions, and of each step whether it passed; after one that failed none is run."""
+def try_torch(torch: str, steps: tuple[str, ...]) -> bool:
+    """Record versions, and which steps passed, of which none follows one that failed; return whether none did."""
     found: dict[str, str] = {}
     states = dict.fromkeys(STEPS, NOT_RUN)
     with tempfile.TemporaryDirectory(prefix="rwkv_jit-torch-", ignore_cleanup_errors=True) as folder:
@@ -163,7 +163,17 @@ def try_torch(torch: str, steps: tuple[str, ...]) -> dict[str, str]:
                 break
             states[step] = PASSED
             print(f"torch {torch}: {step} passed", flush=True)
-    return {**found, **states}
+        record(torch, {**found, **states})
+    return FAILED not in states.values()
+
+
+def record(torch: str, result: dict[str, str]) -> None:
+    """Write a result, in the place of an older one of the same torch."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    results[torch] = result
+    in_order = sorted(results.items(), key=lambda item: [int(part) for part in item[0].split(".")])
+    RESULTS.write_text(json.dumps(dict(in_order), indent=2) + "\n", encoding="utf-8")
+    print(f"torch {torch}: {json.dumps(result)}", flush=True)
 
 
 def main() -> int:
@@ -173,16 +183,7 @@ def main() -> int:
     parser.add_argument("--without-unit-tests", action="store_true", help="leave the longest step out")
     options = parser.parse_args()
     steps = STEPS[:-1] if options.without_unit_tests else STEPS
-    all_passed = True
-    for torch in options.torch:
-        result = try_torch(torch, steps)
-        results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        results[torch] = result
-        in_order = sorted(results.items(), key=lambda item: [int(part) for part in item[0].split(".")])
-        RESULTS.write_text(json.dumps(dict(in_order), indent=2) + "\n", encoding="utf-8")
-        all_passed = all_passed and FAILED not in result.values()
-        print(f"torch {torch}: {json.dumps(result)}", flush=True)
-    return 0 if all_passed else 1
+    return 0 if all([try_torch(torch, steps) for torch in options.torch]) else 1
 
 
 if __name__ == "__main__":

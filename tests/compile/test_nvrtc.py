@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rwkv_jit import compiler, cuda
-from rwkv_jit.errors import CompileError
+from rwkv_jit.errors import CompileError, UnsupportedConfigError
 
 # Those that only comparisons with the past take.
 HISTORY = {"wkv5_history", "timex_history"}
@@ -67,6 +67,19 @@ def test_kernel_that_an_old_nvrtc_refuses_is_its_fault(tiny, monkeypatch):
     message = "is older than 99.1, the oldest that rwkv_jit works with, and could not compile tiny: `rwkv-jit doctor`"
     with pytest.raises(CompileError, match=re.escape(message)):
         kernel.get(broken)
+
+
+@pytest.mark.parametrize(
+    ("arch", "target"),
+    [("sm_90a", "sm_90a"), ("sm_103", "compute_101"), ("sm_110", "compute_101"), ("sm_121", "compute_120")],
+)
+def test_nvrtc_that_knows_larger_numbers_may_be_older_than_the_gpu(arch, target, monkeypatch):
+    known = (75, 80, 86, 89, 90, 100, 101, 120)  # by 12.8
+    monkeypatch.setattr(cuda.nvrtc(), "getSupportedArchs", lambda: known)
+    assert compiler.target_for(arch) == target
+    if arch != target:
+        with pytest.raises(UnsupportedConfigError, match=f"got {arch}"):
+            compiler.target_for(arch, newer=False)
 
 
 @pytest.mark.parametrize(
