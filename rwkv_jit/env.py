@@ -183,3 +183,20 @@ def workers() -> int:
 def set_variables() -> dict[str, str]:
     """Return the variables of this package that are set."""
     return {name: os.environ[name] for name in DESCRIPTIONS if name in os.environ}
+
+
+def spans_nodes() -> bool:
+    """Return whether torchrun, which sets these two variables, has started ranks on other nodes too."""
+    try:
+        return int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return False
+
+
+def place_among_ranks() -> float:
+    """Return where this process stands among those that torchrun started on its node, from 0 to less than 1."""
+    try:
+        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 0.0
+    return rank / ranks if 0 <= rank < ranks else 0.0

@@ -258,9 +258,14 @@ def warm(
 def compile_all(
     requests: Sequence[kernel.Request], progress: Callable[[int, int], None] | None = None
 ) -> list[kernel.Kernel]:
-    """Find or compile kernels side by side and tell how far it is; equal requests are one kernel."""
+    """Find or compile kernels side by side and tell how far it is; equal requests are one kernel.
+
+    The ranks of a node begin at different ones: each compiles some, and reads those that others have compiled.
+    """
     different = list({kernel.memory_key(request): request for request in requests}.values())
-    futures = [kernel.get_async(request) for request in different]
+    begin = int(env.place_among_ranks() * len(different))
+    futures = [kernel.get_async(request) for request in (*different[begin:], *different[:begin])]
+    futures = [*futures[len(different) - begin :], *futures[: len(different) - begin]]  # as they were asked for
     try:
         for done, _ in enumerate(chain([None], as_completed(futures))):
             if progress:

@@ -8,13 +8,12 @@ most and then take it over, and two nodes that compile one kernel publish the sa
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rwkv_jit import stats
+from rwkv_jit import env, stats
 from rwkv_jit.cache import files, lock
 
 # Less than processes of one node wait for each other, or all of them would compile when another node dies.
@@ -47,15 +46,7 @@ def held(root: Path, digest: str, what: str, has_lock: bool) -> Iterator[None]:
 
 
 def _is_shared_by_nodes(root: Path) -> bool:
-    return _spans_nodes() or lock.network_file_system(root) is not None
-
-
-def _spans_nodes() -> bool:
-    """Return whether torchrun, which sets these two variables, has started ranks on other nodes too."""
-    try:
-        return int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return False
+    return env.spans_nodes() or lock.network_file_system(root) is not None
 
 
 def _take(root: Path, name: str, what: str) -> bytes | None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rwkv_jit import cache, env, kernel, stats
+from rwkv_jit import cache, env, kernel, runtime, stats
 from rwkv_jit.cache import bundle, lock
 
 # Reads the template that is named, waits for a line if it shall, and tells where the kernel came from.
@@ -246,7 +246,8 @@ def run_ranks(start, node, code, *arguments, **options):
     for rank in ranks:
         say(rank)
     told = [rank.communicate(timeout=300) for rank in ranks]
-    said = [line for _, errors in told for line in errors.splitlines() if not line.startswith("waiting for another ")]
+    slow = ("waiting for another ", "compiling ")  # said where that takes a second
+    said = [line for _, errors in told for line in errors.splitlines() if not line.startswith(slow)]
     assert ([rank.returncode for rank in ranks], said) == ([0] * 4, [])
     return [json.loads(output) for output, _ in told]
 
@@ -298,6 +299,23 @@ def test_node_that_starts_anew_takes_over_what_its_killed_process_had_claimed(st
     say(again)
     told = json.loads(again.communicate(timeout=300)[0].splitlines()[-1])
     assert told["compiled"] == 3
+
+
+@pytest.mark.parametrize(("variables", "begin"), [
+    ({}, 0), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2), ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 3),
+    ({"LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "2"}, 0), ({"LOCAL_RANK": "x", "LOCAL_WORLD_SIZE": "2"}, 0),
+])  # fmt: skip
+def test_ranks_of_a_node_begin_at_different_kernels_and_return_them_in_order(variables, begin, tiny, monkeypatch):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    asked, really_get = [], kernel.get_async
+    monkeypatch.setattr(kernel, "get_async", lambda request: asked.append(request) or really_get(request))
+    requests = [tiny(size) for size in (1, 2, 3, 4)]
+    found = runtime.compile_all([*requests, requests[0]])
+    assert [each.parameters["SIZE"] for each in found] == [1, 2, 3, 4]
+    assert asked == [*requests[begin:], *requests[:begin]]
 
 
 WARM = """

@@ -812,8 +812,7 @@ def group(child, give_away):
         yield run
 
 
-@pytest.mark.parametrize("maker", ["a user", "an administrator"])
-@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
+@pytest.mark.parametrize(("maker", "umask"), [("a user", 0o077), ("an administrator", 0o022)])
 def test_two_users_of_a_group_read_and_publish_in_one_cache(maker, umask, group):
     if maker == "an administrator":
         group.root.mkdir()

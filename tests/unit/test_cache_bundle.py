@@ -294,8 +294,9 @@ def with_a_table_of(size):
         (lambda path: os.truncate(path, 200 << 30), "its 214748364800 bytes are more than the 1073741824 "),
         (with_a_table_of(600 << 20), "it has more kernels than are read"),
         (lambda path: path.write_bytes(zipped({"bundle.json": "[" * 100_000})), "recursion"),
+        (lambda path: path.write_bytes(zipped({"bundle.json": about() + " " * (1 << 20)})), "bundle.json has .* bytes"),
     ],
-    ids=["deflated table of contents", "deflated kernel", "sparse file", "long table", "nested"],
+    ids=["deflated table of contents", "deflated kernel", "sparse file", "long table", "nested", "compilers"],
 )  # fmt: skip
 def test_bundle_that_would_take_all_memory_is_one_sentence(make, said, write, monkeypatch, caplog):
     path = write(b"")

@@ -577,7 +577,7 @@ MAY_IMPORT = {
     "cache.entry": {"template"},
     "cache.files": {"env"},
     "cache.lock": {"stats", "cache.files"},
-    "cache.claim": {"stats", "cache.files", "cache.lock"},
+    "cache.claim": {"env", "stats", "cache.files", "cache.lock"},
     "cache.owned": {"cache.files"},
     "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
     "cache": {"env", "errors", "stats", *IN_CACHE},
