@@ -265,7 +265,6 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
             found = copy.copy(found)  # the same module; only where this request was served from differs
             found.origin = "memory"
         else:
-            env.check()
             rendered = request.template.render(request.parameters)
             found = _stored(request, rendered, _known_compilers())
             if found is None and may_compile:
@@ -301,6 +300,7 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
 
     The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
     """
+    env.check()
     digest = cache.key(rendered, compiler.options(request.arch), request.arch, "")
     failure = _process.failures.get(digest)
     if failure is not None:
