@@ -199,6 +199,8 @@ def get(request: Request) -> Kernel:
         A constraint of the template does not hold.
     CompileError, NvrtcNotFoundError
         The kernel is nowhere and cannot be compiled.
+    ValueError
+        A variable of the environment is set to something it cannot be.
     """
     found = _serve(request, may_compile=True)
     assert found is not None

@@ -112,8 +112,8 @@ def library(name: str) -> Template:
 def read(path: Path) -> Template:
     """Read any template; its headers lie beside it or are the library's own.
 
-    NVRTC is given these texts, and takes a file that has none from the disk. Its kernel would not change with that
-    file, as the cache goes by the texts; so whatever may read a file is found here, or refused.
+    NVRTC compiles these texts, and the key in the cache covers them. A file that it opened by itself would not be
+    covered, and an old kernel would be served when that file changes. So every include is found here or refused.
 
     Raises
     ------
