@@ -129,8 +129,8 @@ def _run(rendered: Rendered, target: str, parameters: Mapping[str, Parameter]) -
     names = [name.encode() for name, _ in rendered.headers]
     texts = [text.encode() for _, text in rendered.headers]
     program, log = 0, ""
-    started = time.perf_counter()
     with forks.held_back():
+        started = time.perf_counter()
         try:
             program = nvrtc.createProgram(rendered.source, _HEAD, texts, names)
             nvrtc.compileProgram(program, list(options(target)))

@@ -50,15 +50,15 @@ class Template:
     OSError
         One of them is there, and cannot be read.
     ValueError
-        It is not a .cu file, or not text in UTF-8. Or it may read a file that is not known here: see the notes.
+        It is not a .cu file, or not text in UTF-8, or it includes a file in a way that the notes exclude.
 
     Notes
     -----
-    Headers are included by their names in quotes, ``#include "NAME"``: their texts are part of the key under which a
-    kernel is stored, so that another text is another kernel. What would make NVRTC open a file by itself is an error
-    with its line: ``#include MACRO``, ``#include_next``, ``__has_include``, and absolute names in angle brackets.
-    Other names in angle brackets are those of headers that were included in quotes, as NVRTC has none of its own:
-    what ``<cuda_fp16.h>`` holds is to lie beside the file.
+    Include headers by their names in quotes: ``#include "NAME"``. Their texts are part of a kernel's key in the cache,
+    so a changed header makes another kernel. NVRTC would also open files by itself, and the key cannot cover these.
+    So ``#include MACRO``, ``#include_next``, ``__has_include`` and absolute names in angle brackets are errors that
+    name file and line. Other names in angle brackets find headers that are included in quotes elsewhere. NVRTC brings
+    no header of its own, such as ``<cuda_fp16.h>``: put what you need beside the file.
 
     What decides the code is a parameter: a name that the text uses and does not define, such as NUM_THREADS or T_IO.
     Rules between parameters are ``static_assert``s, and their texts are the messages a user reads. Kernels are

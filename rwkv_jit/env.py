@@ -32,7 +32,7 @@ _SWITCH = {
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_DECIDE_THE_DIRECTORY = ("RWKVJIT_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE", "LOCALAPPDATA")
+_SAY_WHERE_THE_HOME_IS = ("XDG_CACHE_HOME", "HOME", "USERPROFILE", "LOCALAPPDATA")
 _NOWHERE = Path(os.devnull) / "rwkv_jit"  # can neither be read nor made
 
 
@@ -63,16 +63,22 @@ def cache_dir() -> Path:
 
     Where `cache_fault` knows of none, it is a path that nothing can be read from or written to.
     """
-    return _cache_dir(*map(os.environ.get, _DECIDE_THE_DIRECTORY))[0]
+    return _cache_dir()[0]
 
 
 def cache_fault() -> str:
     """Return why kernels should be kept on the disk and cannot be, as there is no directory; empty where there is."""
-    return _cache_dir(*map(os.environ.get, _DECIDE_THE_DIRECTORY))[1] if _is_on("RWKVJIT_CACHE", default=True) else ""
+    return _cache_dir()[1] if _is_on("RWKVJIT_CACHE", default=True) else ""
+
+
+def _cache_dir() -> tuple[Path, str]:
+    chosen = os.environ.get("RWKVJIT_CACHE_DIR", "")
+    needs_a_home = not chosen or chosen.startswith("~")
+    return _found_dir(chosen, *(map(os.environ.get, _SAY_WHERE_THE_HOME_IS) if needs_a_home else ()))
 
 
 @cache
-def _cache_dir(chosen: str | None, *_: str | None) -> tuple[Path, str]:
+def _found_dir(chosen: str, *_: str | None) -> tuple[Path, str]:
     if chosen:
         with suppress(RuntimeError):  # nobody's home
             return Path(chosen).expanduser(), ""

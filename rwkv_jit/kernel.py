@@ -199,6 +199,8 @@ def get(request: Request) -> Kernel:
         A constraint of the template does not hold.
     CompileError, NvrtcNotFoundError
         The kernel is nowhere and cannot be compiled.
+    ValueError
+        A variable of the environment is set to something it cannot be.
     """
     found = _serve(request, may_compile=True)
     assert found is not None
@@ -265,7 +267,6 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
             found = copy.copy(found)  # the same module; only where this request was served from differs
             found.origin = "memory"
         else:
-            env.check()
             rendered = request.template.render(request.parameters)
             found = _stored(request, rendered, _known_compilers())
             if found is None and may_compile:
@@ -301,6 +302,7 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
 
     The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
     """
+    env.check()
     digest = cache.key(rendered, compiler.key_options(request.arch), request.arch, "")
     failure = _process.failures.get(digest)
     if failure is not None:

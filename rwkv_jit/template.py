@@ -14,21 +14,21 @@ Parameter = int | bool | float | str
 STORAGE_TYPES = ("fp16", "bf16", "fp32")
 _LARGEST_FLOAT = 3.4028234663852886e38
 _WORD = re.compile(r"\w+")
-_CONSTANT = re.compile(r"\bconstexpr \w+ (\w+) =")
-_DEFINED = re.compile(r"#\s*define\s+(\w+)")
-# Declared: `float x[4]`, `int row = 0`, `const float* __restrict__ y,`, `float *z)`; not `return SIZE;` or `2 * SIZE;`.
-_DECLARED = re.compile(
-    r"\b(?!(?:return|case|else|goto|throw|new|delete|sizeof|and|or|not)\b)"
-    r"(?:[A-Za-z_]\w*[*&]*\s|(?:auto|bool|char|double|float|int|void)\s+[*&]+)\s*([a-z]\w*)\s*(?:[=;,)[({]|:(?!:))"
-)
 _NOT_IN_A_NAME = re.compile(r"[^\w .+-]")
 # An include as nearly all are, or what may be another one. Not anchored to a line: that would be ten times slower.
 _INCLUDE = re.compile(r'#[^\S\n]*(?:include[^\S\n]*"([^"\n]+)"|/\*|import|embed|\w*\\\n)')
-_READS_A_FILE = re.compile(
-    r"^[^\S\n]*(?:#|%:|\?\?=)[^\S\n]*(include\w*|import|embed)\b(.*)|\b__has_(?:include|embed)\w*", re.MULTILINE
+
+# What few files need, or only those that are compiled, is compiled then.
+_CONSTANT = r"\bconstexpr \w+ (\w+) ="
+_DEFINED = r"#\s*define\s+(\w+)"
+# Declared: `float x[4]`, `int row = 0`, `const float* __restrict__ y,`, `float *z)`; not `return SIZE;` or `2 * SIZE;`.
+_DECLARED = (
+    r"\b(?!(?:return|case|else|goto|throw|new|delete|sizeof|and|or|not)\b)"
+    r"(?:[A-Za-z_]\w*[*&]*\s|(?:auto|bool|char|double|float|int|void)\s+[*&]+)\s*([a-z]\w*)\s*(?:[=;,)[({]|:(?!:))"
 )
+_READS_A_FILE = r"(?m)^[^\S\n]*(?:#|%:|\?\?=)[^\S\n]*(include\w*|import|embed)\b(.*)|\b__has_(?:include|embed)\w*"
 # What is no code, or ends a line: a raw string, another one, a character, both kinds of comments.
-_TOKEN = re.compile(
+_TOKEN = (
     r"""R"([^\s()\\]*)\([\s\S]*?\)\1"|"(?:\\[\s\S]|[^"\\\n])*"|'(?:\\.|[^'\\\n]){1,10}'"""
     r"""|//(?:\\\n|[^\n])*|/\*[\s\S]*?(?:\*/|\Z)|\\\n|\n"""
 )
@@ -75,7 +75,7 @@ class Template:
         """
         text = "\n".join([self.body, *(text for _, text in self.headers)])
         code = _code(text, with_strings=False)
-        own = (name for pattern in (_CONSTANT, _DEFINED, _DECLARED) for name in pattern.findall(code))
+        own = (name for pattern in (_CONSTANT, _DEFINED, _DECLARED) for name in re.findall(pattern, code))
         known = set(_WORD.findall(text)) - set(own)
         for parameter in parameters:
             if parameter not in known:
@@ -112,8 +112,8 @@ def library(name: str) -> Template:
 def read(path: Path) -> Template:
     """Read any template; its headers lie beside it or are the library's own.
 
-    NVRTC is given these texts, and takes a file that has none from the disk. Its kernel would not change with that
-    file, as the cache goes by the texts; so whatever may read a file is found here, or refused.
+    NVRTC compiles these texts, and the key in the cache covers them. A file that it opened by itself would not be
+    covered, and an old kernel would be served when that file changes. So every include is found here or refused.
 
     Raises
     ------
@@ -171,7 +171,7 @@ def _includes(text: str, name: str) -> list[tuple[str, str]]:
 
 
 def _includes_of_code(code: str, name: str) -> Iterator[tuple[str, str]]:
-    for match in _READS_A_FILE.finditer(code):
+    for match in re.finditer(_READS_A_FILE, code):
         what = (match[2] or "").strip()
         if match[1] == "include" and what.startswith('"') and '"' in what[1:]:
             yield what[1:].split('"')[0], name
@@ -199,7 +199,7 @@ def _code(text: str, with_strings: bool = True) -> str:
         owed += token.count("\n")
         return "" if token == "\\\n" else " "
 
-    return _TOKEN.sub(kept, text)
+    return re.sub(_TOKEN, kept, text)
 
 
 def _line(name: str, value: Parameter) -> str:

@@ -534,6 +534,67 @@ print(os.waitpid(forked, 0)[1])
     assert child(code).stdout == "2\n0\n"
 
 
+FORK_INSIDE = """
+import os, signal, threading
+from rwkv_jit import forks
+signal.alarm(60)
+def enter():
+    with forks.held_back():
+        pass
+def enter_elsewhere():
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+with forks.held_back(), forks.held_back():
+    child = os.fork()
+    enter_elsewhere()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+enter_elsewhere()
+if child:
+    print("both went on")
+"""
+
+
+def test_work_that_forks_itself_does_not_wait_for_itself(child):
+    assert child(FORK_INSIDE).stdout == "both went on\n"
+
+
+FORK_BESIDE = """
+import os, signal, threading, time
+from rwkv_jit import forks
+signal.alarm(60)
+forks._PATIENCE_SECONDS = 0.01
+inside, go, said = threading.Event(), threading.Event(), []
+class Say:
+    def warning(self, message):
+        said.append(message)
+        threading.Thread(target=work, args=["later"]).start()  # held back until the fork is over
+        go.set()
+forks.stats.logger = Say()
+done = []
+def work(name):
+    with forks.held_back():
+        inside.set()
+        go.wait()
+        done.append(name)
+threading.Thread(target=work, args=["first"]).start()
+inside.wait()
+child = os.fork()
+if not child:
+    assert done == ["first"] and said == ["a fork waits for the kernels that are being compiled"]
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+while len(done) < 2:
+    time.sleep(0.001)
+print(done)
+"""
+
+
+def test_fork_waits_for_work_and_holds_back_what_comes_later(child):
+    assert child(FORK_BESIDE).stdout == "['first', 'later']\n"
+
+
 def test_counts_of_many_threads_add_up():
     threads = [threading.Thread(target=lambda: [stats.count("disk") for _ in range(2000)]) for _ in range(4)]
     for thread in threads:
