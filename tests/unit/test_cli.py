@@ -313,7 +313,8 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
 
 def test_bench_without_a_gpu_times_the_reference_and_says_so(program):
     done = program("bench", "--op", "wkv6", "--phase", "forward")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr.count("\n") <= 1  # the notice of an op that runs on the CPU
     lines = done.stdout.splitlines()
     assert lines[0].startswith("CPU reference; not the speed of the kernels.")
     assert lines[-1] == "CPU reference; not the speed of the kernels."
