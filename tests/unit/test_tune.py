@@ -811,7 +811,8 @@ def test_op_that_there_is_not_is_told(refuse, run):
 def test_two_shapes_of_one_choice_are_told(measuring, refuse, run):
     _, _, said = run("tune", "--shape", "1,64,1,64", "--shape", "2,64,1,40")
     assert said == (
-        "rwkv-jit tune: --shape: expected one for each head size in steps of 32, got (1, 64, 1, 64) and (2, 64, 1, 40)\n"
+        "rwkv-jit tune: --shape: expected one for each head size in steps of 32, "
+        "got (1, 64, 1, 64) and (2, 64, 1, 40)\n"
     )
 
 
