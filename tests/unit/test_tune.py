@@ -783,11 +783,11 @@ def refuse(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("8,4096,64", "shape: expected four positive numbers B,T,H,N, got '8,4096,64'"),
-        ("8,4096,64,0", "shape: expected four positive numbers B,T,H,N, got '8,4096,64,0'"),
-        ("8,4096,-1,64", "shape: expected four positive numbers B,T,H,N, got '8,4096,-1,64'"),
-        ("a,b,c,d", "shape: expected four positive numbers B,T,H,N, got 'a,b,c,d'"),
-        ("1,64,1,160", "shape: the chunked backend of wkv7 takes head sizes up to 128, got 160 and 160 for v"),
+        ("8,4096,64", "--shape: expected four positive numbers B,T,H,N, got '8,4096,64'"),
+        ("8,4096,64,0", "--shape: expected four positive numbers B,T,H,N, got '8,4096,64,0'"),
+        ("8,4096,-1,64", "--shape: expected four positive numbers B,T,H,N, got '8,4096,-1,64'"),
+        ("a,b,c,d", "--shape: expected four positive numbers B,T,H,N, got 'a,b,c,d'"),
+        ("1,64,1,160", "--shape: the chunked backend of wkv7 takes head sizes up to 128, got 160 and 160 for v"),
     ],
 )
 def test_shape_that_does_not_fit_is_told_before_anything_is_compiled(shape, message, measuring, refuse, run):
@@ -811,7 +811,8 @@ def test_op_that_there_is_not_is_told(refuse, run):
 def test_two_shapes_of_one_choice_are_told(measuring, refuse, run):
     _, _, said = run("tune", "--shape", "1,64,1,64", "--shape", "2,64,1,40")
     assert said == (
-        "rwkv-jit tune: shape: expected one for each head size in steps of 32, got (1, 64, 1, 64) and (2, 64, 1, 40)\n"
+        "rwkv-jit tune: --shape: expected one for each head size in steps of 32, "
+        "got (1, 64, 1, 64) and (2, 64, 1, 40)\n"
     )
 
 
