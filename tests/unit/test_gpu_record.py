@@ -110,7 +110,7 @@ def test_what_no_op_takes_makes_no_record_stale(copied_sources, path):
 def test_every_module_that_ops_share_is_covered():
     shared = {f"ops/{path.name}" for path in (record.ROOT / "rwkv_jit/ops").glob("*.py")}
     own = {name for op in record.OPS for name in record.own_modules(op)}
-    assert shared - {"ops/__init__.py", *own} <= set(record.LAUNCHING)
+    assert shared - {"ops/__init__.py", "ops/plain.py", *own} <= set(record.LAUNCHING)  # plain torch launches nothing
 
 
 def test_every_op_is_covered():

@@ -340,3 +340,19 @@ def test_public_ops_are_their_references_for_any_shape(op, data, make_inputs):
     y, _ = getattr(rwkv_jit, op)(*given.values(), **more)
     want, _ = getattr(rwkv_jit, f"{op}_ref")(*given.values(), **more)
     close(y, want.detach(), rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["wkv4", "wkv4_ref"])
+@pytest.mark.parametrize(("decay", "w"), [("raw", 88.0), ("raw", 88.8), ("raw", math.inf), ("log", -math.inf)])
+def test_wkv4_that_forgets_all_has_no_gradient_of_its_decay(name, decay, w):
+    generator = torch.Generator().manual_seed(0)
+    u, k, v, state = (torch.randn(size, generator=generator) for size in (3, (2, 5, 3), (2, 5, 3), (2, 3, 3)))
+    state[:, 1].abs_()
+    leaves = [x.requires_grad_() for x in (torch.full((3,), w), u, k, v, state)]
+    y, final = getattr(rwkv_jit, name)(*leaves, True, decay=decay)
+    grads = torch.autograd.grad(y.sum() + final[:, :2].sum(), leaves)
+    assert all(g.isfinite().all() for g in grads)
+    assert torch.count_nonzero(grads[0]) == 0
+    # Only the token before is left: y of the third one has nothing of the first.
+    changed = torch.cat([v[:, :1] + 1, v[:, 1:]], 1)
+    torch.testing.assert_close(getattr(rwkv_jit, name)(*leaves[:3], changed, state, decay=decay)[0][:, 2:], y[:, 2:])
