@@ -143,9 +143,16 @@ def linear_attention(
     """
     scale = boundary.key_scale(q) if scale is None else scale
     options = (scale, "none", None, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
-    if not normalize:
+    if not boundary.check_flag("normalize", normalize):
         return boundary.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
 
+    cast = boundary.under_autocast(OP, (q, k, v))
+    if cast is not None:
+        with tensors.exactly(cast[0]):
+            return linear_attention(
+                *cast, initial_state, output_final_state, cu_seqlens, scale, state_layout, checkpoint_interval,
+                chunk_len, num_threads, backend, normalize,
+            )  # fmt: skip
     boundary.check_options(OP.decays, *options)
     state, z = _pair(initial_state)
     (q, k, v), state, cu_seqlens = boundary.check_tensors(OP, (q, k, v), state, cu_seqlens, state_layout, backend)
@@ -174,7 +181,11 @@ def _pair(initial_state: Any) -> tuple[Any, Any]:
     if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
         got = type(initial_state).__name__
         raise TypeError(f"initial_state: expected a pair (S, z) with normalize=True, got {got}")
-    return initial_state[0], initial_state[1]
+    state, z = initial_state
+    if (state is None) != (z is None):
+        missing, given = ("S", "z") if state is None else ("z", "S")
+        raise ValueError(f"initial_state: expected both S and z, or None for both, got {given} without {missing}")
+    return state, z
 
 
 def _checked_z(given: Any, state: Tensor, of_values: int) -> Tensor:

@@ -151,7 +151,9 @@ def on_gpu(monkeypatch):
 def resolved(given, cu_seqlens=None, decay_bound=None, training=True, **options):
     plain = interface.Options(1.0, "sigmoid", "vk", 64, None, None, "auto")
     op = rwkv_jit.wkv7.__globals__["OP"]
-    return boundary._check(op, given, None, cu_seqlens, decay_bound, plain._replace(**options), training)[-1]
+    asked = plain._replace(**options, guarded=None)
+    given, _, cu_seqlens = boundary.check_tensors(op, given, None, cu_seqlens, "vk", asked.backend)
+    return boundary.chosen(op, given, cu_seqlens, decay_bound, asked, training, is_direct=True)
 
 
 def bf16(tokens, batch=1, head_size=64):

@@ -96,7 +96,7 @@ def refuse(*_):
 def test_known_call_is_not_checked_again_and_launches_its_own_tensors(calls, monkeypatch):
     first, second = make(), make()
     rwkv_jit.wkv7(*first)
-    monkeypatch.setattr(boundary, "_check", refuse)
+    monkeypatch.setattr(boundary, "check_tensors", refuse)
     y, final = rwkv_jit.wkv7(*second)
     one, other = calls.launches
     assert final is None
@@ -160,7 +160,7 @@ def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_c
     assert again == [one, another]
     saved = [any(addresses(launch, 12)[10:]) for launch in calls.launches]
     assert saved == [False, given[0].requires_grad] * 2
-    monkeypatch.setattr(boundary, "_check", refuse)
+    monkeypatch.setattr(boundary, "check_tensors", refuse)
     rwkv_jit.wkv7(*make())
     rwkv_jit.wkv7(*given, **options)
 
@@ -262,7 +262,7 @@ def test_known_call_with_gradients_saves_and_goes_back(calls, monkeypatch):
         assert back[:6] == [x.data_ptr() for x in given]
         assert back[8:10] == [checkpoints, sa]
         assert back[11:17] == [grad.data_ptr() for grad in grads]
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert [launch.entry for launch in calls.launches] == ["wkv7_forward", "wkv7_backward"] * 2
 
 
@@ -387,7 +387,7 @@ def test_what_an_op_does_not_have_is_null_in_the_forward(op, calls, monkeypatch)
         assert launch.arguments[11:15] == (strides_of(N), strides_of(N), strides_of(12), of_w)
         assert launch.arguments[15:17] == (struct.pack("q", T), struct.pack("q", H))
         assert launch.arguments[17:] == (struct.pack("i", T), struct.pack("f", 0.5))
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 @pytest.mark.parametrize("op", SHARED)
@@ -417,7 +417,7 @@ def test_what_an_op_does_not_have_is_null_in_the_backward(op, calls, monkeypatch
         of_w = strides_of(N) if "w" in with_tokens else STRIDE_OF_CONSTANT
         assert launch.arguments[17:22] == (strides_of(N), strides_of(N), strides_of(12), of_w, strides_of(12))
         assert launch.arguments[22:24] == (struct.pack("q", T), struct.pack("q", H))
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 @pytest.mark.parametrize("op", ["gla", "linear_attention"])
@@ -496,7 +496,7 @@ def test_long_call_with_a_bounded_decay_takes_the_chunked_kernels_from_then_on(c
         assert launch.arguments[18:] == (struct.pack("q", 40), struct.pack("q", H), struct.pack("f", 0.5))
         assert (launch.grid, launch.block) == ((B, H, 1), (64, 1, 1))
         assert launch.shared_bytes == chunked.shared_bytes("forward", 16, 16, 32, 64) > 0
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +665,7 @@ def test_call_with_large_heads_prepares_its_chunks_and_scans_them(few_heads, sca
         assert (first.grid, first.block) == ((B * -(-70 // length), H, 1), (4 * length, 1, 1))
         assert (second.grid, second.block) == ((B * -(-200 // rows), H, 1), (of_scan["NUM_THREADS"], 1, 1))
         assert (first.shared_bytes, second.shared_bytes) == (of_chunks["SHARED_BYTES"], of_scan["SHARED_BYTES"])
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 def test_backward_of_a_call_with_large_heads(scan_calls, arch):
@@ -915,7 +915,7 @@ def test_guarded_call_computes_all_heads_and_then_those_whose_decays_leave(bound
         assert exact.arguments[13:] == (
             *strides(*given), *counts(shape[1], H), struct.pack("i", min(64, shape[1])), struct.pack("f", 0.5)
         )  # fmt: skip
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert len(guarded_calls.launches) == 4
 
 
@@ -1194,7 +1194,7 @@ def test_gated_call_is_one_launch_in_each_direction(op, bounds, guarded_calls, m
         of_backward = gated.specialize(op, "backward", 40, 56, gated_types(op), "sm_80").parameters
         assert (back.grid, back.block) == ((sequences, H, 1), (of_backward["NUM_THREADS"], 1, 1))
         assert back.shared_bytes == of_backward["SHARED_BYTES"]
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert len(guarded_calls.launches) == 4
 
 
@@ -1252,7 +1252,7 @@ def test_gated_call_with_large_heads(op, bounds, guarded_calls, monkeypatch):
         slots = 120 // length + 3 if bounds else B * -(-40 // length)
         assert of_keys.grid == (slots * -(-224 // (threads // 2)), H, 1)
         assert (of_keys.block[0], of_keys.shared_bytes) == (threads, request.parameters["SHARED_BYTES"])
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert len(guarded_calls.launches) == 6
 
 
@@ -1733,7 +1733,7 @@ def test_call_of_warp_groups_prepares_its_chunks_and_walks_over_them(op, few_hea
                 assert address == made[name].data_ptr()
             else:  # a row for each chunk, or nothing
                 assert (address != 0) == (name in given)
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
         monkeypatch.setattr(gated_groups, "_new_plans", refuse)
     assert len(group_calls.launches) == 8
     assert len(gated_groups._plans) == 2

@@ -74,8 +74,8 @@ def of(op, head_size=64, dtype=torch.bfloat16):
 def options_of(op="wkv7", inputs=None, decay_bound=None, training=True, **options):
     """The options that a call is resolved to."""
     decay = "none" if op == "linear_attention" else "sigmoid"
-    plain = Options(1.0, decay, "vk", 64, None, None, "auto")._replace(**options)
-    return boundary._check(runtime.OPS[op], inputs or of(op), None, None, decay_bound, plain, training)[-1]
+    asked = Options(1.0, decay, "vk", 64, None, None, "auto", guarded=None)._replace(**options)
+    return boundary.chosen(runtime.OPS[op], inputs or of(op), None, decay_bound, asked, training, is_direct=True)
 
 
 def resolved(*call, **options):
