@@ -273,8 +273,13 @@ def check_options(
     ):
         check_name(name, value, legal)
     check_number("scale", scale)
-    if decay_bound is not None and not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
-        raise ValueError(f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}")
+    if decay_bound is not None:
+        if not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
+            raise ValueError(
+                f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}"
+            )
+        if isinstance(decay_bound, int):
+            check_number("decay_bound", decay_bound)
     for name, count in (
         ("checkpoint_interval", checkpoint_interval),
         ("chunk_len", chunk_len),

@@ -4,6 +4,7 @@ import importlib.util
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -175,6 +176,8 @@ X, W = torch.zeros(2, 3, 4), torch.zeros(3, 4)
             for name in ("tiles", "transforms")
         ),
         ({"eps": float("nan")}, ValueError, "eps: expected a finite number, got nan"),
+        ({"eps": 10**400}, ValueError, "eps: expected a finite number, got an integer too large for a float"),
+        ({"backend": np.ones(2)}, ValueError, "backend: expected one of auto, tiles"),
         ({"eps": True}, ValueError, "eps: expected a finite number, got True"),
         ({"k": None}, TypeError, "k: expected a torch.Tensor or an array with __dlpack__, got NoneType"),
         ({"k": W}, ValueError, r"k: expected 3 dimensions \[B, C, T\], got shape \(3, 4\)"),

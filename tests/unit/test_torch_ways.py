@@ -1,0 +1,310 @@
+"""What torch does with an op of its own, done with these: derivatives of every kind, export, autocast, counting."""
+
+import json
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+import rwkv_jit
+
+OPS = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")
+B, T, H, K, V, C = 2, 5, 2, 3, 4, 6
+# Shapes of the inputs; those that streams of tokens have, which autocast casts.
+SHAPES = {
+    "wkv4": {"w": (C,), "u": (C,), "k": (B, T, C), "v": (B, T, C)},
+    "timex": {"w": (C, T), "k": (B, C, T)},
+    **{
+        op: {n: (H, K) if n in fixed else (B, T, H, V if n == "v" else K) for n in names}
+        for op, names, fixed in (
+            ("wkv5", "rkvwu", "wu"),
+            ("wkv6", "rkvwu", "u"),
+            ("wkv7", "rwkvab", ""),
+            ("gla", "qkvg", ""),
+            ("linear_attention", "qkv", ""),
+        )
+    },
+}
+
+
+def make(op, dtype=torch.float64, grad=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = {n: torch.randn(s, generator=generator, dtype=torch.float64) / 3 for n, s in SHAPES[op].items()}
+    if op == "gla":
+        made["g"] = -made["g"].abs()
+    return {n: x.to(dtype).requires_grad_(grad) for n, x in made.items()}
+
+
+def output(op, *given, reference=False, **options):
+    found = getattr(rwkv_jit, f"{op}_ref" if reference else op)(*given, **options)
+    return found if op == "timex" else found[0]
+
+
+def of_last(op, given, **options):
+    """The output as a function of the last input."""
+    others = [*given.values()][:-1]
+    return lambda x: output(op, *others, x, **options)
+
+
+def torch_op(op, direction):
+    return getattr(torch.ops.rwkv_jit, f"{op}_{direction}").default
+
+
+def asked(op, packed=None, state=None):
+    """What the torch op takes behind the inputs."""
+    if op == "timex":
+        return (0.5, "auto")
+    if op == "wkv4":
+        return (state, "raw", "auto")
+    decay = {"linear_attention": "none", "gla": "log"}.get(op, "raw")
+    return (state, packed, 1.0, decay, "vk", 64, None, None, "auto", None, None, None)
+
+
+def ends(op):
+    return (False,) if op == "timex" else (True, False)
+
+
+# ---- registration ------------------------------------------------------------------------------------------------
+
+
+def test_ops_are_registered_by_the_import_where_torch_is_there(child):
+    done = child("""
+import sys
+import torch
+before = list(sys.meta_path)
+import rwkv_jit
+print(sum(n.startswith("rwkv_jit::") for n in torch._C._dispatch_get_all_op_names()))
+print(*sorted(n for n in sys.modules if n.startswith("rwkv_jit")))
+assert sys.meta_path == before
+""")
+    assert done.stdout.splitlines() == ["15", "rwkv_jit rwkv_jit.ops rwkv_jit.ops.flops rwkv_jit.ops.registry"]
+
+
+def test_import_without_torch_at_hand_leaves_the_error_to_who_asks_for_it(child):
+    done = child("""
+import sys
+import rwkv_jit
+sys.path = []
+for _ in range(2):
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        print(error)
+""")
+    assert done.stdout.splitlines() == ["No module named 'torch'"] * 2
+
+
+def test_exported_program_is_loaded_by_a_process_that_imports_torch_last(child, tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, *given):
+            return rwkv_jit.wkv7(*given, output_final_state=True)
+
+    given = tuple(make("wkv7", torch.float32).values())
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(Model(), given, dynamic_shapes=(tuple({1: tokens} for _ in given),))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    longer = [torch.cat([x, x], 1) for x in given]
+    torch.save(longer, tmp_path / "given.pt")
+    done = child(f"""
+import sys, json
+before = list(sys.meta_path)
+import rwkv_jit
+assert "torch" not in sys.modules
+import torch
+assert sys.meta_path == before
+model = torch.export.load("{tmp_path}/model.pt2").module()
+print(json.dumps([x.tolist() for x in model(*torch.load("{tmp_path}/given.pt"))]))
+""")
+    found = [torch.tensor(x) for x in json.loads(done.stdout)]
+    for x, want in zip(found, rwkv_jit.wkv7_ref(*longer, output_final_state=True), strict=True):
+        torch.testing.assert_close(x, want)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_export_keeps_what_was_asked_for_and_no_backend(op):
+    class Model(torch.nn.Module):
+        def forward(self, *given):
+            return output(op, *given)
+
+    given = tuple(make(op, torch.float32, grad=True).values())
+    graph = torch.export.export(Model(), given).graph
+    (call,) = [node for node in graph.nodes if f"{op}_fwd" in str(node.target)]
+    assert "auto" in call.args
+    assert "reference" not in call.args
+    assert call.args[-1] is False  # nothing is kept for a backward unless one comes when it runs
+
+
+# ---- derivatives -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_torch_accepts_the_ops_with_gradients(op):
+    given = make(op, torch.float32, grad=True)
+    torch.library.opcheck(torch_op(op, "fwd"), (*given.values(), *asked(op), *ends(op)))
+    made = torch_op(op, "fwd")(*given.values(), *asked(op), *ends(op))
+    if op == "timex":
+        arguments = (torch.ones_like(made), *given.values(), "auto", True, True)
+    else:
+        dy, grad_final, saved = (torch.ones_like(x).requires_grad_() for x in made)
+        arguments = (dy, grad_final, *given.values(), *asked(op), saved)
+    torch.library.opcheck(torch_op(op, "bwd"), arguments)
+
+
+def test_torch_accepts_states_and_packed_sequences_with_gradients():
+    given = {n: x.detach()[:1].requires_grad_() for n, x in make("wkv7", torch.float32).items()}
+    state = torch.randn(2, H, V, K, requires_grad=True)
+    more = asked("wkv7", torch.tensor([0, 2, T]), state)
+    torch.library.opcheck(torch_op("wkv7", "fwd"), (*given.values(), *more, True, False))
+    torch.library.opcheck(torch_op("wkv7", "fwd"), (*given.values(), *more, False, True), {"decay_bound": -3.0})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_transforms_of_torch_func(op):
+    given = make(op)
+    *_, x = given.values()
+    f, exact = of_last(op, given), of_last(op, given, reference=True)
+    generator = torch.Generator().manual_seed(1)
+    dx = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    weights = torch.randn(f(x).shape, generator=generator, dtype=x.dtype)
+    several = torch.stack([x, x / 2, -x.abs()])
+
+    def weighted(f):
+        return lambda x: (f(x) * weights).sum()
+
+    for transformed, at in (
+        (lambda f: torch.func.grad(weighted(f)), x),
+        (lambda f: torch.vmap(torch.func.grad(weighted(f))), several),
+        (lambda f: torch.func.grad(lambda xs: (torch.vmap(f)(xs) * weights).sum()), several),
+        (lambda f: lambda x: torch.func.jvp(f, (x,), (dx,))[1], x),
+        (lambda f: torch.func.grad(lambda x: torch.func.jvp(lambda x: f(x) ** 2, (x,), (dx,))[1].sum()), x),
+    ):
+        found = transformed(f)(at)
+        torch.testing.assert_close(found, transformed(exact)(at))
+        assert torch.count_nonzero(found) > 0
+    jacobian = torch.func.jacrev(exact)(x)
+    torch.testing.assert_close(torch.func.jacrev(f)(x), jacobian)
+    torch.testing.assert_close(torch.func.jacfwd(f)(x), jacobian)
+    for second in (torch.func.hessian, lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum())):
+        with pytest.raises(RuntimeError, match=f"{op} has no second derivative; differentiate {op}_ref twice instead"):
+            second(lambda x: (f(x) ** 2).sum())(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_tangents_of_dual_tensors(op, grad):
+    given = make(op)
+    x = [*given.values()][-1].clone().requires_grad_(grad)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        found, want = (
+            forward_ad.unpack_dual(of_last(op, given, reference=reference)(dual)) for reference in (False, True)
+        )
+        torch.testing.assert_close(found.primal, want.primal)
+        torch.testing.assert_close(found.tangent, want.tangent)
+        assert torch.count_nonzero(found.tangent) > 0
+        assert forward_ad.unpack_dual(of_last(op, given)(x.detach())).tangent is None
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_update_in_place_refuses_derivatives(transform):
+    def step(k):
+        state = torch.zeros(B, 3, C)
+        return rwkv_jit.wkv4_update(state, torch.zeros(C), torch.zeros(C), k, k)
+
+    k = torch.ones(B, C)
+    run = {
+        "grad": lambda: torch.func.grad(lambda k: step(k).sum())(k),
+        "jvp": lambda: torch.func.jvp(step, (k,), (k,)),
+    }[transform]
+    with pytest.raises(RuntimeError, match="wkv4_update: changes the state in place and has no gradient"):
+        run()
+
+
+# ---- autocast ----------------------------------------------------------------------------------------------------
+
+
+def mixed(op):
+    """What layers make under autocast: bfloat16 and float32 in turn."""
+    given = make(op, torch.float32)
+    return {n: x.bfloat16() if i % 2 else x for i, (n, x) in enumerate(given.items())}
+
+
+def cast(op, given, dtype):
+    keep = [n for n, s in SHAPES[op].items() if n in "wug"]
+    return {n: x if n in keep and x.dtype == torch.float32 else x.to(dtype) for n, x in given.items()}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_as_torch_does(op, dtype):
+    given = {n: x.requires_grad_() for n, x in mixed(op).items()}
+    want = output(op, *cast(op, given, dtype).values())
+    wanted = torch.autograd.grad(want.float().square().sum(), [*given.values()])
+    with torch.autocast("cpu", dtype):
+        found = output(op, *given.values())
+        grads = torch.autograd.grad(found.float().square().sum(), [*given.values()])
+    assert found.dtype == dtype
+    assert torch.equal(found, want)
+    for x, grad, exact in zip(given.values(), grads, wanted, strict=True):
+        assert grad.dtype == x.dtype
+        torch.testing.assert_close(grad, exact, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_under_compilers_and_for_the_op_of_an_exported_program(op):
+    given = mixed(op)
+    want = output(op, *cast(op, given, torch.bfloat16).values())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: output(op, *given), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(*given.values()), want)
+        bare = torch_op(op, "fwd")(*given.values(), *(0.0 if x == 0.5 else x for x in asked(op)), *ends(op))
+    bare = bare if op == "timex" else bare[0]
+    scale = {"gla": K**-0.5, "linear_attention": K**-0.5}.get(op, 1.0)
+    torch.testing.assert_close(bare.float() * scale, want.float(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_leaves_float64_alone_and_the_reference_exact(op):
+    given = make(op)
+    want = output(op, *given.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output(op, *given.values()), want)
+    single = make(op, torch.float32)
+    y = output(op, *single.values())
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert torch.equal(output(op, *single.values()), y)
+
+
+def test_autocast_casts_tokens_of_an_update_and_the_values_of_a_normalized_call():
+    given = mixed("wkv4")
+    w, u, k, v = (*[given[n] for n in "wu"], given["k"][:, 0], given["v"][:, 0])
+    states = [torch.randn(B, 3, C).abs() for _ in range(1)] * 2
+    states = [x.clone() for x in states]
+    want = rwkv_jit.wkv4_update(states[0], w, u.float(), k.bfloat16(), v.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rwkv_jit.wkv4_update(states[1], w, u.float(), k, v), want)
+    assert torch.equal(*states)
+    q, k, v = (x.abs() for x in mixed("linear_attention").values())
+    want = rwkv_jit.linear_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), normalize=True, output_final_state=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rwkv_jit.linear_attention(q, k, v, normalize=True, output_final_state=True)
+    for x, exact in zip((found[0], *found[1]), (want[0], *want[1]), strict=True):
+        assert torch.equal(x, exact)
+
+
+# ---- counting ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_flops_are_two_for_each_multiply_add_of_the_definition(op):
+    products = {"wkv4": 4 * B * T * C, "timex": B * C * T * (T + 1) // 2}
+    products |= {each: (4 if each == "wkv7" else 2) * B * T * H * K * V for each in OPS if each not in products}
+    given = make(op, torch.float32, grad=True)
+    with FlopCounterMode(display=False) as forward:
+        y = output(op, *given.values())
+    assert forward.get_total_flops() == 2 * products[op]
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    assert backward.get_total_flops() == 4 * products[op]
