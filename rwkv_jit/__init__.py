@@ -114,10 +114,10 @@ class _RegisterAfterTorch:
             return None
         from importlib.util import find_spec
 
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self)
             return None
         execute = spec.loader.exec_module
 
@@ -132,4 +132,4 @@ class _RegisterAfterTorch:
 if "torch" in sys.modules:
     import_module("rwkv_jit.ops.registry")
 else:
-    sys.meta_path.insert(0, _RegisterAfterTorch())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _RegisterAfterTorch())

@@ -134,13 +134,15 @@ def chosen(
     training: bool,
     is_direct: bool = False,
 ) -> Options:
-    """Return the options of a call for kernels that has been checked, with the backend that will run.
+    """Return the options of a call that has been checked, with the backend that will run.
 
     Calls that are not `is_direct` choose without a look at what the GPU has room for: what a fake says of them must
     hold when they run.
     """
     if options.guarded is not None:
         return options
+    if not _is_for_kernels(options.backend, given[0]):
+        return options._replace(backend="reference", guarded=False)
     device = given[0].device.index
     asked = options.decay, decay_bound, options.chunk_len, options.num_threads
     case = case_of(op, given, cu_seqlens, *asked, training, is_direct)

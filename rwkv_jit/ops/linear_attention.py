@@ -149,8 +149,9 @@ def linear_attention(
     cast = boundary.under_autocast(OP, (q, k, v))
     if cast is not None:
         with tensors.exactly(cast[0]):
+            q, k, v = cast
             return linear_attention(
-                *cast, initial_state, output_final_state, cu_seqlens, scale, state_layout, checkpoint_interval,
+                q, k, v, initial_state, output_final_state, cu_seqlens, scale, state_layout, checkpoint_interval,
                 chunk_len, num_threads, backend, normalize,
             )  # fmt: skip
     boundary.check_options(OP.decays, *options)

@@ -163,7 +163,7 @@ def _outer_levels() -> Any:
 
 def _at_this_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a Function's `apply` for a kernel of the dispatcher, which torch.func calls once for each level."""
-    apply = super(torch.autograd.Function, function).apply  # the one of Function looks for transforms and refuses them
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the one of Function looks for transforms and refuses them
 
     def run(*arguments: Any) -> Any:
         if not _is_transformed():

@@ -187,7 +187,7 @@ registry.implement(
     recording.forward(
         _forward_op,
         saving=lambda arguments: (*arguments[:-1], True),
-        setup=lambda ctx, arguments, _, out: _keep(ctx, *arguments[:2], arguments[3]),
+        setup=lambda ctx, arguments, _, out: _keep(ctx, arguments[0], arguments[1], arguments[3]),
         # Of the Function's inputs w and k are the third and fourth.
         backward=lambda ctx, g: (*_of_context(ctx, g, *ctx.needs_input_grad[2:4]), None, None, None),
         plainly=_in_forward_mode,

@@ -82,9 +82,10 @@ def _backward(
         *of_inputs, of_state = wkv4_walk.backward(dy, grad_final, w, u, k, v, state, decay, backend, saved)
         return (*of_inputs, _present(of_state, k))
     with recording.plain_torch():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
-        results: Any = _plainly(*leaves, decay, backend, True, False)  # type: ignore[arg-type]
-        grads = recording.gradients(results[:2], (dy, grad_final), [x for x in leaves if x is not None])
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
+        given: tuple[Any, ...] = (*leaves, decay, backend, True, False)
+        y, final, _ = _plainly(*given)
+        grads = recording.gradients((y, final), (dy, grad_final), [x for x in leaves if x is not None])
     return (*grads, *([] if state is not None else [k.new_empty(0)]))
 
 
@@ -120,7 +121,7 @@ _record_backward, _run_backward = recording.backward(_backward_op, "wkv4")
 
 
 def _keep(
-    ctx: Any, inputs: Sequence[Tensor | None], options: tuple[str, str], has_final_state: bool, final: Tensor,
+    ctx: Any, inputs: Sequence[Tensor | None], options: Sequence[str], has_final_state: bool, final: Tensor,
     saved: Tensor,
 ) -> None:  # fmt: skip
     """Keep what the backward takes."""
@@ -153,7 +154,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_of_context(ctx, *grads), None, None, None  # type: ignore[misc]
+        return *_of_context(ctx, *grads), None, None, None
 
 
 def _cast(w: Any, u: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...] | None:

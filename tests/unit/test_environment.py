@@ -403,10 +403,10 @@ BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "refere
 BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
 BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
-    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.gated", "ops.gated_groups", "ops.gated_scan",
-    "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.prepared", "ops.recording", "ops.recurrent",
-    "ops.registry", "ops.scan", "ops.scan_geometry", "ops.split", "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys",
-    "ops.wkv4_walk",
+    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.flops", "ops.gated", "ops.gated_groups",
+    "ops.gated_scan", "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.prepared", "ops.recording",
+    "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.split", "ops.timex_launches",
+    "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
 IN_BENCH = {
     "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
@@ -453,6 +453,7 @@ MAY_IMPORT = {
     - {
         "ops.backends",
         "ops.boundary",
+        "ops.flops",
         "ops.known_calls",
         "ops.recording",
         "ops.registry",
@@ -463,7 +464,8 @@ MAY_IMPORT = {
         "ops.wkv4_walk",
     },
     "ops.known_calls": BELOW_BACKENDS,
-    "ops.registry": set(),
+    "ops.flops": set(),
+    "ops.registry": {"ops.flops"},
     "ops.recording": {"tensors"},
     "ops.boundary": (
         BELOW_BACKENDS | {"ops.backends", "ops.choices", "ops.known_calls", "ops.recording", "ops.registry"}
