@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, known_calls, recording, registry
+from rwkv_jit.ops import backends, choices, known_calls, recording, registry, sharding
 from rwkv_jit.ops.interface import Forward, Inputs, Options
 from rwkv_jit.ops.layout import state_shape
 
@@ -78,6 +78,8 @@ def call(
     known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens)
     if known is None:
         given = scale, decay, decay_bound, *tail[2:]
+        if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
+            return _distributed(op, arrays, initial_state, output_final_state, cu_seqlens, *given, in_parts)
         cast = under_autocast(op, arrays)
         if cast is not None:
             with tensors.exactly(cast[0]):
@@ -109,6 +111,28 @@ def call(
         given = (*arrays, initial_state, cu_seqlens, *options, output_final_state, False)
         y, final, _ = op.forward(*given, decay_bound=decay_bound)
     return y, final if output_final_state else None
+
+
+def _distributed(
+    op: Op, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any, *options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call of DTensors."""
+    batch = {"batch": 0} if cu_seqlens is None else {}  # packed sequences are cut along the heads alone
+    streamed, states = {**batch, "heads": 2}, {**batch, "heads": 1}
+    given = {
+        public: (x, {"heads": 0} if name in op.fixed else streamed)
+        for name, public, x in zip(op.names, op.public, arrays, strict=True)
+    }
+    is_one_for_all = initial_state is not None and initial_state.dim() == 3
+    given["initial_state"] = initial_state, {"heads": 0} if is_one_for_all else states
+    given["cu_seqlens"] = cu_seqlens, {}
+
+    def of_local(*local: Any) -> tuple[Tensor, Tensor | None]:
+        *inputs, state, bounds = local
+        return call(op, inputs, state, output_final_state, bounds, *options)
+
+    y, final = sharding.run(of_local, given, (streamed, states))
+    return y, final
 
 
 def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:

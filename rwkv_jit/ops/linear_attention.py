@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
-from rwkv_jit.ops import boundary, wide_keys
+from rwkv_jit.ops import boundary, sharding, wide_keys
 from rwkv_jit.reference import linear_attention_ref
 
 OP = boundary.define(
@@ -146,6 +146,8 @@ def linear_attention(
     if not boundary.check_flag("normalize", normalize):
         return boundary.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
 
+    if sharding.any_distributed((q, k, v)):
+        raise TypeError("q: normalize=True takes no DTensors; pass to_local() of each")
     cast = boundary.under_autocast(OP, (q, k, v))
     if cast is not None:
         with tensors.exactly(cast[0]):

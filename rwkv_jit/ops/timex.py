@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import boundary, recording, registry, timex_tiles, timex_transforms
+from rwkv_jit.ops import boundary, recording, registry, sharding, timex_tiles, timex_transforms
 from rwkv_jit.reference import timex_ref
 
 BACKENDS = ("auto", "tiles", "transforms", "fft", "reference")
@@ -329,6 +329,10 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
+    if sharding.any_distributed((w, k)):
+        of_k, of_w = {"batch": 0, "channels": 1}, {"channels": 0}
+        (found,) = sharding.run(lambda k, w: (timex(w, k, eps, backend),), {"k": (k, of_k), "w": (w, of_w)}, (of_k,))
+        return found  # type: ignore[no-any-return]
     cast = _cast(w, k, eps, backend)
     if cast is not None:
         with tensors.exactly(cast[1]):

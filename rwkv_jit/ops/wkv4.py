@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import boundary, recording, registry, wkv4_walk
+from rwkv_jit.ops import boundary, recording, registry, sharding, wkv4_walk
 from rwkv_jit.reference import wkv4_ref
 from rwkv_jit.signatures import BySignature
 
@@ -249,6 +249,21 @@ def _as_checked(
     return w, u, k, v, state
 
 
+def _distributed(w: Any, u: Any, k: Any, v: Any, state: Any, *options: Any) -> tuple[Tensor, Tensor | None]:
+    """Run a call of DTensors."""
+    streamed, fixed = {"batch": 0, "channels": 2}, {"channels": 0}
+    of_state = {"channels": 1} if state is not None and state.dim() == 2 else streamed
+    given = {
+        "k": (k, streamed),
+        "v": (v, streamed),
+        "w": (w, fixed),
+        "u": (u, fixed),
+        "initial_state": (state, of_state),
+    }
+    y, final = sharding.run(lambda k, v, w, u, state: wkv4(w, u, k, v, state, *options), given, (streamed, streamed))
+    return y, final
+
+
 def wkv4(
     w: Any,
     u: Any,
@@ -335,6 +350,8 @@ def wkv4(
     (torch.Size([2, 128, 96]), torch.Size([2, 3, 96]))
     """
     output_final_state = boundary.check_flag("output_final_state", output_final_state)
+    if sharding.any_distributed((w, u, k, v, initial_state)):
+        return _distributed(w, u, k, v, initial_state, output_final_state, decay, backend)
     cast = _cast(w, u, k, v, initial_state, output_final_state, decay, backend)
     if cast is not None:
         with tensors.exactly(cast[2]):
@@ -395,6 +412,8 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     >>> y.shape
     torch.Size([2, 96])
     """
+    if sharding.any_distributed((state, w, u, k, v)):
+        raise TypeError("state: wkv4_update changes it in place and takes no DTensors; pass to_local() of each")
     cast = _cast(w, u, k, v, decay)
     if cast is not None:
         with tensors.exactly(cast[2]):

@@ -405,7 +405,7 @@ BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.flops", "ops.gated", "ops.gated_groups",
     "ops.gated_scan", "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.prepared", "ops.recording",
-    "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.split", "ops.timex_launches",
+    "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.sharding", "ops.split", "ops.timex_launches",
     "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
 IN_BENCH = {
@@ -457,6 +457,7 @@ MAY_IMPORT = {
         "ops.known_calls",
         "ops.recording",
         "ops.registry",
+        "ops.sharding",
         "ops.timex_launches",
         "ops.timex_tiles",
         "ops.timex_transforms",
@@ -466,9 +467,10 @@ MAY_IMPORT = {
     "ops.known_calls": BELOW_BACKENDS,
     "ops.flops": set(),
     "ops.registry": {"ops.flops"},
-    "ops.recording": {"tensors"},
+    **dict.fromkeys(("ops.recording", "ops.sharding"), {"tensors"}),
     "ops.boundary": (
-        BELOW_BACKENDS | {"ops.backends", "ops.choices", "ops.known_calls", "ops.recording", "ops.registry"}
+        BELOW_BACKENDS
+        | {"ops.backends", "ops.choices", "ops.known_calls", "ops.recording", "ops.registry", "ops.sharding"}
     ),
     "ops.timex_launches": BELOW_LAUNCHES,
     **dict.fromkeys(("ops.timex_tiles", "ops.timex_transforms"), BELOW_OPS | {"ops.chunked", "ops.timex_launches"}),

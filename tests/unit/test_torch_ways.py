@@ -1,6 +1,8 @@
 """What torch does with an op of its own, done with these: derivatives of every kind, export, autocast, counting."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -308,3 +310,96 @@ def test_flops_are_two_for_each_multiply_add_of_the_definition(op):
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     assert backward.get_total_flops() == 4 * products[op]
+
+
+# ---- DTensors ----------------------------------------------------------------------------------------------------
+
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+import rwkv_jit
+
+def main(rank, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    for op, shapes in {
+        "wkv5": [(3, 5, 3, 4)] * 3 + [(3, 4)] * 2,
+        "wkv4": [(3,), (3,), (3, 5, 3), (3, 5, 3)],
+        "timex": [(3, 5), (3, 3, 5)],
+    }.items():
+        full = [torch.randn(s, dtype=torch.float64) / 3 for s in shapes]
+        state = {"wkv5": torch.randn(3, 3, 4, 4).double(), "wkv4": torch.rand(3, 3, 3).double()}.get(op)
+        dims = {  # of the batch, and of heads or channels
+            "wkv5": [(0, 2)] * 3 + [(None, 0)] * 2 + [(0, 1)],
+            "wkv4": [(None, 0), (None, 0), (0, 2), (0, 2), (0, 2)],
+            "timex": [(None, 0), (0, 1)],
+        }[op]
+        given = [x.requires_grad_() for x in [*full, *([] if state is None else [state])]]
+        more = () if op == "timex" else (True,)
+        want = getattr(rwkv_jit, op + "_ref")(*given, *more)
+        want = [want] if op == "timex" else [*want]
+        exact = torch.autograd.grad(sum(x.square().sum() for x in want), given)
+        for role in (None, 0, 1):
+            placed = [
+                distribute_tensor(
+                    x.detach(), mesh, [Replicate() if role is None or d[role] is None else Shard(d[role])]
+                ).requires_grad_()
+                for x, d in zip(given, dims)
+            ]
+            found = getattr(rwkv_jit, op)(*placed, *more)
+            found = [found] if op == "timex" else [*found]
+            for x, y in zip(found, want):
+                assert isinstance(x, DTensor) and x.shape == y.shape, (op, role)
+                torch.testing.assert_close(x.full_tensor(), y)
+            sum(x.square().sum() for x in found).backward()
+            for x, grad in zip(placed, exact):
+                torch.testing.assert_close(x.grad.full_tensor(), grad)
+    x = distribute_tensor(torch.zeros(2, 4, 2, 4), mesh, [Shard(1)])
+    ok = distribute_tensor(torch.zeros(2, 4, 2, 4), mesh, [Shard(2)])
+    flat = distribute_tensor(torch.zeros(2, 4), mesh, [Replicate()])
+    plain = torch.zeros(2, 4, 2, 4)
+    for case in ((x, x, x), (ok, plain, ok), (plain, ok, ok), (ok, x, ok)):
+        try:
+            rwkv_jit.linear_attention(*case)
+        except (TypeError, ValueError) as error:
+            if rank == 0:
+                print(type(error).__name__, str(error)[:100])
+    if rank == 0:
+        print("done")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
+"""
+
+
+def test_dtensors_are_computed_where_they_are(tmp_path):
+    """Replicated, cut along the batch, and cut along heads or channels; three of them on two ranks."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), tmp_path / "meeting"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=240) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    said = outputs[0][0].splitlines()
+    for line, start in zip(
+        said,
+        (
+            "ValueError q: expected DTensors placed by Replicate() or Shard(0) (batch) or Shard(2) (heads), got S",
+            "TypeError k: expected a DTensor like q, got Tensor",
+            "TypeError q: expected a DTensor like another argument, got Tensor",
+            "ValueError k: expected a DTensor placed by [",
+            "done",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(start)
