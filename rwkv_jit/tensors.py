@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rwkv_jit import compiler, cuda, env
+from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 
 # Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
@@ -271,6 +272,10 @@ def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
 
 @cache
 def _capability(device: int) -> str:
+    if not torch.cuda.is_available():  # for tensors without memory, as of FakeTensorMode
+        raise UnsupportedConfigError(
+            "arch: there is no GPU to take it from, which decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 

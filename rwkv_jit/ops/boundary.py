@@ -450,11 +450,12 @@ def define(
         options: Sequence[Any],
         dy: Tensor | None,
         grad_final: Tensor | None,
-        decay_bound: float | None = None,
+        run: Callable[..., Sequence[Tensor]],
+        **named: Any,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, the initial state and cu_seqlens."""
         *given, kept = saved
-        *grads, grad_initial = run_backward(dy, grad_final, *given, *options, kept, decay_bound=decay_bound)
+        *grads, grad_initial = run(dy, grad_final, *given, *options, kept, **named)
         return (*grads, None if given[count] is None else grad_initial, None)
 
     def saving(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -470,7 +471,7 @@ def define(
     def of_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
         # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
         grad_final = grad_final if ctx.has_final_state else None
-        grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final, **ctx.named)
+        grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final, run_backward, **ctx.named)
         return (*grads, *[None] * (len(ctx.options) + 2))
 
     def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -497,7 +498,11 @@ def define(
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            return None, None, *differentiate(ctx.saved_tensors, ctx.options, dy, grad_final)
+            saved = ctx.saved_tensors
+            is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+            is_direct = is_direct and tensors.are_plain((dy, grad_final, *saved))
+            run = backward if is_direct else run_backward
+            return None, None, *differentiate(saved, ctx.options, dy, grad_final, run)
 
     record = recording.forward(forward_op, saving, setup, of_context, plainly)
     record_backward, run_backward = recording.backward(backward_op, name)

@@ -92,13 +92,8 @@ def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
 
     def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
         if torch.is_grad_enabled():
-            found: Sequence[Tensor] = apply(lambda *given: op(*given, **named), *arguments)
-        elif tensors.is_eager():
-            with torch._C._AutoDispatchBelowAutograd():
-                found = op(*arguments, **named)
-        else:
-            found = op(*arguments, **named)
-        return found
+            return apply(lambda *given: op(*given, **named), *arguments)  # type: ignore[no-any-return]
+        return op(*arguments, **named)  # type: ignore[no-any-return]
 
     return record, run
 

@@ -85,8 +85,12 @@ def _runner(name: str) -> Runner:
 
 
 def _later(name: str, part: str) -> Callable[..., Any]:
+    found: list[Callable[..., Any]] = []
+
     def run(*arguments: Any, **named: Any) -> Any:
-        return getattr(_runner(name), part)(*arguments, **named)
+        if not found:
+            found.append(getattr(_runner(name), part))
+        return found[0](*arguments, **named)
 
     return run
 

@@ -433,7 +433,7 @@ MAY_IMPORT = {
     "compiler": {"cache", "cuda", "env", "errors", "identity", "stats", "template"},
     "kernel": BELOW_KERNEL,
     "launch": {"cuda", "kernel"},
-    "tensors": {"compiler", "cuda", "env", "launch"},
+    "tensors": {"compiler", "cuda", "env", "errors", "launch"},
     "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "signatures", "template", "tensors"},
     "ops": set(),
     "ops.interface": BELOW_OPS,

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
+from rwkv_jit import tensors
 
 OPS = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")
 B, T, H, K, V, C = 2, 5, 2, 3, 4, 6
@@ -135,6 +137,20 @@ def test_export_keeps_what_was_asked_for_and_no_backend(op):
     assert "auto" in call.args
     assert "reference" not in call.args
     assert call.args[-1] is False  # nothing is kept for a backward unless one comes when it runs
+
+
+def test_fakes_of_cuda_tensors_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tensors._capability.cache_clear()
+    with FakeTensorMode():
+        for op in OPS:
+            given = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in SHAPES[op].values()]
+            assert output(op, *given).shape == given[-1 if op == "timex" else list(SHAPES[op]).index("v")].shape
+        wide = [torch.empty(1, 64, 1, 400, dtype=torch.bfloat16, device="cuda")] * 4
+        with pytest.raises(rwkv_jit.UnsupportedConfigError, match="arch: there is no GPU .* set RWKVJIT_ARCH"):
+            rwkv_jit.gla(*wide)
+        monkeypatch.setenv("RWKVJIT_ARCH", "sm_80")
+        assert rwkv_jit.gla(*wide)[0].shape == wide[0].shape
 
 
 # ---- derivatives -------------------------------------------------------------------------------------------------
