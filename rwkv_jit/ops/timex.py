@@ -313,7 +313,12 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     its channel.
 
     transforms and fft: float32 throughout, errors of 3e-7 relative to a row as a whole, its smallest outputs included;
-    an input that is not finite spoils all of its row, the outputs before it too.
+    an input that is not finite spoils all of its row, the outputs before it too. In the reference it spoils up to 255
+    outputs before it.
+
+    Under `torch.autocast` k is cast to its dtype as torch's own ops cast theirs; w may stay float32. Forward-mode
+    derivatives (`torch.func.jvp`, `jacfwd`) are there for "fft" and "reference"; of the other kernels they are an
+    error. DTensors may be replicated or sharded over the batch or the channels.
 
     The first call with a dtype and a range of lengths compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.

@@ -334,6 +334,11 @@ def wkv4(
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
+    Under `torch.autocast` k and v are cast to its dtype as torch's own ops cast theirs; w and u may stay float32,
+    and the state keeps its dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors
+    and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the batch or
+    the channels.
+
     The first call with a dtype and decay compiles for this GPU and stores the result on disk. CPU tensors run the
     reference, with one notice.
 
@@ -377,7 +382,8 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     Parameters
     ----------
     state : torch.Tensor, shape (B, 3, C), float32
-        num, den and max, as `wkv4` takes and returns them; begin with 0, 0 and -1e38. It is changed.
+        num, den and max, as `wkv4` takes and returns them; begin with 0, 0 and -1e38. It is changed, so it must have
+        memory of its own for every element, and an array of another library must be one that torch can write.
     w, u : torch.Tensor, shape (C,), dtype of k or float32
         Decay and bonus.
     k, v : torch.Tensor, shape (B, C), float16, bfloat16 or float32
@@ -398,7 +404,7 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
 
     Notes
     -----
-    The kernel, its precision and its first call are those of `wkv4`. No gradient is recorded.
+    The kernel, its precision, its first call and what autocast does are those of `wkv4`. No gradient is recorded.
 
     References
     ----------
