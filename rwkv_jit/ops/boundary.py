@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
 
 
-class Op(NamedTuple):
+@dataclass(frozen=True)
+class Op:
     """One recurrence: its names in argument order, its conventions, and how autograd runs it."""
 
     name: str
@@ -174,8 +176,8 @@ def chosen(
     geometry = backends.geometry(backend, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
     scale, decay, layout, interval, *_ = options
     return Options(
-        scale, decay, layout, interval, *geometry[:2], backend, *geometry[2:],
-        guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
+        scale, decay, layout, interval, geometry.chunk_len, geometry.num_threads, backend, geometry.forward_blocks,
+        geometry.backward_blocks, guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
     )  # fmt: skip
 
 
@@ -210,7 +212,7 @@ def check_tensors(
     count, public = len(op.streamed), dict(zip(op.names, op.public, strict=True))
     first, v = given[0], given[op.streamed.index("v")]
     on_gpu = _is_for_kernels(backend, first)
-    streamed = dict(zip(op.public[:count], given, strict=False))
+    streamed = dict(zip(op.public[:count], given[:count], strict=True))
     tensors.check_inputs(streamed, public["r"], public["v"], public.get("w"), wide=not on_gpu)
     batch, _, heads, head_size = first.shape
     value_size = v.shape[3]
@@ -363,17 +365,22 @@ def define(
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
-    def run_reference(
-        arguments: Sequence[Any], run: Callable[..., tuple[Tensor, Tensor]] = reference
-    ) -> tuple[Tensor, Tensor]:
-        """Compute a call in plain torch; autograd can go through it."""
+    def loop(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Run the reference, which derivatives of every kind go through."""
         scale, map_of_w, layout = arguments[count + 2 : count + 5]
         cu_seqlens = arguments[count + 1]
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
         has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
         with tensors.exactly(arguments[0]):
-            return run(*arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay)
+            result: tuple[Tensor, Tensor] = reference(
+                *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
+            )
+        return result
+
+    def run_reference(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Compute a call in plain torch, differentiable once backwards."""
+        return loop(arguments)
 
     def forward(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
@@ -477,7 +484,7 @@ def define(
     def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if _is_for_kernels(arguments[count + 2 + Options._fields.index("backend")], arguments[0]):
             recording.refuse_forward_mode(name)
-        y, final = run_reference(arguments, reference)
+        y, final = loop(arguments)
         return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
 
     def cast(*arguments: Any) -> Sequence[Any]:

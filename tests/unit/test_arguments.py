@@ -1,5 +1,6 @@
 """Wrong arguments: the error names the argument, what was expected and what came, before anything runs."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -308,7 +309,7 @@ def nothing_runs(monkeypatch):
     from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
 
     for module in (gla, linear_attention, wkv5, wkv6, wkv7):
-        monkeypatch.setattr(module, "OP", module.OP._replace(forward=ran, known=ran))
+        monkeypatch.setattr(module, "OP", dataclasses.replace(module.OP, forward=ran, known=ran))
 
 
 def test_the_unchanged_arguments_are_right(make_state):
