@@ -1,10 +1,13 @@
 """CUDA kernels for RWKV and other linear attention, compiled for your GPU when they are first called.
 
 Importing this package touches neither CUDA nor CuPy nor the disk; each public name loads its module when it is used.
+The torch ops are registered as soon as both this package and torch are imported, in either order, so that exported
+programs load.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +77,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
     from rwkv_jit.ops.gla import gla
@@ -98,3 +104,32 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+class _RegisterAfterTorch:
+    """A finder that has the torch ops registered once torch is imported, and does nothing else."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        from importlib.util import find_spec
+
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            import_module("rwkv_jit.ops.registry")
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if "torch" in sys.modules:
+    import_module("rwkv_jit.ops.registry")
+else:
+    sys.meta_path.insert(0, _RegisterAfterTorch())

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rwkv_jit import compiler, cuda, env
+from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 
 # Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
@@ -18,16 +20,68 @@ MOST_TOKEN_STRIDE = 2**26 - 1
 STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def from_any(name: str, array: Any) -> Tensor:
-    """Return a tensor over `array`: itself, or a view through DLPack of CuPy, NumPy, JAX and other arrays."""
+def from_any(name: str, array: Any, in_place: bool = False) -> Tensor:
+    """Return a tensor over `array`: itself, or a view through DLPack of CuPy, NumPy, JAX and other arrays.
+
+    Arrays that torch cannot view are copied: those that are read-only, run backwards or are not aligned. `in_place`
+    ones may not be.
+
+    Raises
+    ------
+    TypeError
+        It is no array, or none that torch can take: sparse, nested, or of numbers that torch has not.
+    ValueError
+        It is to be changed in place and cannot be.
+    """
     if isinstance(array, Tensor):
-        return array
+        return _dense(name, array, in_place)
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{name}: expected a torch.Tensor or an array with __dlpack__, got {type(array).__name__}")
-    flags = getattr(array, "flags", None)
+    try:
+        obstacle = _obstacle_to_view(array)
+        if obstacle is None:
+            return torch.from_dlpack(array)  # type: ignore[attr-defined]
+        if not in_place:
+            return torch.from_dlpack(array.copy())  # type: ignore[attr-defined]
+    except Exception as error:  # whatever a library raises where it exports its memory
+        what = getattr(array, "dtype", "")
+        raise TypeError(
+            f"{name}: expected an array of numbers that torch can take through DLPack, got {type(array).__name__} "
+            f"{what}: {error}"
+        ) from error
+    raise ValueError(f"{name}: is changed in place; expected an array that torch can view, got one that {obstacle}")
+
+
+def _obstacle_to_view(array: Any) -> str | None:
+    """Return why torch cannot view an array, as the end of a sentence.
+
+    Strides below zero are an exception inside of torch that ends the process.
+    """
+    flags, strides = getattr(array, "flags", None), getattr(array, "strides", None)
     if getattr(flags, "writeable", True) is False:
-        array = array.copy()  # DLPack has no read-only arrays
-    return torch.from_dlpack(array)  # type: ignore[attr-defined]
+        return "is read-only"  # DLPack has no such arrays
+    if isinstance(strides, tuple):
+        if min(strides, default=0) < 0:
+            return f"runs backwards, with strides {strides}"
+        if any(step % array.itemsize for step in strides) or getattr(flags, "aligned", True) is False:
+            return f"is not aligned, with strides {strides}"
+    return None
+
+
+def _dense(name: str, x: Tensor, in_place: bool) -> Tensor:
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested one; "
+            "pass its values().unsqueeze(0), and its offsets() as cu_seqlens"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}")
+    if in_place and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name}: is changed in place; expected memory of its own for every element, got strides {x.stride()} "
+            f"with shape {list(x.shape)}"
+        )
+    return x
 
 
 def check_inputs(inputs: Mapping[str, Tensor], like: str, value: str, decay: str | None, wide: bool) -> None:
@@ -83,39 +137,48 @@ def check_packing(cu_seqlens: Tensor, like: Tensor) -> None:
         raise ValueError(f"cu_seqlens: expected device {like.device}, got {cu_seqlens.device}")
 
 
-_checked_packings: dict[int, tuple[Any, int, int, Tensor]] = {}
+_checked_packings: dict[int, tuple[Any, int, int]] = {}
 
 
 def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return cu_seqlens as the kernels read it, its values checked once per tensor: that takes a copy to the host.
+    """Return cu_seqlens as the kernels read it, with its values checked.
+
+    On a GPU they are checked once per tensor, as that takes a copy to the host: again where torch has counted a change.
+    What it cannot count, as through `.data` or another library, is read all the same, and kernels clamp every bound.
 
     Raises
     ------
     ValueError
         It does not start at 0, end at `tokens` and never fall.
     """
+    bounds = readable_packing(cu_seqlens)
+    if not cu_seqlens.is_cuda:
+        _check_bounds(bounds, tokens)
+        return bounds
     version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
     known = _checked_packings.get(id(cu_seqlens))
-    if known and known[0]() is cu_seqlens and known[1:3] == (version, tokens):
-        return known[3]
-    bounds = readable_packing(cu_seqlens)
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return bounds  # no copy to the host in a capture; the kernels clamp every bound
-    values = bounds.cpu()
-    if values[0] != 0 or values[-1] != tokens or bool((values.diff() < 0).any()):
-        raise ValueError(
-            f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {values.tolist()[:20]}"
-        )
+    if known and known[0]() is cu_seqlens and known[1:] == (version, tokens):
+        return bounds
+    if torch.cuda.is_current_stream_capturing():
+        return bounds  # no copy to the host in a capture
+    _check_bounds(bounds.cpu(), tokens)
     if version >= 0:
         index = id(cu_seqlens)
         gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
-        # The same object must not keep itself alive through its own converted copy.
-        _checked_packings[index] = (gone, version, tokens, bounds if bounds is not cu_seqlens else bounds.detach())
+        _checked_packings[index] = (gone, version, tokens)
     return bounds
 
 
+def _check_bounds(values: Tensor, tokens: int) -> None:
+    found = values.tolist()
+    if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:], strict=False)):
+        raise ValueError(f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {found[:20]}")
+
+
 def readable_packing(cu_seqlens: Tensor) -> Tensor:
-    """Return cu_seqlens as neighbouring int64."""
+    """Return cu_seqlens as neighbouring int64: itself where it is, else a copy of what it holds now."""
+    if cu_seqlens.dtype == torch.int64 and cu_seqlens.is_contiguous():
+        return cu_seqlens
     return cu_seqlens.to(torch.int64).contiguous()
 
 
@@ -126,13 +189,46 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._functorch.peek_interpreter_stack
 _trace = torch._C._get_tracing_state
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def is_eager() -> bool:
     """Return whether an op may be run without torch's dispatcher: no compiler, mode, transform or trace looks on."""
     return not (
-        torch.compiler.is_compiling() or _dispatch_modes() or _function_transforms() is not None or _trace() is not None
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_transforms() is not None
+        or _trace() is not None
+        or forward_ad._current_level >= 0
     )
+
+
+def has_dual_level() -> bool:
+    """Return whether tensors may have tangents, for derivatives in forward mode."""
+    return forward_ad._current_level >= 0
+
+
+def autocast_dtype(like: Tensor) -> torch.dtype | None:
+    """Return what autocast casts tensors of a device to; None where it is off."""
+    if not (_any_autocast() or torch.compiler.is_compiling()):
+        return None
+    kind = like.device.type
+    try:
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    except RuntimeError:  # a device that has no autocast, like meta
+        return None
+
+
+def exactly(like: Tensor) -> torch.autocast:
+    """Do what follows without autocast, in the dtypes that are there."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def under_autocast(x: Tensor, dtype: torch.dtype, keep: bool = False) -> Tensor:
+    """Return `x` as torch's own ops take it under autocast: floating, but float64, in its dtype; or `keep` float32."""
+    if not x.is_floating_point() or x.dtype == torch.float64 or (keep and x.dtype == torch.float32):
+        return x
+    return x.to(dtype)
 
 
 def are_plain(arrays: Iterable[Any]) -> bool:
@@ -150,7 +246,7 @@ def signature(arrays: Sequence[Any]) -> tuple[Any, ...] | None:
             None if x is None else (type(x), x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device())
             for x in arrays
         ])  # fmt: skip
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):  # torch's own without strides raise the last
         return None
 
 
@@ -176,6 +272,10 @@ def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
 
 @cache
 def _capability(device: int) -> str:
+    if not torch.cuda.is_available():  # for tensors without memory, as of FakeTensorMode
+        raise UnsupportedConfigError(
+            "arch: there is no GPU to take it from, which decides about the kernels; set RWKVJIT_ARCH, e.g. to sm_90"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 

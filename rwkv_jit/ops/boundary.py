@@ -1,13 +1,14 @@
-"""From a public call to a torch op and back: checks, `torch.library` ops, autograd.
+"""From a public call to a torch op and back: checks, what runs the torch op, autograd.
 
 Every recurrence has the same boundary: streamed inputs [B, T, H, K or V], fixed ones like u [H, K], a state, and one
 tail of options. `define` builds it once per op. The torch op is what a compiler sees: it has a fake and runs the
-same on CPU tensors, where the reference computes it.
+same on CPU tensors, where the reference computes it. What a compiler or `torch.export` keeps of a call is what the
+caller asked for; the backend is chosen when it runs, by the device.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +17,13 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import stats, tensors
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, known_calls, plain
-from rwkv_jit.ops.interface import Forward, Geometry, Inputs, Options
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.ops import backends, choices, known_calls, plain, recording, registry, sharding
+from rwkv_jit.ops.interface import Forward, Inputs, Options
 from rwkv_jit.ops.layout import state_shape
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
-_OPTIONS = (
-    "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
-    "int? forward_blocks, int? backward_blocks, bool guarded"
-)
-_LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,6 @@ class Op:
     decay: str  # by default; "none" where there is no other
     state_layout: str  # by default
     forward: Any  # the torch op
-    traced: Callable[..., tuple[Tensor, Tensor]]  # the same with gradients
     known: Callable[..., tuple[Tensor, Tensor | None]]  # a prepared forward with gradients
 
     @property
@@ -78,24 +73,33 @@ def call(
 
     A call that is not known `in_parts` may run, from the same arguments; it returns None where it does not.
     """
+    if output_final_state is not True and output_final_state is not False:
+        output_final_state = check_flag("output_final_state", output_final_state)
     tail = (scale, decay, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
     asked = (op.name, decay_bound, tail, torch.is_grad_enabled())
     known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens)
-    if known is None and in_parts is not None:
-        given = scale, decay, decay_bound, *tail[2:]
-        result = in_parts(op, arrays, initial_state, output_final_state, cu_seqlens, *given)
-        if result is not None:
-            return result
     if known is None:
-        check_options(
-            op.decays, scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend
-        )
-        options = Options(float(scale), *tail[1:])
-        checked = _check(op, arrays, initial_state, cu_seqlens, decay_bound, options, training)
-        arrays, initial_state, cu_seqlens, options = checked
-        on_gpu = options.backend != "reference"
-        if on_gpu and tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens)):
-            known = _prepare(op, arrays, initial_state, cu_seqlens, asked, options, training)
+        given = scale, decay, decay_bound, *tail[2:]
+        if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
+            return _distributed(op, arrays, initial_state, output_final_state, cu_seqlens, *given, in_parts)
+        cast = under_autocast(op, arrays)
+        if cast is not None:
+            with tensors.exactly(cast[0]):
+                return call(op, cast, initial_state, output_final_state, cu_seqlens, *given, in_parts)
+        if in_parts is not None:
+            result = in_parts(op, arrays, initial_state, output_final_state, cu_seqlens, *given)
+            if result is not None:
+                return result
+        check_options(op.decays, *given)
+        options = Options(float(scale), *tail[1:], guarded=None)
+        checked = check_tensors(op, arrays, initial_state, cu_seqlens, state_layout, backend)
+        arrays, initial_state, cu_seqlens = checked
+        if _is_for_kernels(backend, arrays[0]):
+            is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
+            if is_direct or backend != "auto":  # a backend that was named is one for this device
+                options = chosen(op, arrays, cu_seqlens, decay_bound, options, training, is_direct)
+            if is_direct:
+                known = _prepare(op, arrays, initial_state, cu_seqlens, asked, options, training)
     if initial_state is not None and initial_state.dim() == 3:
         sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)
@@ -106,42 +110,80 @@ def call(
     elif known is not None:
         y, final, _ = known.run(arrays, initial_state, cu_seqlens, output_final_state, False)
     else:
-        arguments = (*arrays, initial_state, cu_seqlens, *options, bool(output_final_state))
-        y, final, *_ = op.traced(*arguments) if training else op.forward(*arguments, False)
+        given = (*arrays, initial_state, cu_seqlens, *options, output_final_state, False)
+        y, final, _ = op.forward(*given, decay_bound=decay_bound)
     return y, final if output_final_state else None
 
 
-def _check(
+def _distributed(
+    op: Op, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any, *options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call of DTensors."""
+    batch = {"batch": 0} if cu_seqlens is None else {}  # packed sequences are cut along the heads alone
+    streamed, states = {**batch, "heads": 2}, {**batch, "heads": 1}
+    given = {
+        public: (x, {"heads": 0} if name in op.fixed else streamed)
+        for name, public, x in zip(op.names, op.public, arrays, strict=True)
+    }
+    is_one_for_all = initial_state is not None and initial_state.dim() == 3
+    given["initial_state"] = initial_state, {"heads": 0} if is_one_for_all else states
+    given["cu_seqlens"] = cu_seqlens, {}
+
+    def of_local(*local: Any) -> tuple[Tensor, Tensor | None]:
+        *inputs, state, bounds = local
+        return call(op, inputs, state, output_final_state, bounds, *options)
+
+    y, final = sharding.run(of_local, given, (streamed, states))
+    return y, final
+
+
+def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
+    """Return the inputs as torch's own ops take them under autocast; None where that is off.
+
+    Decays and u stay float32 where they are: the kernels take them so.
+    """
+    dtype = tensors.autocast_dtype(tensors.from_any(op.public[0], arrays[0]))
+    return None if dtype is None else _cast(op, arrays, dtype)
+
+
+def _cast(op: Op, arrays: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    given = zip(op.names, op.public, arrays, strict=True)
+    return [tensors.under_autocast(tensors.from_any(public, x), dtype, name in "wu") for name, public, x in given]
+
+
+def chosen(
     op: Op,
-    arrays: Sequence[Any],
-    initial_state: Any,
-    cu_seqlens: Any,
+    given: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
     decay_bound: float | None,
     options: Options,
     training: bool,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None, Options]:
-    """Check the arrays of a call; return them as tensors, and the options with the backend that will run."""
-    given, initial_state, cu_seqlens = check_tensors(
-        op, arrays, initial_state, cu_seqlens, options.state_layout, options.backend
-    )
-    backend, geometry = "reference", Geometry(options.chunk_len, options.num_threads)
-    if _is_for_kernels(options.backend, given[0]):
-        device = given[0].device.index
-        asked = options.decay, decay_bound, options.chunk_len, options.num_threads
-        case = case_of(op, given, cu_seqlens, *asked, training)
-        backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(device))
-        geometry = backends.geometry(backend, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
+    is_direct: bool = False,
+) -> Options:
+    """Return the options of a call that has been checked, with the backend that will run.
+
+    Calls that are not `is_direct` choose without a look at what the GPU has room for: what a fake says of them must
+    hold when they run.
+    """
+    if options.guarded is not None:
+        return options
+    if not _is_for_kernels(options.backend, given[0]):
+        return options._replace(backend="reference", guarded=False)
+    device = given[0].device.index
+    asked = options.decay, decay_bound, options.chunk_len, options.num_threads
+    case = case_of(op, given, cu_seqlens, *asked, training, is_direct)
+    backend, chunk_len = backends.choose(options.backend, case, lambda: tensors.arch(device))
+    geometry = backends.geometry(backend, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
     scale, decay, layout, interval, *_ = options
-    found = Options(
+    return Options(
         scale, decay, layout, interval, geometry.chunk_len, geometry.num_threads, backend, geometry.forward_blocks,
         geometry.backward_blocks, guarded=backends.is_guarded(backend, geometry.chunk_len, decay, decay_bound),
     )  # fmt: skip
-    return given, initial_state, cu_seqlens, found
 
 
 def case_of(
     op: Op, given: Sequence[Tensor], cu_seqlens: Tensor | None, decay: str, decay_bound: float | None,
-    chunk_len: int | None, num_threads: int | None, training: bool,
+    chunk_len: int | None, num_threads: int | None, training: bool, is_direct: bool,
 ) -> backends.Case:  # fmt: skip
     """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
     first = given[0]
@@ -152,7 +194,7 @@ def case_of(
         op.name, first.dtype, head_size, given[op.streamed.index("v")].shape[3],
         tokens if cu_seqlens is None else tokens // sequences, decay, decay_bound, chunk_len, num_threads,
         training, sequences * heads, cu_seqlens is not None,
-        (lambda: tensors.multiprocessors(device)) if tensors.is_eager() else None,
+        (lambda: tensors.multiprocessors(device)) if is_direct else None,
     )  # fmt: skip
 
 
@@ -205,6 +247,7 @@ def _prepare(
     asked: tuple[Any, ...],
     options: Options,
     training: bool,
+    decay_bound: float | None = None,
 ) -> Forward:
     """Return the forward for tensors that have been checked.
 
@@ -216,7 +259,8 @@ def _prepare(
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, inputs["v"].shape[1])  # before anything is compiled
         state_dtype = torch.float32 if initial_state is None else initial_state.dtype
-        return backends.prepare_forward(inputs, state_dtype, cu_seqlens is not None, options, training)
+        to_run = chosen(op, given, cu_seqlens, decay_bound, options, training)
+        return backends.prepare_forward(inputs, state_dtype, cu_seqlens is not None, to_run, training)
 
     return known_calls.find_or_keep(asked, training, given, initial_state, cu_seqlens, prepare)
 
@@ -255,12 +299,15 @@ def check_options(
         ("state_layout", state_layout, STATE_LAYOUTS),
         ("backend", backend, backends.NAMES),
     ):
-        if value not in legal:
-            raise ValueError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not -math.inf < scale < math.inf:
-        raise ValueError(f"scale: expected a finite number, got {scale!r}")
-    if decay_bound is not None and not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
-        raise ValueError(f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}")
+        check_name(name, value, legal)
+    check_number("scale", scale)
+    if decay_bound is not None:
+        if not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
+            raise ValueError(
+                f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}"
+            )
+        if isinstance(decay_bound, int):
+            check_number("decay_bound", decay_bound)
     for name, count in (
         ("checkpoint_interval", checkpoint_interval),
         ("chunk_len", chunk_len),
@@ -274,13 +321,29 @@ def check_options(
             raise ValueError(f"{name}: expected at least 1, got {count}")
 
 
+def check_name(name: str, value: Any, legal: Sequence[str]) -> None:
+    """Check that an option is one of these."""
+    if not isinstance(value, str) or value not in legal:
+        raise ValueError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Check that an option is a number that a kernel can take."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return
+    got = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "an integer too large for a float"
+    raise ValueError(f"{name}: expected a finite number, got {got}")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return a switch, which may be any object that is true or false."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}: {error}") from error
+
+
 # ---- the torch op ------------------------------------------------------------------------------------------------
-
-
-def autograd_dispatch() -> Any:
-    """Record gradients below a torch dispatch mode too: it calls ops with autograd's dispatch keys excluded."""
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def define(
@@ -292,38 +355,44 @@ def define(
     decay: str = "raw",
     state_layout: str = "vk",
 ) -> Op:
-    """Register `rwkv_jit::<name>_fwd` and `<name>_bwd` and return the op."""
+    """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd` and return the op."""
     public = public or (*streamed, *fixed)
     count = len(public)
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
-    given = ", ".join(f"Tensor {argument}" for argument in public)
-    results = ", ".join(["Tensor"] * (count + 1))
-    _LIBRARY.define(
-        f"{name}_fwd({given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}, bool output_final_state, "
-        "bool save) -> (Tensor, Tensor, Tensor)"
-    )
-    _LIBRARY.define(
-        f"{name}_bwd(Tensor? dy, Tensor? grad_final_state, {given}, Tensor? initial_state, Tensor? cu_seqlens, "
-        f"{_OPTIONS}, Tensor saved) -> ({results})"
-    )
+    forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
 
     def parts(arguments: Sequence[Any]) -> tuple[Any, Any, Options]:
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
+    def loop(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Run the reference, which derivatives of every kind go through."""
+        scale, map_of_w, layout = arguments[count + 2 : count + 5]
+        cu_seqlens = arguments[count + 1]
+        if cu_seqlens is not None:
+            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
+        has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
+        with tensors.exactly(arguments[0]):
+            result: tuple[Tensor, Tensor] = reference(
+                *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
+            )
+        return result
+
     def run_reference(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Compute a call in plain torch, differentiable once backwards."""
         scale, map_of_w, layout = arguments[count + 2 : count + 5]
         cu_seqlens = arguments[count + 1]
         if cu_seqlens is not None:
             cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
         return plain.run(name, reference, arguments[:count], arguments[count], cu_seqlens, scale, map_of_w, layout)
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
-        if options.backend != "reference":
+        if _is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
-            known = _prepare(op, given, state, cu_seqlens, (f"{name}_fwd", None, options), options, save)
+            asked = f"{name}_fwd", decay_bound, options
+            known = _prepare(op, given, state, cu_seqlens, asked, options, save, decay_bound)
             y, final, saved = known.run(given, state, cu_seqlens, output_final_state, save)
             return y, y.new_empty(0) if final is None else final, y.new_empty(0) if saved is None else saved
         if not arguments[0].is_cuda:
@@ -331,7 +400,7 @@ def define(
         y, final = run_reference(arguments)
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
-    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_fake(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
         inputs = _inputs(op, given, cu_seqlens)
@@ -340,20 +409,28 @@ def define(
         if output_final_state:
             dtype = state.dtype if state is not None else torch.promote_types(v.dtype, torch.float32)
             final = v.new_empty(state_shape(inputs, options), dtype=dtype)
-        if save and options.backend != "reference":
+        if save and _is_for_kernels(options.backend, v):
+            options = chosen(op, given, cu_seqlens, decay_bound, options, training=True)
             kept = backends.saved_for(inputs, cu_seqlens is not None, options)
             saved = v.new_empty(kept.floats, dtype=torch.float32)
         return torch.empty_like(v, memory_format=torch.contiguous_format), final, saved
 
-    def backward(dy: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    def backward(
+        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
+    ) -> tuple[Tensor, ...]:
         given, (state, cu_seqlens), options = parts(arguments)
-        if options.backend == "reference":
+        if not _is_for_kernels(options.backend, given[0]):
             return backward_reference(dy, grad_final, arguments)
-        inputs = _inputs(op, given, cu_seqlens)
+        inputs, saved = _inputs(op, given, cu_seqlens), arguments[-1]
+        if options.guarded is None:
+            options = chosen(op, given, cu_seqlens, decay_bound, options, training=True)
+            expected = backends.saved_for(inputs, cu_seqlens is not None, options).floats
+            if saved.numel() != expected:
+                raise RwkvJitError(
+                    f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
+                )
         dy = torch.zeros_like(inputs["v"]) if dy is None else dy
-        grads, fixed_grads, grad_initial = backends.backward(
-            options, inputs, dy, grad_final, state, cu_seqlens, arguments[-1]
-        )
+        grads, fixed_grads, grad_initial = backends.backward(options, inputs, dy, grad_final, state, cu_seqlens, saved)
         totals = [g.sum(0).to(x.dtype) for g, x in zip(fixed_grads, inputs.fixed, strict=True)]
         return (*grads, *totals, given[0].new_empty(0) if grad_initial is None else grad_initial.to(state.dtype))
 
@@ -361,18 +438,15 @@ def define(
         dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         state = arguments[count]
-        with torch.enable_grad(), autograd_dispatch(), plain.as_written(arguments[0]):
+        with recording.plain_torch(), tensors.exactly(arguments[0]):
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
             outputs = run_reference((*leaves, *arguments[count + 1 :]))
-            pairs = [(y, g) for y, g in zip(outputs, (dy, grad_final), strict=True) if g is not None]
-            wanted = [x for x in leaves if x is not None]
-            grads = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        found = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True)]
-        # An op's results own their memory, in the layout its fake promises.
-        owned = [g.detach().clone(memory_format=torch.contiguous_format) for g in found]
-        return (*owned, *([] if state is not None else [arguments[0].new_empty(0)]))
+            found = recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None])
+        return (*found, *([] if state is not None else [arguments[0].new_empty(0)]))
 
-    def backward_fake(dy: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+    def backward_fake(
+        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
+    ) -> tuple[Tensor, ...]:
         state = arguments[count]
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:count]]
         initial = (
@@ -382,56 +456,47 @@ def define(
         )
         return (*grads, initial)
 
-    for suffix, run, fake in (("fwd", forward, forward_fake), ("bwd", backward, backward_fake)):
-        for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(f"{name}_{suffix}", run, key)
-        torch.library.register_fake(f"rwkv_jit::{name}_{suffix}", fake, lib=_LIBRARY)
-    forward_op = getattr(torch.ops.rwkv_jit, f"{name}_fwd").default
-    backward_op = getattr(torch.ops.rwkv_jit, f"{name}_bwd").default
-
-    class Gradient(torch.autograd.Function):
-        """The backward as a function of its own, so that a second derivative is a clear error and not a wrong zero."""
-
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-            return tuple(backward_op(*arguments))
-
-        @staticmethod
-        def backward(ctx: Any, *_: Any) -> Any:
-            raise RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
-
     def differentiate(
-        saved: Sequence[Tensor], options: Sequence[Any], dy: Tensor | None, grad_final: Tensor | None
+        saved: Sequence[Tensor],
+        options: Sequence[Any],
+        dy: Tensor | None,
+        grad_final: Tensor | None,
+        run: Callable[..., Sequence[Tensor]],
+        **named: Any,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, the initial state and cu_seqlens."""
         *given, kept = saved
-        run = Gradient.apply if torch.is_grad_enabled() else backward_op
-        *grads, grad_initial = run(dy, grad_final, *given, *options, kept)
+        *grads, grad_initial = run(dy, grad_final, *given, *options, kept, **named)
         return (*grads, None if given[count] is None else grad_initial, None)
 
-    class Traced(torch.autograd.Function):
-        """The forward as a torch op, and the backward from what it saves: what compilers and transforms see."""
+    def saving(arguments: Sequence[Any]) -> Sequence[Any]:
+        return (*arguments[:-1], True)
 
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-            y, final, saved = forward_op(*arguments, True)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*arguments[: count + 2], saved)
-            ctx.options = arguments[count + 2 : end]
-            ctx.has_final_state = bool(arguments[end])
-            if not ctx.has_final_state:
-                ctx.mark_non_differentiable(final)
-            return y, final
+    def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
+        _, final, saved = results
+        ctx.save_for_backward(*arguments[: count + 2], saved)
+        ctx.options, ctx.named = arguments[count + 2 : end], named
+        ctx.has_final_state = bool(arguments[end])
+        ctx.mark_non_differentiable(*([saved] if ctx.has_final_state else [final, saved]))
 
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
-            grad_final = grad_final if ctx.has_final_state else None
-            grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final)
-            return (*grads, *[None] * (len(ctx.options) + 1))
+    def of_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
+        # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
+        grad_final = grad_final if ctx.has_final_state else None
+        grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final, run_backward, **ctx.named)
+        return (*grads, *[None] * (len(ctx.options) + 2))
+
+    def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        if _is_for_kernels(arguments[count + 2 + Options._fields.index("backend")], arguments[0]):
+            recording.refuse_forward_mode(name)
+        y, final = loop(arguments)
+        return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
+
+    def cast(*arguments: Any) -> Sequence[Any]:
+        dtype = tensors.autocast_dtype(arguments[0])
+        return arguments if dtype is None else (*_cast(op, arguments[:count], dtype), *arguments[count:])
 
     class Known(torch.autograd.Function):
-        """The same for a forward that is prepared."""
+        """The forward and its backward, for a forward that is prepared."""
 
         @staticmethod
         def forward(ctx: Any, known: Forward, output_final_state: bool, *given: Any) -> tuple[Tensor, Tensor | None]:
@@ -444,9 +509,17 @@ def define(
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            return None, None, *differentiate(ctx.saved_tensors, ctx.options, dy, grad_final)
+            saved = ctx.saved_tensors
+            is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+            is_direct = is_direct and tensors.are_plain((dy, grad_final, *saved))
+            run = backward if is_direct else run_backward
+            return None, None, *differentiate(saved, ctx.options, dy, grad_final, run)
 
+    record = recording.forward(forward_op, saving, setup, of_context, plainly)
+    record_backward, run_backward = recording.backward(backward_op, name)
+    registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
+    registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
     # Function.apply looks for transforms first; a known call has none, and saves that time.
     apply_known = super(torch.autograd.Function, Known).apply
-    op = Op(name, streamed, fixed, public, decay, state_layout, forward_op, Traced.apply, apply_known)
+    op = Op(name, streamed, fixed, public, decay, state_layout, forward_op, apply_known)
     return op

@@ -284,6 +284,6 @@ def launch(found: kernel.Kernel, direction: str, inputs: Inputs, options: Option
     return Launch(
         "gla_scan" if forward else "gla_backward", (inputs.sequences, heads, row_blocks),
         int(found.parameters["SHARED_BYTES"]), constants, takes_flags=forward,
-        takes_any_decay=forward and options.guarded,  # it walks through chunks out of range
+        takes_any_decay=forward and bool(options.guarded),  # it walks through chunks out of range
         nulls=recurrent.OPS[inputs.op].nulls, strides=recurrent.strides_of_missing(inputs),
     )  # fmt: skip

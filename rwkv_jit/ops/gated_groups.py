@@ -189,7 +189,7 @@ def _new_plans(
     def requests(direction: str, state: str) -> list[kernel.Request]:
         """In the order of their launches."""
         scan = scan_request(direction, *sizes, {**types, "T_STATE": state}, few_heads)
-        other = other_request(inputs.op, direction, *sizes, types, options.guarded)
+        other = other_request(inputs.op, direction, *sizes, types, bool(options.guarded))
         return [other, scan] if direction == "forward" else [scan, other]
 
     wanted = requests("forward", tensors.STORAGE[state_dtype]) if dy is None else requests("backward", "fp32")

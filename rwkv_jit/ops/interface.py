@@ -37,7 +37,11 @@ class Candidate(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call chooses beside its tensors, as the torch op takes it: the backend is the one that will run."""
+    """What a call chooses beside its tensors, as the torch op takes it.
+
+    The backend is the one that will run, but where `guarded` is None: then all is as the caller asked, and what runs
+    goes by the device that the tensors are on when it does.
+    """
 
     scale: float
     decay: str
@@ -48,7 +52,7 @@ class Options(NamedTuple):
     backend: str
     forward_blocks: int | None = None
     backward_blocks: int | None = None
-    guarded: bool = False  # heads whose decay leaves the kernels' range are done by the recurrent ones
+    guarded: bool | None = False  # heads whose decay leaves the kernels' range are done by the recurrent ones
 
 
 @dataclass(slots=True)

@@ -32,9 +32,12 @@ def find(
             are_alike, forward, training = latest
             if are_alike(*_present(arrays, initial_state, cu_seqlens)):
                 return forward, training
-    except (AttributeError, TypeError):  # no array, or an option that cannot be one and has no hash
+    except (AttributeError, TypeError, RuntimeError):  # no dense array, or an option that cannot be one and has no hash
         pass
     training = asked[-1] and _any_requires_grad(arrays, initial_state)
+    # What is kept was made with autocast off, which `_latest` sees and a signature does not.
+    if isinstance(arrays[0], Tensor) and tensors.autocast_dtype(arrays[0]) is not None:
+        return None, training
     try:
         return forwards.get((asked, training, tensors.signature((*arrays, initial_state, cu_seqlens)))), training
     except TypeError:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
-from rwkv_jit.ops import boundary, wide_keys
+from rwkv_jit.ops import boundary, sharding, wide_keys
 from rwkv_jit.reference import linear_attention_ref
 
 OP = boundary.define(
@@ -60,7 +60,8 @@ def linear_attention(
         Whether to return the state after the last token.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
-        none. Its values are checked once per tensor, with one copy to the host.
+        none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
+        and clamped by the kernels.
     scale : float, optional
         Factor of y; K^-0.5 by default.
     state_layout : {"vk", "kv"}, default "kv"
@@ -122,6 +123,10 @@ def linear_attention(
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
+    Under `torch.autocast` q, k and v are cast to its dtype as torch's own ops cast theirs; states keep their dtype.
+    Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors and backend="reference"; of
+    kernels they are an error. DTensors may be replicated or sharded over the batch or the heads.
+
     The first call with a head size and dtype compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.
 
@@ -143,9 +148,19 @@ def linear_attention(
     """
     scale = boundary.key_scale(q) if scale is None else scale
     options = (scale, "none", None, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
-    if not normalize:
+    if not boundary.check_flag("normalize", normalize):
         return boundary.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
 
+    if sharding.any_distributed((q, k, v)):
+        raise TypeError("q: normalize=True takes no DTensors; pass to_local() of each")
+    cast = boundary.under_autocast(OP, (q, k, v))
+    if cast is not None:
+        with tensors.exactly(cast[0]):
+            q, k, v = cast
+            return linear_attention(
+                q, k, v, initial_state, output_final_state, cu_seqlens, scale, state_layout, checkpoint_interval,
+                chunk_len, num_threads, backend, normalize,
+            )  # fmt: skip
     boundary.check_options(OP.decays, *options)
     state, z = _pair(initial_state)
     (q, k, v), state, cu_seqlens = boundary.check_tensors(OP, (q, k, v), state, cu_seqlens, state_layout, backend)
@@ -174,7 +189,11 @@ def _pair(initial_state: Any) -> tuple[Any, Any]:
     if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
         got = type(initial_state).__name__
         raise TypeError(f"initial_state: expected a pair (S, z) with normalize=True, got {got}")
-    return initial_state[0], initial_state[1]
+    state, z = initial_state
+    if (state is None) != (z is None):
+        missing, given = ("S", "z") if state is None else ("z", "S")
+        raise ValueError(f"initial_state: expected both S and z, or None for both, got {given} without {missing}")
+    return state, z
 
 
 def _checked_z(given: Any, state: Tensor, of_values: int) -> Tensor:

@@ -173,7 +173,7 @@ class _Recomputed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
-        with torch.enable_grad(), as_written(grads[0]):
+        with torch.enable_grad(), tensors.exactly(grads[0]):
             leaves = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
             asked = [x for x in leaves if x.requires_grad]
             found = iter(torch.autograd.grad(ctx.block(*leaves), asked, grads))
@@ -241,11 +241,6 @@ def _walk_packed(
 # ---- a call ------------------------------------------------------------------------------------------------------
 
 
-def as_written(like: Tensor) -> Any:
-    """Keep torch.autocast from rounding the operands of products."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
 def _grows(w: Tensor, decay: str) -> bool:
     """Return whether products of factors may leave the range of numbers where the state itself does not."""
     if decay not in ("log", "direct"):
@@ -270,7 +265,7 @@ def run(
     """
     v = inputs[3 if name == "wkv7" else 2]
     w = None if decay == "none" else inputs[1 if name == "wkv7" else 3]
-    with as_written(v):
+    with tensors.exactly(v):
         if v.is_cuda or v.numel() == 0 or (w is not None and _grows(w, decay)):
             of_decay = {} if w is None else {"decay": decay}
             return loop(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **of_decay)

@@ -259,7 +259,7 @@ def request(
     few_heads = states < tensors.multiprocessors(device)
     return backend.specialize(
         inputs.op, direction, first.shape[3], value_size, types_of(inputs, options, state_dtype), tensors.arch(device),
-        options.chunk_len, options.num_threads, few_heads, chosen(direction, options, options.guarded),
+        options.chunk_len, options.num_threads, few_heads, chosen(direction, options, bool(options.guarded)),
         tensors.also(device),
     )  # fmt: skip
 

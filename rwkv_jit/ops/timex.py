@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import timex_tiles, timex_transforms
+from rwkv_jit.ops import boundary, recording, registry, sharding, timex_tiles, timex_transforms
 from rwkv_jit.reference import timex_ref
 
 BACKENDS = ("auto", "tiles", "transforms", "fft", "reference")
@@ -86,10 +85,6 @@ def _reference_backward(
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
-_LIBRARY.define("timex_fwd(Tensor w, Tensor k, float eps, str backend, str? backward) -> Tensor")
-_LIBRARY.define("timex_bwd(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)")
-
 
 def _forward(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> Tensor:
     """Run a backend; the kernels of the one that will run the backward compile beside its own."""
@@ -98,10 +93,16 @@ def _forward(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | Non
         out: Tensor = _OWN[backend].convolve(w, k, eps, False, beside)
         return out
     if backend == "fft":
-        return _fft_forward(w, k, eps)
+        with tensors.exactly(k):
+            return _fft_forward(w, k, eps)
     if not k.is_cuda:
         stats.say_once("timex: CPU tensors run the reference in plain torch", key="cpu")
-    return timex_ref(w, k, eps).contiguous()
+    return _plainly(w, k, eps)
+
+
+def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
+    with tensors.exactly(k):
+        return timex_ref(w, k, eps).contiguous()
 
 
 def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
@@ -111,11 +112,22 @@ def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_
         gw = _OWN[backend].filter_gradient(g, k, w.dtype) if want_w else None
         gk = _OWN[backend].convolve(w, g, 0.0, True) if want_k else None
     else:
-        gw, gk = (_fft_backward if backend == "fft" else _reference_backward)(g, w, k, want_w, want_k)
+        with tensors.exactly(k):
+            gw, gk = (_fft_backward if backend == "fft" else _reference_backward)(g, w, k, want_w, want_k)
     return w.new_empty(0) if gw is None else gw.contiguous(), k.new_empty(0) if gk is None else gk.contiguous()
 
 
-def _forward_fake(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> Tensor:
+def _run_forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
+    """Run the torch op: choose by the device, as `timex` does."""
+    backward = _taken(backend, k, "backward") if save else None
+    return _forward(w, k, eps, _taken(backend, k, "forward"), backward)
+
+
+def _run_backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
+    return _backward(g, w, k, _taken(backend, k, "backward"), want_w, want_k)
+
+
+def _forward_fake(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
     return torch.empty_like(k, memory_format=torch.contiguous_format)
 
 
@@ -126,44 +138,63 @@ def _backward_fake(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, 
     return like(w, want_w), like(k, want_k)
 
 
-for _name, _run, _fake in (("timex_fwd", _forward, _forward_fake), ("timex_bwd", _backward, _backward_fake)):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _key)
-    torch.library.register_fake(f"rwkv_jit::{_name}", _fake, lib=_LIBRARY)
-
-_forward_op: Any = torch.ops.rwkv_jit.timex_fwd.default
-_backward_op: Any = torch.ops.rwkv_jit.timex_bwd.default
+_forward_op, _backward_op = registry.find("timex_fwd"), registry.find("timex_bwd")
+_record_backward, _differentiate = recording.backward(_backward_op, "timex")
 
 
-class _Gradient(torch.autograd.Function):
-    """The backward as a function of its own, so that a second derivative is a clear error and not a wrong zero."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        gw, gk = _backward_op(*arguments)
-        return gw, gk
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("timex has no second derivative; differentiate timex_ref twice instead")
+def _in_forward_mode(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
+    if _taken(backend, k, "forward") in _OWN:
+        recording.refuse_forward_mode("timex")
+    return _plainly(w, k, eps)
 
 
-class _Timex(torch.autograd.Function):
-    """The forward, and its backward from w and k."""
+def _keep(ctx: Any, w: Tensor, k: Tensor, backward: str) -> None:
+    ctx.save_for_backward(w, k)
+    ctx.backend = backward
+
+
+def _of_context(ctx: Any, g: Tensor, want_w: bool, want_k: bool) -> tuple[Tensor | None, Tensor | None]:
+    gw, gk = _differentiate(g, *ctx.saved_tensors, ctx.backend, want_w, want_k)
+    return gw if want_w else None, gk if want_k else None
+
+
+class _Direct(torch.autograd.Function):
+    """The op with gradients, without torch's dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, k: Tensor, eps: float, backend: str, backward: str, direct: bool) -> Tensor:
-        ctx.save_for_backward(w, k)
-        ctx.backend = backward
-        out: Tensor = (_forward if direct else _forward_op)(w, k, eps, backend, backward)
-        return out
+    def forward(ctx: Any, w: Tensor, k: Tensor, eps: float, backend: str, backward: str) -> Tensor:
+        _keep(ctx, w, k, backward)
+        return _forward(w, k, eps, backend, backward)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        want_w, want_k = ctx.needs_input_grad[:2]
-        run = _Gradient.apply if torch.is_grad_enabled() else _backward_op
-        gw, gk = run(g, *ctx.saved_tensors, ctx.backend, want_w, want_k)
-        return gw if want_w else None, gk if want_k else None, None, None, None, None
+        return (*_of_context(ctx, g, *ctx.needs_input_grad[:2]), None, None, None)
+
+
+def _cast(w: Any, k: Any, *rest: Any) -> tuple[Any, ...] | None:
+    """Return the arguments as torch's own ops take them under autocast; None where that is off."""
+    dtype = tensors.autocast_dtype(k if isinstance(k, Tensor) else tensors.from_any("k", k))
+    if dtype is None:
+        return None
+    w, k = tensors.from_any("w", w), tensors.from_any("k", k)
+    return tensors.under_autocast(w, dtype, keep=True), tensors.under_autocast(k, dtype), *rest
+
+
+registry.implement(
+    "timex_fwd",
+    _run_forward,
+    _forward_fake,
+    recording.forward(
+        _forward_op,
+        saving=lambda arguments: (*arguments[:-1], True),
+        setup=lambda ctx, arguments, _, out: _keep(ctx, arguments[0], arguments[1], arguments[3]),
+        # Of the Function's inputs w and k are the third and fourth.
+        backward=lambda ctx, g: (*_of_context(ctx, g, *ctx.needs_input_grad[2:4]), None, None, None),
+        plainly=_in_forward_mode,
+    ),
+    lambda *arguments: _cast(*arguments) or arguments,
+)
+registry.implement("timex_bwd", _run_backward, _backward_fake, _record_backward)
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
@@ -201,10 +232,8 @@ def _taken(backend: str, k: Tensor, direction: str) -> str:
 
 
 def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not -math.inf < eps < math.inf:
-        raise ValueError(f"eps: expected a finite number, got {eps!r}")
+    boundary.check_name("backend", backend, BACKENDS)
+    boundary.check_number("eps", eps)
     w, k = tensors.from_any("w", w), tensors.from_any("k", k)
     if k.dim() != 3:
         raise ValueError(f"k: expected 3 dimensions [B, C, T], got shape {tuple(k.shape)}")
@@ -284,7 +313,12 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     its channel.
 
     transforms and fft: float32 throughout, errors of 3e-7 relative to a row as a whole, its smallest outputs included;
-    an input that is not finite spoils all of its row, the outputs before it too.
+    an input that is not finite spoils all of its row, the outputs before it too. In the reference it spoils up to 255
+    outputs before it.
+
+    Under `torch.autocast` k is cast to its dtype as torch's own ops cast theirs; w may stay float32. Forward-mode
+    derivatives (`torch.func.jvp`, `jacfwd`) are there for "fft" and "reference"; of the other kernels they are an
+    error. DTensors may be replicated or sharded over the batch or the channels.
 
     The first call with a dtype and a range of lengths compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.
@@ -300,13 +334,21 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
+    if sharding.any_distributed((w, k)):
+        of_k, of_w = {"batch": 0, "channels": 1}, {"channels": 0}
+        (found,) = sharding.run(lambda k, w: (timex(w, k, eps, backend),), {"k": (k, of_k), "w": (w, of_w)}, (of_k,))
+        return found  # type: ignore[no-any-return]
+    cast = _cast(w, k, eps, backend)
+    if cast is not None:
+        with tensors.exactly(cast[1]):
+            return timex(*cast)
     w, k = _check(w, k, eps, backend)
-    forward = _taken(backend, k, "forward")
-    direct = tensors.is_eager() and tensors.are_plain((w, k))
     out: Tensor
-    if torch.is_grad_enabled() and (w.requires_grad or k.requires_grad):
-        backward = _taken(backend, k, "backward")
-        out = _Timex.apply(w, k, float(eps), forward, backward, direct)  # type: ignore[no-untyped-call]
+    if not (tensors.is_eager() and tensors.are_plain((w, k))):
+        out = _forward_op(w, k, float(eps), backend, False)
+    elif torch.is_grad_enabled() and (w.requires_grad or k.requires_grad):
+        taken = [_taken(backend, k, direction) for direction in ("forward", "backward")]
+        out = _Direct.apply(w, k, float(eps), *taken)  # type: ignore[no-untyped-call]
     else:
-        out = (_forward if direct else _forward_op)(w, k, float(eps), forward, None)
+        out = _forward(w, k, float(eps), _taken(backend, k, "forward"), None)
     return out

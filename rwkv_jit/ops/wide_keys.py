@@ -42,7 +42,8 @@ def in_parts(
         return None
     boundary.check_options(op.decays, *options)
     given, state, cu_seqlens = boundary.check_tensors(op, arrays, initial_state, cu_seqlens, state_layout, backend)
-    case = boundary.case_of(op, given, cu_seqlens, decay, decay_bound, chunk_len, num_threads, training=True)
+    asked = decay, decay_bound, chunk_len, num_threads
+    case = boundary.case_of(op, given, cu_seqlens, *asked, training=True, is_direct=tensors.is_eager())
     device, v = given[0].device.index, op.streamed.index("v")
     sizes = part_sizes(backend, case, lambda: tensors.arch(device))
     if len(sizes) == 1:

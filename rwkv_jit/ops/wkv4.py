@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,23 +10,15 @@ from torch import Tensor
 
 from rwkv_jit import stats, tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import boundary, wkv4_walk
+from rwkv_jit.ops import boundary, recording, registry, sharding, wkv4_walk
 from rwkv_jit.reference import wkv4_ref
 from rwkv_jit.signatures import BySignature
 
+_NO_GRADIENT = "changes the state in place and has no gradient; use wkv4, or torch.no_grad()"
 DECAYS = ("raw", "log")
 BACKENDS = ("auto", "recurrent", "split", "reference")
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
-
-_reference: Callable[..., Any] = wkv4_ref
-_LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
-_GIVEN = "Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, str decay, str backend"
-_LIBRARY.define(f"wkv4_fwd({_GIVEN}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"wkv4_bwd(Tensor? dy, Tensor? grad_final, {_GIVEN}, Tensor saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("wkv4_step(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor")
 
 
 def _is_for_kernels(backend: str, like: Tensor) -> bool:
@@ -52,7 +44,18 @@ def _forward(
         y, final, saved = wkv4_walk.forward(w, u, k, v, state, decay, backend, output_final_state, save)
         return y, _present(final, y), _present(saved, y)
     _say_reference(k)
-    y, final = wkv4_ref(w, u, k, v, state, output_final_state, decay)
+    return _plainly(w, u, k, v, state, decay, backend, output_final_state, save)
+
+
+def _plainly(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
+    output_final_state: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return what `_forward` does, in plain torch."""
+    if _is_for_kernels(backend, k):
+        recording.refuse_forward_mode("wkv4")
+    with tensors.exactly(k):
+        y, final = wkv4_ref(w, u, k, v, state, output_final_state, decay)
     return y, _present(final, y), y.new_empty(0)
 
 
@@ -78,17 +81,12 @@ def _backward(
     if _is_for_kernels(backend, k):
         *of_inputs, of_state = wkv4_walk.backward(dy, grad_final, w, u, k, v, state, decay, backend, saved)
         return (*of_inputs, _present(of_state, k))
-    with torch.enable_grad(), boundary.autograd_dispatch():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
-        outputs: Any = _reference(*leaves, True, decay)
-        pairs = [(x, grad) for x, grad in zip(outputs, (dy, grad_final), strict=True) if grad is not None]
-        wanted = [x for x in leaves if x is not None]
-        grads = torch.autograd.grad(
-            [x for x, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True
-        )
-    # An op's results own their memory, in the layout its fake promises.
-    owned = tuple(grad.detach().clone(memory_format=torch.contiguous_format) for grad in grads)
-    return owned if state is not None else (*owned, k.new_empty(0))
+    with recording.plain_torch():
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
+        given: tuple[Any, ...] = (*leaves, decay, backend, True, False)
+        y, final, _ = _plainly(*given)
+        grads = recording.gradients((y, final), (dy, grad_final), [x for x in leaves if x is not None])
+    return (*grads, *([] if state is not None else [k.new_empty(0)]))
 
 
 def _backward_fake(
@@ -109,8 +107,8 @@ def _step(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str)
             state.copy_(final)  # type: ignore[arg-type]
     else:
         _say_reference(k)
-        y, final = wkv4_ref(w, u, k, v, state, True, decay)
-        state.copy_(final)  # type: ignore[arg-type]
+        y, final, _ = _plainly(w, u, k, v, state, decay, "reference", True, False)
+        state.copy_(final)
     return y.squeeze(1)
 
 
@@ -118,60 +116,77 @@ def _step_fake(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-for _name, _run, _fake in (
-    ("wkv4_fwd", _forward, _forward_fake),
-    ("wkv4_bwd", _backward, _backward_fake),
-    ("wkv4_step", _step, _step_fake),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _key)
-    torch.library.register_fake(f"rwkv_jit::{_name}", _fake, lib=_LIBRARY)
-_forward_op, _backward_op, _step_op = (
-    getattr(torch.ops.rwkv_jit, name).default for name in ("wkv4_fwd", "wkv4_bwd", "wkv4_step")
-)
+_forward_op, _backward_op, _step_op = map(registry.find, ("wkv4_fwd", "wkv4_bwd", "wkv4_step"))
+_record_backward, _run_backward = recording.backward(_backward_op, "wkv4")
 
 
-class _Gradient(torch.autograd.Function):
-    """The backward as a function of its own, so that a second derivative is a clear error and not a wrong zero."""
+def _keep(
+    ctx: Any, inputs: Sequence[Tensor | None], options: Sequence[str], has_final_state: bool, final: Tensor,
+    saved: Tensor,
+) -> None:  # fmt: skip
+    """Keep what the backward takes."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, saved)
+    ctx.options, ctx.has_final_state, ctx.has_state = options, has_final_state, inputs[-1] is not None
+    ctx.mark_non_differentiable(*([saved] if has_final_state else [final, saved]))
 
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_backward_op(*arguments))
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("wkv4 has no second derivative; differentiate wkv4_ref twice instead")
+def _of_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> list[Tensor | None]:
+    """Return the gradients of w, u, k, v and the initial state."""
+    *given, saved = ctx.saved_tensors
+    # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
+    grad_final = grad_final if ctx.has_final_state else None
+    *grads, of_state = _run_backward(dy, grad_final, *given, *ctx.options, saved)
+    return [*grads, of_state if ctx.has_state else None]
 
 
-class _Differentiable(torch.autograd.Function):
-    """The op with gradients; `direct` calls leave out torch's dispatcher."""
+class _Direct(torch.autograd.Function):
+    """The op with gradients, without torch's dispatcher."""
 
     @staticmethod
     def forward(
-        ctx: Any, direct: bool, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str,
-        backend: str, output_final_state: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        run = _forward if direct else _forward_op
-        y, final, saved = run(w, u, k, v, state, decay, backend, output_final_state, True)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(w, u, k, v, state, saved)
-        ctx.options = (decay, backend)
-        ctx.has_final_state = output_final_state
-        if not output_final_state:
-            ctx.mark_non_differentiable(final)
-        return y, final
+        ctx: Any, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        results = _forward(w, u, k, v, state, decay, backend, output_final_state, True)
+        _keep(ctx, (w, u, k, v, state), (decay, backend), output_final_state, *results[1:])
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-        *given, saved = ctx.saved_tensors
-        # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
-        grad_final = grad_final if ctx.has_final_state else None
-        run = _Gradient.apply if torch.is_grad_enabled() else _backward_op
-        *grads, grad_state = run(dy, grad_final, *given, *ctx.options, saved)
-        return None, *grads, None if given[4] is None else grad_state, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return *_of_context(ctx, *grads), None, None, None
 
 
-_differentiable: Callable[..., tuple[Tensor, Tensor]] = _Differentiable.apply
+def _cast(w: Any, u: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...] | None:
+    """Return the arguments as torch's own ops take them under autocast; None where that is off."""
+    dtype = tensors.autocast_dtype(k if isinstance(k, Tensor) else tensors.from_any("k", k))
+    if dtype is None:
+        return None
+    fixed = [tensors.under_autocast(tensors.from_any(n, x), dtype, keep=True) for n, x in (("w", w), ("u", u))]
+    return (*fixed, *[tensors.under_autocast(tensors.from_any(n, x), dtype) for n, x in (("k", k), ("v", v))], *rest)
+
+
+registry.implement(
+    "wkv4_fwd",
+    _forward,
+    _forward_fake,
+    recording.forward(
+        _forward_op,
+        saving=lambda arguments: (*arguments[:-1], True),
+        setup=lambda ctx, arguments, _, results: _keep(ctx, arguments[:5], arguments[5:7], arguments[7], *results[1:]),
+        backward=lambda ctx, *grads: (*_of_context(ctx, *grads), None, None, None, None),
+        plainly=_plainly,
+    ),
+    lambda *arguments: _cast(*arguments) or arguments,
+)
+registry.implement("wkv4_bwd", _backward, _backward_fake, _record_backward)
+registry.implement(
+    "wkv4_step",
+    _step,
+    _step_fake,
+    recording.nothing(_step_op, "wkv4_update", _NO_GRADIENT),
+    lambda state, *arguments: (state, *(_cast(*arguments) or arguments)),
+)
 
 
 # ---- the public calls --------------------------------------------------------------------------------------------
@@ -190,8 +205,7 @@ def _as_checked(
         Naming the argument, what was expected and what came.
     """
     for option, value, legal in (("decay", decay, DECAYS), ("backend", backend, BACKENDS)):
-        if value not in legal:
-            raise ValueError(f"{option}: expected one of {', '.join(legal)}, got {value!r}")
+        boundary.check_name(option, value, legal)
     on_gpu = tensors.is_eager() and isinstance(k, Tensor) and _is_for_kernels(backend, k)
     signature = tensors.signature((w, u, k, v, state)) if on_gpu else None
     key = (name, backend, signature)
@@ -220,7 +234,7 @@ def _as_checked(
             raise TypeError(f"{n}: expected {k.dtype} like k or torch.float32, got {x.dtype}")
     if state is not None:
         n = "initial_state" if name == "wkv4" else "state"
-        state = tensors.from_any(n, state)
+        state = tensors.from_any(n, state, in_place=name == "wkv4_update")
         want = (k.shape[0], 3, channels)
         shapes = [want, want[1:]] if name == "wkv4" else [want]
         if tuple(state.shape) not in shapes:
@@ -233,6 +247,21 @@ def _as_checked(
     if signature is not None:
         _checked.keep(key, None)
     return w, u, k, v, state
+
+
+def _distributed(w: Any, u: Any, k: Any, v: Any, state: Any, *options: Any) -> tuple[Tensor, Tensor | None]:
+    """Run a call of DTensors."""
+    streamed, fixed = {"batch": 0, "channels": 2}, {"channels": 0}
+    of_state = {"channels": 1} if state is not None and state.dim() == 2 else streamed
+    given = {
+        "k": (k, streamed),
+        "v": (v, streamed),
+        "w": (w, fixed),
+        "u": (u, fixed),
+        "initial_state": (state, of_state),
+    }
+    y, final = sharding.run(lambda k, v, w, u, state: wkv4(w, u, k, v, state, *options), given, (streamed, streamed))
+    return y, final
 
 
 def wkv4(
@@ -305,6 +334,11 @@ def wkv4(
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
+    Under `torch.autocast` k and v are cast to its dtype as torch's own ops cast theirs; w and u may stay float32,
+    and the state keeps its dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU tensors
+    and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the batch or
+    the channels.
+
     The first call with a dtype and decay compiles for this GPU and stores the result on disk. CPU tensors run the
     reference, with one notice.
 
@@ -320,16 +354,23 @@ def wkv4(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 96]), torch.Size([2, 3, 96]))
     """
+    output_final_state = boundary.check_flag("output_final_state", output_final_state)
+    if sharding.any_distributed((w, u, k, v, initial_state)):
+        return _distributed(w, u, k, v, initial_state, output_final_state, decay, backend)
+    cast = _cast(w, u, k, v, initial_state, output_final_state, decay, backend)
+    if cast is not None:
+        with tensors.exactly(cast[2]):
+            return wkv4(*cast)
     w, u, k, v, state = _as_checked("wkv4", w, u, k, v, initial_state, decay, backend)
     if state is not None and state.dim() == 2:
         state = state.expand(k.shape[0], *state.shape)
-    output_final_state = bool(output_final_state)
     direct = _is_for_kernels(backend, k) and tensors.is_eager() and tensors.are_plain((w, u, k, v, state))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, u, k, v, state)):
-        y, final = _differentiable(direct, w, u, k, v, state, decay, backend, output_final_state)
+    if not direct:
+        y, final, _ = _forward_op(w, u, k, v, state, decay, backend, output_final_state, False)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, u, k, v, state)):
+        y, final, _ = _Direct.apply(w, u, k, v, state, decay, backend, output_final_state)  # type: ignore[no-untyped-call]
     else:
-        run = _forward if direct else _forward_op
-        y, final, _ = run(w, u, k, v, state, decay, backend, output_final_state, False)
+        y, final, _ = _forward(w, u, k, v, state, decay, backend, output_final_state, False)
     return y, final if output_final_state else None
 
 
@@ -341,7 +382,8 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     Parameters
     ----------
     state : torch.Tensor, shape (B, 3, C), float32
-        num, den and max, as `wkv4` takes and returns them; begin with 0, 0 and -1e38. It is changed.
+        num, den and max, as `wkv4` takes and returns them; begin with 0, 0 and -1e38. It is changed, so it must have
+        memory of its own for every element, and an array of another library must be one that torch can write.
     w, u : torch.Tensor, shape (C,), dtype of k or float32
         Decay and bonus.
     k, v : torch.Tensor, shape (B, C), float16, bfloat16 or float32
@@ -362,7 +404,7 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
 
     Notes
     -----
-    The kernel, its precision and its first call are those of `wkv4`. No gradient is recorded.
+    The kernel, its precision, its first call and what autocast does are those of `wkv4`. No gradient is recorded.
 
     References
     ----------
@@ -376,9 +418,15 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     >>> y.shape
     torch.Size([2, 96])
     """
+    if sharding.any_distributed((state, w, u, k, v)):
+        raise TypeError("state: wkv4_update changes it in place and takes no DTensors; pass to_local() of each")
+    cast = _cast(w, u, k, v, decay)
+    if cast is not None:
+        with tensors.exactly(cast[2]):
+            return wkv4_update(state, *cast)
     w, u, k, v, state = _as_checked("wkv4_update", w, u, k, v, state, decay, "auto")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (state, w, u, k, v)):
-        raise RuntimeError("wkv4_update: changes the state in place and has no gradient; use wkv4, or torch.no_grad()")
+        raise RuntimeError(f"wkv4_update: {_NO_GRADIENT}")
     direct = k.is_cuda and tensors.is_eager() and tensors.are_plain((w, u, k, v, state))
     y: Tensor = (_step if direct else _step_op)(state, w, u, k, v, decay)
     return y

@@ -54,7 +54,8 @@ def wkv7(
         Whether to return the state after the last token.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
-        none. Its values are checked once per tensor, with one copy to the host.
+        none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
+        and clamped by the kernels.
     scale : float, default 1.0
         Factor of y.
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
@@ -124,6 +125,11 @@ def wkv7(
     head.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
+
+    Under `torch.autocast` r, k, v, a and b are cast to its dtype as torch's own ops cast theirs; w may stay
+    float32, and states keep their dtype. Forward-mode derivatives (`torch.func.jvp`, `jacfwd`) are there for CPU
+    tensors and backend="reference"; of kernels they are an error. DTensors may be replicated or sharded over the
+    batch or the heads.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
     run the reference, with one notice.

@@ -18,9 +18,10 @@ OPS = tuple(STEMS)
 # The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
 LAUNCHING = (
     "compiler.py", "cuda.py", "kernel.py", "launch.py", "signatures.py", "tensors.py", "ops/boundary.py",
-    "ops/known_calls.py", "ops/backends.py", "ops/interface.py", "ops/layout.py", "ops/prepared.py",
-    "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py", "ops/scan_geometry.py", "ops/choices.py",
-    "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py", "ops/gated_groups.py", "ops/wide_keys.py",
+    "ops/recording.py", "ops/registry.py", "ops/known_calls.py", "ops/backends.py", "ops/interface.py",
+    "ops/layout.py", "ops/prepared.py", "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py",
+    "ops/scan_geometry.py", "ops/choices.py", "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py",
+    "ops/gated_groups.py", "ops/wide_keys.py",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')

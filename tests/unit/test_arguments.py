@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -153,6 +154,26 @@ WRONG_OPTIONS = {
         ValueError,
         "decay_bound: expected a negative number, the least log-decay of a step, got '-5'",
     ),
+    "scale too large": (
+        {"scale": 10**400},
+        ValueError,
+        "scale: expected a finite number, got an integer too large for a float",
+    ),
+    "scale array": ({"scale": np.ones(2)}, ValueError, "scale: expected a finite number, got array([1., 1.])"),
+    "bound too large": (
+        {"decay_bound": -(10**400)},
+        ValueError,
+        "decay_bound: expected a finite number, got an integer too large",
+    ),
+    "layout array": ({"state_layout": np.ones(2)}, ValueError, "state_layout: expected one of vk, kv, got array("),
+    "decay array": ({"decay": np.array(["raw"] * 2)}, ValueError, "decay: expected one of raw, sigmoid, log, direct"),
+    "backend array": ({"backend": np.ones(2)}, ValueError, "backend: expected one of auto, recurrent, chunked"),
+    "flag array": (
+        {"output_final_state": np.ones(2)},
+        TypeError,
+        "output_final_state: expected True or False, got ndarray",
+    ),
+    "interval array": ({"checkpoint_interval": np.ones(2)}, TypeError, "checkpoint_interval: expected an int, got"),
     "interval 0": ({"checkpoint_interval": 0}, ValueError, "checkpoint_interval: expected at least 1, got 0"),
     "interval float": ({"checkpoint_interval": 64.0}, TypeError, "checkpoint_interval: expected an int, got 64.0"),
     "interval None": ({"checkpoint_interval": None}, TypeError, "checkpoint_interval: expected an int, got None"),
@@ -254,6 +275,8 @@ NORMALIZED = {
         (zeros(2, 3, 4, 6), zeros(2, 3, 4, device="meta")), ValueError,
         "initial_state[1]: expected device cpu, got meta",
     ),
+    "z alone": ((None, zeros(2, 3, 4)), ValueError, "initial_state: expected both S and z, or None for both, got z"),
+    "S alone": ((zeros(2, 3, 4, 6), None), ValueError, "initial_state: expected both S and z, or None for both, got S"),
     "kind of z": ((zeros(2, 3, 4, 6), 0), TypeError, "initial_state[1]: expected a torch.Tensor or an array with"),
 }  # fmt: skip
 
@@ -286,7 +309,7 @@ def nothing_runs(monkeypatch):
     from rwkv_jit.ops import gla, linear_attention, wkv5, wkv6, wkv7
 
     for module in (gla, linear_attention, wkv5, wkv6, wkv7):
-        monkeypatch.setattr(module, "OP", dataclasses.replace(module.OP, forward=ran, traced=ran, known=ran))
+        monkeypatch.setattr(module, "OP", dataclasses.replace(module.OP, forward=ran, known=ran))
 
 
 def test_the_unchanged_arguments_are_right(make_state):

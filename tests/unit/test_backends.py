@@ -1,10 +1,12 @@
 """The rule that picks a backend, what each says it can do, and the geometry of the kernels in chunks."""
 
+import contextlib
 import itertools
 import re
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import rwkv_jit
 from rwkv_jit import runtime, tensors
@@ -151,7 +153,9 @@ def on_gpu(monkeypatch):
 def resolved(given, cu_seqlens=None, decay_bound=None, training=True, **options):
     plain = interface.Options(1.0, "sigmoid", "vk", 64, None, None, "auto")
     op = rwkv_jit.wkv7.__globals__["OP"]
-    return boundary._check(op, given, None, cu_seqlens, decay_bound, plain._replace(**options), training)[-1]
+    asked = plain._replace(**options, guarded=None)
+    given, _, cu_seqlens = boundary.check_tensors(op, given, None, cu_seqlens, "vk", asked.backend)
+    return boundary.chosen(op, given, cu_seqlens, decay_bound, asked, training, is_direct=True)
 
 
 def bf16(tokens, batch=1, head_size=64):
@@ -234,18 +238,39 @@ def test_packed_sequences_count_by_their_mean_length(on_gpu):
         assert resolved(bf16(128), bounds).backend == backend
 
 
-def fixed_and_free(rows):
-    """Rows with sizes that the compiler may take for fixed, or must not, in turn; each with both only with --full."""
-    return [
-        pytest.param(*row, dynamic, marks=() if dynamic == bool(place % 2) else pytest.mark.full)
-        for place, row in enumerate(rows)
-        for dynamic in (False, True)
-    ]
+class NothingRuns(Exception):
+    """A graph is made and not run."""
+
+
+def refuse(*_):
+    raise NothingRuns
+
+
+@pytest.fixture
+def chosen_by_fakes(on_gpu, monkeypatch):
+    """Compiles a call with gradients; returns what the fakes of the op have chosen, without its first fields."""
+    found, saved_for = [], backends.saved_for
+
+    def watched(inputs, packed, options):
+        found.append(options[4:])
+        return saved_for(inputs, packed, options)
+
+    def compile_and_look(op, given, options):
+        torch._dynamo.reset()
+        leaves = [x.requires_grad_() for x in given]
+        compiler = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
+        with monkeypatch.context() as patched, contextlib.suppress(NothingRuns):
+            patched.setattr(backends, "saved_for", watched)
+            patched.setattr(backends, "prepare_forward", refuse)
+            torch.compile(op, fullgraph=True, backend=compiler, dynamic=True)(*leaves, **options)
+        return set(found)
+
+    return compile_and_look
 
 
 @pytest.mark.parametrize(
-    ("tokens", "head_size", "options", "backend", "chunk_len", "guarded", "dynamic"),
-    fixed_and_free([
+    ("tokens", "head_size", "options", "backend", "chunk_len", "guarded"),
+    [
         (64, 64, {"decay": "sigmoid"}, "chunked", 32, False),
         (64, 64, {"decay_bound": -0.7}, "chunked", 32, False),
         (64, 64, {"decay_bound": -7.0}, "chunked", 16, False),
@@ -258,27 +283,19 @@ def fixed_and_free(rows):
         (64, 192, {"decay_bound": -2.1}, "scan", 32, False),
         (20, 192, {"decay": "sigmoid", "backend": "split"}, "scan", 64, False),
         (64, 192, {"decay_bound": -4.1}, "scan", 64, True),
-    ]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_compiler_sees_the_backend_that_will_run(
-    tokens, head_size, options, backend, chunk_len, guarded, dynamic, on_gpu
+    tokens, head_size, options, backend, chunk_len, guarded, chosen_by_fakes
 ):
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return lambda *_: (torch.zeros(1),) * 2
-
-    torch._dynamo.reset()
-    torch.compile(rwkv_jit.wkv7, fullgraph=True, backend=keep, dynamic=dynamic)(*bf16(tokens, 2, head_size), **options)
-    (call,) = [node for node in graphs[0].graph.nodes if "wkv7_fwd" in str(node.target)]
-    assert call.args[-8:-2] == (chunk_len, None, backend, None, None, guarded)
+    found = chosen_by_fakes(rwkv_jit.wkv7, bf16(tokens, 2, head_size), options)
+    assert found == {(chunk_len, None, backend, None, None, guarded)}
 
 
 @pytest.mark.parametrize(
-    ("head_size", "options", "backend", "chunk_len", "guarded", "dynamic"),
-    fixed_and_free([
+    ("head_size", "options", "backend", "chunk_len", "guarded"),
+    [
         (64, {"decay": "sigmoid"}, "chunked", 32, False),
         (64, {}, "chunked", 32, True),
         (64, {"decay_bound": -7.0}, "chunked", 16, False),
@@ -289,21 +306,12 @@ def test_compiler_sees_the_backend_that_will_run(
         (300, {"decay_bound": -2.0}, "scan", 64, False),
         (300, {"decay_bound": -2.1}, "scan", 64, True),
         (1025, {}, "recurrent", None, False),
-    ]),
+    ],
     ids=str,
-)  # fmt: skip
-def test_compiler_sees_the_backend_of_the_other_ops(head_size, options, backend, chunk_len, guarded, dynamic, on_gpu):
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return lambda *_: (torch.zeros(1),) * 2
-
-    torch._dynamo.reset()
-    given = bf16(64, 2, head_size)[:4]
-    torch.compile(rwkv_jit.gla, fullgraph=True, backend=keep, dynamic=dynamic)(*given, **options)
-    (call,) = [node for node in graphs[0].graph.nodes if "gla_fwd" in str(node.target)]
-    assert call.args[-8:-2] == (chunk_len, None, backend, None, None, guarded)
+)
+def test_compiler_sees_the_backend_of_the_other_ops(head_size, options, backend, chunk_len, guarded, chosen_by_fakes):
+    found = chosen_by_fakes(rwkv_jit.gla, bf16(64, 2, head_size)[:4], options)
+    assert found == {(chunk_len, None, backend, None, None, guarded)}
 
 
 # ---- segments ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Calls that are known by their signature, on a driver that takes notes; CPU tensors stand in for CUDA ones."""
 
+import contextlib
 import ctypes
 import importlib.util
 import itertools
@@ -9,9 +10,11 @@ import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rwkv_jit
@@ -96,7 +99,7 @@ def refuse(*_):
 def test_known_call_is_not_checked_again_and_launches_its_own_tensors(calls, monkeypatch):
     first, second = make(), make()
     rwkv_jit.wkv7(*first)
-    monkeypatch.setattr(boundary, "_check", refuse)
+    monkeypatch.setattr(boundary, "check_tensors", refuse)
     y, final = rwkv_jit.wkv7(*second)
     one, other = calls.launches
     assert final is None
@@ -160,7 +163,7 @@ def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_c
     assert again == [one, another]
     saved = [any(addresses(launch, 12)[10:]) for launch in calls.launches]
     assert saved == [False, given[0].requires_grad] * 2
-    monkeypatch.setattr(boundary, "_check", refuse)
+    monkeypatch.setattr(boundary, "check_tensors", refuse)
     rwkv_jit.wkv7(*make())
     rwkv_jit.wkv7(*given, **options)
 
@@ -262,7 +265,7 @@ def test_known_call_with_gradients_saves_and_goes_back(calls, monkeypatch):
         assert back[:6] == [x.data_ptr() for x in given]
         assert back[8:10] == [checkpoints, sa]
         assert back[11:17] == [grad.data_ptr() for grad in grads]
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert [launch.entry for launch in calls.launches] == ["wkv7_forward", "wkv7_backward"] * 2
 
 
@@ -294,6 +297,132 @@ def test_whoever_watches_torch_sees_the_op(calls):
     torch.func.vmap(lambda x: seen.append(tensors.is_eager()) or x)(torch.ones(2))
     torch.jit.trace(lambda x: seen.append(tensors.is_eager()) or x + 1, torch.ones(2), check_trace=False)
     assert seen == [False, False]
+
+
+# ---- autocast, derivatives, and ops that have chosen nothing yet -----------------------------------------------------
+
+
+def test_known_call_is_another_under_another_autocast(calls, monkeypatch):
+    """The same tensors each time; what is launched is read from the strides and the dtype of y."""
+    given = make()
+
+    def dtype(*context):
+        with contextlib.ExitStack() as stack:
+            for each in context:
+                stack.enter_context(each)
+            return rwkv_jit.wkv7(*given)[0].dtype
+
+    def autocast(dtype, device="cpu"):
+        return torch.autocast(device, dtype)
+
+    def run():
+        return [
+            dtype(),
+            dtype(autocast(torch.bfloat16)),
+            dtype(autocast(torch.float16)),
+            dtype(autocast(torch.bfloat16), torch.autocast("cpu", enabled=False)),
+            dtype(autocast(torch.bfloat16), autocast(torch.float16)),
+            dtype(),
+        ]
+
+    wanted = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.float16, torch.float32]
+    for can_compare in (True, False):
+        monkeypatch.setattr(tensors, "_Guards", tensors._Guards if can_compare else None)
+        signatures.forget()
+        assert run() == wanted
+        assert len(known_calls.forwards) == 3
+        with monkeypatch.context() as patched:
+            patched.setattr(boundary, "check_tensors", refuse)
+            assert run() == wanted
+        del calls.launches[:]
+
+
+def test_half_a_call_that_is_known_without_autocast_is_cast_under_it(calls):
+    """bfloat16 inputs are what the kernels of autocast take, and still another dtype may be in force."""
+    given = make(dtype=torch.bfloat16)
+    assert rwkv_jit.wkv7(*given)[0].dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert rwkv_jit.wkv7(*given)[0].dtype == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rwkv_jit.wkv7(*given)[0].dtype == torch.bfloat16
+    given[1] = given[1].float()  # the decay
+    with torch.autocast("cpu", torch.bfloat16):
+        rwkv_jit.wkv7(*given)
+    assert addresses(calls.launches[-1], 2) == [given[0].data_ptr(), given[1].data_ptr()]  # nothing was copied
+
+
+def test_kernels_have_no_forward_mode(calls):
+    given = make()
+    rwkv_jit.wkv7(*given)
+    message = "wkv7: the kernels have no forward-mode derivative .* take backend='reference', or wkv7_ref"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(lambda v: rwkv_jit.wkv7(*given[:3], v, *given[4:])[0], (given[3],), (given[3],))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
+        rwkv_jit.wkv7(*given[:3], forward_ad.make_dual(given[3], given[3]), *given[4:])
+    assert len(calls.launches) == 1
+
+
+def test_torch_func_takes_the_kernels_backwards(calls):
+    given = make()
+    grad = torch.func.grad(lambda v: rwkv_jit.wkv7(*given[:3], v, *given[4:])[0].sum())(given[3])
+    assert grad.shape == given[3].shape
+    forward, backward = calls.launches
+    assert (forward.entry, backward.entry) == ("wkv7_forward", "wkv7_backward")
+    assert addresses(forward, 12)[10:] == addresses(backward, 10)[8:] != [0, 0]
+
+
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, T), (torch.bfloat16, 64)])
+def test_op_that_has_chosen_nothing_chooses_when_it_runs(dtype, tokens, calls):
+    """As an exported program calls it: the fake, the forward and the backward choose the same."""
+    is_chunked, shape = dtype == torch.bfloat16, (B, tokens, H, 16)
+    if is_chunked:
+        calls.sizes.update(CHUNKED_SIZES)
+    options = (1.0, "raw", "vk", 64, None, None, "auto", None, None, None)
+    run, back = torch.ops.rwkv_jit.wkv7_fwd, torch.ops.rwkv_jit.wkv7_bwd
+    given, promise = make(dtype=dtype, shape=shape), {"decay_bound": -3.0}
+    y, _, saved = run(*given, None, None, *options, False, True, **promise)
+    with FakeTensorMode() as mode:
+        fake = run(*[mode.from_tensor(x) for x in given], None, None, *options, False, True, **promise)
+    assert fake[2].shape == saved.shape
+    assert saved.numel() > 0
+    back(torch.ones_like(y), None, *given, None, None, *options, saved, **promise)
+    wanted = [len(calls.sizes[f"wkv7_{direction}"]) for direction in ("forward", "backward")]
+    assert [len(launch.arguments) for launch in calls.launches] == wanted
+    assert (wanted[0] == len(CHUNKED_SIZES["wkv7_forward"])) == is_chunked
+    with pytest.raises(RwkvJitError, match=r"wkv7: the backward takes \d+ numbers of what the forward saved, got 1"):
+        back(torch.ones_like(y), None, *given, None, None, *options, saved[:1], **promise)
+    leaves = [x.requires_grad_() for x in given]
+    torch.autograd.grad(run(*leaves, None, None, *options, False, False, **promise)[0].sum(), leaves)
+    assert [len(launch.arguments) for launch in calls.launches[2:]] == wanted
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, and counts how often it is copied to the host."""
+
+    is_cuda = True
+    reads = 0
+
+    def cpu(self):
+        OnGpu.reads += 1
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("dtype", ["i4", "i8"])
+def test_packing_on_a_gpu_is_checked_once_and_read_each_time(dtype, gpus):
+    memory = np.array([0, 2, 5], dtype)
+    bounds, OnGpu.reads = torch.from_numpy(memory).as_subclass(OnGpu), 0
+    assert tensors.packing(bounds, 5).tolist() == [0, 2, 5]
+    memory[1] = 3  # which torch cannot see
+    assert tensors.packing(bounds, 5).tolist() == [0, 3, 5]
+    assert OnGpu.reads == 1
+    with pytest.raises(ValueError, match="rising from 0 to 6"):
+        tensors.packing(bounds, 6)
+    bounds[1] = 9
+    with pytest.raises(ValueError, match="rising from 0 to 5"):
+        tensors.packing(bounds, 5)
+    gpus.capturing = True
+    assert tensors.packing(bounds, 5).tolist() == [0, 9, 5]
+    assert OnGpu.reads == 3
 
 
 class Watched(torch.Tensor):
@@ -387,7 +516,7 @@ def test_what_an_op_does_not_have_is_null_in_the_forward(op, calls, monkeypatch)
         assert launch.arguments[11:15] == (strides_of(N), strides_of(N), strides_of(12), of_w)
         assert launch.arguments[15:17] == (struct.pack("q", T), struct.pack("q", H))
         assert launch.arguments[17:] == (struct.pack("i", T), struct.pack("f", 0.5))
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 @pytest.mark.parametrize("op", SHARED)
@@ -417,7 +546,7 @@ def test_what_an_op_does_not_have_is_null_in_the_backward(op, calls, monkeypatch
         of_w = strides_of(N) if "w" in with_tokens else STRIDE_OF_CONSTANT
         assert launch.arguments[17:22] == (strides_of(N), strides_of(N), strides_of(12), of_w, strides_of(12))
         assert launch.arguments[22:24] == (struct.pack("q", T), struct.pack("q", H))
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 @pytest.mark.parametrize("op", ["gla", "linear_attention"])
@@ -496,7 +625,7 @@ def test_long_call_with_a_bounded_decay_takes_the_chunked_kernels_from_then_on(c
         assert launch.arguments[18:] == (struct.pack("q", 40), struct.pack("q", H), struct.pack("f", 0.5))
         assert (launch.grid, launch.block) == ((B, H, 1), (64, 1, 1))
         assert launch.shared_bytes == chunked.shared_bytes("forward", 16, 16, 32, 64) > 0
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +794,7 @@ def test_call_with_large_heads_prepares_its_chunks_and_scans_them(few_heads, sca
         assert (first.grid, first.block) == ((B * -(-70 // length), H, 1), (4 * length, 1, 1))
         assert (second.grid, second.block) == ((B * -(-200 // rows), H, 1), (of_scan["NUM_THREADS"], 1, 1))
         assert (first.shared_bytes, second.shared_bytes) == (of_chunks["SHARED_BYTES"], of_scan["SHARED_BYTES"])
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
 
 
 def test_backward_of_a_call_with_large_heads(scan_calls, arch):
@@ -915,7 +1044,7 @@ def test_guarded_call_computes_all_heads_and_then_those_whose_decays_leave(bound
         assert exact.arguments[13:] == (
             *strides(*given), *counts(shape[1], H), struct.pack("i", min(64, shape[1])), struct.pack("f", 0.5)
         )  # fmt: skip
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert len(guarded_calls.launches) == 4
 
 
@@ -1194,7 +1323,7 @@ def test_gated_call_is_one_launch_in_each_direction(op, bounds, guarded_calls, m
         of_backward = gated.specialize(op, "backward", 40, 56, gated_types(op), "sm_80").parameters
         assert (back.grid, back.block) == ((sequences, H, 1), (of_backward["NUM_THREADS"], 1, 1))
         assert back.shared_bytes == of_backward["SHARED_BYTES"]
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert len(guarded_calls.launches) == 4
 
 
@@ -1252,7 +1381,7 @@ def test_gated_call_with_large_heads(op, bounds, guarded_calls, monkeypatch):
         slots = 120 // length + 3 if bounds else B * -(-40 // length)
         assert of_keys.grid == (slots * -(-224 // (threads // 2)), H, 1)
         assert (of_keys.block[0], of_keys.shared_bytes) == (threads, request.parameters["SHARED_BYTES"])
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
     assert len(guarded_calls.launches) == 6
 
 
@@ -1733,7 +1862,7 @@ def test_call_of_warp_groups_prepares_its_chunks_and_walks_over_them(op, few_hea
                 assert address == made[name].data_ptr()
             else:  # a row for each chunk, or nothing
                 assert (address != 0) == (name in given)
-        monkeypatch.setattr(boundary, "_check", refuse)
+        monkeypatch.setattr(boundary, "check_tensors", refuse)
         monkeypatch.setattr(gated_groups, "_new_plans", refuse)
     assert len(group_calls.launches) == 8
     assert len(gated_groups._plans) == 2

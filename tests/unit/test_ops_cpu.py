@@ -186,6 +186,18 @@ def test_no_tokens_give_an_empty_y_and_a_differentiable_copy_of_the_state(op, ma
         assert torch.equal(grad, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("op", ["wkv4", *OPS])
+def test_no_tokens_and_no_initial_state_leave_nothing_to_differentiate(op, make_inputs):
+    if op == "wkv4":
+        given = dict.fromkeys("wu", torch.randn(3)) | dict.fromkeys("kv", torch.randn(2, 0, 3))
+        given = copies(given)
+    else:
+        given = make_inputs(op, tokens=0)
+    y, final = getattr(rwkv_jit, op)(*given.values(), output_final_state=True)
+    (y.sum() + final.sum()).backward()
+    assert all(torch.equal(x.grad, torch.zeros_like(x)) for x in given.values())
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_empty_batch(op, make_inputs, make_state):
     given, state = make_inputs(op, batch=0), make_state(0)
@@ -304,6 +316,99 @@ def test_writeable_numpy_arrays_are_viewed_and_read_only_ones_copied():
     array.flags.writeable = False
     tensors.from_any("r", array)[1] = 7
     assert array.tolist() == [0, 5, 0]
+
+
+@pytest.mark.parametrize("name", ["r", "w", "v", "u", "initial_state", "cu_seqlens"])
+def test_numpy_arrays_that_run_backwards_are_copied(name, make_inputs, make_state):
+    """In torch.from_dlpack strides below zero end the process."""
+    given = {n: x.detach() for n, x in make_inputs("wkv6", batch=1).items()}
+    given |= {"initial_state": make_state(2).detach(), "cu_seqlens": torch.tensor([5, 3, 0])}
+    arrays = {n: x.numpy() for n, x in given.items()}
+    arrays["cu_seqlens"], given["cu_seqlens"] = arrays["cu_seqlens"][::-1].copy(), given["cu_seqlens"].flip(0)
+    arrays[name] = np.flip(np.flip(arrays[name]).copy())
+    assert min(arrays[name].strides) < 0
+    assert_same(rwkv_jit.wkv6(**arrays, output_final_state=True), rwkv_jit.wkv6_ref(**given, output_final_state=True))
+
+
+def test_numpy_fields_that_are_not_aligned_are_copied():
+    packed = np.zeros(3, dtype=[("tag", "i1"), ("x", "f4")])
+    packed["x"] = [1, 2, 3]
+    assert tensors.from_any("r", packed["x"]).tolist() == [1, 2, 3]
+    assert tensors.from_any("r", packed["x"][::-1]).tolist() == [3, 2, 1]
+
+
+class Broken:
+    dtype = "what"
+
+    def __dlpack__(self, **_):
+        raise RuntimeError("no such memory")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+@pytest.mark.parametrize(
+    ("strange", "message"),
+    [
+        (lambda x: x.numpy().astype(">f8"), "k: expected an array of numbers that torch can take .* got ndarray >f8"),
+        (lambda x: x.numpy().astype("U"), "k: expected an array of numbers that torch can take .* got ndarray <U"),
+        (lambda x: x.numpy().astype("O"), "k: expected an array of numbers that torch can take .* got ndarray object"),
+        (lambda x: Broken(), "k: expected an array of numbers .* got Broken what: no such memory"),
+        (lambda x: x.to_sparse(), "k: expected a dense tensor, got layout torch.sparse_coo"),
+        (lambda x: x.float().to_mkldnn(), "k: expected a dense tensor, got layout torch._mkldnn"),
+        (
+            lambda x: torch.nested.nested_tensor([*x], layout=torch.jagged),
+            r"k: expected a dense tensor, got a nested one; pass its values\(\).unsqueeze\(0\), and its offsets\(\)",
+        ),
+        (lambda x: torch.nested.nested_tensor([*x]), "k: expected a dense tensor, got a nested one"),
+    ],
+    ids=["byte order", "strings", "objects", "broken", "sparse", "mkldnn", "jagged", "nested"],
+)
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*prototype")
+def test_arrays_that_torch_cannot_take_are_type_errors(strange, message, first, make_inputs):
+    given = {n: x.detach() for n, x in make_inputs("wkv7").items()}
+    odd = strange(given["k"])
+    if first:
+        with pytest.raises(TypeError, match=message.replace("k: ", "r: ", 1)):
+            rwkv_jit.wkv7(**{**given, "r": odd})
+    with pytest.raises(TypeError, match=message):
+        rwkv_jit.wkv7(**{**given, "k": odd})
+
+
+def test_jagged_sequences_go_in_as_the_message_says(make_inputs):
+    lengths = (2, 3)
+    parts = [make_inputs("wkv7", batch=1, tokens=n, requires_grad=False, seed=n) for n in lengths]
+    jagged = {n: torch.nested.nested_tensor([part[n][0] for part in parts], layout=torch.jagged) for n in parts[0]}
+    y, _ = rwkv_jit.wkv7(**{n: x.values().unsqueeze(0) for n, x in jagged.items()}, cu_seqlens=jagged["r"].offsets())
+    assert_same(y.split(lengths, 1), [rwkv_jit.wkv7_ref(**part)[0] for part in parts])
+
+
+@pytest.mark.parametrize("dtype", ["i4", "i8"])
+@pytest.mark.parametrize("foreign", ["numpy", "data"])
+def test_packing_changed_where_torch_cannot_see_it_is_read_again(dtype, foreign, make_inputs):
+    given, memory = make_inputs("wkv7", batch=1), np.array([0, 2, 5], dtype)
+    cu_seqlens = torch.from_numpy(memory)
+
+    def change(value):
+        if foreign == "numpy":
+            memory[1] = value
+        else:
+            cu_seqlens.data[1] = value
+
+    def final():
+        return rwkv_jit.wkv7(*given.values(), output_final_state=True, cu_seqlens=cu_seqlens)[1]
+
+    before, version = final(), cu_seqlens._version
+    change(3)
+    assert cu_seqlens._version == version
+    assert not torch.equal(final(), before)
+    assert_same([final()], [rwkv_jit.wkv7_ref(*given.values(), None, True, cu_seqlens)[1]])
+    change(9)
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens: expected values rising from 0 to 5 \(the tokens\), got \[0, 9, 5\]"
+    ):
+        final()
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import importlib.util
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -162,7 +163,7 @@ def test_second_derivative_is_an_error():
 @pytest.mark.parametrize("backend", ["fft", "reference"])
 def test_torch_ops_pass_opcheck(backend):
     w, k, g = (x.detach() for x in make(2, 3, 6, torch.float32))
-    torch.library.opcheck(op._forward_op, (w, k, 0.5, backend, backend))
+    torch.library.opcheck(op._forward_op, (w, k, 0.5, backend, True))
     for want_w, want_k in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(op._backward_op, (g, w, k, backend, want_w, want_k))
 
@@ -197,6 +198,8 @@ X, W = torch.zeros(2, 3, 4), torch.zeros(3, 4)
             for name in ("tiles", "transforms")
         ),
         ({"eps": float("nan")}, ValueError, "eps: expected a finite number, got nan"),
+        ({"eps": 10**400}, ValueError, "eps: expected a finite number, got an integer too large for a float"),
+        ({"backend": np.ones(2)}, ValueError, "backend: expected one of auto, tiles"),
         ({"eps": True}, ValueError, "eps: expected a finite number, got True"),
         ({"k": None}, TypeError, "k: expected a torch.Tensor or an array with __dlpack__, got NoneType"),
         ({"k": W}, ValueError, r"k: expected 3 dimensions \[B, C, T\], got shape \(3, 4\)"),

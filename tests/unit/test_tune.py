@@ -74,8 +74,8 @@ def of(op, head_size=64, dtype=torch.bfloat16):
 def options_of(op="wkv7", inputs=None, decay_bound=None, training=True, **options):
     """The options that a call is resolved to."""
     decay = "none" if op == "linear_attention" else "sigmoid"
-    plain = Options(1.0, decay, "vk", 64, None, None, "auto")._replace(**options)
-    return boundary._check(runtime.OPS[op], inputs or of(op), None, None, decay_bound, plain, training)[-1]
+    asked = Options(1.0, decay, "vk", 64, None, None, "auto", guarded=None)._replace(**options)
+    return boundary.chosen(runtime.OPS[op], inputs or of(op), None, decay_bound, asked, training, is_direct=True)
 
 
 def resolved(*call, **options):
@@ -192,52 +192,53 @@ def test_segments_take_the_choice_too():
     assert resolved(inputs=long) == ("split", Geometry(16, 256, 2, 3))
 
 
-@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_call_takes_the_choice(dynamic, op):
-    store(make(training=False, op=op))
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return lambda *_: (torch.zeros(1),) * 2
-
-    torch._dynamo.reset()
-    function = getattr(rwkv_jit, op)
-    torch.compile(function, fullgraph=True, backend=keep, dynamic=dynamic)(*of(op), decay="sigmoid")
-    (call,) = [node for node in graphs[0].graph.nodes if f"{op}_fwd" in str(node.target)]
-    assert call.args[-8:-2] == (16, 256, "chunked", 2, None, False)
-
-
-def test_exported_call_takes_the_choice():
-    store(make(training=False))
-
-    class Module(torch.nn.Module):
-        def forward(self, *inputs):
-            return rwkv_jit.wkv7(*inputs, decay="sigmoid")[0]
-
-    graph = torch.export.export(Module(), tuple(given())).graph
-    (call,) = [node for node in graph.nodes if "wkv7_fwd" in str(node.target)]
-    assert call.args[-8:-2] == (16, 256, "chunked", 2, None, False)
-
-
-def test_both_kernels_of_a_call_are_those_of_the_choice(monkeypatch):
+@pytest.fixture
+def asked_for(monkeypatch):
+    """Runs a function up to its first kernels; returns what is asked for."""
     asked = []
 
     def get_kernels(backend, requests, *arguments):
         asked.extend((request.template.name, request.parameters) for request in requests)
         raise InterruptedError
 
-    store(make())
     monkeypatch.setattr(prepared, "get_kernels", get_kernels)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
     monkeypatch.setattr(tensors, "also", lambda device: ())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(tensors, "capturing", lambda: False)
-    with pytest.raises(InterruptedError):
-        rwkv_jit.wkv7(*[x.requires_grad_() for x in given()], decay="sigmoid")
-    names = ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM")
-    assert [(name, *(parameters[each] for each in names)) for name, parameters in asked] == [
+
+    def run(function):
+        with pytest.raises(InterruptedError):
+            function()
+        names = ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM")
+        return [(name, *(parameters[each] for each in names)) for name, parameters in asked]
+
+    return run
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+def test_compiled_call_takes_the_choice_when_it_runs(op, asked_for):
+    store(make(training=False, op=op))
+    torch._dynamo.reset()
+    function = torch.compile(getattr(rwkv_jit, op), fullgraph=True, backend="eager", dynamic=True)
+    name = "wkv7_chunked_forward" if op == "wkv7" else "gla_scan"
+    assert asked_for(lambda: function(*of(op), decay="sigmoid")) == [(name, 16, 256, 2)]
+
+
+def test_exported_call_takes_the_choice_when_it_runs(asked_for):
+    store(make(training=False))
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return rwkv_jit.wkv7(*inputs, decay="sigmoid")[0]
+
+    exported = torch.export.export(Module(), tuple(given()))
+    assert asked_for(lambda: exported.module()(*given())) == [("wkv7_chunked_forward", 16, 256, 2)]
+
+
+def test_both_kernels_of_a_call_are_those_of_the_choice(asked_for):
+    store(make())
+    assert asked_for(lambda: rwkv_jit.wkv7(*[x.requires_grad_() for x in given()], decay="sigmoid")) == [
         ("wkv7_chunked_forward", 16, 256, 2),
         ("wkv7_chunked_backward", 16, 128, 3),
     ]

@@ -269,6 +269,30 @@ def test_a_fault_of_an_update_names_the_argument():
         rwkv_jit.wkv4_update(make_state(torch.float32)[0], w, u, k[:, 0], v[:, 0])
 
 
+def strange_states():
+    state = make_state(torch.float32).numpy()
+    read_only = state.copy()
+    read_only.flags.writeable = False
+    return {
+        "read-only": (read_only, "state: is changed in place; expected an array that torch can view, got one that is"),
+        "backwards": (state[:, :, ::-1], "state: is changed in place; expected .*, got one that runs backwards"),
+        "expanded": (
+            make_state(torch.float32)[:1].expand(B, 3, C),
+            r"state: is changed in place; expected memory of its own for every element, got strides \(0, 5, 1\)",
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["read-only", "backwards", "expanded"])
+def test_a_state_that_cannot_be_changed_is_an_error(kind):
+    state, message = strange_states()[kind]
+    w, u, k, v = make(torch.float32, grad=False)
+    before = state.copy() if kind != "expanded" else state.clone()
+    with pytest.raises(ValueError, match=message):
+        rwkv_jit.wkv4_update(state, w, u, k[:, 0], v[:, 0])
+    assert (state == before).all()
+
+
 # ---- how a sequence is split -------------------------------------------------------------------------------------
 
 

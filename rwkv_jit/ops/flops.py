@@ -1,0 +1,58 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts for the ops of this package.
+
+Two for every multiply-add of the recurrence between matrices and vectors, or of the sum that defines the op, however
+it is computed. Decays, exponentials and what a backward computes once more are not counted. Each product has two
+gradients, so a backward counts twice its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import flop_counter
+
+Formula = Callable[..., int]
+
+# Products of a state with a vector, or outer products that it gains, by op.
+_PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
+
+
+def register(inputs: Mapping[str, tuple[str, ...]]) -> None:
+    """Register formulas for the ops of these names and inputs, and for wkv4 and timex."""
+    for op, names in inputs.items():
+        forward, backward = _of_recurrence(_PRODUCTS[op], names.index("v"))
+        _register(f"{op}_fwd", forward)
+        _register(f"{op}_bwd", backward)
+    # The two sums gain a term each; the output is made of the sums and a term more of each.
+    _register("wkv4_fwd", lambda w, u, k, *_, **__: 8 * k.numel())
+    _register("wkv4_bwd", lambda dy, grad_final, w, u, k, *_, **__: 16 * k.numel())
+    _register("wkv4_step", lambda state, w, u, k, *_, **__: 8 * k.numel())
+    _register("timex_fwd", lambda w, k, *_, **__: _of_convolution(k))
+    _register("timex_bwd", lambda g, w, k, backend, want_w, want_k, **_: (want_w + want_k) * _of_convolution(k))
+
+
+def _register(name: str, formula: Formula) -> None:
+    flop_counter.register_flop_formula(getattr(torch.ops.rwkv_jit, name), get_raw=True)(formula)
+
+
+def _of_recurrence(products: int, v: int) -> tuple[Formula, Formula]:
+    """Return the formulas of both directions of an op whose v is its input of this number."""
+
+    def of_states(given: Sequence[Tensor]) -> int:
+        return 2 * products * given[0].numel() * given[v].shape[3]
+
+    def forward(*given: Any, **_: Any) -> int:
+        return of_states(given)
+
+    def backward(dy: Tensor | None, grad_final_state: Tensor | None, *given: Any, **_: Any) -> int:
+        return 2 * of_states(given)
+
+    return forward, backward
+
+
+def _of_convolution(k: Tensor) -> int:
+    tokens = k.shape[2]
+    return k.shape[0] * k.shape[1] * tokens * (tokens + 1)

@@ -1,0 +1,183 @@
+"""Gradients of the torch ops: what runs at torch's Autograd key, where `torch.func` and dual tensors look too.
+
+torch.autograd.Function has two ways to be called: by its `apply`, which refuses to run inside of `torch.func`, and from
+a kernel of the dispatcher, once for every level of transforms. This is the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from rwkv_jit import tensors
+
+
+def forward(
+    op: Any,
+    saving: Callable[[Sequence[Any]], Sequence[Any]],
+    setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
+    backward: Callable[..., Sequence[Tensor | None]],
+    plainly: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return what records a forward op.
+
+    Parameters
+    ----------
+    op : torch.ops.OpOverload
+        The op.
+    saving : callable
+        Returns its arguments so that it keeps what the backward needs.
+    setup : callable
+        Keeps in the context, its first argument, what the backward takes, from the arguments and the results.
+    backward : callable
+        Returns the gradients of all arguments, from the context and the gradients of the results.
+    plainly : callable
+        Does the same as the op in plain torch, which forward-mode derivatives go through, or raises an error.
+    """
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keys: Any, named: dict[str, Any], *arguments: Any) -> Any:
+            with _outer_levels():
+                results = _below(op, keys, saving(arguments), named)
+            ctx.set_materialize_grads(False)
+            setup(ctx, arguments, named, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            return None, None, *backward(ctx, *grads)
+
+    apply = _at_this_level(Recorded)
+
+    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if _any_tangent(arguments):
+            return plainly(*arguments, **named)
+        if torch.is_grad_enabled() and _any_requires_grad(arguments):
+            return apply(keys, named, *arguments)
+        return _below(op, keys, arguments, named)
+
+    return record
+
+
+def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what records a backward op, and how a backward runs it: a second derivative is an error, no wrong zero."""
+
+    def refuse() -> RuntimeError:
+        return RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
+            with _outer_levels():
+                return tuple(run(*arguments))
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise refuse()
+
+    apply = _at_this_level(Gradient)
+
+    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if _any_tangent(arguments):
+            raise refuse()
+        if _is_transformed() and torch.is_grad_enabled() and _any_requires_grad(arguments):
+            return apply(lambda *given: _below(op, keys, given, named), *arguments)
+        return _below(op, keys, arguments, named)
+
+    def run(*arguments: Any, **named: Any) -> Sequence[Tensor]:
+        if torch.is_grad_enabled():
+            return apply(lambda *given: op(*given, **named), *arguments)  # type: ignore[no-any-return]
+        return op(*arguments, **named)  # type: ignore[no-any-return]
+
+    return record, run
+
+
+def nothing(op: Any, name: str, instead: str) -> Callable[..., Any]:
+    """Return what refuses to record an op that has no gradient at all."""
+
+    def record(keys: Any, *arguments: Any, **named: Any) -> Any:
+        if _any_tangent(arguments) or (torch.is_grad_enabled() and _any_requires_grad(arguments)):
+            raise RuntimeError(f"{name}: {instead}")
+        return _below(op, keys, arguments, named)
+
+    return record
+
+
+def refuse_forward_mode(name: str) -> None:
+    """Raise the error for a forward-mode derivative of kernels."""
+    raise RuntimeError(
+        f"{name}: the kernels have no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); "
+        f"take backend='reference', or {name}_ref"
+    )
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Record gradients below a torch dispatch mode too: it calls ops with autograd's dispatch keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+def gradients(results: Sequence[Tensor], of: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of what plain torch has recorded, as an op returns them: zeros where nothing depends."""
+    pairs = [(x, grad) for x, grad in zip(results, of, strict=True) if grad is not None and x.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted]
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True
+    )
+    # An op's results own their memory, in the layout its fake promises.
+    return [grad.detach().clone(memory_format=torch.contiguous_format) for grad in found]
+
+
+def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments, **named)
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _outer_levels() -> Any:
+    """Let outer transforms record too: while a Function's forward runs, gradients are off for them as well."""
+    if not _is_transformed():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.enable_grad())
+    stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+    return stack
+
+
+def _at_this_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return a Function's `apply` for a kernel of the dispatcher, which torch.func calls once for each level."""
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the one of Function looks for transforms and refuses them
+
+    def run(*arguments: Any) -> Any:
+        if not _is_transformed():
+            return apply(*arguments)
+        before = torch._C._functorch.get_single_level_autograd_function_allowed()
+        torch._C._functorch.set_single_level_autograd_function_allowed(True)
+        try:
+            return apply(*arguments)
+        finally:
+            torch._C._functorch.set_single_level_autograd_function_allowed(before)
+
+    return run
+
+
+def _any_requires_grad(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+def _any_tangent(arguments: Sequence[Any]) -> bool:
+    if not tensors.has_dual_level():
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)

@@ -1,0 +1,137 @@
+"""The torch ops of this package: registered at once, run by modules that are imported when an op is first called.
+
+An exported program names its ops, and torch must know them when it is loaded. So `rwkv_jit` imports this module as soon
+as both it and torch are imported, and it imports nothing else of this package but `flops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from rwkv_jit.ops import flops
+
+# By op, the inputs that every call has.
+INPUTS = {
+    "wkv5": ("r", "k", "v", "w", "u"),
+    "wkv6": ("r", "k", "v", "w", "u"),
+    "wkv7": ("r", "w", "k", "v", "a", "b"),
+    "gla": ("q", "k", "v", "g"),
+    "linear_attention": ("q", "k", "v"),
+}
+_OPTIONS = (
+    "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
+    "int? forward_blocks, int? backward_blocks, bool? guarded"
+)
+# The promise about the decays is asked for where nothing is chosen yet: where `guarded` is None.
+_PROMISE = "*, float? decay_bound=None"
+_OF_WKV4 = "Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, str decay, str backend"
+
+
+def _schemas() -> dict[str, str]:
+    found = {
+        "wkv4_fwd": f"({_OF_WKV4}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)",
+        "wkv4_bwd": (
+            f"(Tensor? dy, Tensor? grad_final, {_OF_WKV4}, Tensor saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        ),
+        "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
+        "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
+        "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
+    }
+    for op, names in INPUTS.items():
+        given = ", ".join(f"Tensor {name}" for name in names)
+        given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
+        results = ", ".join(["Tensor"] * (len(names) + 1))
+        found[f"{op}_fwd"] = f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)"
+        found[f"{op}_bwd"] = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})"
+    return found
+
+
+class Runner(NamedTuple):
+    """Who runs a torch op."""
+
+    run: Callable[..., Any]  # with CPU and CUDA tensors
+    fake: Callable[..., Any]  # with tensors that have no memory
+    record: Callable[..., Any]  # above autograd, with torch's set of dispatch keys before the arguments
+    cast: Callable[..., Any]  # under autocast: returns the arguments that shall be taken
+
+
+_runners: dict[str, Runner] = {}
+
+
+def find(name: str) -> Any:
+    """Return the torch op of a name."""
+    return getattr(torch.ops.rwkv_jit, name).default
+
+
+def implement(
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    record: Callable[..., Any],
+    cast: Callable[..., Any] = lambda *arguments: arguments,
+) -> None:
+    """Say who runs an op."""
+    _runners[name] = Runner(run, fake, record, cast)
+
+
+def _runner(name: str) -> Runner:
+    if name not in _runners:
+        import_module(f"rwkv_jit.ops.{name.rpartition('_')[0]}")
+    return _runners[name]
+
+
+def _later(name: str, part: str) -> Callable[..., Any]:
+    found: list[Callable[..., Any]] = []
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        if not found:
+            found.append(getattr(_runner(name), part))
+        return found[0](*arguments, **named)
+
+    return run
+
+
+def _under_autocast(name: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+    """Run an op that was called under autocast, as an exported program calls it."""
+    off = torch._C.DispatchKeySet(key)
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(off):
+            return find(name)(*_runner(name).cast(*arguments), **named)
+
+    return run
+
+
+def _one_by_one(name: str) -> Callable[..., Any]:
+    """Run an op inside of `torch.vmap`: once for every element of the mapped dimension."""
+
+    def run(info: Any, dims: tuple[int | None, ...], *arguments: Any, **named: Any) -> tuple[Any, Any]:
+        mapped = [x if dim is None else x.unbind(dim) for x, dim in zip(arguments, dims, strict=True)]
+        found = [
+            find(name)(*[x if dim is None else x[i] for x, dim in zip(mapped, dims, strict=True)], **named)
+            for i in range(info.batch_size)
+        ]
+        if isinstance(found[0], torch.Tensor):
+            return torch.stack(found), 0
+        results = tuple(torch.stack(each) for each in zip(*found, strict=True))
+        return results, (0,) * len(results)
+
+    return run
+
+
+_LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
+for _name, _schema in _schemas().items():
+    _LIBRARY.define(_name + _schema)
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _later(_name, "run"), _key)
+    _LIBRARY.impl(_name, _later(_name, "record"), "Autograd", with_keyset=True)
+    if not _name.endswith("_bwd"):  # its inputs were cast for the forward
+        for _autocast in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
+            _LIBRARY.impl(_name, _under_autocast(_name, _autocast), _autocast.name)
+    torch.library.register_fake(f"rwkv_jit::{_name}", _later(_name, "fake"), lib=_LIBRARY)
+    torch.library.register_vmap(f"rwkv_jit::{_name}", _one_by_one(_name), lib=_LIBRARY)
+flops.register(INPUTS)

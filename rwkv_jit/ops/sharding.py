@@ -1,0 +1,112 @@
+"""DTensors: every rank computes the rows and heads that it holds, as what they hold needs nothing of the others.
+
+A call is replicated over a dimension of the mesh, or cut along the batch, or along the heads (channels, where there are
+none). Anything else is an error, as it would move data that the caller did not ask to be moved.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+
+Roles = Mapping[str, int]  # which dimension of a tensor is the batch, and which are heads or channels
+
+
+def any_distributed(arrays: Sequence[Any]) -> bool:
+    """Return whether one of these is a DTensor."""
+    if tensors.are_plain(arrays) or "torch.distributed.tensor" not in sys.modules:
+        return False
+    return any(isinstance(x, _dtensor().DTensor) for x in arrays)
+
+
+def run(
+    function: Callable[..., Sequence[Tensor | None]],
+    given: Mapping[str, tuple[Any, Roles]],
+    results: Sequence[Roles],
+) -> list[Any]:
+    """Run a function of tensors on the part that this rank holds, and return its results as DTensors.
+
+    Parameters
+    ----------
+    function : callable
+        Takes the tensors in their order.
+    given : dict
+        The tensors by the names of the arguments, and what their dimensions are. The first one says how all are cut.
+    results : sequence of dict
+        What the dimensions of the results are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A tensor is no DTensor, or is not placed like the first.
+    """
+    of_torch = _dtensor()
+    like, (first, roles) = next(iter(given.items()))
+    if not isinstance(first, of_torch.DTensor):
+        raise TypeError(f"{like}: expected a DTensor like another argument, got {type(first).__name__}")
+    mesh, cuts = first.device_mesh, [_cut(like, each, roles) for each in first.placements]
+    local = [_local(name, x, of, like, mesh, cuts) for name, (x, of) in given.items()]
+    made: list[Any] = []
+    for x, of in zip(function(*local), results, strict=True):
+        if x is None:
+            made.append(None)
+            continue
+        shape = list(x.shape)
+        for role, dim in of.items():
+            shape[dim] = first.shape[roles[role]]
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        made.append(
+            of_torch.DTensor.from_local(
+                x, mesh, _placements(cuts, of), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+            )
+        )
+    return made
+
+
+def _dtensor() -> Any:
+    return sys.modules["torch.distributed.tensor"]
+
+
+def _cut(name: str, placement: Any, roles: Roles) -> str | None:
+    """Return along what a dimension of the mesh cuts a call; None where it does not."""
+    if placement.is_replicate():
+        return None
+    for role, dim in roles.items():
+        if placement.is_shard(dim):
+            return role
+    legal = " or ".join(f"Shard({dim}) ({role})" for role, dim in roles.items())
+    raise ValueError(f"{name}: expected DTensors placed by Replicate() or {legal}, got {placement}")
+
+
+def _placements(cuts: Sequence[str | None], roles: Roles) -> list[Any]:
+    of_torch = _dtensor()
+    dims = [None if cut is None else roles.get(cut) for cut in cuts]
+    return [of_torch.Replicate() if dim is None else of_torch.Shard(dim) for dim in dims]
+
+
+def _local(name: str, x: Any, roles: Roles, like: str, mesh: Any, cuts: Sequence[str | None]) -> Tensor | None:
+    """Return this rank's part of a tensor, whose gradients are summed where ranks share it."""
+    of_torch = _dtensor()
+    if not isinstance(x, of_torch.DTensor):
+        if x is None or name == "cu_seqlens":
+            return x  # type: ignore[no-any-return]
+        raise TypeError(f"{name}: expected a DTensor like {like}, got {type(x).__name__}")
+    wanted = _placements(cuts, roles)
+    if x.device_mesh != mesh or list(x.placements) != wanted:
+        raise ValueError(
+            f"{name}: expected a DTensor placed by {wanted} of {mesh}, to go with {like}, got {list(x.placements)} of "
+            f"{x.device_mesh}"
+        )
+    summed = [
+        of_torch.Partial() if cut is not None and cut not in roles else placement
+        for cut, placement in zip(cuts, wanted, strict=True)
+    ]
+    found: Tensor = x.to_local(grad_placements=summed)
+    return found
