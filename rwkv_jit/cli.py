@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 _DTYPES = ("bf16", "fp16", "fp32")
-_OPS = "wkv5, wkv6, wkv7, gla, linear_attention"
+_CHUNKED_OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
+_OPS = ("wkv4", *_CHUNKED_OPS, "timex")
+_BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
+_PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
+_SUITES = (
+    "studies", "wind", "profile", "chunk_rwkv6", "gla", "linear_attention", "timex", "wkv4", "models"
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _parser(with_bench=arguments[:1] == ["bench"])
+    parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help()
@@ -57,12 +64,24 @@ def _run(arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (RwkvJitError, TypeError, ValueError, OSError) as error:
-        print(f"{parsed.program}: {error}", file=sys.stderr)
+        print(f"{parsed.program}: {_in_options(str(error), parsed, arguments)}", file=sys.stderr)
         return 2
     return 0 if result.get("passed", True) else 1
 
 
-def _parser(with_bench: bool) -> argparse.ArgumentParser:
+def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Return a message that names arguments of Python as the command line has them: --head-size, --arch sm_90."""
+
+    def option(match: re.Match[str]) -> str:
+        flag = f"--{match[1].replace('_', '-')}"
+        is_option = getattr(parsed, match[1], "") is None or any(each.split("=")[0] == flag for each in arguments)
+        value = f" {match[2]}" if match.lastindex == 2 else ""
+        return flag + value if is_option else match[0]
+
+    return re.sub(r"\b(\w+)='(\w+)'", option, re.sub(r"^(\w+)(?=: )", option, message))
+
+
+def _parser() -> argparse.ArgumentParser:
     from rwkv_jit import __version__
 
     parser = argparse.ArgumentParser(
@@ -73,12 +92,7 @@ def _parser(with_bench: bool) -> argparse.ArgumentParser:
     _add(commands, "demo", "compile the ops, run them, compare them with float64 and time them")
     _add(commands, "doctor", "check what kernels need of this machine, and say how to mend what is missing")
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
-    bench = _add(commands, "bench", "measure the speed of the ops")
-    # The benchmark's options live beside its cases, and loading them loads torch: only its own command pays for that.
-    if with_bench:
-        from rwkv_jit.bench import add_arguments
-
-        add_arguments(bench)
+    _add_bench(_add(commands, "bench", "measure the speed of the ops"))
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
     _add_build(_add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle"))
@@ -102,13 +116,35 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", action="append", choices=_OPS, help="only this op (may be repeated)")
+    parser.add_argument("--shape", help="B,T,H,N or B,T,H,K,V instead of the usual shapes; wkv4 B,T,C, timex B,C,T too")
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: bf16")
+    parser.add_argument("--backend", choices=_BACKENDS, help="only this one of ours (default: all)")
+    text = "may be repeated (default: forward and forward+backward)"
+    parser.add_argument("--phase", action="append", choices=_PHASES, help=text)
+    parser.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
+    text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
+    parser.add_argument("--peer-minutes", type=float, metavar="N", help=text)
+    parser.add_argument("--csv", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
+    text = "keep the result of a suite, or of --latency, in the checkout's bench.json"
+    parser.add_argument("--record", action="store_true", help=text)
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--suite", choices=_SUITES, help="the tables of published studies, or one of them")
+    instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
+    text = "measure the forms that a kernel went through instead (wkv5, timex)"
+    instead.add_argument("--history", action="store_true", help=text)
+    text = "tell two results, of --json or --record, from each other instead"
+    instead.add_argument("--compare", nargs=2, metavar=("A", "B"), help=text)
+
+
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", choices=[*_OPS.split(", "), "wkv4", "timex"], help="what to run")
+    parser.add_argument("op", choices=_OPS, help="what to run")
     text = "default: 8,4096,64,64; wkv4 and timex have H N channels, and decode takes one token"
     parser.add_argument("--shape", default="8,4096,64,64", metavar="B,T,H,N", help=text)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default: bf16")
-    phases = ("forward", "backward", "forward+backward", "decode", "prefill")
-    parser.add_argument("--phase", choices=phases, default="forward", help="default: forward")
+    parser.add_argument("--phase", choices=_PHASES, default="forward", help="default: forward")
     parser.add_argument("--backend", default="auto", help="as the op takes it (default: auto)")
     instead = parser.add_mutually_exclusive_group()
     text = "write the trace there too: trace.json for Chrome's and Perfetto's viewers, and a file for TensorBoard"
@@ -121,7 +157,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     text = "what to tune; may be repeated (default: all ops)"
-    parser.add_argument("--op", action="append", choices=_OPS.split(", "), help=text)
+    parser.add_argument("--op", action="append", choices=_CHUNKED_OPS, help=text)
     text = "what to tune for; may be repeated (default: 8,4096,64,64 and 8,4096,32,128)"
     parser.add_argument("--shape", action="append", metavar="B,T,H,N", help=text)
     instead = parser.add_mutually_exclusive_group()
@@ -135,8 +171,11 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=_list_of(kind), action="extend", metavar="LIST", help=help, **more)
 
     parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
-    add("--op", _OPS, required=True)
-    add("--head-size", "from 1", _size, required=True)
+    add("--op", ", ".join(_OPS), required=True)
+    add("--head-size", "K, from 1; for all ops but wkv4 and timex", _size)
+    add("--value-size", "V (default: the head size)", _size)
+    add("--tokens", "T, for timex alone", _size)
+    add("--batch", "B, for timex alone (default: all)", _size)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
@@ -149,14 +188,18 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", help=f"one of {_OPS}")
-    parser.add_argument("--head-size", type=_size, required=True, metavar="K", help="from 1")
+    parser.add_argument("op", help=f"one of {', '.join(_OPS)}")
+    parser.add_argument("--head-size", type=_size, metavar="K", help="from 1; for all ops but wkv4 and timex")
     parser.add_argument("--value-size", type=_size, metavar="V", help="default: the head size")
+    parser.add_argument("--tokens", type=_size, metavar="T", help="for timex alone")
+    parser.add_argument("--batch", type=_size, metavar="B", help="for timex alone (default: more than 16)")
     parser.add_argument("--direction", choices=("forward", "backward"), default="forward", help="default: forward")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of r, k, v (default: bf16)")
     parser.add_argument("--arch", help="e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--decay", help="raw, sigmoid, log, direct (default: the op's)")
-    parser.add_argument("--backend", default="auto", help="auto (default), recurrent, chunked")
+    parser.add_argument(
+        "--backend", default="auto", help="auto (default), recurrent, chunked, split; of timex tiles, transforms"
+    )
     parts = parser.add_mutually_exclusive_group()
     for part, text in (
         ("resources", "registers, spills and shared memory (default)"),

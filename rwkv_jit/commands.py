@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rwkv_jit import cache, env, report
+from rwkv_jit import cache, env, listing, report
 from rwkv_jit.cache import bundle, files
 from rwkv_jit.errors import CacheError, RwkvJitError
 
@@ -135,36 +135,11 @@ def _text(value: object) -> str:
 
 def build(parsed: argparse.Namespace) -> Outcome:
     """Compile kernels, once everything that can be wrong beforehand has been checked."""
-    from rwkv_jit import compiler, identity, runtime, tensors
+    from rwkv_jit import compiler, identity
 
-    dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
-    requests = [
-        request
-        for op, head_size, dtype, arch, direction, decay, layout, w_dtype, state_dtype in product(
-            parsed.op,
-            parsed.head_size,
-            parsed.dtype or ["bf16"],
-            parsed.arch or [None],
-            runtime.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
-            parsed.decay or [None],
-            parsed.state_layout or [None],
-            parsed.w_dtype or [None],
-            parsed.state_dtype or ["fp32"],
-        )
-        for request in runtime.call_requests(
-            op,
-            head_size,
-            dtypes[dtype],
-            arch,
-            direction,
-            decay,
-            layout,
-            dtypes.get(w_dtype),
-            dtypes[state_dtype],
-            parsed.decay_bound,
-        )  # fmt: skip
-    ]
-    requests = [request._replace(also=()) for request in requests]  # exactly what was asked for
+    requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
+    if not requests:
+        raise ValueError("--tokens: calls of timex with so many run torch.fft, and there is nothing to compile")
     for arch in dict.fromkeys(request.arch for request in requests):
         compiler.target_for(arch, newer=False)  # a bundle for a GPU that is not known is a slip of the pen
     _check_writable(parsed.output, "name a bundle with --output")
@@ -176,6 +151,40 @@ def build(parsed: argparse.Namespace) -> Outcome:
         "path": parsed.output or str(env.cache_dir()),
         "bytes": written,
     }, _show_built
+
+
+def _asked_for(parsed: argparse.Namespace) -> list[Request]:
+    """Return the kernels that the options of a build name. What an op does not have is for the others."""
+    from rwkv_jit import runtime, tensors
+
+    dtypes: dict[str | None, Any] = {name: dtype for dtype, name in tensors.STORAGE.items()}
+
+    def values(op: str, name: str, default: str | None = None) -> list[Any]:
+        given, own = getattr(parsed, name), name in runtime.OPTIONS.get(op, (name,))
+        is_for_others = not own and any(name in runtime.OPTIONS.get(other, ()) for other in parsed.op)
+        if given is None or is_for_others:
+            return [default]
+        return given if isinstance(given, list) else [given]
+
+    found = []
+    for op in parsed.op:
+        if op in runtime.OPS and parsed.head_size is None:
+            raise ValueError(f"--head-size: {op} needs some, got none")
+        cases = product(
+            *(values(op, name) for name in ("head_size", "value_size", "tokens", "batch")),
+            parsed.dtype or ["bf16"],
+            parsed.arch or [None],
+            runtime.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
+            *(values(op, name) for name in ("decay", "state_layout", "decay_bound")),
+            parsed.w_dtype or [None],
+            values(op, "state_dtype", "fp32"),
+        )
+        for head_size, value_size, tokens, batch, dtype, arch, direction, decay, layout, bound, w_dtype, state in cases:
+            found += runtime.call_requests(
+                op, head_size, dtypes[dtype], arch, direction, decay, layout, dtypes.get(w_dtype), dtypes[state], bound,
+                value_size, tokens, batch,
+            )  # fmt: skip
+    return found
 
 
 def _check_writable(output: str | None, otherwise: str) -> None:
@@ -214,32 +223,14 @@ def _about(kernel: Kernel) -> dict[str, Any]:
     about = {name: getattr(kernel, name) for name in ("name", "arch", "target", "parameters", "compiler", "origin")}
     for name in ("registers", "spill_bytes", "shared_bytes"):  # not known of PTX
         about[name] = getattr(kernel, name) if kernel.resources else None
-    return about
+    return about | listing.described(kernel.name, kernel.parameters)
 
 
 def _show_built(result: dict[str, Any]) -> None:
-    report.table(
-        ("kernel", "arch", "head size", "dtype", "registers", "spill B", "shared B", "origin"),
-        [
-            _known(
-                about["name"], about["arch"], *_sizes(about["parameters"]), about["registers"], about["spill_bytes"],
-                about["shared_bytes"], about["origin"],
-            )
-            for about in result["kernels"]
-        ],
-    )  # fmt: skip
+    resources = ("registers", "spill_bytes", "shared_bytes")
+    listing.show(result["kernels"], ("name", "arch", *listing.NAMED, *resources, "origin"))
     size = "" if result["bytes"] is None else f", {result['bytes']} bytes"
     print(f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}")
-
-
-def _known(*cells: object) -> list[object]:
-    return ["-" if cell is None else cell for cell in cells]
-
-
-def _sizes(parameters: dict[str, Any]) -> tuple[str, str]:
-    """Return head size and dtype for a table; templates of one's own may have neither."""
-    sizes = [str(parameters[name]) for name in ("HEAD_SIZE", "VALUE_SIZE") if name in parameters]
-    return " x ".join(dict.fromkeys(sizes)) or "-", str(parameters.get("T_IO", "-"))
 
 
 def show(parsed: argparse.Namespace) -> Outcome:
@@ -257,6 +248,8 @@ def show(parsed: argparse.Namespace) -> Outcome:
         parsed.direction,
         parsed.backend,
         parsed.decay,
+        tokens=parsed.tokens,
+        batch=parsed.batch,
     )
     result = _about(kernel) | {"resources": {name: asdict(used) for name, used in kernel.resources.items()}}
     if parsed.part == "resources":
@@ -293,25 +286,24 @@ def cache_list(parsed: argparse.Namespace) -> Outcome:
 
 
 def _row(each: cache.Stored) -> dict[str, Any]:
-    manifest = each.manifest
-    head_size, dtype = _sizes(manifest.get("parameters", {}))
+    manifest, path = each.manifest, _path(each)
+    name, parameters = path.stem.rpartition("-")[0], manifest.get("parameters", {})
     resources = manifest.get("resources", {}).values()
-    path = _path(each)
     used = None  # only the user's directory keeps account of it
     if each.layer.origin == "disk" and path.exists():
         used = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
     return {
         "layer": each.layer.origin,
         "arch": each.name.split("/")[0],
-        "name": path.stem.rpartition("-")[0],
-        "head_size": head_size,
-        "dtype": dtype,
+        "name": name,
+        **listing.described(name, parameters),
         "bytes": each.bytes,
         "last_used": used,
         "registers": max((used["registers"] for used in resources), default=None),
         "spill_bytes": max((used["spill_bytes"] for used in resources), default=None),
         "state": each.fault or "ok",
         "path": str(path),
+        "parameters": parameters,
     }
 
 
@@ -325,8 +317,8 @@ def _show_list(result: dict[str, Any]) -> None:
     elif not result["entries"]:
         print("no kernels")
     else:
-        head = ("layer", "arch", "name", "head size", "dtype", "bytes", "last used", "registers", "spill B", "state")
-        report.table(head, [_known(*row.values())[:-1] for row in result["entries"]])
+        known = ("layer", "bytes", "last_used", "registers", "spill_bytes", "state")
+        listing.show(result["entries"], ("name", "arch", *listing.NAMED, *known))
 
 
 def cache_show(parsed: argparse.Namespace) -> Outcome:

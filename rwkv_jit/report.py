@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 _STYLES = {"error": "red", "warning": "yellow", "ok": "green"}
+_INDENT = _GAP = "  "
+_PIECE = re.compile(r"\s*[^\s/]+/*|\s*/+")  # a word, or a part of a path: a line may end behind it
+
+Column = Sequence[str]  # its name, which may be empty, and the cells
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table: drawn by rich on a terminal, else in plain columns that other programs can read.
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence[str] = ()) -> None:
+    """Print a table: as wide as a terminal, else in whole lines that other programs can read.
+
+    On a terminal, lines break between words and behind the slashes of a path. Of a table that is still too wide, what
+    all rows have in common is said once; then it loses columns that can be spared; then it becomes a list of records.
 
     Parameters
     ----------
@@ -18,17 +27,44 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         The names of the columns; empty for a table without them.
     rows : sequence of sequence
         The cells. A column of numbers is set to the right.
+    spare : sequence of str, optional
+        Columns that a narrow terminal does without, the first of them first.
     """
     texts = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
-    numbers = [all(map(_is_number, column)) for column in zip(*texts, strict=True)] or [False] * len(head)
-    if sys.stdout.isatty():
-        _draw(head, texts, numbers)
+    if not head and not texts:
         return
-    lines = [list(head), *texts] if head else texts
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = zip(line, widths, numbers, strict=True)
-        print("  " + "  ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in cells).rstrip())
+    columns: list[Column] = list(zip(head or [""] * len(texts[0]), *texts, strict=True))
+    if sys.stdout.isatty():
+        _print_styled(_on_terminal(columns, spare, shutil.get_terminal_size().columns - len(_INDENT)))
+        return
+    for line in _lines(columns, [max(map(len, column)) for column in columns]):
+        print(line)
+
+
+def broken(text: str, width: int) -> list[str]:
+    """Break a text between words, and behind the slashes of a path; a longer word has a line of its own."""
+    lines = [""]
+    for piece in _PIECE.findall(text):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece if lines[-1] else piece.lstrip()
+    return lines
+
+
+def _lines(columns: Sequence[Column], widths: Sequence[int]) -> Iterator[str]:
+    """Yield the lines of a table; a row takes several where a cell is wider than its column."""
+    are_numbers = [len(cells) > 0 and all(map(_is_number, cells)) for _, *cells in columns]
+    for row in zip(*columns, strict=True):
+        if not any(row):
+            continue  # columns without names
+        cells = [broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for place in range(max(map(len, cells))):
+            texts = [cell[place] if place < len(cell) else "" for cell in cells]
+            set_out = (
+                text.rjust(width) if is_number else text.ljust(width)
+                for text, width, is_number in zip(texts, widths, are_numbers, strict=True)
+            )
+            yield (_INDENT + _GAP.join(set_out)).rstrip()
 
 
 def _is_number(text: str) -> bool:
@@ -39,18 +75,90 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _draw(head: Sequence[str], texts: Sequence[Sequence[str]], numbers: Sequence[bool]) -> None:
-    from rich import box
+# ---- on a terminal -----------------------------------------------------------------------------------------------
+
+
+def _on_terminal(columns: Sequence[Column], spare: Sequence[str], room: int) -> list[str]:
+    """Return the lines of a table in the first form that has room."""
+    notes: list[str] = []
+    widths = _widths(columns, room)
+    if widths is None:
+        columns, notes = _narrowed(columns, spare, room)
+        widths = _widths(columns, room)
+    said = [_INDENT + line for note in notes for line in broken(note, room)]
+    if widths is None:
+        return said + [_INDENT + line for line in _records(columns, room)]
+    lines = list(_lines(columns, widths))
+    names = len(list(_lines([column[:1] for column in columns], widths)))
+    rule = [_INDENT + _GAP.join("─" * width for width in widths)] if names else []
+    return [*said, *lines[:names], *rule, *lines[names:]]
+
+
+def _widths(columns: Sequence[Column], room: int) -> list[int] | None:
+    """Return what each column gets of the room; None where that is too little for their longest words."""
+    least = [max(len(piece.strip()) for cell in column for piece in _PIECE.findall(cell) or [""]) for column in columns]
+    of_cells = [max(map(len, cells), default=0) for _, *cells in columns]
+    widths = [max(map(len, column)) for column in columns]
+    room -= len(_GAP) * (len(columns) - 1)
+    if sum(least) > room:
+        return None
+    for limits in (list(map(max, least, of_cells)), least):  # names are broken before cells are
+        while sum(widths) > room and widths != limits:
+            _, widest = max((width, place) for place, width in enumerate(widths) if width > limits[place])
+            widths[widest] -= 1
+    return widths
+
+
+def _narrowed(columns: Sequence[Column], spare: Sequence[str], room: int) -> tuple[Sequence[Column], list[str]]:
+    """Return the columns whose cells differ, of them those that have room or else all, and what is to be said."""
+    shared = [column for column in columns[1:] if column[0] and len(column) > 2 and len(set(column[1:])) == 1]
+    notes = [f"In every row: {', '.join(f'{column[0]} {column[1]}' for column in shared)}."] if shared else []
+    whole = [column for column in columns if column not in shared]
+    left, gone = whole, list[str]()
+    for name in spare:
+        if _widths(left, room) is not None:
+            break
+        gone += [each for each, *_ in left if each == name]
+        left = [column for column in left if column[0] != name]
+    if _widths(left, room) is None:
+        return whole, notes
+    return left, [*notes, *([f"A wider terminal shows {', '.join(gone)} too."] if gone else [])]
+
+
+def _records(columns: Sequence[Column], room: int) -> Iterator[str]:
+    """Yield a paragraph for each row: its first cell, and below it the others with the names of their columns."""
+    names, *rows = zip(*columns, strict=True)
+    for first, *others in rows:
+        yield from broken(first, room)
+        pairs = [
+            f"{name} {cell}".strip() for name, cell in zip(names[1:], others, strict=True) if cell not in ("", "-")
+        ]
+        for line in _packed(pairs, room - len(_INDENT)):
+            yield _INDENT + line
+
+
+def _packed(pairs: Sequence[str], width: int) -> Iterator[str]:
+    """Yield lines of pairs with commas between them; a pair is broken only where it is wider than a line."""
+    lines = [""]
+    for place, pair in enumerate(pairs, 1):
+        text = pair if place == len(pairs) else f"{pair},"
+        if lines[-1] and len(lines[-1]) + 1 + len(text) > width:
+            lines.append("")
+        lines[-1] += f" {text}" if lines[-1] else text
+    for line in lines:
+        yield from broken(line, width)
+
+
+def _print_styled(lines: Sequence[str]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, show_header=bool(head))
-    for name, right in zip(head or [""] * len(numbers), numbers, strict=True):
-        drawn.add_column(name, justify="right" if right else "left", overflow="fold")
-    for line in texts:
-        drawn.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in line))
-    Console().print(drawn)
+    console = Console(highlight=False)
+    for line in lines:
+        text = Text(line)
+        for word, style in _STYLES.items():  # as a cell of its own
+            text.highlight_regex(rf"(?:(?<=  )|^){word}(?=  |$)", style)
+        console.print(text, soft_wrap=True)
 
 
 @contextmanager

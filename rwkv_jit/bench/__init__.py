@@ -23,35 +23,10 @@ from rwkv_jit.bench.suites import SHAPES
 from rwkv_jit.bench.timing import call_ms, graph_ms, median_ms
 
 __all__ = [
-    "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "add_arguments", "call_ms",
+    "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "call_ms",
     "check_gpu", "check_record", "commit", "decay_of", "environment", "first_calls", "graph_ms", "keep", "machine",
     "make_inputs", "median_ms", "one_line_kernels", "read_shape", "run", "show", "show_first_calls",
 ]  # fmt: skip
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--op", action="append", choices=sorted(OPS), help="only this op (may be repeated)")
-    parser.add_argument("--shape", help="B,T,H,N or B,T,H,K,V instead of the usual shapes; wkv4 B,T,C, timex B,C,T too")
-    parser.add_argument("--dtype", choices=DTYPES, default=None, help="default: bf16")
-    names = list(dict.fromkeys(name for op in OPS for name in contestants.backends_of(op)))
-    parser.add_argument("--backend", choices=names, default=None, help="only this one of ours (default: all)")
-    text = "may be repeated (default: forward and forward+backward)"
-    parser.add_argument("--phase", action="append", choices=PHASES, help=text)
-    parser.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
-    text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
-    parser.add_argument("--peer-minutes", type=float, metavar="N", help=text)
-    parser.add_argument("--csv", metavar="FILE", help="write the rows there too")
-    parser.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
-    text = "keep the result of a suite, or of --latency, in the checkout's bench.json"
-    parser.add_argument("--record", action="store_true", help=text)
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--suite", choices=suites.SUITES, help="the tables of published studies, or one of them")
-    instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
-    text = "measure the forms that a kernel went through instead (wkv5, timex)"
-    instead.add_argument("--history", action="store_true", help=text)
-    text = "tell two results, of --json or --record, from each other instead"
-    instead.add_argument("--compare", nargs=2, metavar=("A", "B"), help=text)
 
 
 def check_gpu() -> None:
@@ -72,7 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Parameters
     ----------
     arguments : argparse.Namespace
-        Those of `add_arguments`.
+        The command's.
 
     Returns
     -------

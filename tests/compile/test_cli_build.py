@@ -109,8 +109,8 @@ def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
     (row,) = [line.split() for line in printed.splitlines() if "wkv7" in line]
     (about,) = made["kernels"]
     assert row == [
-        "wkv7_recurrent_backward", "sm_90", "16", "fp32", str(about["registers"]), str(about["spill_bytes"]),
-        str(about["shared_bytes"]), "memory",
+        "wkv7_recurrent_backward", "sm_90", "backward", "16", "fp32", str(about["threads"]), str(about["chunk_len"]),
+        str(about["registers"]), str(about["spill_bytes"]), str(about["shared_bytes"]), "memory",
     ]  # fmt: skip
     assert printed.splitlines()[-1] == f"1 kernels in {fresh_service}, by NVRTC {identity.version()}"
 
@@ -130,6 +130,40 @@ def test_every_option_is_a_list(build):
     for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", [*states, ("vk", "fp32")])):
         wanted += [(name, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
     assert sorted(found, key=str) == sorted(wanted, key=str)
+
+
+@pytest.mark.usefixtures("checked_only")
+def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
+    """Head sizes are for wkv7, tokens for timex, and rows are told apart by what they show."""
+    tmp_path.chmod(0o755)
+    options = (
+        "--op",
+        "wkv4,timex,wkv7",
+        "--head-size",
+        "8",
+        "--value-size",
+        "8,16",
+        "--tokens",
+        "250",
+        "--arch",
+        "sm_80",
+    )
+    made = build(*options, "--state-layout", "kv", "--decay-bound", "-1", "-o", tmp_path / "all.bundle")["kernels"]
+    for name, count in (("wkv4_forward", 2), ("wkv4_backward", 2), ("timex_convolve", 6), ("timex_filter_gradient", 2)):
+        assert [each["name"] for each in made].count(name) == count
+    assert {each["parameters"]["VECTOR"] for each in made if each["name"] == "timex_convolve"} == {1}
+    of_wkv7 = [each["parameters"] for each in made if each["name"].startswith("wkv7")]
+    assert {(each["HEAD_SIZE"], each["VALUE_SIZE"]) for each in of_wkv7} == {(8, 8), (8, 16)}
+    assert {each["STATE_LAYOUT"] for each in of_wkv7 if "STATE_LAYOUT" in each} == {"kv", "vk"}
+    rows = run("build", *options)[1].splitlines()[1:-2]
+    assert len(rows) == len(set(rows)) > 15
+
+    for op, stem in (("wkv4", "wkv4_"), ("timex", "timex_")):
+        file = tmp_path / f"{op}.bundle"
+        assert run("cache", "export", file, "--op", op)[0] == 0
+        assert {name.split("/")[1].startswith(stem) for name in bundle.Bundle(file).names()} == {True}
+    one_batch = build("--op", "timex", "--tokens", "512", "--batch", "8", "--direction", "forward", "--arch", "sm_80")
+    assert parameters(one_batch, "name", "BATCH") == [("timex_convolve", 8)]
 
 
 @pytest.mark.usefixtures("checked_only")
@@ -179,13 +213,13 @@ def test_defaults_are_those_of_a_call(build):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "wkv7,wkv8"), "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, wkv4, got 'wkv8'"),
+        (("--op", "wkv7,wkv8"), "op: expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv8'"),
         (("--arch", "sm_80,banana"), "arch: expected sm_NN, sm_NNa or compute_NN, got 'banana'"),
         (("--arch", "sm_90,"), "arch: expected sm_NN, sm_NNa or compute_NN, got ''"),
         (("--arch", "sm_30"), "got sm_30"),
         (("--decay", "raw,soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
-        (("--state-layout", "kk"), "state_layout: expected one of vk, kv, got 'kk'"),
-        (("--decay-bound", "1"), "decay_bound: expected a negative number, the least log-decay of a step, got 1.0"),
+        (("--state-layout", "kk"), "--state-layout: expected one of vk, kv, got 'kk'"),
+        (("--decay-bound", "1"), "--decay-bound: expected a negative number, the least log-decay of a step, got 1.0"),
         (("-o", "{tmp}/missing/x.bundle"), "{tmp}/missing/x.bundle (No such file or directory); name another"),
         (("-o", "{tmp}/file/x.bundle"), "{tmp}/file/x.bundle (Not a directory); name another"),
         (("-o", "{tmp}"), "--output: expected a place that can be written, got {tmp} (it is a directory)"),
@@ -212,7 +246,7 @@ def test_without_a_gpu_an_architecture_must_be_named(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, said = run("build", "--op", "wkv7", "--head-size", "16")
     assert (code, said) == (
-        2, "rwkv-jit build: arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'\n"
+        2, "rwkv-jit build: --arch: there is no GPU to take it from; pass one, e.g. --arch sm_90\n"
     )  # fmt: skip
 
 
@@ -310,6 +344,23 @@ def test_resources_of_a_kernel_of_large_heads(op, arch, name, run):
     assert data["resources"][name]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
 
 
+@pytest.mark.usefixtures("checked_only")
+@pytest.mark.parametrize(
+    ("arguments", "name", "found"),
+    [
+        (("wkv4", "--backend", "split"), "wkv4_backward", {"RESULTS": False, "T_IO": "bf16"}),
+        (("timex", "--tokens", "512", "--batch", "8"), "timex_filter_gradient", {"BATCH": 8}),
+        (("timex", "--tokens", "512", "--backend", "transforms"), "timex_transform", {"LENGTH": 1024}),
+    ],
+)
+def test_ops_without_heads_are_shown(arguments, name, found, run):
+    code, printed, said = run("show", *arguments, "--arch", "sm_90", "--direction", "backward", "--json")
+    assert (code, said) == (0, "")
+    data = json.loads(printed)
+    assert data["name"] == name
+    assert found.items() <= data["parameters"].items()
+
+
 def test_resources_of_a_chunked_kernel(run):
     arguments = ("show", "wkv7", "--head-size", 12, "--arch", "sm_90", "--backend", "chunked")
     data = json.loads(run(*arguments, "--json")[1])
@@ -344,7 +395,7 @@ def test_machine_code_is_what_the_disassembler_makes_of_the_cubin(run, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("wkv8",), "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, wkv4, got 'wkv8'"),
+        (("wkv8",), "show: op: expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv8'"),
         (("wkv7", "--decay", "soft"), "decay: expected one of raw, sigmoid, log, direct, got 'soft'"),
         (
             ("wkv7", "--backend", "tensor"),

@@ -382,7 +382,7 @@ WRONG_SPECIALIZATIONS = {
     "unknown op": (
         {"op": "wkv9"},
         ValueError,
-        "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, wkv4, got 'wkv9'",
+        "op: expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv9'",
     ),
     "no head size": ({"head_size": None}, TypeError, "head_size: wkv7 needs one, got None"),
     "head size 0": ({"head_size": 0}, ValueError, "head_size: expected an int of at least 1, got 0"),
@@ -503,7 +503,7 @@ WRONG_WARMINGS = {
     "unknown op": (
         {"op": "wkv9"},
         ValueError,
-        "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, wkv4, got 'wkv9'",
+        "op: expected one of wkv4, wkv5, wkv6, wkv7, gla, linear_attention, timex, got 'wkv9'",
     ),
     "one of the head sizes": ({"head_sizes": [4, 0]}, ValueError, "head_size: expected an int of at least 1, got 0"),
     "one of the dtypes": (

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -10,7 +11,7 @@ from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import cache, commands, env, report, sass
+from rwkv_jit import cache, commands, env, listing, report, sass
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
 
@@ -58,7 +59,8 @@ def program(fresh_service):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["build", "--help"], ["cache", "--help"], ["cache", "list"], ["cache", "verify"]]
+    "arguments",
+    [["--help"], ["build", "--help"], ["bench", "--help"], ["cache", "--help"], ["cache", "list"], ["cache", "verify"]],
 )
 def test_help_and_the_cache_need_no_torch(arguments, child):
     code = "import sys; from rwkv_jit.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -81,14 +83,23 @@ def test_no_command_prints_the_commands(run):
         (["cache"], ["rwkv-jit cache", "required", "command"]),
         (["cache", "dance"], ["'dance'", "verify"]),
         (["build", "--head-size", "64"], ["rwkv-jit build", "--op", "required"]),
-        (["build", "--op", "wkv7"], ["--head-size", "required"]),
+        (["build", "--op", "wkv7", "--arch", "sm_90"], ["--head-size", "wkv7 needs some"]),
+        (["build", "--op", "timex", "--arch", "sm_90"], ["build: --tokens: the kernels of timex go by them"]),
+        (["build", "--op", "wkv4", "--head-size", "8", "--arch", "sm_90"], ["--head-size: wkv4 has none, got 8"]),
+        (
+            ["build", "--op", "wkv7", "--head-size", "8", "--tokens", "9", "--arch", "sm_90"],
+            ["--tokens: goes with timex"],
+        ),
+        (["build", "--op", "timex", "--tokens", "16385", "--arch", "sm_90"], ["--tokens: ", "torch.fft", "nothing"]),
         (["build", "--op", "wkv7", "--head-size", "64,none"], ["--head-size", "whole number of at least 1", "'none'"]),
         (["build", "--op", "wkv7", "--head-size", "0"], ["--head-size", "at least 1", "'0'"]),
         (["build", "--op", "wkv7", "--head-size", "-8"], ["--head-size", "at least 1", "'-8'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--dtype", "fp8"], ["--dtype", "bf16, fp16, fp32", "'fp8'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--w-dtype", "x"], ["--w-dtype", "bf16, fp16, fp32", "'x'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--direction", "up"], ["--direction", "'up'", "both"]),
-        (["show", "wkv7"], ["--head-size", "required"]),
+        (["show", "wkv7", "--arch", "sm_90"], ["show: --head-size: wkv7 needs one"]),
+        (["show", "timex", "--arch", "sm_90"], ["show: --tokens: the kernels of timex go by them"]),
+        (["show", "wkv4", "--value-size", "8", "--arch", "sm_90"], ["show: --value-size: wkv4 has none, got 8"]),
         (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
         (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),
         (["cache", "prune", "--max-mb", "nan"], ["--max-mb", "at least 0", "'nan'"]),
@@ -278,28 +289,32 @@ def test_path(run, data, fresh_service):
 
 
 def test_list(run, data, tmp_path, monkeypatch):
-    damaged, other = put(48, name="wkv7_forward", VALUE_SIZE=64), put(8, arch="sm_80", name="my_template", T_IO="fp16")
+    damaged, other = put(48, name="wkv7_join", VALUE_SIZE=64), put(8, arch="sm_80", name="my_template", T_IO="fp16")
     cache.export(tmp_path / "x.bundle", [each for each in cache.stored() if each.name.startswith("sm_80")])
     monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "x.bundle"))
     damage(damaged)
-    for path in (damaged, other, put(48, name="wkv7_forward", arch="sm_90a", VALUE_SIZE=64)):
+    more = {"VALUE_SIZE": 64, "NUM_THREADS": 64, "BACKWARD": True}
+    for path in (damaged, other, put(48, name="wkv7_join", arch="sm_90a", **more)):
         used = datetime(2026, 3, 4, 15, 6).timestamp()
         os.utime(path, (used, used))
-    assert run("cache", "list") == (
-        0,
-        "  layer   arch    name          head size  dtype  bytes  last used         registers  spill B  state\n"
-        "  disk    sm_80   my_template   8          fp16     438  2026-03-04 15:06        128       16  ok\n"
-        "  disk    sm_90   wkv7_forward  -          -        441  2026-03-04 15:06          -        -  damaged\n"
-        "  disk    sm_90a  wkv7_forward  48 x 64    bf16     443  2026-03-04 15:06        128       16  ok\n"
-        "  bundle  sm_80   my_template   8          fp16     438  -                       128       16  ok\n",
-        "",
-    )
+    code, printed, said = run("cache", "list")
+    assert (code, said) == (0, "")
+    assert [re.split("  +", line.strip()) for line in printed.splitlines()] == [
+        ["name", "arch", "direction", "head size", "dtype", "threads", "chunk len", "layer", "bytes", "last used",
+         "registers", "spill B", "state"],
+        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "disk", "438", "2026-03-04 15:06", "128", "16", "ok"],
+        ["wkv7_join", "sm_90", "-", "-", "-", "-", "-", "disk", "438", "2026-03-04 15:06", "-", "-", "damaged"],
+        ["wkv7_join", "sm_90a", "backward", "48x64", "bf16", "64", "-", "disk", "477", "2026-03-04 15:06", "128", "16",
+         "ok"],
+        ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "bundle", "438", "-", "128", "16", "ok"],
+    ]  # fmt: skip
     rows = data("cache", "list")["entries"]
     assert [row["state"] for row in rows] == ["ok", "damaged", "ok", "ok"]
     assert rows[0] == {
-        "layer": "disk", "arch": "sm_80", "name": "my_template", "head_size": "8", "dtype": "fp16",
-        "bytes": other.stat().st_size, "last_used": "2026-03-04 15:06", "registers": 128, "spill_bytes": 16,
-        "state": "ok", "path": str(other),
+        "layer": "disk", "arch": "sm_80", "name": "my_template", "direction": None, "head_size": "8", "dtype": "fp16",
+        "threads": None, "chunk_len": None, "bytes": other.stat().st_size, "last_used": "2026-03-04 15:06",
+        "registers": 128, "spill_bytes": 16, "state": "ok", "path": str(other),
+        "parameters": {"HEAD_SIZE": 8, "VALUE_SIZE": 8, "T_IO": "fp16"},
     }  # fmt: skip
     assert rows[3]["last_used"] is None
 
@@ -503,9 +518,78 @@ def test_table_on_a_terminal(monkeypatch):
     text = terminal.getvalue()
     assert "─" in text
     assert "a [red] word" in text
-    assert "wkv7          64   ok" in text
-    assert "path   /x" in text
-    assert text.count("y") == 120
+    assert "  wkv7         64  ok\n" in text
+    assert "path\n    /x" in text
+    assert "y" * 120 in text
+
+
+KERNELS = [
+    {
+        "name": name, "arch": "sm_90a", "direction": way, "head_size": "128x256", "dtype": "bf16", "threads": threads,
+        "chunk_len": 64, "registers": 1234567 + threads, "spill_bytes": 0, "shared_bytes": 7654321,
+        "origin": "compiled",
+        "parameters": {"FOR_GROUPS": groups, "NUM_THREADS": threads},
+    }
+    for name, way, threads, groups in [
+        ("wkv7_recurrent_backward", "backward", 128, False), ("gla_scan", "forward", 384, True),
+        ("gla_scan", "forward", 384, False), ("gla_group_key_gradients", "backward", 1024, False),
+    ]
+]  # fmt: skip
+COLUMNS = ("name", "arch", "direction", "head_size", "dtype", "threads", "chunk_len", "registers", "spill_bytes",
+           "shared_bytes", "origin")  # fmt: skip
+
+
+def shown(columns, monkeypatch, show):
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("TERM", "dumb")
+        patch.setenv("COLUMNS", str(columns))
+        show()
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= columns, "\n".join(lines)
+    return lines
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
+    lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, COLUMNS))
+    words = {word.strip(",.") for line in lines for word in line.split()}
+    always = {"wkv7_recurrent_backward", "gla_scan", "gla_group_key_gradients", "backward", "forward", "sm_90a",
+              "128x256", "bf16", "128", "384", "1024", "64", "for_groups", "True", "False"}  # fmt: skip
+    assert always <= words
+    whole = {str(each[name]) for each in KERNELS for name in COLUMNS} | {"0", "-"}
+    assert {word for word in words if re.search(r"\d|_", word)} <= whole | {"for_groups"}
+    assert sum(line.lstrip().startswith("gla_scan") for line in lines) == 2
+
+
+def test_what_all_rows_share_is_said_once_where_there_is_little_room(monkeypatch):
+    rows = [("a" * 20, "sm_90", "b" * 26, number) for number in range(3)]
+    lines = shown(60, monkeypatch, lambda: report.table(("one", "arch", "two", "count"), rows))
+    assert lines[0] == "  In every row: arch sm_90, two bbbbbbbbbbbbbbbbbbbbbbbbbb."
+    assert lines[1].split() == ["one", "count"]
+    assert [line.split() for line in lines[3:]] == [["a" * 20, str(number)] for number in range(3)]
+
+
+def test_columns_are_spared_in_their_order(monkeypatch):
+    rows = [(letter * 30, letter * 20, letter * 20, letter) for letter in "ab"]
+    lines = shown(60, monkeypatch, lambda: report.table(("k", "l", "m", "n"), rows, ["x", "m", "l", "n"]))
+    assert lines[0] == "  A wider terminal shows m too."
+    assert [line.split() for line in lines[3:]] == [["a" * 30, "a" * 20, "a"], ["b" * 30, "b" * 20, "b"]]
+
+
+def test_records_name_what_they_say(monkeypatch):
+    rows = [("first", "x" * 40, 12, "-"), ("second", "y" * 40, 345, "z" * 30)]
+    lines = shown(60, monkeypatch, lambda: report.table(("name", "long", "count", "rest"), rows))
+    of_second = [f"    long {'y' * 40},", f"    count 345, rest {'z' * 30}"]
+    assert lines == ["  first", f"    long {'x' * 40}, count 12", "  second", *of_second]
+
+
+def test_paths_are_broken_behind_slashes(monkeypatch):
+    path = "/home/somebody/a/long/way/to/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+    lines = shown(60, monkeypatch, lambda: report.table((), [("nvrtc", path), ("bytes", "7")]))
+    assert "".join(line.strip() for line in lines[:-1]).replace(" ", "") == f"nvrtc{path}"
+    assert all(line.endswith("/") for line in lines[:-2])
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch):

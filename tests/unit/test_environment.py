@@ -419,6 +419,7 @@ MAY_IMPORT = {
     "env": set(),
     "reference": set(),
     "report": set(),
+    "listing": {"report", "template"},
     "signatures": set(),
     "stats": {"env"},
     "template": {"errors"},
@@ -502,11 +503,12 @@ MAY_IMPORT = {
             "tune",
             "demo",
             "doctor",
+            "listing",
             "report",
             "sass",
         }  # fmt: skip
     ),
-    "cli": {"commands", "bench", "errors", "stats"},
+    "cli": {"commands", "errors", "stats"},
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {

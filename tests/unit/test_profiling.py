@@ -54,7 +54,7 @@ def cpu(monkeypatch):
 
 
 def arguments(*given):
-    return cli._parser(with_bench=False).parse_args(["profile", *given])
+    return cli._parser().parse_args(["profile", *given])
 
 
 # ---- the phases --------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_ncu_line_runs_the_same_phase_without_torch_profiler(run):
     assert flags["--clock-control"] == "none"
     assert flags["--export"] == "wkv7_forward_backward_wkv7_backward"
     assert own[:2] == ["-m", "rwkv_jit"]
-    parsed = cli._parser(with_bench=False).parse_args(own[2:])
+    parsed = cli._parser().parse_args(own[2:])
     assert vars(parsed) == vars(arguments(*given[1:], "--backend", "recurrent", "--bare"))
 
 
@@ -301,7 +301,10 @@ def test_ncu_line_quotes_what_a_shell_would_read(run):
     ("given", "message"),
     [
         (["wkv9"], "argument op: invalid choice: 'wkv9'"),
-        (["wkv7", "--shape", "1,2,3"], "rwkv-jit profile: shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
+        (
+            ["wkv7", "--shape", "1,2,3"],
+            "rwkv-jit profile: --shape: expected four positive numbers B,T,H,N, got '1,2,3'",
+        ),
         (["wkv7", "--shape", "1,2,3", "--ncu", "x"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
         (["wkv7", "--shape", "1,2,3", "--bare"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
         (["wkv7", "--phase", "up"], "argument --phase: invalid choice: 'up'"),

@@ -45,7 +45,8 @@ def one_by_one(w, k, g, eps):
 
 
 def relative(x, want):
-    return float((x.double() - want).norm() / want.norm().clamp_min(1e-300))
+    want = want.detach()
+    return float((x.detach().double() - want).norm() / want.norm().clamp_min(1e-300))
 
 
 # ---- values ------------------------------------------------------------------------------------------------------
@@ -196,15 +197,6 @@ X, W = torch.zeros(2, 3, 4), torch.zeros(3, 4)
 def test_wrong_arguments(given, error, message):
     with pytest.raises(error, match=message):
         rwkv_jit.timex(**{"w": W, "k": X, **given})
-
-
-@pytest.mark.parametrize(
-    "function", [lambda: rwkv_jit.specialize("timex"), lambda: rwkv_jit.warm("timex", 64, arch="sm_90")]
-)
-def test_what_goes_by_head_sizes_says_that_timex_has_none(function):
-    with pytest.raises(UnsupportedConfigError, match="op: timex has no head size to compile for"):
-        function()
-    assert "timex" not in runtime.OPS
 
 
 # ---- the rules ---------------------------------------------------------------------------------------------------
@@ -509,3 +501,96 @@ def test_more_rows_than_a_launch_has_blocks(driver):
     w, k = torch.zeros(1, 1), torch.zeros(1, 1, 1).expand(2**31, 1, 1)
     with pytest.raises(UnsupportedConfigError, match="k: 'transforms' take at most 2147483647 rows, got 2147483648"):
         timex_transforms.convolve(w, k, 0.0, is_correlation=False)
+
+
+# ---- kernels before they are called for --------------------------------------------------------------------------
+
+
+def ahead(tokens, dtype=torch.float32, batch=None, direction="forward", w_dtype=None):
+    options = (None, None, w_dtype, torch.float32, None, None, tokens, batch)
+    return runtime.call_requests("timex", None, dtype, "sm_90", direction, *options)
+
+
+def shown(requests):
+    return {(each.template.name, *sorted(each.parameters.items())) for each in requests}
+
+
+@pytest.mark.parametrize(("dtype", "w_dtype"), [FP32, BF16, (torch.float16, torch.float32)])
+@pytest.mark.parametrize("tokens", [1, 63, 250, 512, 767, 2816])
+def test_calls_ask_for_no_kernel_that_warm_has_not_made(driver, tokens, dtype, w_dtype, monkeypatch):
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 8)
+    made = shown(ahead(tokens, dtype, w_dtype=w_dtype) + ahead(tokens, dtype, direction="backward", w_dtype=w_dtype))
+    for batch in (1, 2, 5, 8, 9, 16, 17, 33):
+        w, k = torch.zeros(1, tokens, dtype=w_dtype), torch.zeros(batch, 1, tokens, dtype=dtype)
+        forward, backward = (
+            op.choose("auto", dtype, batch, tokens, lambda: "sm_90", way) for way in ("forward", "backward")
+        )
+        op._forward(w, k, 0.0, forward, backward)
+        op._backward(k, w, k, backward, True, True)
+    asked = shown(request for requests in driver.asked for request in requests)
+    assert asked <= made
+    # Nothing is made that no call takes.
+    assert made <= asked | shown(request for batch in (3, 4, 6, 7) for way in ("forward", "backward")
+                                 for request in ahead(tokens, dtype, batch, way, w_dtype))  # fmt: skip
+
+
+def test_a_batch_has_its_kernels_alone():
+    assert [each.parameters["BATCH"] for each in ahead(512, batch=9)] == [16]
+    assert [each.template.name for each in ahead(512, batch=9, direction="backward")] == [
+        "timex_convolve", "timex_filter_gradient",
+    ]  # fmt: skip
+    assert {each.parameters.get("BATCH") for each in ahead(512)} == {8, 16, None}
+    assert ahead(16385) == []
+
+
+def test_one_kernel_is_named_by_tokens_and_batch(monkeypatch):
+    monkeypatch.setattr(kernel, "get", lambda request: request)
+
+    def specialize(*given, **more):
+        made = rwkv_jit.specialize("timex", arch="sm_90", **dict(given), **more)
+        return made.template.name, made.parameters
+
+    name, parameters = specialize(tokens=512, dtype=torch.float16, t_w="fp32", vector=1)
+    assert (name, parameters["BATCH"], parameters["T_W"], parameters["VECTOR"]) == ("timex_convolve", 32, "fp32", 1)
+    assert specialize(tokens=512, batch=8)[1]["BATCH"] == 8
+    assert specialize(tokens=512, direction="backward")[0] == "timex_filter_gradient"
+    assert specialize(tokens=4096)[0] == specialize(tokens=512, backend="transforms")[0] == "timex_transform"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
+        ({"tokens": 0}, ValueError, "tokens: expected an int of at least 1, got 0"),
+        ({"tokens": 64, "batch": True}, ValueError, "batch: expected an int of at least 1, got True"),
+        ({"tokens": 64, "head_size": 8}, ValueError, "head_size: timex has none, got 8"),
+        ({"tokens": 64, "decay": "raw"}, ValueError, "decay: timex has none, got 'raw'"),
+        ({"tokens": 64, "backend": "split"}, ValueError, "backend: expected one of auto, tiles, transforms, fft"),
+        ({"tokens": 64, "t_w": "fp8"}, ValueError, "t_w: expected one of fp16, bf16, fp32, got 'fp8'"),
+        ({"tokens": 16385}, UnsupportedConfigError, "backend: 'fft' has no kernel, and calls of 16385 tokens take it"),
+        ({"tokens": 64, "backend": "fft"}, UnsupportedConfigError, "backend: 'fft' has no kernel"),
+        ({"op": "wkv7", "head_size": 8, "tokens": 64}, ValueError, "tokens: goes with timex alone, the kernels of"),
+        ({"op": "wkv4", "batch": 8}, ValueError, "batch: goes with timex alone, the kernels of wkv4 take any; got 8"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compiled_ahead(given, error, message):
+    with pytest.raises(error, match=message):
+        rwkv_jit.specialize(**{"op": "timex", "arch": "sm_90", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
+        ({"tokens": 64, "head_sizes": 8}, ValueError, "head_size: timex has none, got 8"),
+        ({"tokens": 64, "state_dtype": torch.float16}, TypeError, "state_dtype: timex has no states"),
+        ({"op": "wkv4", "value_sizes": 8}, ValueError, "value_size: wkv4 has none, got 8"),
+        ({"op": "wkv7", "head_sizes": 8, "tokens": 8}, ValueError, "tokens: goes with timex alone"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_warmed(given, error, message, monkeypatch):
+    monkeypatch.setattr(kernel, "get_async", lambda _: pytest.fail("it compiled"))
+    with pytest.raises(error, match=message):
+        rwkv_jit.warm(**{"op": "timex", "arch": "sm_90", **given})

@@ -1,0 +1,81 @@
+"""How commands list kernels: with what tells one from another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from rwkv_jit import report, template
+
+NAMED = ("direction", "head_size", "dtype", "threads", "chunk_len")
+SPARE = ("origin", "shared_bytes", "bytes", "last_used", "spill_bytes", "registers")  # in a narrow terminal
+
+
+def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the columns of NAMED say of a kernel; None for what it does not have.
+
+    Parameters
+    ----------
+    name : str
+        Of its template.
+    parameters : mapping
+        Of the template.
+    """
+    sizes = [str(parameters[each]) for each in ("HEAD_SIZE", "VALUE_SIZE") if each in parameters]
+    return {
+        "direction": _direction(name, parameters) if parameters and name in _library() else None,
+        "head_size": "x".join(dict.fromkeys(sizes)) or None,
+        "dtype": parameters.get("T_IO"),
+        "threads": parameters.get("NUM_THREADS"),
+        "chunk_len": parameters.get("CHUNK_LEN"),
+    }
+
+
+def _direction(name: str, parameters: Mapping[str, Any]) -> str:
+    if name == "timex_transform":
+        return "both"
+    is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", "backward" in name or "gradient" in name))
+    return "backward" if is_backward else "forward"
+
+
+@cache
+def _library() -> frozenset[str]:
+    return frozenset(template.names())
+
+
+def show(kernels: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print a table of kernels, with a column for what else tells those apart whose rows are alike.
+
+    Parameters
+    ----------
+    kernels : sequence of mapping
+        Each has its `parameters`, and everything that `columns` names.
+    columns : sequence of str
+        What the table shows of them.
+    """
+    telling = [name for name in columns if name in ("layer", "arch", "name", *NAMED)]
+    alike: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
+    for each in kernels:
+        alike.setdefault(tuple(each[name] for name in telling), []).append(each["parameters"])
+    more = [_differences(each["parameters"], alike[tuple(each[name] for name in telling)]) for each in kernels]
+    report.table(
+        [*map(_title, columns), *["with"] * any(more)],
+        [
+            [*("-" if each[name] is None else each[name] for name in columns), *[others or "-"] * any(more)]
+            for each, others in zip(kernels, more, strict=True)
+        ],
+        list(map(_title, SPARE)),
+    )
+
+
+def _differences(own: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> str:
+    """Return the parameters of a kernel that are not those of all others of the same row."""
+    names = sorted({name for parameters in alike for name in parameters})
+    return ", ".join(
+        f"{name.lower()} {own.get(name)}" for name in names if any(own.get(name) != other.get(name) for other in alike)
+    )
+
+
+def _title(column: str) -> str:
+    return column.replace("_bytes", " B").replace("_", " ")
