@@ -371,25 +371,14 @@ def _show_verified(result: dict[str, Any]) -> None:
 def cache_prune(parsed: argparse.Namespace) -> Outcome:
     """Delete damaged entries of the user's directory, and old ones until it is small enough."""
     most = env.cache_max_bytes() if parsed.max_mb is None else int(parsed.max_mb * 2**20)
-    damaged = [_path(each) for each in cache.stored() if each.layer.origin == "disk" and _is_damaged(each)]
-    for path in damaged:
-        path.unlink(missing_ok=True)
     return {
-        "damaged": len(damaged),
+        "damaged": cache.delete_damaged(),
         "evicted": cache.prune(most),
         "entries": len(cache.entries()),
         "bytes": cache.size(),
     }, lambda result: print(
         "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes".format(**result)
     )
-
-
-def _is_damaged(each: cache.Stored) -> bool:
-    """Return whether an entry can be read, but is not one; what is merely not to be trusted may be whole."""
-    try:
-        return bool(each.fault) and files.read(each.layer.path, each.name) is not None
-    except OSError:
-        return False
 
 
 def cache_clear(parsed: argparse.Namespace) -> Outcome:

@@ -210,10 +210,10 @@ def _cache() -> Iterator[Finding]:
     yield from _locks()
 
 
-def _write_fault(folder: Path) -> str:
+def _write_fault(folder: Path, is_private: bool = False) -> str:
     """Write a small file, as the cache would, and delete it; return what is wrong."""
     try:
-        files.make_directory(folder)
+        files.make_directory(folder, is_private)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"rwkv_jit")
     except files.UntrustedError as error:
@@ -242,7 +242,7 @@ def _layers() -> Iterator[Finding]:
 def _locks() -> Iterator[Finding]:
     folder = lock.directory()
     kind = lock.network_file_system(folder)
-    fault = f"{folder} is on a network file system ({kind})" if kind else _write_fault(folder)
+    fault = f"{folder} is on a network file system ({kind})" if kind else _write_fault(folder, is_private=True)
     if fault:
         text, mend = _text_and_mend(fault, "set TMPDIR to a directory of this node")
         yield Finding("locks", "warning", f"{text}: every process compiles for itself", mend)

@@ -7,27 +7,25 @@ someone else, is a miss with one warning; the next compile replaces it in the us
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rwkv_jit import env, stats
-from rwkv_jit.cache import bundle, entry, files, lock
+from rwkv_jit.cache import bundle, claim, entry, files, lock, owned
 from rwkv_jit.cache.bundle import Bundle
 from rwkv_jit.cache.entry import Compiled, Resources, file_name, key, pack
 from rwkv_jit.errors import CacheError
 
 __all__ = ["Compiled", "Resources", "file_name", "key", "pack"]
 _BUNDLES = "bundles"  # imported ones; never evicted
-_NOTES = "nvrtc-*.json"  # who compiles in this environment
-_SOURCES = ("sources", "failed")  # what RWKVJIT_KEEP_SOURCE keeps, and what did not compile
+_NOTE_BYTES = 1 << 20  # at most
 _used: set[Path] = set()  # files that serve this process
 
 
@@ -72,14 +70,14 @@ class Directory:
 
     def names(self) -> list[str]:
         """Return the names of all entries, whether intact or not."""
-        return [path.relative_to(self.path).as_posix() for path in files.find(self.path, "*/*.cubin")]
+        return owned.named(self.path, owned.ENTRY)
 
     def compilers(self) -> list[str]:
         """Return who made the kernels of a directory that somebody filled for others; the user's own asks NVRTC."""
         if self.is_users:
             return []
-        notes = [read_note(self.path, path.name) for path in files.find(self.path, _NOTES)]
-        return [str(note["identity"]) for note in notes if "identity" in note]
+        notes = [read_note(self.path, name) for name in owned.find(self.path, owned.NOTE)]
+        return [note["identity"] for note in notes if "identity" in note]
 
 
 def layers() -> tuple[Layer, ...]:
@@ -159,31 +157,54 @@ def put(name: str, data: bytes) -> None:
     if _publish(path, data):
         _used.add(path)
         stats.count("bytes_written", len(data))
-        prune(env.cache_max_bytes())
+        most = env.cache_max_bytes()
+        try:
+            prune(most)
+        except CacheError as error:
+            stats.say_once(f"the cache is larger than {most} bytes: {error}", key=str(error))
 
 
-def one_at_a_time(digest: str, what: str) -> AbstractContextManager[None]:
-    """Let one process of the node do the work inside; those that waited find its result in the cache.
+@contextlib.contextmanager
+def one_at_a_time(digest: str, what: str) -> Iterator[None]:
+    """Let one process do the work inside; those that waited find its result in the cache.
 
-    Where nothing can be kept there is nothing to wait for.
+    One of the node, and one of all nodes where these share the cache. Where nothing can be kept there is nothing to
+    wait for.
     """
-    return lock.held(digest, what) if env.cache_is_on() and _can_be_written() else contextlib.nullcontext()
+    if not (env.cache_is_on() and _can_be_written()):
+        yield
+        return
+    with lock.held(digest, what) as is_alone, claim.held(env.cache_dir(), digest, what, is_alone):
+        yield
 
 
 def _can_be_written() -> bool:
     try:
-        files.make_directory(env.cache_dir())
+        return os.access(_root(), os.W_OK)
     except OSError:
         return False  # publishing says why
-    return os.access(env.cache_dir(), os.W_OK)
+
+
+def _root() -> Path:
+    """Return the user's directory, which is made, or marked as our own where it can be, for something to be written.
+
+    Raises
+    ------
+    OSError
+        It cannot be made, or is not to be trusted.
+    """
+    root = env.cache_dir()
+    files.make_directory(root)
+    with contextlib.suppress(OSError):
+        owned.adopt(root)  # else writing says what is wrong
+    return root
 
 
 def _publish(path: Path, data: bytes) -> bool:
     root = env.cache_dir()
     try:
-        files.make_directory(root)
-        files.make_directory(path.parent)
-        files.write(path, data)
+        files.make_folder(_root() / path.parent.name)
+        files.publish(path, data)
     except files.UntrustedError as error:
         stats.say_once(f"kernels are not kept in the cache: {error}", key=str(error).split(";")[0])
     except OSError as error:
@@ -204,29 +225,53 @@ def source_folder(kind: str) -> Path:
     """
     if not env.cache_is_on():
         raise FileNotFoundError("the cache is off")
-    files.make_directory(env.cache_dir())
-    files.make_directory(env.cache_dir() / kind)
-    return env.cache_dir() / kind
+    folder = _root() / kind
+    files.make_folder(folder)
+    return folder
 
 
 # ---- notes on compilers ------------------------------------------------------------------------------------------
 
 
 def read_note(root: Path, name: str) -> dict[str, Any]:
-    """Return a small JSON object that lies beside the kernels, or an empty one where there is none to trust."""
+    """Return what a note says, or an empty one where there is none to trust or to understand."""
     try:
-        note = json.loads(files.read(root, name) or b"{}")
-    except (OSError, ValueError):
+        data = files.read(root, name, most=_NOTE_BYTES)
+    except files.UntrustedError:
+        return {}  # reading an entry says what is wrong
+    except OSError as error:
+        stats.say_once(f"note {root / name} cannot be read: {error.strerror or error}", key=f"{root}: {error.strerror}")
         return {}
-    return note if isinstance(note, dict) else {}
+    try:
+        note = {} if data is None else json.loads(data)
+        _check_note(note)
+    except (ValueError, RecursionError) as error:
+        stats.say_once(f"note {root / name} is damaged ({error}): not used", key=str(root / name))
+        return {}
+    return dict(note)
+
+
+def _check_note(note: Any) -> None:
+    """Check that a note is an object with a compiler's name and, if any, its libraries' sizes and times."""
+    if not isinstance(note, dict):
+        raise ValueError("no object")
+    name, libraries = note.get("identity", ""), note.get("libraries", {})
+    if not isinstance(name, str) or not name.isprintable():
+        raise ValueError("identity is no name")
+    if not isinstance(libraries, dict):
+        raise ValueError("libraries are no object")
+    for path, stamp in libraries.items():
+        if "\0" in path or not os.fsencode(path):
+            raise ValueError("a library is no path")
+        if not isinstance(stamp, list) or [type(number) for number in stamp] != [int, int]:
+            raise ValueError("a library has no size and time")
 
 
 def write_note(name: str, note: dict[str, Any]) -> None:
     """Write a note into the user's directory if that is possible; without a note the compiler is asked."""
     if env.cache_is_on():
         with contextlib.suppress(OSError):
-            files.make_directory(env.cache_dir())
-            files.write(env.cache_dir() / name, json.dumps(note, sort_keys=True).encode())
+            files.publish(_root() / name, json.dumps(note, sort_keys=True).encode())
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------
@@ -284,7 +329,7 @@ def _size(path: Path) -> int:
 def entries() -> list[Path]:
     """Return the files of the kernels in the user's directory."""
     root = env.cache_dir()
-    return [root / name for name in Directory(root, is_users=True).names()]
+    return [root / name for name in owned.find(root, owned.ENTRY)]
 
 
 def size() -> int:
@@ -292,28 +337,51 @@ def size() -> int:
     return sum(map(_size, entries()))
 
 
+def _refusal(root: Path) -> str:
+    """Return why nothing may be deleted in a directory, or an empty string."""
+    try:
+        if owned.adopt(root):
+            return ""
+    except OSError as error:
+        return f"nothing in {root} is deleted: {error.strerror or error}"
+    return (
+        f"{root} holds files that rwkv_jit did not write, so it deletes nothing there; name a directory for the cache "
+        f"alone in RWKVJIT_CACHE_DIR, or let it delete its own files here: touch '{root / owned.MARKER}'"
+    )
+
+
 def prune(max_bytes: int) -> int:
     """Delete the least recently used kernels of the user's directory until it is small enough; return how many.
 
     Kernels that serve this process stay, and so do bundles. A reader that has opened a file keeps what it reads.
+
+    Raises
+    ------
+    CacheError
+        It is too large, and not a directory to delete in.
     """
-    now = time.time()
-    for path in files.abandoned(env.cache_dir(), before=now - 3600):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    root, now = env.cache_dir(), time.time()
+    refusal = _refusal(root)
+    if refusal:
+        if size() > max_bytes:
+            raise CacheError(refusal)
+        return 0
+    _sweep(root, now)
     aged = []
-    for path in entries():
+    for name in owned.find(root, owned.ENTRY):
         with contextlib.suppress(OSError):
-            status = path.lstat()
-            aged.append((status.st_mtime, path, status.st_size))
+            status = (root / name).lstat()
+            # What is too large is never read. A stamp of the future says nothing of when a kernel was used.
+            is_useless = status.st_size > files.MOST_BYTES or status.st_mtime > now + 3600
+            aged.append((0.0 if is_useless else status.st_mtime, name, status.st_size))
     total, evicted = sum(file_size for _, _, file_size in aged), 0
-    for _, path, file_size in sorted(aged):
+    for _, name, file_size in sorted(aged):
         if total <= max_bytes:
             break
-        if path in _used:
+        if root / name in _used:
             continue
         try:
-            path.unlink()
+            files.delete(root, name)
             evicted += 1
         except FileNotFoundError:
             pass  # another process has deleted it
@@ -324,33 +392,87 @@ def prune(max_bytes: int) -> int:
     return evicted
 
 
-def clear() -> int:
-    """Delete kernels, imported bundles, notes and sources of the user's directory; return how many kernels there were.
+def _sweep(root: Path, now: float) -> None:
+    """Delete what killed processes left of their work."""
+    for name in owned.find(root, owned.TRACE):
+        with contextlib.suppress(OSError):
+            if files.is_abandoned((root / name).lstat(), now):
+                files.delete(root, name)
+
+
+def delete_damaged() -> int:
+    """Delete the entries of the user's directory that can be read, but are none; return how many there were.
+
+    What is merely not to be trusted may be whole.
 
     Raises
     ------
     CacheError
         One of them cannot be deleted.
     """
-    root = env.cache_dir()
-    found = entries()
-    bundles = files.find(root / _BUNDLES, "*.bundle")
-    count = len(found) + sum(len(layer.names()) for layer in layers() if layer.path in bundles)
+    damaged = [each.name for each in stored() if each.layer.origin == "disk" and _is_damaged(each)]
+    _delete(env.cache_dir(), damaged)
+    return len(damaged)
+
+
+def _is_damaged(each: Stored) -> bool:
     try:
-        for path in (*found, *bundles, *files.find(root, _NOTES)):
-            path.unlink(missing_ok=True)
-        for folder in _SOURCES:
-            if (root / folder).is_dir():
-                shutil.rmtree(root / folder)
+        return bool(each.fault) and files.read(each.layer.path, each.name) is not None
     except OSError as error:
-        raise CacheError(f"{error.filename or root} cannot be deleted: {error.strerror or error}") from error
+        return error.errno == errno.EFBIG
+
+
+def clear() -> int:
+    """Delete what this library wrote into the user's directory, but choices; return how many kernels there were.
+
+    That is kernels, imported bundles, notes and sources.
+
+    Raises
+    ------
+    CacheError
+        One of them cannot be deleted, or it is not a directory to delete in.
+    """
+    root = env.cache_dir()
+    found = owned.find(root, owned.ENTRY)
+    bundles = owned.find(root, owned.BUNDLE)
+    paths = {root / name for name in bundles}
+    count = len(found) + sum(len(layer.names()) for layer in layers() if layer.path in paths)
+    try:
+        _delete(root, [*found, *bundles, *owned.find(root, owned.NOTE, owned.SOURCE)])
+        if not _refusal(root):
+            _sweep(root, time.time())
+            for name in owned.folders_of_sources(root):
+                with contextlib.suppress(OSError):  # it holds something else
+                    files.delete(root, name)
+            for name in owned.links(root):
+                raise CacheError(f"{root / name} is a symbolic link: what it leads to is not deleted")
     finally:
         forget()
     return count
 
 
+def _delete(root: Path, names: list[str]) -> None:
+    """Delete files that this library wrote.
+
+    Raises
+    ------
+    CacheError
+        One of them cannot be deleted, or it is not a directory to delete in.
+    """
+    refusal = _refusal(root) if names else ""
+    if refusal:
+        raise CacheError(refusal)
+    for name in names:
+        try:
+            files.delete(root, name)
+        except FileNotFoundError:
+            pass  # another process has deleted it
+        except OSError as error:
+            raise CacheError(f"{root / name} cannot be deleted: {error.strerror or error}") from error
+
+
 def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
-    """Write entries into a bundle; return how many and its bytes.
+    """Write entries into a bundle; return how many and its bytes. Those that are gone by now are left out, and told of.
 
     Raises
     ------
@@ -358,9 +480,18 @@ def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
         There is none, or the file cannot be written.
     """
     found: dict[str, bytes] = {}
+    gone = []
     for each in chosen:
         if not each.fault and each.name not in found:
-            found[each.name] = _bytes(each.layer, each.name)
+            try:
+                data = _bytes(each.layer, each.name)
+                entry.unpack(data)
+            except (OSError, ValueError):
+                gone.append(each.name)
+            else:
+                found[each.name] = data
+    if gone:
+        stats.say_once(f"{len(gone)} kernels were deleted while they were exported and are not in {path}")
     if not found:
         raise CacheError(f"{path} is not written: there is no intact kernel to export; `rwkv-jit build` compiles some")
     return len(found), bundle.write(path, found.items())
@@ -380,9 +511,8 @@ def import_bundle(path: Path) -> int:
     data = bundle.pack(found)
     target = env.cache_dir() / _BUNDLES / f"{sha256(data).hexdigest()[:40]}.bundle"
     try:
-        files.make_directory(env.cache_dir())
-        files.make_directory(target.parent)
-        files.write(target, data)
+        files.make_folder(_root() / _BUNDLES)
+        files.publish(target, data)
     except OSError as error:
         raise CacheError(f"{target.parent} cannot be written: {error.strerror or error}") from error
     forget()

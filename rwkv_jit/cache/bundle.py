@@ -6,13 +6,18 @@ A bundle is an uncompressed zip file that holds the entries of a cache directory
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
 import stat
+import struct
+import time
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from rwkv_jit import stats
 from rwkv_jit.cache import entry, files
@@ -20,6 +25,9 @@ from rwkv_jit.errors import CacheError
 
 _ABOUT = "bundle.json"
 _FORMAT = "rwkv_jit bundle 1"
+_MOST_BYTES = 1 << 30
+_MOST_BYTES_OF_TABLE = 4 << 20  # of names and places: some 30,000 kernels
+_END = struct.Struct("<4s8xII2x")  # the last bytes of a zip file without a comment: the size of its table
 
 
 def pack(entries: Mapping[str, bytes]) -> bytes:
@@ -44,7 +52,10 @@ class Bundle:
         self.path = path
         try:
             file = self._open()
+            _check_table(file)
             self._archive = zipfile.ZipFile(file)
+            for member in self._archive.infolist():
+                _check_member(member)
             about = json.loads(self._archive.read(_ABOUT))
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}, not {_FORMAT!r}")
@@ -110,6 +121,30 @@ class Bundle:
         return found
 
 
+def _check_table(file: BinaryIO) -> None:
+    """Check how long a zip file and its table of members are, before zipfile reads all of that table."""
+    size = file.seek(0, os.SEEK_END)
+    if size > _MOST_BYTES:
+        raise ValueError(f"its {size} bytes are more than the {_MOST_BYTES} that are read")
+    before = 20  # where a file with too many members for this format says so
+    file.seek(max(0, size - before - _END.size))
+    tail = file.read()
+    signature, table, _ = _END.unpack(tail[-_END.size :].rjust(_END.size, b"\0"))
+    if signature != b"PK\5\6":
+        raise ValueError("it does not end as one")
+    if table > _MOST_BYTES_OF_TABLE or tail.startswith(b"PK\6\7"):
+        raise ValueError("it has more kernels than are read")
+    file.seek(0)
+
+
+def _check_member(member: zipfile.ZipInfo) -> None:
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+        raise ValueError(f"{member.filename} is compressed")
+    if member.file_size > files.MOST_BYTES:
+        size = f"{member.filename} has {member.file_size} bytes"
+        raise ValueError(f"{size}, more than the {files.MOST_BYTES} that are read")
+
+
 def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
     """Write a bundle and return its size; the whole file appears at once.
 
@@ -120,7 +155,22 @@ def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
     """
     data = pack(dict(entries))
     try:
+        _check_table(io.BytesIO(data))
+    except ValueError as error:
+        raise CacheError(f"{path} is not written: {error}; choose fewer kernels") from error
+    try:
+        _sweep(path.parent)
         files.write(path, data, mode=0o644)
     except OSError as error:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
     return len(data)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what killed processes left beside a bundle that they were writing."""
+    now = time.time()
+    for path in files.find(folder, ".rwkvjit-*.tmp"):
+        with contextlib.suppress(OSError):
+            status, is_ours = path.lstat(), re.fullmatch(files.TEMPORARY, path.name)
+            if is_ours and stat.S_ISREG(status.st_mode) and files.is_abandoned(status, now):
+                path.unlink()

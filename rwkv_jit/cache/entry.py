@@ -7,8 +7,9 @@ goes in: equal kernels are equal bytes, wherever and whenever they were compiled
 from __future__ import annotations
 
 import json
+import re
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any
 
@@ -18,7 +19,15 @@ SCHEMA = 1
 _MAGIC = b"rwkvjit\0"
 _HEAD = struct.Struct("<8sII")
 _CHECKSUM_BYTES = 32
-_TEXTS = ("key", "target", "name", "arch", "compiler")  # what every manifest has
+_MANIFEST_BYTES = 1 << 20  # at most
+_ARCH = re.compile(r"(sm|compute)_[0-9]{1,4}[a-z]?")
+_FORMS = {  # of the texts that every manifest has
+    "key": re.compile("[0-9a-f]{64}"),
+    "target": _ARCH,
+    "name": re.compile(r"[^/\0]+"),
+    "arch": _ARCH,
+    "compiler": re.compile("[ -~]+"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,9 @@ class Resources:
     registers: int = 0
     spill_bytes: int = 0
     shared_bytes: int = 0
+
+
+_RESOURCES = {field.name for field in fields(Resources)}
 
 
 @dataclass(frozen=True)
@@ -80,17 +92,45 @@ def unpack(data: bytes, digest: str | None = None) -> tuple[Compiled, dict[str, 
     magic, schema, length = _HEAD.unpack_from(data)
     if magic != _MAGIC or schema != SCHEMA:
         raise ValueError("of another format")
+    if length > min(_MANIFEST_BYTES, end - _HEAD.size):
+        raise ValueError("damaged (its manifest is too long)")
     try:
         manifest = json.loads(data[_HEAD.size : _HEAD.size + length])
-        resources = {kernel: Resources(**used) for kernel, used in manifest["resources"].items()}
-        missing = [field for field in _TEXTS if not isinstance(manifest.get(field), str)]
-        if missing:
-            raise ValueError(f"no {missing[0]}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"damaged ({error!r})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"damaged ({error})") from error
+    fault = _fault(manifest)
+    if fault:
+        raise ValueError(f"damaged ({fault})")
     if digest is not None and manifest["key"] != digest:
         raise ValueError("another kernel's")
+    resources = {kernel: Resources(**used) for kernel, used in manifest["resources"].items()}
     return Compiled(data[_HEAD.size + length : end], manifest["target"], resources), manifest
+
+
+def _fault(manifest: Any) -> str:
+    """Return what is wrong with a manifest, or an empty string: nothing nests deeper in it than one that was packed."""
+    if not isinstance(manifest, dict):
+        return "its manifest is no object"
+    for field, form in _FORMS.items():
+        if not isinstance(manifest.get(field), str) or not form.fullmatch(manifest[field]):
+            return f"no {field}"
+    resources, parameters = manifest.get("resources"), manifest.get("parameters", {})
+    if not isinstance(resources, dict) or not all(map(_is_resources, resources.values())):
+        return "no resources"
+    if not isinstance(parameters, dict) or not all(map(_is_parameter, parameters.values())):
+        return "no parameters"
+    others = manifest.keys() - {*_FORMS, "resources", "parameters"}
+    return f"unknown {min(others)}" if others else ""
+
+
+def _is_resources(used: Any) -> bool:
+    if not isinstance(used, dict) or not used.keys() <= _RESOURCES:
+        return False
+    return all(type(number) is int and 0 <= number < 2**31 for number in used.values())
+
+
+def _is_parameter(value: Any) -> bool:
+    return value.isidentifier() if isinstance(value, str) else isinstance(value, (bool, int, float))
 
 
 def check_name(name: str, manifest: dict[str, Any]) -> None:

@@ -2,20 +2,24 @@
 
 Cubins run on the GPU, so a file counts only where nobody but its user and root can have written it: no symbolic link
 is followed, and file, folder and root must belong to the user or root and be writable for no one else. Windows has no
-such modes; there the access rights of the user's profile do this work.
+such modes; there the access rights of the user's profile do this work. A group that shares its cache
+(RWKVJIT_CACHE_SHARED) trusts all who may write, and what is made there is made for the group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rwkv_jit import env
 
+MOST_BYTES = 64 << 20  # of one file; the largest kernels have some hundred kilobytes
+TEMPORARY = r"\.rwkvjit-[a-z0-9_]{8}\.tmp"  # names of files that are being written
 _HAS_MODES = hasattr(os, "getuid") and hasattr(os, "O_NOFOLLOW") and os.open in os.supports_dir_fd
 
 
@@ -23,8 +27,8 @@ class UntrustedError(OSError):
     """A file or directory that someone else may have written: what is wrong, and how to mend it."""
 
 
-def check(path: str | Path, status: os.stat_result, sticky_is_safe: bool = False) -> None:
-    """Check owner and mode of what was opened.
+def check(path: str | Path, status: os.stat_result, sticky_is_safe: bool = False, is_private: bool = False) -> None:
+    """Check owner and mode of what was opened; RWKVJIT_CACHE_SHARED does not reach what `is_private`.
 
     Raises
     ------
@@ -36,75 +40,110 @@ def check(path: str | Path, status: os.stat_result, sticky_is_safe: bool = False
     is_own = status.st_uid in (os.getuid(), 0)
     # In a directory like /tmp nobody can replace what another user put there.
     others_write = status.st_mode & 0o022 and not (sticky_is_safe and status.st_mode & stat.S_ISVTX)
-    if (is_own and not others_write) or env.cache_is_shared():
+    if (is_own and not others_write) or (env.cache_is_shared() and not is_private):
         return
+    otherwise = "" if is_private else ", or trust it: RWKVJIT_CACHE_SHARED=1"
     if not is_own:
-        raise UntrustedError(
-            f"{path} belongs to user {status.st_uid}; use a directory of your own, or trust it: RWKVJIT_CACHE_SHARED=1"
-        )
-    raise UntrustedError(
-        f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):o}); "
-        f"mend it: chmod go-w '{path}', or trust it: RWKVJIT_CACHE_SHARED=1"
-    )
+        raise UntrustedError(f"{path} belongs to user {status.st_uid}; use a directory of your own{otherwise}")
+    mode = stat.S_IMODE(status.st_mode)
+    raise UntrustedError(f"{path} can be written by others (mode {mode:o}); mend it: chmod go-w '{path}'{otherwise}")
 
 
-def read(root: Path, name: str, used: float | None = None) -> bytes | None:
+@contextlib.contextmanager
+def _opened(parts: Sequence[str]) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a path part by part, none of them a link, check each, and yield the handle and the status of the last."""
+    handles: list[int] = []
+    try:
+        for part in parts:
+            # A pipe in the place of a file must not block.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            handles.append(os.open(part, flags, dir_fd=handles[-1] if handles else None))
+            status = os.fstat(handles[-1])
+            check(os.path.join(*parts[: len(handles)]), status)
+        yield handles[-1], status
+    except (FileNotFoundError, NotADirectoryError, UntrustedError):
+        raise
+    except OSError as error:
+        path = os.path.join(*parts[: len(handles) + 1])
+        if os.path.islink(path):
+            raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead") from error
+        raise
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTES) -> bytes | None:
     """Return a file of a directory, or None where there is none.
 
     `name` is a file, or a folder and a file. With `used`, a time in seconds, the file is stamped as used then, at most
-    once an hour.
+    once an hour. An empty folder in the place of a file is none: `publish` puts the file there.
 
     Raises
     ------
     UntrustedError
         It is there, but not to be trusted.
     OSError
-        It is there and cannot be read.
+        It is there and cannot be read, or has more bytes than `most`.
     """
     if not _HAS_MODES:
-        return _read_by_name(root / name, used)
-    parts = (str(root), *name.split("/"))
-    opened: list[int] = []
+        return _read_by_name(root / name, used, most)
     try:
-        for part in parts:
-            # A pipe in the place of a file must not block.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-            opened.append(os.open(part, flags, dir_fd=opened[-1] if opened else None))
-            status = os.fstat(opened[-1])
-            check(os.path.join(*parts[: len(opened)]), status)
-        if not stat.S_ISREG(status.st_mode):
-            raise UntrustedError(f"{root / name} is not a file; delete it")
-        data = os.read(opened[-1], status.st_size + 1)
-        if used is not None and used - status.st_mtime > 3600 and status.st_uid == os.getuid():
-            with contextlib.suppress(OSError):
-                os.utime(opened[-1], (used, used))
-        return data
+        with _opened((str(root), *name.split("/"))) as (handle, status):
+            if stat.S_ISDIR(status.st_mode) and not os.listdir(handle):
+                return None
+            if not stat.S_ISREG(status.st_mode):
+                raise UntrustedError(f"{root / name} is not a file; mend it: rm -r '{root / name}'")
+            _check_size(status, most)
+            data = os.read(handle, status.st_size + 1)
+            # A stamp of the future, from a clock that was wrong, would make a file the last one to be evicted.
+            if used is not None and not -3600 <= used - status.st_mtime <= 3600:
+                with contextlib.suppress(OSError):  # of another's file a writer may say "now", and nothing else
+                    os.utime(handle, (used, used) if status.st_uid == os.getuid() else None)
+            return data
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except UntrustedError:
-        raise
-    except OSError as error:
-        path = os.path.join(*parts[: len(opened) + 1])
-        if os.path.islink(path):
-            raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead") from error
-        raise
-    finally:
-        for handle in opened:
-            os.close(handle)
 
 
-def _read_by_name(path: Path, used: float | None) -> bytes | None:
+def _check_size(status: os.stat_result, most: int) -> None:
+    if status.st_size > most:
+        raise OSError(errno.EFBIG, f"its {status.st_size} bytes are more than the {most} that are read")
+
+
+def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
     try:
+        _check_size(path.stat(), most)
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     with contextlib.suppress(OSError):
-        if used is not None and used - path.stat().st_mtime > 3600:
+        if used is not None and not -3600 <= used - path.stat().st_mtime <= 3600:
             os.utime(path, (used, used))
     return data
 
 
-def check_directory(path: Path, sticky_is_safe: bool = False) -> None:
+def delete(root: Path, name: str) -> None:
+    """Delete a file of a directory, or an empty folder; nothing through a symbolic link, and no link.
+
+    Raises
+    ------
+    FileNotFoundError
+        It is not there.
+    OSError
+        It cannot be deleted: it is no such thing, or it or what it lies in is not to be trusted.
+    """
+    if not _HAS_MODES:
+        (os.rmdir if (root / name).is_dir() else os.unlink)(root / name)
+        return
+    *folders, last = str(root), *name.split("/")
+    with _opened(folders) as (folder, _):
+        mode = os.lstat(last, dir_fd=folder).st_mode
+        if stat.S_ISLNK(mode):
+            raise UntrustedError(f"{root / name} is a symbolic link; delete it yourself")
+        (os.rmdir if stat.S_ISDIR(mode) else os.unlink)(last, dir_fd=folder)
+
+
+def check_directory(path: Path, sticky_is_safe: bool = False, is_private: bool = False) -> None:
     """Check a directory by its name: one that is to be written to, or whose files must not be replaced.
 
     Raises
@@ -119,32 +158,95 @@ def check_directory(path: Path, sticky_is_safe: bool = False) -> None:
         raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead")
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
-    check(path, status, sticky_is_safe)
+    check(path, status, sticky_is_safe, is_private)
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory for the user alone if it is not there, and check it; raises like `check_directory`."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_directory(path: Path, is_private: bool = False) -> None:
+    """Make a directory if it is not there, and check it; raises like `check_directory`.
+
+    It is for the user alone; or for its group where the cache is shared, unless it `is_private`.
+    """
+    _make(path, 0o2770 if env.cache_is_shared() and not is_private else 0o700)
+    check_directory(path, is_private=is_private)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of a directory, as `make_directory` does; in a shared one with the modes of that directory."""
+    _make(path, stat.S_IMODE(path.parent.stat().st_mode) | 0o700 if env.cache_is_shared() else 0o700)
     check_directory(path)
 
 
-def write(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Publish a file in a directory that is there: readers see the whole file or none.
+def _make(path: Path, mode: int) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    if mode != 0o700:
+        with contextlib.suppress(OSError):  # a file system without modes
+            path.chmod(mode)  # mkdir would take away what the umask says, and the group's rights with it
+
+
+def _file_mode(folder: Path) -> int:
+    """Return the mode of a new file: who may write to a shared folder may read and replace what is in it."""
+    return stat.S_IMODE(folder.stat().st_mode) & 0o666 | 0o600 if env.cache_is_shared() else 0o600
+
+
+def write(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a file into a directory that is there: readers see the whole file or none.
 
     Raises
     ------
     OSError
         It cannot be written; nothing of it is left behind.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rwkvjit-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(temporary, mode)
+        os.chmod(temporary, _file_mode(path.parent) if mode is None else mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        raise
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write a file into the cache, as `write` does; an empty directory in its place makes way.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; nothing of it is left behind.
+    """
+    if path.is_dir() and not path.is_symlink():
+        try:
+            path.rmdir()
+        except OSError as error:
+            raise OSError(error.errno, f"a directory lies in its place; mend it: rm -r '{path}'") from error
+    write(path, data)
+
+
+def create(path: Path, data: bytes) -> None:
+    """Write a file where there is none; of several processes that try, one does it.
+
+    Raises
+    ------
+    FileExistsError
+        There is one.
+    OSError
+        It cannot be written.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(path, _file_mode(path.parent))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         raise
 
 
@@ -156,9 +258,6 @@ def find(root: Path, *patterns: str) -> list[Path]:
         return []
 
 
-def abandoned(root: Path, before: float) -> Iterator[Path]:
-    """Yield files that a killed process was writing, last touched before a time."""
-    for path in find(root, ".*.tmp", "*/.*.tmp"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < before:
-                yield path
+def is_abandoned(status: os.stat_result, now: float) -> bool:
+    """Return whether a file that is being written has not been touched for an hour, or bears a stamp of the future."""
+    return not -3600 <= now - status.st_mtime <= 3600

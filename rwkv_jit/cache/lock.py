@@ -7,6 +7,7 @@ directory of the user's own on a disk of the node. Without such a directory each
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ def directory() -> Path:
     """Return the directory of the locks."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     return Path(tempfile.gettempdir()) / f"rwkv_jit-{user}"
+
+
+def domain() -> str:
+    """Return a name that is the same for all processes that these locks keep apart, and for no others."""
+    status = os.stat(directory())
+    return f"{platform.node()} {status.st_dev} {status.st_ino}"
 
 
 def network_file_system(path: Path) -> str | None:
@@ -53,23 +60,29 @@ def _unescaped(point: str) -> str:
 
 
 @contextmanager
-def held(digest: str, what: str) -> Iterator[None]:
-    """Hold a kernel's lock, or none: after a bounded wait, and where locks do not work (with one warning)."""
+def held(digest: str, what: str) -> Iterator[bool]:
+    """Hold a kernel's lock, or none: after a bounded wait, and where locks do not work (with one warning).
+
+    Yields whether it is held.
+    """
     try:
         handle = _wait(digest, what)
     except OSError as error:
         stats.say_once(f"every process compiles for itself, as there is no directory for locks: {error}", key="locks")
         handle = None
     try:
-        yield
+        yield handle is not None
     finally:
         if handle is not None:
-            _release(handle)
+            try:
+                _release(handle)
+            except OSError as error:  # what the lock was for is done
+                stats.say_once(f"a lock in {directory()} could not be let go: {error.strerror or error}", key="unlock")
 
 
 def _wait(digest: str, what: str) -> Any:
     folder = directory()
-    files.make_directory(folder)
+    files.make_directory(folder, is_private=True)
     _check_local(folder)
     # The first byte of the digest: 256 files at most, and two kernels that share one merely wait for each other.
     path = folder / f"{digest[:2]}.lock"
@@ -131,8 +144,10 @@ def _release(handle: Any) -> None:
         import fcntl
 
         _held.discard(handle)
-        fcntl.flock(handle, fcntl.LOCK_UN)  # a copy in a process that was forked meanwhile would keep it
-        os.close(handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a copy in a process that was forked meanwhile would keep it
+        finally:
+            os.close(handle)
 
 
 def reset_after_fork() -> None:

@@ -1,11 +1,15 @@
 """The layers of the cache: where a kernel is found, where it is kept, and that trouble costs one warning at most."""
 
+import contextlib
 import errno
 import io
 import json
 import os
 import random
+import shlex
+import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from hashlib import sha256
@@ -14,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, env, stats
-from rwkv_jit.cache import bundle, entry, files
+from rwkv_jit import cache, compiler, env, identity, stats, template
+from rwkv_jit.cache import bundle, entry, files, owned
 
 
 def get(digest, name="made_up", arch="sm_90"):
@@ -24,8 +28,13 @@ def get(digest, name="made_up", arch="sm_90"):
     return found and (found[0].image, found[1])
 
 
+NOTE = f"nvrtc-{'0' * 16}.json"
+
+
 def all_files(root):
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    """What there is beside the marker."""
+    found = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    return [name for name in found if Path(name).name != owned.MARKER]
 
 
 def mode(path):
@@ -150,6 +159,11 @@ def with_schema(data, schema):
     return body + sha256(body).digest()
 
 
+def with_manifest(data, text):
+    body = data[:12] + len(text).to_bytes(4, "little") + text + b"code"
+    return body + sha256(body).digest()
+
+
 DAMAGE = {
     "empty": lambda data: b"",
     "cut by half": lambda data: data[: len(data) // 2],
@@ -157,6 +171,8 @@ DAMAGE = {
     "flip in the code": lambda data: data[:-40] + bytes([data[-40] ^ 1]) + data[-39:],
     "flip in the manifest": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
     "of another schema": lambda data: with_schema(data, entry.SCHEMA + 1),
+    "nested deeply": lambda data: with_manifest(data, b"[" * 100_000),
+    "no target": lambda data: with_manifest(data, json.dumps({**entry.unpack(data)[1], "target": ""}).encode()),
 }
 
 
@@ -173,6 +189,55 @@ def test_damaged_entry_is_a_miss_with_one_warning_and_is_replaced(damage, made, 
     assert message.endswith(": not used")
     cache.put(name, data)
     assert get(digest) == (compiled.image, "disk")
+
+
+def test_entry_that_is_too_large_is_a_miss_with_one_warning_and_is_replaced_or_pruned(made, caplog):
+    name, data, compiled, digest = made
+    cache.put(name, data)
+    (path,) = cache.entries()
+    os.truncate(path, 200 << 30)
+    for _ in range(2):
+        assert get(digest) is None
+    (message,) = caplog.messages
+    assert (
+        message
+        == f"cache entry {path} cannot be read: its {200 << 30} bytes are more than the {64 << 20} that are read"
+    )
+    (shown,) = cache.stored()
+    assert "bytes are more than" in shown.fault
+    cache.put(name, data)
+    assert get(digest) == (compiled.image, "disk")
+    os.truncate(path, 200 << 30)
+    assert cache.delete_damaged() == 1
+    assert cache.entries() == []
+
+
+NOTES = {
+    "nested": b"[" * 100_000,
+    "no JSON": b"{",
+    "a list": b"[]",
+    "identity of another type": b'{"identity": [1]}',
+    "identity that cannot be printed": b'{"identity": "\\ud800"}',
+    "libraries of another type": b'{"identity": "x", "libraries": ["/lib"]}',
+    "a path with a zero": b'{"identity": "x", "libraries": {"/a\\u0000b": [1, 2]}}',
+    "a path that is no text": b'{"identity": "x", "libraries": {"/\\ud800": [1, 2]}}',
+    "a stamp of another type": b'{"identity": "x", "libraries": {"/lib": 1}}',
+    "a stamp of texts": b'{"identity": "x", "libraries": {"/lib": ["1", "2"]}}',
+    "too long": b'{"identity": "x"}' + b" " * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_malformed_note_is_none_with_one_warning(note, caplog):
+    name = identity._note_name()
+    cache.write_note(name, {"identity": "right", "libraries": {"/lib": [1, 2]}})
+    assert cache.read_note(env.cache_dir(), name) == {"identity": "right", "libraries": {"/lib": [1, 2]}}
+    (env.cache_dir() / name).write_bytes(NOTES[note])
+    for _ in range(2):
+        assert cache.read_note(env.cache_dir(), name) == {}
+        assert identity.assumed_identity() is None
+    (message,) = caplog.messages
+    assert message.startswith(f"note {env.cache_dir() / name} ")
 
 
 @pytest.mark.parametrize("other", [{"number": 1}, {"arch": "sm_80"}, {"name": "another"}], ids=str)
@@ -212,17 +277,31 @@ def test_a_thousand_damaged_files_give_no_wrong_bytes(made, caplog):
     assert get(digest) is not None
 
 
-def test_directory_in_the_place_of_an_entry_is_a_miss(made, caplog):
+def test_empty_directory_in_the_place_of_an_entry_makes_way(made, caplog):
     path = env.cache_dir() / made[0]
     path.mkdir(parents=True, mode=0o700)
+    assert get(made[3]) is None
+    cache.put(*made[:2])
+    assert get(made[3]) == (made[2].image, "disk")
+    assert caplog.messages == []
+
+
+def test_full_directory_in_the_place_of_an_entry_is_named_with_the_command_that_mends_it(made, caplog):
+    path = env.cache_dir() / made[0]
+    path.mkdir(parents=True, mode=0o700)
+    (path / "mine.txt").touch()
     for _ in range(2):
         assert get(made[3]) is None
         cache.put(*made[:2])
     assert caplog.messages == [
-        f"kernels are not read from the cache: {path} is not a file; delete it",
-        f"kernels are not kept: {path.parent} cannot be written (Is a directory)",
+        f"kernels are not read from the cache: {path} is not a file; mend it: rm -r '{path}'",
+        f"kernels are not kept: {path.parent} cannot be written "
+        f"(a directory lies in its place; mend it: rm -r '{path}')",
     ]
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+    subprocess.run(shlex.split(caplog.messages[0].split("mend it: ")[1]), check=True)
+    cache.put(*made[:2])
+    assert get(made[3]) is not None
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
@@ -296,10 +375,10 @@ def test_changed_variables_are_seen_at_once(tmp_path, fill, monkeypatch):
 
 
 def test_compilers_are_announced_by_bundles_and_other_directories_but_not_by_the_users(tmp_path, made, monkeypatch):
-    cache.write_note("nvrtc-0123.json", {"identity": "of the user's"})
+    cache.write_note(NOTE, {"identity": "of the user's"})
     for number, note in enumerate(['{"identity": "of a directory"}', "{", "[]", '{"identity": "of a directory"}']):
         (tmp_path / "more").mkdir(exist_ok=True)
-        (tmp_path / "more" / f"nvrtc-{number}.json").write_text(note)
+        (tmp_path / "more" / f"nvrtc-{number:016}.json").write_text(note)
     bundle.write(tmp_path / "kernels.bundle", [made[:2]])
     parts = [str(tmp_path / "kernels.bundle"), str(tmp_path / "more")]
     monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(parts))
@@ -311,14 +390,16 @@ def test_entries_are_shown_with_what_is_wrong_with_them(tmp_path, fill, monkeypa
     bad, _, _ = fill(env.cache_dir(), 2, arch="sm_80")
     moved, _, _ = fill(env.cache_dir(), 3)
     bad.write_bytes(b"damaged")
-    moved.rename(moved.with_name("moved.cubin"))
+    elsewhere = moved.with_name(f"moved-{'0' * 40}.cubin")
+    moved.rename(elsewhere)
+    moved.with_name("foreign.cubin").write_bytes(good.read_bytes())
     shared, _, _ = fill(tmp_path / "more", 4)
     monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
     shown = {layer.path / name: (size, about.get("name"), fault) for layer, name, size, about, fault in cache.stored()}
     assert shown == {
         good: (good.stat().st_size, "made_up", ""),
         bad: (7, None, "damaged"),
-        moved.with_name("moved.cubin"): (shared.stat().st_size, "made_up", "another kernel's"),
+        elsewhere: (shared.stat().st_size, "made_up", "another kernel's"),
         shared: (shared.stat().st_size, "made_up", ""),
     }
 
@@ -487,7 +568,7 @@ def test_root_that_others_may_have_written_has_no_notes_and_gets_no_sources(make
     cache.write_note("nvrtc-y.json", {})
     with pytest.raises(files.UntrustedError):
         cache.source_folder("failed")
-    assert os.listdir(env.cache_dir()) == ["nvrtc-x.json"]
+    assert all_files(env.cache_dir()) == ["nvrtc-x.json"]
 
 
 @pytest.mark.parametrize("place", ["root", "folder", "file"])
@@ -557,6 +638,28 @@ def test_reading_makes_a_kernel_recently_used(fill, monkeypatch):
     assert not other.exists()
 
 
+def test_stamp_of_the_future_makes_no_kernel_immortal(fill):
+    """The clock was wrong when it was written. Once it is used its stamp is right again."""
+    read, _, digest = fill(env.cache_dir(), 1, time.time() + 1e8)
+    unread, _, _ = fill(env.cache_dir(), 2, time.time() + 1e8)
+    old, _, _ = fill(env.cache_dir(), 3, LONG_AGO)
+    get(digest)
+    assert abs(time.time() - read.stat().st_mtime) < 60
+    cache.forget()
+    assert cache.prune(2 * old.stat().st_size) == 1
+    assert [path.exists() for path in (read, unread, old)] == [True, False, True]
+    assert cache.prune(old.stat().st_size) == 1
+    assert [path.exists() for path in (read, unread, old)] == [True, False, False]
+
+
+def test_entry_too_large_to_be_read_goes_before_others(fill):
+    sparse, _, _ = fill(env.cache_dir(), 1)
+    old, _, _ = fill(env.cache_dir(), 2, LONG_AGO)
+    os.truncate(sparse, 200 << 30)
+    assert cache.prune(1000) == 1
+    assert [path.exists() for path in (sparse, old)] == [False, True]
+
+
 def test_stamp_is_refreshed_once_an_hour(fill, monkeypatch):
     now = LONG_AGO + 10_000
     monkeypatch.setattr(cache.time, "time", lambda: now)
@@ -604,14 +707,14 @@ def test_cache_below_its_bound_loses_nothing(fill):
 def test_kernel_that_another_process_evicted_meanwhile_makes_room_too(fill, monkeypatch):
     gone, _, _ = fill(env.cache_dir(), 1, LONG_AGO)
     kept, _, _ = fill(env.cache_dir(), 2, LONG_AGO + 1)
-    really_unlink = Path.unlink
+    really_delete = files.delete
 
-    def unlink(path, missing_ok=False):
-        really_unlink(path)
-        if path == gone:
-            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+    def delete(root, name):
+        really_delete(root, name)
+        if root / name == gone:
+            raise FileNotFoundError(errno.ENOENT, "gone")
 
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(files, "delete", delete)
     assert cache.prune(kept.stat().st_size) == 0
     assert cache.entries() == [kept]
 
@@ -619,15 +722,17 @@ def test_kernel_that_another_process_evicted_meanwhile_makes_room_too(fill, monk
 def test_what_killed_writers_left_is_no_entry_and_goes_after_an_hour(made):
     cache.put(*made[:2])
     folder = env.cache_dir() / "sm_90"
-    old, new = folder / ".old.tmp", folder / ".new.tmp"
-    for path in (old, new):
+    old, future, new, foreign = (folder / f".{name}.tmp" for name in (
+        "rwkvjit-0_aaaaaa", "rwkvjit-0_bbbbbb", "rwkvjit-0_cccccc", "settings"
+    ))  # fmt: skip
+    for path in (old, future, new, foreign):
         path.write_bytes(made[1])
-    os.utime(old, (time.time() - 3700, time.time() - 3700))
+    for path, age in ((old, 3700), (future, -3700), (foreign, 3700)):
+        os.utime(path, (time.time() - age, time.time() - age))
     assert len(cache.entries()) == 1
     assert len(list(cache.stored())) == 1
     cache.put(*made[:2])
-    assert not old.exists()
-    assert new.exists()
+    assert [path.exists() for path in (old, future, new, foreign)] == [False, False, True, True]
 
 
 def test_kernel_is_kept_though_tidying_up_fails(made, fill, monkeypatch):
@@ -635,10 +740,11 @@ def test_kernel_is_kept_though_tidying_up_fails(made, fill, monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     fill(env.cache_dir(), 1, LONG_AGO)
-    (env.cache_dir() / ".dir.tmp").mkdir()
-    os.utime(env.cache_dir() / ".dir.tmp", (LONG_AGO, LONG_AGO))
+    temporary = env.cache_dir() / ".rwkvjit-aaaaaaaa.tmp"
+    temporary.touch()
+    os.utime(temporary, (LONG_AGO, LONG_AGO))
     monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
-    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(files, "delete", refused)
     cache.put(*made[:2])
     assert get(made[3]) is not None
     assert stats.snapshot()["evictions"] == 0
@@ -657,6 +763,84 @@ def test_bound_that_is_no_size_is_an_error_that_names_it(text, monkeypatch, made
 def test_bound_is_in_megabytes(text, size, monkeypatch):
     monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
     assert env.cache_max_bytes() == size
+
+
+# ---- a group -----------------------------------------------------------------------------------------------------
+
+AS_ANOTHER = """
+import os, sys, tempfile
+from hashlib import sha256
+from rwkv_jit import cache, env, stats
+from rwkv_jit.cache import lock
+import fcntl  # what is imported late lies where this user may not look
+user, group, umask = (int(text) for text in sys.argv[1:4])
+os.setgroups([group])
+os.setresgid(user, user, user)
+os.setresuid(user, user, user)
+os.umask(umask)
+def put(number):
+    digest = sha256(bytes([number])).hexdigest()
+    about = {"name": "made_up", "arch": "sm_90", "compiler": "x"}
+    with cache.one_at_a_time(digest, "a kernel"):
+        cache.put(
+            cache.file_name("made_up", "sm_90", digest), cache.pack(digest, cache.Compiled(b"code", "sm_90", {}), about)
+        )
+def get(number):
+    found = cache.get("made_up", "sm_90", sha256(bytes([number])).hexdigest())
+    return found and found[1]
+"""
+
+
+@pytest.fixture
+def group(child, give_away):
+    """Runs code as one of two users of a group, who share a cache; other files and rights of theirs differ."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        top, team = Path(place), 23000
+        top.chmod(0o1777)
+
+        def run(user, code, umask=0o022, shared="1"):
+            environment = {"RWKVJIT_CACHE_DIR": str(top / "team" / "kernels"), "TMPDIR": str(top)}
+            environment |= {"RWKVJIT_CACHE_SHARED": shared, "HOME": str(top / "nowhere")}
+            done = child(AS_ANOTHER + code, user, team, umask, env=environment, cwd="/")
+            assert done.stderr == "", done.stderr
+            return done.stdout.strip()
+
+        run.root = top / "team" / "kernels"
+        run.root.parent.mkdir()
+        os.chown(run.root.parent, 0, team)
+        run.root.parent.chmod(0o2770)
+        yield run
+
+
+@pytest.mark.parametrize("maker", ["a user", "an administrator"])
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
+def test_two_users_of_a_group_read_and_publish_in_one_cache(maker, umask, group):
+    if maker == "an administrator":
+        group.root.mkdir()
+        group.root.chmod(0o2770)
+        os.chown(group.root, 0, 23000)
+    assert group(23001, "put(1); print(get(1), get(2))", umask) == "disk None"
+    assert group(23002, "put(2); put(3); print(get(1), get(2))", umask) == "disk disk"
+    assert group(23001, "put(2); print(get(1), get(2), get(3))", umask) == "disk disk disk"
+    files_of = {path.stat().st_uid for path in (group.root / "sm_90").iterdir()}
+    assert files_of == {23001, 23002}
+    for path in (group.root, *group.root.rglob("*")):
+        assert (path.stat().st_gid, mode(path)) == (23000, 0o2770 if path.is_dir() else 0o660), path
+    assert group(23002, "print(cache.prune(0))") == "3"
+    assert group(23001, "put(1); print(cache.clear())") == "1"
+
+
+def test_users_who_do_not_say_that_they_share_keep_to_themselves(group):
+    assert group(23001, "put(1); print(get(1))", shared="0") == "disk"
+    assert mode(group.root) & 0o077 == 0
+    assert {mode(path) for path in group.root.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_use_by_another_of_the_group_keeps_a_kernel_from_eviction(group):
+    assert group(23001, "put(1); put(2)") == ""
+    group(23001, "for path in cache.entries(): os.utime(path, (1e9, 1e9))")
+    group(23002, "get(1)")
+    assert group(23001, "print(cache.prune(300), get(1), get(2))") == "1 disk None"
 
 
 # ---- many at once ------------------------------------------------------------------------------------------------
@@ -710,43 +894,170 @@ def test_readers_see_whole_kernels_or_none_while_others_write_and_evict(start, t
 # ---- clearing ----------------------------------------------------------------------------------------------------
 
 
+def save_source(kind="sources"):
+    """Keep a source as the compiler does; return its folder."""
+    rendered = template.Rendered("wkv7", "int x;", (("types.cuh", "// types"),))
+    return compiler.save_source(cache.source_folder(kind), rendered, "sm_90").parent
+
+
 def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill):
+    cache.write_note(NOTE, {})
     for number in range(2):
         fill(env.cache_dir(), number)
-    cache.write_note("nvrtc-x.json", {})
-    for kind in ("sources", "failed"):
-        folder = cache.source_folder(kind) / "wkv7"
-        folder.mkdir()
-        (folder / "a.cu").write_text("text")
-    precious = env.cache_dir() / "sm_90" / "notes.txt"
-    precious.write_text("mine")
+    folders = [save_source(kind) for kind in ("sources", "failed")]
+    precious = [
+        "sm_90/notes.txt",
+        "sources/thesis.tex",
+        f"failed/{folders[1].name}/measured.csv",
+        "bundles/mine.bundle",
+    ]
+    for name in precious:
+        (env.cache_dir() / name).parent.mkdir(exist_ok=True)
+        (env.cache_dir() / name).write_text("mine")
     info = rwkv_jit.cache_info()
     assert info["entries"] == 2
     assert info["bytes"] == sum(path.stat().st_size for path in cache.entries()) > 0
     assert rwkv_jit.clear_cache() == 2
     assert rwkv_jit.clear_cache() == 0
-    assert all_files(env.cache_dir()) == ["sm_90/notes.txt"]
-    assert precious.read_text() == "mine"
+    assert all_files(env.cache_dir()) == sorted(precious)
+    assert {(env.cache_dir() / name).read_text() for name in precious} == {"mine"}
+    assert not folders[0].exists()
+
+
+def test_clearing_leaves_no_folder_of_sources(made):
+    cache.put(*made[:2])
+    save_source("sources"), save_source("failed")
+    assert cache.clear() == 1
+    assert sorted(path.name for path in env.cache_dir().iterdir()) == [owned.MARKER, "sm_90"]
 
 
 def test_kernel_that_cannot_be_deleted_is_one_sentence(fill, monkeypatch):
-    def refused(path, missing_ok=False):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def refused(root, name):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
     path, _, _ = fill(env.cache_dir())
-    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(files, "delete", refused)
     with pytest.raises(rwkv_jit.CacheError, match=f"^{path} cannot be deleted: Permission denied$"):
         cache.clear()
 
 
-def test_sources_behind_a_link_are_not_deleted(tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "a.cu").touch()
-    env.cache_dir().mkdir()
-    (env.cache_dir() / "sources").symlink_to(tmp_path / "precious")
-    with pytest.raises(rwkv_jit.CacheError, match=f"^{env.cache_dir()} cannot be deleted: .*symbolic link"):
+# ---- what is ours ------------------------------------------------------------------------------------------------
+
+FOREIGN = [
+    "sources/t.tex", "failed/x/a.cu", "bundles/mine.bundle", "sm_90/kernel.cubin", "nvrtc-x.json", ".git/.x.tmp",
+    ".notes.tmp", "sm_90/.notes12.tmp", "models/sm_90/k-" + 40 * "0" + ".cubin",
+]  # fmt: skip
+
+
+@pytest.fixture
+def foreign():
+    """A directory with files of somebody's work, all of them long untouched."""
+    for name in FOREIGN:
+        path = env.cache_dir() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+        os.utime(path, (LONG_AGO, LONG_AGO))
+    return env.cache_dir()
+
+
+def test_directory_with_foreign_files_serves_and_loses_none(foreign, made, make_entry, monkeypatch, caplog):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
+    assert cache.clear() == 0
+    for number in range(2):
+        cache.put(*make_entry(number)[:2])
+        assert get(make_entry(number)[3]) == (make_entry(number)[2].image, "disk")
+        cache.forget()
+    assert cache.delete_damaged() == 0
+    refusal = (
+        f"{foreign} holds files that rwkv_jit did not write, so it deletes nothing there; name a directory for the "
+        f"cache alone in RWKVJIT_CACHE_DIR, or let it delete its own files here: touch '{foreign}/.rwkvjit-cache'"
+    )
+    for delete in (lambda: cache.prune(0), cache.clear):
+        with pytest.raises(rwkv_jit.CacheError) as caught:
+            delete()
+        assert str(caught.value) == refusal
+    assert caplog.messages.count(f"the cache is larger than 0 bytes: {refusal}") == 1
+    kernels = [make_entry(number)[0] for number in range(2)]
+    assert all_files(foreign) == sorted([*FOREIGN, *kernels])
+    subprocess.run(shlex.split(refusal.split("here: ")[1]), check=True)
+    (foreign / kernels[0]).write_bytes(b"damaged")
+    assert cache.delete_damaged() == 1
+    assert cache.prune(0) == 1
+    assert cache.clear() == 0
+    assert all_files(foreign) == sorted(FOREIGN)
+    assert {(foreign / name).read_text() for name in FOREIGN} == {"mine"}
+
+
+def test_caches_of_before_there_was_a_marker_are_tidied_too(fill, made, tmp_path):
+    """All that an earlier version wrote is known as ours; its choices and temporaries stay."""
+    root = env.cache_dir()
+    paths = [fill(root, number, LONG_AGO + number)[0] for number in range(3)]
+    for name in (NOTE, "tuned.json", ".ab_cd012.tmp", "sm_90/.ab_cd013.tmp", f"bundles/{'a' * 40}.bundle"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text("{}")
+    folder = root / "failed" / f"wkv7-sm_90a-{'0' * 16}"
+    folder.mkdir(parents=True)
+    for name in ("compile.py", "wkv7.cu", "types.cuh"):
+        (folder / name).touch()
+    assert not (root / owned.MARKER).exists()
+    assert cache.prune(paths[0].stat().st_size) == 2
+    assert cache.entries() == [paths[2]]
+    assert (root / owned.MARKER).exists()
+    assert cache.clear() == 1
+    assert all_files(root) == [".ab_cd012.tmp", "sm_90/.ab_cd013.tmp", "tuned.json"]
+    assert not folder.parent.exists()
+
+
+def test_empty_and_new_directories_are_marked_when_something_is_written(made, fresh_service):
+    assert cache.clear() == cache.prune(0) == 0
+    assert not fresh_service.exists()
+    for make in (lambda: None, lambda: fresh_service.mkdir(mode=0o700)):
+        make()
+        cache.put(*made[:2])
+        assert b"rwkv_jit" in (fresh_service / owned.MARKER).read_bytes()
+        shutil.rmtree(fresh_service)
+
+
+def link(path):
+    """Move what is there out of the cache, and put a link in its place."""
+    moved = env.cache_dir().with_name("moved")
+    path.rename(moved)
+    path.symlink_to(moved)
+
+
+@pytest.mark.parametrize("place", ["", "sm_90", "bundles", "sources", "failed/wkv7-sm_90-{digest}"])
+def test_nothing_is_deleted_through_a_link(place, fill, make_entry, tmp_path, monkeypatch):
+    bundle.write(tmp_path / "kernels.bundle", [make_entry(1)[:2]])
+    cache.import_bundle(tmp_path / "kernels.bundle")
+    path, _, _ = fill(env.cache_dir(), used=LONG_AGO)
+    digest = save_source("sources").name.rpartition("-")[2]
+    save_source("failed")
+    temporary = path.with_name(".rwkvjit-aaaaaaaa.tmp")
+    temporary.touch()
+    os.utime(temporary, (LONG_AGO, LONG_AGO))
+    linked = env.cache_dir() / place.format(digest=digest)
+    behind = all_files(linked)
+    assert behind
+    link(linked)
+    with contextlib.suppress(rwkv_jit.CacheError):
+        cache.prune(0)
+    with contextlib.suppress(rwkv_jit.CacheError):
+        cache.delete_damaged()
+    with pytest.raises(rwkv_jit.CacheError, match=f"{linked} is a symbolic link"):
         cache.clear()
-    assert (tmp_path / "precious" / "a.cu").exists()
+    assert all_files(tmp_path / "moved") == behind
+    assert linked.is_symlink()
+
+
+def test_link_in_the_place_of_a_file_stays(made, tmp_path):
+    cache.put(*made[:2])
+    (path,) = cache.entries()
+    path.unlink()
+    (tmp_path / "mine").write_bytes(made[1])
+    path.symlink_to(tmp_path / "mine")
+    assert cache.prune(0) == cache.clear() == 0
+    assert path.is_symlink()
+    assert (tmp_path / "mine").read_bytes() == made[1]
 
 
 def test_information_tells_what_is_read_and_counted(tmp_path, fill, made, monkeypatch):

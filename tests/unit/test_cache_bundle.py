@@ -7,6 +7,8 @@ import os
 import random
 import re
 import stat
+import time
+import tracemalloc
 import zipfile
 from hashlib import sha256
 
@@ -266,6 +268,65 @@ def test_changed_bundles_never_crash_and_never_serve_wrong_bytes(make_entry, wri
     assert 0.1 < sum(outcomes) / len(outcomes) < 0.9
 
 
+# ---- too much ----------------------------------------------------------------------------------------------------
+
+
+def deflated(member, size):
+    """A bundle with one member that is far larger than its file."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bundle.json", about() + " " * (size if member == "bundle.json" else 0))
+        archive.writestr(member if member != "bundle.json" else "sm_90/x.cubin", bytes(size))
+    return made.getvalue()
+
+
+def with_a_table_of(size):
+    """A zip file whose end says that its table is so long; it is all there, and sparse."""
+    end = b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(6)
+    return lambda path: (os.truncate(path, size), path.open("ab").write(end))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.write_bytes(deflated("bundle.json", 1 << 22)), "bundle.json is compressed"),
+        (lambda path: path.write_bytes(deflated("sm_90/k.cubin", 1 << 22)), "compressed"),
+        (lambda path: os.truncate(path, 200 << 30), "its 214748364800 bytes are more than the 1073741824 "),
+        (with_a_table_of(600 << 20), "it has more kernels than are read"),
+        (lambda path: path.write_bytes(zipped({"bundle.json": "[" * 100_000})), "recursion"),
+    ],
+    ids=["deflated table of contents", "deflated kernel", "sparse file", "long table", "nested"],
+)  # fmt: skip
+def test_bundle_that_would_take_all_memory_is_one_sentence(make, said, write, monkeypatch, caplog):
+    path = write(b"")
+    make(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CacheError, match=f"^{path} is not an intact rwkv_jit bundle: .*{said}"):
+            cache.import_bundle(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    for _ in range(2):
+        assert cache.get("made_up", "sm_90", "0" * 64) is None
+    assert len(caplog.messages) == 1
+
+
+def test_bundle_with_one_member_that_is_too_large_is_one_sentence(three, write, monkeypatch):
+    path = write(bundle.pack(three))
+    monkeypatch.setattr(bundle.files, "MOST_BYTES", 300)
+    with pytest.raises(CacheError, match=r"cubin has \d+ bytes, more than the 300 that are read"):
+        Bundle(path)
+
+
+def test_bundle_that_nobody_could_read_is_not_written(three, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_MOST_BYTES", 1000)
+    with pytest.raises(CacheError, match=r"kernels.bundle is not written: its \d+ bytes .*; choose fewer kernels$"):
+        bundle.write(tmp_path / "kernels.bundle", three.items())
+    assert list(tmp_path.glob("*")) == []
+
+
 # ---- whose bundles -----------------------------------------------------------------------------------------------
 
 
@@ -422,14 +483,47 @@ def test_import_needs_the_cache_to_be_on(three, write, monkeypatch):
 
 
 def test_import_of_a_bundle_that_was_zipped_anew_stores_what_it_should_have_been(three, write):
-    """Other order, other times, compressed: the kernels are the same."""
+    """Other order, other times: the kernels are the same."""
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(made, "w") as archive:
         for name, data in reversed([("bundle.json", about(compilers=["wrong"])), *three.items()]):
             archive.writestr(name, data)
     assert cache.import_bundle(write(made.getvalue())) == 3
     (imported,) = (env.cache_dir() / "bundles").iterdir()
     assert imported.read_bytes() == bundle.pack(three)
+
+
+def test_kernel_that_another_process_evicts_during_an_export_is_left_out_and_told_of(three, tmp_path, caplog):
+    in_users(three)
+    chosen = list(cache.stored())
+    first, second, third = sorted(three)
+    (env.cache_dir() / first).unlink()
+    (env.cache_dir() / second).write_bytes(b"damaged")
+    path = tmp_path / "kernels.bundle"
+    assert cache.export(path, chosen) == (1, path.stat().st_size)
+    assert Bundle(path).entries() == {third: three[third]}
+    assert caplog.messages == [f"2 kernels were deleted while they were exported and are not in {path}"]
+
+
+def test_what_a_killed_export_left_beside_its_file_goes_after_an_hour(three, tmp_path):
+    names = {
+        ".rwkvjit-0_aaaaaa.tmp": 3700,
+        ".rwkvjit-0_bbbbbb.tmp": 3500,
+        ".rwkvjit-mine.tmp": 3700,
+        ".0_aaaaaa.tmp": 3700,
+    }
+    for name, age in names.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age, time.time() - age))
+    bundle.write(tmp_path / "kernels.bundle", three.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*list(names)[1:], "kernels.bundle"])
+
+
+def test_empty_directory_is_not_replaced_by_a_bundle(three, tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(CacheError, match="mine cannot be written: Is a directory"):
+        bundle.write(tmp_path / "mine", three.items())
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_clearing_deletes_imported_bundles_and_leaves_those_of_others(three, write, make_entry, monkeypatch):

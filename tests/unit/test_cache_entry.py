@@ -45,6 +45,14 @@ def sealed(manifest, image=b"code", magic=b"rwkvjit\0", schema=entry.SCHEMA):
     return seal(struct.pack("<8sII", magic, schema, len(text)) + text + image)
 
 
+def sealed_text(text):
+    return seal(struct.pack("<8sII", b"rwkvjit\0", entry.SCHEMA, len(text)) + text + b"code")
+
+
+def of_resources(**used):
+    return sealed({**MANIFEST, "resources": {"f": {"registers": 1, "spill_bytes": 0, "shared_bytes": 0, **used}}})
+
+
 def without(field):
     return {name: value for name, value in MANIFEST.items() if name != field}
 
@@ -207,6 +215,23 @@ FAULTS = {
     "resources of another kind": (sealed({**MANIFEST, "resources": []}), "damaged"),
     "unknown resource": (sealed({**MANIFEST, "resources": {"wkv7_forward": {"barriers": 1}}}), "damaged"),
     "a number for a name": (sealed({**MANIFEST, "name": 7}), "damaged"),
+    "no target's name": (sealed({**MANIFEST, "target": ""}), r"damaged \(no target\)"),
+    "another alphabet's digit": (sealed({**MANIFEST, "arch": "sm_9٠"}), r"damaged \(no arch\)"),
+    "a name of two parts": (sealed({**MANIFEST, "name": "a/b"}), r"damaged \(no name\)"),
+    "a key of another form": (sealed({**MANIFEST, "key": "0"}), r"damaged \(no key\)"),
+    "compiler that cannot be printed": (sealed({**MANIFEST, "compiler": "\ud800"}), r"damaged \(no compiler\)"),
+    "registers of another type": (of_resources(registers="8"), r"damaged \(no resources\)"),
+    "true for a number": (of_resources(spill_bytes=True), r"damaged \(no resources\)"),
+    "less than nothing": (of_resources(shared_bytes=-1), r"damaged \(no resources\)"),
+    "more than there can be": (of_resources(registers=10**4000), r"damaged \(no resources\)"),
+    "resources that are a list": (sealed({**MANIFEST, "resources": {"f": [1]}}), r"damaged \(no resources\)"),
+    "parameters that are a list": (sealed({**MANIFEST, "parameters": [1]}), r"damaged \(no parameters\)"),
+    "a list for a parameter": (sealed({**MANIFEST, "parameters": {"A": [1]}}), r"damaged \(no parameters\)"),
+    "a text for a parameter": (sealed({**MANIFEST, "parameters": {"A": "\ud800"}}), r"damaged \(no parameters\)"),
+    "an unknown field": (sealed({**MANIFEST, "nested": [[[]]]}), r"damaged \(unknown nested\)"),
+    "nested a hundred thousand times": (sealed_text(b"[" * 100_000), "damaged"),
+    "nested in a field": (sealed_text(b'{"key": ' + b'{"a":' * 100_000), "damaged"),
+    "a manifest longer than the entry": (seal(struct.pack("<8sII", b"rwkvjit\0", 1, 2**31) + b"{}"), "damaged"),
     **{f"no {field}": (sealed(without(field)), "damaged") for field in MANIFEST if field != "parameters"},
 }
 

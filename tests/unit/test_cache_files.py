@@ -151,12 +151,14 @@ def test_pipe_in_the_place_of_a_file_is_refused_without_waiting_for_a_writer(tre
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert messages == [f"{tree / NAME} is not a file; delete it"]
+    assert messages == [f"{tree / NAME} is not a file; mend it: rm -r '{tree / NAME}'"]
 
 
 def test_directory_in_the_place_of_a_file_is_refused(tree):
     (tree / NAME).unlink()
     (tree / NAME).mkdir(0o700)
+    assert files.read(tree, NAME) is None  # it makes way for a file
+    (tree / NAME / "mine").touch()
     with pytest.raises(files.UntrustedError, match="is not a file"):
         files.read(tree, NAME)
 
@@ -217,7 +219,7 @@ def test_no_handle_is_left_open(tree):
 
 @pytest.mark.parametrize(
     ("age", "used", "stamp"),
-    [(3700, 1e9, 1e9), (3500, 1e9, 1e9 - 3500), (3700, None, 1e9 - 3700), (-50, 1e9, 1e9 + 50)],
+    [(3700, 1e9, 1e9), (3500, 1e9, 1e9 - 3500), (3700, None, 1e9 - 3700), (-50, 1e9, 1e9 + 50), (-1e8, 1e9, 1e9)],
 )
 def test_file_is_stamped_as_used_at_most_once_an_hour(tree, age, used, stamp):
     os.utime(tree / NAME, (1e9 - age, 1e9 - age))
@@ -317,15 +319,112 @@ def test_interrupted_write_leaves_what_was_there_and_nothing_else(tree, monkeypa
     assert [path.read_bytes() for path in (tree / "sm_90").iterdir()] == [b"right"]
 
 
-def test_what_killed_writers_left_is_found_after_a_while(tree):
-    old = [tree / ".a.tmp", tree / "sm_90" / ".b.tmp"]
-    others = [tree / ".new.tmp", tree / "sm_90" / "c.tmp", tree / "sm_90" / ".c.cubin", tree / NAME]
-    for path in (*old, *others):
-        path.touch()
-        os.utime(path, (1000, 1000))
-    os.utime(others[0], (3000, 3000))
-    assert sorted(files.abandoned(tree, before=2000)) == sorted(old)
-    assert list(files.abandoned(tree / "missing", before=2000)) == []
+def test_empty_directory_makes_way_for_what_is_published_and_a_full_one_does_not(tree):
+    (tree / NAME).unlink()
+    (tree / NAME).mkdir()
+    files.publish(tree / NAME, b"new")
+    assert files.read(tree, NAME) == b"new"
+    (tree / NAME).unlink()
+    (tree / NAME / "mine").mkdir(parents=True)
+    with pytest.raises(OSError, match=f"a directory lies in its place; mend it: rm -r '{tree / NAME}'"):
+        files.publish(tree / NAME, b"new")
+    assert [path.name for path in (tree / "sm_90").iterdir()] == ["a.cubin"]
+
+
+def test_file_is_created_once(tree):
+    files.create(tree / "claim", b"first")
+    with pytest.raises(FileExistsError):
+        files.create(tree / "claim", b"second")
+    assert (tree / "claim").read_bytes() == b"first"
+    assert mode(tree / "claim") == 0o600
+
+
+# ---- deleting ----------------------------------------------------------------------------------------------------
+
+
+def test_files_and_empty_folders_are_deleted(tree):
+    files.delete(tree, NAME)
+    assert not (tree / NAME).exists()
+    with pytest.raises(FileNotFoundError):
+        files.delete(tree, NAME)
+    files.delete(tree, "sm_90")
+    assert list(tree.iterdir()) == []
+
+
+def test_folder_with_something_in_it_is_not_deleted(tree):
+    with pytest.raises(OSError, match="not empty"):
+        files.delete(tree, "sm_90")
+    assert (tree / NAME).exists()
+
+
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_nothing_is_deleted_through_a_link(tree, place):
+    path = places(tree)[place]
+    link(path)
+    with pytest.raises(files.UntrustedError, match=f"^{path} is a symbolic link"):
+        files.delete(tree, NAME)
+    assert (tree / NAME).read_bytes() == b"right"
+    assert path.is_symlink()
+
+
+# ---- too large ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [files.MOST_BYTES + 1, 200 << 30])
+def test_file_that_is_too_large_is_not_read(tree, size, monkeypatch):
+    os.truncate(tree / NAME, size)
+    monkeypatch.setattr(os, "read", lambda *_: pytest.fail("read"))
+    with pytest.raises(OSError, match=f"its {size} bytes are more than the {files.MOST_BYTES} that are read"):
+        files.read(tree, NAME)
+
+
+def test_file_of_the_largest_size_is_read(tree):
+    assert files.read(tree, NAME, most=5) == b"right"
+    with pytest.raises(OSError, match="its 5 bytes are more than the 4 that are read"):
+        files.read(tree, NAME, most=4)
+
+
+# ---- a group -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("above", "folder", "file"), [
+    (0o2770, 0o2770, 0o660), (0o0770, 0o0770, 0o660), (0o2750, 0o2750, 0o640), (0o3777, 0o3777, 0o666),
+    (0o700, 0o700, 0o600),
+], ids=oct)  # fmt: skip
+def test_what_is_made_in_a_shared_directory_is_for_those_who_may_write_there(
+    above, folder, file, tmp_path, umask, monkeypatch
+):
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(above)
+    files.make_directory(root)
+    files.make_folder(root / "sm_90")
+    files.publish(root / NAME, b"data")
+    files.create(root / "claim", b"data")
+    assert [mode(path) for path in (root, root / "sm_90", root / NAME, root / "claim")] == [above, folder, file, file]
+
+
+def test_directory_that_is_made_to_be_shared_is_its_groups(tmp_path, umask, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    files.make_directory(tmp_path / "above" / "made")
+    files.make_directory(tmp_path / "above" / "private", is_private=True)
+    assert mode(tmp_path / "above" / "made") == 0o2770
+    assert mode(tmp_path / "above" / "private") == 0o700
+
+
+def test_what_is_private_is_not_trusted_to_others_though_the_cache_is_shared(tmp_path, give_away, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", "1")
+    path = tmp_path / "private"
+    path.mkdir()
+    path.chmod(0o777)
+    files.make_directory(path)
+    with pytest.raises(files.UntrustedError, match=f"mend it: chmod go-w '{path}'$"):
+        files.make_directory(path, is_private=True)
+    path.chmod(0o700)
+    give_away(path)
+    with pytest.raises(files.UntrustedError, match="use a directory of your own$"):
+        files.make_directory(path, is_private=True)
 
 
 def test_directory_that_changes_while_it_is_looked_through_has_nothing(tree, monkeypatch):

@@ -146,6 +146,37 @@ def test_long_wait_is_spoken_of_once(start, monkeypatch, caplog):
     assert len(caplog.messages) == 2
 
 
+def test_lock_that_cannot_be_let_go_costs_one_warning_and_no_handle(monkeypatch, caplog):
+    really_flock, handles = fcntl.flock, len(os.listdir("/proc/self/fd"))
+
+    def flock(handle, how):
+        if how == fcntl.LOCK_UN:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        really_flock(handle, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        for _ in range(2):
+            with lock.held(DIGEST, "a kernel"):
+                pass
+    assert caplog.messages == [f"a lock in {lock.directory()} could not be let go: Stale file handle"]
+    assert len(os.listdir("/proc/self/fd")) == handles
+    assert lock._held == set()
+    assert is_free()
+
+
+def test_error_of_the_work_is_not_hidden_by_a_lock_that_cannot_be_let_go(monkeypatch):
+    really_release = lock._release
+
+    def release(handle):
+        really_release(handle)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(lock, "_release", release)
+    with pytest.raises(RuntimeError, match="broken"), lock.held(DIGEST, "a kernel"):
+        raise RuntimeError("broken")
+
+
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +229,7 @@ def cannot_lock(give_away, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_locks)
 
 
+@pytest.mark.parametrize("shared", ["0", "1"])
 @pytest.mark.parametrize(
     ("make_it_so", "said"),
     [
@@ -211,8 +243,10 @@ def cannot_lock(give_away, monkeypatch):
     ],
 )
 def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(
-    make_it_so, said, give_away, monkeypatch, caplog
+    make_it_so, said, shared, give_away, monkeypatch, caplog
 ):
+    """Sharing a cache is no reason to let others hold one's locks."""
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", shared)
     make_it_so(give_away, monkeypatch)
     handles = len(os.listdir("/proc/self/fd"))
     ran = []

@@ -397,7 +397,7 @@ def test_counts_of_many_threads_add_up():
 
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
-IN_CACHE = {"cache.bundle", "cache.entry", "cache.files", "cache.lock"}
+IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.lock", "cache.owned"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "reference"}
 BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
@@ -428,6 +428,8 @@ MAY_IMPORT = {
     "cache.entry": {"template"},
     "cache.files": {"env"},
     "cache.lock": {"stats", "cache.files"},
+    "cache.claim": {"stats", "cache.files", "cache.lock"},
+    "cache.owned": {"cache.files"},
     "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
     "cache": {"env", "errors", "stats", *IN_CACHE},
     "identity": {"cache", "cuda", "env"},
