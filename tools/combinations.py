@@ -27,6 +27,7 @@ RESULTS = ROOT / "tests" / "combinations.json"
 TORCH = (
     "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
 )  # fmt: skip
+PIP_OPTIONS = ("--quiet", "--no-cache-dir", "--no-compile", "--disable-pip-version-check")
 ARCHS = ("sm_80", "sm_90a")
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 STEPS = ("install", "import", "compile", "trace", "unit tests")
@@ -109,7 +110,7 @@ class Environment:
 
 def install(environment: Environment, torch: str, found: dict[str, str]) -> None:
     """Install torch, then the checkout with the extra for the CUDA of that torch."""
-    pip = ("-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check")
+    pip = ("-m", "pip", "install", *PIP_OPTIONS)
     environment.run("python", *pip, f"torch=={torch}")
     before = environment.run("python", "-c", ABOUT_TORCH)
     version, cuda = json.loads(before)
@@ -140,7 +141,7 @@ def trace(environment: Environment, torch: str, found: dict[str, str]) -> None:
 
 def run_unit_tests(environment: Environment, torch: str, found: dict[str, str]) -> None:
     """Run the unit tests of the checkout."""
-    environment.run("python", "-m", "pip", "install", "--quiet", "--no-cache-dir", f"{ROOT}[{found['extra']},test]")
+    environment.run("python", "-m", "pip", "install", *PIP_OPTIONS, f"{ROOT}[{found['extra']},test]")
     printed = environment.run("python", "-m", "pytest", "-q", "-n", "1", "tests/unit", cwd=ROOT)
     print(printed.splitlines()[-1])
 

@@ -62,7 +62,7 @@ def test_every_rule_is_told(direction, change, message):
         ("sm_75", 1000, "bf16", True),
         ("sm_80", 8192, "fp32", True),
         ("sm_86", 4096, "bf16", False),
-        ("sm_90", 768, "fp32", True),
+        pytest.param("sm_90", 768, "fp32", True, marks=pytest.mark.full),
         ("sm_90", 2000, "fp32", False),
         ("sm_90", 16384, "fp32", True),
         ("sm_100", 3000, "fp16", True),

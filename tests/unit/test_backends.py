@@ -234,10 +234,18 @@ def test_packed_sequences_count_by_their_mean_length(on_gpu):
         assert resolved(bf16(128), bounds).backend == backend
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+def fixed_and_free(rows):
+    """Rows with sizes that the compiler may take for fixed, or must not, in turn; each with both only with --full."""
+    return [
+        pytest.param(*row, dynamic, marks=() if dynamic == bool(place % 2) else pytest.mark.full)
+        for place, row in enumerate(rows)
+        for dynamic in (False, True)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "head_size", "options", "backend", "chunk_len", "guarded"),
-    [
+    ("tokens", "head_size", "options", "backend", "chunk_len", "guarded", "dynamic"),
+    fixed_and_free([
         (64, 64, {"decay": "sigmoid"}, "chunked", 32, False),
         (64, 64, {"decay_bound": -0.7}, "chunked", 32, False),
         (64, 64, {"decay_bound": -7.0}, "chunked", 16, False),
@@ -250,9 +258,9 @@ def test_packed_sequences_count_by_their_mean_length(on_gpu):
         (64, 192, {"decay_bound": -2.1}, "scan", 32, False),
         (20, 192, {"decay": "sigmoid", "backend": "split"}, "scan", 64, False),
         (64, 192, {"decay_bound": -4.1}, "scan", 64, True),
-    ],
+    ]),
     ids=str,
-)
+)  # fmt: skip
 def test_compiler_sees_the_backend_that_will_run(
     tokens, head_size, options, backend, chunk_len, guarded, dynamic, on_gpu
 ):
@@ -268,10 +276,9 @@ def test_compiler_sees_the_backend_that_will_run(
     assert call.args[-8:-2] == (chunk_len, None, backend, None, None, guarded)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    ("head_size", "options", "backend", "chunk_len", "guarded"),
-    [
+    ("head_size", "options", "backend", "chunk_len", "guarded", "dynamic"),
+    fixed_and_free([
         (64, {"decay": "sigmoid"}, "chunked", 32, False),
         (64, {}, "chunked", 32, True),
         (64, {"decay_bound": -7.0}, "chunked", 16, False),
@@ -282,9 +289,9 @@ def test_compiler_sees_the_backend_that_will_run(
         (300, {"decay_bound": -2.0}, "scan", 64, False),
         (300, {"decay_bound": -2.1}, "scan", 64, True),
         (1025, {}, "recurrent", None, False),
-    ],
+    ]),
     ids=str,
-)
+)  # fmt: skip
 def test_compiler_sees_the_backend_of_the_other_ops(head_size, options, backend, chunk_len, guarded, dynamic, on_gpu):
     graphs = []
 

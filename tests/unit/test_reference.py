@@ -1,6 +1,7 @@
 """The references: gradients by finite differences, values against the formulas written out in NumPy."""
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -81,9 +82,18 @@ def close(x, want, rtol=1e-10):
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["packed without a state", "packed from states", "batch from one shared state"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("op", "decay"), OPS_AND_DECAYS)
+CASES = ("packed without a state", "packed from states", "batch from one shared state")
+
+
+@pytest.mark.parametrize(
+    ("op", "decay", "layout", "case"),
+    [
+        # Every op and decay in each layout; the cases take turns, and meet all of them with --full.
+        pytest.param(op, decay, layout, case, marks=() if (place + turn) % len(CASES) == 0 else pytest.mark.full)
+        for place, ((op, decay), layout) in enumerate(itertools.product(OPS_AND_DECAYS, LAYOUTS))
+        for turn, case in enumerate(CASES)
+    ],
+)
 def test_gradients_agree_with_finite_differences(op, decay, layout, case, make_inputs, make_state):
     packed = case.startswith("packed")
     given = make_inputs(op, batch=1 if packed else 2, tokens=4 if packed else 2, heads=1, head_size=2, decay=decay,
