@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -52,7 +53,10 @@ def bench(parsed: argparse.Namespace) -> Outcome:
     if parsed.compare:
         from rwkv_jit.bench import record
 
-        first, second = map(record.read, parsed.compare)
+        try:
+            first, second = map(record.read, parsed.compare)
+        except OSError as error:
+            raise ValueError(f"--compare: {error.filename} cannot be read ({error.strerror})") from error
         return record.compare(first, second), record.show_comparison
     result = bench.run(parsed)
     bench.keep(parsed, result)
@@ -230,7 +234,9 @@ def _show_built(result: dict[str, Any]) -> None:
     resources = ("registers", "spill_bytes", "shared_bytes")
     listing.show(result["kernels"], ("name", "arch", *listing.NAMED, *resources, "origin"))
     size = "" if result["bytes"] is None else f", {result['bytes']} bytes"
-    print(f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}")
+    report.say(
+        f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}"
+    )
 
 
 def show(parsed: argparse.Namespace) -> Outcome:
@@ -264,8 +270,8 @@ def show(parsed: argparse.Namespace) -> Outcome:
 
 
 def _show_resources(result: dict[str, Any]) -> None:
-    print(f"{result['name']} for {result['target']}, by NVRTC {result['compiler'].split()[0]}: {result['origin']}")
-    print(f"{_text(result['parameters'])}\n")
+    report.say(f"{result['name']} for {result['target']}, by NVRTC {result['compiler'].split()[0]}: {result['origin']}")
+    report.say(f"{_text(result['parameters'])}\n")
     report.table(
         ("kernel", "registers", "spill B", "shared B"),
         [(name, *used.values()) for name, used in result["resources"].items()],
@@ -313,12 +319,19 @@ def _path(each: cache.Stored) -> Path:
 
 def _show_list(result: dict[str, Any]) -> None:
     if not result["on"]:
-        print("RWKVJIT_CACHE=0 turns the cache off")
+        report.say("RWKVJIT_CACHE=0 turns the cache off")
     elif not result["entries"]:
         print("no kernels")
     else:
         known = ("layer", "bytes", "last_used", "registers", "spill_bytes", "state")
         listing.show(result["entries"], ("name", "arch", *listing.NAMED, *known))
+        report.say(f"\n{_counted([each['layer'] for each in result['entries']])}")
+
+
+def _counted(layers: Sequence[str]) -> str:
+    """Return how many kernels there are and where; one that lies in several layers counts in each."""
+    where = ", ".join(f"{layer} {count}" for layer, count in Counter(layers).items())
+    return f"{len(layers)} kernels ({where or 'none'})"
 
 
 def cache_show(parsed: argparse.Namespace) -> Outcome:
@@ -357,6 +370,7 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
     faults += [(_path(each), each.fault) for each in entries if each.fault]
     return {
         "checked": len(entries),
+        "layers": [each.layer.origin for each in entries],
         "damaged": [{"path": str(path), "fault": fault} for path, fault in faults],
         "passed": not faults,
     }, _show_verified
@@ -364,8 +378,8 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
 
 def _show_verified(result: dict[str, Any]) -> None:
     for each in result["damaged"]:
-        print(f"{each['path']}: {each['fault']}")
-    print(f"{result['checked']} kernels read, {len(result['damaged'])} faults")
+        report.say(f"{each['path']}: {each['fault']}")
+    report.say(f"{_counted(result['layers'])} read, {len(result['damaged'])} faults")
 
 
 def cache_prune(parsed: argparse.Namespace) -> Outcome:
@@ -376,15 +390,17 @@ def cache_prune(parsed: argparse.Namespace) -> Outcome:
         "evicted": cache.prune(most),
         "entries": len(cache.entries()),
         "bytes": cache.size(),
-    }, lambda result: print(
+    }, lambda result: report.say(
         "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes".format(**result)
     )
 
 
 def cache_clear(parsed: argparse.Namespace) -> Outcome:
     """Delete everything in the user's directory."""
-    count, path = cache.clear(), str(env.cache_dir())
-    return {"deleted": count, "path": path}, lambda _: print(f"{count} kernels deleted from {path}")
+    own, path = len(cache.entries()), str(env.cache_dir())
+    count = cache.clear()
+    where = _counted([*["disk"] * own, *["bundle"] * (count - own)])  # imported ones
+    return {"deleted": count, "path": path}, lambda _: report.say(f"{where} deleted from {path}")
 
 
 def cache_export(parsed: argparse.Namespace) -> Outcome:
@@ -396,7 +412,7 @@ def cache_export(parsed: argparse.Namespace) -> Outcome:
         raise CacheError(f"no stored kernel has {wanted}; `rwkv-jit cache list` shows what there is")
     kernels, size = cache.export(Path(parsed.file), chosen)
     result = {"path": parsed.file, "kernels": kernels, "bytes": size}
-    return result, lambda _: print(f"{kernels} kernels in {parsed.file}, {size} bytes")
+    return result, lambda _: report.say(f"{kernels} kernels in {parsed.file}, {size} bytes")
 
 
 def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Iterable[str] | None) -> bool:
@@ -420,4 +436,4 @@ def cache_import(parsed: argparse.Namespace) -> Outcome:
 
 def _show_imported(result: dict[str, Any]) -> None:
     for each in result["bundles"]:
-        print(f"{each['kernels']} kernels of {each['path']} copied into {result['path']}")
+        report.say(f"{each['kernels']} kernels of {each['path']} copied into {result['path']}")

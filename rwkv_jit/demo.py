@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, tensors
+from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, stats, tensors
 from rwkv_jit.errors import NvrtcNotFoundError
 from rwkv_jit.ops import timex_tiles
 from rwkv_jit.ops.gla import gla
@@ -26,6 +29,7 @@ from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 from rwkv_jit.ops.wkv7 import wkv7
 
+Job = Callable[[], dict[str, Any]]  # returns a record
 DECAYS = {"wkv7": "sigmoid"}  # that of the models; of the other ops it is the default
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "wkv4": (wkv4, reference.wkv4_ref),
@@ -59,34 +63,40 @@ def run() -> dict[str, Any]:
         bytes of the user's own; passed: whether every error is below its limit.
     """
     device = "cuda" if runtime.is_available() else "cpu"
-    kernels: list[dict[str, Any]] = []
     compiled_by = missing = None
+    compiles: list[list[Job]] = []
     try:
         compiled_by = f"NVRTC {identity.version()}"
-        arch = default_arch()
-        for op in (*runtime.OPS, *WITHOUT_HEADS):
-            with empty_cache():  # wkv5 and wkv6 share a kernel
-                for head_size in _head_sizes(op):
-                    for direction in runtime.DIRECTIONS:
-                        kernels.append(_compile(op, head_size, direction, arch))
-        with empty_cache():
-            kernels += _compile_timex(arch)
+        compiles = _compiles(default_arch())
     except NvrtcNotFoundError as error:
         missing = str(error)
-    with empty_cache():
-        calls = [_call(op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES]
+    calls: list[Job] = [
+        partial(_call, op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES
+    ]
+    results: list[list[dict[str, Any]]] = []
+    with report.progress("compiling, then calling") as tell:
+        finished, total = 0, sum(map(len, [*compiles, calls]))
+        for jobs in [*compiles, calls]:
+            results.append([])
+            with empty_cache():  # wkv5 and wkv6 share a kernel
+                for job in jobs:
+                    if tell:
+                        tell(finished, total)
+                    results[-1].append(job())
+                    finished += 1
+    *of_compiles, of_calls = results
     cache = runtime.cache_info()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
         "on_gpu": device == "cuda",
         "compiler": compiled_by,
         "missing": missing,
-        "kernels": kernels,
-        "calls": calls,
+        "kernels": [record for records in of_compiles for record in records],
+        "calls": of_calls,
         "checked_shape": CHECKED_SHAPES[device],
         "timed_shape": TIMED_SHAPES[device],
         "cache": {name: cache[name] for name in ("path", "entries", "bytes")},
-        "passed": all(call["passed"] for call in calls),
+        "passed": all(call["passed"] for call in of_calls),
     }
 
 
@@ -96,22 +106,51 @@ def _head_sizes(op: str) -> Sequence[int | None]:
 
 @contextmanager
 def empty_cache() -> Iterator[None]:
-    """Work in a temporary cache, where kernels are compiled whatever is stored elsewhere or remembered."""
-    with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:
-        before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
-        os.environ["RWKVJIT_CACHE_DIR"] = folder
+    """Work in a temporary cache, where kernels are compiled whatever is stored elsewhere or remembered.
+
+    It is gone afterwards, so no message names it. What did not compile stays, for the command that repeats it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rwkv_jit-"))
+    before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
+    os.environ["RWKVJIT_CACHE_DIR"] = str(folder)
+    kernel.forget()
+
+    def names_what_lasts(message: logging.LogRecord) -> bool:
+        return str(folder) not in message.getMessage()
+
+    stats.logger.addFilter(names_what_lasts)
+    try:
+        yield
+    finally:
+        stats.logger.removeFilter(names_what_lasts)
         kernel.forget()
-        try:
-            yield
-        finally:
-            kernel.forget()
-            del os.environ["RWKVJIT_CACHE_DIR"]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
+        del os.environ["RWKVJIT_CACHE_DIR"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        for path in folder.iterdir():
+            if path.is_file():
+                path.unlink()
+            elif path.name != "failed":
+                shutil.rmtree(path)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def default_arch() -> str | None:
     """Return the architecture to ask for where the user names none: None, which is the GPU's, if there is one."""
     return None if torch.cuda.is_available() or env.arch() else ARCH_WITHOUT_GPU
+
+
+def _compiles(arch: str | None) -> list[list[Job]]:
+    """Return what asks for the kernels of each op."""
+    jobs: list[list[Job]] = [
+        [
+            partial(_compile, op, head_size, direction, arch)
+            for head_size in _head_sizes(op)
+            for direction in runtime.DIRECTIONS
+        ]
+        for op in (*runtime.OPS, *WITHOUT_HEADS)
+    ]
+    return [*jobs, _compiles_of_timex(arch)]
 
 
 def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -> dict[str, Any]:
@@ -122,13 +161,13 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
     return _ask_for(request, op=op, head_size=head_size, direction=direction, backend=backend)
 
 
-def _compile_timex(arch: str | None) -> list[dict[str, Any]]:
-    """Ask for the kernels of timex, which go by batch and tokens: those of the timed calls."""
+def _compiles_of_timex(arch: str | None) -> list[Job]:
+    """Return what asks for the kernels of timex, which go by batch and tokens: those of the timed calls."""
     batch, tokens, _ = TIMED_SHAPES["cuda"]
     requests = timex_tiles.requests(batch, tokens, (torch.bfloat16,) * 2, *tensors.targets(arch))
     names = ("forward", "gradient k", "gradient w")
     return [
-        _ask_for(request, op="timex", head_size=None, direction=name, backend="tiles")
+        partial(_ask_for, request, op="timex", head_size=None, direction=name, backend="tiles")
         for name, request in zip(names, requests, strict=True)
     ]
 
@@ -267,15 +306,15 @@ def _wall_ms(function: Callable[[], object]) -> float:
 
 def show(result: dict[str, Any]) -> None:
     """Print what `run` returned."""
-    print(f"rwkv_jit on {result['device']}, {result['compiler'] or 'no compiler'}\n")
+    report.say(f"rwkv_jit on {result['device']}, {result['compiler'] or 'no compiler'}\n")
     if result["kernels"]:
         first = result["kernels"][0]
         target = first["arch"] if first["target"] == first["arch"] else f"{first['arch']} as PTX {first['target']}"
-        print(f"Kernels compiled for {target}, bfloat16, in an empty cache; then found on disk and in memory")
+        report.say(f"Kernels compiled for {target}, bfloat16, in an empty cache; then found on disk and in memory")
         if target != first["arch"]:
-            print("(the driver makes the machine code from PTX, so its registers are not known here)")
+            report.say("(the driver makes the machine code from PTX, so its registers are not known here)")
         if not result["on_gpu"]:
-            print("(there is no GPU here: they are compiled, not run)")
+            report.say("(there is no GPU here: they are compiled, not run)")
         report.table(
             (
                 "op", "head size", "direction", "backend", "compile ms", "disk ms", "memory ms", "registers", "spill B",
@@ -289,15 +328,16 @@ def show(result: dict[str, Any]) -> None:
                 )
                 for record in result["kernels"]
             ],
+            ("shared B", "spill B", "registers"),
         )  # fmt: skip
         print()
     else:
-        print(f"No CUDA kernel can be compiled here: {result['missing']}\n")
+        report.say(f"No CUDA kernel can be compiled here: {result['missing']}\n")
 
     ran = "the kernels" if result["on_gpu"] else "the reference in plain torch, as the tensors are on the CPU"
     checked, timed = ("(B, T, H) = ({}, {}, {})".format(*result[f"{name}_shape"]) for name in ("checked", "timed"))
-    print(f"Calls run {ran}.")
-    print(f"Relative L2 error against float64 at {checked}; median time of a call at {timed}")
+    report.say(f"Calls run {ran}.")
+    report.say(f"Relative L2 error against float64 at {checked}; median time of a call at {timed}")
     # On the CPU a first call compiles nothing, so its time would say nothing.
     first_call = ("first call ms",) if result["on_gpu"] else ()
     report.table(
@@ -311,10 +351,13 @@ def show(result: dict[str, Any]) -> None:
             )
             for call in result["calls"]
         ],
+        ("limit",),
     )  # fmt: skip
     print()
     if first_call:
-        print("A first call compiles forward and backward side by side, loads them and runs both.")
-    print(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits.")
+        report.say("A first call compiles forward and backward side by side, loads them and runs both.")
+    report.say(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits.")
     cache = result["cache"]
-    print(f"Your kernel cache was not touched: {cache['path']}, {cache['entries']} kernels, {cache['bytes']} bytes.")
+    report.say(
+        f"Your kernel cache was not touched: {cache['path']}, {cache['entries']} kernels, {cache['bytes']} bytes."
+    )

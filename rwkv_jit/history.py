@@ -328,7 +328,7 @@ def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a measurement."""
-    print(bench.machine(result["env"]))
+    report.say(bench.machine(result["env"]))
     head = (
         "step", "what is new", "forward ms", "in a graph", "speedup", "to the first", "fwd + bwd ms", "error",
         "registers", "spill B", "shared B",
@@ -336,12 +336,14 @@ def show(result: dict[str, Any]) -> None:
     cases = dict.fromkeys((row["op"], tuple(row["shape"]), row["dtype"]) for row in result["rows"])
     for op, shape, dtype in cases:
         rows = [row for row in result["rows"] if (row["op"], tuple(row["shape"]), row["dtype"]) == (op, shape, dtype)]
-        print(f"\n{op} ({', '.join(map(str, shape))}) {dtype}")
+        report.say(f"\n{op} ({', '.join(map(str, shape))}) {dtype}")
         report.table(head, [(row["step"], row["change"], *_cells(row)) for row in rows if row["obstacle"] is None])
         for row in rows:
             if row["obstacle"] is not None:
-                print(f"Left out: {row['step']}, {row['change']}: {row['obstacle']}")
-    print("\nSpeedup of the forward to the step before, and to the first. Error of y: relative L2 against float64.")
+                report.say(f"Left out: {row['step']}, {row['change']}: {row['obstacle']}")
+    report.say(
+        "\nSpeedup of the forward to the step before, and to the first. Error of y: relative L2 against float64."
+    )
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 PROCESSES = 16
 _KERNELS = [24, 32, 40, 48, 56, 64, 72, 80]  # head sizes
 _ARCH = "sm_90"
+_QUIET = {"RWKVJIT_LOG": "error"}  # no word of temporary caches
 
 _IMPORT = """
 import json, time, torch
@@ -124,7 +125,7 @@ def run() -> dict[str, Any]:
 def _child(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(
-        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+        command, env={**os.environ, **_QUIET, **(environment or {})}, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise ValueError(f"bench: a process to measure failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -165,7 +166,7 @@ def _start_together(count: int) -> list[tuple[str, float]]:
     """Let processes that have imported everything ask for one kernel at once, from an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _TOGETHER, _ARCH, "[64]"]
-        environment = {**os.environ, "RWKVJIT_CACHE_DIR": str(Path(folder) / "cache")}
+        environment = {**os.environ, **_QUIET, "RWKVJIT_CACHE_DIR": str(Path(folder) / "cache")}
         pipe = subprocess.PIPE
         processes = [
             subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) for _ in range(count)
@@ -217,12 +218,12 @@ def show(result: dict[str, Any]) -> None:
     from rwkv_jit import bench, report
 
     added = f"{result['import_ms']:.1f} ms to import torch, its first op {result['op_import_ms']:.1f} ms"
-    print(f"import rwkv_jit adds {added}.\n")
+    report.say(f"import rwkv_jit adds {added}.\n")
     rows = [["rwkv_jit", *_first_and_others(result["from_disk_us"])]]
     rows += [[name, *_first_and_others(times)] for name, times in result["peers_from_disk_us"].items()]
     report.table(("a kernel from disk, in a fresh process", "first us", "each other us"), rows)
     together = result["together"]
-    print(
+    report.say(
         f"{together['processes']} processes want one kernel that is nowhere: {together['compiled']} compiled; the "
         f"slowest had it after {together['slowest_s']:.2f} s, a process alone after {together['alone_s']:.2f} s.\n"
     )

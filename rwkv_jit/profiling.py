@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
-from rwkv_jit import bench, report, runtime
+from rwkv_jit import bench, report, runtime, template
 from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.ops import recurrent
 
 WARM_UP, RUNS = 3, 10
 CHROME = "trace.json"
@@ -266,7 +267,7 @@ def _bytes(events: Sequence[Mapping[str, Any]], runs: int) -> float | None:
 def show(result: dict[str, Any]) -> None:
     """Print a profile."""
     shape = ", ".join(map(str, result["shape"]))
-    print(f"{bench.machine(result['env'])}\n\n{result['op']} ({shape}) {result['dtype']}, {result['phase']}")
+    report.say(f"{bench.machine(result['env'])}\n\n{result['op']} ({shape}) {result['dtype']}, {result['phase']}")
     report.table(
         ("kernel", "launches", "self us", "share %", "median us", "bytes", "registers", "shared B", "grid", "block"),
         [
@@ -280,14 +281,14 @@ def show(result: dict[str, Any]) -> None:
         ],
     )  # fmt: skip
     total, least = result["total_us"], result["least_bytes"]
-    print(
+    report.say(
         f"\nPer run, of {result['runs']}: {total:.2f} us of kernels, copies and fills; inputs and results have "
         f"{least / 1e6:.1f} MB, {least / total / 1e6:.2f} TB/s over that time."
     )
-    print("Bytes are known of copies and fills; `--ncu KERNEL` says how to count those of a kernel.")
+    report.say("Bytes are known of copies and fills; `--ncu KERNEL` says how to count those of a kernel.")
     if result["trace"] is not None:
-        print(f"{result['trace']['chrome']}: for chrome://tracing or ui.perfetto.dev")
-        print(f"{result['trace']['tensorboard']}: for TensorBoard, with --logdir and its folder")
+        report.say(f"{result['trace']['chrome']}: for chrome://tracing or ui.perfetto.dev")
+        report.say(f"{result['trace']['tensorboard']}: for TensorBoard, with --logdir and its folder")
 
 
 def _sizes(given: Sequence[int] | None) -> str:
@@ -323,7 +324,27 @@ def run_bare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_bare(result: dict[str, Any]) -> None:
     """Print what was run."""
-    print("{op} {shape} {dtype}, {phase}: ran once between cudaProfilerStart and cudaProfilerStop".format(**result))
+    report.say(
+        "{op} {shape} {dtype}, {phase}: ran once between cudaProfilerStart and cudaProfilerStop".format(**result)
+    )
+
+
+_ENTRY = re.compile(r"__global__ void .*\b(\w+)\($", re.MULTILINE)
+
+
+def _names_of(op: str) -> list[str]:
+    """Return the names of the kernels that calls of an op can launch."""
+    stem = recurrent.OPS[op].stem if op in recurrent.OPS else op
+    names = [name for name in template.names() if name.startswith(f"{stem}_") and not name.endswith("_history")]
+    return sorted({found for name in names for found in _ENTRY.findall(template.library(name).body)})
+
+
+def _is_expression(kernel: str) -> bool:
+    """Return whether this is a regular expression, by which kernels of torch are named too."""
+    try:
+        return kernel.startswith("regex:") and bool(re.compile(kernel.removeprefix("regex:")).pattern)
+    except re.error:
+        return False
 
 
 def ncu_command(arguments: argparse.Namespace) -> str:
@@ -334,12 +355,13 @@ def ncu_command(arguments: argparse.Namespace) -> str:
     Raises
     ------
     ValueError
-        The shape cannot be read, or there is no name.
+        The shape cannot be read, or there is no such kernel.
     """
     bench.read_shape(arguments.shape)
-    kernel = arguments.ncu.strip()
-    if not kernel:
-        raise ValueError(f"--ncu: expected the name of a kernel, or regex: and an expression, got {arguments.ncu!r}")
+    kernel, known = arguments.ncu.strip(), _names_of(arguments.op)
+    if kernel not in known and not _is_expression(kernel):
+        names = ", ".join(known)
+        raise ValueError(f"--ncu: expected one of {names}, or regex: and an expression, got {arguments.ncu!r}")
     file = re.sub(r"\W+", "_", f"{arguments.op}_{arguments.phase}_{kernel.removeprefix('regex:')}").strip("_")
     own = [sys.executable, "-m", "rwkv_jit", "profile", arguments.op, "--bare"]
     for option in ("shape", "dtype", "phase", "backend"):

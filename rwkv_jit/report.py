@@ -41,6 +41,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence
         print(line)
 
 
+def say(text: str) -> None:
+    """Print sentences, on a terminal in lines that it need not break."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(line for given in text.split("\n") for line in _sentences(given, width))
+    print(text)
+
+
+def _sentences(line: str, width: int) -> list[str]:
+    """Return a line broken; a command stands on one of its own, with spaces before it, and stays whole."""
+    return [line] if line.startswith(" ") else broken(line, width)
+
+
 def broken(text: str, width: int) -> list[str]:
     """Break a text between words, and behind the slashes of a path; a longer word has a line of its own."""
     lines = [""]

@@ -259,7 +259,7 @@ def _summary(times: Sequence[float]) -> dict[str, float]:
 
 def show(result: dict[str, Any]) -> None:
     """Print what was measured and chosen."""
-    print(f"{result['gpu']}, {result['arch']}\n")
+    report.say(f"{result['gpu']}, {result['arch']}\n")
     report.table(
         ("op", "(B, T, H, N)", "for", "default", "ms", "spread", "fastest", "ms", "spread", "taken"),
         [
@@ -270,14 +270,14 @@ def show(result: dict[str, Any]) -> None:
             for row in result["rows"]
         ],
     )  # fmt: skip
-    print("\nA geometry is chunk_len, threads of the forward, blocks of a multiprocessor (forward, backward).")
+    report.say("\nA geometry is chunk_len, threads of the forward, blocks of a multiprocessor (forward, backward).")
     for row in result["rows"]:
         for each in row["dropped"]:
             geometry = f"{each['chunk_len']}, {each['num_threads']}, {each['blocks']}"
             kernel = f"{row['op']} at {row['shape']}: {each['direction']} {geometry}"
-            print(f"Dropped: {kernel}, {each['error']:.1e} from the default.")
+            report.say(f"Dropped: {kernel}, {each['error']:.1e} from the default.")
     where = "not stored" if result["path"] is None else f"stored in {result['path']}, for processes that start from now"
-    print(f"{sum(row['chosen'] for row in result['rows'])} choices, {where}.")
+    report.say(f"{sum(row['chosen'] for row in result['rows'])} choices, {where}.")
 
 
 def _purpose(training: bool) -> str:

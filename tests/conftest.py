@@ -41,6 +41,11 @@ def pytest_addoption(parser):
     parser.addoption("--record-budget", action="store_true", help="write tests/compile/budget.json from this run")
 
 
+def pytest_configure(config):
+    # What the package or a test is warned of is a fault of ours; other packages may warn themselves.
+    config.addinivalue_line("filterwarnings", r"error::UserWarning:(rwkv_jit|tests)\b")
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--full") or "full" in config.getoption("markexpr"):
         return
@@ -48,6 +53,23 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say whether kernels have run: a log of a machine without a GPU looks like any other."""
+    import torch
+
+    ran = {
+        report.nodeid
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.nodeid.startswith("tests/gpu/")
+    }
+    if ran:
+        text = f"{len(ran)} tests ran on {torch.cuda.get_device_name()}"
+    else:
+        text = "not run, " + ("none was chosen" if torch.cuda.is_available() else "no GPU")
+    terminalreporter.write_line(f"tests/gpu: {text}")
 
 
 @pytest.fixture

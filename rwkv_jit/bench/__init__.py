@@ -42,7 +42,7 @@ def check_gpu() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure; without a GPU the reference on the CPU, on small shapes.
+    """Measure; without a GPU what calls run on the CPU, on small shapes unless one is asked for.
 
     Parameters
     ----------
@@ -59,15 +59,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        Options do not go together, a file could not be written, a shape cannot be read, or there is a GPU without CuPy
-        or NVRTC.
+        Options do not go together, a file could not be written, a shape cannot be read, there is a GPU without CuPy
+        or NVRTC, or what is asked for needs a GPU, and there is none.
     """
     entries = _entries(arguments)
     on_gpu = torch.cuda.is_available()
     _check_outputs(arguments)
     if not on_gpu:
-        once = {(entry.suite, entry.case.op, entry.case.phase): entry for entry in entries}
-        return collect([row for entry in once.values() for row in measure.rows_of_cpu(entry)], None, "cpu")
+        return collect(
+            [row for entry in _on_cpu(arguments, entries) for row in measure.rows_of_cpu(entry)], None, "cpu"
+        )
     check_gpu()
     copy = timing.copy_tb_per_s()
     obstacles = {} if arguments.no_peers else _obstacles(entries, arguments.peer_minutes)
@@ -113,6 +114,20 @@ def _entries(arguments: argparse.Namespace) -> list[suites.Entry]:
     return suites.asked_for(ops, arguments.shape, dtype, phases, None if backend is None else [backend])
 
 
+def _on_cpu(arguments: argparse.Namespace, entries: Sequence[suites.Entry]) -> list[suites.Entry]:
+    """Return what is measured without a GPU: the shape that was asked for, or a small one for each op and phase."""
+    if arguments.suite is not None:
+        raise ValueError("--suite: its shapes are for a GPU, and torch sees none; expected --shape")
+    backend = arguments.backend or "auto"
+    for op in dict.fromkeys(entry.case.op for entry in entries):
+        expected = ["auto", "fft"] if op == "timex" else ["auto"]
+        if backend not in expected:
+            raise ValueError(f"--backend: torch sees no GPU; expected {' or '.join(expected)} for {op}, got {backend}")
+    if arguments.shape is not None:
+        return list(entries)
+    return list({(entry.case.op, entry.case.phase): measure.on_small_shape(entry) for entry in entries}.values())
+
+
 def _obstacles(entries: Sequence[suites.Entry], minutes: float | None) -> dict[isolation.Attempt, str]:
     attempts = [
         isolation.Attempt(entry.case, each.who, each.what)
@@ -128,8 +143,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     """Check what would fail after minutes of measuring."""
     if arguments.peer_minutes is not None and not 0 < arguments.peer_minutes < 1e6:
         raise ValueError(f"--peer-minutes: expected a number above 0, got {arguments.peer_minutes:g}")
-    if arguments.csv is not None and not Path(arguments.csv).resolve().parent.is_dir():
-        raise ValueError(f"--csv: expected a file in a directory that exists, got {arguments.csv}")
+    for name in ("csv", "plot"):
+        if getattr(arguments, name) is not None:
+            _check_writable(f"--{name}", Path(getattr(arguments, name)))
     if arguments.plot is not None:
         from rwkv_jit.bench import plot
 
@@ -138,6 +154,18 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         if arguments.suite is None or arguments.op:
             raise ValueError("--record: keeps a whole suite; expected --suite and no --op")
         check_record()
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Check that a file can be written, and leave none behind."""
+    is_new = not path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}: expected a file that can be written, got {path} ({error.strerror})") from None
 
 
 def check_record() -> None:

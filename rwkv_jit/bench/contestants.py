@@ -83,11 +83,12 @@ def of(
             if asked is not None:
                 obstacles[name] = str(error)
             continue
-        ours.setdefault(taken, Contestant(OURS, taken, _call_of(case, name)))
+        ours.setdefault(taken, Contestant(OURS, taken, call_of(case, name)))
     return [*ours.values(), *(peers.of(case) if with_peers else [])], obstacles
 
 
-def _call_of(case: Case, backend: str) -> Callable[[Inputs, Tensor | None, bool], tuple[Tensor, Any]]:
+def call_of(case: Case, backend: str) -> Callable[[Inputs, Tensor | None, bool], tuple[Tensor, Any]]:
+    """Return the call of a case by a backend of ours."""
     function: Callable[..., Any] = partial(OPS[case.op], backend=backend, **case.options)
 
     def run(inputs: Inputs, state: Tensor | None, with_state: bool) -> tuple[Tensor, Any]:

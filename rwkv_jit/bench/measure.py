@@ -19,7 +19,7 @@ from rwkv_jit.bench.suites import Entry
 BUDGET_MS = 4000.0  # of the rounds of a case
 _MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
 _MOST_STATES = 2**28  # elements that the reference keeps for its backward
-CPU_SHAPE = (1, 32, 2, 16, 16)
+CPU_SHAPE = (1, 32, 2, 16, 16)  # where none is asked for
 
 
 def row(entry: Entry, who: str, what: str, skipped: str | None = None) -> dict[str, Any]:
@@ -184,23 +184,19 @@ def _error(case: Case, contestant: Contestant, given: Given, wanted: Sequence[Te
 
 
 def rows_of_cpu(entry: Entry) -> list[dict[str, Any]]:
-    """Measure the reference on the CPU, on a small shape: it says nothing about the speed of the kernels."""
-    sizes = tuple(map(min, entry.case.shape, CPU_SHAPE))
-    case = entry.case._replace(shape=sizes)  # type: ignore[arg-type]
-    entry = entry._replace(case=case)
-
-    def run(inputs: Sequence[Tensor], state: Tensor | None, with_state: bool) -> tuple[Tensor, Any]:
-        if case.op == "timex":
-            y, final = REFERENCES["timex"](*inputs)
-        else:
-            y, final = REFERENCES[case.op](*inputs, state, with_state, **case.options)
-        return y, final
-
-    reference = Contestant(contestants.OURS, "reference", run)
-    spread = timing.spread(timing.cpu_ms(run_once(case, reference, cases.given_for(case, "cpu"))))
-    (error,) = _errors(case, [reference], "cpu")
+    """Measure what a call runs on CPU tensors, in plain torch: it says nothing about the speed of the kernels."""
+    case, (backend,) = entry.case, entry.backends or ("auto",)
+    contestant = Contestant(contestants.OURS, backend, contestants.call_of(case, backend))
+    spread = timing.spread(timing.cpu_ms(run_once(case, contestant, cases.given_for(case, "cpu"))))
+    (error,) = _errors(case, [contestant], "cpu")
     return [
-        row(entry, contestants.OURS, "reference")
+        row(entry, contestants.OURS, backend)
         | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs}
         | {"error": error}
     ]
+
+
+def on_small_shape(entry: Entry) -> Entry:
+    """Return an entry as small as a CPU does in no time."""
+    sizes = tuple(map(min, entry.case.shape, CPU_SHAPE))
+    return entry._replace(case=entry.case._replace(shape=sizes))  # type: ignore[arg-type]

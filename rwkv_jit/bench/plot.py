@@ -36,7 +36,7 @@ def check(path: Path | str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError('--plot: needs matplotlib; pip install "rwkv-jit[examples]"') from None
+        raise ValueError("--plot: needs matplotlib; pip install matplotlib") from None
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise ValueError(f"--plot: expected a file that ends in .{', .'.join(sorted(known))}, got {path}")

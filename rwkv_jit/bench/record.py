@@ -382,7 +382,7 @@ def _conditions(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
 def show_comparison(result: dict[str, Any]) -> None:
     """Print a comparison."""
     for each in result["differs"]:
-        print(f"{each['what'].replace('_', ' ')}: {_brief(each['a'])} before, {_brief(each['b'])} now")
+        report.say(f"{each['what'].replace('_', ' ')}: {_brief(each['a'])} before, {_brief(each['b'])} now")
     if result["differs"]:
         print()
     if result["rows"]:
@@ -399,11 +399,11 @@ def show_comparison(result: dict[str, Any]) -> None:
         )  # fmt: skip
     for title, names in (("Only before", result["only_a"]), ("Only now", result["only_b"])):
         for name in names:
-            print(f"{title}: {name}")
+            report.say(f"{title}: {name}")
     verdicts = [row["verdict"] for row in result["rows"]]
     counts = [f"{verdicts.count(each)} {each}" for each in ("faster", "slower", "the same", "unknown")]
     apart = f"medians over {_BETWEEN_RUNS - 1:.0%} apart"
-    print(f"\n{', '.join(counts)}. Faster and slower: no overlap of quartiles, and {apart}.")
+    report.say(f"\n{', '.join(counts)}. Faster and slower: no overlap of quartiles, and {apart}.")
 
 
 def _brief(value: object) -> str:

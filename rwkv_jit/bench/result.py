@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkv_jit import report, runtime, template
+from rwkv_jit.bench import words
 from rwkv_jit.bench.cases import OPS
 from rwkv_jit.ops import recurrent
 
@@ -21,13 +22,13 @@ COLUMNS = (
 _OF_THE_MACHINE = ("nvrtc_libraries", "cache", "environment")  # paths
 CPU_NOTE = "CPU reference; not the speed of the kernels."
 METHODS = (
-    "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small",
-    "calls in a CUDA graph, the others queued while the GPU waits. Inputs are like a model's, and come round when they",
-    "have left the L2 cache. Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same",
-    "run. Host: until a call has returned, in the fastest row of calls. Peak: memory of one call, of a backward",
-    "with its forward, and the inputs. Error: relative L2 against float64, the largest of y and, with a backward, the",
-    "gradients, over at most 300 tokens of a row. Peers get the inputs as they want them, made before; they tuned",
-    "themselves in processes of their own, which timed their kernels one at a time.",
+    "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small "
+    "calls in a CUDA graph, the others queued while the GPU waits. Inputs are like a model's, and come round when they "
+    "have left the L2 cache. Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same "
+    "run. Host: until a call has returned, in the fastest row of calls. Peak: memory of one call, of a backward "
+    "with its forward, and the inputs. Error: relative L2 against float64, the largest of y and, with a backward, the "
+    "gradients, over at most 300 tokens of a row. Peers get the inputs as they want them, made before; they tuned "
+    "themselves in processes of their own, which timed their kernels one at a time."
 )
 
 
@@ -124,29 +125,29 @@ def machine(env: dict[str, Any]) -> str:
 def show(result: dict[str, Any]) -> None:
     """Print a table for each op, shape, dtype and phase."""
     if result["device"] == "cpu":
-        print(f"{CPU_NOTE} There is no GPU, so each op ran on a small shape.")
+        report.say(f"{CPU_NOTE} There is no GPU; without --shape each op runs on a small one.")
     else:
-        print(f"{machine(result['env'])}; a copy moves {result['copy_tb_per_s']:.2f} TB/s")
+        report.say(f"{machine(result['env'])}; a copy moves {result['copy_tb_per_s']:.2f} TB/s")
     tables: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         tables.setdefault((row["op"], tuple(row["shape"]), row["dtype"], row["phase"]), []).append(row)
     for (op, shape, dtype, phase), rows in tables.items():
         floor = next((row["floor_ms"] for row in rows if row["floor_ms"] is not None), None)
-        print(
+        report.say(
             f"\n{op} ({', '.join(map(str, shape))}) {dtype}, {phase}"
             + ("" if floor is None else f"; floor {floor:.4f} ms")
         )
         measured = [row for row in rows if row["skipped"] is None]
         if measured:
-            head = ("who", "what", "ms", "quartiles", "of the floor", "in a graph", "host us", "peak MiB", "error")
-            report.table(head, [_cells(row) for row in measured])
+            head = ("by", "ms", "quartiles", "of the floor", "in a graph", "host us", "peak MiB", "error")
+            report.table(head, [_cells(row) for row in measured], ("in a graph", "quartiles", "of the floor"))
         for row in rows:
             if row["skipped"] is not None:
-                print(f"  skipped: {row['who']} {row['what']}: {row['skipped']}")
+                report.say(f"  skipped: {words.contestant(row)}: {row['skipped']}")
     if result["device"] == "cpu":
-        print(f"\n{CPU_NOTE}")
+        report.say(f"\n{CPU_NOTE}")
     else:
-        print("\n" + "\n".join(METHODS))
+        report.say(f"\n{METHODS}")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -154,7 +155,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         return "-" if row[name] is None else format(row[name], form)
 
     return (
-        row["who"], row["what"], f"{row['median_ms']:.4f}", f"{row['low_ms']:.4f} to {row['high_ms']:.4f}",
+        words.contestant(row), f"{row['median_ms']:.4f}", f"{row['low_ms']:.4f} to {row['high_ms']:.4f}",
         text("fraction", ".0%"), "yes" if row["in_graph"] else "no", text("host_us", ".1f"), text("peak_mib", ".1f"),
         text("error", ".1e"),
     )  # fmt: skip

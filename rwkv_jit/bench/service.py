@@ -153,7 +153,7 @@ def _times(what: str, variable: str, prepare: str, load: str) -> dict[str, float
     program = _PROGRAM.replace("PREPARE", prepare).replace("LOAD", load)
     times: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder, report.progress(f"first calls of {what}") as tell:
-        child = {**os.environ, variable: str(Path(folder, "cache"))}
+        child = {**os.environ, variable: str(Path(folder, "cache")), "RWKVJIT_LOG": "error"}
         command = [sys.executable, "-c", program, folder]
         while len(times) <= REPEATS:
             if tell:

@@ -815,8 +815,8 @@ def test_table(capsys):
     assert capsys.readouterr().out.startswith(
         "a GPU, torch 2.13, NVRTC 12.9; a copy moves 4.25 TB/s\n\n"
         "wkv6 (2, 6, 2, 4, 3) float32, forward; floor 0.2500 ms\n"
-        "  who       what         ms  quartiles         of the floor  in a graph  host us  peak MiB    error\n"
-        "  rwkv_jit  chunked  0.5000  0.2500 to 0.7500  50%           yes            12.3       3.5  1.7e-03\n"
+        "  by                    ms  quartiles         of the floor  in a graph  host us  peak MiB    error\n"
+        "  rwkv_jit chunked  0.5000  0.2500 to 0.7500  50%           yes            12.3       3.5  1.7e-03\n"
         "  skipped: fla chunk_rwkv6: ValueError: no\n"
         "\nMedian and quartiles"
     )
@@ -933,7 +933,7 @@ def test_case_that_fails_hides_no_other(gpu, run):
         (["--op", "wkv6", "--backend", "tiles"], "one of auto, recurrent, chunked, split for wkv6, got tiles"),
         (["--op", "timex", "--backend", "split"], "one of auto, tiles, transforms, fft for timex, got split"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
-        (["--csv", "/nowhere/x.csv"], "--csv: expected a file in a directory that exists, got /nowhere/x.csv"),
+        (["--csv", "/nowhere/x.csv"], "file that can be written, got /nowhere/x.csv (No such file or directory)"),
         (["--peer-minutes", "nan"], "--peer-minutes: expected a number above 0, got nan"),
         (["--record"], "--record: keeps a whole suite; expected --suite and no --op"),
         (["--suite", "gla", "--op", "gla", "--record"], "--record: keeps a whole suite; expected --suite and no --op"),
@@ -1156,15 +1156,93 @@ def test_interrupt_ends_the_processes_that_try(monkeypatch):
     assert all(process.returncode is not None for process in started)
 
 
-def test_reference_on_the_cpu_is_no_kernel(run, monkeypatch):
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Times are made up; what is called, is."""
     torch.manual_seed(0)  # so few channels that sums over the tokens of wkv4 nearly cancel once in 200 draws
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "cpu_ms", lambda function: [3.0, 1.0, 2.0] if function() is not None else [])
-    code, printed, said = run("bench", "--suite", "studies", "--json")
+
+
+def test_calls_on_the_cpu_are_no_kernels(no_gpu, run):
+    code, printed, said = run("bench", "--json")
     assert (code, said) == (0, "")
     found = json.loads(printed)
     assert (found["device"], found["copy_tb_per_s"]) == ("cpu", None)
-    assert {(row["who"], row["what"]) for row in found["rows"]} == {("rwkv_jit", "reference")}
-    assert {row["suite"] for row in found["rows"]} == set(suites.SUITES) - {"studies"}
+    assert [(row["op"], row["phase"]) for row in found["rows"]] == [
+        (op, phase) for op in sorted(bench.OPS) for phase in ("forward", "forward+backward")
+    ]
+    assert {(row["who"], row["what"]) for row in found["rows"]} == {("rwkv_jit", "auto")}
+    assert {row["shape"][0] for row in found["rows"]} == {1}
     assert {row["median_ms"] for row in found["rows"]} == {statistics.median([1.0, 2.0, 3.0])}
     assert all(row["floor_ms"] is row["fraction"] is row["peak_mib"] is None for row in found["rows"])
     assert all(0 < row["error"] < 3e-3 for row in found["rows"])
+
+
+def test_the_cpu_measures_what_it_is_asked_for(no_gpu, run, monkeypatch):
+    calls = []
+    monkeypatch.setitem(
+        bench.OPS, "timex", lambda *given, **more: calls.append((given[1].shape, more)) or (given[1], 0)
+    )
+    options = ("--op", "timex", "--dtype", "fp32", "--phase", "forward", "--json")
+    code, printed, _ = run("bench", *options, "--shape", "2,3,20", "--backend", "fft")
+    assert code == 0
+    (row,) = json.loads(printed)["rows"]
+    assert (row["what"], row["shape"], row["dtype"]) == ("fft", [2, 3, 20], "float32")
+    assert calls[0] == (torch.Size([2, 3, 20]), {"backend": "fft"})
+    text = run("bench", "--op", "wkv6", "--shape", "2,3,2,4", "--phase", "decode")[1]
+    assert "wkv6 (2, 1, 2, 4, 4) bfloat16, decode\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "gla"], "--suite: its shapes are for a GPU, and torch sees none; expected --shape"),
+        (["--backend", "chunked", "--op", "wkv6"], "--backend: torch sees no GPU; expected auto for wkv6, got chunked"),
+        (["--backend", "tiles"], "--backend: torch sees no GPU; expected auto or fft for timex, got tiles"),
+        (["--csv", "/proc/x.csv"], "--csv: expected a file that can be written, got /proc/x.csv (No such file or "),
+        (["--plot", "/proc/x.png"], "--plot: expected a file that can be written, got /proc/x.png (No such file or "),
+    ],
+)
+def test_what_cannot_be_done_is_said(no_gpu, run, arguments, message, monkeypatch):
+    monkeypatch.setattr(measure, "rows_of_cpu", lambda entry: pytest.fail("it was measured"))
+    code, printed, said = run("bench", *arguments)
+    assert (code, printed) == (2, "")
+    assert said.startswith(f"rwkv-jit bench: {message}")
+
+
+def test_files_that_are_checked_stay_as_they_are(tmp_path):
+    (tmp_path / "there.csv").write_text("a")
+    for name in ("there.csv", "new.csv"):
+        bench._check_writable("--csv", tmp_path / name)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.csv", "a")]
+
+
+def test_a_result_that_is_not_there_is_named(run, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"format": 1, "rows": []}))
+    missing = tmp_path / "missing.json"
+    sentence = f"rwkv-jit bench: --compare: {missing} cannot be read (No such file or directory)\n"
+    assert run("bench", "--compare", tmp_path / "a.json", missing) == (2, "", sentence)
+
+
+def test_names_of_the_command_line_are_those_of_the_bench():
+    """They are listed apart, so that --help need not load torch."""
+    from rwkv_jit import cli
+
+    assert sorted(cli._OPS) == sorted(bench.OPS) == sorted(runtime.NAMES)
+    assert cli._PHASES == bench.PHASES
+    assert cli._SUITES == suites.SUITES
+    assert list(cli._DTYPES) == list(bench.DTYPES)
+    assert list(cli._BACKENDS) == list(dict.fromkeys(
+        name for op in ("wkv6", "wkv4", "timex") for name in contestants.backends_of(op)
+    ))  # fmt: skip
+
+
+def test_children_of_the_service_say_nothing_of_their_caches(monkeypatch):
+    """Their caches are temporary: what they would say of them is wrong a second later."""
+    from rwkv_jit import latency
+
+    log = "import json, os\nprint('ready', flush=True)\ninput()\nprint(json.dumps([os.environ['RWKVJIT_LOG'], 0.0]))"
+    monkeypatch.setattr(latency, "_TOGETHER", log)
+    assert latency._start_together(2) == [("error", 0.0)] * 2
+    assert latency._child("import json, os\nprint(json.dumps(os.environ['RWKVJIT_LOG']))") == "error"

@@ -4,14 +4,16 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from datetime import datetime
 from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import cache, commands, env, listing, report, sass
+from rwkv_jit import cache, commands, env, listing, report, sass, stats
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
 
@@ -222,6 +224,41 @@ def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_t
     assert "RWKVJIT_CACHE_DIR" not in os.environ
 
 
+def test_nothing_of_a_temporary_cache_is_said_and_what_failed_outlives_it(fresh_service, caplog):
+    from rwkv_jit import demo
+
+    with demo.empty_cache():
+        temporary = env.cache_dir()
+        stats.logger.warning("later processes find it in %s", temporary)
+        stats.logger.warning("something else")
+        put()
+        program = cache.source_folder("failed") / "some_kernel" / "compile.py"
+        program.parent.mkdir()
+        program.touch()
+    stats.logger.warning("of %s", temporary)  # nothing is kept back any more
+    assert [record.getMessage() for record in caplog.records] == ["something else", f"of {temporary}"]
+    assert program.is_file()
+    assert [path.name for path in temporary.iterdir()] == ["failed"]
+    shutil.rmtree(temporary)
+
+
+def test_demo_tells_how_far_it_is(monkeypatch):
+    from rwkv_jit import demo
+
+    told = []
+
+    @contextmanager
+    def progress(what):
+        yield lambda done, total: told.append((done, total))
+
+    monkeypatch.setattr(report, "progress", progress)
+    monkeypatch.setattr(demo, "_compiles", lambda arch: [[dict, dict], [dict]])
+    monkeypatch.setattr(demo, "_call", lambda *_: {"passed": True})
+    monkeypatch.setattr(demo.identity, "version", lambda: "12.9")
+    calls = len(demo.run()["calls"])
+    assert told == [(done, calls + 3) for done in range(calls + 3)]
+
+
 def test_tables_of_the_demo(capsys, monkeypatch):
     from rwkv_jit import demo
 
@@ -277,7 +314,7 @@ def test_bench_without_a_gpu_times_the_reference_and_says_so(program):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("CPU reference; not the speed of the kernels.")
     assert lines[-1] == "CPU reference; not the speed of the kernels."
-    assert [line.split()[:2] for line in lines if "rwkv_jit" in line] == [["rwkv_jit", "reference"]]
+    assert [line.split()[:2] for line in lines if "rwkv_jit" in line] == [["rwkv_jit", "auto"]]
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------
@@ -307,6 +344,8 @@ def test_list(run, data, tmp_path, monkeypatch):
         ["wkv7_join", "sm_90a", "backward", "48x64", "bf16", "64", "-", "disk", "477", "2026-03-04 15:06", "128", "16",
          "ok"],
         ["my_template", "sm_80", "-", "8", "fp16", "-", "-", "bundle", "438", "-", "128", "16", "ok"],
+        [""],
+        ["4 kernels (disk 3, bundle 1)"],
     ]  # fmt: skip
     rows = data("cache", "list")["entries"]
     assert [row["state"] for row in rows] == ["ok", "damaged", "ok", "ok"]
@@ -361,7 +400,7 @@ def test_show_by_name_key_and_file(data, run, monkeypatch):
 
 def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypatch, fresh_service):
     intact, damaged = put(48), put(64)
-    assert run("cache", "verify") == (0, "2 kernels read, 0 faults\n", "")
+    assert run("cache", "verify") == (0, "2 kernels (disk 2) read, 0 faults\n", "")
     damage(damaged)
     swapped = fresh_service / "sm_90" / f"wkv7_recurrent_forward-{'0' * 40}.cubin"
     swapped.write_bytes(intact.read_bytes())
@@ -390,7 +429,7 @@ def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypa
     code, printed, _ = run("cache", "verify")
     assert code == 1
     assert f"{damaged}: damaged\n" in printed
-    assert printed.endswith("4 kernels read, 5 faults\n")
+    assert printed.endswith("4 kernels (disk 3, shared 1) read, 5 faults\n")
 
 
 def test_verify_names_kernels_that_are_not_to_be_trusted(run):
@@ -427,8 +466,21 @@ def test_prune_goes_by_the_variable(data, monkeypatch):
 
 def test_clear(run, data, fresh_service):
     put(1), put(2)
-    assert run("cache", "clear") == (0, f"2 kernels deleted from {fresh_service}\n", "")
+    assert run("cache", "clear") == (0, f"2 kernels (disk 2) deleted from {fresh_service}\n", "")
     assert data("cache", "clear") == {"deleted": 0, "path": str(fresh_service)}
+
+
+def test_counts_agree_where_kernels_lie_in_a_bundle_too(run, tmp_path, fresh_service):
+    put(1), put(2)
+    tmp_path.chmod(0o755)
+    run("cache", "export", tmp_path / "x.bundle", "--op", "wkv7")
+    put(3)
+    run("cache", "import", tmp_path / "x.bundle")
+    count = "5 kernels (disk 3, bundle 2)"
+    assert run("cache", "list")[1].splitlines()[-1] == count
+    assert run("cache", "verify")[1] == f"{count} read, 0 faults\n"
+    assert run("cache", "clear")[1] == f"{count} deleted from {fresh_service}\n"
+    assert run("cache", "verify")[1] == "0 kernels (none) read, 0 faults\n"
 
 
 def test_export_and_import_go_around(run, data, tmp_path, fresh_service):

@@ -481,7 +481,7 @@ MAY_IMPORT = {
     "bench.isolation": {"bench.cases", "bench.peers"},
     "bench.suites": {"bench.cases"},
     "bench.measure": IN_BENCH - {"bench.measure", "bench.result", "bench.service"},
-    "bench.result": {"ops.recurrent", "template", "runtime", "report", "bench.cases"},
+    "bench.result": {"ops.recurrent", "template", "runtime", "report", "bench.cases", "bench.words"},
     "bench": IN_BENCH | {"runtime", "report", "bench", "bench.plot", "bench.record"},
     "bench.words": set(),
     "bench.plot": {"bench", "bench.words"},

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,3 +145,33 @@ def test_a_run_of_the_same_sources_mends_the_failures_alone():
     other = record.section("y", {"a": "passed"}, first)
     assert other == {"passed": 1, "failed": 0, "skipped": 0, "digest": "y"}
     assert record.section("x", {"a": "passed"}, whole) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}
+
+
+# ---- what a run says of this tier --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ran", "has_gpu", "line"),
+    [
+        (["tests/gpu/test_timex.py::test[1]", "tests/gpu/test_timex.py::test[2]"], True, "2 tests ran on a GPU"),
+        (["tests/unit/test_timex.py::test"], False, "not run, no GPU"),
+        ([], True, "not run, none was chosen"),
+    ],
+)
+def test_end_of_a_run_says_whether_kernels_ran(ran, has_gpu, line, request, root, monkeypatch):
+    import torch
+
+    conftest = request.config.pluginmanager.get_plugin(str(root / "tests" / "conftest.py"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    lines, reports = [], {"passed": [SimpleNamespace(nodeid=name) for name in ran]}
+    reporter = SimpleNamespace(getreports=lambda outcome: reports.get(outcome, []), write_line=lines.append)
+    conftest.pytest_terminal_summary(reporter)
+    assert lines == [f"tests/gpu: {line}"]
+
+
+def test_a_warning_of_ours_is_an_error():
+    import warnings
+
+    with pytest.raises(UserWarning, match="ours"):
+        warnings.warn("ours", UserWarning, stacklevel=1)

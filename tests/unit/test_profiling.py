@@ -289,8 +289,8 @@ def test_ncu_line_quotes_what_a_shell_would_read(run):
     words = shlex.split(printed)
     assert "regex:wkv7|add; rm x" in words
     assert "wkv7_forward_wkv7_add_rm_x" in words
-    assert json.loads(run("profile", "wkv7", "--ncu", "x", "--json")[1]) == {
-        "command": profiling.ncu_command(argparse.Namespace(**vars(arguments("wkv7", "--ncu", "x"))))
+    assert json.loads(run("profile", "wkv7", "--ncu", "wkv7_forward", "--json")[1]) == {
+        "command": profiling.ncu_command(argparse.Namespace(**vars(arguments("wkv7", "--ncu", "wkv7_forward"))))
     }
 
 
@@ -305,11 +305,23 @@ def test_ncu_line_quotes_what_a_shell_would_read(run):
             ["wkv7", "--shape", "1,2,3"],
             "rwkv-jit profile: --shape: expected four positive numbers B,T,H,N, got '1,2,3'",
         ),
-        (["wkv7", "--shape", "1,2,3", "--ncu", "x"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
+        (
+            ["wkv7", "--shape", "1,2,3", "--ncu", "wkv7_scan"],
+            "shape: expected four positive numbers B,T,H,N, got '1,2,3'",
+        ),
         (["wkv7", "--shape", "1,2,3", "--bare"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
         (["wkv7", "--phase", "up"], "argument --phase: invalid choice: 'up'"),
         (["wkv7", "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
-        (["wkv7", "--ncu", " "], "--ncu: expected the name of a kernel, or regex: and an expression, got ' '"),
+        (
+            ["wkv7", "--ncu", "gla_scan"],
+            "wkv7_scan, wkv7_segment, wkv7_token_gradients, or regex: and an expression, got",
+        ),
+        (["wkv5", "--ncu", "nope"], "--ncu: expected one of gla_backward, gla_forward, gla_group_key_gradients, "),
+        (
+            ["wkv4", "--ncu", ""],
+            "--ncu: expected one of wkv4_backward, wkv4_forward, or regex: and an expression, got ''",
+        ),
+        (["wkv4", "--ncu", "regex:("], "expected one of wkv4_backward, wkv4_forward, or regex: and an expression, got"),
         (["wkv7", "--bare", "--ncu", "x"], "argument --ncu: not allowed with argument --bare"),
         (["wkv7", "--trace", "x", "--bare"], "argument --bare: not allowed with argument --trace"),
     ],
