@@ -432,6 +432,7 @@ MAY_IMPORT = {
     "cache.owned": {"cache.files"},
     "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
     "cache": {"env", "errors", "stats", *IN_CACHE},
+    "models": {"errors"},
     "identity": {"cache", "cuda", "env"},
     "compiler": {"cache", "cuda", "env", "errors", "identity", "stats", "template"},
     "kernel": BELOW_KERNEL,
@@ -514,7 +515,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {
-    "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor",
+    "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "models", "tune", "demo",
+    "doctor",
     *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
