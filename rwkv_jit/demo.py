@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
 from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, stats, tensors
+from rwkv_jit.cache import installed
 from rwkv_jit.errors import NvrtcNotFoundError
 from rwkv_jit.ops import timex_tiles
 from rwkv_jit.ops.gla import gla
@@ -120,7 +121,8 @@ def empty_cache() -> Iterator[None]:
 
     stats.logger.addFilter(names_what_lasts)
     try:
-        yield
+        with installed.left_aside():
+            yield
     finally:
         stats.logger.removeFilter(names_what_lasts)
         kernel.forget()

@@ -397,7 +397,7 @@ def test_counts_of_many_threads_add_up():
 
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
-IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.lock", "cache.owned"}
+IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.installed", "cache.lock", "cache.owned"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "reference"}
 BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
@@ -431,7 +431,9 @@ MAY_IMPORT = {
     "cache.claim": {"stats", "cache.files", "cache.lock"},
     "cache.owned": {"cache.files"},
     "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
+    "cache.installed": {"stats", "cache.bundle"},
     "cache": {"env", "errors", "stats", *IN_CACHE},
+    "kernel_wheels": {"cache", "compiler", "errors", "template", "cache.entry", "cache.installed"},
     "models": {"errors"},
     "identity": {"cache", "cuda", "env"},
     "compiler": {"cache", "cuda", "env", "errors", "identity", "stats", "template"},
@@ -490,8 +492,8 @@ MAY_IMPORT = {
     "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
+    "demo": BELOW_OPS | ALL_OPS | {"cache.installed", "runtime", "bench", "report"},
+    "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"kernel_wheels", "runtime", "demo", "report"},
     "commands": (
         BELOW_OPS
         | ALL_OPS
@@ -502,7 +504,9 @@ MAY_IMPORT = {
             "bench.record",
             "profiling",
             "history",
+            "kernel_wheels",
             "latency",
+            "models",
             "tune",
             "demo",
             "doctor",
@@ -516,8 +520,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_TORCH = {
     "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "models", "tune", "demo",
-    "doctor",
-    *ALL_OPS, *IN_BENCH,
+    "doctor",    *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
 
