@@ -191,8 +191,11 @@ def test_link_and_damage_are_one_warning_each(install, made_up, tmp_path, caplog
 # ---- what the commands say ---------------------------------------------------------------------------------------
 
 
-def test_wheel_for_other_sources_is_named(install, made_up, run, monkeypatch):
-    install(made_up[0])
+@pytest.mark.parametrize("name", ["made_up", "wkv7_recurrent_forward"])
+def test_wheel_for_other_sources_is_named(name, install, make_entry, run, monkeypatch):
+    """Its templates are not there any more, or have another text."""
+    file, data, _, _ = make_entry(name=name, arch="sm_90a")
+    install(bundle.pack({file: data}))
     (wheel,) = kernel_wheels.listed()
     assert (wheel.name, wheel.version, wheel.kernels, wheel.usable, wheel.fault) == (NAME, "1.2.3", 1, 0, "")
     said = f"1.2.3, for other sources than those of this rwkv_jit {rwkv_jit.__version__}: not used"
@@ -204,7 +207,7 @@ def test_wheel_for_other_sources_is_named(install, made_up, run, monkeypatch):
     (found,) = [each for each in doctor._layers() if "kernels" in each.text]
     mend = f"install the {NAME} of rwkv_jit {rwkv_jit.__version__}"
     assert found == ("kernel wheel", "warning", f"{NAME} {said}", mend)
-    assert "made_up" in run("cache", "list")[1]
+    assert name in run("cache", "list")[1]
 
 
 def test_wheel_that_is_damaged_is_named(install, made_up):
