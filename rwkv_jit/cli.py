@@ -96,7 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(_add(commands, "bench", "measure the speed of the ops"))
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
-    _add_build(_add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle"))
+    build = _add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle")
+    _add_build(build)
+    build.add_argument("-o", "--output", metavar="FILE", help="the bundle to write (default: into the cache)")
+    build.add_argument("--digest", action="store_true", help=_DIGEST)
+    _add_build(_add(commands, "warm", "compile kernels into the cache, each once, whatever ranks ask for it at once"))
     _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
     summary = "look after the kernels on disk"
     cache = commands.add_parser("cache", help=summary, description=_sentence(summary))
@@ -188,8 +192,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--state-layout", "vk, kv (default: the op's)")
     add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of the initial state (default: fp32)", _dtype)
-    parser.add_argument("-o", "--output", metavar="FILE", help="the bundle to write (default: into the cache)")
-    parser.add_argument("--digest", action="store_true", help=_DIGEST)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

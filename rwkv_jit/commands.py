@@ -198,6 +198,13 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     return found
 
 
+def warm(parsed: argparse.Namespace) -> Outcome:
+    """Compile kernels into the cache; of the ranks that torchrun starts the first one prints them."""
+    parsed.output, parsed.digest = None, False
+    result, show = build(parsed)
+    return result, show if os.environ.get("RANK", "0") == "0" else lambda _: None
+
+
 def _check_writable(output: str | None, otherwise: str) -> None:
     argument, folder = ("--output", Path(output).parent) if output else ("RWKVJIT_CACHE_DIR", env.cache_dir())
     try:

@@ -76,7 +76,7 @@ class Directory:
         """Return who made the kernels of a directory that somebody filled for others; the user's own asks NVRTC."""
         if self.is_users:
             return []
-        notes = [read_note(self.path, name) for name in owned.find(self.path, owned.NOTE)]
+        notes = [read_note(self.path, path.name) for path in files.find(self.path, "nvrtc-*.json")]
         return [note["identity"] for note in notes if "identity" in note]
 
 
@@ -469,7 +469,7 @@ def clear() -> int:
             _sweep(root, time.time())
             for name in owned.folders_of_sources(root):
                 with contextlib.suppress(OSError):  # it holds something else
-                    files.delete(root, name)
+                    files.delete_folder(root, name)
             for name in owned.links(root):
                 raise CacheError(f"{root / name} is a symbolic link: what it leads to is not deleted")
     finally:

@@ -19,6 +19,7 @@ from rwkv_jit.cache import files, lock
 
 # Less than processes of one node wait for each other, or all of them would compile when another node dies.
 MAX_WAIT_SECONDS = lock.MAX_WAIT_SECONDS / 2
+_LONGEST_WORK_SECONDS = 120.0  # by the clocks of two nodes, which may differ by a minute
 _PAUSE_SECONDS = 0.05
 _FOLDER = "claims"
 _MOST_BYTES = 4096
@@ -100,5 +101,4 @@ def _is_dead(path: Path, seen: bytes, own: bytes) -> bool:
     """Return whether nobody can be at work any more for a claim."""
     # This node's lock is ours, so its process that left a claim has ended.
     is_of_this_node = seen.rpartition(b" ")[0] == own.rpartition(b" ")[0]
-    # Clocks of nodes may differ by a minute.
-    return is_of_this_node or abs(time.time() - path.stat().st_mtime) > 4 * MAX_WAIT_SECONDS
+    return is_of_this_node or abs(time.time() - path.stat().st_mtime) > _LONGEST_WORK_SECONDS

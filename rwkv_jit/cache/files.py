@@ -13,7 +13,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rwkv_jit import env
@@ -132,24 +132,32 @@ def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
 
 
 def delete(root: Path, name: str) -> None:
-    """Delete a file of a directory, or an empty folder; nothing through a symbolic link, and no link.
+    """Delete a file of a directory; nothing through a symbolic link, and no link.
 
     Raises
     ------
     FileNotFoundError
         It is not there.
     OSError
-        It cannot be deleted: it is no such thing, or it or what it lies in is not to be trusted.
+        It cannot be deleted: it is no file, or it or what it lies in is not to be trusted.
     """
+    _remove(root, name, os.unlink)
+
+
+def delete_folder(root: Path, name: str) -> None:
+    """Delete an empty folder of a directory; raises like `delete`."""
+    _remove(root, name, os.rmdir)
+
+
+def _remove(root: Path, name: str, how: Callable[..., None]) -> None:
     if not _HAS_MODES:
-        (os.rmdir if (root / name).is_dir() else os.unlink)(root / name)
+        how(root / name)
         return
     *folders, last = str(root), *name.split("/")
     with _opened(folders) as (folder, _):
-        mode = os.lstat(last, dir_fd=folder).st_mode
-        if stat.S_ISLNK(mode):
+        if stat.S_ISLNK(os.lstat(last, dir_fd=folder).st_mode):
             raise UntrustedError(f"{root / name} is a symbolic link; delete it yourself")
-        (os.rmdir if stat.S_ISDIR(mode) else os.unlink)(last, dir_fd=folder)
+        how(last, dir_fd=folder)
 
 
 def check_directory(

@@ -21,7 +21,10 @@ from rwkv_jit.cache import files
 
 MAX_WAIT_SECONDS = 60.0
 _PAUSE_SECONDS = 0.004
-_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.sshfs", "fuse.glusterfs")
+_NETWORK = (
+    "nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "wekafs", "panfs", "pvfs2", "fuse.sshfs",
+    "fuse.glusterfs", "fuse.ceph", "fuse.juicefs",
+)  # fmt: skip
 _held: set[int] = set()
 
 

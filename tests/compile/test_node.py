@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rwkv_jit import cache, kernel, stats
+from rwkv_jit import cache, env, kernel, stats
 from rwkv_jit.cache import bundle, lock
 
 # Reads the template that is named, waits for a line if it shall, and tells where the kernel came from.
@@ -23,10 +23,13 @@ loaded = [name for name in ("cupy", "torch") if sys.modules.get(name)]
 told = {"origin": found.origin, "code": found.cubin.hex(), "loaded": loaded, **stats.snapshot()}
 print(json.dumps(told), flush=True)
 """
-# Stops where a function is called, and says so.
+# Stops where a function is called with certain arguments, and says so.
 STOP = """
 import {module}
-def stop(*_):
+really = {module}.{name}
+def stop(*given):
+    if not ({when}):
+        return really(*given)
     print("stopped", flush=True)
     sys.stdin.readline()
     sys.exit("went on")
@@ -38,9 +41,13 @@ sys.modules["cupy"] = None
 """
 
 
-def stopping(module, name):
+def stopping(module, name, when="True"):
     imports, rest = GET.split("request =")
-    return imports + STOP.format(module=module, name=name) + "request =" + rest
+    return imports + STOP.format(module=module, name=name, when=when) + "request =" + rest
+
+
+COMPILING = stopping("rwkv_jit.compiler", "compile")
+PUBLISHING = stopping("os", "replace", when='str(given[1]).endswith(".cubin")')
 
 
 def say(process):
@@ -96,7 +103,7 @@ def test_processes_that_want_different_kernels_compile_each_once(start, path):
 
 
 def test_process_that_is_killed_while_it_compiles_is_succeeded_by_one_that_waits(start, get, path):
-    killed = start(stopping("rwkv_jit.compiler", "compile"), path, 1)
+    killed = start(COMPILING, path, 1)
     assert killed.stdout.readline() == "stopped\n"
     waiting = start(GET, path, 1, "wait")
     assert waiting.stdout.readline() == "ready\n"
@@ -110,13 +117,12 @@ def test_process_that_is_killed_while_it_compiles_is_succeeded_by_one_that_waits
 
 
 def test_process_that_is_killed_while_it_writes_leaves_nothing_that_counts(start, get, path, fresh_service):
-    killed = start(stopping("os", "replace"), path, 1)
-    while killed.stdout.readline() != "stopped\n":
-        say(killed)
+    killed = start(PUBLISHING, path, 1)
+    assert killed.stdout.readline() == "stopped\n"
     killed.kill()
     killed.wait()
     left = sorted(fresh_service.rglob(".*.tmp"))
-    assert left != []
+    assert [temporary.parent.name for temporary in left] == ["sm_90"]
     assert cache.entries() == []
     assert get()["origin"] == "compiled"
     assert get()["origin"] == "disk"
@@ -128,7 +134,7 @@ def test_process_that_is_killed_while_it_writes_leaves_nothing_that_counts(start
 
 
 def test_process_that_waits_too_long_compiles_for_itself(start, path, tiny, monkeypatch, caplog):
-    holder = start(stopping("rwkv_jit.compiler", "compile"), path, 1)
+    holder = start(COMPILING, path, 1)
     assert holder.stdout.readline() == "stopped\n"
     monkeypatch.setattr(lock, "MAX_WAIT_SECONDS", 0.02)
     assert kernel.get(tiny()).origin == "compiled"
@@ -137,7 +143,7 @@ def test_process_that_waits_too_long_compiles_for_itself(start, path, tiny, monk
 
 
 def test_long_wait_is_one_line(start, path, tiny, monkeypatch, caplog):
-    holder = start(stopping("rwkv_jit.compiler", "compile"), path, 1)
+    holder = start(COMPILING, path, 1)
     assert holder.stdout.readline() == "stopped\n"
     monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.0)
 
@@ -196,6 +202,127 @@ def test_home_without_permission_costs_one_warning(mode, get, tmp_path):
     assert "Permission denied" in warning
     assert str(home / ".cache" / "rwkv_jit") in warning
     assert list(home.iterdir()) == []
+
+
+# ---- many nodes --------------------------------------------------------------------------------------------------
+
+RANKS = 2  # of each node
+# Gets several kernels, as a training script does, and tells how many of them it compiled.
+GET_SEVERAL = """
+import json, sys
+from pathlib import Path
+from rwkv_jit import cache, kernel, stats, template
+from rwkv_jit.cache import claim, lock
+claim.MAX_WAIT_SECONDS = float(sys.argv[2])
+requests = [kernel.Request(template.read(Path(sys.argv[1])), {"SIZE": size}, "sm_90") for size in range(1, 4)]
+print("ready", flush=True)
+sys.stdin.readline()
+codes = [kernel.get(request).cubin.hex() for request in requests]
+print(json.dumps({"codes": codes, **stats.snapshot()}), flush=True)
+"""
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Returns the variables of a rank as torchrun sets them on a node: a home and a disk of the node's own."""
+
+    def variables(number, rank=0, nodes=2):
+        home = tmp_path / f"node{number}"
+        (home / "tmp").mkdir(parents=True, exist_ok=True)
+        return {
+            "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "TMPDIR": str(home / "tmp"),
+            "LOCAL_RANK": str(rank), "RANK": str(number * RANKS + rank), "GROUP_RANK": str(number),
+            "LOCAL_WORLD_SIZE": str(RANKS), "WORLD_SIZE": str(nodes * RANKS), "GROUP_WORLD_SIZE": str(nodes),
+        }  # fmt: skip
+
+    return variables
+
+
+def run_ranks(start, node, code, *arguments, **options):
+    """Runs the ranks of two nodes at once; returns what each told."""
+    ranks = [start(code, *arguments, env=node(*each), **options) for each in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    for rank in ranks:
+        assert rank.stdout.readline() == "ready\n"
+    for rank in ranks:
+        say(rank)
+    told = [rank.communicate(timeout=300) for rank in ranks]
+    said = [line for _, errors in told for line in errors.splitlines() if not line.startswith("waiting for another ")]
+    assert ([rank.returncode for rank in ranks], said) == ([0] * 4, [])
+    return [json.loads(output) for output, _ in told]
+
+
+def test_nodes_that_share_a_folder_compile_each_kernel_once_in_all(start, node, path, fresh_service):
+    told = run_ranks(start, node, GET_SEVERAL, path, 60)
+    assert sum(each["compiled"] for each in told) == 3
+    assert sum(each["disk"] for each in told) == 3 * 3
+    assert len({tuple(each["codes"]) for each in told}) == 1
+    assert len(cache.entries()) == 3
+    assert list((fresh_service / "claims").iterdir()) == []
+    assert all(lock_folder.is_dir() for lock_folder in (path.parent.glob("node*/tmp/rwkv_jit-*")))
+
+
+def test_nodes_with_homes_of_their_own_compile_each_kernel_once_per_node(start, node, path):
+    told = run_ranks(start, node, GET_SEVERAL, path, 60, remove=["RWKVJIT_CACHE_DIR"])
+    assert [sum(each["compiled"] for each in told[ranks]) for ranks in (slice(0, 2), slice(2, 4))] == [3, 3]
+    assert len({tuple(each["codes"]) for each in told}) == 1
+    for number in (0, 1):
+        assert len(list(path.parent.glob(f"node{number}/cache/rwkv_jit/sm_90/*.cubin"))) == 3
+    assert cache.entries() == []
+
+
+@pytest.mark.parametrize("code", [COMPILING, PUBLISHING], ids=["compiles", "publishes"])
+def test_node_that_dies_while_it_works_is_waited_for_no_longer_than_the_bound(code, start, node, path, fresh_service):
+    died = start(code, path, 1, env=node(0))
+    claims = fresh_service / "claims"
+    assert died.stdout.readline() == "stopped\n"
+    died.kill()
+    died.wait()
+    assert len(list(claims.iterdir())) == 1
+    assert cache.entries() == []
+    other = start(GET_SEVERAL, path, 0.2, env=node(1))
+    say(other)
+    told = json.loads(other.communicate(timeout=300)[0].splitlines()[-1])
+    assert (told["compiled"], told["disk"]) == (3, 0)
+    assert told["wait_seconds"] > 0.2
+    assert list(claims.iterdir()) == []
+    assert [each.fault for each in cache.stored()] == [""] * 3
+
+
+def test_node_that_starts_anew_takes_over_what_its_killed_process_had_claimed(start, node, path, fresh_service):
+    died = start(COMPILING, path, 1, env=node(0))
+    assert died.stdout.readline() == "stopped\n"
+    died.kill()
+    died.wait()
+    assert len(list((fresh_service / "claims").iterdir())) == 1
+    again = start(GET_SEVERAL, path, 1e9, env=node(0))
+    say(again)
+    told = json.loads(again.communicate(timeout=300)[0].splitlines()[-1])
+    assert told["compiled"] == 3
+
+
+WARM = """
+import sys
+from rwkv_jit import cli, commands  # what takes long
+import torch, rwkv_jit.demo
+print("ready", flush=True)
+sys.stdin.readline()
+sys.exit(cli.main(sys.argv[1:]))
+"""
+WHAT = ("--op", "wkv7", "--head-size", "8,16", "--dtype", "fp32", "--direction", "forward", "--arch", "sm_90")
+
+
+def test_warm_under_torchrun_compiles_each_kernel_once_in_all(start, node, run, monkeypatch):
+    told = run_ranks(start, node, WARM, "warm", *WHAT, "--json")
+    names = [[(each["name"], str(each["parameters"])) for each in rank["kernels"]] for rank in told]
+    assert names[0] == names[1] == names[2] == names[3] != []
+    for number, name in enumerate(names[0]):
+        origins = sorted(rank["kernels"][number]["origin"] for rank in told)
+        assert origins == ["compiled", "disk", "disk", "disk"], name
+    assert len(cache.entries()) == len(names[0])
+    for rank, ending in (("0", f"{len(names[0])} kernels in {env.cache_dir()}"), ("3", "")):
+        monkeypatch.setenv("RANK", rank)
+        code, printed, _ = run("warm", *WHAT)
+        assert (code, bool(printed), ending in printed) == (0, bool(ending), True)
 
 
 # ---- forks -------------------------------------------------------------------------------------------------------

@@ -255,7 +255,9 @@ def test_directory_that_is_there_is_checked_and_left_as_it_is(tmp_path, give_awa
     path.mkdir()
     path.chmod(0o750)
     files.make_directory(path)
-    assert mode(path) == 0o750
+    files.make_folder(path / "sm_90")
+    files.publish(path / "file", b"data")
+    assert [mode(each) for each in (path, path / "sm_90", path / "file")] == [0o750, 0o700, 0o600]
     path.chmod(0o770)
     with pytest.raises(files.UntrustedError, match="can be written by others"):
         files.make_directory(path)
@@ -347,13 +349,15 @@ def test_files_and_empty_folders_are_deleted(tree):
     assert not (tree / NAME).exists()
     with pytest.raises(FileNotFoundError):
         files.delete(tree, NAME)
-    files.delete(tree, "sm_90")
+    with pytest.raises(OSError, match="directory"):
+        files.delete(tree, "sm_90")
+    files.delete_folder(tree, "sm_90")
     assert list(tree.iterdir()) == []
 
 
 def test_folder_with_something_in_it_is_not_deleted(tree):
     with pytest.raises(OSError, match="not empty"):
-        files.delete(tree, "sm_90")
+        files.delete_folder(tree, "sm_90")
     assert (tree / NAME).exists()
 
 

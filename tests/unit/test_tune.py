@@ -291,7 +291,7 @@ def test_choices_are_read_as_they_were_stored():
     assert {(each.origin, each.fault) for each in choices.listed()} == {("tuned", "")}
     assert choices.of(0) == (make(), make(training=False))
     assert stat.S_IMODE(choices.path().stat().st_mode) == 0o600
-    assert not list(choices.path().parent.glob(".*"))
+    assert not list(choices.path().parent.glob(".*.tmp"))
 
 
 def test_what_was_measured_replaces_its_own_and_nothing_else():
