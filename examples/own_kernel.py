@@ -6,6 +6,7 @@ Compiles it for this GPU, launches it on torch tensors, and prints its error aga
 of the same in torch. Without a GPU it is compiled for sm_90.
 """
 
+import argparse
 import math
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def milliseconds(run, repeats: int = 50) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     template = rwkv_jit.Template(Path(__file__).with_name("token_shift.cu"))
     on_gpu = rwkv_jit.is_available()
     for dtype, width in ((torch.float32, 4), (torch.bfloat16, 8)):  # 16 bytes at once

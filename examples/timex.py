@@ -1,8 +1,14 @@
 """A TimeX layer learns a filter: given inputs and what an unknown filter made of them, w comes close to it.
 
-The filter is as long as the sequence, so that every output depends on all inputs before it. Runs on a GPU where there
-is one; the CPU takes a few seconds.
+    python examples/timex.py [--steps N] [--plot FILE]
+
+The filter is as long as the sequence, so that every output depends on all inputs before it. Prints the loss and the
+error of the filter, and with --plot draws what was learned beside what was to be learned. Runs on a GPU where there is
+one; the CPU takes a few seconds.
 """
+
+import argparse
+import sys
 
 import torch
 
@@ -21,7 +27,8 @@ class TimeX(torch.nn.Module):
         return rwkv_jit.timex(self.w, x)
 
 
-def main(steps=60):
+def learn(steps):
+    """Return the filter that was to be learned, and the one that was."""
     torch.manual_seed(0)
     device = "cuda" if rwkv_jit.is_available() else "cpu"
     batch, channels, tokens = 16, 8, 48
@@ -38,8 +45,36 @@ def main(steps=60):
         optimizer.step()
         if step % 20 == 0:
             print(f"step {step:3d}  loss {loss.item():.5f}")
-    error = float((layer.w.detach() - wanted).norm() / wanted.norm())
+    return wanted, layer.w.detach()
+
+
+def draw(figure, wanted, learned, path):
+    """Save both filters of the slowest and the fastest channel."""
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, channel in zip(axes, (0, -1), strict=True):
+        for each, label, style in ((wanted, "to be learned", "-"), (learned, "learned", "--")):
+            axis.plot(each[channel].flip(-1).cpu(), style, label=label)
+        axis.set(title=f"channel {channel % len(wanted)}", xlabel="tokens ago")
+    axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    print(f"filters: {path}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="default: 60")
+    parser.add_argument("--plot", metavar="FILE", help="draw the filters, e.g. filters.png")
+    options = parser.parse_args()
+    if options.plot:
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            sys.exit("--plot needs matplotlib: pip install matplotlib tqdm")
+    wanted, learned = learn(options.steps)
+    error = float((learned - wanted).norm() / wanted.norm())
     print(f"relative error of the filter: {error:.3f}")
+    if options.plot:
+        draw(Figure(figsize=(8, 3.2), layout="tight"), wanted, learned, options.plot)
     return error
 
 

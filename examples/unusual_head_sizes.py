@@ -9,17 +9,24 @@ gradient. Without a GPU the kernels are compiled for sm_90 and the errors are th
 """
 
 import argparse
+import logging
 import os
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.nn.functional import normalize, softplus
-from tqdm import tqdm
 
 import rwkv_jit
 from rwkv_jit import kernel
+
+try:
+    import matplotlib
+    from tqdm import tqdm
+except ImportError as missing:
+    sys.exit(f"this example needs {missing.name}: pip install matplotlib tqdm")
 
 HEAD_SIZES = (8, 16, 24, 32, 40, 48, 64, 80, 96, 100, 128, 256)
 QUICK_HEAD_SIZES = (8, 40, 64, 100)
@@ -69,8 +76,6 @@ def errors(op: str, head_size: int, dtype: torch.dtype, device: str) -> tuple[fl
 
 def draw(records: list[dict], head_sizes: tuple[int, ...], title: str, path: str) -> None:
     """Save the errors as a heat map: a row per head size, a column per op, dtype and result."""
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -109,6 +114,7 @@ def main() -> None:
     records = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RWKVJIT_CACHE_DIR"] = folder
+        logging.getLogger("rwkv_jit").setLevel(logging.ERROR)  # nothing of this folder, which is soon gone
         rwkv_jit.specialize("wkv6", 1, arch=arch)  # loads NVRTC, which is not what is measured
         for size, op, name in tqdm(cases, unit="kernel pair"):
             cold, warm = compile_ms(op, size, DTYPES[name], arch)

@@ -5,12 +5,15 @@
 Runs the kernels where there is a GPU, and the reference in plain torch where there is none.
 """
 
+import argparse
+
 import torch
 
 import rwkv_jit
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     device = "cuda" if rwkv_jit.is_available() else "cpu"
     B, T, H, K, V = 2, 96, 4, 48, 96
     torch.manual_seed(0)

@@ -5,6 +5,8 @@
 Runs the kernels where there is a GPU, and the reference in plain torch where there is none.
 """
 
+import argparse
+
 import torch
 from torch.nn.functional import normalize, softplus
 
@@ -12,6 +14,7 @@ import rwkv_jit
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     device = "cuda" if rwkv_jit.is_available() else "cpu"
     B, T, H, N = 2, 96, 4, 40
     torch.manual_seed(0)

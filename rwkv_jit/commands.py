@@ -383,7 +383,7 @@ def _is_meant(each: cache.Stored, given: str) -> bool:
 
 def _show_manifests(result: dict[str, Any]) -> None:
     for entry in result["entries"]:
-        print(f"{entry['path']}: {entry['state']}")
+        report.say(f"{entry['path']}: {entry['state']}")
         report.table((), [(name, _text(value)) for name, value in entry["manifest"].items()])
 
 

@@ -336,6 +336,28 @@ def test_guarded_calls_ask_for_no_kernel_that_warm_has_not_made(op, w_dtype, dec
     assert ({f"{stem}_segment", f"{stem}_join"} <= names) == (head_size <= 128)
 
 
+@pytest.mark.parametrize(("keys", "values"), [(8, 16), (64, 96), (64, 136), (192, 64), (300, 512)])
+@pytest.mark.parametrize("op", ["wkv5", "wkv7", "gla"])
+def test_calls_with_other_values_ask_for_no_kernel_that_warm_has_not_made(op, keys, values, wanted):
+    made = [
+        request
+        for way in ("forward", "backward")
+        for request in runtime.call_requests(
+            op, keys, torch.bfloat16, "sm_90", way, None, None, None, torch.float32, None, value_size=values
+        )
+    ]
+    of = runtime.OPS[op]
+    for heads, tokens in ((1, 64), (64, 64), (1, 2048), (64, 20)):
+        k, v = (torch.zeros(1, tokens, heads, size, dtype=torch.bfloat16) for size in (keys, values))
+        given = [v if name == "v" else k if name in of.streamed else k[0, 0] for name in of.names]
+        function = getattr(rwkv_jit, op)
+        function(*given)
+        given = [each.clone().requires_grad_() for each in given]
+        torch.autograd.grad(function(*given)[0].sum(), given)
+    assert wanted
+    assert asked(wanted).items() <= asked(made).items()
+
+
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("state_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("op", runtime.OPS)
