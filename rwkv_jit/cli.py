@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _DTYPES = ("bf16", "fp16", "fp32")
+_DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` checks"
 _CHUNKED_OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 _OPS = ("wkv4", *_CHUNKED_OPS, "timex")
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     build = _add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle")
     _add_build(build)
     build.add_argument("-o", "--output", metavar="FILE", help="the bundle to write (default: into the cache)")
+    build.add_argument("--digest", action="store_true", help=_DIGEST)
     _add_build(_add(commands, "warm", "compile kernels into the cache, each once, whatever ranks ask for it at once"))
     _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
     summary = "look after the kernels on disk"
@@ -174,7 +176,10 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=_list_of(kind), action="extend", metavar="LIST", help=help, **more)
 
     parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
-    add("--op", ", ".join(_OPS), required=True)
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--op", type=_list_of(str), action="extend", metavar="LIST", help=", ".join(_OPS))
+    text = "the ops, sizes and dtype of this model: a checkpoint (.pth, .safetensors) or its config.json"
+    of.add_argument("--model", metavar="FILE", help=text)
     add("--head-size", "K, from 1; for all ops but wkv4 and timex", _size)
     add("--value-size", "V (default: the head size)", _size)
     add("--tokens", "T, for timex alone", _size)
@@ -225,7 +230,10 @@ def _add_cache(commands: Any) -> None:
     export.add_argument("file", help="the bundle")
     for option in ("--op", "--arch"):
         export.add_argument(option, type=_list_of(str), action="extend", metavar="LIST", help="only these")
-    _add(commands, "import", "copy bundles into the user's directory").add_argument("files", nargs="+", metavar="file")
+    export.add_argument("--digest", action="store_true", help=_DIGEST)
+    imported = _add(commands, "import", "copy bundles into the user's directory")
+    imported.add_argument("files", nargs="+", metavar="file")
+    imported.add_argument("--digest", type=_sha256, metavar="HEX", help="refuse any file of another SHA-256, unread")
 
 
 def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -242,6 +250,12 @@ def _dtype(text: str) -> str:
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
     return text
+
+
+def _sha256(text: str) -> str:
+    if len(text) != 64 or not set(text.lower()) <= set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"expected the 64 hexadecimal digits that --digest printed, got {text!r}")
+    return text.lower()
 
 
 def _megabytes(text: str) -> float:

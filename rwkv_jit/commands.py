@@ -115,9 +115,11 @@ def tune(parsed: argparse.Namespace) -> Outcome:
 
 def info(parsed: argparse.Namespace) -> Outcome:
     """Return what belongs in a bug report."""
-    from rwkv_jit import runtime
+    from rwkv_jit import kernel_wheels, runtime
 
-    return {"cache": runtime.cache_info(), "environment": runtime.env_report()}, _show_sections
+    found = {"cache": runtime.cache_info(), "environment": runtime.env_report()}
+    wheels = {wheel.name: wheel.text for wheel in (kernel_wheels.listed() if env.cache_is_on() else ())}
+    return found | ({"wheels of kernels": wheels} if wheels else {}), _show_sections
 
 
 def _show_sections(result: dict[str, Any]) -> None:
@@ -139,13 +141,17 @@ def _text(value: object) -> str:
 
 def build(parsed: argparse.Namespace) -> Outcome:
     """Compile kernels, once everything that can be wrong beforehand has been checked."""
-    from rwkv_jit import compiler, identity
+    from rwkv_jit import compiler, identity, models
 
+    if parsed.model:
+        models.fill(parsed)
     requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
     if not requests:
         raise ValueError("--tokens: calls of timex with so many run torch.fft, and there is nothing to compile")
     for arch in dict.fromkeys(request.arch for request in requests):
         compiler.target_for(arch, newer=False)  # a bundle for a GPU that is not known is a slip of the pen
+    if parsed.digest and not parsed.output:
+        raise ValueError("--digest: is that of a bundle, which --output names")
     _check_writable(parsed.output, "name a bundle with --output")
     kernels = _compile(requests, alike=parsed.output is not None)
     written = bundle.write(Path(parsed.output), (kernel.entry() for kernel in kernels)) if parsed.output else None
@@ -154,14 +160,8 @@ def build(parsed: argparse.Namespace) -> Outcome:
         "compiler": identity.identity(),
         "path": parsed.output or str(env.cache_dir()),
         "bytes": written,
+        **_digest(parsed, parsed.output),
     }, _show_built
-
-
-def warm(parsed: argparse.Namespace) -> Outcome:
-    """Compile kernels into the cache; of the ranks that torchrun starts the first one prints them."""
-    parsed.output = None
-    result, show = build(parsed)
-    return result, show if os.environ.get("RANK", "0") == "0" else lambda _: None
 
 
 def _asked_for(parsed: argparse.Namespace) -> list[Request]:
@@ -196,6 +196,13 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
                 value_size, tokens, batch,
             )  # fmt: skip
     return found
+
+
+def warm(parsed: argparse.Namespace) -> Outcome:
+    """Compile kernels into the cache; of the ranks that torchrun starts the first one prints them."""
+    parsed.output, parsed.digest = None, False
+    result, show = build(parsed)
+    return result, show if os.environ.get("RANK", "0") == "0" else lambda _: None
 
 
 def _check_writable(output: str | None, otherwise: str) -> None:
@@ -245,6 +252,16 @@ def _show_built(result: dict[str, Any]) -> None:
     report.say(
         f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}"
     )
+    _show_digest(result)
+
+
+def _digest(parsed: argparse.Namespace, path: str) -> dict[str, str]:
+    return {"sha256": bundle.digest(Path(path))} if parsed.digest else {}
+
+
+def _show_digest(result: dict[str, Any]) -> None:
+    if "sha256" in result:
+        print(f"SHA-256 {result['sha256']}")
 
 
 def show(parsed: argparse.Namespace) -> Outcome:
@@ -419,8 +436,12 @@ def cache_export(parsed: argparse.Namespace) -> Outcome:
         wanted = " and ".join(f"{name} {','.join(values)}" for name, values in given if values)
         raise CacheError(f"no stored kernel has {wanted}; `rwkv-jit cache list` shows what there is")
     kernels, size = cache.export(Path(parsed.file), chosen)
-    result = {"path": parsed.file, "kernels": kernels, "bytes": size}
-    return result, lambda _: report.say(f"{kernels} kernels in {parsed.file}, {size} bytes")
+    return {"path": parsed.file, "kernels": kernels, "bytes": size, **_digest(parsed, parsed.file)}, _show_exported
+
+
+def _show_exported(result: dict[str, Any]) -> None:
+    report.say("{kernels} kernels in {path}, {bytes} bytes".format(**result))
+    _show_digest(result)
 
 
 def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Iterable[str] | None) -> bool:
@@ -438,7 +459,9 @@ def _is_of(op: str, manifest: dict[str, Any]) -> bool:
 
 def cache_import(parsed: argparse.Namespace) -> Outcome:
     """Copy bundles into the user's directory."""
-    imported = [{"path": file, "kernels": cache.import_bundle(Path(file))} for file in parsed.files]
+    if parsed.digest and len(parsed.files) > 1:
+        raise ValueError(f"--digest: is that of one bundle, got {len(parsed.files)} files")
+    imported = [{"path": file, "kernels": cache.import_bundle(Path(file), parsed.digest)} for file in parsed.files]
     return {"path": str(env.cache_dir()), "bundles": imported}, _show_imported
 
 

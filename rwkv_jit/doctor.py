@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv_jit import __version__, cache, compiler, cuda, env, identity, kernel, report
+from rwkv_jit import __version__, cache, compiler, cuda, env, identity, kernel, kernel_wheels, report
 from rwkv_jit.cache import files, lock
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 
@@ -238,9 +238,14 @@ def _layers() -> Iterator[Finding]:
     for path, fault in faults.items():
         otherwise = f"repair {path}, delete it, or take it out of RWKVJIT_CACHE_PATH"
         yield Finding("cache layer", "error", *_text_and_mend(fault, otherwise))
+    wheels = kernel_wheels.listed()
     for layer in cache.layers()[1:]:
-        if layer.path not in faults:
+        if layer.path not in faults and layer.path not in {wheel.path for wheel in wheels}:
             yield Finding("cache layer", "ok", f"{layer.path}, {len(layer.names())} kernels")
+    for wheel in wheels:
+        if wheel.path not in faults:
+            mend = "" if wheel.usable else f"install the {wheel.name} of rwkv_jit {__version__}"
+            yield Finding("kernel wheel", "warning" if mend else "ok", f"{wheel.name} {wheel.text}", mend)
 
 
 def _locks() -> Iterator[Finding]:

@@ -82,6 +82,7 @@ def root():
 def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
     """An empty cache and locks of the test's own, and a process that has compiled, counted and said nothing yet."""
     from rwkv_jit import cuda, env, identity, kernel, stats, template
+    from rwkv_jit.cache import installed
 
     for name in env.DESCRIPTIONS:
         monkeypatch.delenv(name, raising=False)
@@ -91,6 +92,7 @@ def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(stats, "_counters", stats.Counters())
     monkeypatch.setattr(stats, "_hooks", {})
+    monkeypatch.setattr(installed, "_left_aside", True)  # whatever wheels of kernels this environment has
 
     def forget():
         kernel.forget()  # and what the cache remembers

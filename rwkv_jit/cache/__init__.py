@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: the user's directory, bundles imported there, and what RWKVJIT_CACHE_PATH names.
+"""The cache of compiled kernels: the user's directory, imported bundles, RWKVJIT_CACHE_PATH, and what pip installed.
 
 Layers are asked in this order. Whatever does not read back exactly as it was written, or may have been written by
 someone else, is a miss with one warning; the next compile replaces it in the user's directory.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rwkv_jit import env, stats
-from rwkv_jit.cache import bundle, claim, entry, files, lock, owned
+from rwkv_jit.cache import bundle, claim, entry, files, installed, lock, owned
 from rwkv_jit.cache.bundle import Bundle
 from rwkv_jit.cache.entry import Compiled, Resources, file_name, key, pack
 from rwkv_jit.errors import CacheError
@@ -82,9 +82,14 @@ class Directory:
 
 def layers() -> tuple[Layer, ...]:
     """Return the places to read from, in order."""
-    if not env.cache_is_on():
-        return ()
-    return _layers(env.cache_dir(), tuple(env.cache_path()))
+    return tuple(_in_turn())
+
+
+def _in_turn() -> Iterator[Layer]:
+    """Yield the places to read from; what pip installed is looked for only where all others have not what is wanted."""
+    if env.cache_is_on():
+        yield from _layers(env.cache_dir(), tuple(env.cache_path()))
+        yield from _installed()
 
 
 @cache
@@ -101,9 +106,25 @@ def _layers(users: Path, more: tuple[Path, ...]) -> tuple[Layer, ...]:
     return tuple(found)
 
 
+@cache
+def _installed() -> tuple[Layer, ...]:
+    found = []
+    for distribution in installed.distributions():
+        try:
+            found.append(installed.bundle(distribution))
+        except CacheError as error:
+            stats.say_once(f"kernels of {distribution.name} are not read: {error}")
+    return tuple(found)
+
+
 def unreadable() -> dict[Path, str]:
     """Return the bundles and directories that should be read from but cannot be, and why."""
     found = {}
+    for distribution in installed.distributions():
+        try:
+            installed.bundle(distribution)
+        except CacheError as error:
+            found[distribution.path] = str(error)
     for path in (*_imported(env.cache_dir()), *env.cache_path()):
         try:
             if os.path.isdir(path):
@@ -126,15 +147,20 @@ def _imported(users: Path) -> list[Path]:
     return files.find(folder, "*.bundle") if os.path.isdir(folder) else []  # matching costs more than a kernel's read
 
 
-def compilers() -> list[str]:
-    """Return the compilers that bundles and shared directories announce."""
-    return list(dict.fromkeys(name for layer in layers() for name in layer.compilers()))
+def compilers() -> Iterator[str]:
+    """Yield the compilers that bundles and shared directories announce, each once."""
+    found: set[str] = set()
+    for layer in _in_turn():
+        for name in layer.compilers():
+            if name not in found:
+                found.add(name)
+                yield name
 
 
 def get(name: str, arch: str, digest: str) -> tuple[Compiled, str] | None:
     """Return a stored kernel and the origin of the layer that has it, or None."""
     file = entry.file_name(name, arch, digest)
-    for layer in layers():
+    for layer in _in_turn():
         data = layer.read(file)
         if data is None:
             continue
@@ -497,15 +523,17 @@ def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
     return len(found), bundle.write(path, found.items())
 
 
-def import_bundle(path: Path) -> int:
+def import_bundle(path: Path, digest: str | None = None) -> int:
     """Copy a bundle into the user's directory once all of it has been checked; return how many kernels it holds.
+
+    With a `digest`, its SHA-256, no other one is looked at.
 
     Raises
     ------
     CacheError
         It is not an intact bundle, or the directory cannot be written.
     """
-    found = Bundle(path).entries()
+    found = Bundle(path, digest=digest).entries()
     if not env.cache_is_on():
         raise CacheError("RWKVJIT_CACHE=0 turns the cache off: unset it to import a bundle")
     data = bundle.pack(found)
@@ -522,6 +550,7 @@ def import_bundle(path: Path) -> int:
 def forget() -> None:
     """Look at directories and bundles anew."""
     _layers.cache_clear()
+    _installed.cache_clear()
     _used.clear()
 
 

@@ -16,6 +16,7 @@ import struct
 import time
 import zipfile
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,14 +46,22 @@ def pack(entries: Mapping[str, bytes]) -> bytes:
 
 
 class Bundle:
-    """One bundle as a layer of the cache; opened when it is made, and read as it was then."""
+    """One bundle as a layer of the cache; opened when it is made, and read as it was then.
+
+    Those who may write what is `like` are trusted with the bundle too. With a `digest`, which is that of `digest`,
+    nothing of any other file is looked at.
+    """
 
     origin = "bundle"
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, like: os.stat_result | None = None, digest: str | None = None):
         self.path = path
+        self._like = like
         try:
             file = self._open()
+            found = digest and _sha256(file)
+            if found != digest:
+                raise CacheError(f"{path} is another bundle: expected one of SHA-256 {digest}, it has {found}")
             _check_table(file)
             self._archive = zipfile.ZipFile(file)
             for member in self._archive.infolist():
@@ -61,6 +70,8 @@ class Bundle:
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}, not {_FORMAT!r}")
             self._compilers = [str(name) for name in about["compilers"]]
+        except CacheError:
+            raise
         except OSError as error:
             raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # zipfile raises a dozen kinds on damaged files
@@ -71,11 +82,11 @@ class Bundle:
         flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in names)
         if self.path.is_symlink():
             raise files.UntrustedError(f"{self.path} is a symbolic link; name what it leads to instead")
-        files.check_directory(self.path.parent, sticky_is_safe=True)
+        files.check_directory(self.path.parent, sticky_is_safe=True, like=self._like)
         handle = os.open(self.path, flags)
         try:
             status = os.fstat(handle)
-            files.check(self.path, status)
+            files.check(self.path, status, like=self._like)
             if not stat.S_ISREG(status.st_mode):
                 raise files.UntrustedError(f"{self.path} is not a file")
             return os.fdopen(handle, "rb")
@@ -120,6 +131,20 @@ class Bundle:
                 raise CacheError(f"{self.path} is not an intact rwkv_jit bundle: {name} is {error}") from error
             found[name] = data
         return found
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a bundle, by which others can tell it from all others."""
+    with path.open("rb") as file:
+        return _sha256(file)
+
+
+def _sha256(file: BinaryIO) -> str:
+    found = sha256()
+    while block := file.read(1 << 20):
+        found.update(block)
+    file.seek(0)
+    return found.hexdigest()
 
 
 def _check_table(file: BinaryIO) -> None:

@@ -27,8 +27,16 @@ class UntrustedError(OSError):
     """A file or directory that someone else may have written: what is wrong, and how to mend it."""
 
 
-def check(path: str | Path, status: os.stat_result, sticky_is_safe: bool = False, is_private: bool = False) -> None:
+def check(
+    path: str | Path,
+    status: os.stat_result,
+    sticky_is_safe: bool = False,
+    is_private: bool = False,
+    like: os.stat_result | None = None,
+) -> None:
     """Check owner and mode of what was opened; RWKVJIT_CACHE_SHARED does not reach what `is_private`.
+
+    Those who may write what is `like` are trusted with this too.
 
     Raises
     ------
@@ -37,9 +45,10 @@ def check(path: str | Path, status: os.stat_result, sticky_is_safe: bool = False
     """
     if not _HAS_MODES:
         return
-    is_own = status.st_uid in (os.getuid(), 0)
+    is_own = status.st_uid in (os.getuid(), 0) or (like is not None and status.st_uid == like.st_uid)
+    known_writers = like.st_mode if like is not None and status.st_gid == like.st_gid else 0
     # In a directory like /tmp nobody can replace what another user put there.
-    others_write = status.st_mode & 0o022 and not (sticky_is_safe and status.st_mode & stat.S_ISVTX)
+    others_write = status.st_mode & ~known_writers & 0o022 and not (sticky_is_safe and status.st_mode & stat.S_ISVTX)
     if (is_own and not others_write) or (env.cache_is_shared() and not is_private):
         return
     otherwise = "" if is_private else ", or trust it: RWKVJIT_CACHE_SHARED=1"
@@ -151,7 +160,9 @@ def _remove(root: Path, name: str, how: Callable[..., None]) -> None:
         how(last, dir_fd=folder)
 
 
-def check_directory(path: Path, sticky_is_safe: bool = False, is_private: bool = False) -> None:
+def check_directory(
+    path: Path, sticky_is_safe: bool = False, is_private: bool = False, like: os.stat_result | None = None
+) -> None:
     """Check a directory by its name: one that is to be written to, or whose files must not be replaced.
 
     Raises
@@ -166,7 +177,7 @@ def check_directory(path: Path, sticky_is_safe: bool = False, is_private: bool =
         raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead")
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
-    check(path, status, sticky_is_safe, is_private)
+    check(path, status, sticky_is_safe, is_private, like)
 
 
 def make_directory(path: Path, is_private: bool = False) -> None:

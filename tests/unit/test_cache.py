@@ -382,7 +382,7 @@ def test_compilers_are_announced_by_bundles_and_other_directories_but_not_by_the
     bundle.write(tmp_path / "kernels.bundle", [made[:2]])
     parts = [str(tmp_path / "kernels.bundle"), str(tmp_path / "more")]
     monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(parts))
-    assert cache.compilers() == ["12.9 0123abcd", "of a directory"]
+    assert list(cache.compilers()) == ["12.9 0123abcd", "of a directory"]
 
 
 def test_entries_are_shown_with_what_is_wrong_with_them(tmp_path, fill, monkeypatch):

@@ -417,8 +417,8 @@ def test_bundle_that_is_swapped_once_it_has_been_opened_is_not_read(three, make_
     path, really_check = write(bundle.pack(three)), bundle.files.check
     wrong = write(bundle.pack(dict([make_entry(9)[:2]])), "wrong.bundle")
 
-    def check(checked, *more):
-        really_check(checked, *more)
+    def check(checked, *more, **named):
+        really_check(checked, *more, **named)
         if checked == path and wrong.exists():
             wrong.replace(path)
 

@@ -606,16 +606,16 @@ def test_counts_of_many_threads_add_up():
 
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
-IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.lock", "cache.owned"}
+IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.installed", "cache.lock", "cache.owned"}
 BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "forks", "identity", "stats", "template"}
 BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "reference"}
 BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
 BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
 SHARED_OPS = {
     "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.flops", "ops.gated", "ops.gated_groups",
-    "ops.gated_scan", "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.plain", "ops.prepared", "ops.recording",
-    "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.sharding", "ops.split", "ops.timex_launches",
-    "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
+    "ops.gated_scan", "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.plain", "ops.prepared",
+    "ops.recording", "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.sharding", "ops.split",
+    "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
 IN_BENCH = {
     "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
@@ -641,7 +641,10 @@ MAY_IMPORT = {
     "cache.claim": {"env", "stats", "cache.files", "cache.lock"},
     "cache.owned": {"cache.files"},
     "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
+    "cache.installed": {"stats", "cache.bundle"},
     "cache": {"env", "errors", "stats", *IN_CACHE},
+    "kernel_wheels": {"cache", "compiler", "errors", "template", "cache.entry", "cache.installed"},
+    "models": {"errors"},
     "identity": {"cache", "cuda", "env"},
     "compiler": {"cache", "cuda", "env", "errors", "forks", "identity", "stats", "template"},
     "kernel": BELOW_KERNEL,
@@ -719,8 +722,8 @@ MAY_IMPORT = {
     "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "demo": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"runtime", "demo", "report"},
+    "demo": BELOW_OPS | ALL_OPS | {"cache.installed", "runtime", "bench", "report"},
+    "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"kernel_wheels", "runtime", "demo", "report"},
     "commands": (
         BELOW_OPS
         | ALL_OPS
@@ -731,7 +734,9 @@ MAY_IMPORT = {
             "bench.record",
             "profiling",
             "history",
+            "kernel_wheels",
             "latency",
+            "models",
             "tune",
             "demo",
             "doctor",
@@ -744,8 +749,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {
-    "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "tune", "demo", "doctor",
-    *ALL_OPS, *IN_BENCH,
+    "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "models", "tune", "demo",
+    "doctor",    *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
 

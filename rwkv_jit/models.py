@@ -1,0 +1,297 @@
+"""What kernels a model calls: read from its checkpoint, of which only names and shapes, or from its description.
+
+Nothing that a file holds is run: a pickle is read by torch with `weights_only`, safetensors' header is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rwkv_jit.errors import UnsupportedConfigError
+
+_MOST_JSON = 100 << 20  # bytes, as safetensors has it
+_NAMES_SHOWN = 12
+# What a checkpoint may call the dtypes that kernels have: torch's repr, safetensors, and descriptions.
+_DTYPES = {
+    "bf16": ("torch.bfloat16", "BF16", "bfloat16"),
+    "fp16": ("torch.float16", "F16", "float16"),
+    "fp32": ("torch.float32", "F32", "float32"),
+}
+
+
+class Model(NamedTuple):
+    """What decides which kernels a model's calls take. wkv4 has no heads; a dtype that kernels lack is None."""
+
+    op: str
+    head_size: int | None
+    value_size: int | None
+    dtype: str | None
+    decays: tuple[str | None, ...] = (None,)  # None is the op's own
+    state_layout: str | None = None
+
+
+class _Tensor(NamedTuple):
+    """What a checkpoint says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def fill(asked: argparse.Namespace) -> None:
+    """Fill in what a command line asks for by `--model` alone; what it says of the calls goes before the model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It says twice what the model is, or the model's dtype is none that kernels have.
+    UnsupportedConfigError
+        As `read`.
+    """
+    for name in ("head_size", "value_size"):
+        if getattr(asked, name):
+            raise ValueError(f"--{name.replace('_', '-')}: does not go with --model, which says it")
+    model = read(Path(asked.model))
+    if not asked.dtype and model.dtype is None:
+        raise TypeError(f"--dtype: {asked.model} has none that kernels have; name one of {', '.join(_DTYPES)}")
+    asked.op = [model.op]
+    asked.head_size = None if model.head_size is None else [model.head_size]
+    asked.value_size = None if model.value_size is None else [model.value_size]
+    asked.dtype = asked.dtype or [model.dtype]
+    asked.decay = asked.decay or list(model.decays)
+    asked.state_layout = asked.state_layout or [model.state_layout]
+
+
+def read(path: Path) -> Model:
+    """Read what a model needs.
+
+    Parameters
+    ----------
+    path : Path
+        A checkpoint (.pth, .pt, .bin or .safetensors), a description (.json), or the folder of one (config.json).
+
+    Raises
+    ------
+    ValueError
+        The file cannot be read, is damaged, or of another kind.
+    UnsupportedConfigError
+        It is no model that these ops serve: what was looked for, and what there is.
+    """
+    try:
+        return _read(path / "config.json" if path.is_dir() else path)
+    except OSError as error:
+        raise ValueError(f"--model: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> Model:
+    if path.suffix == ".json":
+        if path.stat().st_size > _MOST_JSON:
+            raise ValueError(f"--model: {path} is no description: it has {path.stat().st_size} bytes")
+        return _described(path, _json(path, path.read_bytes()))
+    if path.suffix == ".safetensors":
+        return _of_tensors(path, _safetensors(path))
+    if path.suffix in (".pth", ".pt", ".bin"):
+        return _of_tensors(path, _pickled(path))
+    raise ValueError(f"--model: expected a .pth, .pt, .bin, .safetensors or .json file or a folder, got {path}")
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def _json(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model: {path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--model: {path} is damaged: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _safetensors(path: Path) -> dict[str, _Tensor]:
+    """Read the header: its length in eight bytes, then JSON."""
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        rest = path.stat().st_size - 8
+        if len(head) < 8 or length > min(rest, _MOST_JSON):
+            raise ValueError(f"--model: {path} is damaged: its header has {length} bytes, of the file {rest} are left")
+        header = _json(path, file.read(length))
+    try:
+        return {
+            name: _Tensor(tuple(map(int, about["shape"])), str(about["dtype"]))
+            for name, about in header.items()
+            if name != "__metadata__"
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--model: {path} is damaged: {error!r} in its header") from error
+
+
+def _pickled(path: Path) -> dict[str, _Tensor]:
+    """Read names and shapes; the tensors' data stay on disk, where the file is one of torch 1.6 or later."""
+    import torch
+
+    with path.open("rb") as file:
+        can_be_mapped = file.read(4) == b"PK\3\4"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
+    except OSError:
+        raise
+    except Exception as error:  # the unpickler raises a dozen kinds, and its texts ask to trust the file
+        raise ValueError(
+            f"--model: {path} is damaged, or holds more than tensors: torch.load(weights_only=True) refuses it"
+        ) from error
+    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping):
+        raise ValueError(f"--model: {path}: expected tensors by their names, got {type(found).__name__}")
+    return {
+        str(name): _Tensor(tuple(x.shape), str(x.dtype)) for name, x in found.items() if isinstance(x, torch.Tensor)
+    }
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------
+
+_OF_LAYER = re.compile(r"(?:^|\.)(?:blocks|layers)\.\d+\.(?:att|attn|attention)\.(.+)")
+
+
+def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
+    """Return what the attention of the first layer that has one says: RWKV's names, or those of FLA."""
+    layer: dict[str, _Tensor] = {}
+    for name, tensor in tensors.items():
+        if match := _OF_LAYER.search(name):
+            layer.setdefault(match[1], tensor)
+    for find in (_rwkv7, _rwkv6, _fla_rwkv6, _rwkv5, _rwkv4):
+        model = find(layer)
+        if model is not None:
+            return model
+    names = list(layer) or list(tensors)
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    raise UnsupportedConfigError(
+        f"--model: {path} is of no RWKV: its layers have neither r_k (RWKV-7), time_maa_x or bonus (6), time_faaaa (5) "
+        f"nor time_first (4), but {shown or 'no tensors'}; of other models name the config.json"
+    )
+
+
+def _rwkv7(layer: Mapping[str, _Tensor]) -> Model | None:
+    sizes = _shape(layer, "r_k", 2)
+    if sizes is None:
+        return None
+    if "k_proj.weight" in layer:  # FLA's
+        value_size = _columns(layer, "v_proj.weight", sizes[0])
+        return Model("wkv7", sizes[1], value_size or sizes[1], _dtype(layer, "k_proj.weight"), ("log",), "kv")
+    return Model("wkv7", sizes[1], sizes[1], _dtype(layer, "key.weight"), ("raw", "sigmoid"))
+
+
+def _rwkv6(layer: Mapping[str, _Tensor]) -> Model | None:
+    sizes = _shape(layer, "time_faaaa", 2)
+    if sizes is None or not any(name.startswith("time_maa_") for name in layer):
+        return None
+    return Model("wkv6", sizes[1], sizes[1], _dtype(layer, "key.weight"))
+
+
+def _fla_rwkv6(layer: Mapping[str, _Tensor]) -> Model | None:
+    sizes = _shape(layer, "bonus", 2)
+    if sizes is None:
+        return None
+    value_size = _columns(layer, "v_proj.linear.weight", sizes[0])
+    return Model("wkv6", sizes[1], value_size or sizes[1], _dtype(layer, "k_proj.linear.weight"), ("log",), "kv")
+
+
+def _rwkv5(layer: Mapping[str, _Tensor]) -> Model | None:
+    """RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head."""
+    decay, key = layer.get("time_decay"), layer.get("key.weight")
+    if decay is None or key is None or "ln_x.weight" not in layer or not decay.shape or not key.shape:
+        return None
+    heads = decay.shape[0]
+    if heads < 1 or key.shape[0] % heads:
+        return None
+    return Model("wkv5", key.shape[0] // heads, key.shape[0] // heads, _dtype(layer, "key.weight"))
+
+
+def _rwkv4(layer: Mapping[str, _Tensor]) -> Model | None:
+    decay, first = layer.get("time_decay"), layer.get("time_first")
+    if decay is None or first is None or math.prod(decay.shape) != math.prod(first.shape):
+        return None
+    return Model("wkv4", None, None, _dtype(layer, "key.weight"))
+
+
+def _shape(layer: Mapping[str, _Tensor], name: str, dimensions: int) -> tuple[int, ...] | None:
+    found = layer.get(name)
+    return found.shape if found is not None and len(found.shape) == dimensions and min(found.shape) > 0 else None
+
+
+def _columns(layer: Mapping[str, _Tensor], name: str, heads: int) -> int | None:
+    """Return the size of a head in the result of a projection."""
+    found = _shape(layer, name, 2)
+    return found[0] // heads if found is not None and found[0] % heads == 0 else None
+
+
+def _dtype(layer: Mapping[str, _Tensor], name: str) -> str | None:
+    return _kernels_dtype(layer[name].dtype) if name in layer else None
+
+
+def _kernels_dtype(name: object) -> str | None:
+    return next((dtype for dtype, names in _DTYPES.items() if name in names), None)
+
+
+# ---- descriptions ------------------------------------------------------------------------------------------------
+
+_OPS = {
+    "rwkv": "wkv4", "rwkv5": "wkv5", "rwkv6": "wkv6", "rwkv7": "wkv7", "gla": "gla", "linear_attn": "linear_attention",
+}  # fmt: skip
+
+
+def _described(path: Path, config: Mapping[str, Any]) -> Model:
+    kind = config.get("model_type")
+    op = _OPS.get(kind) if isinstance(kind, str) else None
+    if op is None:
+        names = ", ".join(sorted(config)[:_NAMES_SHOWN]) or "nothing"
+        raise UnsupportedConfigError(
+            f"--model: {path}: expected a model_type of {', '.join(_OPS)}, got {kind!r} among {names}"
+        )
+    dtype = _kernels_dtype(str(config.get("torch_dtype", config.get("dtype"))).removeprefix("torch."))
+    if op == "wkv4":
+        return Model(op, None, None, dtype)
+    if "head_size" in config:  # RWKV's own; FLA's descriptions have none
+        size = _whole(path, config, "head_size")
+        return Model(op, size, size, dtype, ("raw", "sigmoid") if op == "wkv7" else (None,))
+    of_fla: dict[str, Any] = {"decays": ("log",), "state_layout": "kv"} if op in ("wkv6", "wkv7") else {}
+    of_op = ("head_dim",) if op == "wkv7" else ("num_heads", "expand_k", "expand_v")
+    missing = [name for name in ("hidden_size", *of_op) if config.get(name) is None]
+    if missing:
+        raise UnsupportedConfigError(
+            f"--model: {path}: expected head_size, or hidden_size, {', '.join(of_op)}, which FLA's {kind} have; there "
+            f"is no {', '.join(missing)} among {', '.join(sorted(config))}"
+        )
+    hidden = _whole(path, config, "hidden_size")
+    if op == "wkv7":
+        keys, heads = _whole(path, config, "head_dim"), hidden // _whole(path, config, "head_dim")
+        of_layers = config.get("value_dim")  # of all heads, and of each layer where it is a list
+        value_dim = (of_layers[0] if isinstance(of_layers, list) and of_layers else of_layers) or hidden
+        values = _whole(path, {"value_dim": value_dim}, "value_dim") // max(heads, 1)
+    else:
+        heads = _whole(path, config, "num_heads")
+        keys, values = (int(hidden * _factor(path, config, name)) // heads for name in ("expand_k", "expand_v"))
+    if min(keys, values) < 1:
+        raise ValueError(f"--model: {path}: its heads have a size of {keys} and, for v, of {values}")
+    return Model(op, keys, values, dtype, **of_fla)
+
+
+def _whole(path: Path, config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"--model: {path}: expected a whole number of at least 1 as {name}, got {value!r}")
+    return value
+
+
+def _factor(path: Path, config: Mapping[str, Any], name: str) -> float:
+    value = config.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"--model: {path}: expected a number above 0 as {name}, got {value!r}")
+    return value
