@@ -1,6 +1,7 @@
 """README.md and the pages of docs/: what they show runs, what they link is there, what they name exists."""
 
 import ast
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -152,3 +153,34 @@ def test_readme_has_the_two_commands():
         'pip install ".[cuda12]" && rwkv-jit demo\n',
         'pip install ".[cuda12,test]" && pytest\n',
     ]
+
+
+# ---- what was tried ----------------------------------------------------------------------------------------------
+
+_spec = importlib.util.spec_from_file_location("combinations", ROOT / "tools" / "readme_combinations.py")
+combinations = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(combinations)
+
+
+def test_readme_shows_the_torch_versions_that_were_tried():
+    """Else: python tools/readme_combinations.py."""
+    text = read("README.md")
+    assert text.count("<!-- combinations -->") == 1
+    assert combinations.filled(text, combinations.recorded()) == text
+
+
+def test_table_of_combinations():
+    results = {
+        "2.6.0": {"torch": "2.6.0+cu124", "extra": "cuda12", "python": "3.12.3", "cupy": "14.2", "nvrtc": "12.4.127",
+                  "install": "passed", "trace": "failed"},
+        "2.15.0": {"install": "failed", "trace": "not run"},
+    }  # fmt: skip
+    shown = combinations.filled("a\n<!-- combinations -->\nold\n<!-- /combinations -->\nb\n", results)
+    assert shown == (
+        "a\n<!-- combinations -->\n"
+        "| torch | extra | NVRTC | Python | install | trace |\n| --- | --- | --- | --- | --- | --- |\n"
+        "| 2.6.0+cu124 | cuda12 | 12.4.127 | 3.12.3 | passed | failed |\n"
+        "| 2.15.0 |  |  |  | failed | not run |\n"
+        "<!-- /combinations -->\nb\n"
+    )
+    assert combinations.table({}) == combinations.NONE
