@@ -138,6 +138,12 @@ def test_messages_that_are_explained_are_raised_somewhere():
     assert [message for message in messages if message not in sources] == []
 
 
+def test_contributing_names_every_module():
+    named = re.findall(r"`(?:ops/)?(\w+)`", read("CONTRIBUTING.md"))
+    modules = {path.stem for path in (ROOT / "rwkv_jit").rglob("*.py")} - {"__init__"}
+    assert modules - set(named) == set()
+
+
 # ---- README ------------------------------------------------------------------------------------------------------
 
 
