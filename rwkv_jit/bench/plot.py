@@ -91,7 +91,8 @@ def draw(result: Mapping[str, Any], path: Path | str) -> None:
     about: dict[str, str | None] | None = {"Description": words.digest(result)} if suffix in (".png", ".svg") else None
     if about and suffix == ".svg":
         about["Date"] = None
-    with rc_context({"svg.hashsalt": "bench"}):  # the same file for the same result
+    # The same file for the same result, with text that can be searched.
+    with rc_context({"svg.hashsalt": "bench", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=110, metadata=about)
 
 

@@ -1,4 +1,4 @@
-"""The recorded result: its file, what README.md shows of it, and how two results differ."""
+"""The recorded result: its file, what the pages show of it, and how two results differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rwkv_jit import report
-from rwkv_jit.bench import plot, words
+from rwkv_jit.bench import speedups, words
 from rwkv_jit.bench.result import FORMAT, checkout
 from rwkv_jit.bench.words import Row
 from rwkv_jit.errors import RwkvJitError
 
-NAME, PICTURE, README = "bench.json", "bench.svg", "README.md"
+NAME, PICTURE = "bench.json", "docs/speedups.svg"
+PAGES = ("README.md", "docs/speed.md")  # those that show something of it
 _PACKAGE = Path(__file__).resolve().parents[1]
 _OPENING = re.compile(r"<!-- bench:(\w+) -->")
 _BLOCK = re.compile(r"<!-- bench:(\w+) -->\n((?:(?!<!-- bench:).)*?)<!-- /bench -->", re.DOTALL)
@@ -64,10 +65,10 @@ def read(path: Path | str) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any]) -> Path:
-    """Write a suite's result to the root of the checkout, and what README.md shows of it between its markers.
+    """Write a suite's result to the root of the checkout, and what pages show of it between their markers.
 
-    The picture too, where README.md has a `bench:picture`. The result itself is written first, so that no fault of a
-    README and no missing matplotlib costs a measurement. What was recorded of the service stays.
+    The picture too, where a page has a `bench:picture`. The result itself is written first, so that no fault of a page
+    costs a measurement. What was recorded of the service stays.
 
     Parameters
     ----------
@@ -84,8 +85,8 @@ def write(result: dict[str, Any]) -> Path:
     RwkvJitError
         The package does not run from a checkout.
     ValueError
-        The result is not a GPU's, a row is there twice, README.md names a table that the result does not have or does
-        not close it, or the picture cannot be drawn.
+        The result is not a GPU's, a row is there twice, or a page names a table that the result does not have or does
+        not close it.
     OSError
         A file cannot be written.
     """
@@ -101,7 +102,7 @@ def write(result: dict[str, Any]) -> Path:
 def write_service(costs: dict[str, Any]) -> Path:
     """Write what the service costs, as `rwkv-jit bench --latency --json` prints it on a GPU, to the record there is.
 
-    README.md and its picture follow, as in `write`, and it raises the same.
+    The pages follow, as in `write`, and it raises the same.
 
     Raises
     ------
@@ -118,22 +119,29 @@ def _keep(folder: Path, result: dict[str, Any]) -> Path:
     path = folder / NAME
     _write(path, json.dumps(result, indent=1, default=str) + "\n")
     result = read(path)  # as the test will see it
-    text = (folder / README).read_text(encoding="utf-8")
-    _write(folder / README, fill(text, blocks(result)))
-    if "picture" in _OPENING.findall(text):
-        plot.draw(result, folder / PICTURE)
+    recorded = blocks(result)
+    filled = {page: fill(text, recorded, page) for page, text in _pages(folder).items()}
+    for page, text in filled.items():
+        _write(folder / page, text)
+    if any("picture" in _shown(text, page) for page, text in filled.items()):
+        _write(folder / PICTURE, speedups.picture(result))
     return path
+
+
+def _pages(folder: Path) -> dict[str, str]:
+    """Return the texts of the pages that a checkout has."""
+    return {page: (folder / page).read_text(encoding="utf-8") for page in PAGES if (folder / page).is_file()}
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-# ---- README.md ---------------------------------------------------------------------------------------------------
+# ---- the pages ---------------------------------------------------------------------------------------------------
 
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what README.md shows of a result, by the names of its markers.
+    """Return what pages show of a result, by the names of their markers.
 
     Parameters
     ----------
@@ -143,8 +151,9 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     Returns
     -------
     dict
-        machine : what it was measured on, and how its tables read; picture : the picture's line; service : a table of
-        what the service costs; and a table for each op, by its name.
+        machine : what it was measured on, and how its tables read; picture : the picture's line; speedups : a table of
+        how many times faster than the best peer; service : a table of what the service costs; and a table for each op,
+        by its name.
 
     Raises
     ------
@@ -160,7 +169,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "machine": f"{words.machine(result)}. Medians, with quartiles behind them, of one run in which contestants "
         f"take turns.{floor} Host is the host's part of a call, the smallest of a line; error is relative L2 against "
         "float64, and memory the peak, each the largest of a line.\n",
-        "picture": f"![Times, achieved bandwidth and scaling of the ops]({PICTURE})\n",
+        "picture": f"![{speedups.sentence(result['rows'])}]({PICTURE})\n",
+        "speedups": _lines(speedups.lines(result["rows"])),
     }
     found["service"] = _service(result.get("service"))
     for op in dict.fromkeys(row["op"] for row in result["rows"]):
@@ -212,20 +222,23 @@ def _lines(table: Iterable[Sequence[str]]) -> str:
 
 def _table(rows: list[Row]) -> str:
     """Return a table with a line for each shape and contestant, and a column for each phase."""
+    of_ours = speedups.ours(rows)
     phases = list(dict.fromkeys(row["phase"] for row in rows))
     lines: dict[tuple[str | None, str, str, str], dict[str, Row]] = {}
     for row in rows:
         line = (row["suite"], words.shape(row), row["dtype"], words.contestant(row))
         lines.setdefault(line, {})[row["phase"]] = row
     times = [f"{phase.replace('+', ' + ')} ms" for phase in phases]
-    head = ["shape", "dtype", "by", *times, "host us", "error", "memory MiB"]
+    head = ["shape", "dtype", "by", *times, "rwkv_jit is faster", "host us", "error", "memory MiB"]
     table = [head, ["---"] * len(head)]
     for (_, shape, dtype, contestant), found in lines.items():
         times = [_time(found.get(phase)) for phase in phases]
+        factors = [speedups.times(found[phase], of_ours) for phase in phases if phase in found]
+        faster = ", ".join(speedups.written(factor) for factor in factors if factor is not None)
         host = _of_line(found.values(), "host_us", min, lambda value: f"{value:.1f}")
         error = _of_line(found.values(), "error", max, lambda value: f"{value:.1e}")
         memory = _of_line(found.values(), "peak_mib", max, lambda value: f"{value:.0f}")
-        table.append([shape, dtype, contestant, *times, host, error, memory])
+        table.append([shape, dtype, contestant, *times, faster, host, error, memory])
     text = _lines(table)
     left_out: dict[str, dict[str, None]] = {}  # by what was in the way
     for row in rows:
@@ -255,32 +268,31 @@ def _of_line(
     return written(choose(known)) if known else ""
 
 
-def fill(text: str, blocks: Mapping[str, str]) -> str:
-    """Return a README with what is between its markers replaced.
+def fill(text: str, blocks: Mapping[str, str], page: str) -> str:
+    """Return a page's text with what is between its markers replaced.
 
     Raises
     ------
     ValueError
         A marker is not closed, or names what there is not.
     """
-    shown = _shown(text)
-    for name in shown:
+    for name in _shown(text, page):
         if name not in blocks:
-            raise ValueError(f"{README}: expected bench:{' or bench:'.join(blocks)}, got bench:{name}")
+            raise ValueError(f"{page}: expected bench:{' or bench:'.join(blocks)}, got bench:{name}")
     return _BLOCK.sub(lambda match: f"<!-- bench:{match[1]} -->\n{blocks[match[1]]}<!-- /bench -->", text)
 
 
-def _shown(text: str) -> dict[str, str]:
-    """Return what is between the markers of a README."""
+def _shown(text: str, page: str) -> dict[str, str]:
+    """Return what is between the markers of a page."""
     found = {match[1]: match[2] for match in _BLOCK.finditer(text)}
     for name in _OPENING.findall(text):
         if name not in found:
-            raise ValueError(f"{README}: expected <!-- /bench --> behind <!-- bench:{name} --> and its line, got none")
+            raise ValueError(f"{page}: expected <!-- /bench --> behind <!-- bench:{name} --> and its line, got none")
     return found
 
 
 def disagreements(folder: Path) -> list[str]:
-    """Return in what a folder's README.md and its record disagree; nothing where neither is there.
+    """Return in what a folder's pages and its record disagree; nothing where neither is there.
 
     Parameters
     ----------
@@ -292,16 +304,22 @@ def disagreements(folder: Path) -> list[str]:
     list of str
         A sentence for each.
     """
-    shown = _shown((folder / README).read_text(encoding="utf-8"))
+    shown = {(page, name): part for page, text in _pages(folder).items() for name, part in _shown(text, page).items()}
     if not (folder / NAME).is_file():
-        return [f"{README} shows bench:{name}, and there is no {NAME}" for name in shown]
+        return [f"{page} shows bench:{name}, and there is no {NAME}" for page, name in shown]
     result = read(folder / NAME)
     recorded = blocks(result)
     if not shown:
-        return [f"{README} shows nothing of {NAME}: it has no <!-- bench:{' --> or <!-- bench:'.join(recorded)} -->"]
-    found = [f"bench:{name} of {README} is not that of {NAME}" for name in shown if shown[name] != recorded.get(name)]
-    picture = folder / PICTURE
-    if "picture" in shown and not (picture.is_file() and words.digest(result) in picture.read_text(encoding="utf-8")):
+        return [
+            f"{' and '.join(PAGES)} show nothing of {NAME}: no <!-- bench:{' --> or <!-- bench:'.join(recorded)} -->"
+        ]
+    found = [
+        f"bench:{name} of {page} is not that of {NAME}" for (page, name), part in shown.items()
+        if part != recorded.get(name)
+    ]  # fmt: skip
+    shows_picture = any(name == "picture" for _, name in shown)
+    picture, drawn = folder / PICTURE, speedups.picture(result)
+    if shows_picture and not (picture.is_file() and picture.read_text(encoding="utf-8") == drawn):
         found.append(f"{PICTURE} is not that of {NAME}")
     return found
 

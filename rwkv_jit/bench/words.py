@@ -22,8 +22,9 @@ def shape(row: Row) -> str:
 
 
 def contestant(row: Row) -> str:
-    """Return who did it, and by what."""
-    return f"{row['who']} {row['what']}"
+    """Return who did it, and by what: a backend of ours by the name that calls give it."""
+    what = "split" if (row["who"], row["what"]) == (OURS, "scan") else row["what"]
+    return f"{row['who']} {what}"
 
 
 def obstacle(row: Row) -> str:

@@ -42,8 +42,8 @@ def linear_attention(
         S_t = S_{t-1} + v_t k_t^T;   z_t = z_{t-1} + k_t
         y_t = scale S_t q_t,   with `normalize` y_t = scale S_t q_t / (scale z_t . q_t + 1e-10)
 
-    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
-    equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values
+    (equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -73,18 +73,19 @@ def linear_attention(
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
         cores. Chosen by the head size and the GPU by default, or as `rwkv-jit tune` measured.
     num_threads : int, optional
-        Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; on the tensor cores a multiple of 32 up to 512,
-        and not less than the head sizes ask for, which the error names, while some kernels of the backward have one
-        choice. Chosen by the head size by default, or as tuned where `chunk_len` is not given either.
+        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. The tensor cores take a multiple of 32 up to
+        512, and not less than the head sizes ask for, which the error names; some kernels of the backward have one
+        choice. By default chosen by the head size, or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        "recurrent" are CUDA kernels in float32; "chunked" the tensor cores, for heads that a block holds; "split" runs
-        the chunked kernels on segments of the sequences side by side, or for larger heads others that share a head
-        between blocks; "reference" is plain torch. "auto" takes the reference for tensors that are not on a GPU; the
-        tensor cores for float16 and bfloat16 from sm_80 on, V up to 1024, K up to 256 (on sm_90 1024) and 32 tokens a
-        sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU has the shared memory,
-        split there where there are few heads and no cu_seqlens and T makes 4 segments or more of at least 256 tokens
-        and a multiple of 64, and split for other heads; and the recurrent kernels for everything else. The choice goes
-        by the batch too: name a backend, its chunk_len and num_threads for results that do not.
+        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
+        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
+        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
+        value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it. For
+        float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for K
+        and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads with V
+        up to 1024. Keys above 256 (on sm_90 above 1024) go in parts, whose y are added. Where there are few heads and
+        no cu_seqlens "auto" takes "split" for the smaller ones too, if T makes 4 equal segments or more of at least 256
+        tokens and a multiple of 64. Everything else is for "recurrent".
     normalize : bool, default False
         Whether y is divided by what it would be for values of 1.
 
@@ -128,7 +129,7 @@ def linear_attention(
     kernels they are an error. DTensors may be replicated or sharded over the batch or the heads.
 
     The first call with a head size and dtype compiles for this GPU and stores the result on disk. CPU tensors
-    run the reference, with one notice.
+    run plain torch, with one notice.
 
     References
     ----------

@@ -34,8 +34,8 @@ def wkv5(
 
         y_t = scale (S_{t-1} r_t + (sum_j u_j r_tj k_tj) v_t);   S_t = S_{t-1} diag(d(w)) + v_t k_t^T
 
-    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
-    equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values
+    (equal or not), N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -62,11 +62,11 @@ def wkv5(
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
     decay_bound : float, optional
-        A promise that every log d is at least this negative number. The tensor cores can take what decays by e^-64 or
-        less in half a chunk. Where the promise says so, or "sigmoid", they take it without looking, and give NaN where
-        it is broken; a shorter chunk is taken where that keeps it. Otherwise they look: the forward walks token by
-        token through chunks whose decays are stronger, and what else such heads of sequences have (gradients, and at
-        head sizes above 128 on sm_90 the forward too) the recurrent kernels compute once more: any decay is right.
+        A promise: every log d is at least this negative number. Without a promise any decay is right: the tensor cores
+        look at the decays as they go. Where half a chunk shrinks a channel by more than e^-64, the forward walks token
+        by token through that chunk. The rest of such a head of a sequence (its gradients, and at head sizes above 128
+        on sm_90 its forward too) is computed once more by the recurrent kernels. With a promise, or "sigmoid", they do
+        not look. They take a chunk that is short enough for it, and give NaN where the data break it.
     state_layout : {"vk", "kv"}, default "vk"
         Order of the last two dimensions of the states.
     checkpoint_interval : int, default 64
@@ -76,18 +76,19 @@ def wkv5(
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
         cores. Chosen by the head size, the GPU and `decay_bound` by default, or as `rwkv-jit tune` measured.
     num_threads : int, optional
-        Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; on the tensor cores a multiple of 32 up to 512,
-        and not less than the head sizes ask for, which the error names, while some kernels of the backward have one
-        choice. Chosen by the head size by default, or as tuned where `chunk_len` is not given either.
+        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. The tensor cores take a multiple of 32 up to
+        512, and not less than the head sizes ask for, which the error names; some kernels of the backward have one
+        choice. By default chosen by the head size, or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        "recurrent" are CUDA kernels in float32; "chunked" the tensor cores, for heads that a block holds; "split" runs
-        the chunked kernels on segments of the sequences side by side, or for larger heads others that share a head
-        between blocks; "reference" is plain torch. "auto" takes the reference for tensors that are not on a GPU; the
-        tensor cores for float16 and bfloat16 from sm_80 on, V up to 1024, K up to 256 (on sm_90 1024) and 32 tokens a
-        sequence on average: chunked for K and V up to 128 with K at most twice V, where the GPU has the shared memory,
-        split there where there are few heads and no cu_seqlens and T makes 4 segments or more of at least 256 tokens
-        and a multiple of 64, and split for other heads; and the recurrent kernels for everything else. The choice goes
-        by the batch too: name a backend, its chunk_len and num_threads for results that do not.
+        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
+        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
+        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
+        value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it. For
+        float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for K
+        and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads with V
+        up to 1024. Keys above 256 (on sm_90 above 1024) go in parts, whose y are added. Where there are few heads and
+        no cu_seqlens "auto" takes "split" for the smaller ones too, if T makes 4 equal segments or more of at least 256
+        tokens and a multiple of 64. Everything else is for "recurrent".
 
     Returns
     -------
@@ -117,9 +118,9 @@ def wkv5(
     up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments keep 4 K
     bytes more for each of their heads.
 
-    Where the decays are looked at, the backward needs what the recurrent kernels keep while it runs: there they repeat
-    their forward. Their work is that of the heads they compute, and errors are those of the kernels that computed a
-    head.
+    Where the decays are looked at, the backward needs the memory of the recurrent kernels while it runs, because these
+    repeat their forward there. They work on the heads that they compute and on no others. A head has the errors of the
+    kernels that computed it.
 
     Results are the same bit for bit from run to run. dw and du are added over tokens and sequences in float32. A
     second derivative is an error.
@@ -130,7 +131,7 @@ def wkv5(
     batch or the heads.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
-    run the reference, with one notice.
+    run plain torch, with one notice.
 
     References
     ----------

@@ -35,8 +35,8 @@ def wkv7(
 
         sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
 
-    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values (any,
-    usually equal), N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values
+    (usually equal), N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
     ----------
@@ -61,11 +61,11 @@ def wkv7(
     decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
         d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
     decay_bound : float, optional
-        A promise that every log d is at least this negative number: -0.61 for the decays of a model in "raw". The
-        chunked kernels can take what decays by e^-64 or less in half a chunk. Where the promise says so, or "sigmoid",
-        they take it without looking, and give NaN where it is broken; a shorter chunk is taken where that keeps it.
-        Otherwise they look, and the recurrent kernels compute heads of sequences with stronger decays once more: any
-        decay is right.
+        A promise: every log d is at least this negative number. For the decays of an RWKV-7 model in "raw" it is -0.61.
+        Without a promise any decay is right: the tensor cores look at the decays as they go. Where half a chunk shrinks
+        a channel by more than e^-64, the recurrent kernels compute that head of that sequence once more. With a
+        promise, or "sigmoid", they do not look. They take a chunk that is short enough for it, and give NaN where the
+        data break it.
     state_layout : {"vk", "kv"}, default "vk"
         Order of the last two dimensions of the states.
     checkpoint_interval : int, default 64
@@ -73,22 +73,22 @@ def wkv7(
         `chunk_len` tokens, in bfloat16.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 in the chunked ones,
-        32 or 64 in those for head sizes above 128.
-        Chosen by the head size, the GPU and whether gradients are wanted by default, or as `rwkv-jit tune` measured.
+        32 or 64 in those for head sizes above 128. By default chosen by the head size, the GPU and whether gradients
+        are wanted, or as `rwkv-jit tune` measured.
     num_threads : int, optional
-        Threads of a block: 32, 64, 128 or 256 in the recurrent kernels; in the chunked ones of the forward, a multiple
-        of 32 from 64 to 512 and at least the head size, while their backward has one choice; above head size 128 those
-        of the kernel that carries the state, one of those that the error names. Chosen by the head size by default,
-        or as tuned where `chunk_len` is not given either.
+        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. The chunked kernels of the forward take a
+        multiple of 32 from 64 to 512 that is at least the head size; their backward has one choice. Above head size 128
+        it is those of the kernel that carries the state, and the error names the legal ones. By default chosen by the
+        head size, or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        "recurrent" and "chunked" are CUDA kernels, fp32 and tensor cores; "split" runs the chunked ones on segments of
-        the sequences side by side, or for head sizes above 128 others that share a head between blocks; "reference" is
-        plain torch. "auto" takes the reference for tensors that are not on a GPU; the chunked kernels for float16 and
-        bfloat16 from sm_80 on, head sizes up to 128 with K at most twice V and 32 tokens a sequence on
-        average, split where there are few heads and no cu_seqlens and T makes 4 segments or more of at least 512 tokens
-        and a multiple of 32; the same by "split" for K or V above 128 up to 1024; and the recurrent ones for everything
-        else. The choice goes by the batch too: name a backend, its
-        chunk_len and num_threads for results that do not.
+        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
+        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
+        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
+        value rows of a head size above 128. "reference" is plain torch. Tensors that are not on a GPU take it. For
+        float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for
+        head sizes up to 128 with K at most twice V, and "split" for K or V above 128 up to 1024. Where there are few
+        heads and no cu_seqlens it takes "split" for the smaller ones too, if T makes 4 equal segments or more of at
+        least 512 tokens and a multiple of 32. Everything else is for "recurrent".
 
     Returns
     -------
@@ -120,9 +120,9 @@ def wkv7(
     128 above 256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward
     without gradients needs B H T (8 K + 350) bytes while it runs.
 
-    Where the decays are looked at, the backward needs what the recurrent kernels keep while it runs: there they repeat
-    their forward. Their work is that of the heads they compute, and errors are those of the kernels that computed a
-    head.
+    Where the decays are looked at, the backward needs the memory of the recurrent kernels while it runs, because these
+    repeat their forward there. They work on the heads that they compute and on no others. A head has the errors of the
+    kernels that computed it.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
@@ -132,7 +132,7 @@ def wkv7(
     batch or the heads.
 
     The first call with a head size, dtype and decay compiles for this GPU and stores the result on disk. CPU tensors
-    run the reference, with one notice.
+    run plain torch, with one notice.
 
     References
     ----------

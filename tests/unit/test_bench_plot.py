@@ -209,6 +209,7 @@ def test_file_is_a_picture_that_says_of_what(tmp_path):
     plot.draw(made_up.on_cpu(), tmp_path / "out.svg")
     text = (tmp_path / "out.svg").read_text(encoding="utf-8")
     assert words.digest(made_up.on_cpu()) in text
+    assert ">rwkv_jit reference</text>" in text  # and no outlines of letters
     plot.draw(made_up.on_cpu(), tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
 

@@ -1,13 +1,12 @@
-"""The recorded result, what README.md shows of it, and how two results are compared."""
+"""The recorded result, what the pages show of it, and how two results are compared."""
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from rwkv_jit.bench import record, words
+from rwkv_jit.bench import record, speedups, words
 from rwkv_jit.bench import result as bench_result
 from rwkv_jit.errors import RwkvJitError
 
@@ -21,7 +20,7 @@ TEXT = """# A title
 <!-- bench:machine -->
 <!-- /bench -->
 
-## wkv7
+## Tables
 <!-- bench:wkv7 -->
 an old table
 <!-- /bench -->
@@ -46,9 +45,11 @@ def edit(path, old, new):
 # ---- the checkout ------------------------------------------------------------------------------------------------
 
 
-def test_readme_shows_what_is_recorded(root):
+def test_pages_show_all_that_is_recorded(root):
     """Else: `record.write` of what `rwkv-jit bench --json` printed, or markers for what was recorded."""
     assert record.disagreements(root) == []
+    shown = {name: page for page, text in record._pages(root).items() for name in record._shown(text, page)}
+    assert set(shown) == set(record.blocks(record.read(root / "bench.json")))
 
 
 def test_root_is_the_checkout(root, monkeypatch):
@@ -86,30 +87,33 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
         row(median=0.7, error=2e-3, peak_mib=100.0, host_us=10.66),
         row(median=2.25, phase="forward+backward", error=5e-3, peak_mib=300.4, host_us=185.0),
         row(who="fla", what="a|b", median=200.0) | dict.fromkeys(made_up.MISSING),
+        row(who="fla", what="a|b", median=400.0, phase="forward+backward") | dict.fromkeys(made_up.MISSING),
         left_out("no\n room", who="torch", what="loop"),
         left_out("no room", who="fla", what="b"),
         row("wkv6"),
     ]
     assert record.blocks(result(rows=rows))["wkv7"] == (
-        "| shape | dtype | by | forward ms | forward + backward ms | host us | error | memory MiB |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| shape | dtype | by | forward ms | forward + backward ms | rwkv_jit is faster | host us | error | memory MiB"
+        " |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         "| (8, 4096, 64, 64) | bfloat16 | rwkv_jit chunked | 0.700 (0.686 to 0.728) 71% | 2.25 (2.21 to 2.34) 22%"
-        " | 10.7 | 5.0e-03 | 300 |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | fla a/b | 200 |  |  |  |  |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |  |\n"
-        "| (8, 4096, 64, 64) | bfloat16 | fla b | left out |  |  |  |  |\n"
+        " |  | 10.7 | 5.0e-03 | 300 |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | fla a/b | 200 | 400 | 285.7×, 177.8× |  |  |  |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | torch loop | left out |  |  |  |  |  |\n"
+        "| (8, 4096, 64, 64) | bfloat16 | fla b | left out |  |  |  |  |  |\n"
         "\nLeft out:\n\n"
         "- no room: torch loop (8, 4096, 64, 64) bfloat16 forward; fla b (8, 4096, 64, 64) bfloat16 forward\n"
     )
 
 
-def test_blocks_are_the_machine_the_picture_and_the_ops():
+def test_blocks_are_the_machine_the_picture_the_speedups_and_the_ops():
     blocks = record.blocks(result())
-    assert list(blocks) == ["machine", "picture", "service", "wkv7", "wkv6", "gla", "timex", "wkv4"]
+    assert list(blocks) == [
+        "machine", "picture", "speedups", "service", "wkv7", "wkv6", "gla", "timex", "wkv4",
+    ]  # fmt: skip
     assert blocks["machine"].startswith(f"{words.machine(result())}. Medians")
     assert "floor over the median" in blocks["machine"]
     assert "floor" not in record.blocks(result(copy_tb_per_s=None))["machine"]
-    assert blocks["picture"] == "![Times, achieved bandwidth and scaling of the ops](bench.svg)\n"
+    assert blocks["picture"] == f"![{speedups.sentence(result()['rows'])}](docs/speedups.svg)\n"
     assert all(text.endswith("\n") for text in blocks.values())
 
 
@@ -170,7 +174,7 @@ def test_a_record_that_cannot_be_read_costs_no_measurement(there, checkout):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("bench:wkv7", "bench:wkv8", "expected bench:machine or bench:picture or bench:service or .* got bench:wkv8"),
+        ("bench:wkv7", "bench:wkv8", "README.md: expected bench:machine or bench:picture or .* got bench:wkv8"),
         ("<!-- /bench -->\nThe", "The", "expected <!-- /bench --> behind <!-- bench:wkv7 -->"),
         ("<!-- bench:machine -->\n<!-- /bench -->", "<!-- bench:machine -->", "behind <!-- bench:machine -->"),
     ],
@@ -191,24 +195,28 @@ def test_what_no_gpu_measured_is_not_recorded(checkout):
     assert (checkout / "README.md").read_text() == TEXT
 
 
-def test_picture_is_drawn_where_the_readme_shows_one(checkout):
+def test_picture_is_drawn_where_a_page_shows_one(checkout):
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "speed.md").write_text("<!-- bench:wkv6 -->\n<!-- /bench -->\n")
     record.write(result())
-    assert not (checkout / "bench.svg").exists()
+    assert not (checkout / "docs" / "speedups.svg").exists()
     edit(checkout / "README.md", "The end.", "<!-- bench:picture -->\n<!-- /bench -->")
     record.write(result())
     assert record.disagreements(checkout) == []
-    edit(checkout / "bench.svg", words.digest(result(service=None)), "0" * 16)
-    assert record.disagreements(checkout) == ["bench.svg is not that of bench.json"]
-    (checkout / "bench.svg").unlink()
-    assert record.disagreements(checkout) == ["bench.svg is not that of bench.json"]
+    edit(checkout / "docs" / "speedups.svg", ">6.4×<", ">6.5×<")
+    assert record.disagreements(checkout) == ["docs/speedups.svg is not that of bench.json"]
+    (checkout / "docs" / "speedups.svg").unlink()
+    assert record.disagreements(checkout) == ["docs/speedups.svg is not that of bench.json"]
 
 
-def test_without_matplotlib_all_but_the_picture_is_written(checkout, monkeypatch):
-    edit(checkout / "README.md", "The end.", "<!-- bench:picture -->\n<!-- /bench -->")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match="needs matplotlib"):
-        record.write(result())
-    assert record.disagreements(checkout) == ["bench.svg is not that of bench.json"]
+def test_every_page_is_filled_and_held_to_the_record(checkout):
+    (checkout / "docs").mkdir()
+    page = checkout / "docs" / "speed.md"
+    page.write_text("<!-- bench:gla -->\n<!-- /bench -->\n")
+    record.write(result())
+    assert page.read_text(encoding="utf-8") == f"<!-- bench:gla -->\n{record.blocks(result())['gla']}<!-- /bench -->\n"
+    edit(page, "0.100 (", "0.200 (")
+    assert record.disagreements(checkout) == ["bench:gla of docs/speed.md is not that of bench.json"]
 
 
 # ---- disagreements -----------------------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ def test_a_record_that_is_not_shown_disagrees(checkout):
     record.write(result())
     (checkout / "README.md").write_text("# A title\n")
     (said,) = record.disagreements(checkout)
-    assert said.startswith("README.md shows nothing of bench.json: it has no <!-- bench:machine -->")
+    assert said.startswith("README.md and docs/speed.md show nothing of bench.json: no <!-- bench:machine -->")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""README.md and the pages of docs/: what they show runs, what they link is there, what they name exists."""
+
+import ast
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import env
+from rwkv_jit.ops import recurrent
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernel_templates/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text, language):
+    """What stands in the fences of a language. `python` runs here; `py` needs a GPU or files, and only has to parse."""
+    return [code for found, code in _FENCE.findall(text) if found == language]
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+# ---- links -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.is_file(), f"{name_of(page)}: {target}"
+        if anchor:
+            assert anchor in anchors(found.read_text(encoding="utf-8")), f"{name_of(page)}: {target}"
+
+
+def test_site_has_every_page():
+    listed = re.findall(r": ([\w/]+\.md)$", read("mkdocs.yml"), re.MULTILINE)
+    assert sorted(listed) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    )
+
+
+# ---- code --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```py" in page.read_text(encoding="utf-8")], ids=name_of)
+def test_code_runs(page):
+    """On a CPU, from the top of the page to its end."""
+    text = page.read_text(encoding="utf-8")
+    for code in blocks(text, "py"):
+        ast.parse(code)
+    torch.manual_seed(0)
+    names = {}
+    for code in blocks(text, "python"):
+        exec(compile(code, name_of(page), "exec"), names)
+
+
+# ---- what is said of the API -------------------------------------------------------------------------------------
+
+
+def test_api_page_has_every_public_name():
+    listed = re.findall(r"^::: rwkv_jit\.([\w.]+)$", read("docs/api.md"), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    modules = {f"{module.removeprefix('rwkv_jit.')}.{name}" for name, module in rwkv_jit._MODULES.items()}
+    assert set(listed) == modules | {"custom.OwnKernel", "kernel.Kernel"}
+    assert set(rwkv_jit._MODULES) == set(rwkv_jit.__all__)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ops.md"])
+def test_defaults_in_the_tables_are_those_of_the_ops(page):
+    lines = re.findall(r"^\| `(\w+)\(([^)]*?)(?:, \.\.\.)?\)`.*\| (.*) \|$", read(page), re.MULTILINE)
+    found = {name: (inputs.split(", "), re.findall(r"`(\w+)`|\b(1|K\^\(-1/2\))", said)) for name, inputs, said in lines}
+    for op in ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"):
+        parameters = inspect.signature(getattr(rwkv_jit, op)).parameters
+        inputs, said = found[op]
+        assert inputs == list(parameters)[: len(inputs)]
+        said = [word or number for word, number in said]
+        wanted = [parameters[name].default for name in ("decay", "state_layout") if name in parameters]
+        assert said == [*wanted, "K^(-1/2)" if parameters["scale"].default is None else "1"]
+
+
+def test_variables_are_those_there_are():
+    assert re.findall(r"^\| `(RWKVJIT_\w+)` \|", read("docs/command_line.md"), re.MULTILINE) == list(env.DESCRIPTIONS)
+
+
+def largest_head(op, direction):
+    """The largest size, K and V alike, whose recurrent kernel fits into the shared memory that every GPU gives."""
+
+    def shared_bytes(size):
+        chosen = recurrent.geometry(op, direction, size, size)
+        lanes, threads = chosen["LANES_PER_ROW"], chosen["NUM_THREADS"]
+        columns, staging = recurrent._columns(size, lanes), recurrent.STAGING[recurrent.OPS[op].stem, direction]
+        staged = staging.keys * lanes * columns + staging.values * threads // lanes * chosen["ROWS_PER_THREAD"]
+        return 4 * (chosen["CHUNK_LEN"] * staged + staging.sums * threads * columns)
+
+    return max(size for size in range(128, 8192, 128) if shared_bytes(size) <= recurrent.SHARED_LIMIT)
+
+
+def test_limits_of_head_sizes_are_those_of_the_kernels():
+    text = read("docs/ops.md")
+    for op, line in (("wkv7", "| wkv7 |"), ("wkv6", "| wkv5, wkv6, gla, linear_attention |")):
+        forward, backward = largest_head(op, "forward"), largest_head(op, "backward")
+        (row,) = [each for each in text.splitlines() if each.startswith(line)]
+        assert f"up to {backward} with gradients, {forward} without" in row
+        assert f"1 to {backward}" in read("README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_nobody_is_told_that_any_head_size_will_do(page):
+    assert "any head size" not in page.read_text(encoding="utf-8").lower() or name_of(page) == "CHANGELOG.md"
+
+
+def test_messages_that_are_explained_are_raised_somewhere():
+    text = read("docs/guides/troubleshooting.md").partition("## Wrong results")[0]
+    sources = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "rwkv_jit").rglob("*.py"))
+    messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(messages) > 10
+    assert [message for message in messages if message not in sources] == []
+
+
+def test_contributing_names_every_module():
+    named = re.findall(r"`(?:ops/)?(\w+)`", read("CONTRIBUTING.md"))
+    modules = {path.stem for path in (ROOT / "rwkv_jit").rglob("*.py")} - {"__init__"}
+    assert modules - set(named) == set()
+
+
+# ---- README ------------------------------------------------------------------------------------------------------
+
+
+def test_readme_is_short_and_begins_with_what_it_is():
+    lines = read("README.md").splitlines()
+    assert len(lines) <= 230
+    assert lines[:3] == ["# rwkv_jit", "", lines[2]]
+    assert "CUDA kernels" in lines[2]
+
+
+def test_readme_has_the_two_commands():
+    assert blocks(read("README.md"), "bash") == [
+        'pip install ".[cuda12]" && rwkv-jit demo\n',
+        'pip install ".[cuda12,test]" && pytest\n',
+    ]
+
+
+# ---- what was tried ----------------------------------------------------------------------------------------------
+
+_spec = importlib.util.spec_from_file_location("combinations", ROOT / "tools" / "readme_combinations.py")
+combinations = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(combinations)
+
+
+def test_readme_shows_the_torch_versions_that_were_tried():
+    """Else: python tools/readme_combinations.py."""
+    text = read("README.md")
+    assert text.count("<!-- combinations -->") == 1
+    assert combinations.filled(text, combinations.recorded()) == text
+
+
+def test_table_of_combinations():
+    results = {
+        "2.6.0": {"torch": "2.6.0+cu124", "extra": "cuda12", "python": "3.12.3", "cupy": "14.2", "nvrtc": "12.4.127",
+                  "install": "passed", "trace": "failed"},
+        "2.15.0": {"install": "failed", "trace": "not run"},
+    }  # fmt: skip
+    shown = combinations.filled("a\n<!-- combinations -->\nold\n<!-- /combinations -->\nb\n", results)
+    assert shown == (
+        "a\n<!-- combinations -->\n"
+        "| torch | extra | NVRTC | Python | install | trace |\n| --- | --- | --- | --- | --- | --- |\n"
+        "| 2.6.0+cu124 | cuda12 | 12.4.127 | 3.12.3 | passed | failed |\n"
+        "| 2.15.0 |  |  |  | failed | not run |\n"
+        "<!-- /combinations -->\nb\n"
+    )
+    assert combinations.table({}) == combinations.NONE
