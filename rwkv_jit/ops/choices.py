@@ -222,7 +222,7 @@ def delete() -> bool:
         It cannot be deleted.
     """
     try:
-        files.delete(env.cache_dir(), FILE)
+        path().unlink()
     except FileNotFoundError:
         return False
     except OSError as error:

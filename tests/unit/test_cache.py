@@ -900,7 +900,7 @@ def save_source(kind="sources"):
 
 
 def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill):
-    cache.write_note(NOTE, {})
+    cache.write_note(identity._note_name(), {})
     for number in range(2):
         fill(env.cache_dir(), number)
     folders = [save_source(kind) for kind in ("sources", "failed")]

@@ -370,7 +370,9 @@ def test_layers(tmp_path, monkeypatch, fresh_service):
     assert findings[2][2] == f"repair {broken}, delete it, or take it out of RWKVJIT_CACHE_PATH"
 
 
-def test_lock_directory_that_others_can_write(monkeypatch, tmp_path):
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_lock_directory_that_others_can_write(shared, monkeypatch, tmp_path):
+    monkeypatch.setenv("RWKVJIT_CACHE_SHARED", shared)
     monkeypatch.setattr(lock, "directory", lambda: tmp_path / "locks")
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks").chmod(0o777)
