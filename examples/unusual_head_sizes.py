@@ -112,7 +112,7 @@ def main() -> None:
 
     cases = [(size, op, dtype) for size in head_sizes for op in OPS for dtype in DTYPES]
     records = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="rwkv_jit-temporary-") as folder:
         os.environ["RWKVJIT_CACHE_DIR"] = folder
         logging.getLogger("rwkv_jit").setLevel(logging.ERROR)  # nothing of this folder, which is soon gone
         rwkv_jit.specialize("wkv6", 1, arch=arch)  # loads NVRTC, which is not what is measured

@@ -319,7 +319,7 @@ def _path(each: cache.Stored) -> Path:
 
 def _show_list(result: dict[str, Any]) -> None:
     if not result["on"]:
-        report.say("RWKVJIT_CACHE=0 turns the cache off")
+        print("RWKVJIT_CACHE=0 turns the cache off")
     elif not result["entries"]:
         print("no kernels")
     else:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
-import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, stats, tensors
+from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, tensors
 from rwkv_jit.errors import NvrtcNotFoundError
 from rwkv_jit.ops import timex_tiles
 from rwkv_jit.ops.gla import gla
@@ -106,33 +103,17 @@ def _head_sizes(op: str) -> Sequence[int | None]:
 
 @contextmanager
 def empty_cache() -> Iterator[None]:
-    """Work in a temporary cache, where kernels are compiled whatever is stored elsewhere or remembered.
-
-    It is gone afterwards, so no message names it. What did not compile stays, for the command that repeats it.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="rwkv_jit-"))
-    before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
-    os.environ["RWKVJIT_CACHE_DIR"] = str(folder)
-    kernel.forget()
-
-    def names_what_lasts(message: logging.LogRecord) -> bool:
-        return str(folder) not in message.getMessage()
-
-    stats.logger.addFilter(names_what_lasts)
-    try:
-        yield
-    finally:
-        stats.logger.removeFilter(names_what_lasts)
+    """Work in a temporary cache, where kernels are compiled whatever is stored elsewhere or remembered."""
+    with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:
+        before = {name: os.environ.pop(name, None) for name in _CACHE_VARIABLES}
+        os.environ["RWKVJIT_CACHE_DIR"] = folder
         kernel.forget()
-        del os.environ["RWKVJIT_CACHE_DIR"]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
-        for path in folder.iterdir():
-            if path.is_file():
-                path.unlink()
-            elif path.name != "failed":
-                shutil.rmtree(path)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        try:
+            yield
+        finally:
+            kernel.forget()
+            del os.environ["RWKVJIT_CACHE_DIR"]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def default_arch() -> str | None:

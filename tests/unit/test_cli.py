@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from hashlib import sha256
 
 import pytest
 
-from rwkv_jit import cache, cli, commands, env, listing, report, sass, stats
+from rwkv_jit import cache, cli, commands, env, listing, report, sass
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
 
@@ -222,24 +221,6 @@ def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_t
     with demo.empty_cache():
         pass
     assert "RWKVJIT_CACHE_DIR" not in os.environ
-
-
-def test_nothing_of_a_temporary_cache_is_said_and_what_failed_outlives_it(fresh_service, caplog):
-    from rwkv_jit import demo
-
-    with demo.empty_cache():
-        temporary = env.cache_dir()
-        stats.logger.warning("later processes find it in %s", temporary)
-        stats.logger.warning("something else")
-        put()
-        program = cache.source_folder("failed") / "some_kernel" / "compile.py"
-        program.parent.mkdir()
-        program.touch()
-    stats.logger.warning("of %s", temporary)  # nothing is kept back any more
-    assert [record.getMessage() for record in caplog.records] == ["something else", f"of {temporary}"]
-    assert program.is_file()
-    assert [path.name for path in temporary.iterdir()] == ["failed"]
-    shutil.rmtree(temporary)
 
 
 def test_demo_tells_how_far_it_is(monkeypatch):
