@@ -114,7 +114,7 @@ def main() -> None:
     records = []
     with tempfile.TemporaryDirectory(prefix="rwkv_jit-temporary-") as folder:  # no message sends others there
         os.environ["RWKVJIT_CACHE_DIR"] = folder
-        logging.getLogger("rwkv_jit").setLevel(logging.ERROR)  # nothing of this folder, which is soon gone
+        logging.getLogger("rwkv_jit").setLevel(logging.ERROR)  # notices would break the bar
         rwkv_jit.specialize("wkv6", 1, arch=arch)  # loads NVRTC, which is not what is measured
         for size, op, name in tqdm(cases, unit="kernel pair"):
             cold, warm = compile_ms(op, size, DTYPES[name], arch)
