@@ -26,6 +26,7 @@ from rwkv_jit.reference import decay_factor
 
 CHUNK_LEN = 32  # tokens between states
 PIECE = 2**16  # elements of an input that are worked on at once: they fit into the caches, and calls cost little
+FEWEST_TOKENS = 8  # for fewer, the loop of the reference makes fewer calls
 # Factors whose product over a chunk stays far from the largest float32.
 LARGEST_FACTOR = 8.0
 # What w is where there is no token, so that the state stays as it is.
@@ -260,13 +261,14 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Return y and the final state of a call that has been checked, differentiable once.
 
-    `loop`, the op's reference, runs CUDA tensors, which may be in the capture of a graph, and what has factors of the
-    state that are so large that their products overflow.
+    `loop`, the op's reference, runs the rest: a few tokens, CUDA tensors, which may be in the capture of a graph, and
+    factors of the state that are so large that their products overflow.
     """
     v = inputs[3 if name == "wkv7" else 2]
     w = None if decay == "none" else inputs[1 if name == "wkv7" else 3]
     with tensors.exactly(v):
-        if v.is_cuda or v.numel() == 0 or (w is not None and _grows(w, decay)):
+        is_small = v.shape[1] < FEWEST_TOKENS or v.numel() == 0
+        if is_small or v.is_cuda or (w is not None and _grows(w, decay)):
             of_decay = {} if w is None else {"decay": decay}
             return loop(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **of_decay)
         block = functools.partial(_wkv7 if name == "wkv7" else _gated, decay, scale)

@@ -73,9 +73,9 @@ def test_values_and_gradients_for_any_shape_and_decay(op, data, make_inputs, mak
     ends = torch.tensor([0, *lengths]).cumsum(0)
     options = {"cu_seqlens": ends if is_packed else None, "scale": 0.7, "state_layout": layout}
     options.update({} if decay == "none" else {"decay": decay})
-    # Small chunks and pieces, so that a few tokens have many.
+    # Small chunks and pieces, so that a few tokens have many; and the loop never runs.
     chunk_len, piece = data.draw(st.sampled_from([(4, 1), (2, 60), (32, 2**16)]), "chunk_len, piece")
-    with mock.patch.multiple(plain, CHUNK_LEN=chunk_len, PIECE=piece):
+    with mock.patch.multiple(plain, CHUNK_LEN=chunk_len, PIECE=piece, FEWEST_TOKENS=1):
         found = results(getattr(rwkv_jit, op), given, state, options)
     wanted = results(getattr(rwkv_jit, f"{op}_ref"), given, state, options, wide=True)
     # A gradient of one number may cancel: float32 has 1 - sigmoid(5) to 1e-5.
