@@ -21,7 +21,7 @@ LAUNCHING = (
     "ops/recording.py", "ops/registry.py", "ops/known_calls.py", "ops/backends.py", "ops/interface.py",
     "ops/layout.py", "ops/prepared.py", "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py",
     "ops/scan_geometry.py", "ops/choices.py", "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py",
-    "ops/gated_groups.py", "ops/wide_keys.py",
+    "ops/gated_groups.py", "ops/wide_keys.py", "ops/flops.py", "ops/sharding.py",
 )  # fmt: skip
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
