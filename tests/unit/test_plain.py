@@ -159,11 +159,15 @@ def test_what_is_not_finite_spoils_nothing_before_it(op, make_inputs, make_state
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_autocast_rounds_nothing(op, make_inputs, make_state):
+def test_autocast_rounds_the_inputs_and_nothing_else(op, make_inputs, make_state):
     given, state = make_inputs(op, dtype=torch.float32, tokens=40), make_state(2, dtype=torch.float32)
-    want = results(getattr(rwkv_jit, op), given, state, {"state_layout": "vk"})
+    cast = {name: x if name in ("w", "g", "u") else x.bfloat16() for name, x in given.items()}
+    options = {"state_layout": "vk"}
+    want = results(getattr(rwkv_jit, op), cast, state, options)
     with torch.autocast("cpu", torch.bfloat16), mock.patch.object(plain, "PIECE", 1):
-        found = results(getattr(rwkv_jit, op), given, state, {"state_layout": "vk"})
+        found = results(getattr(rwkv_jit, op), given, state, options)
+    assert found["y"].dtype == torch.bfloat16
+    assert {found[name].dtype for name in (*given, "final", "state")} == {torch.float32}
     assert_agree(found, {name: x.double() for name, x in want.items()}, 5e-6)
 
 
