@@ -142,7 +142,7 @@ def trace(environment: Environment, torch: str, found: dict[str, str]) -> None:
 def run_unit_tests(environment: Environment, torch: str, found: dict[str, str]) -> None:
     """Run the unit tests of the checkout."""
     environment.run("python", "-m", "pip", "install", *PIP_OPTIONS, f"{ROOT}[{found['extra']},test]")
-    printed = environment.run("python", "-m", "pytest", "-q", "-n", "1", "tests/unit", cwd=ROOT)
+    printed = environment.run("python", "-m", "pytest", "-q", "tests/unit", cwd=ROOT)
     print(printed.splitlines()[-1])
 
 

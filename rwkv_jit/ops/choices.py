@@ -222,7 +222,7 @@ def delete() -> bool:
         It cannot be deleted.
     """
     try:
-        path().unlink()
+        files.delete(env.cache_dir(), FILE)
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -27,7 +27,7 @@ def results(op):
     given = bench.make_inputs(op, SHAPE, torch.bfloat16)
     y, _ = bench.OPS[op](*given, **bench.OPTIONS.get(op, {}))
     gradients = torch.autograd.grad(y, given, torch.randn_like(y))
-    return {"y": y, **{f"d{name}": x for name, x in zip(runtime.OPS[op].public, gradients, strict=True)}}
+    return {"y": y.detach(), **{f"d{name}": x for name, x in zip(runtime.OPS[op].public, gradients, strict=True)}}
 
 
 @pytest.mark.parametrize("op", sorted(choices.CHUNKS))

@@ -886,6 +886,17 @@ def test_choices_are_forgotten(run):
     assert said.startswith(f"rwkv-jit tune: {path} cannot be deleted: ")
 
 
+def test_choices_behind_a_link_are_left_alone(run, tmp_path, monkeypatch):
+    store(make())
+    path = choices.path()
+    link = tmp_path / "link"
+    link.symlink_to(path.parent)
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(link))
+    code, _, said = run("tune", "--forget")
+    assert (code, "is a symbolic link" in said) == (2, True)
+    assert path.exists()
+
+
 @pytest.mark.parametrize("options", [("--show", "--forget"), ("--forget", "--dry-run"), ("--show", "--dry-run")])
 def test_only_one_of_show_forget_and_dry_run(options, run):
     code, _, said = run("tune", *options)
