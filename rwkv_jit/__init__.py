@@ -7,9 +7,10 @@ programs load.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from rwkv_jit import after
 
 __version__ = "0.1.0"
 
@@ -106,30 +107,4 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
-class _RegisterAfterTorch:
-    """A finder that has the torch ops registered once torch is imported, and does nothing else."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        from importlib.util import find_spec
-
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            import_module("rwkv_jit.ops.registry")
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-if "torch" in sys.modules:
-    import_module("rwkv_jit.ops.registry")
-else:
-    sys.meta_path.insert(0, _RegisterAfterTorch())
+after.imported("torch", then="rwkv_jit.ops.registry")

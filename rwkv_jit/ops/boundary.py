@@ -24,6 +24,7 @@ from rwkv_jit.ops.layout import state_shape
 
 DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -329,7 +330,7 @@ def check_name(name: str, value: Any, legal: Sequence[str]) -> None:
 
 def check_number(name: str, value: Any) -> None:
     """Check that an option is a number that a kernel can take."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST:
         return
     got = repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "an integer too large for a float"
     raise ValueError(f"{name}: expected a finite number, got {got}")

@@ -7,12 +7,14 @@ gradients, so a backward counts twice its forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import flop_counter
+
+from rwkv_jit.ops.registry import INPUTS
 
 Formula = Callable[..., int]
 
@@ -20,9 +22,8 @@ Formula = Callable[..., int]
 _PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
 
 
-def register(inputs: Mapping[str, tuple[str, ...]]) -> None:
-    """Register formulas for the ops of these names and inputs, and for wkv4 and timex."""
-    for op, names in inputs.items():
+def _register_all() -> None:
+    for op, names in INPUTS.items():
         forward, backward = _of_recurrence(_PRODUCTS[op], names.index("v"))
         _register(f"{op}_fwd", forward)
         _register(f"{op}_bwd", backward)
@@ -56,3 +57,6 @@ def _of_recurrence(products: int, v: int) -> tuple[Formula, Formula]:
 def _of_convolution(k: Tensor) -> int:
     tokens = k.shape[2]
     return k.shape[0] * k.shape[1] * tokens * (tokens + 1)
+
+
+_register_all()

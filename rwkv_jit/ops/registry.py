@@ -1,7 +1,7 @@
 """The torch ops of this package: registered at once, run by modules that are imported when an op is first called.
 
 An exported program names its ops, and torch must know them when it is loaded. So `rwkv_jit` imports this module as soon
-as both it and torch are imported, and it imports nothing else of this package but `flops`.
+as both it and torch are imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rwkv_jit.ops import flops
+from rwkv_jit import after
 
 # By op, the inputs that every call has.
 INPUTS = {
@@ -134,4 +134,5 @@ for _name, _schema in _schemas().items():
             _LIBRARY.impl(_name, _under_autocast(_name, _autocast), _autocast.name)
     torch.library.register_fake(f"rwkv_jit::{_name}", _later(_name, "fake"), lib=_LIBRARY)
     torch.library.register_vmap(f"rwkv_jit::{_name}", _one_by_one(_name), lib=_LIBRARY)
-flops.register(INPUTS)
+# It imports triton, which nobody but those who count needs.
+after.imported("torch.utils.flop_counter", then="rwkv_jit.ops.flops")

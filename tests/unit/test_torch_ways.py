@@ -80,9 +80,12 @@ before = list(sys.meta_path)
 import rwkv_jit
 print(sum(n.startswith("rwkv_jit::") for n in torch._C._dispatch_get_all_op_names()))
 print(*sorted(n for n in sys.modules if n.startswith("rwkv_jit")))
+assert not any(n.startswith(("triton", "sympy", "cupy")) for n in sys.modules)
+from torch.utils.flop_counter import flop_registry
+print(sum(str(op).startswith("rwkv_jit.") for op in flop_registry))
 assert sys.meta_path == before
 """)
-    assert done.stdout.splitlines() == ["15", "rwkv_jit rwkv_jit.ops rwkv_jit.ops.flops rwkv_jit.ops.registry"]
+    assert done.stdout.splitlines() == ["15", "rwkv_jit rwkv_jit.after rwkv_jit.ops rwkv_jit.ops.registry", "15"]
 
 
 def test_import_without_torch_at_hand_leaves_the_error_to_who_asks_for_it(child):
@@ -116,6 +119,7 @@ before = list(sys.meta_path)
 import rwkv_jit
 assert "torch" not in sys.modules
 import torch
+import torch.utils.flop_counter
 assert sys.meta_path == before
 model = torch.export.load("{tmp_path}/model.pt2").module()
 print(json.dumps([x.tolist() for x in model(*torch.load("{tmp_path}/given.pt"))]))

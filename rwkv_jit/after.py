@@ -1,0 +1,43 @@
+"""Imports that wait for others: torch learns of the ops once it is imported, in whichever order that happens."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+class _Finder:
+    """Finds one module as others do, and imports another one behind it."""
+
+    def __init__(self, name: str, then: str):
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_both(module: ModuleType) -> None:
+            execute(module)
+            import_module(self._then)
+
+        spec.loader.exec_module = execute_both  # type: ignore[method-assign]
+        return spec
+
+
+def imported(name: str, then: str) -> None:
+    """Import the module `then` as soon as the module `name` is imported, which may be now."""
+    if name in sys.modules:
+        import_module(then)
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
