@@ -397,17 +397,9 @@ if __name__ == "__main__":
 """
 
 
-def test_dtensors_are_computed_where_they_are(tmp_path):
+def test_dtensors_are_computed_where_they_are(start, tmp_path):
     """Replicated, cut along the batch, and cut along heads or channels; three of them on two ranks."""
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), tmp_path / "meeting"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [start(RANK, rank, tmp_path / "meeting") for rank in range(2)]
     outputs = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     said = outputs[0][0].splitlines()
