@@ -111,7 +111,7 @@ def error_of_constant_decay(dw, given, state, weights, **options):
     of_tokens = {**given, "w": given["w"].detach().expand(given["r"].shape)}
     parts = reference("wkv6", of_tokens, state, weights, **options)[2][list(given).index("w")]
     want = reference("wkv5", given, state, weights, **options)[2][list(given).index("w")]
-    return float((dw.double() - want).norm() / parts.abs().sum((0, 1)).norm().clamp_min(1e-300))
+    return float((dw.detach().double() - want).norm() / parts.abs().sum((0, 1)).norm().clamp_min(1e-300))
 
 
 def with_room(limits, named):

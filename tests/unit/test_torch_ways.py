@@ -1,8 +1,6 @@
 """What torch does with an op of its own, done with these: derivatives of every kind, export, autocast, counting."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
