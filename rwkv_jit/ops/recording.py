@@ -1,7 +1,7 @@
 """Gradients of the torch ops: what runs at torch's Autograd key, where `torch.func` and dual tensors look too.
 
-torch.autograd.Function has two ways to be called: by its `apply`, which refuses to run inside of `torch.func`, and from
-a kernel of the dispatcher, once for every level of transforms. This is the second.
+torch.autograd.Function refuses to run inside of `torch.func` as long as it sees the tensors of several levels of
+transforms. A kernel of the dispatcher is called once for every level: there torch's own class for one level serves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from rwkv_jit import tensors
 
@@ -40,7 +41,7 @@ def forward(
         Does the same as the op in plain torch, which forward-mode derivatives go through, or raises an error.
     """
 
-    class Recorded(torch.autograd.Function):
+    class Recorded(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, keys: Any, named: dict[str, Any], *arguments: Any) -> Any:
             with _outer_levels():
@@ -71,7 +72,7 @@ def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
     def refuse() -> RuntimeError:
         return RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
 
-    class Gradient(torch.autograd.Function):
+    class Gradient(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
             with _outer_levels():
@@ -156,9 +157,9 @@ def _outer_levels() -> Any:
     return stack
 
 
-def _at_this_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def _at_this_level(function: type[_SingleLevelFunction]) -> Callable[..., Any]:
     """Return a Function's `apply` for a kernel of the dispatcher, which torch.func calls once for each level."""
-    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the one of Function looks for transforms and refuses them
+    apply = function.apply  # type: ignore[attr-defined]
 
     def run(*arguments: Any) -> Any:
         if not _is_transformed():
