@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rwkv_jit import report
+from rwkv_jit.errors import RwkvJitError
 
 REPEATS = 3  # from disk
 
@@ -144,7 +145,7 @@ def one_line_kernels() -> dict[str, dict[str, float]]:
     """Return the same of a kernel of one line, by who loads it; without those that are missing or find no compiler."""
     found = {}
     for name, (variable, prepare, load) in _LOADERS.items():
-        with suppress(subprocess.CalledProcessError):
+        with suppress(RwkvJitError):
             found[name] = _times(name, variable, _ADD_ONE + prepare, load)
     return found
 
@@ -158,7 +159,10 @@ def _times(what: str, variable: str, prepare: str, load: str) -> dict[str, float
         while len(times) <= REPEATS:
             if tell:
                 tell(len(times), 1 + REPEATS)
-            done = subprocess.run(command, env=child, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, env=child, capture_output=True, text=True, check=False)
+            if done.returncode:
+                said = done.stderr.strip()[-2000:]
+                raise RwkvJitError(f"the process that calls {what} ended with exit code {done.returncode}: {said}")
             times.append([float(number) for number in done.stdout.splitlines()[-1].split()])
     from_disk, later = (statistics.median(each) for each in zip(*times[1:], strict=True))
     return {"compiled_ms": times[0][0], "from_disk_ms": from_disk, "call_us": later}

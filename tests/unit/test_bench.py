@@ -19,7 +19,7 @@ from rwkv_jit.bench.cases import Case
 from rwkv_jit.bench.isolation import Attempt
 from rwkv_jit.bench.peers import Contestant
 from rwkv_jit.bench.suites import Entry
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 
 SMALL = (2, 6, 2, 4, 3)
 SIZES = {"wkv4": "2,6,8", "timex": "2,8,6"}
@@ -1078,6 +1078,14 @@ LOAD
     assert bench.service._times("it", "SOME_DIRECTORY", *lines) == want
     monkeypatch.setattr(bench.service, "_WKV7", ("SOME_DIRECTORY", *lines))
     assert bench.first_calls() == want
+
+
+def test_process_of_first_calls_that_dies_is_told_with_its_last_words(monkeypatch):
+    monkeypatch.setattr(
+        bench.service, "_PROGRAM", "import os, sys\nprint('out of threads', file=sys.stderr)\nos.abort()"
+    )
+    with pytest.raises(RwkvJitError, match="calls it ended with exit code -6: out of threads"):
+        bench.service._times("it", "SOME_DIRECTORY", "", "")
 
 
 def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):

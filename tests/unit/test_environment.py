@@ -709,7 +709,7 @@ MAY_IMPORT = {
     "bench.cases": BELOW_OPS | ALL_OPS | {"runtime"},
     "bench.floors": {"bench.cases"},
     "bench.timing": set(),
-    "bench.service": {"report"},
+    "bench.service": {"errors", "report"},
     "bench.peers": {"bench.cases", "reference"},
     "bench.contestants": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.peers"},
     "bench.isolation": {"bench.cases", "bench.peers"},
