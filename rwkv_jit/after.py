@@ -17,13 +17,21 @@ class _Finder:
         self._name = name
         self._then = then
 
+    def join(self) -> None:
+        """Be asked first."""
+        sys.meta_path = [self, *sys.meta_path]  # a new list, as another thread may be going through the old one
+
+    def leave(self) -> None:
+        """Be asked no more."""
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
+        self.leave()
         spec = find_spec(name)
         if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
+            self.join()
             return None
         execute = spec.loader.exec_module
 
@@ -40,4 +48,4 @@ def imported(name: str, then: str) -> None:
     if name in sys.modules:
         import_module(then)
     else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        _Finder(name, then).join()
