@@ -67,6 +67,14 @@ def _fft_backward(g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool) -
 # ---- plain torch -------------------------------------------------------------------------------------------------
 
 
+def _in_order(x: Tensor) -> Tensor:
+    """Return `x` with the strides that its fake promises: `contiguous` leaves any where a dimension has size 1.
+
+    DTensors of torch 2.6 make gradients by the strides, and ranks that differ in them wait for each other for ever.
+    """
+    return x.reshape(-1).view(x.shape)
+
+
 def _reference_backward(
     g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -102,7 +110,7 @@ def _forward(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | Non
 
 def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
     with tensors.exactly(k):
-        return timex_ref(w, k, eps).contiguous()
+        return _in_order(timex_ref(w, k, eps))
 
 
 def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
@@ -114,7 +122,7 @@ def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_
     else:
         with tensors.exactly(k):
             gw, gk = (_fft_backward if backend == "fft" else _reference_backward)(g, w, k, want_w, want_k)
-    return w.new_empty(0) if gw is None else gw.contiguous(), k.new_empty(0) if gk is None else gk.contiguous()
+    return w.new_empty(0) if gw is None else _in_order(gw), k.new_empty(0) if gk is None else _in_order(gk)
 
 
 def _run_forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:

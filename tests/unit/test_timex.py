@@ -618,3 +618,13 @@ def test_what_cannot_be_warmed(given, error, message, monkeypatch):
     monkeypatch.setattr(kernel, "get_async", lambda _: pytest.fail("it compiled"))
     with pytest.raises(error, match=message):
         rwkv_jit.warm(**{"op": "timex", "arch": "sm_90", **given})
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5), (2, 1, 5), (1, 1, 5), (2, 3, 1)])
+@pytest.mark.parametrize("backend", ["auto", "fft"])
+def test_results_have_the_strides_of_their_shapes(shape, backend):
+    k = torch.randn(shape, requires_grad=True)
+    w = torch.randn(shape[1:], requires_grad=True)
+    out = rwkv_jit.timex(w, k, backend=backend)
+    for x in (out, *torch.autograd.grad(out.square().sum(), (w, k))):
+        assert x.stride() == torch.empty(x.shape).stride()
