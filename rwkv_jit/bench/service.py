@@ -18,9 +18,10 @@ from rwkv_jit.errors import RwkvJitError
 
 REPEATS = 3  # from disk
 
-# A process of its own, timed from where imports, the CUDA context and torch's own first uses are done.
+# A process of its own, timed from where imports, the CUDA context and torch's own first uses are done. It ends at once:
+# a thread of torch's backward that still waits for the interpreter when that ends aborts the process, with any op.
 _PROGRAM = """
-import sys, time, torch
+import os, sys, time, torch
 from pathlib import Path
 PREPARE
 torch.cuda.synchronize()
@@ -31,7 +32,8 @@ torch.cuda.synchronize()
 first = time.perf_counter() - started
 assert is_right()
 from rwkv_jit.bench import timing
-print(first * 1e3, timing.host_us([call]))
+print(first * 1e3, timing.host_us([call]), flush=True)
+os._exit(0)
 """
 # Where it keeps what it compiled, what comes before, and what is timed with the first call.
 _OF_RWKV_JIT = "RWKVJIT_CACHE_DIR"
