@@ -101,13 +101,13 @@ for _ in range(2):
 
 
 def test_exported_program_is_loaded_by_a_process_that_imports_torch_last(child, tmp_path):
-    class Model(torch.nn.Module):
-        def forward(self, *given):
-            return rwkv_jit.wkv7(*given, output_final_state=True)
+    class Model(torch.nn.Module):  # with names, as torch 2.9 cannot call what it exports of *given
+        def forward(self, r, w, k, v, a, b):
+            return rwkv_jit.wkv7(r, w, k, v, a, b, output_final_state=True)
 
     given = tuple(make("wkv7", torch.float32).values())
     tokens = torch.export.Dim("tokens", min=2, max=64)
-    exported = torch.export.export(Model(), given, dynamic_shapes=(tuple({1: tokens} for _ in given),))
+    exported = torch.export.export(Model(), given, dynamic_shapes=tuple({1: tokens} for _ in given))
     torch.export.save(exported, tmp_path / "model.pt2")
     longer = [torch.cat([x, x], 1) for x in given]
     torch.save(longer, tmp_path / "given.pt")
@@ -400,7 +400,7 @@ def test_dtensors_are_computed_where_they_are(start, tmp_path):
     ranks = [start(RANK, rank, tmp_path / "meeting") for rank in range(2)]
     outputs = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    said = outputs[0][0].splitlines()
+    said = [line for line in outputs[0][0].splitlines() if not line.startswith("[Gloo]")]
     for line, start in zip(
         said,
         (
