@@ -50,6 +50,180 @@ __device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {
     }
 }
 
+using StateRows = Accumulator[CHANNELS / 8];  // state[n] is the channels [8 n, 8 n + 8)
+
+// ---- products of a chunk ---------------------------------------------------------------------------------------
+// Of X [token, value] a warp holds 16 TILES values, transposed: X^T, [value, token], as sums or, rounded, as rows. So what
+// one product gives is the next one's left operand as it lies in registers. Of the state S [value, channel] it holds the rows
+// of the same values. A product is named as it reads:
+//
+//     lower(x, m, y)   X += M Y       M a lower triangular matrix of tokens
+//     upper(x, m, y)   X += M^T Y
+//     full(x, a, s)    X += A S^T     A an operand [token, channel]
+//     outer(x, k)      S += X^T K     K an operand
+//
+// The functions behind take several, and load the right sides of all before they multiply any.
+
+using TokenSums = Accumulator[CHUNK_LEN / 8];  // of 16 values
+using TokenFragments = Fragment[BLOCKS];
+// Where a warp has 16 values, or takes 16 at a time, an array of one.
+__device__ inline auto& tiles_of(TokenSums& sums) { return reinterpret_cast<TokenSums(&)[1]>(sums); }
+__device__ inline auto& tiles_of(const TokenFragments& rows) { return reinterpret_cast<const TokenFragments(&)[1]>(rows); }
+
+// What takes rows q of Y to rows p of X.
+template <bool IS_UPPER, typename Matrix> __device__ inline Right load_triangle(Matrix matrix, int p, int q) {
+    return IS_UPPER ? load_right(matrix, 16 * q, 16 * p) : load_right_transposed(matrix, 16 * p, 16 * q);
+}
+template <bool IS_UPPER, int TILES, typename Matrix> struct TriangleProduct {
+    TokenSums (&sums)[TILES];
+    const TokenFragments (&rows)[TILES];
+    Matrix matrix;
+
+    __device__ Right load(int p, int q) const { return load_triangle<IS_UPPER>(matrix, p, q); }
+    __device__ void add(int i, int p, int q, const Right& block) const { multiply_add(&sums[i][2 * p], rows[i][q], block); }
+};
+template <bool IS_UPPER, int TILES, typename Matrix>
+__device__ inline TriangleProduct<IS_UPPER, TILES, Matrix> triangle(TokenSums (&sums)[TILES], Matrix matrix,
+                                                                    const TokenFragments (&rows)[TILES]) {
+    return {sums, rows, matrix};
+}
+template <bool IS_UPPER, typename Matrix>
+__device__ inline auto triangle(TokenSums& sums, Matrix matrix, const TokenFragments& rows) {
+    return triangle<IS_UPPER>(tiles_of(sums), matrix, tiles_of(rows));
+}
+template <typename Sums, typename Matrix, typename Rows>
+__device__ inline auto lower(Sums& sums, Matrix matrix, const Rows& rows) {
+    return triangle<false>(sums, matrix, rows);
+}
+template <typename Sums, typename Matrix, typename Rows>
+__device__ inline auto upper(Sums& sums, Matrix matrix, const Rows& rows) {
+    return triangle<true>(sums, matrix, rows);
+}
+template <int TILES, typename First, typename... Others>
+__device__ inline void add_blocks(int row, int column, const First& first, const Others&... others) {
+    const Right blocks[] = {first.load(row, column), others.load(row, column)...};
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        int n = 0;
+        first.add(i, row, column, blocks[0]), (others.add(i, row, column, blocks[++n]), ...);
+    }
+}
+// All of them lower, or all of them upper.
+template <bool IS_UPPER, int TILES, typename Matrix, typename... Matrices>
+__device__ inline void add_triangles(const TriangleProduct<IS_UPPER, TILES, Matrix>& first,
+                                     const TriangleProduct<IS_UPPER, TILES, Matrices>&... others) {
+#pragma unroll
+    for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+        for (int q = 0; q < BLOCKS; ++q)
+            if (IS_UPPER ? q >= p : q <= p) add_blocks<TILES>(p, q, first, others...);
+}
+
+// `rows` are those of all columns, [TILES][columns / 16], or those of the columns at hand, [TILES].
+__device__ inline const Fragment& column_of(const Fragment& rows, int) { return rows; }
+__device__ inline const Fragment& column_of(const Fragment* rows, int column) { return rows[column / 16]; }
+template <int TILES, typename Operand, typename Rows> struct FullProduct {
+    TokenSums (&sums)[TILES];
+    const Rows (&rows)[TILES];
+    Operand operand;
+
+    __device__ Right load(int p, int column) const { return load_right_transposed(operand, 16 * p, column); }
+    __device__ void add(int i, int p, int column, const Right& block) const {
+        multiply_add(&sums[i][2 * p], column_of(rows[i], column), block);
+    }
+};
+template <int TILES, typename Operand, typename Rows>
+__device__ inline FullProduct<TILES, Operand, Rows> full(TokenSums (&sums)[TILES], Operand operand, const Rows (&rows)[TILES]) {
+    return {sums, rows, operand};
+}
+template <typename Operand> __device__ inline auto full(TokenSums& sums, Operand operand, const Fragment& rows) {
+    return full(tiles_of(sums), operand, reinterpret_cast<const Fragment(&)[1]>(rows));
+}
+// The part of 16 columns of A and S, from `column` on.
+template <int TILES, typename Operand, typename Rows, typename... Others>
+__device__ inline void add_columns(int column, const FullProduct<TILES, Operand, Rows>& first, const Others&... others) {
+#pragma unroll
+    for (int p = 0; p < BLOCKS; ++p) add_blocks<TILES>(p, column, first, others...);
+}
+
+template <int TILES, typename Operand> struct OuterProduct {
+    const TokenFragments (&rows)[TILES];
+    Operand operand;
+};
+template <int TILES, typename Operand>
+__device__ inline OuterProduct<TILES, Operand> outer(const TokenFragments (&rows)[TILES], Operand operand) {
+    return {rows, operand};
+}
+// Channels [16 c, 16 c + 16).
+template <int TILES, typename... Operands>
+__device__ inline void add_outer(int c, StateRows (&state)[TILES],
+                                 const OuterProduct<TILES, Operands>&... products) {
+#pragma unroll
+    for (int q = 0; q < BLOCKS; ++q) {
+        const Right blocks[] = {load_right(products.operand, 16 * q, 16 * c)...};
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            int n = 0;
+            (multiply_add(&state[i][2 * c], products.rows[i][q], blocks[n++]), ...);
+        }
+    }
+}
+template <int TILES, typename... Operands>
+__device__ inline void add_outer(StateRows (&state)[TILES],
+                                 const OuterProduct<TILES, Operands>&... products) {
+#pragma unroll
+    for (int c = 0; c < CHANNELS / 16; ++c) add_outer(c, state, products...);
+}
+
+// X <- M X, or with IS_UPPER M^T X; it comes as sums and leaves as rows.
+template <bool IS_UPPER, typename Matrix>
+__device__ inline void solve(TokenFragments& solution, Matrix matrix, const TokenSums& sums) {
+    TokenFragments rows;
+#pragma unroll
+    for (int q = 0; q < BLOCKS; ++q) rows[q] = to_fragment(sums[2 * q], sums[2 * q + 1]);
+#pragma unroll
+    for (int p = 0; p < BLOCKS; ++p) {
+        Accumulator solved[2] = {};
+#pragma unroll
+        for (int q = 0; q < BLOCKS; ++q)
+            if (IS_UPPER ? q >= p : q <= p) multiply_add(solved, rows[q], load_triangle<IS_UPPER>(matrix, p, q));
+        solution[p] = to_fragment(solved[0], solved[1]);
+    }
+}
+template <bool IS_UPPER = false, int TILES, typename Matrix>
+__device__ inline void solve(TokenFragments (&solution)[TILES], Matrix matrix, const TokenSums (&sums)[TILES]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) solve<IS_UPPER>(solution[i], matrix, sums[i]);
+}
+
+// Tensor cores take bf16: a warp rounds, in its place, what it has copied as T_IO, COLUMNS columns from `first` on if they exist.
+template <int COLUMNS, int PITCH>
+__device__ inline void round_columns(bf16 (&rows)[CHUNK_LEN][PITCH], int first, bool exist = true) {
+    if constexpr (!is_bf16<T_IO>)
+        for (int i = lane_id(); exist && i < CHUNK_LEN * COLUMNS / 2; i += 32) {
+            unsigned& word = *reinterpret_cast<unsigned*>(&rows[i / (COLUMNS / 2)][first + i % (COLUMNS / 2) * 2]);
+            const float2 x = unpack(word);
+            word = pack(x.x, x.y);
+        }
+}
+// Rows from a tile [token, value], and sums to one as T; `value` is the first of the warp.
+template <int TILES, typename Tile>
+__device__ inline void load_rows(TokenFragments (&rows)[TILES], Tile tile, int value) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int q = 0; q < BLOCKS; ++q) rows[i][q] = load_left_transposed(tile, 16 * q, value + 16 * i);
+}
+template <typename T, int TILES, typename Tile>
+__device__ inline void store_sums(Tile tile, int value, const TokenSums (&sums)[TILES]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p)
+            store_block_transposed(tile, 16 * p, value + 16 * i,
+                                   to_fragment_of<T>(sums[i][2 * p], sums[i][2 * p + 1]));
+}
+
 // ---- checkpoints -----------------------------------------------------------------------------------------------
 // S' of a chunk, the state at its start in the frame of its middle, as the fragments of its 16 x 16 blocks, lane by lane,
 // so that a warp moves a block in one access. Or, for products of warp groups that read it as it is, as matrices of 8 x 8, and
@@ -78,9 +252,8 @@ __device__ inline Fragment read_early(const Checkpoint* checkpoint, int row, int
 }
 
 // ---- the state in accumulators ---------------------------------------------------------------------------------
-// A warp holds rows [row, row + 16) and all channels: state[n] is the channels [8 n, 8 n + 8).
+// A warp holds rows [row, row + 16) and all channels.
 
-using StateRows = Accumulator[CHANNELS / 8];
 
 template <typename Visit> __device__ inline void for_each_element(StateRows& state, int row, Visit visit) {
 #pragma unroll
@@ -102,6 +275,12 @@ template <StateLayout LAYOUT, typename T> __device__ inline void write_state(T* 
         if (present) target[state_index<LAYOUT>(value, channel)] = from_float<T>(x);
     });
 }
+// The same of all of a warp's rows, from `row` on.
+template <StateLayout LAYOUT, int TILES, typename T>
+__device__ inline void read_state(StateRows (&state)[TILES], const T* source, int row) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) read_state<LAYOUT>(state[i], source, row + 16 * i);
+}
 // Multiplies column by column by the power of two that `write_factor` got.
 __device__ inline void scale_columns(StateRows& state, const float (&factor)[CHANNELS]) {
 #pragma unroll
@@ -111,6 +290,10 @@ __device__ inline void scale_columns(StateRows& state, const float (&factor)[CHA
         for (int i = 0; i < FACTOR_STEPS; ++i)
             state[n][0] *= f.x, state[n][1] *= f.y, state[n][2] *= f.x, state[n][3] *= f.y;
     }
+}
+template <int TILES> __device__ inline void scale_columns(StateRows (&state)[TILES], const float (&factor)[CHANNELS]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) scale_columns(state[i], factor);
 }
 
 // ---- what backwards share --------------------------------------------------------------------------------------

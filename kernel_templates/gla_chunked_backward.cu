@@ -103,9 +103,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         if (channel + 1 < HEAD_SIZE) bonus.y = scale * to_float(u[head * HEAD_SIZE + channel + 1]);
     }
     StateRows e[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        read_state<STATE_LAYOUT>(e[i], grad_final_state ? grad_final_state + state_offset : nullptr, first_value + 16 * i);
+    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
 
     const auto operand_q = tile_of(smem.operands.q), operand_k = tile_of(smem.operands.k);
     const auto pairs = tile_of(smem.pairs), d_pairs = tile_of(smem.d_pairs);
@@ -135,8 +133,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
 
         Accumulator d_value[TILES][CHUNK_LEN / 8] = {};  // dV, [value, token]
         write_pairs(smem.pairs, smem.operands, smem.own);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) scale_columns(e[i], smem.factor);
+        scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c) {
             Fragment e_rows[TILES];
@@ -147,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
                 store_block(tile_state, first_value + 16 * i, 16 * c, state_rows[i][c]);
             }
 #pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
+            for (int p = 0; p < BLOCKS; ++p) {  // dV <- K E'^T
                 const Right block = load_right_transposed(operand_k, 16 * p, 16 * c);
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) multiply_add(&d_value[i][2 * p], e_rows[i], block);
@@ -167,27 +164,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         __syncthreads();  // P, V and dY are there
 
         Fragment dy_rows[TILES][BLOCKS];
+        load_rows(dy_rows, tile_dy, first_value);
+        add_triangles(upper(d_value, pairs, dy_rows));  // dV <- dV + P^T dY
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
-            for (int j = 0; j < BLOCKS; ++j) dy_rows[i][j] = load_left_transposed(tile_dy, 16 * j, first_value + 16 * i);
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-            for (int j = p; j < BLOCKS; ++j) {
-                const Right block = load_right(pairs, 16 * j, 16 * p);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) multiply_add(&d_value[i][2 * p], dy_rows[i][j], block);
-            }
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                const Accumulator &left = d_value[i][2 * p], &right = d_value[i][2 * p + 1];
+            for (int p = 0; p < BLOCKS; ++p)
                 store_block_transposed(tile_dv, 16 * p, first_value + 16 * i,
-                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
-                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
-            }
+                                       to_fragment_of<T_IO>(d_value[i][2 * p], d_value[i][2 * p + 1]));
         constexpr int TASKS = BLOCKS * (BLOCKS + 1) / 2;
         for (int task = warp; task < TASKS; task += WARPS) {
             int p = 0, j = task;
@@ -208,14 +192,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
             }
             store_block(d_pairs, 16 * p, 16 * j, to_fragment(sum[0], sum[1]));
         }
-#pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c)
-#pragma unroll
-            for (int j = 0; j < BLOCKS; ++j) {
-                const Right block = load_right(operand_q, 16 * j, 16 * c);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) multiply_add(&e[i][2 * c], dy_rows[i][j], block);
-            }
+        add_outer(e, outer(dy_rows, operand_q));  // E' <- E' + dY^T Q
         write_state_terms(smem.state_terms[warp], state_rows, e);
         __syncthreads();  // dP, dV and z are there
 
@@ -227,18 +204,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         if constexpr (NEEDS_W) raw_w.load<true>(w + token * w_strides.token, w_strides.token, steps);
 #pragma unroll 1
         for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
-            Accumulator d_q[CHUNK_LEN / 8] = {}, d_k[CHUNK_LEN / 8] = {};  // [channel, token]
+            TokenSums d_q = {}, d_k = {};  // [channel, token]
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
                 const Fragment with_state = load_left_transposed(tile_state, c, column);
                 const Fragment with_e = load_left_transposed(tile_e, c, column);
 #pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
+                for (int p = 0; p < BLOCKS; ++p) {  // dQ <- dY S'   dK <- V E'
                     multiply_add(&d_q[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
                     multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
                 }
             }
             const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);
+            // dQ <- dQ + dP K   dK <- dK + dP^T Q
 #pragma unroll
             for (int p = 0; p < BLOCKS; ++p)
 #pragma unroll

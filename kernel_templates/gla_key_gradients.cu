@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
 
     const int column = 16 * warp, block = first_channel / 16 + warp;  // the warp's channels, in the slab and in the head
     const bool has_channels = block < CHANNELS / 16;
-    Accumulator d_q[CHUNK_LEN / 8] = {}, d_k[CHUNK_LEN / 8] = {};  // [channel, token]
+    TokenSums d_q = {}, d_k = {};  // [channel, token]
     Accumulator d_p[OWN_TASKS][2] = {};
     float overlap[4] = {};  // S' * E' of the lane's four places, summed over the value rows
 #pragma unroll 1
@@ -170,11 +170,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
                     overlap[j / 2 * 2 + 1] += high_of(own[j]) * high_of(others[j]);
                 }
                 const Fragment with_state = turned(s), with_e = turned(x);
-#pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
-                    multiply_add(&d_q[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
-                    multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
-                }
+                add_columns(c, full(d_q, tile_dy, with_state), full(d_k, tile_v, with_e));  // dQ <- dY S'   dK <- V E'
             }
         }
 #pragma unroll
@@ -224,13 +220,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
             const float odd = __shfl_sync(0xffffffffu, overlap[2 * j + 1], group() / 2);
             left[j] += group() % 2 ? odd : even;
         }
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-            for (int j = 0; j <= p; ++j) {
-                multiply_add(&d_q[2 * p], k_rows.at[j], load_right_transposed(d_pairs, 16 * p, 16 * j));
-                multiply_add(&d_k[2 * j], q_rows.at[p], load_right(d_pairs, 16 * p, 16 * j));
-            }
+        add_triangles(lower(d_q, d_pairs, k_rows.at));  // dQ <- dQ + dP K
+        add_triangles(upper(d_k, d_pairs, q_rows.at));  // dK <- dK + dP^T Q
         read_bonus(bonus, u + head * HEAD_SIZE, scale, first_channel + column);
         ChannelSums channel_sums = {};
         write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal, bonus,

@@ -146,9 +146,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if (channel + 1 < HEAD_SIZE) bonus.y = scale * to_float(u[head * HEAD_SIZE + channel + 1]);
     }
     StateRows state[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        read_state<STATE_LAYOUT>(state[i], first ? first + state_offset : nullptr, first_value + 16 * i);
+    read_state<STATE_LAYOUT>(state, first ? first + state_offset : nullptr, first_value);
 
     const auto with_state = tile_of(BACKWARD ? smem.operands.k : smem.operands.q);
     const auto with_input = tile_of(BACKWARD ? smem.operands.q : smem.operands.k);
@@ -184,11 +182,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
             if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_here |= !in_range(frame.farthest);
         }
         if constexpr (!is_bf16<T_IO>) {
-            for (int i = lane_id(); has_values && i < CHUNK_LEN * SLAB / 2; i += 32) {
-                unsigned& word = *reinterpret_cast<unsigned*>(&smem.input[i / (SLAB / 2)][own_row + i % (SLAB / 2) * 2]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
+            round_columns<SLAB>(smem.input, own_row, has_values);
             __syncwarp();
         }
         if constexpr (WALKS) {
@@ -196,9 +190,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                 leaves_range = true;
                 if (threadIdx.x < PAIRS) write_factor(smem.factor, behind), behind = {0.0f, 0.0f};
                 __syncthreads();  // the factor is there
-                if (has_values)
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+                if (has_values) scale_columns(state, smem.factor);
                 walk(state, smem, w + token * w_strides.token, w_strides.token, u + head * HEAD_SIZE, own_row, has_values,
                      steps, scale);
                 if (has_values)
@@ -227,18 +219,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         Fragment input_rows[TILES][BLOCKS];
         Accumulator out[TILES][CHUNK_LEN / 8] = {};
         if (has_values) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) input_rows[i][p] = load_left_transposed(inputs, 16 * p, own_row + 16 * i);
+            load_rows(input_rows, inputs, own_row);
             __syncwarp();
         }
         if (exists(next)) copy(next);
         write_pairs(smem.pairs, smem.operands, smem.own);
         if (has_values) {
-            if constexpr (HAS_DECAY)
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+            if constexpr (HAS_DECAY) scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
@@ -249,42 +236,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                     if constexpr (FOR_GROUPS) write_matrices(own_checkpoint, 16 * i, c, start_rows[i]);
                     else write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
                 }
-#pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
-                    const Right block = load_right_transposed(with_state, 16 * p, 16 * c);
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i) multiply_add(&out[i][2 * p], start_rows[i], block);
-                }
-                // What the chunk adds to these channels, which nobody needs any more as they were.
-#pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
-                    const Right block = load_right(with_input, 16 * p, 16 * c);
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i) multiply_add(&state[i][2 * c], input_rows[i][p], block);
-                }
+                add_columns(16 * c, full(out, with_state, start_rows));     // Y <- Q S'^T, or dV <- K E'^T
+                // S' <- S' + V^T K, or E' <- E' + dY^T Q, of these channels, which nobody needs any more as they were
+                add_outer(c, state, outer(input_rows, with_input));
             }
         }
         if (is_kept(token)) checkpoints += BACKWARD ? -heads : heads;
         __syncthreads();  // the pairs are there
         if (!has_values) continue;
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-            for (int j = 0; j < BLOCKS; ++j) {
-                if (BACKWARD ? j < p : j > p) continue;
-                const Right block = BACKWARD ? load_right(pairs, 16 * j, 16 * p) : load_right_transposed(pairs, 16 * p, 16 * j);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) multiply_add(&out[i][2 * p], input_rows[i][j], block);
-            }
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                const Accumulator &left = out[i][2 * p], &right = out[i][2 * p + 1];
-                store_block_transposed(outputs, 16 * p, own_row + 16 * i,
-                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
-                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
-            }
+        add_triangles(triangle<BACKWARD>(out, pairs, input_rows));  // Y <- Y + P V, or dV <- dV + P^T dY
+        store_sums<T_IO>(outputs, own_row, out);
         __syncwarp();
         write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
             output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]), steps,

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
     };
     i64 token = BACKWARD ? tokens - CHUNK_LEN : 0;
     fetch(token, 0);
-    StateRows state = {};
+    StateRows state[1] = {};
     float2 exponent = {0.0f, 0.0f};  // of the thread's pair of channels, over all chunks
     int stage = 0;
     for (i64 left = tokens; left > 0; left -= CHUNK_LEN) {
@@ -108,18 +108,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
         }
         __syncthreads();  // the operands are there
 
-        Fragment rows[BLOCKS];
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p) rows[p] = load_left_transposed(tile_of(smem.values[stage]), 16 * p, own_row);
+        TokenFragments rows[1];
+        load_rows(rows, tile_of(smem.values[stage]), own_row);
         if constexpr (HAS_DECAY) scale_columns(state, smem.factor);
-#pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c)
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-                multiply_add(&state[2 * c], rows[p], load_right(tile_of(smem.keys), 16 * p, 16 * c));
+        add_outer(state, outer(rows, tile_of(smem.keys)));  // S <- S diag(e^D) + V^T K, or E <- E diag(e^D) + dY^T Q
         stage = 1 - stage;
     }
-    write_state<StateLayout::vk>(additions + item * (VALUE_SIZE * HEAD_SIZE), state, own_row);
+    write_state<StateLayout::vk>(additions + item * (VALUE_SIZE * HEAD_SIZE), state[0], own_row);
     if (BACKWARD || threadIdx.x >= PAIRS) return;
     if (2 * index < HEAD_SIZE) exponents[item * HEAD_SIZE + 2 * index] = exponent.x;
     if (2 * index + 1 < HEAD_SIZE) exponents[item * HEAD_SIZE + 2 * index + 1] = exponent.y;

@@ -43,6 +43,11 @@ __device__ inline Fragment to_fragment(const Accumulator& left, const Accumulato
     return {{pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])}};
 }
 
+template <typename T> __device__ inline Fragment to_fragment_of(const Accumulator& left, const Accumulator& right) {
+    return {{pack_as<T>(left[0], left[1]), pack_as<T>(left[2], left[3]), pack_as<T>(right[0], right[1]),
+             pack_as<T>(right[2], right[3])}};
+}
+
 // ---- loads -----------------------------------------------------------------------------------------------------
 // Volatile keeps them between the barriers; nothing else need wait for them, so they name no memory.
 // Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.

@@ -93,6 +93,11 @@ struct TokenMatrices {
     TokenTile ak, rb, rk;                // Aak Arb Ark
 };
 
+struct TokenTiles { Tile<TOKEN_PITCH> tm, ak, rb, rk; };
+__device__ inline TokenTiles tiles_of(const TokenMatrices& matrices) {
+    return {tile_of(matrices.tm), tile_of(matrices.ak), tile_of(matrices.rb), tile_of(matrices.rk)};
+}
+
 // Where `solve_lower` reads a diagonal block of Aab from.
 __device__ inline void write_lower(TokenMatrices& matrices, int p, Accumulator (&sum)[2]) {
     keep_lower(sum, 1);

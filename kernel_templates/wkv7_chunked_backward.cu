@@ -23,6 +23,7 @@
 // Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV for
 // them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time.
 #include "wkv7_key_side.cuh"
+#include "wkv7_value_side.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int SLAB = 16 * TILES;  // value rows of a warp
@@ -108,20 +109,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
     }
     StateRows e[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        read_state<STATE_LAYOUT>(e[i], grad_final_state ? grad_final_state + state_offset : nullptr, first_value + 16 * i);
+    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
     const KeyTiles<Tile<KEY_PITCH>> tiles = {operand_r, operand_a, operand_k, operand_b};
-    const auto tm = tile_of(smem.matrices.tm), ak = tile_of(smem.matrices.ak);
-    const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
+    const TokenTiles matrices = tiles_of(smem.matrices);
     const auto d_rk = tile_of(smem.d.rk), d_rb = tile_of(smem.d.rb);
     const auto d_ak = tile_of(smem.d.ak), d_ab = tile_of(smem.d.ab);
     const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.u), tile_dx = tile_of(smem.dx);
     const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
-    const auto tile_dv = tile_of(smem.dv);
+    const ValueTiles<Tile<VALUE_PITCH>> value_tiles = {tile_v, tile_dy, tile_u, tile_dx, tile_of(smem.dv)};
 
     float2 behind = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
     for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
@@ -145,8 +143,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         // Accumulators [value, token]: U and dX before they are solved, and dV.
         Accumulator u[TILES][CHUNK_LEN / 8] = {}, dx[TILES][CHUNK_LEN / 8] = {}, d_value[TILES][CHUNK_LEN / 8] = {};
         write_token_matrices(smem.matrices, smem.operands);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) scale_columns(e[i], smem.factor);
+        scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
         Fragment e_rows[TILES][CHANNELS / 16];
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
@@ -157,20 +154,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 store_block(tile_state, first_value + 16 * i, 16 * c, state_rows[i][c]);
             }
 #pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c) {
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                const Right a_block = load_right_transposed(operand_a, 16 * p, 16 * c);
-                const Right b_block = load_right_transposed(operand_b, 16 * p, 16 * c);
-                const Right k_block = load_right_transposed(operand_k, 16 * p, 16 * c);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    multiply_add(&u[i][2 * p], state_rows[i][c], a_block);
-                    multiply_add(&dx[i][2 * p], e_rows[i][c], b_block);
-                    multiply_add(&d_value[i][2 * p], e_rows[i][c], k_block);
-                }
-            }
-        }
+        for (int c = 0; c < CHANNELS / 16; ++c)  // U <- A S'^T   dX <- B E'^T   dV <- K E'^T
+            add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows), full(d_value, operand_k, e_rows));
         wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
         if constexpr (!is_bf16<T_IO>) {
             __syncthreads();
@@ -184,59 +169,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         }
         __syncthreads();  // the token matrices, V and dY are there
 
-        Fragment dy_rows[TILES][BLOCKS], dx_rows[TILES][BLOCKS], u_rows[TILES][BLOCKS];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            Fragment v_rows[BLOCKS];
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                v_rows[q] = load_left_transposed(tile_v, 16 * q, first_value + 16 * i);
-                dy_rows[i][q] = load_left_transposed(tile_dy, 16 * q, first_value + 16 * i);
-            }
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) {
-                    if (q <= p) multiply_add(&u[i][2 * p], v_rows[q], load_right_transposed(ak, 16 * p, 16 * q));
-                    if (q < p) continue;
-                    multiply_add(&dx[i][2 * p], dy_rows[i][q], load_right(rb, 16 * q, 16 * p));
-                    multiply_add(&d_value[i][2 * p], dy_rows[i][q], load_right(rk, 16 * q, 16 * p));
-                }
-            // U^T = .. Tm^T and dX^T = .. Tm
-            Fragment u_sums[BLOCKS], dx_sums[BLOCKS];
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                u_sums[q] = to_fragment(u[i][2 * q], u[i][2 * q + 1]);
-                dx_sums[q] = to_fragment(dx[i][2 * q], dx[i][2 * q + 1]);
-            }
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                Accumulator u_solved[2] = {}, dx_solved[2] = {};
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) {
-                    if (q <= p) multiply_add(u_solved, u_sums[q], load_right_transposed(tm, 16 * p, 16 * q));
-                    if (q >= p) multiply_add(dx_solved, dx_sums[q], load_right(tm, 16 * q, 16 * p));
-                }
-                u_rows[i][p] = to_fragment(u_solved[0], u_solved[1]);
-                dx_rows[i][p] = to_fragment(dx_solved[0], dx_solved[1]);
-            }
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-                for (int q = p; q < BLOCKS; ++q)
-                    multiply_add(&d_value[i][2 * p], dx_rows[i][q], load_right(ak, 16 * q, 16 * p));
-        }
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                store_block_transposed(tile_u, 16 * p, first_value + 16 * i, u_rows[i][p]);
-                store_block_transposed(tile_dx, 16 * p, first_value + 16 * i, dx_rows[i][p]);
-                const Accumulator &left = d_value[i][2 * p], &right = d_value[i][2 * p + 1];
-                store_block_transposed(tile_dv, 16 * p, first_value + 16 * i,
-                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
-                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
-            }
+        Fragment dy_rows[TILES][BLOCKS], dx_rows[TILES][BLOCKS];
+        finish_values(u, dx, d_value, dy_rows, dx_rows, matrices, value_tiles, first_value);
         __syncthreads();  // U and dX are there, and nobody reads the token matrices any more
 
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
@@ -254,34 +188,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             if (q == p) keep_lower(sum, is_x);
             store_block(is_x ? (is_u ? d_ab : d_ak) : (is_u ? d_rb : d_rk), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
         }
-#pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c) {
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                const Right r_block = load_right(operand_r, 16 * q, 16 * c);
-                const Right a_block = load_right(operand_a, 16 * q, 16 * c);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    multiply_add(&e[i][2 * c], dy_rows[i][q], r_block);
-                    multiply_add(&e[i][2 * c], dx_rows[i][q], a_block);
-                }
-            }
-        }
+        add_outer(e, outer(dy_rows, operand_r), outer(dx_rows, operand_a));  // E' <- E' + dY^T R + dX^T A
         write_state_terms(smem.state_terms[warp], state_rows, e);
         __syncthreads();  // the gradients of the token matrices are there
 
         if (next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
 #pragma unroll 1
         for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
-            // [channel, token]
-            using Sums = Accumulator[CHUNK_LEN / 8];
-            Sums d_r = {}, d_a = {}, d_k = {}, d_b = {};
+            TokenSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // [channel, token]
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
                 const Fragment with_state = load_left_transposed(tile_state, c, column);
                 const Fragment with_e = load_left_transposed(tile_e, c, column);
 #pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
+                for (int p = 0; p < BLOCKS; ++p) {  // dR <- dY S'   dA <- dX S'   dK <- V E'   dB <- U E'
                     multiply_add(&d_r[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
                     multiply_add(&d_a[2 * p], with_state, load_right_transposed(tile_dx, 16 * p, c));
                     multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
@@ -289,6 +209,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 }
             }
             const KeyRows rows(tiles, column);
+            // dR <- dR + dArk K + dArb B     dA <- dA + dAak K + dAab B
+            // dK <- dK + dArk^T R + dAak^T A   dB <- dB + dArb^T R + dAab^T A
 #pragma unroll
             for (int p = 0; p < BLOCKS; ++p)
 #pragma unroll

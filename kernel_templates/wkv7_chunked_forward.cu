@@ -79,9 +79,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     copy_values(first_steps), commit_copies();
     if (first_steps > 0) from_w.load(next_w, first_steps);
     StateRows state[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        read_state<STATE_LAYOUT>(state[i], initial_state ? initial_state + state_offset : nullptr, first_value + 16 * i);
+    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
@@ -116,8 +114,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
 
         Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
         if (has_values) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+            scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
@@ -126,16 +123,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
                     start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
                     if (checkpoints != nullptr) write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
                 }
-#pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {
-                    const Right a_block = load_right_transposed(operand_a, 16 * p, 16 * c);
-                    const Right r_block = load_right_transposed(operand_r, 16 * p, 16 * c);
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i) {
-                        multiply_add(&u[i][2 * p], start_rows[i], a_block);
-                        multiply_add(&out[i][2 * p], start_rows[i], r_block);
-                    }
-                }
+                // U <- A S'^T   Y <- R S'^T
+                add_columns(16 * c, full(u, operand_a, start_rows), full(out, operand_r, start_rows));
             }
             if (checkpoints != nullptr) checkpoints += heads;
         }
@@ -143,79 +132,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         wait_for_copies<1>();  // the values, which a warp reads that has copied them
         __syncwarp();
         if constexpr (!is_bf16<T_IO>) {
-            for (int i = lane_id(); i < CHUNK_LEN * SLAB / 2; i += 32) {
-                unsigned& word = *reinterpret_cast<unsigned*>(&smem.v[i / (SLAB / 2)][first_value + i % (SLAB / 2) * 2]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
+            round_columns<SLAB>(smem.v, first_value);
             __syncwarp();
         }
         Fragment v_rows[TILES][BLOCKS];
         if (has_values) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) v_rows[i][q] = load_left_transposed(values, 16 * q, first_value + 16 * i);
+            load_rows(v_rows, values, first_value);
             __syncwarp();
         }
         copy_values(next_steps), commit_copies();
         if (!has_values) continue;
 
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-            for (int q = 0; q <= p; ++q) {
-                const Right ak_block = load_right_transposed(ak, 16 * p, 16 * q);
-                const Right rk_block = load_right_transposed(rk, 16 * p, 16 * q);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    multiply_add(&u[i][2 * p], v_rows[i][q], ak_block);
-                    multiply_add(&out[i][2 * p], v_rows[i][q], rk_block);
-                }
-            }
+        add_triangles(lower(u, ak, v_rows), lower(out, rk, v_rows));  // U <- Aak V + A S'^T   Y <- Ark V + R S'^T
         Fragment u_rows[TILES][BLOCKS];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            Fragment sums[BLOCKS];
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) sums[q] = to_fragment(u[i][2 * q], u[i][2 * q + 1]);
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                Accumulator solved[2] = {};
-#pragma unroll
-                for (int q = 0; q <= p; ++q) multiply_add(solved, sums[q], load_right_transposed(tm, 16 * p, 16 * q));
-                u_rows[i][p] = to_fragment(solved[0], solved[1]);
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-            for (int q = 0; q <= p; ++q) {
-                const Right rb_block = load_right_transposed(rb, 16 * p, 16 * q);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) multiply_add(&out[i][2 * p], u_rows[i][q], rb_block);
-            }
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                const Accumulator &left = out[i][2 * p], &right = out[i][2 * p + 1];
-                store_block_transposed(outputs, 16 * p, first_value + 16 * i,
-                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
-                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
-            }
-#pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c)
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                const Right k_block = load_right(operand_k, 16 * q, 16 * c);
-                const Right b_block = load_right(operand_b, 16 * q, 16 * c);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    multiply_add(&state[i][2 * c], v_rows[i][q], k_block);
-                    multiply_add(&state[i][2 * c], u_rows[i][q], b_block);
-                }
-            }
+        solve(u_rows, tm, u);                                         // U <- Tm U
+        add_triangles(lower(out, rb, u_rows));                        // Y <- Y + Arb U
+        store_sums<T_IO>(outputs, first_value, out);
+        add_outer(state, outer(v_rows, operand_k), outer(u_rows, operand_b));  // S' <- S' + V^T K + U^T B
         __syncwarp();
         const T_IO* const own_y = reinterpret_cast<const T_IO*>(&smem.y[0][first_value]);
         if constexpr (NUM_THREADS * BLOCKS_PER_SM < 512)  // which leaves registers for all of it

@@ -12,6 +12,7 @@
 // tiles to the tensors, whole rows at a time: pieces of 32 bytes by single warps cost 0.2 ms in 1.9.
 #include "wgmma.cuh"
 #include "wkv7_key_side.cuh"
+#include "wkv7_value_side.cuh"
 
 static_assert(HEAD_SIZE % SLAB == 0 && VALUE_SIZE % SLAB == 0 && CHUNK_LEN == 32, "head sizes in steps of 64, chunks of 32");
 static_assert(NUM_THREADS == 2 * VALUES, "num_threads must be twice the value size");
@@ -220,13 +221,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const TwinTile operand_r = tile_of(operands.r), operand_a = tile_of(operands.a);
     const TwinTile operand_k = tile_of(operands.k), operand_b = tile_of(operands.b);
     const KeyTiles<TwinTile> tiles = {operand_r, operand_a, operand_k, operand_b};
-    const auto tm = tile_of(smem.matrices.tm), ak = tile_of(smem.matrices.ak);
-    const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
+    const TokenTiles matrices = tiles_of(smem.matrices);
     const SlabTile d_matrices = {shared_address(&smem.d_matrices[0][0][0])};
     const TwinTile tile_dy = tile_of(twin_of(smem.dy_dx, 0)), tile_dx = tile_of(twin_of(smem.dy_dx, 1));
     const TwinTile tile_v = tile_of(twin_of(smem.v_u, 0)), tile_u = tile_of(twin_of(smem.v_u, 1));
     const StatesTile tile_state = {shared_address(&smem.state)}, tile_e = {shared_address(&smem.e)};
-    const auto tile_dv = tile_of(smem.dv);
+    const ValueTiles<TwinTile> value_tiles = {tile_v, tile_dy, tile_u, tile_dx, tile_of(smem.dv)};
 
     // Products of two tiles of tokens with two: the rows of the second begin with a group's third warp.
     const int first_column = COLUMNS * (warp / 4);
@@ -255,9 +255,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         commit_copies();
 
         // Accumulators [value, token]: U, and dX and dV, before they are solved.
-        Accumulator u[CHUNK_LEN / 8], dx_dv[2 * CHUNK_LEN / 8];
-        Accumulator(&dx)[CHUNK_LEN / 8] = *reinterpret_cast<Accumulator(*)[CHUNK_LEN / 8]>(&dx_dv[0]);
-        Accumulator(&d_value)[CHUNK_LEN / 8] = *reinterpret_cast<Accumulator(*)[CHUNK_LEN / 8]>(&dx_dv[CHUNK_LEN / 8]);
+        TokenSums u;
+        Accumulator dx_dv[2 * CHUNK_LEN / 8];
+        TokenSums& dx = *reinterpret_cast<TokenSums*>(&dx_dv[0]);
+        TokenSums& d_value = *reinterpret_cast<TokenSums*>(&dx_dv[CHUNK_LEN / 8]);
         scale_columns(e, smem.factor);
         Fragment e_rows[CHANNELS / 16];
 #pragma unroll
@@ -293,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             Fragment block = to_fragment(sum[0], sum[1]);
             if (q == p) keep_lower(block, is_second);
             if (is_ab) below = block;
-            else store_block(is_second ? ak : is_k ? rk : rb, 16 * p, 16 * q, block);
+            else store_block(is_second ? matrices.ak : is_k ? matrices.rk : matrices.rb, 16 * p, 16 * q, block);
         });
         if (warp / 2 == 1) {
             asm volatile("bar.sync 1, 64;" ::: "memory");
@@ -316,56 +317,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         publish_writes();
         __syncthreads();  // the token matrices, V and dY are there
 
-        Fragment dy_rows[BLOCKS], dx_rows[BLOCKS], u_rows[BLOCKS];
-        {
-            Fragment v_rows[BLOCKS];
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                v_rows[q] = load_left_transposed(tile_v, 16 * q, first_value);
-                dy_rows[q] = load_left_transposed(tile_dy, 16 * q, first_value);
-            }
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) {
-                    if (q <= p) multiply_add(&u[2 * p], v_rows[q], load_right_transposed(ak, 16 * p, 16 * q));
-                    if (q < p) continue;
-                    multiply_add(&dx[2 * p], dy_rows[q], load_right(rb, 16 * q, 16 * p));
-                    multiply_add(&d_value[2 * p], dy_rows[q], load_right(rk, 16 * q, 16 * p));
-                }
-            // U^T = .. Tm^T and dX^T = .. Tm
-            Fragment u_sums[BLOCKS], dx_sums[BLOCKS];
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                u_sums[q] = to_fragment(u[2 * q], u[2 * q + 1]);
-                dx_sums[q] = to_fragment(dx[2 * q], dx[2 * q + 1]);
-            }
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                Accumulator u_solved[2] = {}, dx_solved[2] = {};
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) {
-                    if (q <= p) multiply_add(u_solved, u_sums[q], load_right_transposed(tm, 16 * p, 16 * q));
-                    if (q >= p) multiply_add(dx_solved, dx_sums[q], load_right(tm, 16 * q, 16 * p));
-                }
-                u_rows[p] = to_fragment(u_solved[0], u_solved[1]);
-                dx_rows[p] = to_fragment(dx_solved[0], dx_solved[1]);
-            }
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-                for (int q = p; q < BLOCKS; ++q)
-                    multiply_add(&d_value[2 * p], dx_rows[q], load_right(ak, 16 * q, 16 * p));
-        }
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p) {
-            store_block_transposed(tile_u, 16 * p, first_value, u_rows[p]);
-            store_block_transposed(tile_dx, 16 * p, first_value, dx_rows[p]);
-            const Accumulator &left = d_value[2 * p], &right = d_value[2 * p + 1];
-            store_block_transposed(tile_dv, 16 * p, first_value,
-                                   {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
-                                     pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
-        }
+        TokenFragments dy_rows[1], dx_rows[1];
+        finish_values(tiles_of(u), tiles_of(dx), tiles_of(d_value), dy_rows, dx_rows, matrices, value_tiles, first_value);
         publish_writes();
         __syncthreads();  // U and dX are there, and nobody reads the token matrices any more
 
@@ -381,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         for (int q = 0; q < BLOCKS; ++q)
 #pragma unroll
             for (int c = 0; c < CHANNELS; c += SLAB) {
-                multiply_group<64, Read::columns>(e + c / 8, dy_rows[q], descriptor(operand_r, 16 * q, c));
-                multiply_group<64, Read::columns>(e + c / 8, dx_rows[q], descriptor(operand_a, 16 * q, c));
+                multiply_group<64, Read::columns>(e + c / 8, dy_rows[0][q], descriptor(operand_r, 16 * q, c));
+                multiply_group<64, Read::columns>(e + c / 8, dx_rows[0][q], descriptor(operand_a, 16 * q, c));
             }
         end_batch();
         T_IO* const dv_rows[] = {dv + token * value_stride};

@@ -33,12 +33,6 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// A block (p, q) of a token matrix, or of its transpose, as the right operand; and whether there is one.
-__device__ inline Right load_token_block(Tile<TOKEN_PITCH> tile, int p, int q) {
-    return BACKWARD ? load_right(tile, 16 * q, 16 * p) : load_right_transposed(tile, 16 * p, 16 * q);
-}
-__device__ constexpr bool has_token_block(int p, int q) { return BACKWARD ? q >= p : q <= p; }
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ a, const T_IO* __restrict__ b,
     const T_IO* __restrict__ values, float* __restrict__ additions, float* __restrict__ transitions, Strides key_strides,
@@ -104,11 +98,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
         behind = BACKWARD ? frame.middle : rest;
         if constexpr (!is_bf16<T_IO>) {
-            for (int i = lane_id(); has_rows && i < CHUNK_LEN * SLAB / 2; i += 32) {
-                unsigned& word = *reinterpret_cast<unsigned*>(&smem.input[i / (SLAB / 2)][own_row + i % (SLAB / 2) * 2]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
+            round_columns<SLAB>(smem.input, own_row, has_rows);
             __syncwarp();
         }
         __syncthreads();  // the operands are there
@@ -116,10 +106,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         Fragment value_rows[TILES][BLOCKS];
         Accumulator sum[TILES][CHUNK_LEN / 8] = {};
         if (has_rows) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q) value_rows[i][q] = load_left_transposed(input, 16 * q, own_row + 16 * i);
+            load_rows(value_rows, input, own_row);
             __syncwarp();
         }
         if (left > CHUNK_LEN) copy(next);
@@ -138,16 +125,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         }
 
         if (has_rows) {
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) scale_columns(state[i], smem.factor);
+            scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c)
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) {
                     const Fragment start_rows = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
-#pragma unroll
-                    for (int p = 0; p < BLOCKS; ++p)
-                        multiply_add(&sum[i][2 * p], start_rows, load_right_transposed(with_state, 16 * p, 16 * c));
+                    add_columns(16 * c, full(sum[i], with_state, start_rows));  // U <- A S'^T, or dX <- B E'^T
                 }
         }
         __syncthreads();  // the token matrices are there
@@ -156,36 +140,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         Fragment solution[TILES][BLOCKS];
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q)
-                    if (has_token_block(p, q))
-                        multiply_add(&sum[i][2 * p], value_rows[i][q], load_token_block(pairs, p, q));
-            Fragment sums[BLOCKS];
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) sums[q] = to_fragment(sum[i][2 * q], sum[i][2 * q + 1]);
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p) {
-                Accumulator solved[2] = {};
-#pragma unroll
-                for (int q = 0; q < BLOCKS; ++q)
-                    if (has_token_block(p, q)) multiply_add(solved, sums[q], load_token_block(tm, p, q));
-                solution[i][p] = to_fragment(solved[0], solved[1]);
-            }
+            add_triangles(triangle<BACKWARD>(sum[i], pairs, value_rows[i]));  // U <- U + Aak V, or dX <- dX + Arb^T dY
+            solve<BACKWARD>(solution[i], tm, sum[i]);                         // U <- Tm U, or dX <- Tm^T dX
         }
-#pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c)
-#pragma unroll
-            for (int q = 0; q < BLOCKS; ++q) {
-                const Right of_values = load_right(with_values, 16 * q, 16 * c);
-                const Right of_solution = load_right(with_solution, 16 * q, 16 * c);
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    multiply_add(&state[i][2 * c], value_rows[i][q], of_values);
-                    multiply_add(&state[i][2 * c], solution[i][q], of_solution);
-                }
-            }
+        // S' <- S' + V^T K + U^T B, or E' <- E' + dY^T R + dX^T A
+        add_outer(state, outer(value_rows, with_values), outer(solution, with_solution));
     }
     __syncthreads();
     write_factor(smem.factor, behind);

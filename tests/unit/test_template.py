@@ -99,8 +99,11 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
         ("wkv7_segment", [*OF_CHUNKS, "wkv7_chunk.cuh"]),
         ("wkv7_decay_range", [*OF_TENSOR_CORES, "decay.cuh"]),
         ("wkv7_chunked_forward", [*OF_CHUNKS, "wkv7_chunk.cuh"]),
-        ("wkv7_chunked_backward", [*OF_CHUNKS, "wkv7_chunk.cuh", "wkv7_key_side.cuh"]),
-        ("wkv7_group_backward", [*OF_CHUNKS, "slab.cuh", "wgmma.cuh", "wkv7_chunk.cuh", "wkv7_key_side.cuh"]),
+        ("wkv7_chunked_backward", [*OF_CHUNKS, "wkv7_chunk.cuh", "wkv7_key_side.cuh", "wkv7_value_side.cuh"]),
+        (
+            "wkv7_group_backward",
+            [*OF_CHUNKS, "slab.cuh", "wgmma.cuh", "wkv7_chunk.cuh", "wkv7_key_side.cuh", "wkv7_value_side.cuh"],
+        ),
         ("gla_join", ["types.cuh"]),
         ("gla_segment", OF_CHUNKS),
         ("gla_scan", [*OF_CHUNKS, "gla_chunk.cuh"]),
