@@ -41,14 +41,6 @@ __device__ inline void multiply_rows(Accumulator (&sum)[2], const LeftRows<Tile>
     for (int c = 0; c < CHANNELS / 16; ++c)
         multiply_add(sum, left.at[c], load_right_transposed(right, 16 * q, 16 * c));
 }
-// Keeps what is on or below the diagonal `offset` places down.
-__device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
-        if (row < column + offset) sum[i / 4][i % 4] = 0.0f;
-    }
-}
 
 using StateRows = Accumulator[CHANNELS / 8];  // state[n] is the channels [8 n, 8 n + 8)
 

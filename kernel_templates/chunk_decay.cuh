@@ -1,15 +1,19 @@
-// The decays of a chunk, by threads that have a pair of channels over SEGMENT_LEN tokens each: c_t, the sum of the
-// log-decays up to token t, m over the first half and D over all. Logarithms are to the base 2, for which the GPU has an
-// instruction.
+// The decays of a chunk for DECAY_CHANNELS channels at once: a head's, or 64 of them in each of DECAY_PARTS parts. A thread has a
+// pair of channels over SEGMENT_LEN tokens: c_t, the sum of the log-decays up to token t, m over the first half and D over
+// all. Logarithms are to the base 2, for which the GPU has an instruction.
 //
-// Needs T_W beside what chunk.cuh needs.
+// Needs DECAY_CHANNELS, DECAY_PARTS, CHANNELS, HEAD_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
-#include "chunk.cuh"
+#include "decay.cuh"
 
-constexpr int PAIRS = CHANNELS / 2;
+constexpr int PAIRS = DECAY_CHANNELS / 2;
 constexpr int SEGMENT_LEN = ceil_power(ceil_div(CHUNK_LEN * PAIRS, NUM_THREADS));
 constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
 static_assert(SEGMENTS >= 2, "num_threads must be at least the head size, rounded up to a multiple of 32");
+static_assert(DECAY_PARTS == 1 || SEGMENTS * PAIRS == NUM_THREADS, "num_threads must make two or more equal segments of a chunk");
+
+// Known to the compiler where a head fills its parts, of which there may be one more than it needs.
+__device__ inline bool has_channel(int channel) { return HEAD_SIZE == DECAY_PARTS * DECAY_CHANNELS || channel < HEAD_SIZE; }
 
 // The thread's pair of channels in `factor`.
 __device__ inline void write_factor(float (&factor)[CHANNELS], float2 exponent) {
@@ -25,15 +29,17 @@ struct RawDecays {
 
     // `w` is the chunk's first token of `steps`. What is past the last token or channel is read from there: a load
     // under a condition would have to wait for the value that it may leave in place.
-    __device__ void load(const T_W* w, i64 token_stride, int steps) {
-        const int first = threadIdx.x / PAIRS * SEGMENT_LEN, channel = threadIdx.x % PAIRS * 2;
+    __device__ void load(const T_W* w, i64 token_stride, int steps, int first_channel = 0) {
+        const int first = threadIdx.x / PAIRS * SEGMENT_LEN, channel = first_channel + threadIdx.x % PAIRS * 2;
         const T_W* row = w + min(first, steps - 1) * token_stride;
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i) {
+            // In parts there are no registers for a row that is carried along.
+            if constexpr (DECAY_PARTS > 1) row = w + min(first + i, steps - 1) * token_stride;
 #pragma unroll
             for (int j = 0; j < 2 / VECTOR; ++j)
                 held[i][j] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + j, HEAD_SIZE - VECTOR));
-            if (first + i + 1 < steps) row += token_stride;
+            if (DECAY_PARTS == 1 && first + i + 1 < steps) row += token_stride;
         }
     }
     __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
@@ -76,25 +82,44 @@ __device__ inline void clear_decays(RawDecays& raw, int steps) {
 // Sums of the rates of a thread's pair of channels up to each of its tokens.
 struct RateSums { float2 at[SEGMENT_LEN]; };
 
-// First half: sums within the thread's segment. Padding has no decay.
-__device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps) {
-    const int channel = threadIdx.x % PAIRS * 2, segment = threadIdx.x / PAIRS;
+// First half: sums within the thread's segment. Padding has no decay; in parts by its w, as a choice between rates would be a
+// branch.
+__device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps,
+                                 int first_channel = 0) {
+    const int channel = first_channel + threadIdx.x % PAIRS * 2, segment = threadIdx.x / PAIRS;
     float2 sum = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
         const bool present = segment * SEGMENT_LEN + i < steps;
         const auto rate = [&](int j) {
-            const bool is_channel = HEAD_SIZE == CHANNELS || channel + j < HEAD_SIZE;
-            return present && is_channel ? decay_rate<DECAY>(raw.at(i, j)) : 0.0f;
+            const bool exists = present && has_channel(channel + j);
+            if constexpr (DECAY_PARTS == 1) return exists ? decay_rate<DECAY>(raw.at(i, j)) : 0.0f;
+            else return decay_rate<DECAY>(exists ? raw.at(i, j) : NO_DECAY);
         };
         sum.x += rate(0), sum.y += rate(1);
         sums.at[i] = sum;
     }
-    if (segment < SEGMENTS) totals[segment][threadIdx.x % PAIRS] = sum;
+    if (DECAY_PARTS > 1 || segment < SEGMENTS) totals[segment][threadIdx.x % PAIRS] = sum;
 }
 
-// m and D of a thread's pair of channels, and the largest c_t - m of its tokens, which growth may hide from the two.
+// Second half, behind a barrier: m and D of a thread's pair of channels and, before its first token, c - m.
 struct Frame {
-    float2 middle, end;
-    float farthest;
+    float2 middle, end, origin;
+    float farthest;  // the largest |c_t - m| of the thread's tokens, where it is worked out: growth may hide it from m and D
 };
+__device__ inline Frame frame_of(const float2 (&totals)[SEGMENTS][PAIRS]) {
+    const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
+    Frame frame = {};
+    float2 before = {0.0f, 0.0f};
+    if constexpr (HAS_DECAY)
+#pragma unroll
+        for (int s = 0; s < SEGMENTS; ++s) {
+            const float2 total = totals[s][index];
+            if (s < segment) before.x += total.x, before.y += total.y;
+            if (s < SEGMENTS / 2) frame.middle.x += total.x, frame.middle.y += total.y;
+            frame.end.x += total.x, frame.end.y += total.y;
+        }
+    frame.origin = {RATE_UNIT * (before.x - frame.middle.x), RATE_UNIT * (before.y - frame.middle.y)};
+    frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
+    return frame;
+}

@@ -57,7 +57,7 @@ __device__ inline bool add_row_blocks(Pack<float, 4>& total, float* saved, int r
 }
 
 // Up to four neighbouring channels to global memory.
-template <typename T> __device__ inline void write_channels(T* target, const Pack<float, 4>& x, int channel) {
+template <typename T> __device__ inline void write_pack(T* target, const Pack<float, 4>& x, int channel) {
     if constexpr (HEAD_SIZE % 4 == 0) {
         Pack<T, 4> out;
 #pragma unroll

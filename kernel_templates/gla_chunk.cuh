@@ -9,6 +9,9 @@
 //
 // Needs BONUS, T_U beside what chunk_decay.cuh needs.
 #pragma once
+#include "chunk.cuh"
+
+constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
 #include "chunk_decay.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
@@ -26,7 +29,7 @@ __device__ inline Frame write_pair(const RateSums& sums, const float2 (&totals)[
                                    PairOperands& operands, float scale, float2 bonus, float (&own)[SEGMENT_LEN],
                                    float (*growth)[GROWTH_PITCH]) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
-    Frame frame = {};
+    Frame frame = {};  // as frame_of makes it, but in this order: with another one some kernels spill
     float2 before = {0.0f, 0.0f};
     if constexpr (HAS_DECAY)
 #pragma unroll
@@ -111,7 +114,7 @@ __device__ inline void write_pairs(TokenTile& target, const PairOperands& operan
     const auto q_tile = tile_of(operands.q), k_tile = tile_of(operands.k);
     constexpr int TASKS = BLOCKS * (BLOCKS + 1) / 2;
     for (int task = warp_id(); task < TASKS; task += WARPS) {
-        int p = 0, q = task;
+        int p = 0, q = task;  // as triangle_block finds them, which costs some kernels registers
         while (q > p) q -= ++p;
         const LeftRows rows(q_tile, p);
         Accumulator sum[2] = {};

@@ -14,7 +14,8 @@
 #include "wgmma.cuh"
 
 constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB);
-#include "slab_decay.cuh"
+constexpr int DECAY_CHANNELS = SLAB, DECAY_PARTS = SLABS;
+#include "chunk_decay.cuh"
 
 constexpr int GROWTH_PITCH = SLAB + 4;  // eight channels of every other row are in different banks
 constexpr int PIECE = 32, PIECES = VALUES / PIECE;
@@ -81,9 +82,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
     copy_units(smem.operands, operands);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) load_piece(i);
-    const Rows<T_W> decays = {w, w_strides.token};
     RawDecays raw_w;
-    if constexpr (HAS_DECAY) raw_w.load(decays, first_channel, steps);
+    if constexpr (HAS_DECAY) raw_w.load(w, w_strides.token, steps, first_channel);
 
     const int column = 16 * warp;  // the warp's channels, in the slab
     Accumulator d_q[CHUNK_LEN / 8] = {}, d_k[CHUNK_LEN / 8] = {};  // [channel, token]
@@ -143,19 +143,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
 #pragma unroll
         for (int j = 0; j < 8; ++j) smem.state_terms[warp][8 * lane_id() + j] = overlap[j];
     RateSums sums = {};
-    if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, first_channel, steps);
+    if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, steps, first_channel);
     __syncthreads();  // the sums are there, and nobody reads the pieces any more
 
     if constexpr (HAS_DECAY) {
         const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
-        float2 before = {0.0f, 0.0f}, middle = {0.0f, 0.0f};
-#pragma unroll
-        for (int s = 0; s < SEGMENTS; ++s) {
-            const float2 total = smem.totals[s][index];
-            if (s < segment) before.x += total.x, before.y += total.y;
-            if (s < SEGMENTS / 2) middle.x += total.x, middle.y += total.y;
-        }
-        const float2 origin = {RATE_UNIT * (before.x - middle.x), RATE_UNIT * (before.y - middle.y)};
+        const float2 origin = frame_of(smem.totals).origin;
         const auto write = [&](int row, float2 c) {
             *reinterpret_cast<float2*>(&smem.chunk.growth[row][2 * index]) = {exp2_fast(c.x), exp2_fast(c.y)};
         };

@@ -175,9 +175,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         }
 #pragma unroll
         for (int n = 0; n < OWN_TASKS; ++n) {
-            int p = 0, j = warp + n * WARPS;
-            if (j >= TASKS) continue;
-            while (j > p) j -= ++p;
+            if (warp + n * WARPS >= TASKS) continue;
+            const auto [p, j] = triangle_block(warp + n * WARPS);
 #pragma unroll
             for (int c = 0; c < PIECE; c += 16)
                 multiply_add(d_p[n], load_left(tile_dy, 16 * p, c), load_right_transposed(tile_v, 16 * j, c));
@@ -186,9 +185,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     const auto d_pairs = tile_of(smem.d_pairs);
 #pragma unroll
     for (int n = 0; n < OWN_TASKS; ++n) {
-        int p = 0, j = warp + n * WARPS;
-        if (j >= TASKS) continue;
-        while (j > p) j -= ++p;
+        if (warp + n * WARPS >= TASKS) continue;
+        const auto [p, j] = triangle_block(warp + n * WARPS);
         if (j == p) {
             if constexpr (BONUS) {
 #pragma unroll

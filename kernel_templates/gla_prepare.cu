@@ -9,12 +9,14 @@
 //
 // Grid (slots, heads), a block per chunk and head. It goes over the channels, 64 at a time.
 #include "bulk_copy.cuh"
+#include "copy.cuh"
 #include "slab.cuh"
 #include "slots.cuh"
 #include "wgmma.cuh"
 
 constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB), CHANNELS = SLABS * SLAB;
-#include "slab_decay.cuh"
+constexpr int DECAY_CHANNELS = SLAB, DECAY_PARTS = SLABS;
+#include "chunk_decay.cuh"
 
 constexpr int GROUPS = NUM_THREADS / 128, OWN_TOKENS = CHUNK_LEN / GROUPS;  // columns of P that a group makes
 static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
@@ -46,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
     const i64 token = chunk.span.begin + chunk.token;
     const auto start = [&](Strides s) { return chunk.span.batch * s.batch + token * s.token + head * s.head; };
     q += start(q_strides), k += start(k_strides);
-    const Rows<T_W> decays = {w + start(w_strides), w_strides.token};
+    w += start(w_strides);
     const i64 place = slot * heads + head;
     operands += place * (SLABS * 2 * CHUNK_LEN * 8), pairs += place * (CHUNK_LEN * 8), frames += place * (2 * CHANNELS);
 
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(smem.raw.k[0], k + channel, k_strides.token, steps,
                                                                        width, threadIdx.x);
         commit_copies();
-        if constexpr (HAS_DECAY) raw_w.load(decays, channel, steps);
+        if constexpr (HAS_DECAY) raw_w.load(w, w_strides.token, steps, channel);
     };
     Accumulator sum[OWN_TOKENS / 8] = {};
     float own[SEGMENT_LEN] = {};
@@ -70,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
     for (int slab = 0; slab < SLABS; ++slab) {
         const int channel = slab * SLAB + 2 * index;
         RateSums sums = {};
-        if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, slab * SLAB, steps);
+        if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, steps, slab * SLAB);
         wait_for_copies<0>();
         if (threadIdx.x == 0) wait_until_read();
         __syncthreads();  // the raw rows are there, and nobody reads the tiles of two slabs ago any more

@@ -242,9 +242,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_backward(
                                 if (TOKEN_DECAY && sum == 1) {
 #pragma unroll
                                     for (int i = 0; i < 4; ++i) total.at[i] *= smem.slope[slot][channel + i];
-                                    write_channels(dw_all + out, total, channel);
+                                    write_pack(dw_all + out, total, channel);
                                 } else {
-                                    write_channels((sum == 0 ? dr_all : dk_all) + out, total, channel);
+                                    write_pack((sum == 0 ? dr_all : dk_all) + out, total, channel);
                                 }
                             };
                             add_up_parts<SUMS>(smem.sums, length - token - s, emit);
@@ -273,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_backward(
             write_column_sums<SUMS>(smem.sums[0], totals);
             __syncthreads();
             add_up_parts<SUMS>(smem.sums, 1, [&](int sum, int, int channel, const Pack<float, 4>& total) {
-                if (BONUS && sum == 0) write_channels(du_all + item * HEAD_SIZE, total, channel);
-                if (CONSTANT_DECAY && sum == 1) write_channels(dw_all + item * HEAD_SIZE, total, channel);
+                if (BONUS && sum == 0) write_pack(du_all + item * HEAD_SIZE, total, channel);
+                if (CONSTANT_DECAY && sum == 1) write_pack(dw_all + item * HEAD_SIZE, total, channel);
             });
         }
         if (grad_initial_state != nullptr)

@@ -18,6 +18,9 @@
 //
 // Grid (segments, heads). Tokens are a multiple of CHUNK_LEN. A warp holds 16 value rows of the state in fp32. Rows and
 // columns of padding may hold anything: they go to no others.
+#include "chunk.cuh"
+
+constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
 #include "chunk_decay.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");

@@ -141,3 +141,27 @@ __device__ inline void store_block_transposed(Tile<PITCH> tile, int row, int col
     store_block(tile, row, column, turned);
 #endif
 }
+
+// ---- triangles -------------------------------------------------------------------------------------------------
+
+// Keeps what is on or below the diagonal `offset` places down, of a block on the diagonal.
+__device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
+        if (row < column + offset) sum[i / 4][i % 4] = 0.0f;
+    }
+}
+// The same of a rounded one, whose words [1] are below the diagonal and words [2] above it in every lane.
+__device__ inline void keep_lower(Fragment& f, int offset) {
+    const int below = group() - 2 * quad_lane() - offset;
+    const unsigned mask = (below >= 0 ? 0xffffu : 0u) | (below > 0 ? 0xffff0000u : 0u);
+    f.at[0] &= mask, f.at[2] = 0, f.at[3] &= mask;
+}
+// The blocks of a lower triangle by number: 0 is (0, 0), 1 (1, 0), 2 (1, 1), 3 (2, 0) ..
+struct TriangleBlock { int p, q; };
+__device__ inline TriangleBlock triangle_block(int number) {
+    int p = 0;
+    while (number > p) number -= ++p;
+    return {p, number};
+}

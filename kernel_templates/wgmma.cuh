@@ -16,11 +16,11 @@ template <int PENDING> __device__ inline void wait_for_batches() {
 
 // A tile by its place, from a row and a column on: rows of 128 bytes, eight of them 1024 bytes. The first part is what
 // tiles differ in, so that places in one of them differ by an addition.
-__device__ inline unsigned place_of(unsigned start) { return start >> 4 & 0x3fffu | 1u << 16; }
+__device__ inline unsigned encoded(unsigned start) { return start >> 4 & 0x3fffu | 1u << 16; }
 template <int STRIDE>
 __device__ inline unsigned long long descriptor(SlabsTile<STRIDE> tile, int row, int column) {
     const int slab = STRIDE == 0 ? 0 : column / SLAB * STRIDE, within = STRIDE == 0 ? column : column % SLAB;
-    const unsigned low = place_of(tile.start) + (slab + 128 * row + 2 * within) / 16;
+    const unsigned low = encoded(tile.start) + (slab + 128 * row + 2 * within) / 16;
     return 0x4000004000000000ull | low;
 }
 

@@ -11,6 +11,9 @@
 //
 // Operands are bf16, sums fp32.
 #pragma once
+#include "chunk.cuh"
+
+constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
 #include "chunk_decay.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
@@ -35,17 +38,8 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
                                        const RawKeys& raw, Operands& operands, float scale,
                                        float (*growth)[GROWTH_PITCH]) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
-    Frame frame = {};
-    float2 before = {0.0f, 0.0f};
-#pragma unroll
-    for (int s = 0; s < SEGMENTS; ++s) {
-        const float2 total = totals[s][index];
-        if (s < segment) before.x += total.x, before.y += total.y;
-        if (s < SEGMENTS / 2) frame.middle.x += total.x, frame.middle.y += total.y;
-        frame.end.x += total.x, frame.end.y += total.y;
-    }
-    const float2 origin = {RATE_UNIT * (before.x - frame.middle.x), RATE_UNIT * (before.y - frame.middle.y)};
-    frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
+    Frame frame = frame_of(totals);
+    const float2 origin = frame.origin;
     if (segment >= SEGMENTS) return frame;
     float2 grown = {exp2_fast(origin.x), exp2_fast(origin.y)};  // of the token before
     if (KEEPS_GROWTH && segment == 0) *reinterpret_cast<float2*>(&growth[0][2 * index]) = grown;

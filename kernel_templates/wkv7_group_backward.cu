@@ -71,12 +71,6 @@ template <typename Visit> __device__ inline void for_each_block(int warp, Accumu
         if (q <= p) visit(first + n / BLOCKS, p, q, *reinterpret_cast<Accumulator(*)[2]>(&sums[2 * n]));
     }
 }
-// Keeps what is on or below the diagonal `offset` places down; words [1] are below it and words [2] above in every lane.
-__device__ inline void keep_lower(Fragment& f, int offset) {
-    const int below = group() - 2 * quad_lane() - offset;
-    const unsigned mask = (below >= 0 ? 0xffffu : 0u) | (below > 0 ? 0xffff0000u : 0u);
-    f.at[0] &= mask, f.at[2] = 0, f.at[3] &= mask;
-}
 
 // The 16-byte units of a chunk's rows, as the threads share them.
 template <int COLUMNS> struct Units {

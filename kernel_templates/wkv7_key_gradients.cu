@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const auto start = [&](Strides s) { return chunk.span.batch * s.batch + token * s.token + head * s.head; };
     const KeyRows keys = {{r + start(r_strides), r_strides.token}, {a + start(a_strides), a_strides.token},
                           {k + start(k_strides), k_strides.token}, {b + start(b_strides), b_strides.token}};
-    const Rows<T_W> decays = {w + start(w_strides), w_strides.token};
+    w += start(w_strides);
     const i64 row_of_outputs = (chunk.span.batch * tokens + token) * heads + head;
     dr += row_of_outputs * HEAD_SIZE, dw += row_of_outputs * HEAD_SIZE, dk += row_of_outputs * HEAD_SIZE;
     da += row_of_outputs * HEAD_SIZE, db += row_of_outputs * HEAD_SIZE;
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 
     RawDecays raw_w;
     copy_keys(smem.first.raw, keys, first_channel, steps), commit_copies();
-    raw_w.load(decays, first_channel, steps);
+    raw_w.load(w, w_strides.token, steps, first_channel);
     // Half of the threads copy V and U, the others dY and dX.
     const bool copies_gradients = threadIdx.x >= NUM_THREADS / 2;
     const i64 row = row_of_outputs * VALUE_SIZE;
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     };
     load_stage(smem.stages[0], 0);
     RateSums rates;
-    sum_rates(rates, smem.totals, raw_w, first_channel, steps);
+    sum_rates(rates, smem.totals, raw_w, steps, first_channel);
     wait_for_copies<1>();
     __syncthreads();  // the raw rows are there
     const Frame frame = frame_of(smem.totals);

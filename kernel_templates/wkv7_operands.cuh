@@ -7,18 +7,22 @@
 // Needs what wkv7_slab.cuh needs.
 #pragma once
 #include "wkv7_slab.cuh"
-#include "slab_decay.cuh"
+
+constexpr int DECAY_CHANNELS = SLAB, DECAY_PARTS = SLABS;
+#include "chunk_decay.cuh"
 
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
 struct RawKeys {
     T_IO r[CHUNK_LEN][SLAB], a[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB], b[CHUNK_LEN][SLAB];
 };
 
-struct KeyRows { Rows<T_IO> r, a, k, b; };
+// The rows of a chunk in global memory: its first token, and what lies between two tokens.
+struct Rows { const T_IO* first; i64 stride; };
+struct KeyRows { Rows r, a, k, b; };
 
 __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_channel, int steps) {
     const int width = HEAD_SIZE == SLABS * SLAB ? SLAB : min(SLAB, HEAD_SIZE - first_channel);  // none behind the head
-    const auto copy = [&](T_IO (&target)[CHUNK_LEN][SLAB], const Rows<T_IO>& from) {
+    const auto copy = [&](T_IO (&target)[CHUNK_LEN][SLAB], const Rows& from) {
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(target[0], from.first + first_channel,
                                                                          from.stride, steps, width, threadIdx.x);
     };

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     };
     const KeyRows keys = {{r + start(r_strides), r_strides.token}, {a + start(a_strides), a_strides.token},
                           {k + start(k_strides), k_strides.token}, {b + start(b_strides), b_strides.token}};
-    const Rows<T_W> decays = {w + start(w_strides), w_strides.token};
+    w += start(w_strides);
     const i64 place = slot * heads + head;
     operands += place * (4 * SLABS * SLAB_UNITS);
     matrices += place * (MATRICES * TRIANGLE_UNITS);
@@ -82,11 +82,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     RawDecays next_w;
     const auto load_slab = [&](int slab) {
         copy_keys(raw, keys, slab * SLAB, steps), commit_copies();
-        next_w.load(decays, slab * SLAB, steps);
+        next_w.load(w, w_strides.token, steps, slab * SLAB);
     };
     const auto make_operands = [&](int slab) {
         RateSums sums;
-        sum_rates(sums, smem.totals, next_w, slab * SLAB, steps);
+        sum_rates(sums, smem.totals, next_w, steps, slab * SLAB);
         wait_for_copies<0>();
         __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
         const Frame frame = frame_of(smem.totals);
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     }
     __syncthreads();  // Tm is there, and nobody reads Aab any more
     for (int task = warp; task < 2 * TRIANGLE; task += WARPS) {
-        const auto [p, q] = place_of(task / 2);
+        const auto [p, q] = triangle_block(task / 2);
         const bool is_g = task % 2;
         Accumulator product[2] = {};
         for (int m = q; m <= p; ++m)
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     }
     __syncthreads();  // G and TA are there
     for (int task = warp; task < TRIANGLE; task += WARPS) {  // M in the place of Ark
-        const auto [p, q] = place_of(task);
+        const auto [p, q] = triangle_block(task);
         Accumulator product[2];
         from_fragment(product, load_left(rk, p, q));
         for (int m = q; m <= p; ++m) multiply_add(product, load_left(g, p, m), load_right(ak, m, q));

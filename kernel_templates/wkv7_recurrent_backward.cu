@@ -261,10 +261,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                                 if (sum == 1) {
 #pragma unroll
                                     for (int i = 0; i < 4; ++i) total.at[i] *= smem.slope[slot][channel + i];
-                                    write_channels(dw_all + out, total, channel);
+                                    write_pack(dw_all + out, total, channel);
                                 } else {
                                     T_IO* const others[SUMS] = {dr_all, nullptr, dk_all, db_all, da_all};
-                                    write_channels(others[sum] + out, total, channel);
+                                    write_pack(others[sum] + out, total, channel);
                                 }
                             };
                             add_up_parts<SUMS>(smem.sums, length - token - s, emit);

@@ -64,14 +64,6 @@ __device__ inline Right load_right_transposed(TriangleTile tile, int p, int q) {
 __device__ inline void store_block(TriangleTile tile, int p, int q, const Fragment& f) {
     store_matrices(tile.address(p, q), f, [&](int i) { return tile.block(p, q) + 128 * i + 4 * lane_id(); });
 }
-// The block of a number: 0 is (0, 0), 1 (1, 0), 2 (1, 1), 3 (2, 0) ..
-struct Place { int p, q; };
-__device__ inline Place place_of(int number) {
-    int p = 0;
-    while (number > p) number -= ++p;
-    return {p, number};
-}
-
 // ---- products over slabs that give a triangle ------------------------------------------------------------------
 // A warp has rows of blocks BLOCKS - 1 - HALF and HALF of one triangle, so that all have equally many blocks:
 // visit(index, p, q) for each.
@@ -109,14 +101,6 @@ __device__ inline void add_products(HalfTriangle& sum, SlabTile left, bool left_
             if (right_is_raw) convert_raw(columns[q].at);
         }
         for_blocks_of_half<HALF>([&](int i, int p, int q) { multiply_add(sum[i], p == HALF ? low : high, columns[q]); });
-    }
-}
-// Keeps what is on or below the diagonal `offset` places down, of a block on the diagonal.
-__device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int row = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
-        if (row < column + offset) sum[i / 4][i % 4] = 0.0f;
     }
 }
 __device__ inline void from_fragment(Accumulator (&sum)[2], const Fragment& f) {

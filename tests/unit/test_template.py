@@ -110,17 +110,17 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
         ("gla_chunked_backward", [*OF_CHUNKS, *OF_GLA_KEYS, "gla_chunk.cuh"]),
         ("gla_group_backward", [*OF_TENSOR_CORES, "bulk_copy.cuh", "chunk.cuh", "decay.cuh", "slab.cuh", "wgmma.cuh"]),
         ("gla_key_gradients", [*OF_TENSOR_CORES, *OF_GLA_KEYS, "chunk.cuh", "decay.cuh", "slots.cuh"]),
-        ("gla_prepare", [*OF_GROUPS, "bulk_copy.cuh", "slab_decay.cuh", "slots.cuh"]),
+        ("gla_prepare", [*OF_GROUPS, "bulk_copy.cuh", "chunk_decay.cuh", "slots.cuh"]),
         ("gla_group_scan", [*OF_GROUPS, "bulk_copy.cuh", "group_scan.cuh"]),
         (
             "gla_group_key_gradients",
-            [*OF_GROUPS, *OF_GLA_KEYS, "chunk.cuh", "slab_copy.cuh", "slab_decay.cuh", "slots.cuh"],
+            [*OF_GROUPS, *OF_GLA_KEYS, "chunk.cuh", "chunk_decay.cuh", "slab_copy.cuh", "slots.cuh"],
         ),
-        ("wkv7_prepare", [*OF_SLABS, "slab_decay.cuh", "wkv7_operands.cuh"]),
+        ("wkv7_prepare", [*OF_SLABS, "chunk_decay.cuh", "wkv7_operands.cuh"]),
         ("wkv7_scan", OF_SLABS),
         ("wkv7_group_scan", [*OF_SLABS, "bulk_copy.cuh", "group_scan.cuh", "wgmma.cuh"]),
         ("wkv7_token_gradients", OF_SLABS),
-        ("wkv7_key_gradients", [*OF_SLABS, "slab_decay.cuh", "wkv7_operands.cuh"]),
+        ("wkv7_key_gradients", [*OF_SLABS, "chunk_decay.cuh", "wkv7_operands.cuh"]),
     ],
 )
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
