@@ -1,5 +1,6 @@
-// Copies of contiguous bytes by the hardware (sm_90 and later): one thread asks for them, and a barrier in shared memory
-// tells who waits that they are there. The blocks of a cluster may share a copy: each asks for a part of it, for all.
+// Copies of contiguous bytes by the hardware (sm_90 and later): one thread asks for them, and a barrier in shared
+// memory tells who waits that they are there. The blocks of a cluster may share a copy: each asks for a part of it, for
+// all.
 #pragma once
 #include "mma.cuh"
 
@@ -17,8 +18,8 @@ __device__ inline void expect_bytes(CopyBarrier& barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
                  : "memory");
 }
-// At the same barrier of one of a cluster's BLOCKS. Says only that the thread has read what it wanted: a fence of what it
-// wrote, for the whole cluster, would cost more than the copy.
+// At the same barrier of one of a cluster's BLOCKS. Says only that the thread has read what it wanted: a fence of what
+// it wrote, for the whole cluster, would cost more than the copy.
 template <int BLOCKS> __device__ inline void arrive_at(CopyBarrier& barrier, int block) {
     if constexpr (BLOCKS == 1)
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
@@ -35,7 +36,8 @@ __device__ inline void wait_for(CopyBarrier& barrier, int parity) {
 }
 
 // Sizes and addresses are multiples of 16. With BLOCKS > 1 the bytes go to the same place in all blocks of the cluster.
-template <int BLOCKS> __device__ inline void copy_bulk(void* target, const void* source, int bytes, CopyBarrier& barrier) {
+template <int BLOCKS> __device__ inline void copy_bulk(void* target, const void* source, int bytes,
+                                                       CopyBarrier& barrier) {
     if constexpr (BLOCKS == 1)
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      ::"r"(shared_address(target)), "l"(source), "r"(bytes), "r"(shared_address(&barrier)) : "memory");

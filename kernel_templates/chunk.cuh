@@ -24,8 +24,6 @@ template <int PITCH, int ROWS> __device__ inline unsigned* word_of(bf16 (&rows)[
     return reinterpret_cast<unsigned*>(&rows[row][2 * pair]);
 }
 
-// ---- products over the channels --------------------------------------------------------------------------------
-
 // Rows [16 p, 16 p + 16) of an operand as the left side of products over the channels.
 template <typename Tile> struct LeftRows {
     Fragment at[CHANNELS / 16];
@@ -44,10 +42,10 @@ __device__ inline void multiply_rows(Accumulator (&sum)[2], const LeftRows<Tile>
 
 using StateRows = Accumulator[CHANNELS / 8];  // state[n] is the channels [8 n, 8 n + 8)
 
-// ---- products of a chunk ---------------------------------------------------------------------------------------
-// Of X [token, value] a warp holds 16 TILES values, transposed: X^T, [value, token], as sums or, rounded, as rows. So what
-// one product gives is the next one's left operand as it lies in registers. Of the state S [value, channel] it holds the rows
-// of the same values. A product is named as it reads:
+// Products of a chunk.
+// Of X [token, value] a warp holds 16 TILES values, transposed: X^T, [value, token], as sums or, rounded, as rows. So
+// what one product gives is the next one's left operand as it lies in registers. Of the state S [value, channel] it
+// holds the rows of the same values. A product is named as it reads:
 //
 //     lower(x, m, y)   X += M Y       M a lower triangular matrix of tokens
 //     upper(x, m, y)   X += M^T Y
@@ -60,7 +58,9 @@ using TokenSums = Accumulator[CHUNK_LEN / 8];  // of 16 values
 using TokenFragments = Fragment[BLOCKS];
 // Where a warp has 16 values, or takes 16 at a time, an array of one.
 __device__ inline auto& tiles_of(TokenSums& sums) { return reinterpret_cast<TokenSums(&)[1]>(sums); }
-__device__ inline auto& tiles_of(const TokenFragments& rows) { return reinterpret_cast<const TokenFragments(&)[1]>(rows); }
+__device__ inline auto& tiles_of(const TokenFragments& rows) {
+    return reinterpret_cast<const TokenFragments(&)[1]>(rows);
+}
 
 // What takes rows q of Y to rows p of X.
 template <bool IS_UPPER, typename Matrix> __device__ inline Right load_triangle(Matrix matrix, int p, int q) {
@@ -72,7 +72,9 @@ template <bool IS_UPPER, int TILES, typename Matrix> struct TriangleProduct {
     Matrix matrix;
 
     __device__ Right load(int p, int q) const { return load_triangle<IS_UPPER>(matrix, p, q); }
-    __device__ void add(int i, int p, int q, const Right& block) const { multiply_add(&sums[i][2 * p], rows[i][q], block); }
+    __device__ void add(int i, int p, int q, const Right& block) const {
+        multiply_add(&sums[i][2 * p], rows[i][q], block);
+    }
 };
 template <bool IS_UPPER, int TILES, typename Matrix>
 __device__ inline TriangleProduct<IS_UPPER, TILES, Matrix> triangle(TokenSums (&sums)[TILES], Matrix matrix,
@@ -124,16 +126,16 @@ template <int TILES, typename Operand, typename Rows> struct FullProduct {
         multiply_add(&sums[i][2 * p], column_of(rows[i], column), block);
     }
 };
-template <int TILES, typename Operand, typename Rows>
-__device__ inline FullProduct<TILES, Operand, Rows> full(TokenSums (&sums)[TILES], Operand operand, const Rows (&rows)[TILES]) {
+template <int TILES, typename Operand, typename Rows> __device__ inline FullProduct<TILES, Operand, Rows> full(
+    TokenSums (&sums)[TILES], Operand operand, const Rows (&rows)[TILES]) {
     return {sums, rows, operand};
 }
 template <typename Operand> __device__ inline auto full(TokenSums& sums, Operand operand, const Fragment& rows) {
     return full(tiles_of(sums), operand, reinterpret_cast<const Fragment(&)[1]>(rows));
 }
 // The part of 16 columns of A and S, from `column` on.
-template <int TILES, typename Operand, typename Rows, typename... Others>
-__device__ inline void add_columns(int column, const FullProduct<TILES, Operand, Rows>& first, const Others&... others) {
+template <int TILES, typename Operand, typename Rows, typename... Others> __device__ inline void add_columns(
+    int column, const FullProduct<TILES, Operand, Rows>& first, const Others&... others) {
 #pragma unroll
     for (int p = 0; p < BLOCKS; ++p) add_blocks<TILES>(p, column, first, others...);
 }
@@ -188,7 +190,8 @@ __device__ inline void solve(TokenFragments (&solution)[TILES], Matrix matrix, c
     for (int i = 0; i < TILES; ++i) solve<IS_UPPER>(solution[i], matrix, sums[i]);
 }
 
-// Tensor cores take bf16: a warp rounds, in its place, what it has copied as T_IO, COLUMNS columns from `first` on if they exist.
+// Tensor cores take bf16: a warp rounds, in its place, what it has copied as T_IO, COLUMNS columns from `first` on if
+// they exist.
 template <int COLUMNS, int PITCH>
 __device__ inline void round_columns(bf16 (&rows)[CHUNK_LEN][PITCH], int first, bool exist = true) {
     if constexpr (!is_bf16<T_IO>)
@@ -216,10 +219,10 @@ __device__ inline void store_sums(Tile tile, int value, const TokenSums (&sums)[
                                    to_fragment_of<T>(sums[i][2 * p], sums[i][2 * p + 1]));
 }
 
-// ---- checkpoints -----------------------------------------------------------------------------------------------
-// S' of a chunk, the state at its start in the frame of its middle, as the fragments of its 16 x 16 blocks, lane by lane,
-// so that a warp moves a block in one access. Or, for products of warp groups that read it as it is, as matrices of 8 x 8, and
-// then of every GROUP_CHUNK_LEN tokens.
+// Checkpoints.
+// S' of a chunk, the state at its start in the frame of its middle, as the fragments of its 16 x 16 blocks, lane by
+// lane, so that a warp moves a block in one access. Or, for products of warp groups that read it as it is, as matrices
+// of 8 x 8, and then of every GROUP_CHUNK_LEN tokens.
 
 struct Checkpoint { uint4 lanes[VALUES / 16][CHANNELS / 16][32]; };
 using Matrices = unsigned[VALUES / 8][CHANNELS / 8][32];
@@ -243,7 +246,7 @@ __device__ inline Fragment read_early(const Checkpoint* checkpoint, int row, int
     return {{lane.x, lane.y, lane.z, lane.w}};
 }
 
-// ---- the state in accumulators ---------------------------------------------------------------------------------
+// The state in accumulators.
 // A warp holds rows [row, row + 16) and all channels.
 
 
@@ -257,7 +260,8 @@ template <typename Visit> __device__ inline void for_each_element(StateRows& sta
         }
 }
 // A null pointer stands for zeros.
-template <StateLayout LAYOUT, typename T> __device__ inline void read_state(StateRows& state, const T* source, int row) {
+template <StateLayout LAYOUT, typename T> __device__ inline void read_state(StateRows& state, const T* source,
+                                                                            int row) {
     for_each_element(state, row, [&](float& x, int value, int channel, bool present) {
         x = present && source != nullptr ? to_float(source[state_index<LAYOUT>(value, channel)]) : 0.0f;
     });
@@ -287,8 +291,6 @@ template <int TILES> __device__ inline void scale_columns(StateRows (&state)[TIL
 #pragma unroll
     for (int i = 0; i < TILES; ++i) scale_columns(state[i], factor);
 }
-
-// ---- what backwards share --------------------------------------------------------------------------------------
 
 // z of the warp's value rows: products of S' and a state in accumulators of the same place, summed over the rows, for
 // every channel. A fragment's words lie as the accumulators do.
@@ -325,8 +327,8 @@ __device__ inline void write_state_terms(float (&target)[CHANNELS], const Fragme
     }
 }
 
-// A sum that loses two tokens a lane, of four lanes side by side: what is left of it in front of this lane's pair. Behind
-// all four it is `left`.
+// A sum that loses two tokens a lane, of four lanes side by side: what is left of it in front of this lane's pair.
+// Behind all four it is `left`.
 __device__ inline float take_pair(float& left, float pair) {
     float sum = pair;  // over the tokens of the lanes up to this one
 #pragma unroll
@@ -371,8 +373,8 @@ template <typename T> __device__ inline void write_channels(T* row, int channel,
     }
 }
 
-// The decays of a chunk, a thread's share of COLUMNS channels from `first` on, four neighbouring ones at a time, as they
-// come from memory.
+// The decays of a chunk, a thread's share of COLUMNS channels from `first` on, four neighbouring ones at a time, as
+// they come from memory.
 template <int COLUMNS> struct ChunkDecays {
     static constexpr int QUADS = COLUMNS / 4, SHARE = ceil_div(CHUNK_LEN * QUADS, NUM_THREADS);
     RawChannels held[SHARE];
@@ -386,8 +388,9 @@ template <int COLUMNS> struct ChunkDecays {
             held[i].template load<IS_EARLY>(w + min(row(i), steps - 1) * token_stride, first + column(i));
     }
     // The gradient of w, from that of the log-decays; all is read before any is written.
-    template <typename T, int PITCH>
-    __device__ void write_slopes(T* target, unsigned stride, const float (*grad)[PITCH], int steps, int first = 0) const {
+    template <typename T, int PITCH> __device__ void write_slopes(T* target, unsigned stride,
+                                                                  const float (*grad)[PITCH], int steps,
+                                                                  int first = 0) const {
         float x[SHARE][4];
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {

@@ -1,6 +1,6 @@
-// The decays of a chunk for DECAY_CHANNELS channels at once: a head's, or 64 of them in each of DECAY_PARTS parts. A thread has a
-// pair of channels over SEGMENT_LEN tokens: c_t, the sum of the log-decays up to token t, m over the first half and D over
-// all. Logarithms are to the base 2, for which the GPU has an instruction.
+// The decays of a chunk for DECAY_CHANNELS channels at once: a head's, or 64 of them in each of DECAY_PARTS parts. A
+// thread has a pair of channels over SEGMENT_LEN tokens: c_t, the sum of the log-decays up to token t, m over the first
+// half and D over all. Logarithms are to the base 2, for which the GPU has an instruction.
 //
 // Needs DECAY_CHANNELS, DECAY_PARTS, CHANNELS, HEAD_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
@@ -10,10 +10,13 @@ constexpr int PAIRS = DECAY_CHANNELS / 2;
 constexpr int SEGMENT_LEN = ceil_power(ceil_div(CHUNK_LEN * PAIRS, NUM_THREADS));
 constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
 static_assert(SEGMENTS >= 2, "num_threads must be at least the head size, rounded up to a multiple of 32");
-static_assert(DECAY_PARTS == 1 || SEGMENTS * PAIRS == NUM_THREADS, "num_threads must make two or more equal segments of a chunk");
+static_assert(DECAY_PARTS == 1 || SEGMENTS * PAIRS == NUM_THREADS,
+              "num_threads must make two or more equal segments of a chunk");
 
 // Known to the compiler where a head fills its parts, of which there may be one more than it needs.
-__device__ inline bool has_channel(int channel) { return HEAD_SIZE == DECAY_PARTS * DECAY_CHANNELS || channel < HEAD_SIZE; }
+__device__ inline bool has_channel(int channel) {
+    return HEAD_SIZE == DECAY_PARTS * DECAY_CHANNELS || channel < HEAD_SIZE;
+}
 
 // The thread's pair of channels in `factor`.
 __device__ inline void write_factor(float (&factor)[CHANNELS], float2 exponent) {
@@ -46,7 +49,7 @@ struct RawDecays {
 };
 
 // The thread's place in w, a chunk further with every load, or back.
-template <int WAY = 1> struct DecayWalk {
+template <int WAY = 1> struct DecayCursor {
     static constexpr int VECTOR = RawDecays::VECTOR;
     const char* next;
     int stride;
@@ -55,7 +58,7 @@ template <int WAY = 1> struct DecayWalk {
     __device__ static int channel(int j) {
         return min(static_cast<int>(threadIdx.x % PAIRS) * 2 + j, HEAD_SIZE - VECTOR);
     }
-    __device__ DecayWalk(const T_W* w, i64 token_stride) : stride(static_cast<int>(token_stride * sizeof(T_W))) {
+    __device__ DecayCursor(const T_W* w, i64 token_stride) : stride(static_cast<int>(token_stride * sizeof(T_W))) {
         next = reinterpret_cast<const char*>(w + channel(0)) + i64(first()) * stride;
     }
     // As RawDecays::load; a chunk that begins behind the last token, `steps` of which are below 1, reads that token.
@@ -82,8 +85,8 @@ __device__ inline void clear_decays(RawDecays& raw, int steps) {
 // Sums of the rates of a thread's pair of channels up to each of its tokens.
 struct RateSums { float2 at[SEGMENT_LEN]; };
 
-// First half: sums within the thread's segment. Padding has no decay; in parts by its w, as a choice between rates would be a
-// branch.
+// First half: sums within the thread's segment. Padding has no decay; in parts by its w, as a choice between rates
+// would be a branch.
 __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps,
                                  int first_channel = 0) {
     const int channel = first_channel + threadIdx.x % PAIRS * 2, segment = threadIdx.x / PAIRS;
@@ -105,7 +108,8 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
 // Second half, behind a barrier: m and D of a thread's pair of channels and, before its first token, c - m.
 struct Frame {
     float2 middle, end, origin;
-    float farthest;  // the largest |c_t - m| of the thread's tokens, where it is worked out: growth may hide it from m and D
+    // the largest |c_t - m| of the thread's tokens, where it is worked out: growth may hide it from m and D
+    float farthest;
 };
 __device__ inline Frame frame_of(const float2 (&totals)[SEGMENTS][PAIRS]) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;

@@ -34,7 +34,8 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
         else copy_async<VECTOR * SIZE_OF_T>(place, from, row < present);
     };
     const unsigned start = shared_address(target);
-    if constexpr (THREADS % PER_ROW == 0) {  // a thread stays in its column, and a place is a constant from its first one
+    // a thread stays in its column, and a place is a constant from its first one
+    if constexpr (THREADS % PER_ROW == 0) {
         constexpr int ROW_STEP = THREADS / PER_ROW;
         const int first = index / PER_ROW, column = index % PER_ROW * VECTOR;
         const T* from = source + first * stride + column;
@@ -57,13 +58,13 @@ __device__ inline void copy_rows(T* target, const T* source, i64 stride, i64 pre
 
 // Rows of a tensor, ROWS at a time, forwards or, with a WAY of -1, backwards: the thread's place in the next ones, so
 // that an address is an addition. Strides in bytes have 32 bits (tensors.needs_copy).
-template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int WAY = 1> struct RowWalk {
+template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int WAY = 1> struct RowCursor {
     static constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_div(WIDTH, VECTOR);
     static constexpr bool STAYS = VECTOR > 1 && THREADS % PER_ROW == 0;  // in its column
     const char* next;
     int stride;
 
-    __device__ RowWalk(const T* rows, i64 token_stride, int index)
+    __device__ RowCursor(const T* rows, i64 token_stride, int index)
         : next(reinterpret_cast<const char*>(rows)), stride(static_cast<int>(token_stride * sizeof(T))) {
         if constexpr (STAYS) next += i64(index / PER_ROW) * stride + index % PER_ROW * VECTOR * sizeof(T);
     }
@@ -92,7 +93,8 @@ template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int
 
 // One store of 16 bytes, spelt out: the compiler may make four of it.
 template <typename T> __device__ inline void write_global(T* target, uint4 x) {
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
 }
 
 // The other way: `rows` rows of `width` elements from shared memory.
@@ -109,11 +111,12 @@ __device__ inline void write_rows(T* target, i64 stride, const T* source, int ro
     }
 }
 
-// The same where rows are read in one go before any is written: a row that is not there would else be a branch around each
-// access, with its wait. Takes a register for every four bytes.
+// The same where rows are read in one go before any is written: a row that is not there would else be a branch around
+// each access, with its wait. Takes a register for every four bytes.
 template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS>
 __device__ inline void write_rows_at_once(T* target, i64 stride, const T* source, int rows, int width, int index) {
-    constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_power(ceil_div(WIDTH, VECTOR)), STEP = THREADS / PER_ROW;
+    constexpr int VECTOR = vector_of(SIZE, sizeof(T)), PER_ROW = ceil_power(ceil_div(WIDTH, VECTOR)),
+                  STEP = THREADS / PER_ROW;
     if constexpr (VECTOR * sizeof(T) != 16 || STEP == 0 || ROWS % STEP != 0) {
         write_rows<T, SIZE, ROWS, WIDTH, PITCH, THREADS>(target, stride, source, rows, width, index);
     } else {

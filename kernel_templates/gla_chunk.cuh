@@ -23,10 +23,10 @@ struct PairOperands { KeyTile q, k; };
 struct RawPair { T_IO q[CHUNK_LEN][CHANNELS], k[CHUNK_LEN][CHANNELS]; };
 
 // Q and K, after a barrier behind `sum_rates`; `growth` takes e^(c_t - m) in rows 1 .. CHUNK_LEN and e^(-m) in row 0.
-// `bonus` are the thread's pair of channels of scale u; their share of the diagonal goes to `own`.
+// `bonus` are the thread's pair of channels of scale u; their share of the diagonal goes to `bonus_terms`.
 template <bool KEEPS_GROWTH, int GROWTH_PITCH>
 __device__ inline Frame write_pair(const RateSums& sums, const float2 (&totals)[SEGMENTS][PAIRS], const RawPair& raw,
-                                   PairOperands& operands, float scale, float2 bonus, float (&own)[SEGMENT_LEN],
+                                   PairOperands& operands, float scale, float2 bonus, float (&bonus_terms)[SEGMENT_LEN],
                                    float (*growth)[GROWTH_PITCH]) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
     Frame frame = {};  // as frame_of makes it, but in this order: with another one some kernels spill
@@ -55,7 +55,7 @@ __device__ inline Frame write_pair(const RateSums& sums, const float2 (&totals)[
         const float2 now = {exp2_fast(c.x), exp2_fast(c.y)}, seen = BONUS ? grown : now;
         *word_of(operands.q, token, index) = pack(q.x * seen.x * scale, q.y * seen.y * scale);
         *word_of(operands.k, token, index) = pack(k.x * exp2_fast(-c.x), k.y * exp2_fast(-c.y));
-        if (BONUS) own[i] = q.x * k.x * bonus.x + q.y * k.y * bonus.y;
+        if (BONUS) bonus_terms[i] = q.x * k.x * bonus.x + q.y * k.y * bonus.y;
         grown = now;
         if (KEEPS_GROWTH) *reinterpret_cast<float2*>(&growth[token + 1][2 * index]) = grown;
     }
@@ -67,7 +67,8 @@ __device__ inline void sum_decays(RateSums& sums, float2 (&totals)[SEGMENTS][PAI
     if constexpr (HAS_DECAY) sum_rates(sums, totals, raw, steps);
 }
 
-// Sums of x over half-warps, COUNT of them: each exchange halves what a lane keeps, until one is left; `first` is its place.
+// Sums of x over half-warps, COUNT of them: each exchange halves what a lane keeps, until one is left; `first` is its
+// place.
 template <int COUNT, int WIDTH, int SIZE> __device__ inline void sum_half_warps(float (&x)[SIZE], int& first) {
     const bool upper = lane_id() & WIDTH;
     if constexpr (COUNT > 1) {
@@ -84,21 +85,22 @@ template <int COUNT, int WIDTH, int SIZE> __device__ inline void sum_half_warps(
 }
 
 // Sums over half-warps of a thread's tokens, to a row per 16 pairs of channels: `reduced[g][t]`.
-__device__ inline void write_own(float (&reduced)[PAIRS / 16][CHUNK_LEN], float (&own)[SEGMENT_LEN]) {
+__device__ inline void write_bonus_terms(float (&reduced)[PAIRS / 16][CHUNK_LEN], float (&bonus_terms)[SEGMENT_LEN]) {
     const int segment = threadIdx.x / PAIRS;
     if (segment >= SEGMENTS) return;
     int first = 0;
-    sum_half_warps<SEGMENT_LEN, 8>(own, first);
+    sum_half_warps<SEGMENT_LEN, 8>(bonus_terms, first);
     constexpr int LEFT = SEGMENT_LEN > 16 ? SEGMENT_LEN / 16 : 1;
     constexpr int COPIES = SEGMENT_LEN < 16 ? 16 / SEGMENT_LEN : 1;  // lanes that hold the same
     if (lane_id() % COPIES == 0) {
 #pragma unroll
-        for (int i = 0; i < LEFT; ++i) reduced[threadIdx.x % PAIRS / 16][segment * SEGMENT_LEN + first + i] = own[i];
+        for (int i = 0; i < LEFT; ++i)
+            reduced[threadIdx.x % PAIRS / 16][segment * SEGMENT_LEN + first + i] = bonus_terms[i];
     }
 }
 
 // Adds the bonus to the diagonal of a block of P whose rows begin at `row`.
-__device__ inline void add_own(Accumulator (&sum)[2], const float (&reduced)[PAIRS / 16][CHUNK_LEN], int row) {
+__device__ inline void add_bonus_terms(Accumulator (&sum)[2], const float (&reduced)[PAIRS / 16][CHUNK_LEN], int row) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int at = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
@@ -121,7 +123,7 @@ __device__ inline void write_pairs(TokenTile& target, const PairOperands& operan
         multiply_rows(sum, rows, k_tile, q);
         if (q == p) {
             keep_lower(sum, BONUS);
-            if (BONUS) add_own(sum, reduced, 16 * p);
+            if (BONUS) add_bonus_terms(sum, reduced, 16 * p);
         }
         store_block(tile_of(target), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
     }

@@ -5,9 +5,9 @@
 //     dQ = dP K + dY S';   dK = dP^T Q + V E';   E <- (E' + dY^T Q) diag(e^m)
 //
 // and dq, dk are dQ, dK times the factors that made Q, K. With z = sum_v S' * (E' + dY^T Q) the gradient of token t's
-// log-decay is z - sum_(s < t) (Q dQ - K dK)_s, with the bonus z - sum_(s <= t) (Q dQ)_s + sum_(s < t) (K dK)_s, from the
-// rounded operands and the unrounded dQ, dK as in wkv7_chunked_backward.cu. The bonus adds scale (dy_t . v_t) u k_t to
-// dq_t, the same with q_t to dk_t, and with q_t k_t to du.
+// log-decay is z - sum_(s < t) (Q dQ - K dK)_s, with the bonus z - sum_(s <= t) (Q dQ)_s + sum_(s < t) (K dK)_s, from
+// the rounded operands and the unrounded dQ, dK as in wkv7_chunked_backward.cu. The bonus adds scale (dy_t . v_t) u k_t
+// to dq_t, the same with q_t to dk_t, and with q_t k_t to du.
 //
 //   q k w v u, cu_seqlens, checkpoints   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
@@ -20,9 +20,10 @@
 #include "gla_key_side.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
-constexpr int SLAB = 16 * TILES;
+constexpr int WARP_ROWS = 16 * TILES;
 constexpr int GROWTH_PITCH = CHANNELS + 4;  // eight channels of every other row are in different banks
-static_assert(WARPS * SLAB == VALUES, "num_threads must be once or twice the value size, rounded up to a multiple of 32");
+static_assert(WARPS * WARP_ROWS == VALUES,
+              "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
 using StateTile = bf16[VALUES][KEY_PITCH];
 struct Smem {
@@ -34,7 +35,7 @@ struct Smem {
     StateTile state, e;
     float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
     float state_terms[WARPS][CHANNELS];
-    float factor[CHANNELS], own[PAIRS / 16][CHUNK_LEN], diagonal[CHUNK_LEN];  // dy_t . v_t
+    float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN], diagonal[CHUNK_LEN];  // dy_t . v_t
     float sums[2][4][CHANNELS];  // du and of a constant log-decay, a part for each of four lanes
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -45,13 +46,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     const T_U* __restrict__ u, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
     const Checkpoint* __restrict__ checkpoints, const float* __restrict__ grad_final_state, T_IO* __restrict__ dq,
     T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_DW* __restrict__ dw, float* __restrict__ du,
-    float* __restrict__ grad_initial_state, Strides q_strides, Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens, i64 heads, float scale) {
+    float* __restrict__ grad_initial_state, Strides q_strides, Strides k_strides, Strides v_strides, Strides w_strides,
+    Strides dy_strides, i64 tokens, i64 heads, float scale) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const int warp = warp_id(), first_value = SLAB * warp;
+    const int warp = warp_id(), first_value = WARP_ROWS * warp;
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
     q += start(q_strides), k += start(k_strides), w += start(w_strides), v += start(v_strides), dy += start(dy_strides);
@@ -63,13 +65,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
 
     const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
-    using KeyWalk = RowWalk<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS, -1>;
-    using ValueWalk = RowWalk<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS, -1>;
-    KeyWalk from_q(q + last * q_strides.token, q_strides.token, threadIdx.x);
-    KeyWalk from_k(k + last * k_strides.token, k_strides.token, threadIdx.x);
-    ValueWalk from_v(v + last * v_strides.token, v_strides.token, threadIdx.x);
-    ValueWalk from_dy(dy + last * dy_strides.token, dy_strides.token, threadIdx.x);
-    DecayWalk<-1> from_w(w + last * w_strides.token, w_strides.token);
+    using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS, -1>;
+    using ValueCursor = RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS, -1>;
+    KeyCursor from_q(q + last * q_strides.token, q_strides.token, threadIdx.x);
+    KeyCursor from_k(k + last * k_strides.token, k_strides.token, threadIdx.x);
+    ValueCursor from_v(v + last * v_strides.token, v_strides.token, threadIdx.x);
+    ValueCursor from_dy(dy + last * dy_strides.token, dy_strides.token, threadIdx.x);
+    DecayCursor<-1> from_w(w + last * w_strides.token, w_strides.token);
     const auto copy_keys = [&](int present) {
         from_q.copy(smem.raw.q[0], present, HEAD_SIZE, threadIdx.x);
         from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
@@ -110,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_dv = tile_of(smem.dv);
     const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
 
-    float2 behind = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
+    float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
     for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         const i64 next = token - CHUNK_LEN;
@@ -120,19 +122,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(steps), commit_copies();
-        float own[SEGMENT_LEN];
-        const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, own,
-                                                        smem.growth);
-        if constexpr (BONUS) write_own(smem.own, own);
-        write_factor(smem.factor,
-                     {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
-        behind = frame.middle;
+        float bonus_terms[SEGMENT_LEN];
+        const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale,
+                                                                bonus, bonus_terms, smem.growth);
+        if constexpr (BONUS) write_bonus_terms(smem.bonus_terms, bonus_terms);
+        write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
+                                   pending_exponent.y + frame.end.y - frame.middle.y});
+        pending_exponent = frame.middle;
         __syncthreads();  // the operands are there
         if (next >= 0) copy_keys(CHUNK_LEN);
         commit_copies();
 
         Accumulator d_value[TILES][CHUNK_LEN / 8] = {};  // dV, [value, token]
-        write_pairs(smem.pairs, smem.operands, smem.own);
+        write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
         scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c) {
@@ -260,10 +262,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
 #pragma unroll
             for (int i = 0; i < 4; ++i) totals[0] += smem.sums[0][i][channel], totals[1] += smem.sums[1][i][channel];
             if constexpr (BONUS) du[at] = totals[0];
-            if constexpr (CONSTANT_DECAY) dw[at] = from_float<T_DW>(totals[1] * log_decay_slope<DECAY>(to_float(w[channel])));
+            if constexpr (CONSTANT_DECAY)
+                dw[at] = from_float<T_DW>(totals[1] * log_decay_slope<DECAY>(to_float(w[channel])));
         }
     if (grad_initial_state == nullptr) return;
-    write_factor(smem.factor, behind);
+    write_factor(smem.factor, pending_exponent);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {

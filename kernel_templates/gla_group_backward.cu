@@ -1,15 +1,16 @@
-// Linear attention, backward, as gla_chunked_backward does it (arguments and formulas are there), with all products by four
-// warps at once: for keys of 72 to 128 and values of 104 to 128 in steps of 8 on sm_90a.
+// Linear attention, backward, as gla_chunked_backward does it (arguments and formulas are there), with all products by
+// four warps at once: for keys of 72 to 128 and values of 104 to 128 in steps of 8 on sm_90a.
 //
-// Without a decay every frame is the same, and S' and E' are S and E. What comes from dY has a factor of scale, so E is kept
-// without it, E = scale F, and each result is multiplied once where it leaves the registers:
+// Without a decay every frame is the same, and S' and E' are S and E. What comes from dY has a factor of scale, so E is
+// kept without it, E = scale F, and each result is multiplied once where it leaves the registers:
 //
-//     dQ = scale (tril(dY V^T) K + dY S)    dK = scale (tril(dY V^T)^T Q + V F)    dV = scale (tril(Q K^T)^T dY + K F^T)
+//     dQ = scale (tril(dY V^T) K + dY S)      dK = scale (tril(dY V^T)^T Q + V F)
+//     dV = scale (tril(Q K^T)^T dY + K F^T)
 //     F <- F + dY^T Q
 //
-// A block has two groups of four warps. A group makes one of the two triangles for both, and one slab of 64 columns of each
-// result; it holds 64 value rows of F in fp32 for the whole sequence. Rows of tokens are copied a chunk ahead; S, which a chunk
-// is done with halfway, into the place that it had.
+// A block has two groups of four warps. A group makes one of the two triangles for both, and one slab of 64 columns of
+// each result; it holds 64 value rows of F in fp32 for the whole sequence. Rows of tokens are copied a chunk ahead; S,
+// which a chunk is done with halfway, into the place that it had.
 //
 //   checkpoints  [slots, heads]  in: S of every chunk, as gla_scan leaves it for this kernel
 //   w u dw du    null
@@ -20,11 +21,12 @@
 #include "wgmma.cuh"
 
 constexpr int TOKENS = GROUP_CHUNK_LEN;  // of a chunk here, whatever the chunks of the forward are
-constexpr int GROUPS = 2, COLUMNS = GROUPS * SLAB, UNITS = SLAB / 8;
+constexpr int GROUPS = 2, COLUMNS = GROUPS * TILE_COLUMNS, UNITS = TILE_COLUMNS / 8;
 constexpr int KEY_DEPTH = 16 * ceil_div(HEAD_SIZE, 16), VALUE_DEPTH = 16 * ceil_div(VALUE_SIZE, 16);  // of sums
 static_assert(DECAY == Decay::none && !BONUS && !CONSTANT_DECAY, "there must be no decay and no bonus");
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
-static_assert(HEAD_SIZE > SLAB && HEAD_SIZE <= COLUMNS && VALUES == COLUMNS && HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0,
+static_assert(HEAD_SIZE > TILE_COLUMNS && HEAD_SIZE <= COLUMNS && VALUES == COLUMNS && HEAD_SIZE % 8 == 0 &&
+                  VALUE_SIZE % 8 == 0,
               "head sizes must be multiples of 8 from 72 to 128, value sizes from 104");
 static_assert(NUM_THREADS == 256, "num_threads must be 256");
 
@@ -80,15 +82,17 @@ struct TokenRows {
     }
 };
 
-using Sums = Accumulator[SLAB / 8];  // 64 columns of 64 rows, of which a warp has 16
+using Sums = Accumulator[TILE_COLUMNS / 8];  // 64 columns of 64 rows, of which a warp has 16
 
-// A warp's rows to a tensor, of which `rows` exist, by way of `staged`. All is read before any is written: a row that is not
-// there would else be a branch around each unit, with its wait.
-__device__ inline void write_sums(T_IO* target, unsigned stride, Slab<16>& staged, const Sums& sums, float factor, int rows,
-                                  bool exists) {
+// A warp's rows to a tensor, of which `rows` exist, by way of `staged`. All is read before any is written: a row that
+// is not there would else be a branch around each unit, with its wait.
+__device__ inline void write_sums(T_IO* target, unsigned stride, Slab<16>& staged, const Sums& sums, float factor,
+                                  int rows, bool exists) {
 #pragma unroll
-    for (int j = 0; j < SLAB / 8; j += 2) {
-        const auto pair = [&](int i, int first) { return pack_as<T_IO>(factor * sums[i][first], factor * sums[i][first + 1]); };
+    for (int j = 0; j < TILE_COLUMNS / 8; j += 2) {
+        const auto pair = [&](int i, int first) {
+            return pack_as<T_IO>(factor * sums[i][first], factor * sums[i][first + 1]);
+        };
         store_block(tile_of(staged), 0, 8 * j, {{pair(j, 0), pair(j, 2), pair(j + 1, 0), pair(j + 1, 2)}});
     }
     __syncwarp();
@@ -126,16 +130,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         return TokenRows(tensor + (span.batch * s.batch + token * s.token + head * s.head), s.token, size);
     };
     TokenRows rows_q = rows_of(q, q_strides, HEAD_SIZE), rows_k = rows_of(k, k_strides, HEAD_SIZE);
-    TokenRows rows_v = rows_of(v, v_strides, VALUE_SIZE), rows_dy = rows_of(dy, dy_strides, has_gradient ? VALUE_SIZE : 0);
+    TokenRows rows_v = rows_of(v, v_strides, VALUE_SIZE),
+              rows_dy = rows_of(dy, dy_strides, has_gradient ? VALUE_SIZE : 0);
     const i64 out_row = (span.batch * tokens + token + own_row) * heads + head;  // outputs are contiguous
-    dq += out_row * HEAD_SIZE + own_slab * SLAB, dk += out_row * HEAD_SIZE + own_slab * SLAB;
-    dv += out_row * VALUE_SIZE + own_slab * SLAB;
+    dq += out_row * HEAD_SIZE + own_slab * TILE_COLUMNS, dk += out_row * HEAD_SIZE + own_slab * TILE_COLUMNS;
+    dv += out_row * VALUE_SIZE + own_slab * TILE_COLUMNS;
     const unsigned key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     checkpoints += (first_checkpoint(cu_seqlens, sequence, span, TOKENS) + chunk) * heads + head;
 
     const auto copy_rows = [&](Rows& to, int present) {
-        rows_dy.copy(to.dy, present), rows_v.copy(to.v, present), rows_q.copy(to.q, present), rows_k.copy(to.k, present);
+        rows_dy.copy(to.dy, present), rows_v.copy(to.v, present), rows_q.copy(to.q, present),
+            rows_k.copy(to.k, present);
     };
     const auto copy_state = [&] {
         if (threadIdx.x == 0) {
@@ -149,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     if (chunk >= 0) copy_rows(smem.ring[0], steps), copy_state();
     commit_copies();
 
-    const int own_column = own_slab * SLAB, first_value = own_column + own_row;
+    const int own_column = own_slab * TILE_COLUMNS, first_value = own_column + own_row;
     StateRows f;
     read_state<STATE_LAYOUT>(f, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
 #pragma unroll
@@ -176,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         if (chunk > 0) copy_rows(smem.ring[stage ^ 1], TOKENS);
         commit_copies();
 
-        const auto tile_q = tile_of(rows.q), tile_k = tile_of(rows.k), tile_v = tile_of(rows.v), tile_dy = tile_of(rows.dy);
+        const auto tile_q = tile_of(rows.q), tile_k = tile_of(rows.k), tile_v = tile_of(rows.v),
+                   tile_dy = tile_of(rows.dy);
         const unsigned of_own_pair = own_slab * unsigned(sizeof(rows.dy));  // Q lies behind dY, K behind V
         const RowsTile left = {tile_dy.start + of_own_pair}, right = {tile_v.start + of_own_pair};
 
@@ -205,12 +212,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         wait_for_batches<2>();
         hold(pair);
 #pragma unroll
-        for (int j = 0; j < SLAB / 8; ++j)
+        for (int j = 0; j < TILE_COLUMNS / 8; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (own_row + group() + e / 2 * 8 < 8 * j + 2 * quad_lane() + e % 2) pair[j][e] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < SLAB / 8; j += 2) store_block(own_pairs, own_row, 8 * j, to_fragment(pair[j], pair[j + 1]));
+        for (int j = 0; j < TILE_COLUMNS / 8; j += 2)
+            store_block(own_pairs, own_row, 8 * j, to_fragment(pair[j], pair[j + 1]));
         publish_writes();
         begin_products();
 #pragma unroll
@@ -227,9 +235,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         begin_products();
 #pragma unroll
         for (int t = 0; t < TOKENS; t += 16) {
-            multiply_group<64, Read::rows, Read::columns>(d_q, descriptor(d_pairs, 0, t), descriptor(tile_k, t, own_column));
-            multiply_group<64, Read::columns, Read::columns>(d_k, descriptor(d_pairs, t, 0), descriptor(tile_q, t, own_column));
-            multiply_group<64, Read::columns, Read::columns>(d_v, descriptor(pairs, t, 0), descriptor(tile_dy, t, own_column));
+            multiply_group<64, Read::rows, Read::columns>(d_q, descriptor(d_pairs, 0, t),
+                                                          descriptor(tile_k, t, own_column));
+            multiply_group<64, Read::columns, Read::columns>(d_k, descriptor(d_pairs, t, 0),
+                                                             descriptor(tile_q, t, own_column));
+            multiply_group<64, Read::columns, Read::columns>(d_v, descriptor(pairs, t, 0),
+                                                             descriptor(tile_dy, t, own_column));
         }
         end_batch();
         write_f();
@@ -240,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         const auto write = [&](T_IO* target, unsigned stride, const Sums& sums, int size) {
             write_sums(target, stride, smem.staged[warp], sums, factor, steps - own_row, column < size);
         };
-        write(dq, key_stride, d_q, HEAD_SIZE), write(dk, key_stride, d_k, HEAD_SIZE), write(dv, value_stride, d_v, VALUE_SIZE);
+        write(dq, key_stride, d_q, HEAD_SIZE), write(dk, key_stride, d_k, HEAD_SIZE),
+            write(dv, value_stride, d_v, VALUE_SIZE);
         dq -= TOKENS * key_stride, dk -= TOKENS * key_stride, dv -= TOKENS * value_stride;
         steps = TOKENS;
     }

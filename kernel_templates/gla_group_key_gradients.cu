@@ -2,7 +2,8 @@
 // gla_group_scan have left: what gla_key_gradients.cu does, in the same notation, with the products of sm_90a.
 //
 //   v w u dy, cu_seqlens   as there
-//   operands         [slots, heads, SLABS, 2] tiles  in: Q K       states, e  [slots, heads, SLABS, VALUES] rows  in: S', E'
+//   operands         [slots, heads, SLABS, 2] tiles  in: Q K
+//   states, e        [slots, heads, SLABS, VALUES] rows  in: S', E'
 //   dq dk  T_IO, dw  T_W  [batch, tokens, heads, K]  out
 //   du, dw_sums  [slots, heads, K]  fp32  out, of the bonus and of a constant decay: sums of a chunk
 //
@@ -13,13 +14,13 @@
 #include "slots.cuh"
 #include "wgmma.cuh"
 
-constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB);
-constexpr int DECAY_CHANNELS = SLAB, DECAY_PARTS = SLABS;
+constexpr int SLABS = ceil_div(HEAD_SIZE, TILE_COLUMNS);
+constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
 #include "chunk_decay.cuh"
 
-constexpr int GROWTH_PITCH = SLAB + 4;  // eight channels of every other row are in different banks
+constexpr int GROWTH_PITCH = TILE_COLUMNS + 4;  // eight channels of every other row are in different banks
 constexpr int PIECE = 32, PIECES = VALUES / PIECE;
-constexpr int UNITS = SLAB / 8;  // of a tile's row
+constexpr int UNITS = TILE_COLUMNS / 8;  // of a tile's row
 static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
 static_assert(NUM_THREADS == 128, "num_threads must be 128");
 static_assert(STAGES >= 2, "stages must be 2 at least");
@@ -33,12 +34,13 @@ struct Smem {
     union {
         Stage ring[STAGES];
         struct {
-            float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
+            // e^(c_t - m), the row before the first token first; later dL/dc
+            float growth[CHUNK_LEN + 1][GROWTH_PITCH];
             Slab<CHUNK_LEN> d_pairs alignas(1024);
         } chunk;
     };
     float2 totals[SEGMENTS][PAIRS];
-    float state_terms[WARPS][SLAB];
+    float state_terms[WARPS][TILE_COLUMNS];
     float diagonal[CHUNK_LEN];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -52,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 slot = blockIdx.x / SLABS, head = blockIdx.y;
-    const int slab = blockIdx.x % SLABS, first_channel = slab * SLAB;
+    const int slab = blockIdx.x % SLABS, first_channel = slab * TILE_COLUMNS;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     const int warp = warp_id(), steps = chunk.steps;
     if (steps == 0) return;
@@ -155,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
         if (segment == 0) write(0, origin);
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i)
-            write(segment * SEGMENT_LEN + i + 1, {origin.x + RATE_UNIT * sums.at[i].x, origin.y + RATE_UNIT * sums.at[i].y});
+            write(segment * SEGMENT_LEN + i + 1,
+                  {origin.x + RATE_UNIT * sums.at[i].x, origin.y + RATE_UNIT * sums.at[i].y});
     }
     const auto d_pairs = tile_of(smem.chunk.d_pairs);
 #pragma unroll
@@ -169,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
 #pragma unroll
     for (int n = 0; n < CHUNK_LEN / 8; n += 2) store_block(d_pairs, column, 8 * n, to_fragment(d_p[n], d_p[n + 1]));
     publish_writes();
-    ChunkDecays<SLAB> slopes;
+    ChunkDecays<TILE_COLUMNS> slopes;
     if constexpr (HAS_DECAY && !CONSTANT_DECAY) slopes.load(w, w_strides.token, steps, first_channel);
     __syncthreads();  // dP and growth are there
 
@@ -185,8 +188,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
     begin_products();
 #pragma unroll
     for (int c = 0; c < CHUNK_LEN; c += 16) {
-        multiply_group<CHUNK_LEN, Read::columns, Read::rows>(d_q, descriptor(operand_k, c, 0), descriptor(d_pairs, 0, c));
-        multiply_group<CHUNK_LEN, Read::columns, Read::columns>(d_k, descriptor(operand_q, c, 0), descriptor(d_pairs, c, 0));
+        multiply_group<CHUNK_LEN, Read::columns, Read::rows>(d_q, descriptor(operand_k, c, 0),
+                                                             descriptor(d_pairs, 0, c));
+        multiply_group<CHUNK_LEN, Read::columns, Read::columns>(d_k, descriptor(operand_q, c, 0),
+                                                                descriptor(d_pairs, c, 0));
     }
     end_batch();
     read_bonus(bonus, u + head * HEAD_SIZE, scale, first_channel + column);
@@ -194,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
     wait_for_batches<0>();
     hold(d_q), hold(d_k);
     __syncthreads();  // nobody reads Q and K any more
-    write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.chunk.growth, left, smem.diagonal, bonus, scale,
-                         column, steps, channel_sums);
+    write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.chunk.growth, left, smem.diagonal, bonus,
+                         scale, column, steps, channel_sums);
     write_channel_sums(channel_sums, du, dw, (slot * heads + head) * HEAD_SIZE, w, first_channel + column);
     __syncthreads();  // the gradients are there
 

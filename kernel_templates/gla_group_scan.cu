@@ -7,9 +7,9 @@
 //
 //     dV = P^T dY + K E'^T    E <- (E' + dY^T Q) diag(e^m)
 //
-// The state is kept transposed, channels down and values across, as in wkv7_group_scan.cu. Two groups of four warps have
-// every other slab of it in registers, in fp32, for the whole sequence; per chunk they write its bf16 image S' to shared
-// memory, and then each of them makes half of the columns of Y.
+// The state is kept transposed, channels down and values across, as in wkv7_group_scan.cu. Two groups of four warps
+// have every other slab of it in registers, in fp32, for the whole sequence; per chunk they write its bf16 image S' to
+// shared memory, and then each of them makes half of the columns of Y.
 //
 //   input, output  [batch, tokens, heads, V]  T_IO   V and Y; dY and dV
 //   first, last    [sequences, heads] states  T_STATE  or null: S at the start and the end; E at the end and the start
@@ -19,7 +19,8 @@
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
 #include "slab.cuh"
 
-constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB), CHANNELS = SLABS * SLAB, VALUES = 32 * ceil_div(VALUE_SIZE, 32);
+constexpr int SLABS = ceil_div(HEAD_SIZE, TILE_COLUMNS), CHANNELS = SLABS * TILE_COLUMNS,
+              VALUES = 32 * ceil_div(VALUE_SIZE, 32);
 __device__ inline int channel_of(int row) { return row; }
 #include "group_scan.cuh"
 
@@ -41,8 +42,8 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ pairs, const float* __restrict__ frames,
-    T_IO* __restrict__ output, uint4* __restrict__ states, T_STATE* __restrict__ last, Strides input_strides, i64 tokens,
-    i64 heads) {
+    T_IO* __restrict__ output, uint4* __restrict__ states, T_STATE* __restrict__ last, Strides input_strides,
+    i64 tokens, i64 heads) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
                         const auto operand = tile_of(smem.ring[turn.slot].tiles[WITH_STATE]);
                         const auto of_slab = tile_of(image[GROUPS * i + other]);
 #pragma unroll
-                        for (int c = 0; c < SLAB; c += 16)
+                        for (int c = 0; c < TILE_COLUMNS; c += 16)
                             multiply_group<OWN_ROWS, Read::rows, Read::rows>(sum, descriptor(operand, 0, c),
                                                                              descriptor(of_slab, own_values, c));
                         turn.advance();
@@ -189,13 +190,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
             wait_for_batches<0>();
             hold(sum);
 #pragma unroll
-            for (StateSlab& own : state) hold(own);
-            while (released.slot != turn.slot || released.parity != turn.parity) release(released.slot), released.advance();
+            for (StateSlab& sums : state) hold(sums);
+            while (released.slot != turn.slot || released.parity != turn.parity)
+                release(released.slot), released.advance();
 
             const i64 token = i64(index_of(n)) * CHUNK_LEN;
             const int rows = static_cast<int>(min(span.length - token - own_row, i64(16)));
-            write_outputs<T_IO, OWN_ROWS>(output + out_place + token * out_stride, out_stride, smem.outputs[warp], sum, rows,
-                                          width);
+            write_outputs<T_IO, OWN_ROWS>(output + out_place + token * out_stride, out_stride, smem.outputs[warp], sum,
+                                          rows, width);
         }
         if (last != nullptr) {
             exponents.scale(state, true);

@@ -1,6 +1,7 @@
 // The states between the segments of a sequence, from what gla_segment finds out:
 //
-//     S_(j+1) = S_j diag(e^(D_j)) + Q_j;   for gradients, from the last segment to the first,   E_j = E_(j+1) diag(e^(D_j)) + Q_j
+//     S_(j+1) = S_j diag(e^(D_j)) + Q_j;   for gradients, from the last segment to the first,
+//     E_j = E_(j+1) diag(e^(D_j)) + Q_j
 //
 //   exponents  [sequences, segments, heads, K]  fp32  in: D to the base 2
 //   additions  [sequences, segments, heads, V, K]  fp32  in: Q
@@ -8,7 +9,8 @@
 //   states     [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
 //   last       [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
-// Grid (sequences, heads, value rows / ROWS); a thread walks with one element of the state, and reads AHEAD segments at once.
+// Grid (sequences, heads, value rows / ROWS); a thread walks with one element of the state, and reads AHEAD segments at
+// once.
 #include "types.cuh"
 
 constexpr int AHEAD = 8;
@@ -20,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_join(
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const int row = threadIdx.x / HEAD_SIZE, channel = threadIdx.x % HEAD_SIZE, value = blockIdx.z * ROWS + row;
     if (row >= ROWS || value >= VALUE_SIZE) return;
-    const i64 own = i64(value) * HEAD_SIZE + channel, whole = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own;
+    const i64 place_in_state = i64(value) * HEAD_SIZE + channel,
+              whole = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + place_in_state;
     const i64 stride = VALUE_SIZE * HEAD_SIZE, step = BACKWARD ? -heads : heads;
     i64 item = (sequence * segments + (BACKWARD ? segments - 1 : 0)) * heads + head;
     float state = first != nullptr ? first[whole] : 0.0f;
@@ -31,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_join(
         for (int i = 0; i < AHEAD; ++i) {
             const i64 at = item + min(i, count - 1) * step;
             exponent[i] = exponents[at * HEAD_SIZE + channel];
-            added[i] = additions[at * stride + own];
+            added[i] = additions[at * stride + place_in_state];
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i, item += step)
             if (i < count) {
-                states[item * stride + own] = state;
+                states[item * stride + place_in_state] = state;
                 state = state * exp2f(exponent[i]) + added[i];
             }
     }

@@ -10,29 +10,30 @@
 //   dq dk  T_IO, dw  T_W  [batch, tokens, heads, K]  out
 //   du, dw_sums  [slots, heads, K]  fp32  out, of the bonus and of a constant decay: sums of a chunk
 //
-// Grid (slots x slabs, heads). A warp has 16 channels and all tokens of the chunk.
+// Grid (slots x blocks of channels, heads). A warp has 16 channels and all tokens of the chunk.
 #include "chunk.cuh"
 #include "gla_key_side.cuh"
 #include "slots.cuh"
 
-constexpr int SLAB = 16 * WARPS, SLABS = ceil_div(CHANNELS, SLAB);  // channels of a block
-constexpr int SLAB_PITCH = SLAB + 8, SLAB_PAIRS = SLAB / 2;
-constexpr int GROWTH_PITCH = SLAB + 4;  // eight channels of every other row are in different banks
-constexpr int TOKENS = ceil_power(ceil_div(CHUNK_LEN * SLAB_PAIRS, NUM_THREADS));  // a thread prepares a pair of channels
+constexpr int BLOCK_CHANNELS = 16 * WARPS, CHANNEL_BLOCKS = ceil_div(CHANNELS, BLOCK_CHANNELS);  // channels of a block
+constexpr int BLOCK_PITCH = BLOCK_CHANNELS + 8, BLOCK_PAIRS = BLOCK_CHANNELS / 2;
+constexpr int GROWTH_PITCH = BLOCK_CHANNELS + 4;  // eight channels of every other row are in different banks
+// a thread prepares a pair of channels
+constexpr int TOKENS = ceil_power(ceil_div(CHUNK_LEN * BLOCK_PAIRS, NUM_THREADS));
 constexpr int PARTS = CHUNK_LEN / TOKENS;
 constexpr int PIECE = 32, PIECES = VALUES / PIECE, PIECE_PITCH = PIECE + 8;  // values at a time
 constexpr int TASKS = BLOCKS * (BLOCKS + 1) / 2, OWN_TASKS = ceil_div(TASKS, WARPS);
 static_assert(PARTS >= 2, "a middle lies between two segments");
 
-using SlabTile = bf16[CHUNK_LEN][SLAB_PITCH];
+using BlockTile = bf16[CHUNK_LEN][BLOCK_PITCH];
 struct Smem {
-    SlabTile q, k;
+    BlockTile q, k;
     TokenTile d_pairs;
     union {
-        struct { T_IO q[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB]; } raw;
+        struct { T_IO q[CHUNK_LEN][BLOCK_CHANNELS], k[CHUNK_LEN][BLOCK_CHANNELS]; } raw;
         struct { bf16 v[CHUNK_LEN][PIECE_PITCH], dy[CHUNK_LEN][PIECE_PITCH]; } pieces[2];
     };
-    float2 totals[PARTS][SLAB_PAIRS];
+    float2 totals[PARTS][BLOCK_PAIRS];
     float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
     float diagonal[CHUNK_LEN];
 };
@@ -57,8 +58,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 slot = blockIdx.x / SLABS, head = blockIdx.y;
-    const int first_channel = blockIdx.x % SLABS * SLAB, width = min(SLAB, HEAD_SIZE - first_channel);
+    const i64 slot = blockIdx.x / CHANNEL_BLOCKS, head = blockIdx.y;
+    const int first_channel = blockIdx.x % CHANNEL_BLOCKS * BLOCK_CHANNELS,
+              width = min(BLOCK_CHANNELS, HEAD_SIZE - first_channel);
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     const int warp = warp_id(), steps = chunk.steps;
     if (steps == 0) return;
@@ -75,18 +77,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;
     __syncthreads();
-    copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(smem.raw.q[0], q, q_strides.token, steps, width, threadIdx.x);
-    copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(smem.raw.k[0], k, k_strides.token, steps, width, threadIdx.x);
+    copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
+        smem.raw.q[0], q, q_strides.token, steps, width, threadIdx.x);
+    copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
+        smem.raw.k[0], k, k_strides.token, steps, width, threadIdx.x);
     commit_copies();
 
     // Operands: a thread prepares a pair of channels over TOKENS tokens.
-    const int index = threadIdx.x % SLAB_PAIRS, part = threadIdx.x / SLAB_PAIRS;
+    const int index = threadIdx.x % BLOCK_PAIRS, part = threadIdx.x / BLOCK_PAIRS;
     float2 sums[TOKENS], sum = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
         const int row = part * TOKENS + i;
         const auto rate = [&](int j) {
-            return HAS_DECAY && row < steps && 2 * index + j < width ? decay_rate<DECAY>(to_float(w[row * w_strides.token + first_channel + 2 * index + j])) : 0.0f;
+            return HAS_DECAY && row < steps && 2 * index + j < width
+                       ? decay_rate<DECAY>(to_float(w[row * w_strides.token + first_channel + 2 * index + j]))
+                       : 0.0f;
         };
         sum.x += rate(0), sum.y += rate(1), sums[i] = sum;
     }
@@ -136,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     };
     copy_piece(0);
 
-    const int column = 16 * warp, block = first_channel / 16 + warp;  // the warp's channels, in the slab and in the head
+    // the warp's channels, in the block and in the head
+    const int column = 16 * warp, block = first_channel / 16 + warp;
     const bool has_channels = block < CHANNELS / 16;
     TokenSums d_q = {}, d_k = {};  // [channel, token]
     Accumulator d_p[OWN_TASKS][2] = {};
@@ -163,11 +170,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
             for (int c = 0; c < PIECE; c += 16) {
                 const int row = (piece * PIECE + c) / 16;
                 const uint4 s = states->lanes[row][block][lane_id()], x = e->lanes[row][block][lane_id()];
-                const unsigned own[4] = {s.x, s.y, s.z, s.w}, others[4] = {x.x, x.y, x.z, x.w};
+                const unsigned states_of[4] = {s.x, s.y, s.z, s.w}, others[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    overlap[j / 2 * 2] += low_of(own[j]) * low_of(others[j]);
-                    overlap[j / 2 * 2 + 1] += high_of(own[j]) * high_of(others[j]);
+                    overlap[j / 2 * 2] += low_of(states_of[j]) * low_of(others[j]);
+                    overlap[j / 2 * 2 + 1] += high_of(states_of[j]) * high_of(others[j]);
                 }
                 const Fragment with_state = turned(s), with_e = turned(x);
                 add_columns(c, full(d_q, tile_dy, with_state), full(d_k, tile_v, with_e));  // dQ <- dY S'   dK <- V E'
@@ -199,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         }
         store_block(d_pairs, 16 * p, 16 * j, to_fragment(d_p[n][0], d_p[n][1]));
     }
-    ChunkDecays<SLAB> raw_w;
+    ChunkDecays<BLOCK_CHANNELS> raw_w;
     if constexpr (HAS_DECAY && !CONSTANT_DECAY) raw_w.load(w, w_strides.token, steps, first_channel);
     __syncthreads();  // dP is there
     if (has_channels) {
@@ -228,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     }
     __syncthreads();  // the gradients are there
 
-    const auto write = [&](T_IO* target, const SlabTile& tile) {
-        write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB_PITCH, NUM_THREADS>(
+    const auto write = [&](T_IO* target, const BlockTile& tile) {
+        write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_PITCH, NUM_THREADS>(
             target, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, width, threadIdx.x);
     };
     write(dq, smem.q), write(dk, smem.k);

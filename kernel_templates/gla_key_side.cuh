@@ -35,13 +35,12 @@ __device__ inline void sum_products(float (&sums)[2], const OperandRows& rows, c
 struct ChannelSums { float bonus[2], decay[2]; };
 
 // dq and dk go to the operands' tiles. `growth` holds e^(c_t - m), the row before the first token first, and takes the
-// gradient of the log-decays, a row a token. `left` is z. `diagonal` is dy_t . v_t, `bonus` scale u of the lane's channels.
-// A lane has two neighbouring tokens of eight, for two channels.
-template <int PITCH, typename Tile>
-__device__ inline void write_pair_gradients(const Accumulator* d_q, const Accumulator* d_k, const OperandRows& q_rows,
-                                            const OperandRows& k_rows, const Tile& q_tile, const Tile& k_tile,
-                                            float (*growth)[PITCH], float (&left)[2], const float* diagonal,
-                                            const float (&bonus)[2], float scale, int column, int steps, ChannelSums& sums) {
+// gradient of the log-decays, a row a token. `left` is z. `diagonal` is dy_t . v_t, `bonus` scale u of the lane's
+// channels. A lane has two neighbouring tokens of eight, for two channels.
+template <int PITCH, typename Tile> __device__ inline void write_pair_gradients(
+    const Accumulator* d_q, const Accumulator* d_k, const OperandRows& q_rows, const OperandRows& k_rows,
+    const Tile& q_tile, const Tile& k_tile, float (*growth)[PITCH], float (&left)[2], const float* diagonal,
+    const float (&bonus)[2], float scale, int column, int steps, ChannelSums& sums) {
     const float inverse_scale = scale == 0.0f ? 0.0f : 1.0f / scale;
 #pragma unroll
     for (int p = 0; p < BLOCKS; ++p) {
@@ -60,22 +59,25 @@ __device__ inline void write_pair_gradients(const Accumulator* d_q, const Accumu
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
                 const float seen = grown[t + !BONUS];
-                d_plain_q[t] = sum_q[t] * seen * scale, d_plain_k[t] = HAS_DECAY ? sum_k[t] * reciprocal(grown[t + 1]) : sum_k[t];
+                d_plain_q[t] = sum_q[t] * seen * scale,
+                d_plain_k[t] = HAS_DECAY ? sum_k[t] * reciprocal(grown[t + 1]) : sum_k[t];
                 if constexpr (BONUS) {
                     // The rounded operands give q and k back.
                     const float plain_q = q[t] * reciprocal(seen) * inverse_scale, plain_k = k[t] * grown[t + 1];
-                    const float own = diagonal[token + t];
-                    d_plain_q[t] += own * bonus[j] * plain_k, d_plain_k[t] += own * bonus[j] * plain_q;
-                    sums.bonus[j] += own * scale * plain_q * plain_k;
+                    const float product = diagonal[token + t];
+                    d_plain_q[t] += product * bonus[j] * plain_k, d_plain_k[t] += product * bonus[j] * plain_q;
+                    sums.bonus[j] += product * scale * plain_q * plain_k;
                 }
             }
             results[0].at[i] = pack_as<T_IO>(d_plain_q[0], d_plain_q[1]);
             results[1].at[i] = pack_as<T_IO>(d_plain_k[0], d_plain_k[1]);
             if constexpr (HAS_DECAY) {
                 const float terms_q[2] = {q[0] * sum_q[0], q[1] * sum_q[1]};
-                const float terms[2] = {terms_q[0] - k[0] * sum_k[0], terms_q[1] - k[1] * sum_k[1]}, pair = terms[0] + terms[1];
+                const float terms[2] = {terms_q[0] - k[0] * sum_k[0], terms_q[1] - k[1] * sum_k[1]},
+                            pair = terms[0] + terms[1];
                 float here = take_pair(left[j], pair);
-                __syncwarp();  // everybody has read; the next eight tokens read no row before theirs but the last of these
+                // everybody has read; the next eight tokens read no row before theirs but the last of these
+                __syncwarp();
 #pragma unroll
                 for (int t = 0; t < 2; ++t) {
                     const float grad = BONUS ? here - terms_q[t] : here;
@@ -94,8 +96,8 @@ __device__ inline void write_pair_gradients(const Accumulator* d_q, const Accumu
 __device__ inline void read_bonus(float (&bonus)[2], const T_U* u, float scale, int channel) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        const int own = channel + group() + 8 * j;
-        bonus[j] = BONUS && own < HEAD_SIZE ? scale * to_float(u[own]) : 0.0f;
+        const int lane_channel = channel + group() + 8 * j;
+        bonus[j] = BONUS && lane_channel < HEAD_SIZE ? scale * to_float(u[lane_channel]) : 0.0f;
     }
 }
 
@@ -110,11 +112,12 @@ __device__ inline void write_channel_sums(ChannelSums& sums, float* du, T_DW* dw
                 of_bonus += __shfl_xor_sync(0xffffffffu, of_bonus, delta);
                 of_decay += __shfl_xor_sync(0xffffffffu, of_decay, delta);
             }
-            const int own = channel + group() + 8 * j;
-            if (quad_lane() == 0 && own < HEAD_SIZE) {
-                if constexpr (BONUS) du[row + own] = of_bonus;
+            const int lane_channel = channel + group() + 8 * j;
+            if (quad_lane() == 0 && lane_channel < HEAD_SIZE) {
+                if constexpr (BONUS) du[row + lane_channel] = of_bonus;
                 if constexpr (CONSTANT_DECAY)
-                    dw[row + own] = from_float<T_DW>(of_decay * log_decay_slope<DECAY>(to_float(w[own])));
+                    dw[row + lane_channel] =
+                        from_float<T_DW>(of_decay * log_decay_slope<DECAY>(to_float(w[lane_channel])));
             }
         }
 }

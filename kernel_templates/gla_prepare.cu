@@ -14,8 +14,8 @@
 #include "slots.cuh"
 #include "wgmma.cuh"
 
-constexpr int SLABS = ceil_div(HEAD_SIZE, SLAB), CHANNELS = SLABS * SLAB;
-constexpr int DECAY_CHANNELS = SLAB, DECAY_PARTS = SLABS;
+constexpr int SLABS = ceil_div(HEAD_SIZE, TILE_COLUMNS), CHANNELS = SLABS * TILE_COLUMNS;
+constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
 #include "chunk_decay.cuh"
 
 constexpr int GROUPS = NUM_THREADS / 128, OWN_TOKENS = CHUNK_LEN / GROUPS;  // columns of P that a group makes
@@ -26,11 +26,11 @@ static_assert(sizeof(T_IO) == 2, "takes float16 and bfloat16");
 struct Smem {
     Slab<CHUNK_LEN> operands[2][2];  // Q and K of a slab, and of the last one
     union {
-        struct { T_IO q[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB]; } raw;
+        struct { T_IO q[CHUNK_LEN][TILE_COLUMNS], k[CHUNK_LEN][TILE_COLUMNS]; } raw;
         Slab<CHUNK_LEN> pairs;
     };
     float2 totals[SEGMENTS][PAIRS];
-    float own[CHUNK_LEN];
+    float bonus_terms[CHUNK_LEN];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
@@ -55,24 +55,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
     RawDecays raw_w;
     const auto load_slab = [&](int slab) {
-        const int channel = slab * SLAB, width = min(SLAB, HEAD_SIZE - channel);
-        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(smem.raw.q[0], q + channel, q_strides.token, steps,
-                                                                       width, threadIdx.x);
-        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(smem.raw.k[0], k + channel, k_strides.token, steps,
-                                                                       width, threadIdx.x);
+        const int channel = slab * TILE_COLUMNS, width = min(TILE_COLUMNS, HEAD_SIZE - channel);
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, TILE_COLUMNS, TILE_COLUMNS, NUM_THREADS>(
+            smem.raw.q[0], q + channel, q_strides.token, steps, width, threadIdx.x);
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, TILE_COLUMNS, TILE_COLUMNS, NUM_THREADS>(
+            smem.raw.k[0], k + channel, k_strides.token, steps, width, threadIdx.x);
         commit_copies();
         if constexpr (HAS_DECAY) raw_w.load(w, w_strides.token, steps, channel);
     };
     Accumulator sum[OWN_TOKENS / 8] = {};
-    float own[SEGMENT_LEN] = {};
+    float bonus_terms[SEGMENT_LEN] = {};
     bool leaves_range = false;
     const int group_of_warps = warp_id() / 4;
     load_slab(0);
 #pragma unroll 1
     for (int slab = 0; slab < SLABS; ++slab) {
-        const int channel = slab * SLAB + 2 * index;
+        const int channel = slab * TILE_COLUMNS + 2 * index;
         RateSums sums = {};
-        if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, steps, slab * SLAB);
+        if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, steps, slab * TILE_COLUMNS);
         wait_for_copies<0>();
         if (threadIdx.x == 0) wait_until_read();
         __syncthreads();  // the raw rows are there, and nobody reads the tiles of two slabs ago any more
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
                 end.x += total.x, end.y += total.y;
             }
             if (segment == 0) {
-                float2* const target = reinterpret_cast<float2*>(frames + slab * SLAB) + index;
+                float2* const target = reinterpret_cast<float2*>(frames + slab * TILE_COLUMNS) + index;
                 target[0] = {RATE_UNIT * middle.x, RATE_UNIT * middle.y};
                 target[CHANNELS / 2] = {RATE_UNIT * (end.x - middle.x), RATE_UNIT * (end.y - middle.y)};
             }
@@ -98,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
         };
         if constexpr (LARGEST_DECAY > 0) leaves_range |= !in_range(origin);
         float2 grown = {exp2_fast(origin.x), exp2_fast(origin.y)};  // of the token before
-        const bool has_first = HEAD_SIZE % SLAB == 0 || channel < HEAD_SIZE;
-        const bool has_second = HEAD_SIZE % SLAB == 0 || channel + 1 < HEAD_SIZE;
+        const bool has_first = HEAD_SIZE % TILE_COLUMNS == 0 || channel < HEAD_SIZE;
+        const bool has_second = HEAD_SIZE % TILE_COLUMNS == 0 || channel + 1 < HEAD_SIZE;
         float2 bonus = {0.0f, 0.0f};
         if constexpr (BONUS) {
             if (has_first) bonus.x = scale * to_float(u[head * HEAD_SIZE + channel]);
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
             const float2 now = {exp2_fast(c.x), exp2_fast(c.y)}, seen = BONUS ? grown : now;
             *word_of(tiles[0], row, index) = pack(x.x * seen.x * scale, x.y * seen.y * scale);
             *word_of(tiles[1], row, index) = pack(y.x * exp2_fast(-c.x), y.y * exp2_fast(-c.y));
-            if (BONUS) own[i] += x.x * y.x * bonus.x + x.y * y.y * bonus.y;
+            if (BONUS) bonus_terms[i] += x.x * y.x * bonus.x + x.y * y.y * bonus.y;
             grown = now;
         }
         publish_writes();
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
         const auto tile_q = tile_of(tiles[0]), tile_k = tile_of(tiles[1]);
         begin_products();
 #pragma unroll
-        for (int c = 0; c < SLAB; c += 16)
+        for (int c = 0; c < TILE_COLUMNS; c += 16)
             multiply_group<OWN_TOKENS, Read::rows, Read::rows>(sum, descriptor(tile_q, 0, c),
                                                                descriptor(tile_k, group_of_warps * OWN_TOKENS, c));
         end_batch();
@@ -142,8 +142,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i) {
 #pragma unroll
-            for (int delta = 1; delta < 32; delta *= 2) own[i] += __shfl_xor_sync(0xffffffffu, own[i], delta);
-            if (lane_id() == 0) smem.own[segment * SEGMENT_LEN + i] = own[i];
+            for (int delta = 1; delta < 32; delta *= 2)
+                bonus_terms[i] += __shfl_xor_sync(0xffffffffu, bonus_terms[i], delta);
+            if (lane_id() == 0) smem.bonus_terms[segment * SEGMENT_LEN + i] = bonus_terms[i];
         }
         __syncthreads();
     }
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int row = first_row + group() + j / 2 * 8, column = first_column + 8 * n + 2 * quad_lane() + j % 2;
-            if (row < column + BONUS) sum[n][j] = BONUS && row == column ? smem.own[row] : 0.0f;
+            if (row < column + BONUS) sum[n][j] = BONUS && row == column ? smem.bonus_terms[row] : 0.0f;
         }
 #pragma unroll
     for (int n = 0; n < OWN_TOKENS / 8; n += 2)

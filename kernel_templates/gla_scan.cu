@@ -1,5 +1,5 @@
-// Gated linear attention and its kin over a chunk of CHUNK_LEN tokens after another on the tensor cores: the forward, and
-// what the backward of large heads does first. With the operands of gla_chunk.cuh and S [V, K] at the chunk's start
+// Gated linear attention and its kin over a chunk of CHUNK_LEN tokens after another on the tensor cores: the forward,
+// and what the backward of large heads does first. With the operands of gla_chunk.cuh and S [V, K] at the chunk's start
 //
 //     Y = P V + Q S'^T;   S <- (S' + V^T K) diag(e^(D - m))
 //
@@ -7,18 +7,19 @@
 //
 //     dV = P^T dY + K E'^T;   E <- (E' + dY^T Q) diag(e^m)
 //
-//   q k      [batch, tokens, heads, K]  T_IO  in     w  the same shape, T_W, in     u  [heads, K]  T_U  in, for the bonus
+//   q k      [batch, tokens, heads, K]  T_IO  in     w  the same shape, T_W, in
+//   u        [heads, K]  T_U  in, for the bonus
 //   input, output  V and Y, or dY and dV  [batch, tokens, heads, V]  T_IO  in, out
 //   first, last    S or E  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
-//   checkpoints    [slots, heads]  out or null: S' or E' of every chunk; FOR_GROUPS, without decays, S of every 64th token,
-//                  as gla_group_backward.cu reads it
+//   checkpoints    [slots, heads]  out or null: S' or E' of every chunk; FOR_GROUPS, without decays, S of every 64th
+//                  token, as gla_group_backward.cu reads it
 //   leaves         as in wkv7_chunked_forward.cu
 //
 // Grid (sequences, heads, value rows / ROWS). A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
 #include "gla_chunk.cuh"
 
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
-constexpr int SLAB = 16 * TILES;
+constexpr int WARP_ROWS = 16 * TILES;
 constexpr int INPUT_PITCH = ROWS + 8;
 constexpr int CHECKPOINT_LEN = FOR_GROUPS ? GROUP_CHUNK_LEN : CHUNK_LEN;  // tokens from one to the next
 
@@ -28,21 +29,21 @@ struct Smem {
     RawPair raw;
     bf16 input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
     float2 totals[SEGMENTS][PAIRS];
-    float factor[CHANNELS], own[PAIRS / 16][CHUNK_LEN];
-    float2 behind[PAIRS];
+    float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN];
+    float2 pending_exponent[PAIRS];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
-static_assert(ROWS % SLAB == 0, "rows must be a multiple of those of a warp");
+static_assert(ROWS % WARP_ROWS == 0, "rows must be a multiple of those of a warp");
 static_assert(!FOR_GROUPS || (!BACKWARD && !HAS_DECAY && CHECKPOINT_LEN % CHUNK_LEN == 0),
               "a forward for groups must have no decay and chunks of up to 64");
 
 // Forwards, where decays may leave the range of a chunk's frame.
-constexpr bool WALKS = LARGEST_DECAY > 0 && !BACKWARD;
+constexpr bool RESCANS = LARGEST_DECAY > 0 && !BACKWARD;
 
-// A chunk one token after another in fp32, which any decay allows; what Y is goes to `output`. The state is as it is at the
-// chunk's start. A lane has two rows of 16 and a quarter of the channels.
-__device__ inline void walk(StateRows (&state)[TILES], Smem& smem, const T_W* w, i64 w_stride, const T_U* u, int own_row,
-                            bool has_values, int steps, float scale) {
+// A chunk one token after another in fp32, which any decay allows; what Y is goes to `output`. The state is as it is at
+// the chunk's start. A lane has two rows of 16 and a quarter of the channels.
+__device__ inline void scan_tokens(StateRows (&state)[TILES], Smem& smem, const T_W* w, i64 w_stride, const T_U* u,
+                                   int own_row, bool has_values, int steps, float scale) {
     for (int t = 0; t < steps; ++t) {
         __syncthreads();  // nobody reads the last token's factor any more
         if (threadIdx.x < CHANNELS)
@@ -50,7 +51,7 @@ __device__ inline void walk(StateRows (&state)[TILES], Smem& smem, const T_W* w,
                 threadIdx.x < HEAD_SIZE ? decay_factor<DECAY>(to_float(w[t * w_stride + threadIdx.x])) : 1.0f;
         __syncthreads();  // the factor is there
         if (!has_values) continue;
-        float values[TILES][2], sums[TILES][2] = {}, own = 0.0f;
+        float values[TILES][2], sums[TILES][2] = {}, bonus_terms = 0.0f;
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -62,8 +63,8 @@ __device__ inline void walk(StateRows (&state)[TILES], Smem& smem, const T_W* w,
             const float2 of_k = unpack(*reinterpret_cast<const unsigned*>(&smem.raw.k[t][channel]));
             const float2 factor = *reinterpret_cast<const float2*>(&smem.factor[channel]);
             if constexpr (BONUS) {
-                if (channel < HEAD_SIZE) own += to_float(u[channel]) * of_q.x * of_k.x;
-                if (channel + 1 < HEAD_SIZE) own += to_float(u[channel + 1]) * of_q.y * of_k.y;
+                if (channel < HEAD_SIZE) bonus_terms += to_float(u[channel]) * of_q.x * of_k.x;
+                if (channel + 1 < HEAD_SIZE) bonus_terms += to_float(u[channel + 1]) * of_q.y * of_k.y;
             }
 #pragma unroll
             for (int i = 0; i < TILES; ++i)
@@ -76,7 +77,7 @@ __device__ inline void walk(StateRows (&state)[TILES], Smem& smem, const T_W* w,
                 }
         }
 #pragma unroll
-        for (int delta = 1; delta < 4; delta *= 2) own += __shfl_xor_sync(0xffffffffu, own, delta);
+        for (int delta = 1; delta < 4; delta *= 2) bonus_terms += __shfl_xor_sync(0xffffffffu, bonus_terms, delta);
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -85,7 +86,7 @@ __device__ inline void walk(StateRows (&state)[TILES], Smem& smem, const T_W* w,
 #pragma unroll
                 for (int delta = 1; delta < 4; delta *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
                 T_IO* const target = reinterpret_cast<T_IO*>(&smem.output[t][own_row + 16 * i + group() + 8 * h]);
-                if (quad_lane() == 0) *target = from_float<T_IO>(scale * (sum + own * values[i][h]));
+                if (quad_lane() == 0) *target = from_float<T_IO>(scale * (sum + bonus_terms * values[i][h]));
             }
     }
     __syncthreads();  // nobody reads the rows any more
@@ -95,15 +96,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ input, const T_W* __restrict__ w,
     const T_U* __restrict__ u, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
-    int* __restrict__ leaves, Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides, i64 tokens,
-    i64 heads, float scale) {
+    int* __restrict__ leaves, Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides,
+    i64 tokens, i64 heads, float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const int own_row = warp_id() * SLAB, first_value = blockIdx.z * ROWS + own_row;
+    const int own_row = warp_id() * WARP_ROWS, first_value = blockIdx.z * ROWS + own_row;
     const bool has_values = own_row < ROWS && first_value < VALUES;
-    const int slab_width = has_values ? max(min(SLAB, VALUE_SIZE - first_value), 0) : 0;
+    const int width = has_values ? max(min(WARP_ROWS, VALUE_SIZE - first_value), 0) : 0;
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
     q += start(q_strides), k += start(k_strides), w += start(w_strides), input += start(input_strides) + first_value;
@@ -120,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                 rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
         };
         copy_keys(smem.raw.q, q, q_strides.token), copy_keys(smem.raw.k, k, k_strides.token);
-        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(  // a warp reads what it has copied itself
-            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), input + token * input_strides.token, input_strides.token, steps,
-            slab_width, lane_id());
+        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(  // a warp reads what it has copied itself
+            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), input + token * input_strides.token, input_strides.token,
+            steps, width, lane_id());
         commit_copies();
     };
 
@@ -153,7 +154,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     const auto pairs = tile_of(smem.pairs);
     const auto inputs = tile_of(smem.input), outputs = tile_of(smem.output);
 
-    float2& behind = smem.behind[threadIdx.x % PAIRS];  // the factor that the state lacks, which threads below PAIRS write
+    // the factor that the state lacks, which threads below PAIRS write
+    float2& pending_exponent = smem.pending_exponent[threadIdx.x % PAIRS];
     bool leaves_range = false;
     if (checkpoints != nullptr) checkpoints += first_token / CHECKPOINT_LEN * heads;
     const auto is_kept = [&](i64 token) {
@@ -167,41 +169,43 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if (exists(next)) load_decays(next_w, next);
         wait_for_copies<0>();
         __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
-        float own[SEGMENT_LEN];
-        const Frame frame = write_pair<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, own,
-                                                        nullptr);
-        if constexpr (BONUS) write_own(smem.own, own);
-        const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
-        const float2 before = BACKWARD ? rest : frame.middle;
-        if constexpr (HAS_DECAY) write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
+        float bonus_terms[SEGMENT_LEN];
+        const Frame frame =
+            write_pair<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, bonus_terms, nullptr);
+        if constexpr (BONUS) write_bonus_terms(smem.bonus_terms, bonus_terms);
+        const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
+        if constexpr (HAS_DECAY)
+            write_factor(smem.factor, {pending_exponent.x + start_exponent.x, pending_exponent.y + start_exponent.y});
         bool leaves_here = false;
         if constexpr (LARGEST_DECAY > 0) {
             const auto in_range = [](float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; };
             leaves_here |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
-            leaves_here |= !(in_range(rest.x) && in_range(rest.y));
+            leaves_here |= !(in_range(end_exponent.x) && in_range(end_exponent.y));
             if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_here |= !in_range(frame.farthest);
         }
         if constexpr (!is_bf16<T_IO>) {
-            round_columns<SLAB>(smem.input, own_row, has_values);
+            round_columns<WARP_ROWS>(smem.input, own_row, has_values);
             __syncwarp();
         }
-        if constexpr (WALKS) {
+        if constexpr (RESCANS) {
             if (__syncthreads_or(leaves_here)) {  // the operands are there, but they are of no use
                 leaves_range = true;
-                if (threadIdx.x < PAIRS) write_factor(smem.factor, behind), behind = {0.0f, 0.0f};
+                if (threadIdx.x < PAIRS) write_factor(smem.factor, pending_exponent), pending_exponent = {0.0f, 0.0f};
                 __syncthreads();  // the factor is there
                 if (has_values) scale_columns(state, smem.factor);
-                walk(state, smem, w + token * w_strides.token, w_strides.token, u + head * HEAD_SIZE, own_row, has_values,
-                     steps, scale);
+                scan_tokens(state, smem, w + token * w_strides.token, w_strides.token, u + head * HEAD_SIZE, own_row,
+                            has_values, steps, scale);
                 if (has_values)
-                    write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
-                        output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]),
-                        steps, slab_width, lane_id());
+                    write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
+                        output + token * out_stride, out_stride,
+                        reinterpret_cast<const T_IO*>(&smem.output[0][own_row]), steps, width, lane_id());
                 if (is_kept(token)) {  // nobody needs this one, but it shall not be what memory held before
                     if (has_values)
 #pragma unroll
                         for (int i = 0; i < TILES; ++i)
-                            for (int c = 0; c < CHANNELS / 16; ++c) write_checkpoint(checkpoints, first_value + 16 * i, c, {});
+                            for (int c = 0; c < CHANNELS / 16; ++c)
+                                write_checkpoint(checkpoints, first_value + 16 * i, c, {});
                     checkpoints += heads;
                 }
                 if (exists(next)) copy(next);
@@ -211,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
             leaves_range |= leaves_here;
             __syncthreads();  // the operands are there
         }
-        if (HAS_DECAY && threadIdx.x < PAIRS) behind = BACKWARD ? frame.middle : rest;
+        if (HAS_DECAY && threadIdx.x < PAIRS) pending_exponent = BACKWARD ? frame.middle : end_exponent;
 
         Checkpoint* own_checkpoint = nullptr;  // from the warp's rows on, so that what it writes has constant offsets
         if (FOR_GROUPS && checkpoints != nullptr)
@@ -223,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
             __syncwarp();
         }
         if (exists(next)) copy(next);
-        write_pairs(smem.pairs, smem.operands, smem.own);
+        write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
         if (has_values) {
             if constexpr (HAS_DECAY) scale_columns(state, smem.factor);
 #pragma unroll
@@ -247,9 +251,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         add_triangles(triangle<BACKWARD>(out, pairs, input_rows));  // Y <- Y + P V, or dV <- dV + P^T dY
         store_sums<T_IO>(outputs, own_row, out);
         __syncwarp();
-        write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
+        write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
             output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]), steps,
-            slab_width, lane_id());
+            width, lane_id());
     }
     wait_for_copies<0>();
     if constexpr (LARGEST_DECAY > 0) {
@@ -258,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     }
     if (last == nullptr) return;
     __syncthreads();
-    write_factor(smem.factor, behind);
+    write_factor(smem.factor, pending_exponent);
     __syncthreads();
     if (!has_values) return;
 #pragma unroll

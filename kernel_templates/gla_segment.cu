@@ -1,15 +1,16 @@
 // What a segment of a sequence does to any state of gated linear attention and its kin: it takes S at its start to
-// S diag(e^D) + Q, with D the sum of its log-decays and Q what becomes of zeros. A chunk after another on the tensor cores,
-// with c_t and D of the chunk,
+// S diag(e^D) + Q, with D the sum of its log-decays and Q what becomes of zeros. A chunk after another on the tensor
+// cores, with c_t and D of the chunk,
 //
 //     S <- S diag(e^D) + V^T K;   K = k e^(D - c_t)
 //
-// Backwards a segment takes the gradient E after its end to E diag(e^D) + Q: the same with dY for V and chunks in reverse,
+// Backwards a segment takes the gradient E after its end to E diag(e^D) + Q: the same with dY for V and chunks in
+// reverse,
 //
 //     E <- E diag(e^D) + dY^T Q;   Q = scale q e^(e_t), with e_t as in gla_chunk.cuh
 //
-// Tokens do not meet here, so keys are taken to the end of the chunk and queries to its start, not to its middle, by sums of
-// the decays in between alone: nothing grows, no decay is too strong, and what has decayed is zero.
+// Tokens do not meet here, so keys are taken to the end of the chunk and queries to its start, not to its middle, by
+// sums of the decays in between alone: nothing grows, no decay is too strong, and what has decayed is zero.
 //
 //   keys       k, backwards q  [segments, tokens, heads, K]  T_IO  in     w  the same shape, or [heads, K]  T_W  in
 //   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
@@ -41,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
     __shared__ Smem smem;
     const i64 segment = blockIdx.x, head = blockIdx.y, item = segment * heads + head;
     const int own_row = 16 * warp_id(), width = max(min(16, VALUE_SIZE - own_row), 0);
-    const int index = threadIdx.x % PAIRS, share = threadIdx.x / PAIRS;  // a pair of channels, and of the chunk's tokens
+    // a pair of channels, and of the chunk's tokens
+    const int index = threadIdx.x % PAIRS, share = threadIdx.x / PAIRS;
     const auto start = [&](Strides s) { return segment * s.batch + head * s.head; };
     keys += start(key_strides), w += start(w_strides), values += start(value_strides) + own_row;
 

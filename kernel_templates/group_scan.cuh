@@ -1,8 +1,8 @@
 // What the walks over the chunks with warp groups share: the ring of stages that one warp keeps full, the state in the
 // registers of two groups of four warps, the rows of values.
 //
-// The state is kept transposed, channels down and values across, so that a block may have few value rows. A group has every
-// other slab of 64 channels in fp32 for the whole sequence, a warp of it 16 channels of each and all values.
+// The state is kept transposed, channels down and values across, so that a block may have few value rows. A group has
+// every other slab of 64 channels in fp32 for the whole sequence, a warp of it 16 channels of each and all values.
 //
 // Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, VALUE_ROWS, STAGES, BACKWARD, STATE_LAYOUT, T_IO, DECAY; SLABS,
 // CHANNELS, and channel_of(row): the channel of a slab that a row of its products is.
@@ -36,7 +36,9 @@ struct Part {
     __device__ int slab(int i) const { return GROUPS * i + group_of_warps; }
     __device__ bool has(int i) const { return SLABS % GROUPS == 0 || slab(i) < SLABS; }
     // A lane has two of the channels: a row of the accumulators, and the one eight further down.
-    __device__ int channel(int i, int half) const { return slab(i) * SLAB + channel_of(first_row + group() + 8 * half); }
+    __device__ int channel(int i, int half) const {
+        return slab(i) * TILE_COLUMNS + channel_of(first_row + group() + 8 * half);
+    }
 };
 // visit(element, whether it exists, its place in a tensor's state)
 template <typename Visit>
@@ -60,10 +62,14 @@ template <typename Visit> __device__ inline void for_each_accumulator(StateSlab 
 #pragma unroll
         for (int j = 0; j < VALUE_ROWS / 8; ++j) visit(state[i][j], i * (VALUE_ROWS / 8) + j);
 }
-// An accumulator from memory, or as it is: spelt out, as a branch around it takes registers for what comes of either way.
+// An accumulator from memory, or as it is: spelt out, as a branch around it takes registers for what comes of either
+// way.
 __device__ inline void load_if(bool wanted, Accumulator& x, const float4* source) {
-    asm volatile("{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %5, 0;\n@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(source), "r"(int(wanted)) : "memory");
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.s32 wanted, %5, 0;\n@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+        : "l"(source), "r"(int(wanted))
+        : "memory");
 }
 // The bf16 image of a group's slabs, transposed.
 template <typename Image>
@@ -80,7 +86,7 @@ __device__ inline void write_image(Image& image, const StateSlab (&state)[OWN_SL
 // The frames of the chunks, as exponents to the base 2 of the lane's channels; the state changes from one to the next.
 struct Exponents {
     using OfChannels = float[OWN_SLABS][2];
-    OfChannels begins = {}, ends = {}, behind = {};  // of the chunk that comes; what the last one left behind
+    OfChannels begins = {}, ends = {}, pending_exponent = {};  // of the chunk that comes; what the last one left behind
 
     __device__ void load(OfChannels& to, const float* frame, const Part& part, bool is_end) {
         if constexpr (!HAS_DECAY) return;
@@ -98,9 +104,9 @@ struct Exponents {
             float factor[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float exponent = behind[i][half] + (is_last ? 0.0f : begins[i][half]);
+                const float exponent = pending_exponent[i][half] + (is_last ? 0.0f : begins[i][half]);
                 factor[half] = exp2_fast(exponent / FACTOR_STEPS);
-                behind[i][half] = ends[i][half];
+                pending_exponent[i][half] = ends[i][half];
             }
 #pragma unroll
             for (Accumulator& x : state[i])

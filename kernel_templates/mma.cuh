@@ -48,8 +48,7 @@ template <typename T> __device__ inline Fragment to_fragment_of(const Accumulato
              pack_as<T>(right[2], right[3])}};
 }
 
-// ---- loads -----------------------------------------------------------------------------------------------------
-// Volatile keeps them between the barriers; nothing else need wait for them, so they name no memory.
+// Loads are volatile, which keeps them between the barriers; nothing else need wait for them, so they name no memory.
 // Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.
 
 template <int PITCH> __device__ inline unsigned down_first() {
@@ -94,8 +93,6 @@ template <int PITCH> __device__ inline Right load_right_transposed(Tile<PITCH> t
 }
 __device__ inline Right transposed(const Fragment& f) { return {{f.at[0], f.at[2], f.at[1], f.at[3]}}; }
 
-// ---- products --------------------------------------------------------------------------------------------------
-
 __device__ inline void multiply_add(Accumulator& sum, const Fragment& left, unsigned right_low, unsigned right_high) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -107,8 +104,6 @@ __device__ inline void multiply_add(Accumulator* sum, const Fragment& left, cons
     multiply_add(sum[0], left, right.at[0], right.at[1]);
     multiply_add(sum[1], left, right.at[2], right.at[3]);
 }
-
-// ---- stores ----------------------------------------------------------------------------------------------------
 
 // By the lanes' addresses of the four matrices; before sm_90 there is no such store, and `word` gives the address of a
 // lane's word of each matrix.
@@ -141,8 +136,6 @@ __device__ inline void store_block_transposed(Tile<PITCH> tile, int row, int col
     store_block(tile, row, column, turned);
 #endif
 }
-
-// ---- triangles -------------------------------------------------------------------------------------------------
 
 // Keeps what is on or below the diagonal `offset` places down, of a block on the diagonal.
 __device__ inline void keep_lower(Accumulator (&sum)[2], int offset) {

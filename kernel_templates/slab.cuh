@@ -1,21 +1,22 @@
 // Tiles of 64 columns, for products of four warps (wgmma.cuh) as for those of one.
 //
-// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t % 8.
-// Eight neighbouring rows of a column then lie in different banks. A wider tile is several of these, one after another.
+// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
+// 8. Eight neighbouring rows of a column then lie in different banks. A wider tile is several of these, one after
+// another.
 #pragma once
 #include "mma.cuh"
 
-constexpr int SLAB = 64;  // columns of a tile
+constexpr int TILE_COLUMNS = 64;  // columns of a tile
 
 template <int ROWS> struct Slab { uint4 units[ROWS][8]; };
 
 // By its address in shared memory, a multiple of 1024; STRIDE bytes on the next 64 columns begin, where there are more.
 template <int STRIDE> struct SlabsTile {
     unsigned start;
-    __device__ unsigned of(int column) const { return STRIDE == 0 ? start : start + column / SLAB * STRIDE; }
+    __device__ unsigned of(int column) const { return STRIDE == 0 ? start : start + column / TILE_COLUMNS * STRIDE; }
     // `lane` is one of the two offsets below; rows and columns are multiples of 16.
     __device__ unsigned address(int row, int column, unsigned lane) const {
-        return of(column) + 128 * row + (lane ^ (STRIDE == 0 ? column : column % SLAB) * 2);
+        return of(column) + 128 * row + (lane ^ (STRIDE == 0 ? column : column % TILE_COLUMNS) * 2);
     }
 };
 using SlabTile = SlabsTile<0>;
@@ -42,7 +43,8 @@ template <int STRIDE> __device__ inline Right load_right_transposed(SlabsTile<ST
     const Fragment f = load_matrices(tile.address(row, column, slab_across_first()));
     return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
 }
-template <int STRIDE> __device__ inline void store_block(SlabsTile<STRIDE> tile, int row, int column, const Fragment& f) {
+template <int STRIDE> __device__ inline void store_block(SlabsTile<STRIDE> tile, int row, int column,
+                                                         const Fragment& f) {
     store_matrices(tile.address(row, column, slab_down_first()), f, [&](int i) {
         const unsigned unit = (i / 2 ^ group()) * 16 + 4 * quad_lane();
         return tile.address(row + i % 2 * 8, column, group() * 128 + unit);

@@ -15,8 +15,8 @@ template <typename Tiles> __device__ inline void copy_units(Tiles& target, const
             copy_async<16>(start + 16 * i, source + i, true);
 }
 
-// A tensor's rows of values to tiles, COLUMNS after COLUMNS, by THREADS threads; zeros where there is nothing. The thread's
-// place in them is worked out once.
+// A tensor's rows of values to tiles, COLUMNS after COLUMNS, by THREADS threads; zeros where there is nothing. The
+// thread's place in them is worked out once.
 template <int COLUMNS, int THREADS, typename T> struct ValueColumns {
     static constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T)), PER_ROW = COLUMNS / VECTOR;
     static constexpr int ROW_STEP = THREADS / PER_ROW;
@@ -26,7 +26,9 @@ template <int COLUMNS, int THREADS, typename T> struct ValueColumns {
     int row = threadIdx.x % THREADS / PER_ROW, column = threadIdx.x % PER_ROW * VECTOR;
     int left = VALUE_SIZE - column;  // values from the next one on
 
-    __device__ ValueColumns(const T* values, i64 stride) : next(values), stride(stride) { next += row * stride + column; }
+    __device__ ValueColumns(const T* values, i64 stride) : next(values), stride(stride) {
+        next += row * stride + column;
+    }
     // The next, to `tile` from `target` on.
     __device__ void copy(Slab<CHUNK_LEN>& tile, int target, int steps) {
         const int place = target + column;
@@ -44,15 +46,16 @@ template <int COLUMNS, int THREADS, typename T> struct ValueColumns {
 };
 
 // The other way: a tile of 64 channels, from `first_channel` on, to `rows` rows of a head's channels.
-template <typename T>
-__device__ inline void write_slab_rows(T* target, i64 stride, const Slab<CHUNK_LEN>& tile, int first_channel, int rows) {
-    constexpr int VECTOR = vector_of(HEAD_SIZE, sizeof(T)), PER_ROW = SLAB / VECTOR;
+template <typename T> __device__ inline void write_slab_rows(T* target, i64 stride, const Slab<CHUNK_LEN>& tile,
+                                                             int first_channel, int rows) {
+    constexpr int VECTOR = vector_of(HEAD_SIZE, sizeof(T)), PER_ROW = TILE_COLUMNS / VECTOR;
     using Vector = Pack<T, VECTOR>;
 #pragma unroll
     for (int i = 0; i < CHUNK_LEN * PER_ROW / NUM_THREADS; ++i) {
         const int item = threadIdx.x + i * NUM_THREADS, row = item / PER_ROW, column = item % PER_ROW * VECTOR;
         const T* const from = reinterpret_cast<const T*>(&tile.units[row][column / 8 ^ row % 8]) + column % 8;
         if (row < rows && first_channel + column < HEAD_SIZE)
-            *reinterpret_cast<Vector*>(target + row * stride + first_channel + column) = *reinterpret_cast<const Vector*>(from);
+            *reinterpret_cast<Vector*>(target + row * stride + first_channel + column) =
+                *reinterpret_cast<const Vector*>(from);
     }
 }

@@ -4,8 +4,8 @@
 #pragma once
 #include "sequence.cuh"
 
-// The slot of a block among those of some chunks of every sequence, from `first_chunk` on; the grid's last extent is that
-// of sequences. Of a launch for all slots it is 1, and the first chunk 0.
+// The slot of a block among those of some chunks of every sequence, from `first_chunk` on; the grid's last extent is
+// that of sequences. Of a launch for all slots it is 1, and the first chunk 0.
 __device__ inline i64 slot_of(unsigned index, int first_chunk, i64 tokens) {
     const unsigned chunks = static_cast<unsigned>((tokens + CHUNK_LEN - 1) / CHUNK_LEN);
     return blockIdx.z * chunks + first_chunk + index;

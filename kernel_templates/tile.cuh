@@ -56,7 +56,6 @@ __device__ inline void read_rows(float (&x)[ROWS_PER_THREAD], const float* rows_
     for (int i = 0; i < ROWS_PER_THREAD; ++i) x[i] = packs[i / 4].at[i % 4];
 }
 
-// ---- sums over lanes -------------------------------------------------------------------------------------------
 // Adds x[i] over all lanes whose index differs in the bits FIRST, 2 FIRST, ... below END. As long as the count is
 // even each exchange also halves what a lane keeps, so COUNT sums cost about COUNT shuffles instead of
 // COUNT log2(lanes). The tree of additions is the same whatever COUNT is: results do not depend on the tile.
@@ -111,7 +110,6 @@ __device__ inline void read_row_sums(float (&x)[ROWS_PER_THREAD], const float* r
     read_rows(x, rows_smem);
 }
 
-// ---- global memory to shared memory ----------------------------------------------------------------------------
 // A thread's share of a [STEPS, WIDTH] tile, held in registers between the load from global memory and the store
 // to shared memory as floats, so that the load of the next chunk overlaps the arithmetic of this one.
 
@@ -172,8 +170,6 @@ __device__ inline void write_values(T* target, i64 token_stride, const float* ro
 __device__ inline void clear_shared(float* smem, int count) {
     for (int i = threadIdx.x; i < count; i += NUM_THREADS) smem[i] = 0.0f;
 }
-
-// ---- the state in global memory --------------------------------------------------------------------------------
 
 using Rectangle = float[ROWS_PER_THREAD][COLUMNS];
 

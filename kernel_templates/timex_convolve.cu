@@ -2,32 +2,35 @@
 //
 //     out[b, c, t] = eps + sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]             f[x] = w[c, T-1-x] is the filter by lag
 //
-// With REVERSED time runs the other way, which is the gradient of k:  out[b, c, s] = sum_{t >= s} w[c, T-1-(t-s)] k[b, c, t]
+// With REVERSED time runs the other way, which is the gradient of k:
+//     out[b, c, s] = sum_{t >= s} w[c, T-1-(t-s)] k[b, c, t]
 //
 //   w    [channels, T]         T_W   in    rows w_stride apart
 //   k    [batch, channels, T]  T_IO  in    k_batch and k_channel apart
 //   out  the same shape        T_IO  out   contiguous
 //
-// A tile is 16 tokens. Tile I of the outputs is the sum over J <= I of a Toeplitz matrix F[i, j] = f[16 (I - J) + i - j]
-// times tile J of the inputs, with the batch as the columns. A fragment of F is three words: its two diagonal blocks are
-// one, and the block above of one lag is the block below of the lag before. So a warp with ROWS neighbouring tiles I keeps
-// their fragments, moves them on with every step of J, and reads two words for each part, whatever the batch.
+// A tile is 16 tokens. Tile I of the outputs is the sum over J <= I of a Toeplitz matrix F[i, j] = f[16 (I - J) + i -
+// j] times tile J of the inputs, with the batch as the columns. A fragment of F is three words: its two diagonal blocks
+// are one, and the block above of one lag is the block below of the lag before. So a warp with ROWS neighbouring tiles
+// I keeps their fragments, moves them on with every step of J, and reads two words for each part, whatever the batch.
 //
 // fp32: both operands are two fp16 each (timex_product.cuh), and the three products of a tile are added to the sums by
-// fmaf, which also undoes the scale of 32 inputs of a row. An input that is not finite spoils its row alone, and there up
-// to 63 outputs on the wrong side of it too; an infinite weight spoils its channel.
+// fmaf, which also undoes the scale of 32 inputs of a row. An input that is not finite spoils its row alone, and there
+// up to 63 outputs on the wrong side of it too; an infinite weight spoils its channel.
 //
-// Grid (channels, groups of BATCH rows, row blocks). A block has all of the outputs, or with STREAMED those of one tile for
-// each of WARPS * ROWS, and walks over its inputs in chunks as long; the last row blocks, with the most work, come first.
-// Shared memory: the filter as words (f[x], f[x - 1]) for every x, interleaved by part; inputs; their scales.
+// Grid (channels, groups of BATCH rows, row blocks). A block has all of the outputs, or with STREAMED those of one tile
+// for each of WARPS * ROWS, and walks over its inputs in chunks as long; the last row blocks, with the most work, come
+// first. Shared memory: the filter as words (f[x], f[x - 1]) for every x, interleaved by part; inputs; their scales.
 #include "timex_product.cuh"
 
 constexpr bool SCALED = sizeof(T_W) == 4;
 using T_PRODUCT = typename ProductOf<T_IO, SCALED>::type;
 constexpr int W_PARTS = PARTS_OF<T_W>, K_PARTS = PARTS_OF<T_IO>;
-constexpr int WARPS = NUM_THREADS / 32, COLUMNS = min_of(BATCH / 8, 2), SLICES = BATCH / (8 * COLUMNS);  // a warp's 8 columns
+// a warp's 8 columns
+constexpr int WARPS = NUM_THREADS / 32, COLUMNS = min_of(BATCH / 8, 2), SLICES = BATCH / (8 * COLUMNS);
 constexpr int CHUNK = STREAMED ? WARPS * ROWS : 0;  // tiles
-constexpr int BEFORE = 16 * (STREAMED ? CHUNK : ROWS);  // words of the filter before the lag of a row block's first output
+// words of the filter before the lag of a row block's first output
+constexpr int BEFORE = 16 * (STREAMED ? CHUNK : ROWS);
 
 static_assert(BATCH == 8 || BATCH == 16 || BATCH == 32, "batch must be 8, 16 or 32");
 static_assert(ROWS >= 2 && ROWS <= 8 && ROWS % 2 == 0, "rows must be 2, 4, 6 or 8");
@@ -38,10 +41,11 @@ static_assert(sizeof(T_IO) <= sizeof(T_W), "w must be fp32 beside k in fp32");
 
 struct Filter { unsigned word[W_PARTS]; };
 
-// A warp's walk over the tiles of inputs. Addresses are this lane's, of the step that is next; WAY leads to the one after.
+// A warp's walk over the tiles of inputs. Addresses are this lane's, of the step that is next; WAY leads to the one
+// after.
 constexpr int WAY = REVERSED ? -1 : 1, HALF_BYTES = 8 * sizeof(Filter);
 constexpr int LATER = REVERSED ? 2 : 1, EARLIER = REVERSED ? 1 : 2;  // words of a fragment, by the lag of their block
-struct Walk {
+struct TileWalk {
     unsigned filter, inputs, scales, next_columns;
     int place;  // of the tile of inputs, in what shared memory has
     unsigned window[W_PARTS][ROWS][4];  // fragments: that of row r is of the lag (tile of row r) - (tile of inputs)
@@ -120,8 +124,8 @@ struct Walk {
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_convolve(
-    const T_W* __restrict__ w, const T_IO* __restrict__ k, T_IO* __restrict__ out, i64 w_stride, i64 k_batch, i64 k_channel,
-    i64 batch, i64 channels, int length, int tiles, float eps) {
+    const T_W* __restrict__ w, const T_IO* __restrict__ k, T_IO* __restrict__ out, i64 w_stride, i64 k_batch,
+    i64 k_channel, i64 batch, i64 channels, int length, int tiles, float eps) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float largest[WARPS];
     const int columns = 16 * (STREAMED ? CHUNK : tiles);  // of inputs that shared memory has
@@ -147,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_c
         up = scale.up, down = scale.down;
     }
     const auto stage_filter = [&](int first_lag) {
-        const auto value = [&](int lag) { return lag >= 0 && lag < length ? to_float(w[length - 1 - lag]) * up : 0.0f; };
+        const auto value = [&](int lag) {
+            return lag >= 0 && lag < length ? to_float(w[length - 1 - lag]) * up : 0.0f;
+        };
         for (int i = threadIdx.x; i < words; i += NUM_THREADS) {
             const float low = value(first_lag + i), high = value(first_lag + i + (REVERSED ? 1 : -1));
             const unsigned pair = pack_pair<T_PRODUCT>(low, high);
@@ -157,11 +163,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_c
     };
     const auto stage_inputs = [&](int first) {
         const auto tell = [&](int segment, int row, float scale) {
-            asm volatile("st.shared.b16 [%0], %1;"
-                         ::"r"(scales_at + 2 * (segment * BATCH + row)), "h"(static_cast<short>(__float_as_uint(scale) >> 16))
+            asm volatile("st.shared.b16 [%0], %1;" ::"r"(scales_at + 2 * (segment * BATCH + row)),
+                         "h"(static_cast<short>(__float_as_uint(scale) >> 16))
                          : "memory");
         };
-        stage<T_IO, T_PRODUCT, SCALED, true, VECTOR, NUM_THREADS>(inputs, k, k_batch, present, first, columns, length, tell);
+        stage<T_IO, T_PRODUCT, SCALED, true, VECTOR, NUM_THREADS>(inputs, k, k_batch, present, first, columns, length,
+                                                                  tell);
     };
     if constexpr (!STREAMED) {
         stage_filter(-BEFORE);
@@ -172,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_c
     const int first_column = STREAMED ? 0 : warp % SLICES * 8 * COLUMNS;
     const unsigned filter_at = shared_address(filter) + static_cast<int>(sizeof(Filter)) *
                                (BEFORE + (REVERSED ? 2 * quad_lane() - group() : group() - 2 * quad_lane()));
-    Walk walk;
+    TileWalk walk;
     walk.inputs = inputs.address(lane_id() / 16 % K_PARTS, first_column + lane_id() % 8, lane_id() / 8 % 2 * 8);
     walk.scales = scales_at + 2 * (first_column + 2 * quad_lane());
     walk.next_columns = 16 * inputs.pitch;
@@ -223,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_c
                     const int token = 16 * (REVERSED ? tiles - 1 - begin - row : begin + row) + group() + i / 2 * 8;
                     const int next = 8 * n + i % 2;
                     const float sum = SCALED ? fmaf(walk.sums[row][n][i], down, eps) : walk.sums[row][n][i] + eps;
-                    if (token < length && of_lane + next < present) target[next * row_stride + token] = from_float<T_IO>(sum);
+                    if (token < length && of_lane + next < present)
+                        target[next * row_stride + token] = from_float<T_IO>(sum);
                 }
     }
 }

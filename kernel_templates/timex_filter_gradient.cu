@@ -7,15 +7,17 @@
 //   gw    [channels, T]                            T_W   out  contiguous
 //
 // A tile is 16 tokens. Tile I of g, transposed, times tile J of k, summed over the batch and over all I - J = D, is a
-// matrix whose diagonals belong to the lags x = 16 D + i - j. The first kernel writes the 31 sums of its diagonals; a lag
-// has one in D and one in D + 1, which the second kernel adds, with those of all groups of BATCH rows, in their order.
+// matrix whose diagonals belong to the lags x = 16 D + i - j. The first kernel writes the 31 sums of its diagonals; a
+// lag has one in D and one in D + 1, which the second kernel adds, with those of all groups of BATCH rows, in their
+// order.
 //
-// A warp has ROWS neighbouring D and keeps as many tiles of k: a step of I reads one of g and one of k. fp32: both are two
-// fp16 each (timex_product.cuh), the three products of a pair of tiles are added to the sums by fmaf, which also undoes the
-// scales: of 32 tokens of all rows, as these are summed.
+// A warp has ROWS neighbouring D and keeps as many tiles of k: a step of I reads one of g and one of k. fp32: both are
+// two fp16 each (timex_product.cuh), the three products of a pair of tiles are added to the sums by fmaf, which also
+// undoes the scales: of 32 tokens of all rows, as these are summed.
 //
-// Grid (channels, groups, blocks of D). A block has all D, or with STREAMED one for each of WARPS * ROWS, and walks over g
-// in chunks as long, and over k in twice as long ones. Shared memory: tiles of g and k, their scales, a matrix per warp.
+// Grid (channels, groups, blocks of D). A block has all D, or with STREAMED one for each of WARPS * ROWS, and walks
+// over g in chunks as long, and over k in twice as long ones. Shared memory: tiles of g and k, their scales, a matrix
+// per warp.
 #include "timex_product.cuh"
 
 constexpr bool SCALED = sizeof(T_IO) == 4;
@@ -49,7 +51,7 @@ __device__ inline void read_block(Block& block, unsigned address, int part_bytes
     }
 }
 
-struct Walk {
+struct TileWalk {
     unsigned g, k, g_scales, k_scales;  // this lane's addresses of what shared memory has first
     int g_part_bytes, k_part_bytes;
     Block window[ROWS];  // tile I - D of k for D of every row
@@ -113,8 +115,8 @@ struct Walk {
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_filter_gradient(
-    const T_IO* __restrict__ g, const T_IO* __restrict__ k, float* __restrict__ sums, i64 g_batch, i64 g_channel, i64 k_batch,
-    i64 k_channel, i64 batch, i64 channels, int length, int tiles) {
+    const T_IO* __restrict__ g, const T_IO* __restrict__ k, float* __restrict__ sums, i64 g_batch, i64 g_channel,
+    i64 k_batch, i64 k_channel, i64 batch, i64 channels, int length, int tiles) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int g_tiles = STREAMED ? CHUNK : tiles, k_tiles = STREAMED ? 2 * CHUNK : tiles;
     const i64 channel = blockIdx.x, first_row = i64(blockIdx.y) * BATCH;
@@ -124,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_f
 
     const Rows<PARTS, BATCH> g_rows{shared_address(shared), pitch_of(16 * g_tiles)};
     const Rows<PARTS, BATCH> k_rows{g_rows.start + PARTS * g_rows.part_bytes(), pitch_of(16 * k_tiles)};
-    const unsigned behind = PARTS * (g_rows.part_bytes() + k_rows.part_bytes());
-    float* const g_scales = reinterpret_cast<float*>(shared + behind);
+    const unsigned first_scale = PARTS * (g_rows.part_bytes() + k_rows.part_bytes());
+    float* const g_scales = reinterpret_cast<float*>(shared + first_scale);
     float* const k_scales = g_scales + g_tiles / 2;
     float* const matrix = k_scales + k_tiles / 2 + warp * 16 * PITCH;
 
@@ -142,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_f
         __syncthreads();
     }
 
-    // The 8 x 8 matrices of a block are (rows, tokens): a left operand wants both halves of the tokens first, a right one
-    // both halves of the rows. With eight rows there is one half of these, and the part comes in its place.
+    // The 8 x 8 matrices of a block are (rows, tokens): a left operand wants both halves of the tokens first, a right
+    // one both halves of the rows. With eight rows there is one half of these, and the part comes in its place.
     const int row = lane_id() % 8, low = lane_id() / 8 % 2, high = lane_id() / 16;
-    Walk walk;
+    TileWalk walk;
     if constexpr (WORDS == 4) {
         walk.g = g_rows.address(0, row + 8 * high, 8 * low), walk.k = k_rows.address(0, row + 8 * low, 8 * high);
     } else {
@@ -156,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_f
 
     const int groups = tiles / ROWS, passes = STREAMED ? 1 : ceil_div(groups, WARPS);
     for (int pass = 0; pass < passes; ++pass) {
-        const int item = STREAMED ? (warp < WARPS / 2 ? warp : WARPS - 1 - (warp - WARPS / 2)) : item_of(pass, warp, WARPS);
+        const int item =
+            STREAMED ? (warp < WARPS / 2 ? warp : WARPS - 1 - (warp - WARPS / 2)) : item_of(pass, warp, WARPS);
         const int first = first_of_block + item * ROWS;  // D of row 0
         if (!STREAMED && first >= tiles) break;
         walk.begin();

@@ -19,10 +19,11 @@ static_assert(NUM_THREADS >= 32 && NUM_THREADS <= 1024, "num_threads must be 32 
 constexpr int AFTER = 4;  // zeros behind the filter, for tokens to come
 
 // Sums of the outputs from `first` on.
-template <typename T>
-__device__ inline void convolve(float (&sums)[BATCHES][OUTPUTS], const T* w, const T* k, int k_pitch, int first, int length) {
+template <typename T> __device__ inline void convolve(float (&sums)[BATCHES][OUTPUTS], const T* w, const T* k,
+                                                      int k_pitch, int first, int length) {
     if constexpr (OUTPUTS == 1) {
-        for (int s = 0; s <= first; ++s) sums[0][0] = fmaf(to_float(w[length - 1 - first + s]), to_float(k[s]), sums[0][0]);
+        for (int s = 0; s <= first; ++s)
+            sums[0][0] = fmaf(to_float(w[length - 1 - first + s]), to_float(k[s]), sums[0][0]);
     } else {
         const float* const weights = w + length - 4 - first;  // of the first output's first input, and three before it
         float4 low = *reinterpret_cast<const float4*>(weights);
@@ -48,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) timex_history(
     extern __shared__ __align__(16) float shared[];
     const i64 channel = blockIdx.x, first_row = i64(blockIdx.y) * BATCHES, row_stride = channels * length;
     const int present = static_cast<int>(min(batch - first_row, i64(BATCHES)));
-    w += channel * length, k += first_row * row_stride + channel * length, out += first_row * row_stride + channel * length;
+    w += channel * length, k += first_row * row_stride + channel * length,
+        out += first_row * row_stride + channel * length;
 
     // The filter ends at a multiple of four, wherever it begins.
     const int pitch = (length + 3) / 4 * 4, before = pitch - length;

@@ -1,9 +1,9 @@
 // What the kernels of timex share: rows of numbers as 16-bit operands in shared memory, and products of 16-bit tiles.
 //
 // An fp32 number x is two of 16 bits: x s = high + low, s a power of two that brings the largest of some neighbours to
-// [2^14, 2^15). Both are fp16 with 11 bits each, and what lies 2^-18 below the largest begins to lose some. A product is
-// high high + high low + low high; the fourth is below the rounding of fp32. bf16 and fp16 are taken as they are, unless
-// they meet fp32: then they are scaled too, and need no low part.
+// [2^14, 2^15). Both are fp16 with 11 bits each, and what lies 2^-18 below the largest begins to lose some. A product
+// is high high + high low + low high; the fourth is below the rounding of fp32. bf16 and fp16 are taken as they are,
+// unless they meet fp32: then they are scaled too, and need no low part.
 #pragma once
 #include "mma.cuh"
 
@@ -46,8 +46,6 @@ __device__ inline float largest_of_lanes(float x, int lanes) {
     return x;
 }
 
-// ---- operands --------------------------------------------------------------------------------------------------
-
 // PARTS tiles [ROWS][pitch] of 16 bits one behind the other, by their address in shared memory. The pitch is an odd
 // number of 16-byte units, so that eight neighbouring rows lie in different banks.
 template <int PARTS, int ROWS> struct Rows {
@@ -69,7 +67,8 @@ template <typename T, int VECTOR>
 __device__ inline void read_four(float (&x)[4], const T* source, int position, int length, bool exists) {
     if constexpr (VECTOR == 4) {
         Words<T, 4> four = {};
-        if (exists && position >= 0 && position < length) four = *reinterpret_cast<const Words<T, 4>*>(source + position);
+        if (exists && position >= 0 && position < length)
+            four = *reinterpret_cast<const Words<T, 4>*>(source + position);
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = four.at(i);
     } else {
@@ -81,11 +80,12 @@ __device__ inline void read_four(float (&x)[4], const T* source, int position, i
     }
 }
 
-// Columns [first, first + columns) of ROWS rows, `present` of which exist, `stride` apart. What a row's segment or, with
-// PER_ROW false, the segment of all rows was scaled by goes to `tell(segment, row, down)`.
-template <typename T, typename T_PRODUCT, bool SCALED, bool PER_ROW, int VECTOR, int THREADS, int PARTS, int ROWS, typename Tell>
-__device__ inline void stage(
-    Rows<PARTS, ROWS> target, const T* source, i64 stride, int present, int first, int columns, int length, Tell tell) {
+// Columns [first, first + columns) of ROWS rows, `present` of which exist, `stride` apart. What a row's segment or,
+// with PER_ROW false, the segment of all rows was scaled by goes to `tell(segment, row, down)`.
+template <typename T, typename T_PRODUCT, bool SCALED, bool PER_ROW, int VECTOR, int THREADS, int PARTS, int ROWS,
+          typename Tell>
+__device__ inline void stage(Rows<PARTS, ROWS> target, const T* source, i64 stride, int present, int first, int columns,
+                             int length, Tell tell) {
     constexpr int LANES = SEGMENT / 4, STEPS = ROWS / (32 / LANES);
     const int row = lane_id() / LANES, column = lane_id() % LANES * 4;
     for (int segment = threadIdx.x / 32; segment < columns / SEGMENT; segment += THREADS / 32) {
@@ -124,11 +124,9 @@ __device__ inline void stage(
     }
 }
 
-// ---- products --------------------------------------------------------------------------------------------------
-
 // result = left x right + sum: 16 x 8 outputs of DEPTH products each, 16 or 8. A sum of zeros costs nothing.
-template <typename T, int DEPTH>
-__device__ inline void multiply(Accumulator& result, const unsigned* left, const unsigned* right, const Accumulator& sum) {
+template <typename T, int DEPTH> __device__ inline void multiply(Accumulator& result, const unsigned* left,
+                                                                 const unsigned* right, const Accumulator& sum) {
     if constexpr (DEPTH == 16 && is_bf16<T>)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
             "{%10, %11, %12, %13};"
@@ -162,8 +160,6 @@ __device__ inline void multiply_parts(Accumulator& sum, Product product) {
     if constexpr (RIGHT_PARTS == 2) product(sum, 0, 1, sum);
     product(sum, 0, 0, sum);
 }
-
-// ---- who does what ---------------------------------------------------------------------------------------------
 
 // The triangle makes work uneven: item 0 is the largest. Warps take items in turn, there and back.
 __device__ inline int item_of(int pass, int warp, int warps) {

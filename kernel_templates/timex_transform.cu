@@ -1,31 +1,33 @@
-// TimeX by Fourier transforms, for rows whose length makes T^2 products too many. A transform is a block's, in registers
-// and shared memory, from row to row: nothing but rows and spectra of filters goes through memory.
+// TimeX by Fourier transforms, for rows whose length makes T^2 products too many. A transform is a block's, in
+// registers and shared memory, from row to row: nothing but rows and spectra of filters goes through memory.
 //
-// A row of real numbers is a complex one of half the length, z[j] = k[2j] + i k[2j+1], of LENGTH >= T points, so that nothing
-// comes round, and the second half of what goes in and comes out is of no interest. With z_h the same of the filter
-// h[d] = w[c, T-1-d], capitals for transforms, and theta = pi f / LENGTH,
+// A row of real numbers is a complex one of half the length, z[j] = k[2j] + i k[2j+1], of LENGTH >= T points, so that
+// nothing comes round, and the second half of what goes in and comes out is of no interest. With z_h the same of the
+// filter h[d] = w[c, T-1-d], capitals for transforms, and theta = pi f / LENGTH,
 //
 //     Y[f] = A[f] Z[f] + B[f] conj(Z[-f])    A = E - e^(-i theta) sin(theta) O    B = i e^(-i theta) cos(theta) O
 //     E[f] = (Z_h[f] + conj(Z_h[-f])) / 2    O[f] = (Z_h[f] - conj(Z_h[-f])) / 2i
 //
-// where y[j] = out[2j] + i out[2j+1]. Correlations have conj(A) and -conj(B): gk is that of g with h, and gw[c, T-1-d] that of
-// g with k at d, as k were the filter, summed over the batch: as a sum of spectra. A 1 / LENGTH is in A and B.
+// where y[j] = out[2j] + i out[2j+1]. Correlations have conj(A) and -conj(B): gk is that of g with h, and gw[c, T-1-d]
+// that of g with k at d, as k were the filter, summed over the batch: as a sum of spectra. A 1 / LENGTH is in A and B.
 //
 //   w        [channels, T]                    T_W    in        k, g  [batch, channels, T]  T_IO  in
 //   factors  [channels, 2, LENGTH]  complex   out of timex_factors: A and B; in of timex_transform
-//   out      [batch, channels, T]             T_IO   out       sums  [groups, channels, T]  fp32  out: gw of some rows each
+//   out      [batch, channels, T]             T_IO   out
+//   sums     [groups, channels, T]  fp32  out: gw of some rows each
 //   scratch  [blocks, 3, LENGTH]  complex     of timex_transform_gradient: A and B of a row of k, and a sum of spectra
 //
 // Grids (channels), (channels * batch), (blocks). The rows of a channel follow each other: its factors are more than a
-// multiprocessor holds and wait in L2. A block of the gradient takes one group of rows of a channel after another, so that
-// its scratch waits there too.
+// multiprocessor holds and wait in L2. A block of the gradient takes one group of rows of a channel after another, so
+// that its scratch waits there too.
 //
 // PAIRED: two tokens are read and written at once, which needs an even T and even strides and addresses.
 //
-// A transform is PASSES passes. In pass p the points are blocks of SIZE = LENGTH, LENGTH / RADIX .., and one of STRIDE =
-// SIZE / RADIX threads' butterflies takes the points j, j + STRIDE, .. of a block, a thread ELEMENTS / RADIX of these:
-// their transform of RADIX points, its q-th times e^(-2 pi i q j / SIZE), is point j of the q-th block of the next pass. So
-// frequencies end with their digits reversed, where factors and spectra meet, and the inverse takes the same way back.
+// A transform is PASSES passes. In pass p the points are blocks of SIZE = LENGTH, LENGTH / RADIX .., and one of STRIDE
+// = SIZE / RADIX threads' butterflies takes the points j, j + STRIDE, .. of a block, a thread ELEMENTS / RADIX of
+// these: their transform of RADIX points, its q-th times e^(-2 pi i q j / SIZE), is point j of the q-th block of the
+// next pass. So frequencies end with their digits reversed, where factors and spectra meet, and the inverse takes the
+// same way back.
 #include "types.cuh"
 
 // Passes as few and radices as equal as 32 elements allow.
@@ -45,8 +47,6 @@ __device__ inline Complex operator*(Complex a, Complex b) {
     return {fmaf(a.x, b.x, -a.y * b.y), fmaf(a.x, b.y, a.y * b.x)};
 }
 __device__ inline Complex conjugate(Complex a) { return {a.x, -a.y}; }
-
-// ---- transforms of a thread's points ---------------------------------------------------------------------------
 
 // Of n parts of the circle, of which there are 32; constants once loops are unrolled.
 __device__ constexpr float cosine(int n) {
@@ -86,10 +86,8 @@ template <bool INVERSE, int RADIX> __device__ inline void transform_points(Compl
     for (int i = 0; i < RADIX; ++i) x[i] = points[reversed(i, log_of(RADIX))];
 }
 
-// ---- passes ----------------------------------------------------------------------------------------------------
-
-// A thread's butterflies in a pass are as far from each other as all threads' points: they begin in blocks of their own,
-// at the same point.
+// A thread's butterflies in a pass are as far from each other as all threads' points: they begin in blocks of their
+// own, at the same point.
 template <int PASS> struct Butterflies {
     static constexpr int RADIX = radix(PASS), STRIDE = stride(PASS);
     static_assert(NUM_THREADS % STRIDE == 0, "a pass has threads for whole blocks");
@@ -129,8 +127,8 @@ template <bool INVERSE, int PASS> __device__ inline void turn_points(Complex (&x
     }
 }
 
-// Places in shared memory: one of 16 is left out, so that 16 threads meet different banks in every pass. An element is a
-// constant away from the thread's first one, as the lowest four bits never carry.
+// Places in shared memory: one of 16 is left out, so that 16 threads meet different banks in every pass. An element is
+// a constant away from the thread's first one, as the lowest four bits never carry.
 __device__ inline int padded(int place) { return place + place / 16; }
 
 // From the places of one pass to those of another.
@@ -152,8 +150,8 @@ template <int FROM, int TO> __device__ inline void exchange(Complex (&x)[ELEMENT
     }
 }
 
-// visit(element, the point -f, f) for the points f of the last pass. To turn a frequency's sign, each of its digits turns,
-// but for zeros in front.
+// visit(element, the point -f, f) for the points f of the last pass. To turn a frequency's sign, each of its digits
+// turns, but for zeros in front.
 template <typename Visit> __device__ inline void with_mirrored(const Complex (&x)[ELEMENTS], Visit visit) {
     extern __shared__ __align__(16) Complex shared[];
     using Last = Butterflies<PASSES - 1>;
@@ -198,8 +196,6 @@ template <int PASS = PASSES - 1> __device__ inline void transform_back(Complex (
     for (int i = 0; i < ELEMENTS; i += Here::RADIX) transform_points<true, Here::RADIX>(x + i);
     if constexpr (PASS > 0) exchange<PASS, PASS - 1>(x), transform_back<PASS - 1>(x);
 }
-
-// ---- rows ------------------------------------------------------------------------------------------------------
 
 // Two tokens, of which the second may be none.
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T x, y; };

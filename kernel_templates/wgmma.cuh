@@ -3,7 +3,8 @@
 #pragma once
 #include "slab.cuh"
 
-// What threads wrote to shared memory is seen by these products, and by bulk copies, only after a fence of the writer's.
+// What threads wrote to shared memory is seen by these products, and by bulk copies, only after a fence of the
+// writer's.
 __device__ inline void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Products read and write registers from here on ..
@@ -19,13 +20,14 @@ template <int PENDING> __device__ inline void wait_for_batches() {
 __device__ inline unsigned encoded(unsigned start) { return start >> 4 & 0x3fffu | 1u << 16; }
 template <int STRIDE>
 __device__ inline unsigned long long descriptor(SlabsTile<STRIDE> tile, int row, int column) {
-    const int slab = STRIDE == 0 ? 0 : column / SLAB * STRIDE, within = STRIDE == 0 ? column : column % SLAB;
+    const int slab = STRIDE == 0 ? 0 : column / TILE_COLUMNS * STRIDE,
+              within = STRIDE == 0 ? column : column % TILE_COLUMNS;
     const unsigned low = encoded(tile.start) + (slab + 128 * row + 2 * within) / 16;
     return 0x4000004000000000ull | low;
 }
 
-// Matrices of 8 x 8, each of them 8 rows of 16 bytes without a swizzle, side by side in rows that are `stride` bytes apart: as
-// the words of fragments are. To be read along columns.
+// Matrices of 8 x 8, each of them 8 rows of 16 bytes without a swizzle, side by side in rows that are `stride` bytes
+// apart: as the words of fragments are. To be read along columns.
 __device__ inline unsigned long long descriptor_of_matrices(const unsigned (&first)[32], int stride) {
     return 128ull / 16 << 32 | static_cast<unsigned>(stride / 16) << 16 | shared_address(first) >> 4 & 0x3fffu;
 }
@@ -33,8 +35,9 @@ __device__ inline unsigned long long descriptor_of_matrices(const unsigned (&fir
 // How a tile is read: along its rows, or along its columns where its rows are what is summed over.
 enum class Read { rows, columns };
 
-#define SUMS_OF_16                                                                                                  \
-    "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]), "+f"(s[1][3])
+#define SUMS_OF_16                                                                                           \
+    "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]), \
+        "+f"(s[1][3])
 #define SUMS_OF_32                                                                                                  \
     "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),        \
         "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),    \
@@ -71,15 +74,19 @@ __device__ inline void multiply_group(Accumulator* s, const Fragment& left, unsi
     static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
     constexpr int TURN = RIGHT == Read::columns;
     if constexpr (COLUMNS == 32)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, {%16, %17, %18, %19}, "
+        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32
+                     "}, {%16, %17, %18, %19}, "
                      "%20, %22, 1, 1, %21;"
                      : SUMS_OF_32
-                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN), "n"(ADD));
+                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN),
+                       "n"(ADD));
     else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, {%32, %33, %34, %35}, "
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64
+                     "}, {%32, %33, %34, %35}, "
                      "%36, %38, 1, 1, %37;"
                      : SUMS_OF_64
-                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN), "n"(ADD));
+                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN),
+                       "n"(ADD));
 }
 #undef SUMS_OF_16
 #undef SUMS_OF_32

@@ -6,7 +6,8 @@
 
 static_assert(DECAY == Decay::raw || DECAY == Decay::log, "decay must be raw or log");
 static_assert(CHUNK_LEN >= 1 && CHUNK_LEN <= 32, "chunk_len must be 1 to 32");
-static_assert(NUM_THREADS >= 32 && NUM_THREADS <= 1024 && NUM_THREADS % 32 == 0, "num_threads must be 32, 64, ... 1024");
+static_assert(NUM_THREADS >= 32 && NUM_THREADS <= 1024 && NUM_THREADS % 32 == 0,
+              "num_threads must be 32, 64, ... 1024");
 
 constexpr float NEVER = -1e38f;  // the max of sums without a token
 
@@ -16,24 +17,27 @@ struct RowStrides { i64 batch, token; };
 // The logarithm of the decay of a step. Where there is no past, infinity would be multiplied by zero tokens.
 __device__ inline float log_decay(float w) { return fmaxf(DECAY == Decay::raw ? -expf(w) : w, -1e30f); }
 
-// Sums over the tokens so far, e^max times num and den. The max is the key that won plus a w for each of the `age` tokens
-// since: adding w in every step would round in every step, and always the same way.
+// Sums over the tokens so far, e^max times num and den. The max is the key that won plus a w for each of the `age`
+// tokens since: adding w in every step would round in every step, and always the same way.
 struct Sums {
     float num, den, key, age;
 
-    // The same with an age of 0, to be written. What the max loses to rounding goes into the sums: keys of 100 would lose
-    // 4e-6 of them whenever a state is left behind, and a decode does that in every step, always the same way.
+    // The same with an age of 0, to be written. What the max loses to rounding goes into the sums: keys of 100 would
+    // lose 4e-6 of them whenever a state is left behind, and a decode does that in every step, always the same way.
     __device__ Sums settled(float w) const {
         const float decay = __fmul_rn(age, w), max = key + decay, change = max - key;
         const float rounding = (key - (max - change)) + (decay - change) + fmaf(age, w, -decay);
-        const float lost = fabsf(rounding) < 1.0f ? rounding : 0.0f;  // more has only a max above 1e7, which is beyond help
+        // more has only a max above 1e7, which is beyond help
+        const float lost = fabsf(rounding) < 1.0f ? rounding : 0.0f;
         return {fmaf(num, lost, num), fmaf(den, lost, den), max, 0.0f};
     }
     __device__ float mean() const { return den != 0.0f ? num / den : 0.0f; }
 };
 
 // Where a channel's three floats lie: num, den, max, `channels` apart.
-__device__ inline Sums read_sums(const float* from, i64 channels) { return {from[0], from[channels], from[2 * channels], 0.0f}; }
+__device__ inline Sums read_sums(const float* from, i64 channels) {
+    return {from[0], from[channels], from[2 * channels], 0.0f};
+}
 __device__ inline void write_sums(float* to, i64 channels, const Sums& sums) {
     to[0] = sums.num, to[channels] = sums.den, to[2 * channels] = sums.key;
 }
@@ -50,8 +54,8 @@ __device__ inline Weights step_weights(Sums& sums, float k, float w) {
     sums.age += 1.0f;
     const float lead = fmaf(-sums.age, w, k - sums.key);
     if (lead > 0.0f) sums.key = k, sums.age = 0.0f;
-    // Where keys are alike and decays slow, the same weight multiplies the sums in every step, and its error adds up: near
-    // 1 a series, which is right to the last bit but one, is 4 times as near as the special function unit.
+    // Where keys are alike and decays slow, the same weight multiplies the sums in every step, and its error adds up:
+    // near 1 a series, which is right to the last bit but one, is 4 times as near as the special function unit.
     const float x = -fabsf(lead);
     const float series = fmaf(fmaf(fmaf(fmaf(x, 1.0f / 24, 1.0f / 6), x, 0.5f), x, 1.0f), x, 1.0f);
     return ordered(lead, x > -0.0625f ? series : exp2_fast(x * LOG2_E));

@@ -2,7 +2,8 @@
 //
 // In shares of past and present, h of y_t and g of the mean m of all tokens so far, which is num / den:
 //
-//     y_t = m_t + h_t (v_t - m_t),  h_t = e^(u + k_t) / (den_t + e^(u + k_t));   m_(t+1) = m_t + g_t (v_t - m_t),  g_t = e^(k_t) / den_(t+1)
+//     y_t = m_t + h_t (v_t - m_t),  h_t = e^(u + k_t) / (den_t + e^(u + k_t));
+//     m_(t+1) = m_t + g_t (v_t - m_t),  g_t = e^(k_t) / den_(t+1)
 //
 // With P the gradient of m_(t+1) and R that of log den_(t+1), m held, which w and the later tokens see; d = v_t - m_t:
 //
@@ -11,15 +12,16 @@
 //
 // Nothing here grows with keys or decays, and no two sums of which only a difference is wanted.
 //
-//   k v dy dk dv   [batch, tokens, channels]  T_IO  in, in, in, out, out     w  [channels]  T_W  in    u  [channels]  T_U  in
+//   k v dy dk dv   [batch, tokens, channels]  T_IO  in, in, in, out, out
+//   w u            [channels]  T_W, T_U  in
 //   checkpoints    [batch, ceil(tokens / CHUNK_LEN), 3, channels]  fp32  in: the state before every chunk
 //   grad_final     [batch, 3, channels]  fp32  in or null           grad_initial  the same shape  fp32  out or null
 //   dw du          [parts, batch, channels]  fp32  out: of w as it is given; their sums are the gradients
-//   summaries      [parts, batch, 3, channels]  fp32  P, R and what passes of the final max's gradient before a part, with no
-//                  gradient from behind it: out without RESULTS, where nothing else is written; with them in
+//   summaries      [parts, batch, 3, channels]  fp32  P, R and what passes of the final max's gradient before a part,
+//                  with no gradient from behind it: out without RESULTS, where nothing else is written; with them in
 //
-// Grid (channels of all rows / NUM_THREADS, parts of the tokens): a thread is a channel of a row. A chunk's shares stay in
-// registers, and the chunk before it is loaded meanwhile. No shared memory.
+// Grid (channels of all rows / NUM_THREADS, parts of the tokens): a thread is a channel of a row. A chunk's shares stay
+// in registers, and the chunk before it is loaded meanwhile. No shared memory.
 #include "wkv4.cuh"
 
 // Of the past and of the present in a mean, and what the mean is divided by.
@@ -33,19 +35,22 @@ __device__ inline Shares shares(Weights at, float den, float& total) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
-    const T_W* __restrict__ w_raw, const T_U* __restrict__ bonus, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
-    const T_IO* __restrict__ dy, const float* __restrict__ checkpoints, const float* __restrict__ grad_final,
-    float* __restrict__ grad_initial, T_IO* __restrict__ dk, T_IO* __restrict__ dv, float* __restrict__ dw,
-    float* __restrict__ du, float* __restrict__ summaries, RowStrides k_strides, RowStrides v_strides,
-    RowStrides dy_strides, i64 tokens, i64 batch, i64 channels, i64 part_len) {
-    const i64 own = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
-    if (own >= batch * channels) return;
-    const i64 row = own / channels, channel = own % channels, whole = 3 * row * channels + channel;
+    const T_W* __restrict__ w_raw, const T_U* __restrict__ bonus, const T_IO* __restrict__ k,
+    const T_IO* __restrict__ v, const T_IO* __restrict__ dy, const float* __restrict__ checkpoints,
+    const float* __restrict__ grad_final, float* __restrict__ grad_initial, T_IO* __restrict__ dk,
+    T_IO* __restrict__ dv, float* __restrict__ dw, float* __restrict__ du, float* __restrict__ summaries,
+    RowStrides k_strides, RowStrides v_strides, RowStrides dy_strides, i64 tokens, i64 batch, i64 channels,
+    i64 part_len) {
+    const i64 item = i64(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (item >= batch * channels) return;
+    const i64 row = item / channels, channel = item % channels, whole = 3 * row * channels + channel;
     const i64 own_part = blockIdx.y + (RESULTS ? 0 : 1);  // of the first part nobody asks what it does on its own
     const i64 begin = own_part * part_len, end = min(begin + part_len, tokens);
     const float w = log_decay(to_float(w_raw[channel])), u = to_float(bonus[channel]);
     const i64 chunks = (tokens + CHUNK_LEN - 1) / CHUNK_LEN, last_chunk = (end - 1) / CHUNK_LEN * CHUNK_LEN;
-    const auto before = [&](i64 token) { return checkpoints + 3 * (row * chunks + token / CHUNK_LEN) * channels + channel; };
+    const auto before = [&](i64 token) {
+        return checkpoints + 3 * (row * chunks + token / CHUNK_LEN) * channels + channel;
+    };
     k += row * k_strides.batch + last_chunk * k_strides.token + channel;
     v += row * v_strides.batch + last_chunk * v_strides.token + channel;
     dy += row * dy_strides.batch + last_chunk * dy_strides.token + channel;
@@ -59,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
         next_v.load(v, v_strides.token, end - token);
         next_dy.load(dy, dy_strides.token, end - token);
         const float* const from = before(token);
-        next_sums = {load_early<float>(from), load_early<float>(from + channels), load_early<float>(from + 2 * channels), 0.0f};
+        next_sums = {load_early<float>(from), load_early<float>(from + channels),
+                     load_early<float>(from + 2 * channels), 0.0f};
     };
     load(last_chunk);
 
@@ -71,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
             const Sums found = read_sums(summaries + part * 3 * batch * channels + whole, channels);
             float passing = 0.0f, shift = 0.0f;
             if (part + 1 < gridDim.y) {
-                const Sums first = read_sums(before(part * part_len), channels), then = read_sums(before((part + 1) * part_len), channels);
+                const Sums first = read_sums(before(part * part_len), channels),
+                           then = read_sums(before((part + 1) * part_len), channels);
                 passing = first.den / then.den * expf(fmaf(static_cast<float>(part_len), w, first.key - then.key));
                 shift = then.mean() - first.mean();
             }
@@ -174,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv4_backward(
     }
 
     if constexpr (RESULTS) {
-        const i64 at = own_part * batch * channels + own;
+        const i64 at = own_part * batch * channels + item;
         dw[at] = DECAY == Decay::raw ? w * dw_sum : dw_sum;
         du[at] = du_sum;
     } else {

@@ -21,8 +21,6 @@ static_assert(CHUNK_LEN == 16 || CHUNK_LEN == 32, "chunk_len must be 16 or 32");
 static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS >= 64 && NUM_THREADS <= 512,
               "num_threads must be a multiple of 32 from 64 to 512");
 
-// ---- operands --------------------------------------------------------------------------------------------------
-
 struct Operands {
     KeyTile r, a, k, b;  // R A K B
 };
@@ -76,8 +74,6 @@ __device__ inline Frame write_operands(const RateSums& sums, const float2 (&tota
     }
     return frame;
 }
-
-// ---- products of the chunk's tokens with each other ------------------------------------------------------------
 
 struct TokenMatrices {
     union {
@@ -174,7 +170,8 @@ template <typename Operands> __device__ inline void invert(TokenMatrices& matric
     solve_lower(matrices, below);
 }
 
-// All four; warp 0 the inverse, the others the rest: Arb and Ark, which share their left side, or Aak, 16 rows at a time.
+// All four; warp 0 the inverse, the others the rest: Arb and Ark, which share their left side, or Aak, 16 rows at a
+// time.
 template <typename Operands>
 __device__ inline void write_token_matrices(TokenMatrices& matrices, const Operands& operands) {
     if (warp_id() == 0) {

@@ -20,14 +20,15 @@
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
 //
-// Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV for
-// them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time.
+// Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV
+// for them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time.
 #include "wkv7_key_side.cuh"
 #include "wkv7_value_side.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
-constexpr int SLAB = 16 * TILES;  // value rows of a warp
-static_assert(WARPS * SLAB == VALUES, "num_threads must be once or twice the value size, rounded up to a multiple of 32");
+constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
+static_assert(WARPS * WARP_ROWS == VALUES,
+              "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
 using StateTile = bf16[VALUES][KEY_PITCH];
 struct Smem {
@@ -44,7 +45,7 @@ struct Smem {
     };
     StateTile state, e;                       // S' and E'
     float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
-    float state_terms[WARPS][CHANNELS];       // z, a part for each SLAB of value rows
+    float state_terms[WARPS][CHANNELS];       // z, a part for each WARP_ROWS of value rows
     float factor[CHANNELS];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const int warp = warp_id(), first_value = SLAB * warp;
+    const int warp = warp_id(), first_value = WARP_ROWS * warp;
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
@@ -117,11 +118,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const TokenTiles matrices = tiles_of(smem.matrices);
     const auto d_rk = tile_of(smem.d.rk), d_rb = tile_of(smem.d.rb);
     const auto d_ak = tile_of(smem.d.ak), d_ab = tile_of(smem.d.ab);
-    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.u), tile_dx = tile_of(smem.dx);
+    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.u),
+               tile_dx = tile_of(smem.dx);
     const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
     const ValueTiles<Tile<VALUE_PITCH>> value_tiles = {tile_v, tile_dy, tile_u, tile_dx, tile_of(smem.dv)};
 
-    float2 behind = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
+    float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
     for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         const i64 next = token - CHUNK_LEN;
@@ -133,9 +135,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         load_state(token);
         const Frame frame =
             write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
-        write_factor(smem.factor,
-                     {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
-        behind = frame.middle;
+        write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
+                                   pending_exponent.y + frame.end.y - frame.middle.y});
+        pending_exponent = frame.middle;
         __syncthreads();  // the operands are there
         if (next >= 0) copy_keys(next);
         commit_copies();
@@ -155,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             }
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c)  // U <- A S'^T   dX <- B E'^T   dV <- K E'^T
-            add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows), full(d_value, operand_k, e_rows));
+            add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows),
+                        full(d_value, operand_k, e_rows));
         wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
         if constexpr (!is_bf16<T_IO>) {
             __syncthreads();
@@ -186,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             for (int c = 0; c < VALUES; c += 16)
                 multiply_add(sum, load_left(left, 16 * p, c), load_right_transposed(right, 16 * q, c));
             if (q == p) keep_lower(sum, is_x);
-            store_block(is_x ? (is_u ? d_ab : d_ak) : (is_u ? d_rb : d_rk), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
+            store_block(is_x ? (is_u ? d_ab : d_ak) : (is_u ? d_rb : d_rk), 16 * p, 16 * q,
+                        to_fragment(sum[0], sum[1]));
         }
         add_outer(e, outer(dy_rows, operand_r), outer(dx_rows, operand_a));  // E' <- E' + dY^T R + dX^T A
         write_state_terms(smem.state_terms[warp], state_rows, e);
@@ -243,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     wait_for_copies<0>();
     if (grad_initial_state == nullptr) return;
     __syncthreads();
-    write_factor(smem.factor, behind);
+    write_factor(smem.factor, pending_exponent);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {

@@ -17,7 +17,7 @@
 #include "wkv7_chunk.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
-constexpr int SLAB = 16 * TILES;  // value rows of a warp
+constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 
 struct Smem {
     Operands operands;
@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const int first_value = warp_id() * SLAB;
-    const int slab_width = WARPS * SLAB == VALUE_SIZE ? SLAB : max(min(SLAB, VALUE_SIZE - first_value), 0);
-    const bool has_values = WARPS * SLAB == VALUES || first_value < VALUES;
+    const int first_value = warp_id() * WARP_ROWS;
+    const int width = WARPS * WARP_ROWS == VALUE_SIZE ? WARP_ROWS : max(min(WARP_ROWS, VALUE_SIZE - first_value), 0);
+    const bool has_values = WARPS * WARP_ROWS == VALUES || first_value < VALUES;
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
@@ -55,11 +55,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     if (checkpoints != nullptr)
         checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
 
-    using KeyWalk = RowWalk<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>;
-    KeyWalk from_r(r, r_strides.token, threadIdx.x), from_a(a, a_strides.token, threadIdx.x);
-    KeyWalk from_k(k, k_strides.token, threadIdx.x), from_b(b, b_strides.token, threadIdx.x);
-    DecayWalk<> from_w(w, w_strides.token);
-    RowWalk<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32> from_v(v, v_strides.token, lane_id());
+    using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>;
+    KeyCursor from_r(r, r_strides.token, threadIdx.x), from_a(a, a_strides.token, threadIdx.x);
+    KeyCursor from_k(k, k_strides.token, threadIdx.x), from_b(b, b_strides.token, threadIdx.x);
+    DecayCursor<> from_w(w, w_strides.token);
+    RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32> from_v(v, v_strides.token, lane_id());
     const auto copy_keys = [&](int present) {
         from_a.copy(smem.raw.a[0], present, HEAD_SIZE, threadIdx.x);
         from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         from_r.copy(smem.raw.r[0], present, HEAD_SIZE, threadIdx.x);
     };
     const auto copy_values = [&](int present) {  // a warp reads what it has copied itself
-        from_v.copy(reinterpret_cast<T_IO*>(&smem.v[0][first_value]), present, slab_width, lane_id());
+        from_v.copy(reinterpret_cast<T_IO*>(&smem.v[0][first_value]), present, width, lane_id());
     };
 
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const auto rb = tile_of(smem.matrices.rb), rk = tile_of(smem.matrices.rk);
     const auto values = tile_of(smem.v), outputs = tile_of(smem.y);
 
-    float2 behind = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
+    float2 pending_exponent = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
     bool leaves_range = false;
     for (i64 left = span.length; left > 0; left -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(left, i64(CHUNK_LEN)));
@@ -100,11 +100,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
         const Frame frame =
             write_operands<false, CHANNELS>(rates, smem.totals, smem.raw, smem.operands, scale, nullptr);
-        write_factor(smem.factor, {behind.x + frame.middle.x, behind.y + frame.middle.y});
-        behind = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        write_factor(smem.factor, {pending_exponent.x + frame.middle.x, pending_exponent.y + frame.middle.y});
+        pending_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         if constexpr (LARGEST_DECAY > 0) {
             leaves_range |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
-            leaves_range |= !(in_range(behind.x) && in_range(behind.y));
+            leaves_range |= !(in_range(pending_exponent.x) && in_range(pending_exponent.y));
             if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_range |= !in_range(frame.farthest);
         }
         __syncthreads();  // the operands are there
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         wait_for_copies<1>();  // the values, which a warp reads that has copied them
         __syncwarp();
         if constexpr (!is_bf16<T_IO>) {
-            round_columns<SLAB>(smem.v, first_value);
+            round_columns<WARP_ROWS>(smem.v, first_value);
             __syncwarp();
         }
         Fragment v_rows[TILES][BLOCKS];
@@ -152,10 +152,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         __syncwarp();
         const T_IO* const own_y = reinterpret_cast<const T_IO*>(&smem.y[0][first_value]);
         if constexpr (NUM_THREADS * BLOCKS_PER_SM < 512)  // which leaves registers for all of it
-            write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(
-                y, y_stride, own_y, steps, slab_width, lane_id());
+            write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32>(
+                y, y_stride, own_y, steps, width, lane_id());
         else
-            write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, VALUE_PITCH, 32>(y, y_stride, own_y, steps, slab_width, lane_id());
+            write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32>(y, y_stride, own_y, steps, width,
+                                                                                lane_id());
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();
@@ -165,13 +166,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     }
     if (final_state == nullptr) return;
     __syncthreads();
-    write_factor(smem.factor, behind);
+    write_factor(smem.factor, pending_exponent);
     __syncthreads();
     if (!has_values) return;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         scale_columns(state[i], smem.factor);
         // The row is worked out again: kept, it would be a register more in the loop.
-        write_state<STATE_LAYOUT>(final_state + state_offset, state[i], warp_id() * SLAB + 16 * i);
+        write_state<STATE_LAYOUT>(final_state + state_offset, state[i], warp_id() * WARP_ROWS + 16 * i);
     }
 }

@@ -2,10 +2,11 @@
 // times the inputs, which half a chunk of strong decays carries beyond bfloat16.
 //
 //   w  [batch, tokens, heads, K]  T_W  in
-//   leaves  [sequences, heads]  out: 1 where in some half of a chunk the sizes of a channel's log-decays sum to more than
-//           LARGEST_DECAY, else untouched. Sizes, as growth must not hide what is beside it.
+//   leaves[sequences, heads]  out: 1 where in some half of a chunk the sizes of a channel's log-decays sum to more than
+//         LARGEST_DECAY, else untouched. Sizes, as growth must not hide what is beside it.
 //
-// Grid (sequences x parts, heads): several blocks may find the same, and write the same. A thread has neighbouring channels, as many as one load, and every so many halves.
+// Grid (sequences x parts, heads): several blocks may find the same, and write the same. A thread has neighbouring
+// channels, as many as one load, and every so many halves.
 constexpr int VALUE_SIZE = HEAD_SIZE;  // of states, which there are none of
 #include "copy.cuh"
 #include "decay.cuh"

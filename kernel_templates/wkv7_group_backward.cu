@@ -1,8 +1,9 @@
 // RWKV-7 time mixing, backward, as wkv7_chunked_backward does it (arguments and formulas are there), with the large
 // products by four warps at once: for head sizes of 64 and 128 and chunks of 32 on sm_90a.
 //
-// Every product has 64 rows: value rows of E and S', of which a warp holds 16; channels of the gradients of the keys' side;
-// or tokens of two operands, one below the other ("twins"). The products of tokens with tokens are all four at once,
+// Every product has 64 rows: value rows of E and S', of which a warp holds 16; channels of the gradients of the keys'
+// side; or tokens of two operands, one below the other ("twins"). The products of tokens with tokens are all four at
+// once,
 //
 //     [R; A] [B; K]^T = [Arb Ark; Aab Aak]      [dY; dX] [V; U]^T = [dArk dArb; dAak dAab]
 //     [dR; dA]^T = S'^T [dY; dX]^T + K^T [dArk; dAak]^T + B^T [dArb; dAab]^T
@@ -14,17 +15,20 @@
 #include "wkv7_key_side.cuh"
 #include "wkv7_value_side.cuh"
 
-static_assert(HEAD_SIZE % SLAB == 0 && VALUE_SIZE % SLAB == 0 && CHUNK_LEN == 32, "head sizes in steps of 64, chunks of 32");
+static_assert(HEAD_SIZE % TILE_COLUMNS == 0 && VALUE_SIZE % TILE_COLUMNS == 0 && CHUNK_LEN == 32,
+              "head sizes in steps of 64, chunks of 32");
 static_assert(NUM_THREADS == 2 * VALUES, "num_threads must be twice the value size");
 
 // Two tiles of tokens, one below the other: together the right side of products for both.
-template <int COLUMNS> struct Twins { uint4 units[COLUMNS / SLAB][2][CHUNK_LEN][8]; };
+template <int COLUMNS> struct Twins { uint4 units[COLUMNS / TILE_COLUMNS][2][CHUNK_LEN][8]; };
 constexpr int TWIN_STRIDE = 2 * CHUNK_LEN * 128;
 using TwinTile = SlabsTile<TWIN_STRIDE>;
 struct Twin {
     uint4 (*units)[8];  // of the first 64 columns
 };
-template <int COLUMNS> __device__ inline Twin twin_of(Twins<COLUMNS>& twins, int which) { return {twins.units[0][which]}; }
+template <int COLUMNS> __device__ inline Twin twin_of(Twins<COLUMNS>& twins, int which) {
+    return {twins.units[0][which]};
+}
 __device__ inline TwinTile tile_of(const Twin& twin) { return {shared_address(twin.units)}; }
 __device__ inline uint4* unit_of(const Twin& twin, int row, int unit) {
     return &twin.units[unit / 8 * 2 * CHUNK_LEN + row][unit % 8 ^ row % 8];
@@ -34,7 +38,7 @@ __device__ inline unsigned* word_of(const Twin& twin, int row, int pair) {
 }
 struct OperandTwins { Twin r, a, b, k; };
 
-template <int COLUMNS> struct States { uint4 units[COLUMNS / SLAB][VALUES][8]; };
+template <int COLUMNS> struct States { uint4 units[COLUMNS / TILE_COLUMNS][VALUES][8]; };
 using StatesTile = SlabsTile<VALUES * 128>;
 
 // The slopes of the decays, half made as they are with the rates, until a chunk's end.
@@ -62,7 +66,8 @@ struct __align__(1024) Smem {
 constexpr int COLUMNS = 2 * CHUNK_LEN / (WARPS / 4);  // of products of tokens with tokens, a group
 
 // The blocks on and below the diagonals of a warp's rows: which tile of columns, and which block of it.
-template <typename Visit> __device__ inline void for_each_block(int warp, Accumulator (&sums)[COLUMNS / 8], Visit visit) {
+template <typename Visit> __device__ inline void for_each_block(int warp, Accumulator (&sums)[COLUMNS / 8],
+                                                                Visit visit) {
     static_assert(COLUMNS % CHUNK_LEN == 0, "a group has whole tiles of columns");
     const int p = warp & 1, first = COLUMNS / CHUNK_LEN * (warp / 4);
 #pragma unroll
@@ -126,7 +131,8 @@ struct Slopes {
 
     __device__ Slopes(const RawDecays& raw) {
 #pragma unroll
-        for (int i = 0; i < SEGMENT_LEN; ++i) at[i] = {log_decay_slope<DECAY>(raw.at(i, 0)), log_decay_slope<DECAY>(raw.at(i, 1))};
+        for (int i = 0; i < SEGMENT_LEN; ++i)
+            at[i] = {log_decay_slope<DECAY>(raw.at(i, 0)), log_decay_slope<DECAY>(raw.at(i, 1))};
     }
     __device__ void write(ChunkSlopes& target) const {
         const int first = threadIdx.x / PAIRS * SEGMENT_LEN;
@@ -173,9 +179,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         return span.batch * s.batch + (span.begin + token) * s.token + head * s.head;
     };
     w += start(w_strides, 0);
-    Source<CHANNELS> from_r(r + start(r_strides, last), r_strides.token), from_a(a + start(a_strides, last), a_strides.token);
-    Source<CHANNELS> from_k(k + start(k_strides, last), k_strides.token), from_b(b + start(b_strides, last), b_strides.token);
-    Source<VALUES> from_v(v + start(v_strides, last), v_strides.token), from_dy(dy + start(dy_strides, last), dy_strides.token);
+    Source<CHANNELS> from_r(r + start(r_strides, last), r_strides.token),
+        from_a(a + start(a_strides, last), a_strides.token);
+    Source<CHANNELS> from_k(k + start(k_strides, last), k_strides.token),
+        from_b(b + start(b_strides, last), b_strides.token);
+    Source<VALUES> from_v(v + start(v_strides, last), v_strides.token),
+        from_dy(dy + start(dy_strides, last), dy_strides.token);
     const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;  // outputs are contiguous
     const i64 out_row = (span.batch * tokens + span.begin) * heads + head;
     dr += out_row * HEAD_SIZE, dw += out_row * HEAD_SIZE, dk += out_row * HEAD_SIZE;
@@ -226,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const int first_column = COLUMNS * (warp / 4);
     const bool is_second = warp & 2;
 
-    float2 behind = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
+    float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
     for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         const i64 next = token - CHUNK_LEN;
@@ -240,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         slopes.write(smem.slopes);
         const Frame frame =
             write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, operands, scale, smem.growth);
-        write_factor(smem.factor,
-                     {behind.x + frame.end.x - frame.middle.x, behind.y + frame.end.y - frame.middle.y});
-        behind = frame.middle;
+        write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
+                                   pending_exponent.y + frame.end.y - frame.middle.y});
+        pending_exponent = frame.middle;
         publish_writes();
         __syncthreads();  // the operands are there
         if (next >= 0) copy_keys(CHUNK_LEN);
@@ -277,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             }
             end_batch();
         };
-        constexpr bool OVERLAPS = CHANNELS == SLAB;  // registers for more would spill
+        constexpr bool OVERLAPS = CHANNELS == TILE_COLUMNS;  // registers for more would spill
         if constexpr (OVERLAPS) multiply_states();
         wait_for_batches<OVERLAPS>();
         hold(pairs);
@@ -312,7 +321,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         __syncthreads();  // the token matrices, V and dY are there
 
         TokenFragments dy_rows[1], dx_rows[1];
-        finish_values(tiles_of(u), tiles_of(dx), tiles_of(d_value), dy_rows, dx_rows, matrices, value_tiles, first_value);
+        finish_values(tiles_of(u), tiles_of(dx), tiles_of(d_value), dy_rows, dx_rows, matrices, value_tiles,
+                      first_value);
         publish_writes();
         __syncthreads();  // U and dX are there, and nobody reads the token matrices any more
 
@@ -327,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
 #pragma unroll
         for (int q = 0; q < BLOCKS; ++q)
 #pragma unroll
-            for (int c = 0; c < CHANNELS; c += SLAB) {
+            for (int c = 0; c < CHANNELS; c += TILE_COLUMNS) {
                 multiply_group<64, Read::columns>(e + c / 8, dy_rows[0][q], descriptor(operand_r, 16 * q, c));
                 multiply_group<64, Read::columns>(e + c / 8, dx_rows[0][q], descriptor(operand_a, 16 * q, c));
             }
@@ -349,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             begin_products();
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
-                const int slab = column & -SLAB;
+                const int slab = column & -TILE_COLUMNS;
                 multiply_group<64, Read::columns, Read::rows>(c == 0, d_ra, descriptor(tile_state, c, slab),
                                                               descriptor(tile_dy, 0, c));
                 multiply_group<64, Read::columns, Read::rows>(c == 0, d_kb, descriptor(tile_e, c, slab),
@@ -374,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                                 smem.state_terms, column, scale);
         };
         KeySums d_ra, d_kb;
-        constexpr bool IS_EARLY = VALUES == SLAB;  // beside z, where registers allow
+        constexpr bool IS_EARLY = VALUES == TILE_COLUMNS;  // beside z, where registers allow
         if constexpr (IS_EARLY) multiply_states_by_values(d_ra, d_kb, first_value), end_batch();
         wait_for_batches<IS_EARLY>();
         hold(e);
@@ -403,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     wait_for_copies<0>();
     if (grad_initial_state == nullptr) return;
     __syncthreads();
-    write_factor(smem.factor, behind);
+    write_factor(smem.factor, pending_exponent);
     __syncthreads();
     scale_columns(e, smem.factor);
     write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e, first_value);

@@ -1,16 +1,18 @@
 // RWKV-7 time mixing, what wkv7_scan.cu does, in the same notation, with the products and copies of sm_90a.
 //
-// The state is kept transposed, channels down and values across, so that a block may have few value rows: a product's 64
-// rows are channels here and tokens in X and Y. Two groups of four warps have every other slab of the state in registers,
-// in fp32, for the whole sequence; per chunk they write its bf16 image S' to shared memory, and then one of them finds X
-// and U, the other Y. Operands and token matrices come in stages of a ring that a warp of its own keeps full; blocks of
-// the same head make a cluster and fetch a part of every stage for all of them, as each of them needs all of it.
+// The state is kept transposed, channels down and values across, so that a block may have few value rows: a product's
+// 64 rows are channels here and tokens in X and Y. Two groups of four warps have every other slab of the state in
+// registers, in fp32, for the whole sequence; per chunk they write its bf16 image S' to shared memory, and then one of
+// them finds X and U, the other Y. Operands and token matrices come in stages of a ring that a warp of its own keeps
+// full; blocks of the same head make a cluster and fetch a part of every stage for all of them, as each of them needs
+// all of it.
 //
 //   arguments as in wkv7_scan.cu; operands in the order of lanes (wkv7_operands.cuh), and states therefore as well
 //   carried     [blocks] state in registers  fp32  inout
 //
-// A launch may be one of several parts of the walk, so that other kernels make what it needs or use what it leaves beside
-// it: what it has in registers at the end of a part passes to the next one as it is, and results do not depend on parts.
+// A launch may be one of several parts of the walk, so that other kernels make what it needs or use what it leaves
+// beside it: what it has in registers at the end of a part passes to the next one as it is, and results do not depend
+// on parts.
 //
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
 #include "wkv7_slab.cuh"
@@ -89,10 +91,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
                         const int pair = (step > SLABS) != BACKWARD, slab = step > SLABS ? step - SLABS - 1 : step;
                         source = operands + ((place * 2 + pair) * SLABS + slab) * (2 * SLAB_UNITS);
                     }
-                    const int own = units / CLUSTER;
+                    const int share = units / CLUSTER;
                     wait_for(smem.empty[turn.slot], turn.parity ^ 1);  // nobody in the cluster reads it any more
                     expect_bytes(smem.full[turn.slot], 16 * units);
-                    copy_bulk<CLUSTER>(target + part * own, source + part * own, 16 * own, smem.full[turn.slot]);
+                    copy_bulk<CLUSTER>(target + part * share, source + part * share, 16 * share, smem.full[turn.slot]);
                 }
             }
         }
@@ -128,7 +130,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
             x = present && first != nullptr && !goes_on ? to_float(first[state_offset + place]) : 0.0f;
         });
-        if (goes_on) exponents.load(exponents.behind, frame(begin - 1), part, true);
+        if (goes_on) exponents.load(exponents.pending_exponent, frame(begin - 1), part, true);
         const float4* const carried_in = carried_state();
         for_each_accumulator(state, [&](Accumulator& x, int i) { load_if(goes_on, x, carried_in + i * CONSUMERS); });
         const i64 out_stride = heads * VALUE_SIZE;
@@ -148,7 +150,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             wait_for_copies<0>();
             rows_of_values.convert(smem.values[n % 2]);
             publish_writes();
-            synchronize_threads(1, CONSUMERS);  // S' and the values are there, and nobody reads the last values any more
+            // S' and the values are there, and nobody reads the last values any more
+            synchronize_threads(1, CONSUMERS);
             load_values(n + 1);
             if (states != nullptr && threadIdx.x % GROUP_THREADS == 0) {
 #pragma unroll
@@ -170,7 +173,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
                 const auto image = tile_of(smem.state[slab]);
                 begin_products();
 #pragma unroll
-                for (int c = 0; c < SLAB; c += 16)
+                for (int c = 0; c < TILE_COLUMNS; c += 16)
                     multiply_group<VALUE_ROWS, Read::rows, Read::rows>(sum, descriptor(operand, 0, c),
                                                                        descriptor(image, 0, c));
                 end_batch();
@@ -198,7 +201,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
                 with_values[q] = {}, with_solution[q] = {};
                 if (!BACKWARD && q <= p) with_values[q] = load_left(for_values, p, q);
                 if (BACKWARD && q >= p) with_values[q] = load_left_transposed(for_values, q, p);
-                if (BACKWARD && q >= p && group_of_warps == 0) with_solution[q] = load_left_transposed(for_solution, q, p);
+                if (BACKWARD && q >= p && group_of_warps == 0)
+                    with_solution[q] = load_left_transposed(for_solution, q, p);
             }
             release(turn.slot);
             turn.advance();
@@ -215,8 +219,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
 #pragma unroll
             for (int q = 0; q < BLOCKS; ++q) {
                 if constexpr (BACKWARD)
-                    multiply_group<VALUE_ROWS, Read::columns>(sum, with_solution[q],
-                                                              descriptor(group_of_warps == 0 ? solution : values, 16 * q, 0));
+                    multiply_group<VALUE_ROWS, Read::columns>(
+                        sum, with_solution[q], descriptor(group_of_warps == 0 ? solution : values, 16 * q, 0));
                 multiply_group<VALUE_ROWS, Read::columns>(sum, with_values[q], descriptor(values, 16 * q, 0));
             }
             end_batch();
@@ -252,12 +256,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             if (BACKWARD || group_of_warps == 1 || solved != nullptr) {  // while the last slab's products go on
                 const i64 token = i64(index_of(n)) * CHUNK_LEN, target = out_place + token * out_stride;
                 const int rows = static_cast<int>(min(span.length - token - own_row, i64(16)));
-                if (group_of_warps == 0) write_outputs<bf16, VALUE_ROWS>(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
+                if (group_of_warps == 0)
+                    write_outputs<bf16, VALUE_ROWS>(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
                 else write_outputs<T_IO, VALUE_ROWS>(output + target, out_stride, smem.outputs[warp], sum, rows, width);
             }
             wait_for_batches<0>();
 #pragma unroll
-            for (StateSlab& own : state) hold(own);
+            for (StateSlab& sums : state) hold(sums);
             release(held);
         }
         if (end < chunks) {

@@ -9,8 +9,8 @@
 //   states       [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
 //   last         [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
-// Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, LANES lanes each, and
-// goes through P a few rows at a time, with the next ones on their way. All fp32.
+// Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, LANES lanes each,
+// and goes through P a few rows at a time, with the next ones on their way. All fp32.
 #include "copy.cuh"
 
 constexpr int LANES = NUM_THREADS / ROWS, DEPTH = min_of(HEAD_SIZE, 16), STAGES = 4;  // rows of P at a time
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
     __shared__ alignas(16) float ring[STAGES][DEPTH][PITCH];
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES, value = blockIdx.z * ROWS + row;
-    const i64 own = i64(value) * HEAD_SIZE;
+    const i64 place_in_state = i64(value) * HEAD_SIZE;
     const auto column = [&](int c) { return c / 4 * 4 * LANES + 4 * lane + c % 4; };
     const auto exists = [&](int c) { return value < VALUE_SIZE && column(c) < HEAD_SIZE; };
     const auto item = [&](i64 step) {
@@ -43,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
             for (int i = threadIdx.x; i < DEPTH * PER_LINE; i += NUM_THREADS) {
                 // A row of P, or backwards a column: neighbouring threads read neighbours.
                 const int line = BACKWARD ? i % DEPTH : i / PER_LINE, at = BACKWARD ? i / DEPTH : i % PER_LINE * VECTOR;
-                const float* const from = BACKWARD ? p + at * HEAD_SIZE + begin + line : p + (begin + line) * HEAD_SIZE + at;
+                const float* const from =
+                    BACKWARD ? p + at * HEAD_SIZE + begin + line : p + (begin + line) * HEAD_SIZE + at;
                 if (line < depth) copy_async<4 * VECTOR>(shared_address(&ring[coming_stage][line][at]), from, true);
             }
         }
@@ -58,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
 #pragma unroll
     for (int c = 0; c < 4 * GROUPS; ++c)
         now[c] = exists(c) && first != nullptr
-            ? first[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own + column(c)] : 0.0f;
+            ? first[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + place_in_state + column(c)] : 0.0f;
     int stage = 0;
     for (i64 step = 0; step < segments; ++step) {
-        const i64 offset = item(step) * (VALUE_SIZE * HEAD_SIZE) + own;
+        const i64 offset = item(step) * (VALUE_SIZE * HEAD_SIZE) + place_in_state;
         float next[4 * GROUPS] = {}, added[4 * GROUPS] = {};
 #pragma unroll
         for (int c = 0; c < 4 * GROUPS; ++c) {
@@ -96,5 +97,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
     if (last == nullptr) return;
 #pragma unroll
     for (int c = 0; c < 4 * GROUPS; ++c)
-        if (exists(c)) last[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + own + column(c)] = now[c];
+        if (exists(c)) last[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + place_in_state + column(c)] = now[c];
 }

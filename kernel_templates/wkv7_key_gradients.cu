@@ -1,5 +1,5 @@
-// RWKV-7 time mixing, gradients of the keys' side for all chunks at once: the end of the split form's backward. With the
-// operands of wkv7_chunk.cuh, S' and U from wkv7_scan forwards, E' and dX from backwards, dArk .. from
+// RWKV-7 time mixing, gradients of the keys' side for all chunks at once: the end of the split form's backward. With
+// the operands of wkv7_chunk.cuh, S' and U from wkv7_scan forwards, E' and dX from backwards, dArk .. from
 // wkv7_token_gradients,
 //
 //     dR = dArk K + dArb B + dY S'          dA = dAak K + dAab B + dX S'
@@ -28,7 +28,7 @@ constexpr int VALUE_STEP = 32;
 constexpr int VALUE_STEPS = ceil_div(VALUE_SIZE, VALUE_STEP);
 constexpr int WARP_CHANNELS = 32;
 constexpr int TOKEN_WARPS = CHUNK_LEN / 32;
-constexpr int PITCH = SLAB + 8;
+constexpr int PITCH = TILE_COLUMNS + 8;
 constexpr int STAGES = 3;
 static_assert(NUM_THREADS == 4 * CHUNK_LEN, "num_threads must be four times chunk_len");
 
@@ -55,7 +55,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// A pair of channels, rounded, and to a row in global memory as one store, where it can be: spelt out, as write_global is.
+// A pair of channels, rounded, and to a row in global memory as one store, where it can be: spelt out, as write_global
+// is.
 template <typename T> __device__ inline Words<T, 2> rounded(float2 x) {
     if constexpr (sizeof(T) == 4) return {{__float_as_uint(x.x), __float_as_uint(x.y)}};
     else return {{pack_as<T>(x.x, x.y)}};
@@ -68,7 +69,8 @@ template <typename T> __device__ inline void write_pair(T* row, int channel, con
         if (has_channel(channel + 1)) target[1] = both[1];
     } else if (has_channel(channel)) {
         if constexpr (sizeof(T) == 4)
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(pair.word[0]), "r"(pair.word[1]) : "memory");
+            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(pair.word[0]), "r"(pair.word[1])
+                         : "memory");
         else asm volatile("st.global.b32 [%0], %1;" ::"l"(target), "r"(pair.word[0]) : "memory");
     }
 }
@@ -85,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 slot = slot_of(blockIdx.x / SLABS, first_chunk, tokens), head = blockIdx.y;
-    const int slab = blockIdx.x % SLABS, first_channel = slab * SLAB;
+    const int slab = blockIdx.x % SLABS, first_channel = slab * TILE_COLUMNS;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     if (chunk.steps == 0 || !has_channel(first_channel)) return;
     const int steps = chunk.steps;
@@ -114,8 +116,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     // Half of the threads copy V and U, the others dY and dX.
     const bool copies_gradients = threadIdx.x >= NUM_THREADS / 2;
     const i64 row = row_of_outputs * VALUE_SIZE;
-    ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
-                                                           copies_gradients ? dy_strides.token : v_strides.token);
+    ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(
+        copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
+        copies_gradients ? dy_strides.token : v_strides.token);
     ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
     const int copied_column = copies_gradients ? VALUE_STEP : 0;
     const auto load_stage = [&](Stage& stage, int step) {  // one step after another
@@ -143,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 
     // dR and dA, or dK and dB; products of S' and E'.
     Accumulator first[2][WARP_CHANNELS / 8] = {}, second[2][WARP_CHANNELS / 8] = {};
-    constexpr int UNITS = SLAB / 8;  // of a row of state
+    constexpr int UNITS = TILE_COLUMNS / 8;  // of a row of state
     float overlap[8] = {};
     int place = 0;  // step % STAGES
 #pragma unroll 1
@@ -219,15 +222,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
                 sums[n].x += __shfl_xor_sync(0xffffffffu, sums[n].x, delta);
                 sums[n].y += __shfl_xor_sync(0xffffffffu, sums[n].y, delta);
             }
-            if (group() == 0) smem.state_terms[WARPS + first_block / 2][first_column / 2 + 4 * n + quad_lane()] = sums[n];
+            if (group() == 0)
+                smem.state_terms[WARPS + first_block / 2][first_column / 2 + 4 * n + quad_lane()] = sums[n];
         }
     }
     wait_for_copies<0>();
     __syncthreads();  // the gradients of the token matrices are there
     const Triangle(&matrices)[4] = smem.stages[VALUE_STEPS % STAGES].gradients;
 
-    // dR += dArk K + dArb B, dA += dAak K + dAab B; dK += dArk^T R + dAak^T A, dB += dArb^T R + dAab^T A. From column q of
-    // the blocks, or row q of the transposed ones, to the warp's blocks [begin, end).
+    // dR += dArk K + dArb B, dA += dAak K + dAab B; dK += dArk^T R + dAak^T A, dB += dArb^T R + dAab^T A. From column q
+    // of the blocks, or row q of the transposed ones, to the warp's blocks [begin, end).
     const auto add_blocks = [&](int q, int begin, int end) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {

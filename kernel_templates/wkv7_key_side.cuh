@@ -22,8 +22,8 @@ struct KeyRows {
     }
 };
 
-// dr da dk db go to `tiles`. `growth` holds e^(c_t - m), the row before the first token first, and takes the gradient of
-// the log-decays, a row a token. A lane has two neighbouring tokens of eight, for two channels.
+// dr da dk db go to `tiles`. `growth` holds e^(c_t - m), the row before the first token first, and takes the gradient
+// of the log-decays, a row a token. A lane has two neighbouring tokens of eight, for two channels.
 template <typename Tile>
 __device__ inline void write_key_gradients(const Accumulator* d_r, const Accumulator* d_a, const Accumulator* d_k,
                                            const Accumulator* d_b, const KeyRows& rows, const KeyTiles<Tile>& tiles,
@@ -40,13 +40,14 @@ __device__ inline void write_key_gradients(const Accumulator* d_r, const Accumul
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int n = 2 * p + i / 2, j = i % 2, channel = column + group() + 8 * j;
-            float(*const own)[GROWTH_PITCH] = growth + 8 * n + 2 * quad_lane();
-            const float before = own[0][channel], grown[2] = {own[1][channel], own[2][channel]};
+            float(*const rows_of_growth)[GROWTH_PITCH] = growth + 8 * n + 2 * quad_lane();
+            const float grown_before = rows_of_growth[0][channel],
+                        grown[2] = {rows_of_growth[1][channel], rows_of_growth[2][channel]};
             const float shrink[2] = {reciprocal(grown[0]), reciprocal(grown[1])};
             const float sum_r[2] = {d_r[n][2 * j], d_r[n][2 * j + 1]}, sum_a[2] = {d_a[n][2 * j], d_a[n][2 * j + 1]};
             const float sum_k[2] = {d_k[n][2 * j], d_k[n][2 * j + 1]}, sum_b[2] = {d_b[n][2 * j], d_b[n][2 * j + 1]};
             results[0].at[i] = pack_as<T_IO>(sum_r[0] * grown[0] * scale, sum_r[1] * grown[1] * scale);
-            results[1].at[i] = pack_as<T_IO>(sum_a[0] * before, sum_a[1] * grown[0]);
+            results[1].at[i] = pack_as<T_IO>(sum_a[0] * grown_before, sum_a[1] * grown[0]);
             results[2].at[i] = pack_as<T_IO>(sum_k[0] * shrink[0], sum_k[1] * shrink[1]);
             results[3].at[i] = pack_as<T_IO>(sum_b[0] * shrink[0], sum_b[1] * shrink[1]);
             const unsigned r = rows.r[p].at[i], a = rows.a[p].at[i], k = rows.k[p].at[i], b = rows.b[p].at[i];
@@ -56,8 +57,8 @@ __device__ inline void write_key_gradients(const Accumulator* d_r, const Accumul
             const float pair = terms[0] + terms[1];
             const float here = take_pair(left[j], pair);
             __syncwarp();  // everybody has read; the next eight tokens read no row before theirs but the last of these
-            own[0][channel] = here - terms_a[0];
-            own[1][channel] = here - terms[0] - terms_a[1];
+            rows_of_growth[0][channel] = here - terms_a[0];
+            rows_of_growth[1][channel] = here - terms[0] - terms_a[1];
         }
         store_block_transposed(tiles.r, 16 * p, column, results[0]);
         store_block_transposed(tiles.a, 16 * p, column, results[1]);

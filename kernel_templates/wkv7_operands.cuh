@@ -1,19 +1,20 @@
 // R, A, K and B of wkv7_chunk.cuh for 64 of a head's channels at a time, in tiles of 64 columns.
 //
-// Channels stand in their own order, or, for kernels that write gradients, in the order of lanes: within every 32, column
-// 8 n + 2 t + e is channel 8 t + 2 n + e, so that lane t of an accumulator's rows has eight neighbouring channels in
-// four accumulators side by side. States that wkv7_scan stores, 16 bytes a lane, come in that order by themselves.
+// Channels stand in their own order, or, for kernels that write gradients, in the order of lanes: within every 32,
+// column 8 n + 2 t + e is channel 8 t + 2 n + e, so that lane t of an accumulator's rows has eight neighbouring
+// channels in four accumulators side by side. States that wkv7_scan stores, 16 bytes a lane, come in that order by
+// themselves.
 //
 // Needs what wkv7_slab.cuh needs.
 #pragma once
 #include "wkv7_slab.cuh"
 
-constexpr int DECAY_CHANNELS = SLAB, DECAY_PARTS = SLABS;
+constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
 #include "chunk_decay.cuh"
 
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
 struct RawKeys {
-    T_IO r[CHUNK_LEN][SLAB], a[CHUNK_LEN][SLAB], k[CHUNK_LEN][SLAB], b[CHUNK_LEN][SLAB];
+    T_IO r[CHUNK_LEN][TILE_COLUMNS], a[CHUNK_LEN][TILE_COLUMNS], k[CHUNK_LEN][TILE_COLUMNS], b[CHUNK_LEN][TILE_COLUMNS];
 };
 
 // The rows of a chunk in global memory: its first token, and what lies between two tokens.
@@ -21,10 +22,11 @@ struct Rows { const T_IO* first; i64 stride; };
 struct KeyRows { Rows r, a, k, b; };
 
 __device__ inline void copy_keys(RawKeys& raw, const KeyRows& rows, int first_channel, int steps) {
-    const int width = HEAD_SIZE == SLABS * SLAB ? SLAB : min(SLAB, HEAD_SIZE - first_channel);  // none behind the head
-    const auto copy = [&](T_IO (&target)[CHUNK_LEN][SLAB], const Rows& from) {
-        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, SLAB, SLAB, NUM_THREADS>(target[0], from.first + first_channel,
-                                                                         from.stride, steps, width, threadIdx.x);
+    // none behind the head
+    const int width = HEAD_SIZE == SLABS * TILE_COLUMNS ? TILE_COLUMNS : min(TILE_COLUMNS, HEAD_SIZE - first_channel);
+    const auto copy = [&](T_IO(&target)[CHUNK_LEN][TILE_COLUMNS], const Rows& from) {
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, TILE_COLUMNS, TILE_COLUMNS, NUM_THREADS>(
+            target[0], from.first + first_channel, from.stride, steps, width, threadIdx.x);
     };
     copy(raw.r, rows.r), copy(raw.a, rows.a), copy(raw.k, rows.k), copy(raw.b, rows.b);
 }
@@ -44,7 +46,7 @@ __device__ inline void write_operands(const RateSums& sums, float2 origin, const
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const int token = segment * SEGMENT_LEN + first + i;
-            const auto word = [&](const T_IO (&rows)[CHUNK_LEN][SLAB]) {
+            const auto word = [&](const T_IO (&rows)[CHUNK_LEN][TILE_COLUMNS]) {
                 return *reinterpret_cast<const unsigned*>(&rows[token][2 * index]);
             };
             words[i][0] = word(raw.r), words[i][1] = word(raw.a), words[i][2] = word(raw.k), words[i][3] = word(raw.b);

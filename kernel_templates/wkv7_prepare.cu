@@ -31,8 +31,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// Tm on the diagonal: by substitution in fp32, half a warp for a block and a lane for a column, since products of narrow
-// powers lose everything where keys repeat.
+// Tm on the diagonal: by substitution in fp32, half a warp for a block and a lane for a column, since products of
+// narrow powers lose everything where keys repeat.
 __device__ inline void invert_diagonal(Triangle& tm, const float (&lower)[BLOCKS][16][20], int block, int column) {
     float x[16];
 #pragma unroll
@@ -49,7 +49,8 @@ __device__ inline void invert_diagonal(Triangle& tm, const float (&lower)[BLOCKS
         }
     bf16* const target = reinterpret_cast<bf16*>(tm.units[block * (block + 3) / 2]);  // (block, block)
 #pragma unroll
-    for (int i = 0; i < 16; ++i) target[(i / 8 + column / 8 * 2) * 64 + i % 8 * 8 + column % 8] = from_float<bf16>(x[i]);
+    for (int i = 0; i < 16; ++i)
+        target[(i / 8 + column / 8 * 2) * 64 + i % 8 * 8 + column % 8] = from_float<bf16>(x[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_prepare(
@@ -81,19 +82,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     RawKeys& raw = *reinterpret_cast<RawKeys*>(&smem.operands[1]);
     RawDecays next_w;
     const auto load_slab = [&](int slab) {
-        copy_keys(raw, keys, slab * SLAB, steps), commit_copies();
-        next_w.load(w, w_strides.token, steps, slab * SLAB);
+        copy_keys(raw, keys, slab * TILE_COLUMNS, steps), commit_copies();
+        next_w.load(w, w_strides.token, steps, slab * TILE_COLUMNS);
     };
     const auto make_operands = [&](int slab) {
         RateSums sums;
-        sum_rates(sums, smem.totals, next_w, steps, slab * SLAB);
+        sum_rates(sums, smem.totals, next_w, steps, slab * TILE_COLUMNS);
         wait_for_copies<0>();
         __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
         const Frame frame = frame_of(smem.totals);
-        write_operands<BY_LANES ? Order::lanes : Order::channels>(sums, frame.origin, raw, smem.operands[0], slab * SLAB,
-                                                                  scale);
+        write_operands<BY_LANES ? Order::lanes : Order::channels>(sums, frame.origin, raw, smem.operands[0],
+                                                                  slab * TILE_COLUMNS, scale);
         if (threadIdx.x < PAIRS) {
-            float2* const middle = reinterpret_cast<float2*>(frames + slab * SLAB) + threadIdx.x;
+            float2* const middle = reinterpret_cast<float2*>(frames + slab * TILE_COLUMNS) + threadIdx.x;
             middle[0] = frame.middle;
             middle[CHANNELS / 2] = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         }
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     write(1, smem.rk);
     if (saves) write(0, smem.ta), write(2, smem.tm), write(3, smem.ab);
 
-    const int row = warp % BLOCKS, column = warp / BLOCKS * (SLAB / 2);  // 16 tokens and 32 channels a warp
+    const int row = warp % BLOCKS, column = warp / BLOCKS * (TILE_COLUMNS / 2);  // 16 tokens and 32 channels a warp
     for (int slab = SLABS - 1; slab >= 0; --slab) {
         Operands& tiles = smem.operands[(SLABS - 1 - slab) % 2];
         if (slab + 1 < SLABS) {

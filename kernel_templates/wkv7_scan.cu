@@ -11,8 +11,8 @@
 //   operands, matrices, frames  from wkv7_prepare
 //   output       [batch, tokens, heads, V]  T_IO  out: y, or dv
 //   solved       [batch, tokens, heads, V]  bf16  out, or null forwards: U, or dX
-//   states       [slots, heads, SLABS, VALUES] rows of 64 channels, bf16  out or null: S', or E', of every chunk, in the
-//                order of lanes (wkv7_operands.cuh)
+//   states       [slots, heads, SLABS, VALUES] rows of 64 channels, bf16  out or null: S', or E', of every chunk, in
+//                the order of lanes (wkv7_operands.cuh)
 //   last         [sequences, heads, V, K] or kv  T_STATE  out or null: final state, or gradient of the initial one
 //
 // Grid (sequences x blocks of VALUE_ROWS rows, heads). A warp holds 16 value rows and CHANNELS / KEY_WARPS channels of
@@ -23,7 +23,8 @@
 
 constexpr int ROW_WARPS = WARPS / KEY_WARPS, VALUE_ROWS = 16 * ROW_WARPS;
 constexpr int SPAN_SLABS = SLABS / KEY_WARPS;  // of a warp
-constexpr int STEPS = 2 * SPAN_SLABS;          // stages of a chunk: first W and R0, then B and K0; backwards the other way
+// stages of a chunk: first W and R0, then B and K0; backwards the other way
+constexpr int STEPS = 2 * SPAN_SLABS;
 constexpr int SHARE = max_of(CHUNK_LEN / KEY_WARPS, 16);  // tokens whose outputs a warp finishes
 constexpr int FIRST_MATRIX = BACKWARD ? 1 : 0, TAKEN = BACKWARD ? 3 : 2;  // of the chunk's
 constexpr int VALUE_PITCH = VALUE_ROWS + 8;
@@ -48,7 +49,8 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 
 // state[n] is the channels 8 n .. of a warp's: visit(element, value, channel, whether it exists).
 using StateRows = Accumulator[SPAN_SLABS * 8];
-template <typename Visit> __device__ inline void for_each_element(StateRows& state, int row, int first_channel, Visit visit) {
+template <typename Visit> __device__ inline void for_each_element(StateRows& state, int row, int first_channel,
+                                                                  Visit visit) {
 #pragma unroll
     for (int n = 0; n < SPAN_SLABS * 8; ++n)
 #pragma unroll
@@ -69,14 +71,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
     const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
-    const int own_row = 16 * row_warp, first_value = block_row + own_row, first_channel = key_warp * (SPAN_SLABS * SLAB);
+    const int own_row = 16 * row_warp, first_value = block_row + own_row,
+              first_channel = key_warp * (SPAN_SLABS * TILE_COLUMNS);
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const i64 first_slot = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN);
     const auto index_of = [&](int n) { return BACKWARD ? chunks - 1 - n : n; };  // chunks by the order they are met in
     const auto place_of_chunk = [&](int n) { return (first_slot + index_of(n)) * heads + head; };
 
-    input += span.batch * input_strides.batch + span.begin * input_strides.token + head * input_strides.head + block_row;
+    input +=
+        span.batch * input_strides.batch + span.begin * input_strides.token + head * input_strides.head + block_row;
     const i64 out_stride = heads * VALUE_SIZE, out_row = (span.batch * tokens + span.begin) * heads + head;
     output += out_row * VALUE_SIZE + first_value;
     if (solved != nullptr) solved += out_row * VALUE_SIZE + first_value;
@@ -93,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
             for (int i = 0; i < KEY_WARPS; ++i)
                 copy_units(smem.ring[stage % STAGES][i], source + i * (SPAN_SLABS * 2 * SLAB_UNITS));
             if (step == 0) {
-                const uint4* const triangles = matrices + (place * MATRICES + FIRST_MATRIX) * TRIANGLE_UNITS + threadIdx.x;
+                const uint4* const triangles =
+                    matrices + (place * MATRICES + FIRST_MATRIX) * TRIANGLE_UNITS + threadIdx.x;
 #pragma unroll
                 for (int i = 0; i < TAKEN; ++i)  // TA only where U is wanted
                     if (BACKWARD || i > 0 || solved != nullptr)
@@ -108,22 +113,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     };
 
     // Factors: 2^x of the thread's channels, from the frame of the chunk to come and what the last one left behind.
-    float behind[FRAME_CHANNELS] = {}, begins[FRAME_CHANNELS], ends[FRAME_CHANNELS];
+    float pending_exponent[FRAME_CHANNELS] = {}, begins[FRAME_CHANNELS], ends[FRAME_CHANNELS];
     const auto load_frame = [&](int n) {
         const float* const frame = frames + place_of_chunk(n) * (2 * CHANNELS);
 #pragma unroll
         for (int i = 0; i < FRAME_CHANNELS; ++i) {
             const int channel = min(static_cast<int>(threadIdx.x) + i * NUM_THREADS, CHANNELS - 1);
-            begins[i] = frame[(BACKWARD ? CHANNELS : 0) + channel], ends[i] = frame[(BACKWARD ? 0 : CHANNELS) + channel];
+            begins[i] = frame[(BACKWARD ? CHANNELS : 0) + channel],
+            ends[i] = frame[(BACKWARD ? 0 : CHANNELS) + channel];
         }
     };
     const auto write_factor = [&](bool is_last) {
 #pragma unroll
         for (int i = 0; i < FRAME_CHANNELS; ++i) {
             const int channel = threadIdx.x + i * NUM_THREADS;
-            const float exponent = behind[i] + (is_last ? 0.0f : begins[i]);
+            const float exponent = pending_exponent[i] + (is_last ? 0.0f : begins[i]);
             if (channel < CHANNELS) smem.factor[channel] = exp2_fast(exponent / FACTOR_STEPS);
-            behind[i] = ends[i];
+            pending_exponent[i] = ends[i];
         }
     };
     StateRows state;
@@ -144,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage);
     if (chunks > 0) load_frame(0);
     for_each_element(state, first_value, first_channel, [&](float& x, int value, int channel, bool present) {
-        x = present && first != nullptr ? to_float(first[state_offset + state_index<STATE_LAYOUT>(value, channel)]) : 0.0f;
+        x = present && first != nullptr ? to_float(first[state_offset + state_index<STATE_LAYOUT>(value, channel)])
+                                        : 0.0f;
     });
 
     int stage = 0;
@@ -168,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
             const SlabTile for_out = {shared_address(&tiles[1].units[0][0])};
             scale_slab(slab);
 #pragma unroll
-            for (int c = 0; c < SLAB / 16; c += 2) {
+            for (int c = 0; c < TILE_COLUMNS / 16; c += 2) {
                 Fragment rows[2];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
@@ -176,8 +183,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
                     rows[i] = to_fragment(state[at], state[at + 1]);
                 }
                 if (states != nullptr) {
-                    uint4* const target = states + ((place_of_chunk(n) * SLABS + first_channel / SLAB + slab) * VALUES +
-                                                    first_value + group()) * 8;
+                    uint4* const target =
+                        states + ((place_of_chunk(n) * SLABS + first_channel / TILE_COLUMNS + slab) * VALUES +
+                                  first_value + group()) *
+                                     8;
                     const int unit = (c / 2 * 4 + quad_lane()) ^ group();
                     target[unit] = {rows[0].at[0], rows[0].at[2], rows[1].at[0], rows[1].at[2]};
                     target[64 + unit] = {rows[0].at[1], rows[0].at[3], rows[1].at[1], rows[1].at[3]};
@@ -231,7 +240,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
 #pragma unroll
                 for (int j = 0; j < SHARE / 16; ++j) {
                     const Fragment f = to_fragment(x[2 * j], x[2 * j + 1]);
-                    smem.solution[row_warp][key_warp * (SHARE / 16) + j][lane_id()] = {f.at[0], f.at[1], f.at[2], f.at[3]};
+                    smem.solution[row_warp][key_warp * (SHARE / 16) + j][lane_id()] = {f.at[0], f.at[1], f.at[2],
+                                                                                       f.at[3]};
                 }
             }
             __syncthreads();  // X is there
@@ -253,7 +263,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
             const auto m = tile_of(smem.matrices[n % 2][1 - FIRST_MATRIX]);
             const auto for_solved = tile_of(smem.matrices[n % 2][FIRST_MATRIX]);  // TA, or Tm
             const auto g = tile_of(smem.matrices[n % 2][TAKEN - 1]);
-            const int first_token = key_warp * SHARE, steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
+            const int first_token = key_warp * SHARE,
+                      steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
             const int rows = min(steps - first_token, SHARE), width = min(16, VALUE_SIZE - first_value);
             const i64 target = (token + first_token) * out_stride;
 #pragma unroll
@@ -309,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
             const SlabTile with_x = {shared_address(&tiles[0].units[0][0])};
             const SlabTile with_values = {shared_address(&tiles[1].units[0][0])};
 #pragma unroll
-            for (int c = 0; c < SLAB / 16; ++c)
+            for (int c = 0; c < TILE_COLUMNS / 16; ++c)
 #pragma unroll
                 for (int q = 0; q < BLOCKS; ++q) {
                     multiply_add(&state[8 * slab + 2 * c], x_rows[q], load_right(with_x, 16 * q, 16 * c));

@@ -19,7 +19,7 @@
 #include "wkv7_chunk.cuh"
 
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
-constexpr int SLAB = 16 * TILES;  // rows of a warp
+constexpr int WARP_ROWS = 16 * TILES;  // rows of a warp
 constexpr int INPUT_PITCH = ROWS + 8;
 static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
 
@@ -35,14 +35,15 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ a, const T_IO* __restrict__ b,
-    const T_IO* __restrict__ values, float* __restrict__ additions, float* __restrict__ transitions, Strides key_strides,
-    Strides w_strides, Strides a_strides, Strides b_strides, Strides value_strides, i64 tokens, i64 heads, float scale) {
+    const T_IO* __restrict__ values, float* __restrict__ additions, float* __restrict__ transitions,
+    Strides key_strides, Strides w_strides, Strides a_strides, Strides b_strides, Strides value_strides, i64 tokens,
+    i64 heads, float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 segment = blockIdx.x, head = blockIdx.y;
-    const int block_row = blockIdx.z * ROWS, own_row = warp_id() * SLAB, first_row = block_row + own_row;
+    const int block_row = blockIdx.z * ROWS, own_row = warp_id() * WARP_ROWS, first_row = block_row + own_row;
     const bool has_rows = own_row < ROWS;
-    const int width = max(min(SLAB, VALUE_SIZE - first_row), 0);
+    const int width = max(min(WARP_ROWS, VALUE_SIZE - first_row), 0);
 
     const auto start = [&](Strides s) { return segment * s.batch + head * s.head; };
     keys += start(key_strides), w += start(w_strides), a += start(a_strides), b += start(b_strides);
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         copy_keys(BACKWARD ? smem.raw.r : smem.raw.k, keys, key_strides.token);
         copy_keys(smem.raw.a, a, a_strides.token), copy_keys(smem.raw.b, b, b_strides.token);
         // A warp reads what it has copied itself.
-        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, SLAB, INPUT_PITCH, 32>(
+        copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
             reinterpret_cast<T_IO*>(&smem.input[0][own_row]), values + token * value_strides.token, value_strides.token,
             CHUNK_LEN, width, lane_id());
     };
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
     const auto tm = tile_of(smem.matrices.tm);
     const auto input = tile_of(smem.input);
 
-    float2 behind = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
+    float2 pending_exponent = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
     i64 token = first;
     for (i64 left = tokens; left > 0; left -= CHUNK_LEN, token += step) {
         RateSums sums;
@@ -93,12 +94,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
         const Frame frame =
             write_operands<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, nullptr);
-        const float2 rest = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
-        const float2 before = BACKWARD ? rest : frame.middle;
-        write_factor(smem.factor, {behind.x + before.x, behind.y + before.y});
-        behind = BACKWARD ? frame.middle : rest;
+        const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+        const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
+        write_factor(smem.factor, {pending_exponent.x + start_exponent.x, pending_exponent.y + start_exponent.y});
+        pending_exponent = BACKWARD ? frame.middle : end_exponent;
         if constexpr (!is_bf16<T_IO>) {
-            round_columns<SLAB>(smem.input, own_row, has_rows);
+            round_columns<WARP_ROWS>(smem.input, own_row, has_rows);
             __syncwarp();
         }
         __syncthreads();  // the operands are there
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         add_outer(state, outer(value_rows, with_values), outer(solution, with_solution));
     }
     __syncthreads();
-    write_factor(smem.factor, behind);
+    write_factor(smem.factor, pending_exponent);
     __syncthreads();
     if (!has_rows) return;
     const i64 item = segment * heads + head;

@@ -1,9 +1,9 @@
 // Tiles of 64 columns, for the kernels of RWKV-7 that take a head apart (wkv7_prepare, wkv7_scan, wkv7_key_gradients).
 //
-// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t % 8.
-// Eight neighbouring rows of a column then lie in different banks, and a tile has the same bytes in shared memory as in
-// the tensors that pass it from kernel to kernel. A matrix of tokens x tokens is lower triangular; of it only the 16 x 16
-// blocks that are not zero are kept, one after another, four 8 x 8 matrices each.
+// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
+// 8. Eight neighbouring rows of a column then lie in different banks, and a tile has the same bytes in shared memory as
+// in the tensors that pass it from kernel to kernel. A matrix of tokens x tokens is lower triangular; of it only the 16
+// x 16 blocks that are not zero are kept, one after another, four 8 x 8 matrices each.
 //
 // Needs HEAD_SIZE, VALUE_SIZE, CHANNELS, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
@@ -11,14 +11,15 @@
 #include "slab_copy.cuh"
 #include "slots.cuh"
 
-constexpr int SLABS = CHANNELS / SLAB;
+constexpr int SLABS = CHANNELS / TILE_COLUMNS;
 constexpr int WARPS = NUM_THREADS / 32;
 constexpr int BLOCKS = CHUNK_LEN / 16;  // of 16 tokens
 constexpr int TRIANGLE = BLOCKS * (BLOCKS + 1) / 2;
 
 static_assert(sizeof(T_IO) == 2, "the split kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 32 || CHUNK_LEN == 64, "chunk_len must be 32 or 64");
-static_assert(CHANNELS % SLAB == 0 && CHANNELS >= HEAD_SIZE, "channels must be head_size, rounded up to multiples of 64");
+static_assert(CHANNELS % TILE_COLUMNS == 0 && CHANNELS >= HEAD_SIZE,
+              "channels must be head_size, rounded up to multiples of 64");
 
 constexpr int SLAB_UNITS = CHUNK_LEN * 8;  // of a tile with a row per token
 
@@ -31,8 +32,6 @@ template <Order ORDER> __device__ inline int column_pair(int pair) {
 template <Order ORDER> __device__ inline int channel_of_column(int column) {
     return 2 * column_pair<ORDER>(column / 2) + column % 2;
 }
-
-// ---- triangles of tokens x tokens ------------------------------------------------------------------------------
 
 struct Triangle { uint4 units[TRIANGLE][32]; };
 constexpr int TRIANGLE_UNITS = TRIANGLE * 32;
@@ -64,7 +63,7 @@ __device__ inline Right load_right_transposed(TriangleTile tile, int p, int q) {
 __device__ inline void store_block(TriangleTile tile, int p, int q, const Fragment& f) {
     store_matrices(tile.address(p, q), f, [&](int i) { return tile.block(p, q) + 128 * i + 4 * lane_id(); });
 }
-// ---- products over slabs that give a triangle ------------------------------------------------------------------
+// Products over slabs that give a triangle.
 // A warp has rows of blocks BLOCKS - 1 - HALF and HALF of one triangle, so that all have equally many blocks:
 // visit(index, p, q) for each.
 
@@ -91,7 +90,7 @@ template <int HALF>
 __device__ inline void add_products(HalfTriangle& sum, SlabTile left, bool left_is_raw,
                                     SlabTile right, bool right_is_raw) {
 #pragma unroll
-    for (int c = 0; c < SLAB; c += 16) {
+    for (int c = 0; c < TILE_COLUMNS; c += 16) {
         Fragment high = load_left(left, 16 * (BLOCKS - 1 - HALF), c), low = load_left(left, 16 * HALF, c);
         if (left_is_raw) convert_raw(high.at), convert_raw(low.at);
         Right columns[BLOCKS - HALF];
@@ -100,7 +99,8 @@ __device__ inline void add_products(HalfTriangle& sum, SlabTile left, bool left_
             columns[q] = load_right_transposed(right, 16 * q, c);
             if (right_is_raw) convert_raw(columns[q].at);
         }
-        for_blocks_of_half<HALF>([&](int i, int p, int q) { multiply_add(sum[i], p == HALF ? low : high, columns[q]); });
+        for_blocks_of_half<HALF>(
+            [&](int i, int p, int q) { multiply_add(sum[i], p == HALF ? low : high, columns[q]); });
     }
 }
 __device__ inline void from_fragment(Accumulator (&sum)[2], const Fragment& f) {

@@ -26,15 +26,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_to
     if (chunk.steps == 0) return;
     const i64 token = chunk.span.begin + chunk.token;
     const auto start = [&](Strides s) { return chunk.span.batch * s.batch + token * s.token + head * s.head; };
-    const i64 stride = heads * VALUE_SIZE, row = (chunk.span.batch * tokens + token) * heads + head;  // what is contiguous
-    using Values = ValueColumns<SLAB, NUM_THREADS, T_IO>;
-    using Solutions = ValueColumns<SLAB, NUM_THREADS, bf16>;
+    // what is contiguous
+    const i64 stride = heads * VALUE_SIZE, row = (chunk.span.batch * tokens + token) * heads + head;
+    using Values = ValueColumns<TILE_COLUMNS, NUM_THREADS, T_IO>;
+    using Solutions = ValueColumns<TILE_COLUMNS, NUM_THREADS, bf16>;
     Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
     Solutions of_u(u + row * VALUE_SIZE, stride), of_dx(dx + row * VALUE_SIZE, stride);
 
     const auto load_stage = [&](int first_value) {
         if (first_value < VALUE_SIZE) {
-            Stage& stage = smem.stages[first_value / SLAB % 2];
+            Stage& stage = smem.stages[first_value / TILE_COLUMNS % 2];
             of_v.copy(stage.v, 0, chunk.steps), of_dy.copy(stage.dy, 0, chunk.steps);
             of_u.copy(stage.u, 0, chunk.steps), of_dx.copy(stage.dx, 0, chunk.steps);
         }
@@ -44,11 +45,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_to
     const bool is_x = warp & 2, is_u = warp & 1;
     HalfTriangle sum = {};
     load_stage(0);
-    for (int first_value = 0; first_value < VALUE_SIZE; first_value += SLAB) {
-        load_stage(first_value + SLAB);
+    for (int first_value = 0; first_value < VALUE_SIZE; first_value += TILE_COLUMNS) {
+        load_stage(first_value + TILE_COLUMNS);
         wait_for_copies<1>();
         __syncthreads();  // this stage is there
-        const Stage& stage = smem.stages[first_value / SLAB % 2];
+        const Stage& stage = smem.stages[first_value / TILE_COLUMNS % 2];
         const auto left = tile_of(is_x ? stage.dx : stage.dy), right = tile_of(is_u ? stage.u : stage.v);
         if (warp < 4) add_products<0>(sum, left, !is_x, right, !is_u);
         else add_products<HALVES - 1>(sum, left, !is_x, right, !is_u);
