@@ -89,9 +89,15 @@ def directory() -> Path:
     return inside if inside.is_dir() else package.parent / "kernel_templates"
 
 
+def path_of(file: str) -> Path:
+    """Return where a file of the library's own lies, whichever folder it is in; in none where there is no such file."""
+    folders = [directory(), *sorted(path for path in directory().iterdir() if path.is_dir())]
+    return next((folder / file for folder in folders if (folder / file).is_file()), directory() / file)
+
+
 def names() -> list[str]:
     """Return the names of the library's own templates."""
-    return sorted(path.stem for path in directory().glob("*.cu"))
+    return sorted(path.stem for path in directory().rglob("*.cu"))
 
 
 @cache
@@ -103,7 +109,7 @@ def library(name: str) -> Template:
     UnsupportedConfigError
         There is no such template.
     """
-    path = directory() / f"{name}.cu"
+    path = path_of(f"{name}.cu")
     if not path.is_file():
         raise UnsupportedConfigError(f"no kernel template {brief(name)}; there are: {', '.join(names())}")
     return read(path)
@@ -138,7 +144,7 @@ def _header(name: str, includer: str, path: Path) -> str:
     what = f'"{short(name)}", which {includer} includes,'
     beside = path.parent / name
     try:
-        return (beside if beside.is_file() else directory() / name).read_text(encoding="utf-8")
+        return (beside if beside.is_file() else path_of(name)).read_text(encoding="utf-8")
     except FileNotFoundError:
         where = f"neither beside {path} nor among the library's own headers"
         raise FileNotFoundError(f"{what} lies {where}") from None

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, identity, kernel, runtime, stats
+from rwkv_jit import cache, identity, kernel, runtime, stats, template
 from rwkv_jit.cache import bundle
 from rwkv_jit.ops import recurrent
 
@@ -437,7 +437,7 @@ def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service)
 
 
 def test_doctor_says_which_op_does_not_compile(run, own_templates, monkeypatch):
-    path = own_templates / "gla_chunked_backward.cu"  # what calls of many tokens take
+    path = template.path_of("gla_chunked_backward.cu")  # what calls of many tokens take
     path.write_text(path.read_text() + "\n#error broken on purpose\n")
     code, printed, _ = run("doctor", "--json")
     assert code == 1

@@ -52,7 +52,7 @@ def test_nvrtc_compiles_a_kernel_of_every_op_and_reads_every_template(requiremen
     assert version.startswith(found["nvrtc"] + ".")
     assert list(found["registers"]) == ["wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"]
     assert all(0 < registers <= 255 for registers in found["registers"].values())
-    templates = {path.stem for path in (root / "kernel_templates").glob("*.cu")}
+    templates = {path.stem for path in (root / "kernel_templates").rglob("*.cu")}
     assert set(found["read"]) == templates - HISTORY
 
 

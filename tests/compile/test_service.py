@@ -135,7 +135,7 @@ def test_default_value_size_and_the_same_one_are_one_kernel():
 
 def test_changed_template_text_is_compiled_again(own_templates):
     before = specialize()
-    with open(own_templates / "types.cuh", "a", encoding="utf-8") as file:
+    with open(template.path_of("types.cuh"), "a", encoding="utf-8") as file:
         file.write("// another line\n")
     template.library.cache_clear()
     kernel.forget()
@@ -533,9 +533,9 @@ def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
 @pytest.mark.parametrize("rule", OWN_RULES)
 def test_broken_rule_of_a_template_about_itself_comes_back_as_its_text(rule, own_templates):
     name, file, was, becomes = OWN_RULES[rule]
-    text = (own_templates / file).read_text(encoding="utf-8")
+    text = template.path_of(file).read_text(encoding="utf-8")
     assert was in text
-    (own_templates / file).write_text(text.replace(was, becomes), encoding="utf-8")
+    template.path_of(file).write_text(text.replace(was, becomes), encoding="utf-8")
     given = parameters(name)
     given = {**given, "SHARED_BYTES": given["SHARED_BYTES"] + MORE_BYTES.get(rule, 0)}
     with pytest.raises(UnsupportedConfigError, match=f"^{name}: {rule}; got "):
@@ -543,7 +543,7 @@ def test_broken_rule_of_a_template_about_itself_comes_back_as_its_text(rule, own
 
 
 def test_every_rule_of_the_templates_is_provoked_above():
-    paths = [path for path in template.directory().iterdir() if not path.name.startswith(WITH_TESTS_OF_THEIR_OWN)]
+    paths = [path for path in template.directory().rglob("*.cu*") if not path.name.startswith(WITH_TESTS_OF_THEIR_OWN)]
     texts = "".join(path.read_text(encoding="utf-8") for path in paths)
     written = re.findall(r'static_assert\([^;]*?"([^"]*)"\)', texts)
     assert len(written) == texts.count("static_assert(")
@@ -638,7 +638,7 @@ def break_line(path, line):
 
 @pytest.mark.parametrize("file", ["wkv7_recurrent_forward.cu", "types.cuh"])
 def test_syntax_error_comes_back_with_everything_needed_to_mend_it(file, own_templates):
-    break_line(own_templates / file, 12)
+    break_line(template.path_of(file), 12)
     with pytest.raises(CompileError) as caught:
         specialize()
     message = str(caught.value)
@@ -647,7 +647,7 @@ def test_syntax_error_comes_back_with_everything_needed_to_mend_it(file, own_tem
     assert "options: " + " ".join(compiler.options("sm_90")) in message
     assert f"{file}:\n" in message
     assert ">   13 | this is no C++;" in message
-    before = (own_templates / file).read_text(encoding="utf-8").splitlines()[11]
+    before = template.path_of(file).read_text(encoding="utf-8").splitlines()[11]
     assert f"    12 | {before}\n" in message
     assert f"{file}(13): error" in message
     assert cache.entries() == []
@@ -664,7 +664,7 @@ def test_error_in_a_rendered_parameter_is_shown_too():
 
 
 def test_missing_header_is_named(own_templates):
-    path = own_templates / "wkv7_recurrent_forward.cu"
+    path = template.path_of("wkv7_recurrent_forward.cu")
     path.write_text("#include <cuda_bf16.h>\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
     template.library.cache_clear()
     with pytest.raises(CompileError, match="cuda_bf16.h"):
@@ -672,7 +672,7 @@ def test_missing_header_is_named(own_templates):
 
 
 def test_failure_does_not_stick(own_templates):
-    path = own_templates / "wkv7_recurrent_forward.cu"
+    path = template.path_of("wkv7_recurrent_forward.cu")
     right = path.read_text(encoding="utf-8")
     break_line(path, 12)
     with pytest.raises(CompileError):

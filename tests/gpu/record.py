@@ -29,7 +29,8 @@ _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 def template_text(name: str, seen: set[str]) -> str:
     """A template and what it includes, without comments and with single spaces."""
-    text = (ROOT / "kernel_templates" / name).read_text(encoding="utf-8")
+    (path,) = (ROOT / "kernel_templates").rglob(name)
+    text = path.read_text(encoding="utf-8")
     included = [n for n in _INCLUDE.findall(text) if not (n in seen or seen.add(n))]
     own = " ".join(_COMMENT.sub(" ", text).split())
     return own + "".join(template_text(n, seen) for n in included)
@@ -72,7 +73,7 @@ def own_modules(op: str) -> list[str]:
 
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
-    templates = sorted(path.name for path in (ROOT / "kernel_templates").glob(f"{STEMS[op]}_*.cu"))
+    templates = sorted(path.name for path in (ROOT / "kernel_templates").rglob(f"{STEMS[op]}_*.cu"))
     templates = [name for name in templates if not name.endswith("_history.cu")]  # which no op takes
     parts = [template_text(name, {"types.cuh"}) for name in templates]
     parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, *own_modules(op)))]

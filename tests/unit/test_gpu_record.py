@@ -34,7 +34,8 @@ def test_totals_are_the_sums_of_the_sections():
 
 @pytest.fixture
 def copied_sources(tmp_path, monkeypatch):
-    for folder in ("kernel_templates", "rwkv_jit", "rwkv_jit/ops"):
+    templates = [f"kernel_templates/{name}" for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex")]
+    for folder in (*templates, "rwkv_jit", "rwkv_jit/ops"):
         (tmp_path / folder).mkdir(parents=True)
         for path in (record.ROOT / folder).iterdir():
             if path.is_file():
@@ -49,8 +50,13 @@ def _edit(path, change):
 
 def test_comments_and_docstrings_leave_the_digest(copied_sources):
     before = record.digest("wkv7")
-    _edit(copied_sources / "kernel_templates/wkv7_recurrent_forward.cu", lambda text: "// new words\n\n" + text)
-    _edit(copied_sources / "kernel_templates/tile.cuh", lambda text: text.replace("    ", "  ") + "/* more\n words */")
+    _edit(
+        copied_sources / "kernel_templates/recurrent/wkv7_recurrent_forward.cu", lambda text: "// new words\n\n" + text
+    )
+    _edit(
+        copied_sources / "kernel_templates/recurrent/tile.cuh",
+        lambda text: text.replace("    ", "  ") + "/* more\n words */",
+    )
     _edit(
         copied_sources / "rwkv_jit/ops/recurrent.py",
         lambda text: text.replace('"""The recurrent', '"""Other words: the recurrent'),
@@ -62,10 +68,10 @@ def test_comments_and_docstrings_leave_the_digest(copied_sources):
 @pytest.mark.parametrize(
     ("path", "old", "new"),
     [
-        ("kernel_templates/wkv7_recurrent_backward.cu", "e[i][c] += dy_t[i]", "e[i][c] -= dy_t[i]"),
-        ("kernel_templates/types.cuh", "return expf(w);", "return expf(w) + 1.0f;"),
-        ("kernel_templates/column_sums.cuh", "int group = 0", "int group = 1"),
-        ("kernel_templates/sequence.cuh", "span.begin / interval", "span.begin % interval"),
+        ("kernel_templates/recurrent/wkv7_recurrent_backward.cu", "e[i][c] += dy_t[i]", "e[i][c] -= dy_t[i]"),
+        ("kernel_templates/shared/types.cuh", "return expf(w);", "return expf(w) + 1.0f;"),
+        ("kernel_templates/recurrent/column_sums.cuh", "int group = 0", "int group = 1"),
+        ("kernel_templates/shared/sequence.cuh", "span.begin / interval", "span.begin % interval"),
         ("rwkv_jit/ops/recurrent.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
         ("rwkv_jit/ops/chunked.py", "LEAST_ARCH = 80", "LEAST_ARCH = 75"),
         ("rwkv_jit/ops/wkv7.py", "checkpoint_interval: int = 64", "checkpoint_interval: int = 32"),
@@ -81,7 +87,7 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
 def test_an_op_is_stale_only_by_its_own_templates(copied_sources):
     before = record.digest("wkv6")
     _edit(
-        copied_sources / "kernel_templates/wkv7_recurrent_forward.cu",
+        copied_sources / "kernel_templates/recurrent/wkv7_recurrent_forward.cu",
         lambda text: text + "\nconstexpr int EXTRA = 1;\n",
     )
     assert record.digest("wkv6") == before
@@ -91,7 +97,7 @@ def test_an_op_is_stale_only_by_its_own_templates(copied_sources):
 def test_ops_that_share_templates_are_stale_together(copied_sources, op):
     before = record.digest(op)
     _edit(
-        copied_sources / "kernel_templates/gla_recurrent_backward.cu",
+        copied_sources / "kernel_templates/recurrent/gla_recurrent_backward.cu",
         lambda text: text + "\nconstexpr int EXTRA = 1;\n",
     )
     assert record.digest(op) != before
@@ -99,7 +105,7 @@ def test_ops_that_share_templates_are_stale_together(copied_sources, op):
 
 @pytest.mark.parametrize(
     "path",
-    [f"kernel_templates/{name}_history.cu" for name in ("wkv5", "timex")] + ["rwkv_jit/history.py"],
+    ["kernel_templates/recurrent/wkv5_history.cu", "kernel_templates/timex/timex_history.cu"] + ["rwkv_jit/history.py"],
 )
 def test_what_no_op_takes_makes_no_record_stale(copied_sources, path):
     before = [record.digest(op) for op in record.OPS]

@@ -47,7 +47,7 @@ def render(name, parameters):
 
 def test_rendering_is_sorted_typed_parameters_above_the_unchanged_template():
     rendered = render("wkv7_recurrent_forward", PARAMETERS)
-    body = (template.directory() / "wkv7_recurrent_forward.cu").read_text(encoding="utf-8")
+    body = template.path_of("wkv7_recurrent_forward.cu").read_text(encoding="utf-8")
     assert rendered.name == "wkv7_recurrent_forward"
     assert rendered.source == HEAD + body
 
@@ -126,7 +126,7 @@ def test_float_takes_the_whole_32_bit_range(value, written, own_templates):
 def test_headers_are_the_texts_the_template_includes_directly_and_indirectly(name, headers):
     rendered = render(name, {})
     assert rendered.headers == tuple(
-        (header, (template.directory() / header).read_text(encoding="utf-8")) for header in sorted(headers)
+        (header, template.path_of(header).read_text(encoding="utf-8")) for header in sorted(headers)
     )
 
 
@@ -221,12 +221,11 @@ def test_template_of_ones_own_has_its_headers_beside_it_or_from_the_library(tmp_
     read = template.read(tmp_path / "own.cu")
     assert read.name == "own"
     assert read.body == '#include "tile.cuh"\n#include "column_sums.cuh"\n'
-    library = template.directory()
     assert dict(read.headers) == {
         "tile.cuh": '#include "parts/deep.cuh"\n',
         "parts/deep.cuh": "// é\n",
-        "column_sums.cuh": (library / "column_sums.cuh").read_text(encoding="utf-8"),
-        "types.cuh": (library / "types.cuh").read_text(encoding="utf-8"),
+        "column_sums.cuh": template.path_of("column_sums.cuh").read_text(encoding="utf-8"),
+        "types.cuh": template.path_of("types.cuh").read_text(encoding="utf-8"),
     }
 
 
@@ -352,6 +351,20 @@ def test_template_is_read_anew_and_those_of_the_library_once(own_templates):
     assert template.library("tiny") is first
     assert template.read(path).body == "int y;"
     assert own != template.read(path)
+
+
+def test_names_of_files_are_unique_in_all_folders():
+    files = [path.name for path in template.directory().rglob("*.cu*")]
+    assert len(files) == len(set(files))
+    assert all(template.path_of(name).name == name and template.path_of(name).is_file() for name in files)
+
+
+def test_template_and_header_are_found_in_any_folder(own_templates):
+    (own_templates / "one_more").mkdir()
+    (own_templates / "one_more" / "tiny.cu").write_text('#include "small.cuh"\n', encoding="utf-8")
+    (own_templates / "small.cuh").write_text("// here\n", encoding="utf-8")
+    assert "tiny" in template.names()
+    assert [name for name, _ in template.library("tiny").headers] == ["small.cuh", "types.cuh"]
 
 
 def test_templates_lie_inside_the_package_when_installed_and_beside_it_in_a_checkout(tmp_path, monkeypatch):

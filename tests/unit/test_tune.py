@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import bench, cuda, kernel, report, runtime, tensors, tune
+from rwkv_jit import bench, cuda, kernel, report, runtime, template, tensors, tune
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
 from rwkv_jit.ops import boundary, choices, chunked, gated, prepared
 from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate, Geometry, Options
@@ -466,7 +466,7 @@ def test_choice_for_a_gpu_without_these_kernels_is_not_legal(op):
 @pytest.mark.parametrize("op", gated.OPS)
 def test_choice_is_measured_with_the_kernels_of_its_op(op, file, own_templates):
     store(make(op=op))
-    path = own_templates / file
+    path = template.path_of(file)
     path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
     choices.template.library.cache_clear()
     (listed,) = choices.listed()
@@ -479,7 +479,7 @@ def test_choice_is_measured_with_the_kernels_of_its_op(op, file, own_templates):
 def test_choice_that_was_measured_with_other_kernels_is_not_used(file, own_templates, caplog):
     store(make())
     assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
-    path = own_templates / file
+    path = template.path_of(file)
     path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
     for cached in (choices._in_force, choices.template.library):
         cached.cache_clear()

@@ -44,7 +44,12 @@ def test_wheel_holds_the_package_the_templates_and_nothing_else(wheel, root):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         contents = {name: archive.read(name) for name in names}
-    templates = {f"rwkv_jit/kernel_templates/{path.name}": path for path in (root / "kernel_templates").iterdir()}
+    folder = root / "kernel_templates"
+    templates = {
+        f"rwkv_jit/kernel_templates/{path.relative_to(folder).as_posix()}": path
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     modules = {
         str(path.relative_to(root)): path
         for path in (root / "rwkv_jit").rglob("*")
@@ -55,7 +60,7 @@ def test_wheel_holds_the_package_the_templates_and_nothing_else(wheel, root):
     for name, path in {**templates, **modules}.items():
         assert contents[name] == path.read_bytes(), name
     assert "rwkv_jit/py.typed" in names
-    assert "rwkv_jit/kernel_templates/types.cuh" in names
+    assert "rwkv_jit/kernel_templates/shared/types.cuh" in names
     assert any(name.endswith("licenses/LICENSE") for name in info)
 
 

@@ -1,16 +1,18 @@
-// The decays of a chunk for DECAY_CHANNELS channels at once: a head's, or 64 of them in each of DECAY_PARTS parts. A
-// thread has a pair of channels over SEGMENT_LEN tokens: c_t, the sum of the log-decays up to token t, m over the first
-// half and D over all. Logarithms are to the base 2, for which the GPU has an instruction.
+// The decays of a chunk for DECAY_CHANNELS channels at once: a head's, or where DECAYS_COME_IN_PARTS 64 of them in each
+// of DECAY_PARTS parts. A thread has a pair of channels over SEGMENT_LEN tokens: c_t, the sum of the log-decays up to
+// token t, m over the first half and D over all. Logarithms are to the base 2, for which the GPU has an instruction.
 //
-// Needs DECAY_CHANNELS, DECAY_PARTS, CHANNELS, HEAD_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
+// Needs DECAY_CHANNELS, DECAY_PARTS, DECAYS_COME_IN_PARTS, CHANNELS, HEAD_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W,
+// DECAY.
 #pragma once
 #include "decay.cuh"
 
 constexpr int PAIRS = DECAY_CHANNELS / 2;
 constexpr int SEGMENT_LEN = ceil_power(ceil_div(CHUNK_LEN * PAIRS, NUM_THREADS));
 constexpr int SEGMENTS = CHUNK_LEN / SEGMENT_LEN;
-static_assert(SEGMENTS >= 2, "num_threads must be at least the head size, rounded up to a multiple of 32");
-static_assert(DECAY_PARTS == 1 || SEGMENTS * PAIRS == NUM_THREADS,
+static_assert(DECAYS_COME_IN_PARTS || SEGMENTS >= 2,
+              "num_threads must be at least the head size, rounded up to a multiple of 32");
+static_assert(!DECAYS_COME_IN_PARTS || (SEGMENTS % 2 == 0 && SEGMENTS * PAIRS == NUM_THREADS),
               "num_threads must make two or more equal segments of a chunk");
 
 // Known to the compiler where a head fills its parts, of which there may be one more than it needs.
@@ -38,11 +40,11 @@ struct RawDecays {
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i) {
             // In parts there are no registers for a row that is carried along.
-            if constexpr (DECAY_PARTS > 1) row = w + min(first + i, steps - 1) * token_stride;
+            if constexpr (DECAYS_COME_IN_PARTS) row = w + min(first + i, steps - 1) * token_stride;
 #pragma unroll
             for (int j = 0; j < 2 / VECTOR; ++j)
                 held[i][j] = *reinterpret_cast<const Words<T_W, VECTOR>*>(row + min(channel + j, HEAD_SIZE - VECTOR));
-            if (DECAY_PARTS == 1 && first + i + 1 < steps) row += token_stride;
+            if (!DECAYS_COME_IN_PARTS && first + i + 1 < steps) row += token_stride;
         }
     }
     __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
@@ -96,13 +98,13 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
         const bool present = segment * SEGMENT_LEN + i < steps;
         const auto rate = [&](int j) {
             const bool exists = present && has_channel(channel + j);
-            if constexpr (DECAY_PARTS == 1) return exists ? decay_rate<DECAY>(raw.at(i, j)) : 0.0f;
+            if constexpr (!DECAYS_COME_IN_PARTS) return exists ? decay_rate<DECAY>(raw.at(i, j)) : 0.0f;
             else return decay_rate<DECAY>(exists ? raw.at(i, j) : NO_DECAY);
         };
         sum.x += rate(0), sum.y += rate(1);
         sums.at[i] = sum;
     }
-    if (DECAY_PARTS > 1 || segment < SEGMENTS) totals[segment][threadIdx.x % PAIRS] = sum;
+    if (DECAYS_COME_IN_PARTS || segment < SEGMENTS) totals[segment][threadIdx.x % PAIRS] = sum;
 }
 
 // Second half, behind a barrier: m and D of a thread's pair of channels and, before its first token, c - m.

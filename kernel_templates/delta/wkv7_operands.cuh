@@ -10,6 +10,7 @@
 #include "wkv7_slab.cuh"
 
 constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
+constexpr bool DECAYS_COME_IN_PARTS = true;
 #include "chunk_decay.cuh"
 
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K

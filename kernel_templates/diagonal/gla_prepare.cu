@@ -16,6 +16,7 @@
 
 constexpr int SLABS = ceil_div(HEAD_SIZE, TILE_COLUMNS), CHANNELS = SLABS * TILE_COLUMNS;
 constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
+constexpr bool DECAYS_COME_IN_PARTS = true;
 #include "chunk_decay.cuh"
 
 constexpr int GROUPS = NUM_THREADS / 128, OWN_TOKENS = CHUNK_LEN / GROUPS;  // columns of P that a group makes

@@ -12,6 +12,7 @@
 #include "chunk.cuh"
 
 constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
+constexpr bool DECAYS_COME_IN_PARTS = false;
 #include "chunk_decay.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");

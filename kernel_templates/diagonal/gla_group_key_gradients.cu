@@ -16,6 +16,7 @@
 
 constexpr int SLABS = ceil_div(HEAD_SIZE, TILE_COLUMNS);
 constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
+constexpr bool DECAYS_COME_IN_PARTS = true;
 #include "chunk_decay.cuh"
 
 constexpr int GROWTH_PITCH = TILE_COLUMNS + 4;  // eight channels of every other row are in different banks
