@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
 # Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
-_TEMPLATES = "b9b2e65a317723df"
+_TEMPLATES = "67c34240a1c2f4f3"
 _H200 = ("NVIDIA H200", "sm_90", "wkv7")
 SHIPPED: tuple[Choice, ...] = (
     # With gradients at 32, four blocks win at 128 heads of batch 8, 2.75 ms and not 3.04; fewer were not measured.
