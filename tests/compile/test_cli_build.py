@@ -118,7 +118,7 @@ def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
 @pytest.mark.usefixtures("checked_only")
 def test_every_option_is_a_list(build):
     made = build(
-        "--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", "--dtype", "bf16,fp16",
+        "--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", "--dtype", "bf16, fp16",
         "--decay", "log", "--decay", "direct", "--state-layout", "kv", "--w-dtype", "fp32", "--state-dtype",
         "fp16,fp32",
     )  # fmt: skip

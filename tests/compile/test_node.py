@@ -304,6 +304,7 @@ def test_node_that_starts_anew_takes_over_what_its_killed_process_had_claimed(st
 @pytest.mark.parametrize(("variables", "begin"), [
     ({}, 0), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2), ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 3),
     ({"LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "2"}, 0), ({"LOCAL_RANK": "x", "LOCAL_WORLD_SIZE": "2"}, 0),
+    ({"LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "2"}, 0), ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, 0),
 ])  # fmt: skip
 def test_ranks_of_a_node_begin_at_different_kernels_and_return_them_in_order(variables, begin, tiny, monkeypatch):
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -337,7 +338,10 @@ def test_warm_under_torchrun_compiles_each_kernel_once_in_all(start, node, run, 
         origins = sorted(rank["kernels"][number]["origin"] for rank in told)
         assert origins == ["compiled", "disk", "disk", "disk"], name
     assert len(cache.entries()) == len(names[0])
-    for rank, ending in (("0", f"{len(names[0])} kernels in {env.cache_dir()}"), ("3", "")):
+    said = f"{len(names[0])} kernels in {env.cache_dir()}"
+    monkeypatch.delenv("RANK", raising=False)
+    assert said in run("warm", *WHAT)[1]
+    for rank, ending in (("0", said), ("3", "")):
         monkeypatch.setenv("RANK", rank)
         code, printed, _ = run("warm", *WHAT)
         assert (code, bool(printed), ending in printed) == (0, bool(ending), True)

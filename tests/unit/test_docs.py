@@ -1,5 +1,6 @@
 """README.md and the pages of docs/: what they show runs, what they link is there, what they name exists."""
 
+import argparse
 import ast
 import importlib.util
 import inspect
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import env
+from rwkv_jit import cli, env
 from rwkv_jit.ops import recurrent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,15 @@ def test_variables_are_those_there_are():
     assert re.findall(r"^\| `(RWKVJIT_\w+)` \|", read("docs/command_line.md"), re.MULTILINE) == list(env.DESCRIPTIONS)
 
 
+def test_commands_and_the_options_of_bench_are_those_there_are():
+    text = read("docs/command_line.md")
+    (commands,) = [each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    assert sorted(re.findall(r"^\| `rwkv-jit (\w+)", text, re.MULTILINE)) == sorted(commands.choices)
+    options = {option for each in commands.choices["bench"]._actions for option in each.option_strings}
+    cells = re.findall(r"^\| (`--[^|]*)\|", text.partition("## bench")[2].partition("\n## ")[0], re.MULTILINE)
+    assert set(re.findall(r"--[\w-]+", " ".join(cells))) == options - {"-h", "--help"}
+
+
 def largest_head(op, direction):
     """The largest size, K and V alike, whose recurrent kernel fits into the shared memory that every GPU gives."""
 
@@ -122,7 +132,7 @@ def test_limits_of_head_sizes_are_those_of_the_kernels():
         forward, backward = largest_head(op, "forward"), largest_head(op, "backward")
         (row,) = [each for each in text.splitlines() if each.startswith(line)]
         assert f"up to {backward} with gradients, {forward} without" in row
-        assert f"1 to {backward}" in read("README.md")
+        assert re.search(rf"\b1 to {backward}\b[\w ]* \({forward}\b", read("README.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -142,6 +152,9 @@ def test_contributing_names_every_module():
     named = re.findall(r"`(?:ops/)?(\w+)`", read("CONTRIBUTING.md"))
     modules = {path.stem for path in (ROOT / "rwkv_jit").rglob("*.py")} - {"__init__"}
     assert modules - set(named) == set()
+    rooms = read("CONTRIBUTING.md").partition("## Rooms")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\|(?: \d \|)? (`[^|]*)\|", rooms, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) - modules == set()
 
 
 # ---- README ------------------------------------------------------------------------------------------------------

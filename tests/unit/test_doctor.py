@@ -9,8 +9,8 @@ import types
 import pytest
 import torch
 
-from rwkv_jit import cli, cuda, demo, doctor, env, identity
-from rwkv_jit.cache import lock
+from rwkv_jit import cache, cli, cuda, demo, doctor, env, identity
+from rwkv_jit.cache import bundle, lock
 from rwkv_jit.errors import NvrtcNotFoundError
 
 INSTALL_12 = 'pip install "cupy-cuda12x>=14.0.1,!=14.1.0" "nvidia-cuda-nvrtc-cu12>=12.4"'
@@ -106,9 +106,14 @@ def test_a_check_that_stumbles_does_not_hide_the_others(monkeypatch, capsys):
 
 
 def test_warnings_pass(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_CHECKS", (doctor._package, doctor._gpus))
+    def _warnings():
+        yield from [
+            doctor.Finding(name, state, "") for name, state in (("a", "ok"), ("b", "warning"), ("c", "warning"))
+        ]
+
+    monkeypatch.setattr(doctor, "_CHECKS", (_warnings,))
     assert cli.main(["doctor"]) == 0
-    assert "Errors: 0, warnings: " in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("\nErrors: 0, warnings: 2.\n")
 
 
 # ---- GPUs, CuPy, NVRTC, driver -----------------------------------------------------------------------------------
@@ -156,6 +161,8 @@ def test_nvrtc_that_is_too_old(compiler):
     compiler("12.3", torch_for="12.3")  # that torch brought it
     assert found(doctor._compiler, "NVRTC") == ("error", text, 'pip install --upgrade "torch>=2.6"')
     assert found(doctor._ops) == []
+    compiler("12.3", torch_for="13.0")  # which has another of its own
+    assert found(doctor._compiler, "NVRTC")[2] == f"{INSTALL_12} --upgrade"
     compiler("12.4", torch_for="12.4")
     assert found(doctor._compiler, "NVRTC")[0] == "ok"
 
@@ -274,6 +281,17 @@ def test_good_cache(fresh_service):
     assert list(fresh_service.iterdir()) == []
 
 
+def test_kernels_are_counted(make_entry, tmp_path, monkeypatch, fresh_service):
+    for number in range(2):
+        cache.put(*make_entry(number, 3 << 20)[:2])
+    path = tmp_path / "x.bundle"
+    bundle.write(path, [make_entry()[:2]])
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(path))
+    assert found(doctor._cache, "cache directory")[1] == f"{fresh_service}, 2 kernels, 6 MiB"
+    assert found(doctor._cache, "cache layer") == ("ok", f"{path}, 1 kernels", "")
+
+
 def test_cache_directory_that_others_can_write(fresh_service):
     fresh_service.mkdir()
     fresh_service.chmod(0o777)
@@ -312,9 +330,13 @@ def test_network_file_systems(monkeypatch, fresh_service):
     assert (state, "(nfs4)" in text, "TMPDIR" in mend) == ("warning", True, True)
 
 
-@pytest.mark.parametrize(("free", "state"), [(100 << 20, "warning"), (1 << 40, "ok")])
-def test_free_space(free, state, monkeypatch):
+@pytest.mark.parametrize(
+    ("free", "taken", "state"),
+    [(100 << 20, 0, "warning"), (100 << 20, 411 << 20, "warning"), (100 << 20, 412 << 20, "ok"), (1 << 40, 0, "ok")],
+)
+def test_free_space(free, taken, state, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    monkeypatch.setattr(cache, "size", lambda: taken)  # of the kernels that are there
     found_state, text, mend = found(doctor._cache, "cache space")
     assert found_state == state
     assert text == f"{free >> 20} MiB free; kernels may take 512 MiB"

@@ -333,6 +333,7 @@ def test_flops_are_two_for_each_multiply_add_of_the_definition(op):
 # ---- DTensors ----------------------------------------------------------------------------------------------------
 
 RANK = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -392,6 +393,8 @@ def main(rank, path):
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2])
+    sys.stdout.flush()
+    os._exit(0)  # threads of torch that still wait for the interpreter when that ends can abort the process
 """
 
 
