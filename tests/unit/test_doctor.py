@@ -107,7 +107,9 @@ def test_a_check_that_stumbles_does_not_hide_the_others(monkeypatch, capsys):
 
 def test_warnings_pass(monkeypatch, capsys):
     def _warnings():
-        yield from [doctor.Finding("a", "ok", ""), doctor.Finding("b", "warning", ""), doctor.Finding("c", "warning", "")]
+        yield from [
+            doctor.Finding(name, state, "") for name, state in (("a", "ok"), ("b", "warning"), ("c", "warning"))
+        ]
 
     monkeypatch.setattr(doctor, "_CHECKS", (_warnings,))
     assert cli.main(["doctor"]) == 0
