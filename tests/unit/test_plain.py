@@ -85,12 +85,23 @@ def test_values_and_gradients_for_any_shape_and_decay(op, data, make_inputs, mak
 @pytest.mark.parametrize("op", OPS)
 def test_float32_errors_at_usual_sizes(op, make_inputs, make_state):
     sizes = {"heads": 1, "head_size": 64, "value_size": 64}
-    given = make_inputs(op, batch=1, tokens=333, dtype=torch.float32, low=-3.0, high=-1e-3, **sizes)
-    state = make_state(3, dtype=torch.float32, **sizes)
-    options = {"cu_seqlens": torch.tensor([0, 300, 301, 333]), "state_layout": "vk"}
+    given = make_inputs(op, batch=1, tokens=363, dtype=torch.float32, low=-3.0, high=-1e-3, **sizes)
+    state = make_state(4, dtype=torch.float32, **sizes)
+    # The first and the last one have a length in common, so they run before the others.
+    options = {"cu_seqlens": torch.tensor([0, 30, 31, 331, 363]), "state_layout": "vk"}
     with mock.patch.object(plain, "PIECE", 2**13):
         found = results(getattr(rwkv_jit, op), given, state, options)
     assert_agree(found, results(getattr(rwkv_jit, f"{op}_ref"), given, state, options, wide=True), 5e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bfloat16_is_computed_in_float32_and_rounded_once(op, make_inputs):
+    given = make_inputs(op, tokens=40, dtype=torch.bfloat16, requires_grad=False)
+    y, final = getattr(rwkv_jit, op)(*given.values(), None, True)
+    want, want_final = getattr(rwkv_jit, f"{op}_ref")(*(x.double() for x in given.values()), None, True)
+    assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-4)
+    assert (final.double() - want_final).norm() <= 5e-6 * want_final.norm()
 
 
 @settings(max_examples=10, deadline=None)
@@ -123,11 +134,12 @@ def test_raw_decay_that_forgets_all_has_no_gradient(op, kind, w, make_inputs):
     assert torch.count_nonzero(grads[list(given).index(name)]) == 0
 
 
+@pytest.mark.parametrize("factor", [9.0, -9.0])
 @pytest.mark.parametrize("op", ["wkv6", "wkv7", "gla"])
-def test_factors_whose_products_overflow_while_the_state_is_zero(op, make_inputs):
+def test_factors_whose_products_overflow_while_the_state_is_zero(op, factor, make_inputs):
     given = make_inputs(op, tokens=64, decay="direct", dtype=torch.float32)
     name = name_of_decay(op)
-    factors = torch.full_like(given[name], 9.0)
+    factors = torch.full_like(given[name], factor)
     factors[:, 48:] = 0.5
     keys = given["k"].detach().clone()
     keys[:, :48] = 0
@@ -169,6 +181,31 @@ def test_autocast_rounds_the_inputs_and_nothing_else(op, make_inputs, make_state
     assert found["y"].dtype == torch.bfloat16
     assert {found[name].dtype for name in (*given, "final", "state")} == {torch.float32}
     assert_agree(found, {name: x.double() for name, x in want.items()}, 5e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_blocks_run_without_the_autocast_around_them(op, make_inputs):
+    """An exported program calls the torch op, and no function that ends autocast before."""
+    given = make_inputs(op, tokens=40, dtype=torch.float32)
+    decay = "none" if op == "linear_attention" else "log"
+
+    def found():
+        return plain.run(op, getattr(rwkv_jit, f"{op}_ref"), [*given.values()], None, None, 1.0, decay, "vk")
+
+    want = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, found(), want))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_only_the_last_block_is_not_computed_again(op, make_inputs):
+    given = make_inputs(op, tokens=96)
+    with mock.patch.object(plain, "PIECE", 1), mock.patch.object(plain, "_block", wraps=plain._block) as block:
+        y = getattr(rwkv_jit, op)(*given.values())[0]
+        assert block.call_count == 3
+        block.reset_mock()
+        y.sum().backward()
+    assert block.call_count == 3 + 2
 
 
 @pytest.mark.parametrize("op", OPS)
