@@ -16,9 +16,7 @@ _CHUNKED_OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 _OPS = ("wkv4", *_CHUNKED_OPS, "timex")
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
 _PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
-_SUITES = (
-    "studies", "wind", "profile", "chunk_rwkv6", "gla", "linear_attention", "timex", "wkv4", "models"
-)  # fmt: skip
+_KINDS = ("usual", "strong", "one-strong", "packed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "demo", "compile the ops, run them, compare them with float64 and time them")
     _add(commands, "doctor", "check what kernels need of this machine, and say how to mend what is missing")
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
-    _add_bench(_add(commands, "bench", "measure the speed of the ops"))
+    _add_bench(_add(commands, "bench", "measure the speed of the ops, beside torch"))
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
     build = _add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle")
@@ -122,26 +120,20 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
+    add_cases(parser)
+    parser.epilog = "`python -m bench` in a checkout measures other libraries too, in suites, and compares results."
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is measured."""
     parser.add_argument("--op", action="append", choices=_OPS, help="only this op (may be repeated)")
     parser.add_argument("--shape", help="B,T,H,N or B,T,H,K,V instead of the usual shapes; wkv4 B,T,C, timex B,C,T too")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bf16")
     parser.add_argument("--backend", choices=_BACKENDS, help="only this one of ours (default: all)")
     text = "may be repeated (default: forward and forward+backward)"
     parser.add_argument("--phase", action="append", choices=_PHASES, help=text)
-    parser.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
-    text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
-    parser.add_argument("--peer-minutes", type=float, metavar="N", help=text)
-    parser.add_argument("--csv", metavar="FILE", help="write the rows there too")
-    parser.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
-    text = "keep the result of a suite, or of --latency, in the checkout's bench.json"
-    parser.add_argument("--record", action="store_true", help=text)
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--suite", choices=_SUITES, help="the tables of published studies, or one of them")
-    instead.add_argument("--latency", action="store_true", help="measure what the service costs instead of the kernels")
-    text = "measure the forms that a kernel went through instead (wkv5, timex)"
-    instead.add_argument("--history", action="store_true", help=text)
-    text = "tell two results, of --json or --record, from each other instead"
-    instead.add_argument("--compare", nargs=2, metavar=("A", "B"), help=text)
+    text = "decays that no chunk bears, in all heads or in one of a batch; or packed sequences (default: usual)"
+    parser.add_argument("--inputs", choices=_KINDS, help=text)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:

@@ -40,50 +40,10 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 
 
 def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure the ops beside others', the forms that a kernel went through, or the service; or compare two results."""
-    _check_alone(parsed)
-    if parsed.latency:
-        return _latency(parsed.record)
-    if parsed.history:
-        from rwkv_jit import history
-
-        return history.run(parsed), history.show
+    """Measure the ops beside torch."""
     from rwkv_jit import bench
 
-    if parsed.compare:
-        from rwkv_jit.bench import record
-
-        try:
-            first, second = map(record.read, parsed.compare)
-        except OSError as error:
-            raise ValueError(f"--compare: {error.filename} cannot be read ({error.strerror})") from error
-        return record.compare(first, second), record.show_comparison
-    result = bench.run(parsed)
-    bench.keep(parsed, result)
-    return result, bench.show
-
-
-def _latency(keep: bool) -> Outcome:
-    from rwkv_jit import latency
-
-    if not keep:
-        return latency.run(), latency.show
-    from rwkv_jit import bench
-    from rwkv_jit.bench import record
-
-    bench.check_record()
-    bench.check_gpu()
-    result = latency.run()
-    record.write_service(result)
-    return result, latency.show
-
-
-def _check_alone(parsed: argparse.Namespace) -> None:
-    """Check that nothing is asked for that other measurements than that of the ops do not have."""
-    instead = next((name for name in ("latency", "history", "compare") if getattr(parsed, name)), None)
-    for name in ("csv", "plot", "record", "no_peers", "peer_minutes"):
-        if instead is not None and getattr(parsed, name) and (name, instead) != ("record", "latency"):
-            raise ValueError(f"--{name.replace('_', '-')}: does not go with --{instead}")
+    return bench.run(parsed), bench.show
 
 
 def profile(parsed: argparse.Namespace) -> Outcome:

@@ -335,7 +335,7 @@ _ENTRY = re.compile(r"__global__ void .*\b(\w+)\($", re.MULTILINE)
 def _names_of(op: str) -> list[str]:
     """Return the names of the kernels that calls of an op can launch."""
     stem = recurrent.OPS[op].stem if op in recurrent.OPS else op
-    names = [name for name in template.names() if name.startswith(f"{stem}_") and not name.endswith("_history")]
+    names = [name for name in template.names() if name.startswith(f"{stem}_")]
     return sorted({found for name in names for found in _ENTRY.findall(template.library(name).body)})
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # for the folder `bench`; behind all others, so that an installed rwkv_jit is the one tested
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers take the cores. Were torch's threads to share them, they would spend most of their time waiting.

@@ -1,32 +1,40 @@
-"""Times, errors and memory of the ops on this GPU beside those of others, and what a first call costs.
+"""Times, errors and memory of the ops on this GPU, beside what torch alone can do.
 
-`cases` says what is measured, `contestants` and `peers` who, `suites` what together; `isolation` tries what may end a
-process, `timing` times, `floors` counts bytes, `measure` makes the rows, and `result` what is kept and printed.
+`cases` says what is measured and makes the inputs, `timing` times, and `measure` makes the rows. The folder `bench` of
+a checkout measures other libraries too, and keeps what it finds.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from rwkv_jit import report, runtime
-from rwkv_jit.bench import contestants, isolation, measure, peers, suites, timing
-from rwkv_jit.bench.cases import DTYPES, OPS, OPTIONS, PHASES, REFERENCES, decay_of, make_inputs, read_shape
-from rwkv_jit.bench.contestants import BACKENDS
-from rwkv_jit.bench.result import checkout, collect, commit, environment, machine, show, write_csv
-from rwkv_jit.bench.service import first_calls, one_line_kernels, show_first_calls
-from rwkv_jit.bench.suites import SHAPES
-from rwkv_jit.bench.timing import call_ms, graph_ms, median_ms
+from rwkv_jit.bench import cases, measure, timing
+from rwkv_jit.bench.cases import DTYPES, OPS, OPTIONS, PHASES, REFERENCES, Case, decay_of, make_inputs, read_shape
+from rwkv_jit.bench.measure import Entry
+from rwkv_jit.bench.timing import median_ms
 
 __all__ = [
-    "BACKENDS", "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "SHAPES", "call_ms",
-    "check_gpu", "check_record", "commit", "decay_of", "environment", "first_calls", "graph_ms", "keep", "machine",
-    "make_inputs", "median_ms", "one_line_kernels", "read_shape", "run", "show", "show_first_calls",
+    "DTYPES", "OPS", "OPTIONS", "PHASES", "REFERENCES", "asked_for", "check_gpu", "decay_of", "environment", "machine",
+    "make_inputs", "measured", "median_ms", "on_cpu", "read_shape", "run", "show",
 ]  # fmt: skip
+
+SHAPES = ("1,54,32,64", "8,4096,64,64")  # batch, tokens, heads, head size: a short prompt, and training
+USUAL_PHASES = ("forward", "forward+backward")
+CPU_NOTE = "CPU reference; not the speed of the kernels."
+METHODS = (
+    "Median and quartiles of the GPU's time by CUDA events, after a warm-up, in rounds over everyone of a case; small "
+    "calls in a CUDA graph, the others queued while the GPU waits. Inputs come round when they have left the L2 cache. "
+    "Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same run. Host: until a call "
+    "has returned, in the fastest row of calls; a † marks where it takes longer than the GPU, so that calls one after "
+    "another take its time. Peak: memory of one call, of a backward with its forward, and the inputs. Error: relative "
+    "L2 of the call that was timed against float64, the largest of y and the gradients, over at most 300 tokens of a "
+    "row. Other: the largest distance, over all tokens, from another backend of ours."
+)
 
 
 def check_gpu() -> None:
@@ -52,27 +60,83 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        format, env, commit, sources, copy_tb_per_s, device, and rows: one dict per suite, op, shape, dtype, phase and
-        contestant (who, what) with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us, floor_ms,
-        fraction, peak_mib and error; skipped is None, or what is in the way of a contestant, which has no figures then.
+        env, copy_tb_per_s, device, and rows: one dict per op, shape, dtype, phase, inputs and contestant (who, what)
+        with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us, floor_ms, fraction, peak_mib; errors of
+        y and each gradient, and error, the largest of them; other_error, the distance from the backend `other`. skipped
+        is None, or what is in the way of a contestant, which has no figures then.
 
     Raises
     ------
     ValueError
-        Options do not go together, a file could not be written, a shape cannot be read, there is a GPU without CuPy
-        or NVRTC, or what is asked for needs a GPU, and there is none.
+        Options do not go together, a shape cannot be read, there is a GPU without CuPy or NVRTC, or what is asked for
+        needs a GPU, and there is none.
     """
-    entries = _entries(arguments)
-    on_gpu = torch.cuda.is_available()
-    _check_outputs(arguments)
-    if not on_gpu:
-        return collect(
-            [row for entry in _on_cpu(arguments, entries) for row in measure.rows_of_cpu(entry)], None, "cpu"
-        )
+    entries = asked_for(arguments)
+    if not torch.cuda.is_available():
+        return on_cpu(arguments, entries)
     check_gpu()
     copy = timing.copy_tb_per_s()
-    obstacles = {} if arguments.no_peers else _obstacles(entries, arguments.peer_minutes)
-    rows = []
+
+    def rows_of(entry: Entry, tell: Callable[[int, int], None]) -> list[dict[str, Any]]:
+        try:
+            return measure.rows_of(entry, copy, measure.torch_peers(entry.case), tell)
+        finally:
+            torch.cuda.empty_cache()
+
+    return {"env": environment(), "copy_tb_per_s": copy, "device": "cuda", "rows": measured(entries, rows_of)}
+
+
+def asked_for(arguments: argparse.Namespace) -> list[Entry]:
+    """Return what a command line names; a decode takes one token, whatever the shape says.
+
+    Raises
+    ------
+    ValueError
+        A shape, a backend, a phase or inputs do not fit an op.
+    """
+    phases, backend, kind = arguments.phase or USUAL_PHASES, arguments.backend, arguments.inputs or "usual"
+    ops = arguments.op or [op for op in sorted(OPS) if _has(op, phases, kind, backend)]
+    entries: dict[Case, Entry] = {}
+    for text in SHAPES if arguments.shape is None else (arguments.shape,):
+        for op in ops:
+            if backend not in (None, *measure.backends_of(op)):
+                expected = ", ".join(measure.backends_of(op))
+                raise ValueError(f"--backend: expected one of {expected} for {op}, got {backend}")
+            for phase in phases:
+                sizes = cases.shape_of(op, text)
+                if phase == "decode":
+                    sizes = (sizes[0], 1, *sizes[2:])
+                if kind == "packed" and arguments.shape is None:
+                    sizes = (1, sizes[0] * sizes[1], *sizes[2:])
+                case = Case(op, sizes, DTYPES[arguments.dtype or "bf16"], phase, kind=kind).check()
+                entries[case] = Entry(None, case, None if backend is None else [backend])
+    return list(entries.values())  # two lengths of a prompt are one decode
+
+
+def _has(op: str, phases: Sequence[str], kind: str, backend: str | None) -> bool:
+    """Return whether an op is meant where none is named."""
+    has_phases = op != "timex" or not set(phases) & set(cases.WITH_STATES)
+    return has_phases and op in cases.ops_of(kind) and backend in (None, *measure.backends_of(op))
+
+
+def on_cpu(arguments: argparse.Namespace, entries: Sequence[Entry]) -> dict[str, Any]:
+    """Measure without a GPU: on the shape that was asked for, or on a small one for each op and phase."""
+    backend = arguments.backend or "auto"
+    for op in dict.fromkeys(entry.case.op for entry in entries):
+        expected = ["auto", "fft"] if op == "timex" else ["auto"]
+        if backend not in expected:
+            raise ValueError(f"--backend: torch sees no GPU; expected {' or '.join(expected)} for {op}, got {backend}")
+    if arguments.shape is None:
+        entries = list({(entry.case.op, entry.case.phase): measure.on_small_shape(entry) for entry in entries}.values())
+    rows = [row for entry in entries for row in measure.rows_of_cpu(entry)]
+    return {"env": environment(), "copy_tb_per_s": None, "device": "cpu", "rows": rows}
+
+
+def measured(
+    entries: Sequence[Entry], rows_of: Callable[[Entry, Callable[[int, int], None]], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Return the rows of all entries; one that fails hides no other, and an interrupt none before it."""
+    rows: list[dict[str, Any]] = []
     with report.progress("measuring") as tell:
         for number, entry in enumerate(entries):
 
@@ -82,115 +146,68 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
             tell_case(0, 1)
             try:
-                rows += measure.rows_of(entry, copy, not arguments.no_peers, obstacles, tell_case)
-            except KeyboardInterrupt:  # what has been measured is shown
-                rows += [measure.row(each, contestants.OURS, "-", "interrupted") for each in entries[number:]]
+                rows += rows_of(entry, tell_case)
+            except KeyboardInterrupt:
+                rows += [measure.row(each, measure.OURS, "-", "interrupted") for each in entries[number:]]
                 break
             except Exception as error:
-                rows.append(measure.row(entry, contestants.OURS, "-", isolation.one_line(error)))
-            measure.give_back_memory()
-    return collect(rows, copy, "cuda")
+                rows.append(measure.row(entry, measure.OURS, "-", measure.one_line(error)))
+    return rows
 
 
-def _entries(arguments: argparse.Namespace) -> list[suites.Entry]:
-    """Return what is measured, in the order of the command line."""
-    if arguments.suite is not None:
-        for name in ("shape", "dtype", "backend", "phase"):
-            given = getattr(arguments, name)
-            if given is not None:
-                raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {arguments.suite}")
-        found = suites.of_suite(arguments.suite, arguments.op)
-        if not found:
-            raise ValueError(f"--op: nothing of {', '.join(arguments.op)} is in --suite {arguments.suite}")
-        return found
-    phases = arguments.phase or suites.USUAL_PHASES
-    backend = arguments.backend
-    ops = arguments.op or [op for op in suites.usual_ops(phases) if backend in (None, *contestants.backends_of(op))]
-    for op in ops:
-        if backend not in (None, *contestants.backends_of(op)):
-            expected = ", ".join(contestants.backends_of(op))
-            raise ValueError(f"--backend: expected one of {expected} for {op}, got {backend}")
-    dtype = DTYPES[arguments.dtype or "bf16"]
-    return suites.asked_for(ops, arguments.shape, dtype, phases, None if backend is None else [backend])
+# ---- printing ----------------------------------------------------------------------------------------------------
 
 
-def _on_cpu(arguments: argparse.Namespace, entries: Sequence[suites.Entry]) -> list[suites.Entry]:
-    """Return what is measured without a GPU: the shape that was asked for, or a small one for each op and phase."""
-    if arguments.suite is not None:
-        raise ValueError("--suite: its shapes are for a GPU, and torch sees none; expected --shape")
-    backend = arguments.backend or "auto"
-    for op in dict.fromkeys(entry.case.op for entry in entries):
-        expected = ["auto", "fft"] if op == "timex" else ["auto"]
-        if backend not in expected:
-            raise ValueError(f"--backend: torch sees no GPU; expected {' or '.join(expected)} for {op}, got {backend}")
-    if arguments.shape is not None:
-        return list(entries)
-    return list({(entry.case.op, entry.case.phase): measure.on_small_shape(entry) for entry in entries}.values())
+def environment() -> dict[str, Any]:
+    """Return what of the environment says something about a time, and no paths."""
+    paths = ("nvrtc_libraries", "cache", "environment")
+    return {name: x for name, x in runtime.env_report().items() if name not in paths}
 
 
-def _obstacles(entries: Sequence[suites.Entry], minutes: float | None) -> dict[isolation.Attempt, str]:
-    attempts = [
-        isolation.Attempt(entry.case, each.who, each.what)
-        for entry in entries
-        for each in peers.of(entry.case)
-        if each.is_foreign
-    ]
-    with report.progress("trying peers") as tell:
-        return isolation.obstacles(attempts, tell, minutes=minutes)
+def machine(env: dict[str, Any]) -> str:
+    """Return what a measurement was taken on, from the environment report."""
+    return f"{env['gpus'][0]}, torch {env['torch']}, NVRTC {env['nvrtc'].split()[0]}"
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Check what would fail after minutes of measuring."""
-    if arguments.peer_minutes is not None and not 0 < arguments.peer_minutes < 1e6:
-        raise ValueError(f"--peer-minutes: expected a number above 0, got {arguments.peer_minutes:g}")
-    for name in ("csv", "plot"):
-        if getattr(arguments, name) is not None:
-            _check_writable(f"--{name}", Path(getattr(arguments, name)))
-    if arguments.plot is not None:
-        from rwkv_jit.bench import plot
-
-        plot.check(arguments.plot)
-    if arguments.record:
-        if arguments.suite is None or arguments.op:
-            raise ValueError("--record: keeps a whole suite; expected --suite and no --op")
-        check_record()
-
-
-def _check_writable(option: str, path: Path) -> None:
-    """Check that a file can be written, and leave none behind."""
-    is_new = not path.exists()
-    try:
-        with path.open("a", encoding="utf-8"):
-            pass
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(f"{option}: expected a file that can be written, got {path} ({error.strerror})") from None
-
-
-def check_record() -> None:
-    """Check that a result can be kept.
-
-    Raises
-    ------
-    ValueError
-        There is no GPU, or no checkout.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError("--record: keeps what was measured on a GPU, and there is none")
-    if checkout() is None:
-        raise ValueError("--record: writes bench.json at the root of a checkout, and this is an installed package")
+def show(result: dict[str, Any]) -> None:
+    """Print a table for each op, shape, dtype, phase and kind of inputs."""
+    if result["device"] == "cpu":
+        report.say(f"{CPU_NOTE} There is no GPU; without --shape each op runs on a small one.")
+    else:
+        report.say(f"{machine(result['env'])}; a copy moves {result['copy_tb_per_s']:.2f} TB/s")
+    tables: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        case = (row["op"], tuple(row["shape"]), row["dtype"], row["phase"], row["inputs"])
+        tables.setdefault(case, []).append(row)
+    for (op, shape, dtype, phase, kind), rows in tables.items():
+        floor = next((f"; floor {row['floor_ms']:.4f} ms" for row in rows if row["floor_ms"] is not None), "")
+        what = ", ".join(filter(None, (phase, cases.KINDS[kind])))
+        report.say(f"\n{op} ({', '.join(map(str, shape))}) {dtype}, {what}{floor}")
+        done = [row for row in rows if row["skipped"] is None]
+        if done:
+            head = ("by", "ms", "quartiles", "of the floor", "in a graph", "host us", "", "peak MiB", "error", "other")
+            report.table(head, [_cells(row) for row in done], ("in a graph", "quartiles", "of the floor", "other"))
+            for row in done:
+                if len(row["errors"]) > 1:
+                    errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+                    report.say(f"  errors of {_name(row)}: {errors}")
+        for row in rows:
+            if row["skipped"] is not None:
+                report.say(f"  skipped: {_name(row)}: {row['skipped']}")
+    report.say(f"\n{CPU_NOTE if result['device'] == 'cpu' else METHODS}")
 
 
-def keep(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write the files that the command line asks for."""
-    if arguments.csv is not None:
-        write_csv(result, arguments.csv)
-    if arguments.record and not any(row["skipped"] == "interrupted" for row in result["rows"]):
-        from rwkv_jit.bench import record
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['who']} {row['what']}"
 
-        record.write(result)
-    if arguments.plot is not None:
-        from rwkv_jit.bench import plot
 
-        plot.draw(result, arguments.plot)
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def text(name: str, form: str) -> str:
+        return "-" if row[name] is None else format(row[name], form)
+
+    return (
+        _name(row), f"{row['median_ms']:.4f}", f"{row['low_ms']:.4f} to {row['high_ms']:.4f}",
+        text("fraction", ".0%"), "yes" if row["in_graph"] else "no", text("host_us", ".1f"),
+        "†" if measure.is_host_bound(row) else "", text("peak_mib", ".1f"), text("error", ".1e"),
+        text("other_error", ".1e"),
+    )  # fmt: skip

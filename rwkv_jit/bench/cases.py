@@ -39,6 +39,14 @@ OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not 
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
 WITH_STATES = ("decode", "prefill")
 WITHOUT_HEADS = {"wkv4": ("w", "u", "k", "v"), "timex": ("w", "k")}  # their inputs
+# Kinds of inputs. Of one head means of one of a batch: of 512 where a batch of 8 has 64.
+KINDS = {"usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed"}
+_OPS_OF_KINDS = {
+    "strong": ("wkv5", "wkv6", "wkv7", "gla"),
+    "one-strong": ("wkv5", "wkv6", "wkv7", "gla"),
+    "packed": ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"),
+}
+_PACKED = 16  # sequences
 MOST_SETS = 256
 
 
@@ -50,6 +58,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     phase: str = "forward"
     wide_decay: bool = False  # whether w is float32 beside inputs in 16 bits
+    kind: str = "usual"  # of KINDS
 
     @property
     def shown(self) -> list[int]:
@@ -64,21 +73,56 @@ class Case(NamedTuple):
         return "backward" in self.phase
 
     @property
+    def with_state(self) -> bool:
+        """Whether the state behind the tokens is returned."""
+        return self.phase in WITH_STATES
+
+    @property
+    def decay(self) -> str:
+        """How w is read: as in the op's models, but for decays that these do not have."""
+        return "raw" if self.op == "wkv7" and "strong" in self.kind else decay_of(self.op)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What calls of the op and of its reference are given beside the inputs."""
-        return OPTIONS.get(self.op, {})
+        return {name: self.decay for name in OPTIONS.get(self.op, {})}
+
+    def check(self) -> Case:
+        """Return the case itself.
+
+        Raises
+        ------
+        ValueError
+            The op has no such phase, or no such inputs.
+        """
+        if self.op == "timex" and self.with_state:
+            raise ValueError(f"--phase: expected one of {', '.join(PHASES[:3])} for timex, got {self.phase}")
+        if self.op not in ops_of(self.kind):
+            raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
+        if self.kind == "packed" and (self.shape[0] != 1 or self.shape[1] < _PACKED or self.phase == "decode"):
+            raise ValueError(f"--inputs: packed ones are a batch of 1 with {_PACKED} or more tokens, and no decode")
+        return self
 
 
 class Given(NamedTuple):
-    """What a call is given: leaves that want gradients, the state of a decode, the gradient of y."""
+    """What a call is given: leaves that want gradients, the gradient of y, the state of a decode, ends of sequences."""
 
     inputs: list[Tensor]
-    state: Tensor | None
     dy: Tensor
+    state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     def size(self) -> int:
         """Return the bytes of all."""
-        return sum(x.numel() * x.element_size() for x in (*self.inputs, self.dy, self.state) if x is not None)
+        return sum(x.nbytes for x in (*self.inputs, self.dy, self.state) if x is not None)
+
+
+def ops_of(kind: str) -> Sequence[str]:
+    """Return the ops that have inputs of a kind."""
+    return _OPS_OF_KINDS.get(kind, tuple(OPS))
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------
 
 
 def read_shape(text: str) -> tuple[int, ...]:
@@ -89,14 +133,16 @@ def read_shape(text: str) -> tuple[int, ...]:
     ValueError
         These are not four positive numbers.
     """
-    parts = text.split(",")
-    if len(parts) != 4 or not _are_sizes(parts):
+    sizes = _sizes(text)
+    if len(sizes) != 4:
         raise ValueError(f"shape: expected four positive numbers B,T,H,N, got {text!r}")
-    return tuple(map(int, parts))
+    return sizes
 
 
-def _are_sizes(parts: Sequence[str]) -> bool:
-    return all(part.strip().isdigit() and int(part) > 0 for part in parts)
+def _sizes(text: str) -> tuple[int, ...]:
+    """Return positive numbers that commas part; none where something is no such number."""
+    parts = text.split(",")
+    return tuple(map(int, parts)) if all(part.strip().isdigit() and int(part) > 0 for part in parts) else ()
 
 
 def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
@@ -107,12 +153,10 @@ def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
     ValueError
         These are not four or five positive numbers; of wkv4 and timex not those of B,T,C and B,C,T either.
     """
-    parts = text.split(",")
-    counts = (3, 4) if op in WITHOUT_HEADS else (4, 5)
-    if len(parts) not in counts or not _are_sizes(parts):
+    sizes = _sizes(text)
+    if len(sizes) not in ((3, 4) if op in WITHOUT_HEADS else (4, 5)):
         forms = {"wkv4": "B,T,C or B,T,H,N", "timex": "B,C,T or B,T,H,N"}.get(op, "B,T,H,N or B,T,H,K,V")
         raise ValueError(f"--shape: expected positive numbers {forms} for {op}, got {text!r}")
-    sizes = list(map(int, parts))
     if len(sizes) == 3:
         batch, tokens, channels = sizes if op == "wkv4" else (sizes[0], sizes[2], sizes[1])
         return batch, tokens, 1, channels, channels
@@ -120,9 +164,12 @@ def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
     return batch, tokens, heads, head_size, sizes[-1]
 
 
+# ---- inputs ------------------------------------------------------------------------------------------------------
+
+
 def decay_of(op: str) -> str:
-    """Return how w is read in the models of an op."""
-    return OPTIONS.get(op, {}).get("decay", runtime.OPS[op].decay)
+    """Return how w is read in the models of an op; "none" where it has no such w."""
+    return str(OPTIONS.get(op, {}).get("decay", runtime.OPS[op].decay if op in runtime.OPS else "none"))
 
 
 def names_of(op: str) -> tuple[str, ...]:
@@ -149,17 +196,16 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str =
     list of torch.Tensor
     """
     batch, tokens, heads, head_size = shape[:4]
+    channels = heads * head_size  # of all heads
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, device=device)
 
-    if op == "wkv4":  # channels of all heads
-        channels = heads * head_size
+    if op == "wkv4":
         k, v = (random(batch, tokens, channels) for _ in range(2))
         given = [torch.linspace(-6, 1, channels, device=device), random(channels) * 0.5, k, v]
         return [x.to(dtype).requires_grad_() for x in given]
     if op == "timex":
-        channels = heads * head_size
         return [x.to(dtype).requires_grad_() for x in (random(channels, tokens), random(batch, channels, tokens))]
     keys, values = (batch, tokens, heads, head_size), (batch, tokens, heads, shape[-1])
     r, k, v, kk, w = (random(*sizes) for sizes in (keys, keys, values, keys, keys))
@@ -178,21 +224,35 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str =
 
 
 def given_for(case: Case, device: str = "cuda") -> Given:
-    """Return what a call of a case is given.
-
-    Raises
-    ------
-    ValueError
-        An input is zeros alone.
-    """
+    """Return what a call of a case is given."""
     inputs = make_inputs(case.op, case.shape, case.dtype, device)
-    if case.wide_decay:
-        index = runtime.OPS[case.op].names.index("w")
+    names = names_of(case.op)
+    index = next((names.index(name) for name in ("w", "g") if name in names), None)
+    if index is not None and "strong" in case.kind:
+        inputs[index] = _strong(case, inputs[index].detach()).requires_grad_()
+    if index is not None and case.wide_decay:
         inputs[index] = inputs[index].detach().float().requires_grad_()
-    refuse_zeros(names_of(case.op), inputs)
-    like = inputs[1] if case.op == "timex" else inputs[3] if case.op in ("wkv4", "wkv7") else inputs[2]  # k, or v
+    like_y = inputs[1] if case.op == "timex" else inputs[names.index("v")]
     state = _state(case, device) if case.phase == "decode" else None
-    return Given(inputs, state, torch.randn_like(like, requires_grad=False))
+    ends = None
+    if case.kind == "packed":
+        # Lengths grow, from a few tokens to a tenth of all.
+        shares = torch.linspace(0, 1, _PACKED + 1, dtype=torch.float64).pow(1.5)
+        ends = shares.mul(case.shape[1]).ceil().long().maximum(torch.arange(_PACKED + 1)).to(device)
+    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends)
+
+
+def _strong(case: Case, w: Tensor) -> Tensor:
+    """Return decays of e^-2 to e^-8 a step, for all heads or for one of the batch beside those of a model."""
+    rates = 2 + 6 * torch.rand_like(w, dtype=torch.float32)
+    strong = rates.log() if case.decay == "raw" else -rates
+    if case.kind == "strong":
+        return strong.to(w.dtype)
+    if case.op == "wkv7":  # the model's are read as sigmoids
+        w = torch.log(reference.SIGMOID_RATE * torch.sigmoid(w.float())).to(w.dtype)
+    one = (slice(0, 1),) if w.dim() == 2 else (slice(0, 1), slice(None), slice(0, 1))
+    w[one] = strong[one].to(w.dtype)
+    return w
 
 
 def _state(case: Case, device: str) -> Tensor:
@@ -203,19 +263,6 @@ def _state(case: Case, device: str) -> Tensor:
         return made
     sizes = (value_size, head_size) if runtime.OPS[case.op].state_layout == "vk" else (head_size, value_size)
     return torch.randn(batch, heads, *sizes, device=device)
-
-
-def refuse_zeros(names: Sequence[str], given: Sequence[Tensor]) -> None:
-    """Check that there are values to compute with: on zeros a GPU draws less power and clocks higher.
-
-    Raises
-    ------
-    ValueError
-        A tensor is zeros alone; it is named.
-    """
-    for name, x in zip(names, given, strict=True):
-        if not bool(x.detach().any()):
-            raise ValueError(f"{name}: expected values like a model's, got zeros alone, which a GPU computes faster")
 
 
 def sets_for(case: Case, cache_bytes: int) -> list[Given]:
@@ -231,3 +278,44 @@ def sets_for(case: Case, cache_bytes: int) -> list[Given]:
 def are_cold(sets: Sequence[Given], cache_bytes: int) -> bool:
     """Return whether sets that are taken in turn find nothing of them in a cache."""
     return sum(each.size() for each in sets) > 2 * cache_bytes
+
+
+# ---- floors ------------------------------------------------------------------------------------------------------
+
+
+def least_bytes(case: Case) -> int:
+    """Return the fewest bytes through memory: every input is read once in a pass, every result written once.
+
+    With I the bytes of the inputs, Y those of y, which are those of its gradient, and S those of the state in float32:
+
+        forward I + Y;   backward I + Y + I;   forward+backward both;   prefill I + Y + S;   decode I + Y + 2 S
+
+    The backward reads the inputs again, as the gradient of y comes after the whole forward. What a kernel keeps between
+    the passes, or between its own parts, is not counted: an algorithm could do without it.
+    """
+    batch, tokens, heads, head_size, value_size = case.shape
+    channels, item = heads * head_size, case.dtype.itemsize
+    keys, values = batch * tokens * channels, batch * tokens * heads * value_size
+    per_head = {("wkv4", "w"), ("wkv4", "u"), ("wkv5", "w"), ("wkv5", "u"), ("wkv6", "u")}
+    inputs = 0
+    for name in names_of(case.op):
+        elements = channels if (case.op, name) in per_head else values if name == "v" else keys
+        if (case.op, name) == ("timex", "w"):
+            elements = channels * tokens
+        inputs += elements * (4 if case.wide_decay and name in ("w", "g") else item)
+    output = item * (keys if case.op in WITHOUT_HEADS else values)
+    sequences = _PACKED if case.kind == "packed" else batch
+    state = 4 * sequences * (3 * channels if case.op == "wkv4" else channels * value_size)
+    forward, backward = inputs + output, inputs + output + inputs
+    return {
+        "forward": forward,
+        "backward": backward,
+        "forward+backward": forward + backward,
+        "prefill": forward + state,
+        "decode": forward + 2 * state,
+    }[case.phase]
+
+
+def floor_ms(case: Case, copy_tb_per_s: float) -> float:
+    """Return the milliseconds of the fewest bytes at the bandwidth of a copy, in terabytes (10^12) a second."""
+    return least_bytes(case) / copy_tb_per_s * 1e-9

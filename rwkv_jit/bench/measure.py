@@ -1,51 +1,213 @@
-"""The rows of a case: everyone on the same inputs, in turns."""
+"""Who is measured on a case, and the rows of it: everyone on the same inputs, in turns."""
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkv_jit.bench import cases, contestants, floors, timing
-from rwkv_jit.bench.cases import REFERENCES, Case, Given
-from rwkv_jit.bench.isolation import Attempt, one_line, run_once
-from rwkv_jit.bench.peers import Contestant
-from rwkv_jit.bench.suites import Entry
+from rwkv_jit import tensors
+from rwkv_jit.bench import cases, timing
+from rwkv_jit.bench.cases import OPS, REFERENCES, Case, Given
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops import backends, wkv4, wkv4_walk
+from rwkv_jit.ops import timex as timex_module
 
+OURS = "rwkv_jit"
+BACKENDS = [name for name in backends.NAMES if name != "reference"]
+_OWN_BACKENDS = {"wkv4": wkv4.BACKENDS, "timex": timex_module.BACKENDS}
+MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
 BUDGET_MS = 4000.0  # of the rounds of a case
-_MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
-_MOST_STATES = 2**28  # elements that the reference keeps for its backward
 CPU_SHAPE = (1, 32, 2, 16, 16)  # where none is asked for
+MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
+_MOST_STATES = 2**28  # elements that the reference keeps for its backward
+
+Inputs = Sequence[Tensor]
+COLUMNS = (
+    "suite", "op", "shape", "dtype", "phase", "inputs", "who", "what", "median_ms", "low_ms", "high_ms", "runs",
+    "in_graph", "host_us", "floor_ms", "fraction", "peak_mib", "error", "errors", "other_error", "other", "skipped",
+)  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """A case, and the backends of ours that are measured on it."""
+
+    suite: str | None
+    case: Case
+    backends: Sequence[str] | None = None  # all that can do it
+
+
+class Contestant(NamedTuple):
+    """Who is measured: a backend of ours, or a peer.
+
+    `run` takes inputs, the state before them or None, and what else a case has: whether the state behind them is
+    wanted, and the ends of packed sequences. It returns y and that state. `convert` makes such inputs of the op's, as
+    differentiable operations; it is not timed.
+    """
+
+    who: str
+    what: str
+    run: Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor, Any]]
+    convert: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    convert_state: Callable[[Tensor], Tensor] = lambda state: state
+    is_foreign: bool = False  # whether it is tried in a process of its own first, as it may end one
+
+
+# ---- ours --------------------------------------------------------------------------------------------------------
+
+
+def backends_of(op: str) -> list[str]:
+    """Return the backends that calls of an op can ask for, "auto" first."""
+    return [name for name in _OWN_BACKENDS.get(op, BACKENDS) if name != "reference"]
+
+
+def backend_of(case: Case, asked: str) -> str:
+    """Return the backend that a case takes where this one is asked for.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        It cannot do it: what is in the way.
+    """
+    batch, tokens, heads, head_size, value_size = case.shape
+    device = torch.cuda.current_device()
+    if case.op == "timex":
+        directions = {"forward": ["forward"], "backward": ["backward"]}.get(case.phase, timex_module.MOST_TOKENS)
+        taken = [
+            timex_module.choose(asked, case.dtype, batch, tokens, lambda: tensors.arch(device), direction)
+            for direction in directions
+        ]
+        return ", ".join(dict.fromkeys(taken))
+    if case.op == "wkv4":
+        return wkv4_walk.backend_of(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
+    looked_at = backends.Case(
+        case.op, case.dtype, head_size, value_size, tokens, case.decay, None, None,
+        training=case.has_gradients, blocks=batch * heads, multiprocessors=lambda: tensors.multiprocessors(device),
+    )  # fmt: skip
+    return backends.choose(asked, looked_at, lambda: tensors.arch(device))[0]
+
+
+def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
+    """Return our contestants.
+
+    Parameters
+    ----------
+    case : Case
+        The call.
+    asked : sequence of str, optional
+        Backends; by default all that can do it. Names that come to the same backend are one contestant.
+
+    Returns
+    -------
+    contestants : list of Contestant
+        What "auto" takes is the first.
+    obstacles : dict
+        What is in the way of backends that were asked for, by their names.
+    """
+    taken: dict[str, Contestant] = {}
+    obstacles: dict[str, str] = {}
+    for name in backends_of(case.op) if asked is None else asked:
+        try:
+            backend = backend_of(case, name)
+        except UnsupportedConfigError as error:
+            if asked is not None:
+                obstacles[name] = str(error)
+            continue
+        taken.setdefault(backend, our_call(case, name, backend))
+    return list(taken.values()), obstacles
+
+
+def our_call(case: Case, asked: str, backend: str) -> Contestant:
+    """Return the contestant that asks for a backend of ours."""
+    function = partial(OPS[case.op], backend=asked, **case.options)
+
+    def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        y, final = function(*inputs, **({} if state is None else {"initial_state": state}), **more)
+        return y, final
+
+    return Contestant(OURS, backend, run)
+
+
+# ---- torch -------------------------------------------------------------------------------------------------------
+
+
+def torch_peers(case: Case) -> list[Contestant]:
+    """Return what torch alone can do of a case."""
+    if case.op == "timex":
+        return [Contestant("torch", "conv1d", _conv1d), Contestant("torch", "fft", _fft)]
+    if case.op in ("wkv5", "wkv6") and case.shape[1] <= MOST_LOOPED_TOKENS and case.kind != "packed":
+        return [Contestant("torch", "naive loop", _naive, convert_state=swapped)]
+    return []
+
+
+def swapped(state: Tensor) -> Tensor:
+    """Return a state with K before V, or V before K."""
+    return state.transpose(-1, -2).contiguous()
+
+
+def _conv1d(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
+    w, k = inputs
+    _, channels, tokens = k.shape
+    padded = torch.nn.functional.pad(k, (tokens - 1, 0))
+    return torch.nn.functional.conv1d(padded, w.unsqueeze(1), groups=channels), None
+
+
+def _fft(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, None]:
+    w, k = inputs
+    tokens = k.shape[-1]
+    spectra = [torch.fft.rfft(x.float(), n=2 * tokens) for x in (w.flip(-1), k)]
+    return torch.fft.irfft(spectra[0] * spectra[1], n=2 * tokens)[..., :tokens].to(k.dtype), None
+
+
+def _naive(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """RWKV-5 and 6 as Hugging Face models compute them without kernels: token by token, states [B, H, K, V]."""
+    r, k, v, w, u = (x.float() for x in inputs)
+    batch, tokens, heads, head_size = r.shape
+    if state is None:
+        state = r.new_zeros(batch, heads, head_size, v.shape[-1])
+    factors = torch.exp(-torch.exp(w)).unsqueeze(-1)
+    outputs = []
+    for t in range(tokens):
+        product = k[:, t].unsqueeze(-1) @ v[:, t].unsqueeze(-2)
+        outputs.append((r[:, t].unsqueeze(-2) @ (u.unsqueeze(-1) * product + state)).squeeze(-2))
+        state = product + (factors[:, t] if w.dim() == 4 else factors) * state
+    return torch.stack(outputs, dim=1).to(inputs[2].dtype), state
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
 
 
 def row(entry: Entry, who: str, what: str, skipped: str | None = None) -> dict[str, Any]:
     """Return a row without figures."""
     case = entry.case
-    return {
-        "suite": entry.suite,
-        "op": case.op,
-        "shape": case.shown,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "phase": case.phase,
-        "who": who,
-        "what": what,
-        **dict.fromkeys(("median_ms", "low_ms", "high_ms")),
-        "runs": 0,
-        "in_graph": False,
-        **dict.fromkeys(("host_us", "floor_ms", "fraction", "peak_mib", "error")),
+    known: dict[str, Any] = {
+        "suite": entry.suite, "op": case.op, "shape": case.shown, "dtype": str(case.dtype).removeprefix("torch."),
+        "phase": case.phase, "inputs": case.kind, "who": who, "what": what, "runs": 0, "in_graph": False, "errors": {},
         "skipped": skipped,
-    }
+    }  # fmt: skip
+    return dict.fromkeys(COLUMNS) | known
+
+
+def is_host_bound(row: Mapping[str, Any]) -> bool:
+    """Return whether the host takes longer for a call than the GPU."""
+    known = row["host_us"] is not None and row["median_ms"] is not None
+    return known and bool(row["host_us"] > 1e3 * row["median_ms"])
+
+
+def one_line(error: BaseException) -> str:
+    """Return what is said of an error in a table."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}"[:200].removesuffix(": ")
 
 
 def rows_of(
     entry: Entry,
     copy_tb_per_s: float,
-    with_peers: bool = True,
-    obstacles: Mapping[Attempt, str] | None = None,
+    peers: Sequence[Contestant] = (),
     tell: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure a case on a GPU.
@@ -56,10 +218,8 @@ def rows_of(
         The case, and the backends of ours.
     copy_tb_per_s : float
         The bandwidth of a copy.
-    with_peers : bool, default True
-        Whether others are measured too.
-    obstacles : mapping, optional
-        What is known to be in the way of peers.
+    peers : sequence of Contestant, optional
+        Who is measured beside ours.
     tell : callable, optional
         Gets the rounds that are done and all.
 
@@ -68,52 +228,63 @@ def rows_of(
     list of dict
         One for each contestant, skipped ones last.
     """
-    case, known = entry.case, obstacles or {}
-    everyone, refused = contestants.of(case, entry.backends, with_peers)
-    rows = [row(entry, contestants.OURS, name, why) for name, why in refused.items()]
-    ready: list[tuple[Contestant, _Ready]] = []
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    sets = cases.sets_for(case, properties.L2_cache_size)
-    flush = None
-    if not cases.are_cold(sets, properties.L2_cache_size):
-        flush = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda")
-    for each in everyone:
-        why = known.get(Attempt(case, each.who, each.what))
-        if why is None:
-            try:
-                ready.append((each, _ready(case, each, sets, flush)))
-            except Exception as error:
-                why = one_line(error)
-        if why is not None:
-            rows.append(row(entry, each.who, each.what, why))
-    timed = timing.interleaved([each.turns.ms for _, each in ready], BUDGET_MS, tell)
-    errors = _errors(case, [each for each, _ in ready])
-    floor = floors.floor_ms(case, copy_tb_per_s)
+    case = entry.case
+    own, refused = ours(case, entry.backends)
+    skipped = [row(entry, OURS, name, why) for name, why in refused.items()]
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    sets, flush = cases.sets_for(case, cache_bytes), None
+    if not cases.are_cold(sets, cache_bytes):
+        flush = torch.empty(2 * cache_bytes, dtype=torch.uint8, device="cuda")
+    ready: list[tuple[Contestant, timing.Turns, int]] = []
+    for contestant in (*own, *peers):
+        try:
+            ready.append((contestant, *_ready(case, contestant, sets, flush)))
+        except Exception as error:
+            skipped.append(row(entry, contestant.who, contestant.what, one_line(error)))
+    timed = timing.interleaved([turns.ms for _, turns, _ in ready], BUDGET_MS, tell)
+    judged = _errors(case, [contestant for contestant, _, _ in ready], sets[0], ours(case)[0])
+    floor = cases.floor_ms(case, copy_tb_per_s)
     measured = []
-    for (each, found), times, distance in zip(ready, timed, errors, strict=True):
+    for (contestant, turns, peak), times, errors in zip(ready, timed, judged, strict=True):
+        who = (contestant.who, contestant.what)
         if isinstance(times, Exception):
-            rows.append(row(entry, each.who, each.what, one_line(times)))
-            continue
-        if distance is not None and not math.isfinite(distance):
-            rows.append(row(entry, each.who, each.what, "its results are not finite, so it has no speed"))
-            continue
-        spread = timing.spread(times)
-        measured.append(
-            row(entry, each.who, each.what)
-            | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs}
-            | {"in_graph": found.turns.in_graph, "host_us": found.turns.host_us, "floor_ms": floor}
-            | {"fraction": floor / spread.median, "peak_mib": found.peak_bytes / 2**20, "error": distance}
-        )
-    return measured + rows
+            skipped.append(row(entry, *who, one_line(times)))
+        elif not all(map(math.isfinite, (*errors["errors"].values(), errors["other_error"] or 0.0))):
+            skipped.append(row(entry, *who, "its results are not finite, so it has no speed"))
+        else:
+            spread = timing.spread(times)
+            measured.append(
+                row(entry, *who)
+                | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs}
+                | {"in_graph": turns.in_graph, "host_us": turns.host_us, "floor_ms": floor}
+                | {"fraction": floor / spread.median, "peak_mib": peak / 2**20, **errors}
+            )
+    return measured + skipped
 
 
-class _Ready(NamedTuple):
-    turns: timing.Turns
-    peak_bytes: int
+def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], Any]:
+    """Return the call of a case by a contestant; for a backward alone, the forward runs here."""
+    inputs = [x.detach() for x in contestant.convert(given.inputs)]
+    state, more = _beside(case, contestant, given)
+    if not case.has_gradients:
+        return lambda: contestant.run(inputs, state, more)
+    leaves = [x.requires_grad_() for x in inputs]
+    if case.phase == "forward+backward":
+        return lambda: torch.autograd.grad(contestant.run(leaves, None, more)[0], leaves, given.dy)
+    y = contestant.run(leaves, None, more)[0]
+    return lambda: torch.autograd.grad(y, leaves, given.dy, retain_graph=True)
 
 
-def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Tensor | None) -> _Ready:
-    """Compile, tune and warm a contestant up, and see how much memory it takes: with its inputs, in one call."""
+def _beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
+    """Return the state that a contestant begins with, and what else it is given beside the inputs."""
+    more: dict[str, Any] = {"output_final_state": True} if case.with_state else {}
+    if given.cu_seqlens is not None:
+        more["cu_seqlens"] = given.cu_seqlens
+    return None if given.state is None else contestant.convert_state(given.state), more
+
+
+def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Tensor | None) -> tuple[timing.Turns, int]:
+    """Compile, tune and warm a contestant up; return its turns, and the memory of one call with its inputs."""
     first = run_once(case, contestant, sets[0])
     first()
     torch.cuda.synchronize()
@@ -122,62 +293,120 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
     for call in calls:
         call()
     small = not case.has_gradients and timing.is_small(sets[0].dy.numel())
-    return _Ready(timing.Turns(calls, small, flush), peak)
-
-
-def give_back_memory() -> None:
-    """Let go of what a case has had."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    return timing.Turns(calls, small, flush), peak
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
 
+Results = dict[str, Tensor]  # y, and the gradients by the names of their inputs: dr, dw
 
-def _errors(case: Case, everyone: Sequence[Contestant], device: str = "cuda") -> list[float | None]:
-    """Return the largest relative L2 error of y, and of the gradients where there are some, against float64.
 
-    Over at most 300 tokens of a row; None where a contestant cannot do so few, or the reference has no memory.
+def _errors(
+    case: Case, everyone: Sequence[Contestant], given: Given, own: Sequence[Contestant]
+) -> list[dict[str, Any]]:
+    """Return the relative L2 errors of the call that was timed.
+
+    The first tokens of a row depend on nothing behind them. Where the gradient of y is zero elsewhere, so do their
+    gradients. So float64 judges the whole call, with its backend and geometry, by the first tokens of its first row.
+    All tokens of it are held against another backend of ours.
+
+    Returns
+    -------
+    list of dict
+        For each contestant errors, by the names of the results; error, the largest of them; other, the backend of ours
+        that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
+        or the reference has no memory.
     """
+    tokens = min(case.shape[1], _tokens_to_check(case))
     try:
-        few, given, wanted = _exact(case, device)
+        wanted = _exact(case, given, tokens)
     except Exception:
-        return [None] * len(everyone)
-    return [_error(few, each, given, wanted) for each in everyone]
+        wanted = {}
+    begun = given._replace(dy=torch.zeros_like(given.dy))
+    beginning(case, "y", begun.dy, tokens).copy_(beginning(case, "y", given.dy, tokens))
+    known: dict[str, Results | None] = {}  # what judges found
+    found = []
+    for contestant in everyone:
+        errors = _distances(case, _results(case, contestant, begun) if wanted else None, wanted, tokens)
+        judge = next(
+            (each for each in _judges(own) if (each.who, each.what) != (contestant.who, contestant.what)), None
+        )
+        distances: dict[str, float] = {}
+        if judge is not None:
+            if judge.what not in known:
+                known[judge.what] = _results(case, judge, given)
+            distances = _distances(case, _results(case, contestant, given), known[judge.what] or {})
+        found.append({
+            "error": max(errors.values(), default=None), "errors": errors,
+            "other": judge.what if judge and distances else None,
+            "other_error": max(distances.values(), default=None),
+        })  # fmt: skip
+    return found
 
 
-def _exact(case: Case, device: str) -> tuple[Case, Given, list[Tensor]]:
-    """Return a shorter case, what it is given, and its results in float64."""
-    batch_of_one = (1, min(case.shape[1], _tokens_to_check(case)), *case.shape[2:])
-    few = case._replace(shape=batch_of_one)
-    given = cases.given_for(few, device)
-    exact = [x.detach().double().requires_grad_() for x in given.inputs]
-    state = {} if given.state is None else {"initial_state": given.state.double()}
-    wanted = [REFERENCES[case.op](*exact, **state, **case.options)[0]]
-    if case.has_gradients:
-        wanted += torch.autograd.grad(wanted[0], exact, given.dy.double())
-    return few, given, [x.detach() for x in wanted]
+def _judges(own: Sequence[Contestant]) -> list[Contestant]:
+    """Return our backends, first those that are made for exact sums and not for speed."""
+    return sorted(own, key=lambda each: each.what not in ("recurrent", "fft"))
 
 
 def _tokens_to_check(case: Case) -> int:
     _, _, heads, head_size, value_size = case.shape
     if case.op in cases.WITHOUT_HEADS:
-        return _MOST_TOKENS
-    return min(_MOST_TOKENS, max(16, _MOST_STATES // (heads * head_size * value_size)))
+        return MOST_TOKENS
+    return min(MOST_TOKENS, max(16, _MOST_STATES // (heads * head_size * value_size)))
 
 
-def _error(case: Case, contestant: Contestant, given: Given, wanted: Sequence[Tensor]) -> float | None:
+def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
+    """Return the part of an input, of y or of their gradients that the first tokens of the first row need."""
+    if case.op == "timex":  # the last column of w is that of the token itself
+        return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
+    is_of_all_tokens = name in ("u", "du") or (case.op in ("wkv4", "wkv5") and name in ("w", "dw"))
+    return x if is_of_all_tokens else x[:1, :tokens]
+
+
+def _exact(case: Case, given: Given, tokens: int) -> Results:
+    """Return results in float64, of the first tokens of the first row."""
+    names = cases.names_of(case.op)
+    exact = [
+        beginning(case, name, x.detach(), tokens).double().requires_grad_()
+        for name, x in zip(names, given.inputs, strict=True)
+    ]
+    more: dict[str, Any] = {} if given.state is None else {"initial_state": given.state[:1].double()}
+    if given.cu_seqlens is not None:
+        more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
+    y = REFERENCES[case.op](*exact, **more, **case.options)[0]
+    found = {"y": y.detach()}
+    if case.has_gradients:
+        grads = torch.autograd.grad(y, exact, beginning(case, "y", given.dy, tokens).double())
+        found |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+    return found
+
+
+def _results(case: Case, contestant: Contestant, given: Given) -> Results | None:
+    """Return what a contestant finds, as the op's callers would; None where it cannot do it."""
     try:
         inputs = contestant.convert(given.inputs if case.has_gradients else [x.detach() for x in given.inputs])
-        state = None if given.state is None else contestant.convert_state(given.state)
-        found = [contestant.run(inputs, state, case.phase in cases.WITH_STATES)[0]]
+        state, more = _beside(case, contestant, given)
+        y = contestant.run(inputs, state, more)[0]
+        found = {"y": y.detach()}
         if case.has_gradients:
-            found += torch.autograd.grad(found[0], given.inputs, given.dy)
+            grads = torch.autograd.grad(y, given.inputs, given.dy)
+            found |= {f"d{name}": grad for name, grad in zip(cases.names_of(case.op), grads, strict=True)}
     except Exception:
         return None
-    pairs = zip(found, wanted, strict=True)
-    distances = [(x.detach().double() - want).norm() / want.norm() for x, want in pairs]
-    return float(torch.stack(distances).max())  # NaN where one of them is
+    return found
+
+
+def _distances(case: Case, found: Results | None, wanted: Results, tokens: int | None = None) -> dict[str, float]:
+    """Return the relative L2 distance of each result, of the first tokens alone where these are given."""
+    if found is None:
+        return {}
+    distances = {}
+    for name, want in wanted.items():
+        x = found[name] if tokens is None else beginning(case, name, found[name], tokens)
+        wide = torch.float64 if tokens is not None else torch.float32
+        distances[name] = float((x.to(wide) - want.to(wide)).norm() / want.to(wide).norm())
+    return distances
 
 
 # ---- without a GPU -----------------------------------------------------------------------------------------------
@@ -186,13 +415,12 @@ def _error(case: Case, contestant: Contestant, given: Given, wanted: Sequence[Te
 def rows_of_cpu(entry: Entry) -> list[dict[str, Any]]:
     """Measure what a call runs on CPU tensors, in plain torch: it says nothing about the speed of the kernels."""
     case, (backend,) = entry.case, entry.backends or ("auto",)
-    contestant = Contestant(contestants.OURS, backend, contestants.call_of(case, backend))
-    spread = timing.spread(timing.cpu_ms(run_once(case, contestant, cases.given_for(case, "cpu"))))
-    (error,) = _errors(case, [contestant], "cpu")
+    contestant, given = our_call(case, backend, backend), cases.given_for(case, "cpu")
+    spread = timing.spread(timing.cpu_ms(run_once(case, contestant, given)))
+    (errors,) = _errors(case, [contestant], given, [])
     return [
-        row(entry, contestants.OURS, backend)
-        | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs}
-        | {"error": error}
+        row(entry, OURS, backend)
+        | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs, **errors}
     ]
 
 

@@ -36,25 +36,9 @@ def median_ms(function: Callable[[], Any], repeats: int = 20) -> float:
     return float(statistics.median(times))
 
 
-def graph_ms(function: Callable[[], Any], calls: int = 50) -> float:
-    """Return the time of a call inside a CUDA graph: `calls` of them captured, replayed, and divided."""
-    function()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
-    return median_ms(graph.replay) / calls
-
-
 def is_small(elements: int) -> bool:
     """Return whether a call on so many elements is timed in a CUDA graph."""
     return elements < _SMALL
-
-
-def call_ms(function: Callable[[], Any], elements: int) -> tuple[float, bool]:
-    """Return the time of a call on so many elements, and whether it was taken in a CUDA graph, as of few."""
-    in_graph = is_small(elements)
-    return (graph_ms if in_graph else median_ms)(function), in_graph
 
 
 # ---- what is timed in turns --------------------------------------------------------------------------------------

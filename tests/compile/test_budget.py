@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import history, identity, kernel
+from bench import history
+from rwkv_jit import identity, kernel
 from rwkv_jit.ops import gated_scan, scan_geometry, split, timex_tiles, wkv4_walk
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

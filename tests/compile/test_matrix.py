@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, history, kernel, runtime
+from bench import history
+from rwkv_jit import cache, compiler, kernel, runtime
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import chunked, gated, gated_scan, recurrent, scan_geometry, split

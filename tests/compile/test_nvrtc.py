@@ -13,7 +13,6 @@ from rwkv_jit import compiler, cuda
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 
 # Those that only comparisons with the past take.
-HISTORY = {"wkv5_history", "timex_history"}
 # The oldest of the extra cuda12, the newest of the extra cuda13.
 WHEELS = {
     "oldest": "nvidia-cuda-nvrtc-cu12=={}.{}.*".format(*cuda.OLDEST_NVRTC),
@@ -53,7 +52,7 @@ def test_nvrtc_compiles_a_kernel_of_every_op_and_reads_every_template(requiremen
     assert list(found["registers"]) == ["wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"]
     assert all(0 < registers <= 255 for registers in found["registers"].values())
     templates = {path.stem for path in (root / "kernel_templates").rglob("*.cu")}
-    assert set(found["read"]) == templates - HISTORY
+    assert set(found["read"]) == templates
 
 
 def test_kernel_that_an_old_nvrtc_refuses_is_its_fault(tiny, monkeypatch):

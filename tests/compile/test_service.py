@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cache, compiler, cuda, history, identity, kernel, stats, template
+from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops import backends, chunked, gated, gated_scan, recurrent, scan_geometry, split
 from rwkv_jit.ops.recurrent import VARIANTS
@@ -389,11 +389,6 @@ OTHER_RULES["wkv7_group_backward"] = {
     "a group has whole tiles of columns": {"VALUE_SIZE": 256, "NUM_THREADS": 512, "SHARED_BYTES": 212992},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
-OTHER_RULES["wkv5_history"] = {
-    "vector must divide the head size": {"VECTOR": 5},
-    "num_threads must be 1 to 1024": {"NUM_THREADS": 1025},
-    "atomics add to fp32": {"T_Y": "bf16"},
-}
 OTHER_RULES["gla_key_gradients"] = {"shared_bytes is what the geometry says": {"SHARED_BYTES": 16}}
 GROUP_RULES = {
     "chunk_len must be 64": {"CHUNK_LEN": 32},
@@ -509,8 +504,6 @@ def parameters(name):
         given = ("gla", direction, 24, 24, TYPES, "sm_90", 64)
         kernels = [gated_scan.specialize(*given), *gated_scan.companions(*given)]
         return next(request.parameters for request in kernels if request.template.name == name)
-    if name == "wkv5_history":  # the first of its forms, with atomics
-        return history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")[0].parameters
     if name == "gla_key_gradients":
         return gated_scan.companions("gla", "backward", 24, 24, TYPES, "sm_90", 32)[0].parameters
     op, backend, direction = name.split("_")

@@ -74,7 +74,6 @@ def own_modules(op: str) -> list[str]:
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
     templates = sorted(path.name for path in (ROOT / "kernel_templates").rglob(f"{STEMS[op]}_*.cu"))
-    templates = [name for name in templates if not name.endswith("_history.cu")]  # which no op takes
     parts = [template_text(name, {"types.cuh"}) for name in templates]
     parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, *own_modules(op)))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -6,8 +6,10 @@ import comparing
 import pytest
 import torch
 
-from rwkv_jit import history, tensors
-from rwkv_jit.history import Form
+from bench import history
+from bench.__main__ import main
+from bench.history import Form
+from rwkv_jit import tensors
 from rwkv_jit.ops import gated
 
 DTYPES, relative = comparing.DTYPES, comparing.relative
@@ -72,9 +74,10 @@ def test_heads_before_tokens(number):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_command(run, dtype):
-    code, printed, said = run("bench", "--op", "wkv5", "--history", "--shape", "1,54,4,40", "--dtype", dtype, "--json")
-    assert (code, said) == (0, "")
+def test_the_command(capsys, dtype):
+    assert main(["history", "--op", "wkv5", "--shape", "1,54,4,40", "--dtype", dtype, "--json"]) == 0
+    printed, said = capsys.readouterr()
+    assert said == ""
     rows = json.loads(printed)["rows"]
     assert [row["step"] for row in rows] == [number + 1 for number in STEPS]
     done = [row for row in rows if row["obstacle"] is None]

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import history, tensors
+from bench import history
+from bench.history import Form
+from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.history import Form
 from rwkv_jit.ops import timex as module
 from rwkv_jit.ops import timex_launches
 

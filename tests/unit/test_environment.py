@@ -617,10 +617,7 @@ SHARED_OPS = {
     "ops.recording", "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.sharding", "ops.split",
     "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
 }  # fmt: skip
-IN_BENCH = {
-    "bench.cases", "bench.contestants", "bench.floors", "bench.isolation", "bench.measure", "bench.peers",
-    "bench.result", "bench.service", "bench.suites", "bench.timing",
-}  # fmt: skip
+IN_BENCH = {"bench.cases", "bench.measure", "bench.timing"}
 OPS = ("ops.gla", "ops.linear_attention", "ops.timex", "ops.wkv4", "ops.wkv5", "ops.wkv6", "ops.wkv7")
 ALL_OPS = {*SHARED_OPS, "ops", *OPS}
 MAY_IMPORT = {
@@ -705,24 +702,11 @@ MAY_IMPORT = {
     "ops.wide_keys": BELOW_OPS | {"ops.backends", "ops.boundary", "ops.gated_groups", "ops.gated_scan"},
     **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
     "runtime": BELOW_OPS | ALL_OPS,
-    "latency": BELOW_OPS | ALL_OPS | {"runtime", "bench", "bench.timing", "report"},
     "bench.cases": BELOW_OPS | ALL_OPS | {"runtime"},
-    "bench.floors": {"bench.cases"},
     "bench.timing": set(),
-    "bench.service": {"errors", "report"},
-    "bench.peers": {"bench.cases", "reference"},
-    "bench.contestants": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.peers"},
-    "bench.isolation": {"bench.cases", "bench.peers"},
-    "bench.suites": {"bench.cases"},
-    "bench.measure": IN_BENCH - {"bench.measure", "bench.result", "bench.service"},
-    "bench.result": {"ops.recurrent", "template", "runtime", "report", "bench.cases", "bench.words"},
-    "bench": IN_BENCH | {"runtime", "report", "bench", "bench.plot", "bench.record"},
-    "bench.words": set(),
-    "bench.plot": {"bench", "bench.words"},
-    "bench.speedups": {"bench", "bench.words"},
-    "bench.record": {"bench", "bench.result", "bench.speedups", "bench.words", "errors", "report"},
+    "bench.measure": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.timing"},
+    "bench": IN_BENCH | {"runtime", "report", "bench"},
     "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "history": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"cache.installed", "runtime", "bench", "report"},
     "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"kernel_wheels", "runtime", "demo", "report"},
@@ -733,11 +717,8 @@ MAY_IMPORT = {
         | {
             "runtime",
             "bench",
-            "bench.record",
             "profiling",
-            "history",
             "kernel_wheels",
-            "latency",
             "models",
             "tune",
             "demo",
@@ -751,8 +732,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 MAY_IMPORT_TORCH = {
-    "tensors", "reference", "custom", "runtime", "bench", "profiling", "history", "latency", "models", "tune", "demo",
-    "doctor",    *ALL_OPS, *IN_BENCH,
+    "tensors", "reference", "custom", "runtime", "bench", "profiling", "models", "tune", "demo",
+    "doctor", *ALL_OPS, *IN_BENCH,
 }  # fmt: skip
 
 

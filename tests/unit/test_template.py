@@ -383,8 +383,8 @@ def test_templates_of_this_installation_are_found():
     kinds = ("gla_recurrent", "wkv7_recurrent", "wkv7_chunked")
     of_both_ways = {
         "wkv7_join", "wkv7_prepare", "wkv7_scan", "wkv7_group_scan", "wkv7_token_gradients", "wkv7_key_gradients",
-        "wkv7_segment", "wkv7_decay_range", "gla_join", "gla_segment", "wkv5_history",
-        "timex_convolve", "timex_filter_gradient", "timex_history", "timex_transform",
+        "wkv7_segment", "wkv7_decay_range", "gla_join", "gla_segment",
+        "timex_convolve", "timex_filter_gradient", "timex_transform",
     }  # fmt: skip
     of_one_way = {f"{kind}_{way}" for kind in kinds for way in ("forward", "backward")}
     assert of_one_way | of_both_ways <= set(template.names())

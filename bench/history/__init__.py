@@ -1,20 +1,25 @@
 """The history of a kernel: the forms it went through, each timed beside the one before and beside the op's kernels.
 
-The forms are one template with parameters, `<op>_history`. No call of an op takes them.
+The forms are one template with parameters, `<op>_history.cu` beside this file. No call of an op takes them.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import bench, kernel, report, runtime, template, tensors
+from rwkv_jit.bench import cases, measure, timing
+from rwkv_jit.bench.cases import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.launch import Plan
 from rwkv_jit.ops import backends, choices, chunked, prepared, timex_tiles, timex_transforms
@@ -27,7 +32,6 @@ _OF_KERNEL = {
     "kernel": "name", "parameters": "parameters", "registers": "registers", "spill_bytes": "spill_bytes",
     "shared_bytes": "shared_bytes",
 }  # fmt: skip
-_MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
 
 
 class Step(NamedTuple):
@@ -230,6 +234,11 @@ HISTORIES = {
 # ---- measuring ---------------------------------------------------------------------------------------------------
 
 
+@cache
+def _template(op: str) -> template.Template:
+    return template.read(Path(__file__).with_name(f"{op}_history.cu"))
+
+
 def requests(op: str, shape: Shape, dtype: torch.dtype, arch: str, also: tuple[str, ...] = ()) -> list[kernel.Request]:
     """Return the kernels of the steps that are forms of the op's history template, in their order."""
     found: list[kernel.Request] = []
@@ -237,7 +246,7 @@ def requests(op: str, shape: Shape, dtype: torch.dtype, arch: str, also: tuple[s
     for step in HISTORIES[op].steps(shape, dtype):
         if step.backend is None:
             parameters = {**parameters, **step.parameters}
-            found.append(kernel.Request(template.library(f"{op}_history"), parameters, arch, also))
+            found.append(kernel.Request(_template(op), parameters, arch, also))
     return found
 
 
@@ -266,25 +275,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     dict
         env : the environment report; rows : one dict per op, shape and step, with op, shape, dtype, step (from 1),
         change, kernel (its template), parameters, registers, spill_bytes and shared_bytes (None where it is torch's),
-        forward_ms, in_graph,
-        speedup (of the forward, to the step before) and speedup_to_first, forward_backward_ms (None where the form has
-        no backward), error (of y, over at most 300 tokens of a row); obstacle is None, or what is in the way of a step,
-        which has nothing else of these then.
+        forward_ms, in_graph, speedup (of the forward, to the step before) and speedup_to_first, forward_backward_ms
+        (None where the form has no backward), error (of y, over at most 300 tokens of a row); obstacle is None, or what
+        is in the way of a step, which has nothing else of these then.
 
     Raises
     ------
     ValueError
-        An op has no history, an option does not go with it, there is no GPU, or the shape cannot be read.
+        There is no GPU, or the shape cannot be read.
     """
     ops = list(dict.fromkeys(arguments.op or HISTORIES))
-    without = [op for op in ops if op not in HISTORIES]
-    if without:
-        raise ValueError(f"--history: expected --op {' or '.join(HISTORIES)}, got {', '.join(without)}")
-    if arguments.backend not in (None, "auto"):
-        raise ValueError(f"--history: runs kernels of several backends, got --backend {arguments.backend}")
     shape = None if arguments.shape is None else bench.read_shape(arguments.shape)
     bench.check_gpu()
-    dtype = bench.DTYPES[arguments.dtype or "bf16"]
+    dtype = bench.DTYPES[arguments.dtype]
     rows = [
         row for op in ops for each in ([shape] if shape else HISTORIES[op].shapes) for row in _measure(op, each, dtype)
     ]
@@ -292,21 +295,24 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:
-    history = HISTORIES[op]
-    row_of_few = history.make_inputs((1, min(shape[1], _MOST_TOKENS), *shape[2:]), dtype)
-    exact = history.reference(*[x.double() for x in row_of_few])
-    steps = zip(prepare(op, history.make_inputs(shape, dtype)), prepare(op, row_of_few), strict=True)
+    history, case = HISTORIES[op], Case(op, (*shape[:4], shape[3]), dtype)  # type: ignore[arg-type]
+    given = history.make_inputs(shape, dtype)
+
+    def beginning(name: str, x: Tensor) -> Tensor:
+        return measure.beginning(case, name, x, min(shape[1], measure.MOST_TOKENS)).double()
+
+    exact = history.reference(*map(beginning, cases.names_of(op), given))
     rows: list[dict[str, Any]] = []
     times: list[float] = []
-    for number, ((step, form), (_, checked)) in enumerate(steps, 1):
+    for number, (step, form) in enumerate(prepare(op, given), 1):
         rows.append({
             "op": op, "shape": list(shape), "dtype": str(dtype).removeprefix("torch."), "step": number,
             "change": step.change, "obstacle": None,
         })  # fmt: skip
-        if not (isinstance(form, Form) and isinstance(checked, Form)):
+        if not isinstance(form, Form):
             rows[-1]["obstacle"] = str(form)
             continue
-        forward_ms, in_graph = bench.call_ms(form.forward, math.prod(shape))
+        forward_ms, in_graph = _time(form.forward, timing.is_small(math.prod(shape)))
         times.append(forward_ms)
         rows[-1] |= {
             **{
@@ -317,10 +323,17 @@ def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:
             "in_graph": in_graph,
             "speedup": times[-2:][0] / forward_ms,
             "speedup_to_first": times[0] / forward_ms,
-            "forward_backward_ms": None if form.both is None else bench.median_ms(form.both),
-            "error": float((checked.forward().double() - exact).norm() / exact.norm()),
+            "forward_backward_ms": None if form.both is None else _time(form.both, False)[0],
+            "error": float((beginning("y", form.forward()) - exact).norm() / exact.norm()),
         }
     return rows
+
+
+def _time(call: Callable[[], Any], in_graph: bool) -> tuple[float, bool]:
+    """Return the median time of a call, and whether it was taken in a CUDA graph."""
+    call()
+    turns = timing.Turns([call], in_graph)
+    return statistics.median(turns.ms() for _ in range(20)), turns.in_graph
 
 
 # ---- printing ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// RWKV-5 forward in the forms that its CUDA kernel went through, one after another: what `rwkv-jit bench --op wkv5
-// --history` compares, and no op takes. Per head, S [N, N]:
+// RWKV-5 forward in the forms that its CUDA kernel went through, one after another: what `python -m bench history
+// --op wkv5` compares, and no op takes. Per head, S [N, N]:
 //
 //     y_t = scale (S_{t-1} r_t + (sum_j u_j r_tj k_tj) v_t);   S_t = S_{t-1} diag(w) + v_t k_t^T
 //

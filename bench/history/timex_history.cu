@@ -1,4 +1,4 @@
-// timex in the forms that its CUDA kernel went through, one after another: what `rwkv-jit bench --op timex --history`
+// timex in the forms that its CUDA kernel went through, one after another: what `python -m bench history --op timex`
 // compares, and no op takes. Every sum is in fp32, by fmaf.
 //
 //     out[b, c, t] = sum_{s <= t} w[c, T-1-(t-s)] k[b, c, s]

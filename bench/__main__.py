@@ -1,0 +1,157 @@
+"""The program `python -m bench`, run from the root of a checkout: its arguments, and what each command does."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import history, plot, processes, record, service, suites
+from rwkv_jit import bench, cli, stats
+from rwkv_jit.bench import measure, timing
+from rwkv_jit.errors import RwkvJitError
+
+Outcome = tuple[dict[str, Any], Callable[[dict[str, Any]], None]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return 0, 2 where it could not do its work, or as in a shell 130 after an interrupt."""
+    try:
+        parsed = _parser().parse_args(arguments)
+        stats.configure_logging()
+        result, show = parsed.run(parsed)
+    except (RwkvJitError, ValueError, OSError) as error:
+        print(f"python -m bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if parsed.json:
+        print(json.dumps(result, indent=2, default=str))
+    else:
+        show(result)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = "Measure the ops beside other libraries, what the service costs, and how kernels became fast."
+    parser = argparse.ArgumentParser(prog="python -m bench", description=text)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, run: Callable[[argparse.Namespace], Outcome], summary: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=f"{summary}.")
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        command.set_defaults(run=run)
+        return command
+
+    ops = add("ops", _ops, "measure the ops beside FLA, Wind, torch and what else is installed")
+    cli.add_cases(ops)
+    ops.add_argument("--suite", choices=suites.SUITES, help="the tables of published studies and more, or one of them")
+    ops.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
+    text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
+    ops.add_argument("--peer-minutes", type=float, metavar="N", help=text)
+    ops.add_argument("--csv", metavar="FILE", help="write the rows there too")
+    ops.add_argument("--plot", metavar="FILE", help="draw them, e.g. out.png")
+    ops.add_argument("--record", action="store_true", help="keep the result of the suite in bench.json")
+    costs = add("service", _service, "measure what the service costs: imports, first calls, the host's part of a call")
+    costs.add_argument("--record", action="store_true", help="keep the result in bench.json")
+    forms = add("history", _history, "measure the forms that a kernel went through, beside the op's")
+    forms.add_argument("--op", action="append", choices=history.HISTORIES, help="only this op (may be repeated)")
+    forms.add_argument("--shape", metavar="B,T,H,N", help="instead of the shapes that were studied")
+    forms.add_argument("--dtype", choices=bench.DTYPES, default="bf16", help="default: bf16")
+    two = add("compare", _compare, "tell two results, of --json or --record, from each other")
+    two.add_argument("files", nargs=2, metavar="FILE", help="the earlier one first")
+    add("pages", _pages, "fill the pages from bench.json again, and draw their picture")
+    return parser
+
+
+def _ops(parsed: argparse.Namespace) -> Outcome:
+    entries = _entries(parsed)
+    _check_outputs(parsed)
+    if not torch.cuda.is_available():
+        if parsed.suite is not None:
+            raise ValueError("--suite: its shapes are for a GPU, and torch sees none; expected --shape")
+        result = record.result_of(bench.on_cpu(parsed, entries))
+    else:
+        bench.check_gpu()
+        copy = timing.copy_tb_per_s()
+        torch.cuda.empty_cache()  # each case is measured by a process of its own, which needs the memory
+        known = {} if parsed.no_peers else processes.obstacles(entries, parsed.peer_minutes)
+        rows = bench.measured(entries, lambda entry, _: processes.rows_of(entry, copy, not parsed.no_peers, known))
+        result = record.result_of({"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda", "rows": rows})
+    if parsed.csv is not None:
+        _write_csv(result, parsed.csv)
+    if parsed.record and not any(row["skipped"] == "interrupted" for row in result["rows"]):
+        record.write(result)
+    if parsed.plot is not None:
+        plot.draw(result, parsed.plot)
+    return result, bench.show
+
+
+def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:
+    if parsed.suite is None:
+        return bench.asked_for(parsed)
+    for name in ("shape", "dtype", "backend", "phase", "inputs"):
+        if (given := getattr(parsed, name)) is not None:
+            raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {parsed.suite}")
+    return suites.entries_of(parsed.suite, parsed.op)
+
+
+def _check_outputs(parsed: argparse.Namespace) -> None:
+    """Check what would fail after minutes of measuring."""
+    if parsed.peer_minutes is not None and not 0 < parsed.peer_minutes < 1e6:
+        raise ValueError(f"--peer-minutes: expected a number above 0, got {parsed.peer_minutes:g}")
+    for name in ("csv", "plot"):
+        path = getattr(parsed, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name}: expected a file in a folder that exists, got {path}")
+    if parsed.plot is not None:
+        plot.check(parsed.plot)
+    if parsed.record and (parsed.suite is None or parsed.op):
+        raise ValueError("--record: keeps a whole suite; expected --suite and no --op")
+    if parsed.record and not torch.cuda.is_available():
+        raise ValueError("--record: keeps what was measured on a GPU, and there is none")
+
+
+def _write_csv(result: dict[str, Any], path: str) -> None:
+    """Write the rows, with sizes separated by x and a column for each error; empty where there is no figure."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["errors"]))
+    columns = [name for name in measure.COLUMNS if name != "errors"]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, *(f"error of {name}" for name in names)], extrasaction="ignore")
+        writer.writeheader()
+        for row in result["rows"]:
+            errors = {f"error of {name}": error for name, error in row["errors"].items()}
+            writer.writerow({**row, **errors, "shape": "x".join(map(str, row["shape"]))})
+
+
+def _service(parsed: argparse.Namespace) -> Outcome:
+    if parsed.record:
+        bench.check_gpu()
+    result = service.run()
+    if parsed.record:
+        record.write_service(result)
+    return result, service.show
+
+
+def _history(parsed: argparse.Namespace) -> Outcome:
+    return history.run(parsed), history.show
+
+
+def _compare(parsed: argparse.Namespace) -> Outcome:
+    first, second = map(record.read, parsed.files)
+    return record.compare(first, second), record.show_comparison
+
+
+def _pages(parsed: argparse.Namespace) -> Outcome:
+    result = record.read(record.FILE)
+    return {"written": [str(path) for path in record.fill_pages(result)]}, lambda found: print(*found["written"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""Pictures of a result: its speedups, for the pages; and all of it: bars, the roof of a copy, and scaling."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.tables import PICTURE, Row, bars, contestant, machine, milliseconds, obstacle, percent, sentence, shape_of
+from rwkv_jit.bench.measure import OURS
+
+_COLOURS = ("#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#7f7f7f", "#b8a400")  # told apart by all eyes
+_OUR_COLOUR, _GREY = "#0072b2", "#666666"
+_MARKERS = "osD^vPX*"
+_COLUMNS = 3  # panels beside each other
+
+Panel = tuple[str, str]  # its title, and what its times are drawn over
+
+
+def draw_speedups(result: Mapping[str, Any], folder: Path) -> Path:
+    """Draw how many times faster than the best peer we are, with gradients, where pages of a folder look for it.
+
+    The file says in words what it shows, by which a test knows whether it is that of the record.
+    """
+    from matplotlib.figure import Figure
+
+    shown = bars(result["rows"])
+    figure = Figure(figsize=(8, 1 + 0.3 * len(shown)), layout="constrained")
+    axis = figure.subplots()
+    names = [f"{each.ours['op']} {shape_of(each.ours).replace('K = ', '').replace('V = ', '')}" for each in shown]
+    names = [
+        f"{name}, backward" if each.ours["phase"] == "backward" else name
+        for name, each in zip(names, shown, strict=True)
+    ]
+    drawn = axis.barh(range(len(shown)), [each.times for each in shown], color=_OUR_COLOUR)
+    labels = [f"{each.written}  {contestant(each.peer)}" for each in shown]
+    axis.bar_label(drawn, labels, padding=4, fontsize=9)
+    axis.set_yticks(range(len(shown)), names, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.45)
+    axis.set_xticks([])
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    where = machine({**result, "commit": None, "copy_tb_per_s": None})
+    axis.set_title(f"Times faster than the best peer, forward and backward\n{where}", loc="left", fontsize=10)
+    path = folder / PICTURE
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Description": sentence(result["rows"]), "Software": None})
+    return path
+
+
+# ---- all of a result ---------------------------------------------------------------------------------------------
+
+
+def check(path: Path | str) -> None:
+    """Check that a picture can be drawn, before anything is measured for it.
+
+    Raises
+    ------
+    ValueError
+        matplotlib is missing, or does not know the suffix.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot: needs matplotlib; pip install matplotlib") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ValueError(f"--plot: expected a file that ends in .{', .'.join(sorted(known))}, got {path}")
+
+
+def draw(result: Mapping[str, Any], path: Path | str) -> None:
+    """Draw a result.
+
+    A panel of bars for each case, fastest first: medians, whiskers from quartile to quartile, and the floor. Then,
+    where floors are known, achieved bytes a second under the bandwidth of a copy; and where cases differ in T, B or N
+    alone, times over it. N also where H N stays the same, as in models of one width.
+
+    Raises
+    ------
+    ValueError
+        Nothing was measured.
+    """
+    from matplotlib.figure import Figure
+
+    cases = cases_of(result)
+    if all(row["median_ms"] is None for row in result["rows"]):
+        raise ValueError("--plot: expected a result with a measured row, got none")
+    others = [who for who in dict.fromkeys(row["who"] for row in result["rows"]) if who != OURS]
+    colours = {OURS: _OUR_COLOUR} | {who: _COLOURS[place % len(_COLOURS)] for place, who in enumerate(others)}
+    roofed = [row for row in result["rows"] if rate(row, result) is not None]
+    panels = scaling(result["rows"])
+    heights = [0.95 + 0.26 * max(map(len, line)) for line in _in_lines(list(cases.values()))]
+    sizes = [sum(heights) + 0.4, *([5.0] if roofed else []), *([3.6 * len(_in_lines(list(panels)))] if panels else [])]
+    figure = Figure(figsize=(15, sum(sizes) + 0.9), layout="constrained")
+    figure.suptitle(machine(result), fontsize=13)
+    parts = iter(figure.subfigures(len(sizes), 1, height_ratios=sizes, squeeze=False)[:, 0])
+    part = next(parts)
+    about = "medians in ms; whiskers: quartiles; dashed and %: the floor, the fewest bytes at a copy's bandwidth"
+    part.suptitle(about, fontsize=9)
+    axes = list(part.subplots(len(heights), _COLUMNS, squeeze=False, height_ratios=heights).flat)
+    for axis, (title, rows) in zip(axes, cases.items(), strict=False):
+        _draw_case(axis, title, rows, colours)
+    if roofed:
+        _draw_roof(next(parts), roofed, result, colours)
+    if panels:
+        part = next(parts)
+        panel_axes = list(part.subplots(len(_in_lines(list(panels))), _COLUMNS, squeeze=False).flat)
+        for axis, ((title, over), lines) in zip(panel_axes, panels.items(), strict=False):
+            _draw_lines(axis, title, over, lines, colours)
+        axes += panel_axes
+    for axis in axes:
+        if not axis.has_data() and not axis.texts:
+            axis.set_axis_off()
+    figure.savefig(path, dpi=110)
+
+
+def cases_of(result: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """Return the rows of each case, the fastest first and what was left out last."""
+    found: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        found.setdefault(f"{row['op']}, {row['phase']}\n{shape_of(row)} {row['dtype']}", []).append(row)
+    return {name: sorted(rows, key=lambda row: _or(row["median_ms"], math.inf)) for name, rows in found.items()}
+
+
+def rate(row: Row, result: Mapping[str, Any]) -> float | None:
+    """Return the TB/s that a row's fewest bytes make over its median."""
+    copy = result.get("copy_tb_per_s")
+    if copy is None or not row["floor_ms"] or not row["median_ms"]:
+        return None
+    return float(copy * row["floor_ms"] / row["median_ms"])
+
+
+def scaling(rows: Sequence[Row]) -> dict[Panel, dict[str, dict[int, Row]]]:
+    """Return, for each panel of sizes that differ in one dimension alone, the rows of every contestant by that size.
+
+    What calls of ours take by themselves, the first of a case, is one contestant, whichever backend that is.
+    """
+    found: dict[Panel, dict[str, dict[int, Row]]] = {}
+    for row in rows:
+        if row["median_ms"] is None or row["inputs"] != "usual":
+            continue
+        for over, size, fixed in _sizes(row["shape"], row["op"]):
+            lines = found.setdefault((f"{row['op']} {row['dtype']}, {row['phase']}\n{fixed}", over), {})
+            is_taken = row["who"] == OURS and size not in lines.get(OURS, {})
+            lines.setdefault(OURS if is_taken else contestant(row), {})[size] = row
+    several = {
+        panel: {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
+        for panel, lines in found.items()
+    }
+    return {panel: lines for panel, lines in several.items() if lines}
+
+
+def _sizes(shape: Sequence[int], op: str) -> Iterator[tuple[str, int, str]]:
+    """Return each dimension that a line can go along, its size, and the others in words."""
+    if len(shape) == 5:
+        batch, tokens, heads, keys, values = shape
+        size = f"N = {keys}" if keys == values else f"K = {keys}, V = {values}"
+        yield "T, tokens", tokens, f"B = {batch}, H = {heads}, {size}"
+        yield "B, batch", batch, f"T = {tokens}, H = {heads}, {size}"
+        if keys == values:
+            yield "N, head size", keys, f"B = {batch}, T = {tokens}, H = {heads}"
+            yield "N, head size", keys, f"B = {batch}, T = {tokens}, H N = {heads * keys}"
+        return
+    batch, tokens, channels = shape if op == "wkv4" else (shape[0], shape[2], shape[1])
+    yield "T, tokens", tokens, f"B = {batch}, C = {channels}"
+    yield "B, batch", batch, f"T = {tokens}, C = {channels}"
+    yield "C, channels", channels, f"B = {batch}, T = {tokens}"
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _in_lines(given: list[Any]) -> list[list[Any]]:
+    return [given[first : first + _COLUMNS] for first in range(0, len(given), _COLUMNS)]
+
+
+def _spread(rows: Sequence[Row]) -> list[list[float]]:
+    """Return how far the quartiles are below and above the medians; NaN, which is not drawn, where there are none."""
+    low = [row["median_ms"] - _or(row["low_ms"], math.nan) for row in rows]
+    return [low, [_or(row["high_ms"], math.nan) - row["median_ms"] for row in rows]]
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------------
+
+
+def _draw_case(axis: Any, title: str, rows: Sequence[Row], colours: Mapping[str, str]) -> None:
+    axis.set_title(title, fontsize=9, loc="left")
+    measured = [row for row in rows if row["median_ms"] is not None]
+    largest = max((_or(row["high_ms"], row["median_ms"]) for row in measured), default=1.0)
+    axis.barh(
+        range(len(measured)), [row["median_ms"] for row in measured], xerr=_spread(measured), height=0.7,
+        color=[colours[row["who"]] for row in measured], error_kw={"elinewidth": 1, "capsize": 2.5},
+    )  # fmt: skip
+    for place, row in enumerate(rows):
+        if row["median_ms"] is None:
+            text = textwrap.shorten(f"left out: {obstacle(row)}", 62, placeholder=" ...")
+            axis.text(largest * 0.01, place, text, va="center", fontsize=7.5, color=_GREY, style="italic")
+        else:
+            reached = "" if row["fraction"] is None else f"  {percent(row['fraction'])}"
+            end = _or(row["high_ms"], row["median_ms"]) + largest * 0.02
+            axis.text(end, place, f"{milliseconds(row['median_ms'])}{reached}", va="center", fontsize=8)
+    floor = next((row["floor_ms"] for row in rows if row["floor_ms"]), None)
+    if floor is not None:
+        axis.plot([floor, floor], [-0.5, len(measured) - 0.5], color="black", linestyle="--", linewidth=1)
+    axis.set_xlim(0, largest * 1.28)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set_yticks(range(len(rows)), [contestant(row) for row in rows], fontsize=8)
+    _clean(axis)
+
+
+def _draw_roof(part: Any, rows: Sequence[Row], result: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    from matplotlib.lines import Line2D
+
+    copy = float(result["copy_tb_per_s"])
+    axis = part.subplots()
+    ops = {op: _MARKERS[place % len(_MARKERS)] for place, op in enumerate(dict.fromkeys(row["op"] for row in rows))}
+    for row in rows:
+        colour = colours[row["who"]]
+        face = "white" if "backward" in row["phase"] else colour
+        gigabytes = row["floor_ms"] * copy  # ms times TB/s
+        axis.plot(gigabytes, rate(row, result), ops[row["op"]], markersize=7, color=colour, markerfacecolor=face)
+    axis.axhline(copy, color="black", linestyle="--", linewidth=1)
+    axis.text(1, copy, f"a copy: {copy:.2f} TB/s", transform=axis.get_yaxis_transform(), ha="right", va="bottom")
+    axis.set(xscale="log", yscale="log", xlabel="fewest bytes of the case, GB", ylabel="achieved, TB/s")
+    axis.set_title("The fewest bytes of a case over its time; open: with gradients", fontsize=11)
+    handles = [Line2D([], [], marker="s", linestyle="", color=colour, label=who) for who, colour in colours.items()]
+    handles += [Line2D([], [], marker=marker, linestyle="", color="black", label=op) for op, marker in ops.items()]
+    part.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+    _clean(axis)
+
+
+def _draw_lines(
+    axis: Any, title: str, over: str, lines: Mapping[str, Mapping[int, Row]], colours: Mapping[str, str]
+) -> None:
+    floors: dict[int, float] = {}
+    for place, (name, line) in enumerate(lines.items()):
+        rows = list(line.values())
+        axis.errorbar(
+            list(line), [row["median_ms"] for row in rows], _spread(rows), label=name, color=colours[rows[0]["who"]],
+            marker=_MARKERS[place % len(_MARKERS)], markersize=5, capsize=2.5, linewidth=1.5,
+        )  # fmt: skip
+        floors |= {size: row["floor_ms"] for size, row in line.items() if row["floor_ms"]}
+    if len(floors) > 1:
+        axis.plot(*zip(*sorted(floors.items()), strict=True), color="black", linestyle="--", lw=1, label="floor")
+    axis.set_title(title, fontsize=9.5, loc="left")
+    axis.set(xlabel=over, ylabel="ms", yscale="log")
+    axis.set_xscale("log", base=2)
+    sizes = sorted({size for line in lines.values() for size in line})
+    axis.set_xticks(sizes, list(map(str, sizes)))
+    axis.minorticks_off()
+    axis.legend(frameon=False, fontsize=7.5)
+    _clean(axis)
+
+
+def _clean(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.set_axisbelow(True)

@@ -1,0 +1,91 @@
+"""Which cases are measured together: the tables of published studies, those of models, and what is hard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rwkv_jit.bench import USUAL_PHASES as BOTH
+from rwkv_jit.bench.cases import Case, shape_of
+from rwkv_jit.bench.measure import Entry
+
+_Sizes = Sequence[tuple[int, ...]]
+
+
+def _entries(
+    suite: str, op: str, sizes: _Sizes, phases: Sequence[str] = BOTH, backends: Sequence[str] = ("auto",),
+    dtype: torch.dtype = torch.bfloat16, wide_decay: bool = False, kind: str = "usual",
+) -> list[Entry]:  # fmt: skip
+    return [
+        Entry(suite, Case(op, shape_of(op, ",".join(map(str, size))), dtype, phase, wide_decay, kind).check(), backends)
+        for size in sizes
+        for phase in phases
+    ]
+
+
+def _studies() -> dict[str, list[Entry]]:
+    """Return the tables, by name.
+
+    wind: RWKV-7 at a model dimension of 4096, batches, heads and lengths as Wind RWKV published them. profile: the
+    prompt at which RWKV-6 was profiled, naive, token by token and in chunks. chunk_rwkv6: the prefill of a model of 1.6
+    billion parameters. gla: gated linear attention with long keys and values, and at head size 128. linear_attention:
+    the same without gates. timex: a convolution of 768 channels over 768 tokens, forward and backward apart. wkv4:
+    RWKV-4 in training. models: what the studies leave out: RWKV-5 and 6 in training, one long sequence, a prompt as the
+    op's caller has it, and a filter of many tokens. strong: decays that chunks do not bear, of one head in 512 and of
+    all. decode: one token of one sequence, and of many. packed: 16 sequences of unequal lengths in one row.
+    """
+    long, training, usual = (1, 32768, 16, 256), (8, 4096, 32, 128), (8, 4096, 64, 64)
+    row, steps = (1, 32768, 64, 64), [(1, 1, 32, 64), (64, 1, 32, 64)]
+    return {
+        "wind": _entries("wind", "wkv7", [usual, training, (8, 4096, 16, 256), long]),
+        "profile": _entries(
+            "profile", "wkv6", [(1, 54, 32, 64)], ["forward"], ["auto", "recurrent", "chunked"], torch.float16, True
+        ),
+        "chunk_rwkv6": _entries("chunk_rwkv6", "wkv6", [(1, 4096, 32, 64)], ["prefill"]),
+        "gla": _entries("gla", "gla", [(32, 2048, 4, 256, 512), training]),
+        "linear_attention": _entries("linear_attention", "linear_attention", [training]),
+        "timex": _entries(
+            "timex", "timex", [(32, 768, 768)], ["forward", "backward"], ["auto", "tiles", "fft"], torch.float32
+        ),
+        "wkv4": _entries("wkv4", "wkv4", [(8, 4096, 4096)]),
+        "models": [
+            *_entries("models", "wkv7", [(1, 32768, 16, 64)]),
+            *_entries("models", "wkv6", [usual, (1, 4096, 32, 64)]),
+            *_entries("models", "wkv6", [(1, 54, 32, 64)], ["forward"]),
+            *_entries("models", "wkv5", [usual]),
+            *_entries("models", "timex", [(8, 768, 8192)], ["forward"], ["auto", "fft"], torch.float32),
+        ],
+        "strong": [
+            entry
+            for op in ("wkv7", "wkv6", "gla")
+            for kind in ("one-strong", "strong")
+            for entry in _entries("strong", op, [usual], kind=kind)
+        ],
+        "decode": [
+            *(entry for op in ("wkv7", "wkv6", "wkv5", "gla") for entry in _entries("decode", op, steps, ["decode"])),
+            *_entries("decode", "wkv4", [(1, 1, 2048), (64, 1, 2048)], ["decode"]),
+        ],
+        "packed": [
+            entry for op in ("wkv7", "wkv6", "gla") for entry in _entries("packed", op, [row], kind="packed")
+        ],
+    }  # fmt: skip
+
+
+STUDIES = _studies()
+SUITES = ("studies", *STUDIES)
+
+
+def entries_of(name: str, ops: Sequence[str] | None = None) -> list[Entry]:
+    """Return the entries of a suite: of one table, or with "studies" of all; `ops` leaves the others out.
+
+    Raises
+    ------
+    ValueError
+        Nothing is left.
+    """
+    tables = list(STUDIES) if name == "studies" else [name]
+    entries = [entry for table in tables for entry in STUDIES[table] if not ops or entry.case.op in ops]
+    if not entries:
+        raise ValueError(f"--op: nothing of {', '.join(ops or ())} is in --suite {name}")
+    return entries

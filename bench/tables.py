@@ -1,0 +1,301 @@
+"""What pages show of a result: tables in Markdown, and how many times faster than the best peer it finds us."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rwkv_jit.bench.cases import KINDS
+from rwkv_jit.bench.measure import OURS, is_host_bound
+
+Row = Mapping[str, Any]
+Case = tuple[Any, ...]
+CPU = "CPU reference; not the speed of the kernels"
+PICTURE = "docs/speedups.png"
+HOST_BOUND = "†"
+WITH_GRADIENTS = ("forward+backward", "backward")
+
+# ---- words -------------------------------------------------------------------------------------------------------
+
+
+def shape_of(row: Row) -> str:
+    """Return a row's shape as it is written, one N where K and V are equal, and what is unusual of its inputs."""
+    sizes = list(row["shape"])
+    if len(sizes) == 5:
+        *others, keys, values = sizes
+        sizes = [*others, keys] if keys == values else [*others, f"K = {keys}", f"V = {values}"]
+    return ", ".join(filter(None, (f"({', '.join(map(str, sizes))})", KINDS[row["inputs"]])))
+
+
+def contestant(row: Row) -> str:
+    """Return who did it, and by what: a backend of ours by the name that calls give it."""
+    what = "split" if (row["who"], row["what"]) == (OURS, "scan") else row["what"]
+    return f"{row['who']} {what}"
+
+
+def obstacle(row: Row) -> str:
+    """Return in one line why a row has no time."""
+    return " ".join((row["skipped"] or "no reason is recorded").split())
+
+
+def milliseconds(value: float) -> str:
+    """Return a time with three digits that count."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def percent(fraction: float) -> str:
+    """Return a share as it is written."""
+    return f"{fraction:.0%}" if fraction >= 0.005 else "<1%"
+
+
+def machine(result: Mapping[str, Any]) -> str:
+    """Return what a result was measured on: GPUs, versions, commit and copy bandwidth, as far as they are known."""
+    env = result["env"]
+    gpus = list(env.get("gpus") or ())[:1] if result["device"] == "cuda" else [CPU]
+    versions = [
+        f"{name} {env[key].split()[0]}"
+        for name, key in (("torch", "torch"), ("NVRTC", "nvrtc"))
+        if str(env.get(key) or "-")[0].isdigit()  # a sentence stands for an NVRTC that was not found
+    ]
+    commit = [f"commit {result['commit'][:10]}"] if result.get("commit") else []
+    copy = result.get("copy_tb_per_s")
+    return ", ".join([*gpus, *versions, *commit, *([] if copy is None else [f"copy {copy:.2f} TB/s"])])
+
+
+# ---- speedups ----------------------------------------------------------------------------------------------------
+
+
+class Speedup(NamedTuple):
+    """What a call of ours takes by itself, beside the fastest peer of the same case."""
+
+    ours: Row
+    peer: Row
+
+    @property
+    def times(self) -> float:
+        """How many times as long the peer takes."""
+        return float(self.peer["median_ms"] / self.ours["median_ms"])
+
+    @property
+    def written(self) -> str:
+        """That as it is written."""
+        return f"{self.times:.1f}×"
+
+
+def case_of(row: Row) -> Case:
+    """Return what rows of one case have in common."""
+    return row["suite"], row["op"], tuple(row["shape"]), row["dtype"], row["inputs"], row["phase"]
+
+
+def our_rows(rows: Iterable[Row]) -> dict[Case, Row]:
+    """Return the measured row of what our calls take by themselves, the first of a case."""
+    first: dict[Case, Row] = {}
+    for row in rows:
+        if row["who"] == OURS:
+            first.setdefault(case_of(row), row)
+    return {case: row for case, row in first.items() if row["median_ms"] is not None}
+
+
+def speedups(rows: Sequence[Row]) -> list[Speedup]:
+    """Return the speedup over the best peer of every case that has both, one op after another."""
+    found = []
+    for case, first in our_rows(rows).items():
+        others = [row for row in rows if case_of(row) == case and row["who"] != OURS and row["median_ms"] is not None]
+        if others:
+            found.append(Speedup(first, min(others, key=lambda row: float(row["median_ms"]))))
+    ops = list(dict.fromkeys(each.ours["op"] for each in found))
+    return sorted(found, key=lambda each: ops.index(each.ours["op"]))
+
+
+def bars(rows: Sequence[Row]) -> list[Speedup]:
+    """Return what the picture shows: with gradients, the first shape of each op and head size, of usual inputs."""
+    found: dict[Case, Speedup] = {}
+    for each in speedups(rows):
+        if each.ours["phase"] in WITH_GRADIENTS and each.ours["inputs"] == "usual":
+            found.setdefault((each.ours["op"], *each.ours["shape"][3:]), each)
+    return list(found.values())
+
+
+def sentence(rows: Sequence[Row]) -> str:
+    """Return in words what the picture shows."""
+    shown = (f"{each.ours['op']} {shape_of(each.ours)} {each.written}" for each in bars(rows))
+    return f"Times faster than the best peer, with gradients: {', '.join(shown)}"
+
+
+def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return a line for each op, shape and dtype that was measured with gradients, beside its best peers."""
+    by_call: dict[Case, dict[str, Speedup]] = {}
+    for each in speedups(rows):
+        *call, phase = case_of(each.ours)
+        by_call.setdefault(tuple(call), {})[phase] = each
+    table: list[tuple[str, ...]] = [
+        ("op", "shape", "best peer", "forward ms", "faster", "forward + backward ms", "faster", "memory GiB"),
+        ("---",) * 8,
+    ]
+    for phases in by_call.values():
+        trained = next((phases[phase] for phase in WITH_GRADIENTS if phase in phases), None)
+        if trained is None:
+            continue
+        shown = [each for each in (phases.get("forward"), trained) if each is not None]
+        peers = ", ".join(dict.fromkeys(contestant(each.peer) for each in shown))
+        row = trained.ours
+        alone = " (backward alone)" if row["phase"] == "backward" else ""
+        table.append((
+            row["op"], f"{shape_of(row)} {row['dtype']}", peers, *_speedup_cells(phases.get("forward")),
+            f"{_speedup_cells(trained)[0]}{alone}", _speedup_cells(trained)[1], _memory(trained),
+        ))  # fmt: skip
+    return table
+
+
+def _speedup_cells(each: Speedup | None) -> tuple[str, str]:
+    if each is None:
+        return "", ""
+    return " vs ".join(milliseconds(row["median_ms"]) for row in each), f"**{each.written}**"
+
+
+def _memory(each: Speedup) -> str:
+    if any(row["peak_mib"] is None for row in each):
+        return ""
+    return " vs ".join(f"{row['peak_mib'] / 1024:.1f}" for row in each)
+
+
+# ---- the blocks of pages -----------------------------------------------------------------------------------------
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what pages show of a result, by the names of their markers.
+
+    Returns
+    -------
+    dict
+        machine : what it was measured on, and how its tables read; picture : the picture's line; speedups : a table of
+        how many times faster than the best peer; service : a table of what the service costs; errors : a table of
+        errors by result; and a table for each op, by its name.
+    """
+    rows = result["rows"]
+    floor = "" if result["copy_tb_per_s"] is None else (
+        " A percentage is the floor over the median: the time that a copy, measured in the same run, takes for the "
+        "fewest bytes of the case."
+    )  # fmt: skip
+    found = {
+        "machine": f"{machine(result)}. Medians, with quartiles behind them, of one run in which contestants take "
+        f"turns.{floor} Host is the host's part of a call, phase by phase; where a {HOST_BOUND} stands behind it, the "
+        "host takes longer than the GPU, and calls one after another take the host's time. Error is relative L2 "
+        "against float64, and memory the peak, each the largest of a line.\n",
+        "picture": f"![{sentence(rows)}]({PICTURE})\n",
+        "speedups": _lines(_speedup_lines(rows)),
+        "service": _service(result.get("service")),
+        "errors": _errors(rows),
+    }
+    for op in dict.fromkeys(row["op"] for row in rows):
+        found[op] = _table([row for row in rows if row["op"] == op])
+    return found
+
+
+def _service(costs: Mapping[str, Any] | None) -> str:
+    """Return a table of what the service costs, beside what others take for the same, and where it was measured."""
+    if costs is None:
+        return "Not measured: `python -m bench service --record` does it.\n"
+    together = costs["together"]
+    one_line = {f"one line, {name}": times for name, times in costs["one_line"].items()}
+    calls = {"wkv7, forward and backward": costs["first_call"], **one_line}
+    lines = [
+        *[("host time of a call", name, f"{us:.1f} us") for name, us in costs["host_us"].items()],
+        *[("host time of a call", name, f"{times['call_us']:.1f} us") for name, times in calls.items()],
+        *[
+            ("a kernel from disk in a new process, the first, each other", name, _first_and_others(times))
+            for name, times in {"rwkv_jit": costs["from_disk_us"], **costs["peers_from_disk_us"]}.items()
+        ],
+        *[
+            (
+                "first call in a new process, nothing compiled, from disk", name,
+                f"{milliseconds(times['compiled_ms'])}, {milliseconds(times['from_disk_ms'])} ms",
+            )
+            for name, times in calls.items()
+        ],
+        (
+            f"{together['processes']} processes want a kernel that is nowhere", f"{together['compiled']} compiled",
+            f"the slowest has it after {together['slowest_s']:.2f} s, a process alone {together['alone_s']:.2f} s",
+        ),
+        ("import", "rwkv_jit, after torch", f"{costs['import_ms']:.1f} ms"),
+        ("import", "its first op", f"{costs['op_import_ms']:.1f} ms"),
+    ]  # fmt: skip
+    where = machine({**costs, "device": "cuda"})
+    return f"{where}.\n\n{_lines([('', 'of', 'measured'), ('---',) * 3, *lines])}"
+
+
+def _first_and_others(times_us: Sequence[float]) -> str:
+    first, others = times_us[0] / 1e3, statistics.median(times_us[1:]) / 1e3
+    return f"{milliseconds(first)}, {milliseconds(others)} ms"
+
+
+def _lines(table: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in table)
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    """Return a table of the errors of each result, of every call of ours that has gradients."""
+    lines = []
+    for row in rows:
+        if row["who"] == OURS and len(row["errors"]) > 1:
+            each = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+            other = "" if row["other"] is None else f"{row['other_error']:.1e} from {row['other']}"
+            call = f"{row['op']} {shape_of(row)} {row['dtype']}"
+            lines.append((call, contestant(row), row["phase"], each, other))
+    if not lines:
+        return "The record has none of these yet.\n"
+    head = ("call", "by", "phase", "against float64, first tokens", "all tokens, largest")
+    return _lines([head, ("---",) * len(head), *lines])
+
+
+def _table(rows: list[Row]) -> str:
+    """Return a table with a line for each shape and contestant, and a column for each phase."""
+    first = our_rows(rows)
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    lines: dict[Case, dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault((row["suite"], shape_of(row), row["dtype"], contestant(row)), {})[row["phase"]] = row
+    times = [f"{phase.replace('+', ' + ')} ms" for phase in phases]
+    head = ["shape", "dtype", "by", *times, "rwkv_jit is faster", "host us", "error", "memory MiB"]
+    table = [head, ["---"] * len(head)]
+    for (_, shape, dtype, who), by_phase in lines.items():
+        done = [by_phase[phase] for phase in phases if phase in by_phase]
+        measured = [row for row in done if row["median_ms"] is not None]
+        peers = [(first[case_of(row)], row) for row in measured if row["who"] != OURS and case_of(row) in first]
+        faster = ", ".join(Speedup(*pair).written for pair in peers)
+        host = ", ".join(_host(row) for row in done if row["host_us"] is not None)
+        error = _largest(done, "error", lambda value: f"{value:.1e}")
+        memory = _largest(done, "peak_mib", lambda value: f"{value:.0f}")
+        table.append(
+            [shape, dtype, who, *(_time(by_phase.get(phase)) for phase in phases), faster, host, error, memory]
+        )
+    text = _lines(table)
+    left_out: dict[str, dict[str, None]] = {}  # by what was in the way
+    for row in rows:
+        if row["median_ms"] is None:
+            case = f"{contestant(row)} {shape_of(row)} {row['dtype']} {row['phase']}"
+            left_out.setdefault(obstacle(row), {})[case] = None
+    if left_out:
+        text += "\nLeft out:\n\n" + "".join(f"- {why}: {'; '.join(cases)}\n" for why, cases in left_out.items())
+    return text
+
+
+def _host(row: Row) -> str:
+    return f"{row['host_us']:.1f}{f' {HOST_BOUND}' if is_host_bound(row) else ''}"
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["median_ms"] is None:
+        return "left out"
+    text = milliseconds(row["median_ms"])
+    if row["low_ms"] is not None and row["high_ms"] is not None:
+        text += f" ({milliseconds(row['low_ms'])} to {milliseconds(row['high_ms'])})"
+    return text if row["fraction"] is None else f"{text} {percent(row['fraction'])}"
+
+
+def _largest(rows: Iterable[Row], name: str, written: Callable[[float], str]) -> str:
+    known = [row[name] for row in rows if row[name] is not None]
+    return written(max(known)) if known else ""

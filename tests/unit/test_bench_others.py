@@ -1,0 +1,551 @@
+"""The folder `bench`: peers and what they are given, processes of their own, suites, the service, and its program."""
+
+import csv
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from filelock import FileLock, Timeout
+
+from bench import ROOT, peers, processes, record, service, suites
+from bench.__main__ import main
+from rwkv_jit import bench, reference, runtime
+from rwkv_jit.bench import cases, measure, timing
+from rwkv_jit.bench.cases import Case
+from rwkv_jit.bench.measure import Entry
+from rwkv_jit.errors import RwkvJitError
+
+SMALL = (2, 6, 2, 4, 3)
+
+
+def small(op, phase="forward", dtype=torch.float32, **more):
+    shape = cases.shape_of(op, "2,6,2,4") if op in cases.WITHOUT_HEADS else SMALL
+    return Case(op, shape, dtype, phase, **more)
+
+
+def errors_of(case, contestants):
+    found = measure._errors(case, contestants, cases.given_for(case, "cpu"), [])
+    return [each["error"] for each in found]
+
+
+# ---- peers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "index", "names"), [
+    ("wkv6", 3, ["chunk_rwkv6", "fused_recurrent_rwkv6"]),
+    ("wkv7", 1, ["chunk_rwkv7", "fused_recurrent_rwkv7"]),
+    ("gla", None, ["chunk_gla", "fused_recurrent_gla"]),
+    ("linear_attention", None, ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]),
+])  # fmt: skip
+def test_peers_of_fla_get_what_they_ask_for(op, index, names, monkeypatch):
+    """A stand-in for FLA: the reference in its conventions, which are logarithms of decays and states [K, V]."""
+    refer, calls = getattr(reference, f"{op}_ref"), []
+
+    def fla(*inputs, initial_state, output_final_state=False, cu_seqlens=None, **options):
+        if "lower_bound" in options:
+            assert options["lower_bound"] <= inputs[1].min()
+        calls.append(options)
+        decay = {} if op == "linear_attention" else {"decay": "log"}
+        scale = {name: options[name] for name in ("scale",) if name in options}
+        return refer(*inputs, initial_state, output_final_state, cu_seqlens, **decay, **scale, state_layout="kv")
+
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: fla)
+    shape = (1, 20, 2, 4, 3)
+    everything = [small(op, "forward+backward"), small(op, "decode"), Case(op, shape, torch.float32, kind="packed")]
+    if op != "linear_attention":
+        everything.append(small(op, "forward+backward", kind="strong"))
+    for case in everything:
+        found = peers._fla(case)
+        kept = ["chunk_rwkv7 disable_recompute"] if op == "wkv7" and case.has_gradients else []
+        assert [each.what for each in found] == [*names, *kept]
+        assert all(each.is_foreign and each.who == "fla" for each in found)
+        errors = errors_of(case, found)
+        assert all(0 < error < 4e-6 for error in errors), errors
+        given = cases.given_for(case, "cpu")
+        changed = zip(given.inputs, found[0].convert(given.inputs), strict=True)
+        assert [place for place, (x, y) in enumerate(changed) if x is not y] == ([] if index is None else [index])
+    options = {"gla": {}, "linear_attention": {"normalize": False}, "wkv6": {"scale": 1.0}, "wkv7": {"scale": 1.0}}[op]
+    assert options in calls
+    bounds = [call for call in calls if "lower_bound" in call]
+    assert bool(bounds) == (op == "wkv7")
+    assert any("disable_recompute" in call for call in calls) == (op == "wkv7")
+
+
+@pytest.mark.parametrize(("head_size", "kind"), [(128, "usual"), (129, "usual"), (128, "strong")])
+def test_fla_has_a_bound_where_it_holds(head_size, kind, monkeypatch):
+    given = []
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: lambda *_, **options: given.append(options) or (0, 0))
+    for peer in peers._fla(Case("wkv7", (1, 2, 1, head_size, head_size), torch.float32, kind=kind)):
+        peer.run([], None, {})
+    assert [("lower_bound" in options) for options in given] == [head_size == 128 and kind == "usual", False]
+
+
+@pytest.mark.parametrize("op", ["wkv6", "wkv7", "gla", "linear_attention"])
+def test_steps_of_fla_are_left_out_where_they_are_many(op):
+    few, many = (Case(op, (1, tokens, 1, 8, 8), torch.bfloat16) for tokens in (1024, 1025))
+    left_out = {each.what for each in peers._fla(few)} - {each.what for each in peers._fla(many)}
+    assert left_out == {each.what for each in peers._fla(few) if "recurrent" in each.what}
+    assert len(left_out) == 1
+
+
+def test_peer_of_wkv4_begins_with_an_empty_state(monkeypatch):
+    def fla(w, u, k, v, state):
+        assert state.shape == (len(k), 3, 1, 8)
+        y, final = reference.wkv4_ref(w, u, k, v, state.squeeze(2), True)
+        return y, final
+
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: fla)
+    for phase in ("forward+backward", "decode"):
+        (error,) = errors_of(small("wkv4", phase), peers._fla(small("wkv4")))
+        assert error < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["usual", "strong"])
+def test_peers_of_wind_get_what_they_ask_for(kind, monkeypatch):
+    loads = []
+
+    def loaded(module, name):
+        assert module == "wind_rwkv.rwkv7"
+        if name.startswith("load_"):
+            return lambda *sizes: loads.append((name, *sizes))
+        return lambda *given: reference.wkv7_ref(*given, True, decay="raw")
+
+    monkeypatch.setattr(peers, "_loaded", loaded)
+    peers._load.cache_clear()
+    case = Case("wkv7", (2, 6, 2, 4, 4), torch.float32, "forward+backward", kind=kind)
+    assert all(error < 2e-6 for error in errors_of(case, peers._wind(case)))
+    assert loads == [
+        ("load_chunked_cuda", 4), ("load_backstepping_longhead", 4, 4), ("load_backstepping_smallhead", 4),
+    ]  # fmt: skip
+    assert peers._wind(Case("wkv7", (1, 16, 2, 4, 4), torch.float32, kind="packed")) == []
+
+
+def test_peer_of_flash_rwkv_gets_what_it_asks_for(monkeypatch):
+    def wkv6(r, k, v, w, u, state):
+        given = [x.view(2, 6, 2, 64) for x in (r, k, v, w)]
+        return reference.wkv6_ref(*given, u.view(2, 64), state, True)
+
+    monkeypatch.setattr(peers, "_loaded", lambda module, name: wkv6)
+    case = Case("wkv6", (2, 6, 2, 64, 64), torch.float32)
+    (peer,) = peers._flash_rwkv(case)
+    assert errors_of(case, [peer])[0] < 2e-6
+    assert peers._flash_rwkv(case._replace(phase="forward+backward")) == []
+    with pytest.raises(ValueError, match="head size of 64, got 4"):
+        peer.run(cases.given_for(small("wkv6"), "cpu").inputs, None, {})
+
+
+def test_peers_are_those_of_installed_packages(monkeypatch):
+    for installed, everyone in (
+        ((), ["torch"]), (("fla",), ["fla", "fla", "torch"]),
+        (("fla", "wind_rwkv", "flash_rwkv"), ["fla", "fla", "flash_rwkv", "torch"]),
+    ):  # fmt: skip
+        monkeypatch.setattr(peers, "find_spec", lambda package, installed=installed: package in installed or None)
+        assert [each.who for each in peers.peers_of(small("wkv6"))] == everyone
+
+
+# ---- processes ---------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, os, sys, time
+asked = json.load(sys.stdin)
+what = asked.get("what")
+if what == "dies":
+    os._exit(7)
+if what == "hangs":
+    time.sleep(600)
+print(json.dumps("ValueError: no" if what == "cannot" else asked.get("peers")))
+"""
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Lets processes run another program, for peers of made-up names."""
+
+    command = subprocess.run
+
+    def use(*names, program=CHILD):
+        monkeypatch.setattr(
+            processes.subprocess, "run",
+            lambda given, **more: command([sys.executable, "-c", program], **more),
+        )  # fmt: skip
+        found = [measure.Contestant("fla", name, None, is_foreign=name != "of torch") for name in names]
+        monkeypatch.setattr(peers, "peers_of", lambda case: found)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        memory = SimpleNamespace(total_memory=64 << 30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+        return Entry(None, small("wkv6"))
+
+    return use
+
+
+def test_what_ends_a_process_hides_nobody(children):
+    entry = children("works", "dies", "cannot", "of torch", "works too")
+    known = processes.obstacles([entry, entry])
+    assert {what: why for (_, _, what), why in known.items()} == {
+        "dies": "ended its process with 7", "cannot": "ValueError: no",
+    }  # fmt: skip
+
+
+def test_silence_ends_a_process(children, monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 2)
+    assert set(processes.obstacles([children("hangs", "works")]).values()) == {"did not end in 2 s"}
+
+
+def test_what_is_not_tried_in_time_is_left_out(children, monkeypatch):
+    monkeypatch.setattr(processes, "_MOST", 1)
+    known = processes.obstacles([children("hangs", "works")], minutes=0.02)
+    assert list(known.values()) == ["was not tried in 0.02 min"] * 2
+
+
+def test_a_case_is_measured_by_a_process_with_those_that_can(children):
+    program = CHILD.replace('asked.get("peers")', '[{"peers": asked["peers"], "copy": asked["copy_tb_per_s"]}]')
+    entry = children("works", "dies", program=program)
+    measured, skipped = processes.rows_of(entry, 4.0, True, {(entry.case, "fla", "dies"): "ended"})
+    assert measured == {"peers": [["fla", "works"]], "copy": 4.0}
+    assert (skipped["what"], skipped["skipped"]) == ("dies", "ended")
+    assert processes.rows_of(entry, 4.0, False, {}) == [{"peers": [], "copy": 4.0}]
+    children(program="import os; os._exit(6)")
+    with pytest.raises(ChildProcessError, match="ended its process with 6"):
+        processes.rows_of(entry, 4.0, False, {})
+
+
+@pytest.mark.parametrize("has_tuner", [False, True])
+def test_process_answers_in_json(tmp_path, has_tuner):
+    """The real program, on the CPU."""
+    program = """
+import sys, types, torch
+tuner = sys.modules["triton.testing"] = TUNER
+from bench import processes
+from rwkv_jit.bench import cases, measure
+torch.cuda.synchronize = torch.cuda.empty_cache = lambda: print("noise")
+real = cases.given_for
+cases.given_for = lambda case: real(case, "cpu")
+measure.rows_of = lambda entry, copy, peers: [entry.suite, entry.case.op, copy, [peer.what for peer in peers]]
+processes.answer()
+assert "turn" not in sys.argv or tuner is None or tuner.do_bench is not print
+"""
+    program = program.replace("TUNER", "types.SimpleNamespace(do_bench=print)" if has_tuner else "None")
+    case = small("timex", "backward", wide_decay=True)
+    named = {**case._asdict(), "dtype": "float32"}
+
+    def ask(**asked):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *asked], input=json.dumps({"case": named, **asked}), cwd=ROOT,
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return json.loads(done.stdout)
+
+    turn = str(tmp_path / "turn")
+    assert ask(turn=turn, who="torch", what="fft") is None
+    assert ask(turn=turn, who="torch", what="missing") == "StopIteration"
+    if has_tuner:
+        asked = {"suite": "timex", "backends": ["auto"], "copy_tb_per_s": 4.0, "peers": [["torch", "fft"]]}
+        assert ask(**asked) == ["timex", "timex", 4.0, ["fft"]]
+
+
+def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_path):
+    turn, seen = str(tmp_path / "turn"), []
+
+    def is_free():
+        try:
+            FileLock(turn).acquire(timeout=0).lock.release()
+        except Timeout:
+            return False
+        return True
+
+    def do_bench(call, quantiles):
+        call()
+        return quantiles
+
+    testing = SimpleNamespace(do_bench=do_bench)
+    processes._time_in_turns(testing, turn)
+    assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(0.5, 0.2)) == (0.5, 0.2)
+    assert seen == [True, False]
+    assert is_free()
+    with pytest.raises(ZeroDivisionError):
+        testing.do_bench(lambda: 1 / 0, quantiles=())
+    monkeypatch.setattr(processes, "_LONGEST_TURN", 0.01)
+    with FileLock(turn):  # of one that hangs
+        assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(1,)) == (1,)
+    assert seen == [True, False, False, False]
+
+
+# ---- suites ------------------------------------------------------------------------------------------------------
+
+
+def test_studies_are_the_published_shapes_and_those_of_models():
+    found = {(e.suite, e.case.op, tuple(e.case.shown), e.case.phase, e.case.kind) for e in suites.entries_of("studies")}
+    both = ("forward", "forward+backward")
+    usual, training, row = (8, 4096, 64, 64, 64), (8, 4096, 32, 128, 128), (1, 32768, 64, 64, 64)
+    prompts = [usual, (1, 4096, 32, 64, 64)]
+    wind = [usual, training, (8, 4096, 16, 256, 256), (1, 32768, 16, 256, 256)]
+    steps = [(1, 1, 32, 64, 64), (64, 1, 32, 64, 64)]
+    plain = {
+        *(("wind", "wkv7", shape, phase) for shape in wind for phase in both),
+        ("profile", "wkv6", (1, 54, 32, 64, 64), "forward"),
+        ("chunk_rwkv6", "wkv6", (1, 4096, 32, 64, 64), "prefill"),
+        *(("gla", "gla", shape, phase) for shape in ((32, 2048, 4, 256, 512), training) for phase in both),
+        *(("linear_attention", "linear_attention", training, phase) for phase in both),
+        *(("timex", "timex", (32, 768, 768), phase) for phase in ("forward", "backward")),
+        *(("wkv4", "wkv4", (8, 4096, 4096), phase) for phase in both),
+        *(("models", "wkv7", (1, 32768, 16, 64, 64), phase) for phase in both),
+        *(("models", "wkv6", shape, phase) for shape in prompts for phase in both),
+        ("models", "wkv6", (1, 54, 32, 64, 64), "forward"),
+        *(("models", "wkv5", usual, phase) for phase in both),
+        ("models", "timex", (8, 768, 8192), "forward"),
+        *(("decode", op, shape, "decode") for op in ("wkv7", "wkv6", "wkv5", "gla") for shape in steps),
+        *(("decode", "wkv4", (batch, 1, 2048), "decode") for batch in (1, 64)),
+    }
+    ops = ("wkv7", "wkv6", "gla")
+    assert found == {
+        *((*each, "usual") for each in plain),
+        *(("strong", op, usual, phase, kind) for op in ops for phase in both for kind in ("strong", "one-strong")),
+        *(("packed", op, row, phase, "packed") for op in ops for phase in both),
+    }
+    (profile,) = suites.entries_of("profile")
+    assert (profile.case.dtype, profile.case.wide_decay) == (torch.float16, True)
+    assert set(profile.backends) == {"auto", "recurrent", "chunked"}
+    assert {e.case.op for e in suites.entries_of("studies", ["gla", "timex"])} == {"gla", "timex"}
+
+
+# ---- the program -------------------------------------------------------------------------------------------------
+
+ENVIRONMENT = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
+
+
+@pytest.fixture
+def program(capsys):
+    """Runs a command of `python -m bench` in this process; returns its exit code, what it printed and what it said."""
+
+    def run(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A machine with a GPU, where nothing is measured and the record is elsewhere: what is asked for is noted."""
+    asked = SimpleNamespace(entries=[], tried=None, minutes=None, interrupted=False)
+
+    def rows_of(entry, copy, with_peers, known):
+        if asked.interrupted:
+            raise KeyboardInterrupt
+        asked.entries.append((entry, with_peers))
+        times = {"median_ms": 0.5, "low_ms": 0.4, "high_ms": 0.6, "errors": {"y": 1e-3}, "error": 1e-3}
+        return [measure.row(entry, "rwkv_jit", "chunked") | times]
+
+    def obstacles(entries, minutes):
+        asked.tried, asked.minutes = list(entries), minutes
+        return {}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(runtime, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(timing, "copy_tb_per_s", lambda: 4.25)
+    monkeypatch.setattr(processes, "rows_of", rows_of)
+    monkeypatch.setattr(processes, "obstacles", obstacles)
+    monkeypatch.setattr(record, "FILE", tmp_path / "bench.json")
+    return asked
+
+
+def test_command_measures_what_it_is_asked_for(gpu, program):
+    options = ("--op", "wkv6", "--shape", "2,32,4,16", "--phase", "backward", "--peer-minutes", "3", "--json")
+    code, printed, said = program("ops", *options)
+    assert (code, said) == (0, "")
+    found = json.loads(printed)
+    ((entry, with_peers),) = gpu.entries
+    assert (entry.case, with_peers) == (Case("wkv6", (2, 32, 4, 16, 16), torch.bfloat16, "backward"), True)
+    assert (gpu.tried, gpu.minutes) == ([entry], 3)
+    assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows"}
+    assert (found["format"], found["device"], found["copy_tb_per_s"]) == (2, "cuda", 4.25)
+
+
+def test_peers_are_left_out_on_demand(gpu, program):
+    assert program("ops", "--suite", "chunk_rwkv6", "--no-peers")[0] == 0
+    assert [with_peers for _, with_peers in gpu.entries] == [False]
+    assert gpu.tried is None
+
+
+def test_files_are_written(gpu, program, tmp_path):
+    files = ["--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png"]
+    assert program("ops", "--suite", "timex", "--record", *files)[0] == 0
+    with open(tmp_path / "x.csv", newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["shape"], first["median_ms"], first["suite"], first["host_us"]) == ("32x768x768", "0.5", "timex", "")
+    assert (second["phase"], second["error of y"]) == ("backward", "0.001")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert {row["suite"] for row in record.read(tmp_path / "bench.json")["rows"]} == {"timex"}
+
+
+def test_an_interrupted_result_is_shown_and_not_kept(gpu, program, tmp_path):
+    gpu.interrupted = True
+    code, printed, _ = program("ops", "--suite", "wkv4", "--record", "--json")
+    assert code == 0
+    assert {row["skipped"] for row in json.loads(printed)["rows"]} == {"interrupted"}
+    assert not (tmp_path / "bench.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ops", "--suite", "gla", "--shape", "1,2,3,4"], "--shape: a suite has its own, got 1,2,3,4 beside"),
+        (["ops", "--suite", "gla", "--inputs", "strong"], "--inputs: a suite has its own, got strong beside"),
+        (["ops", "--suite", "gla", "--op", "wkv7"], "--op: nothing of wkv7 is in --suite gla"),
+        (["ops", "--csv", "/nowhere/x.csv"], "--csv: expected a file in a folder that exists, got /nowhere/x.csv"),
+        (["ops", "--plot", "/nowhere/x.png"], "--plot: expected a file in a folder that exists, got /nowhere/x.png"),
+        (["ops", "--plot", "x.doc"], ", got x.doc"),
+        (["ops", "--peer-minutes", "nan"], "--peer-minutes: expected a number above 0, got nan"),
+        (["ops", "--record"], "--record: keeps a whole suite; expected --suite and no --op"),
+        (["ops", "--suite", "gla", "--op", "gla", "--record"], "--record: keeps a whole suite"),
+        (["history", "--op", "gla"], "argument --op: invalid choice: 'gla' (choose from 'wkv5', 'timex')"),
+        (["compare", "/nowhere/a.json", "b"], "No such file or directory: '/nowhere/a.json'"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_go_together(gpu, program, arguments, message):
+    code, printed, said = program(*arguments)
+    assert (code, printed) == (2, "")
+    assert message in said.replace("choose from wkv5, timex", "choose from 'wkv5', 'timex'")
+    assert gpu.entries == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ops", "--suite", "gla"], "--suite: its shapes are for a GPU, and torch sees none; expected --shape"),
+        (["ops", "--suite", "gla", "--record"], "--record: keeps what was measured on a GPU, and there is none"),
+        (["service", "--record"], "needs a GPU, CuPy and NVRTC"),
+        (["history"], "needs a GPU, CuPy and NVRTC"),
+    ],
+)
+def test_what_needs_a_gpu_says_so(program, arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(service, "run", lambda: pytest.fail("it was measured"))
+    code, printed, said = program(*arguments)
+    assert (code, printed) == (2, "")
+    assert message in said
+
+
+def test_without_a_gpu_calls_run_on_the_cpu(program, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, printed, _ = program("ops", "--op", "wkv6", "--phase", "forward", "--json")
+    found = json.loads(printed)
+    assert (code, found["device"], found["copy_tb_per_s"]) == (0, "cpu", None)
+    assert set(found["sources"]) == set(bench.OPS)
+
+
+def test_sources_are_those_that_calls_take(own_templates):
+    before = record.sources()
+    assert before["wkv5"] == before["gla"] != before["wkv7"]
+    path = next(own_templates.rglob("wkv7_*.cu"))
+    path.write_text(path.read_text() + "\n// changed\n")
+    record.template.library.cache_clear()
+    after = record.sources()
+    assert {op for op in before if before[op] != after[op]} == {"wkv7"}
+
+
+# ---- the service -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def costs(gpu, monkeypatch):
+    """What the service costs where there is a GPU, but measured in no time."""
+
+    def child(program, *arguments, environment=None):
+        return [0.5, 31.25] if program == service._IMPORT else [500.0, *[150.0] * 7]
+
+    wkv7 = {"compiled_ms": 1000.4, "from_disk_ms": 4.5, "call_us": 80.2}
+    triton = {"compiled_ms": 41000.4, "from_disk_ms": 77.2, "call_us": 12.3}
+    for name, found in {
+        "_child": child, "_start_together": lambda count: [("compiled", 0.625)] + [("disk", 0.75)] * (count - 1),
+        "host_us": lambda: {"wkv7": 10.5}, "first_calls": lambda: wkv7, "one_line_kernels": lambda: {"Triton": triton},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(service, name, found)
+    times = [500.0, *[150.0] * 7]
+    return {
+        "env": ENVIRONMENT, "commit": record.commit(), "import_ms": 0.5, "op_import_ms": 31.25, "from_disk_us": times,
+        "peers_from_disk_us": {"CuPy RawModule": times, "Triton": times},
+        "together": {"processes": 16, "compiled": 1, "alone_s": 0.625, "slowest_s": 0.75}, "host_us": {"wkv7": 10.5},
+        "first_call": wkv7, "one_line": {"Triton": triton},
+    }  # fmt: skip
+
+
+def test_service_is_measured_shown_and_kept(costs, program, tmp_path):
+    code, printed, said = program("service")
+    assert (code, said) == (0, "")
+    lines = [line.split() for line in printed.splitlines() if line.strip()]
+    assert ["rwkv_jit", "500", "150"] in lines
+    assert ["wkv7", "10.5"] in lines
+    assert lines[-2:] == [
+        ["wkv7,", "forward", "and", "backward", "1000", "4.5", "80.2"],
+        ["a", "kernel", "of", "one", "line,", "Triton", "41000", "77.2", "12.3"],
+    ]
+    assert program("ops", "--suite", "wkv4", "--record")[0] == 0
+    assert json.loads(program("service", "--record", "--json")[1]) == costs
+    assert record.read(tmp_path / "bench.json")["service"] == costs
+
+
+def test_first_calls_are_one_that_compiles_and_some_from_disk(monkeypatch):
+    program = """
+import os, pathlib
+cache = pathlib.Path(os.environ["SOME_DIRECTORY"])
+cache.mkdir(exist_ok=True)
+seen = len(list(cache.iterdir()))
+(cache / str(seen)).touch()
+print("noise")
+PREPARE
+LOAD
+"""
+    monkeypatch.setattr(service, "_FIRST_CALL", program)
+    lines = "times = [[700, 1], [4.5, 30], [3.5, 10], [9, 20]]", "print(times[seen])"
+    monkeypatch.setattr(service, "_WKV7", ("SOME_DIRECTORY", *lines))
+    assert service.first_calls() == {"compiled_ms": 700.0, "from_disk_ms": 4.5, "call_us": 20.0}
+    monkeypatch.setattr(service, "_FIRST_CALL", "import os, sys\nprint('no room', file=sys.stderr)\nos.abort()")
+    with pytest.raises(RwkvJitError, match="ended with exit code -6: no room"):
+        service.first_calls()
+
+
+def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):
+    """The program that measures, on the CPU."""
+    on_cpu = "torch.cuda.synchronize = lambda: None\n"
+    there, wrong, missing = (
+        ("SOME_DIRECTORY", on_cpu + line, f"def call():\n    x.add_({n})\n")
+        for line, n in (("", 1), ("", 2), ("import of_nobody\n", 1))
+    )
+    monkeypatch.setattr(service, "REPEATS", 1)
+    monkeypatch.setattr(service, "_ADD_ONE", service._ADD_ONE.replace("cuda", "cpu"))
+    monkeypatch.setattr(service, "_LOADERS", {"there": there, "wrong": wrong, "missing": missing})
+    found = service.one_line_kernels()
+    assert list(found) == ["there"]
+    assert 0.1 < found["there"]["call_us"] < 1e3 * found["there"]["from_disk_ms"]  # the first of them is slower
+
+
+def test_calls_of_wkv7_are_those_of_a_model_that_learns(monkeypatch):
+    """The program that measures, on the CPU."""
+    variable, prepare, load = service._WKV7
+    prepare = prepare.replace("cuda.cupy()", "torch.cuda.synchronize = lambda: None").replace('"cuda"', '"cpu"')
+    prepare = prepare.replace("(1, 64, 4, 64), torch.bfloat16", '(1, 2, 1, 4), torch.bfloat16, "cpu"')
+    monkeypatch.setattr(service, "_WKV7", (variable, prepare, load))
+    monkeypatch.setattr(service, "REPEATS", 1)
+    assert all(spent > 0 for spent in service.first_calls().values())
+
+
+def test_programs_of_all_loaders_are_python():
+    for _, prepare, load in service._LOADERS.values():
+        assert "call" in compile(prepare + load, "a program", "exec").co_names
+
+
+def test_processes_of_the_service_say_nothing_of_their_caches(monkeypatch):
+    """Their caches are temporary: what they would say of them is wrong a second later."""
+    log = "import json, os\nprint('ready', flush=True)\ninput()\nprint(json.dumps([os.environ['RWKVJIT_LOG'], 0.0]))"
+    monkeypatch.setattr(service, "_TOGETHER", log)
+    assert service._start_together(2) == [("error", 0.0)] * 2
+    assert service._child("import json, os\nprint(json.dumps(os.environ['RWKVJIT_LOG']))") == "error"
