@@ -138,10 +138,11 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", choices=_OPS, help="what to run")
-    text = "default: 8,4096,64,64; wkv4 and timex have H N channels, and decode takes one token"
+    text = "or as the bench takes it (default: 8,4096,64,64); decode takes one token"
     parser.add_argument("--shape", default="8,4096,64,64", metavar="B,T,H,N", help=text)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--phase", choices=_PHASES, default="forward", help="default: forward")
+    parser.add_argument("--inputs", choices=_KINDS, default="usual", help="as the bench takes them (default: usual)")
     parser.add_argument("--backend", default="auto", help="as the op takes it (default: auto)")
     instead = parser.add_mutually_exclusive_group()
     text = "write the trace there too: trace.json for Chrome's and Perfetto's viewers, and a file for TensorBoard"

@@ -10,17 +10,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from rwkv_jit import bench, report, runtime, template
+from rwkv_jit.bench import cases, measure
+from rwkv_jit.bench.cases import Case
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.ops import recurrent
 
@@ -29,90 +30,44 @@ CHROME = "trace.json"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # of a trace's events
 
 
-class Call(NamedTuple):
-    """A phase of an op, ready to run: what it returns are the tensors that it made."""
-
-    run: Callable[[], Sequence[Tensor]]
-    reads: Sequence[Tensor]
-
-
 # ---- the phases --------------------------------------------------------------------------------------------------
 
 
-def prepare(op: str, shape: Sequence[int], dtype: torch.dtype, phase: str, backend: str = "auto") -> Call:
-    """Return a phase of an op on inputs like a model's.
-
-    Parameters
-    ----------
-    op : str
-        The op.
-    shape : sequence of int
-        As the bench reads it, B, T, H, N; "decode" takes one token, whatever T is.
-    dtype : torch.dtype
-        Of the inputs.
-    phase : {"forward", "backward", "forward+backward", "decode", "prefill"}
-        "prefill" is a forward that returns its state, and "decode" one from a state to the next.
-    backend : str, default "auto"
-        As the op takes it.
-
-    Returns
-    -------
-    Call
-        Its `run` marks each direction by a range of NVTX and of the trace.
+def case_of(arguments: argparse.Namespace) -> Case:
+    """Return what a command line names; a decode takes one token, whatever the shape says.
 
     Raises
     ------
     ValueError
-        The op has no such phase.
+        The shape cannot be read, or the op has no such phase or inputs.
     """
-    with_state = phase in ("decode", "prefill")
-    if with_state and op == "timex":
-        raise ValueError(f"--phase: timex has no state; expected forward, backward or forward+backward, got {phase}")
-    options: dict[str, Any] = {"backend": backend}
-    if op in runtime.OPS and bench.decay_of(op) != "none":
-        options["decay"] = bench.decay_of(op)
-    function = partial(bench.OPS[op], **options)
-    if phase == "decode":
-        shape = (shape[0], 1, *shape[2:])
-    given = bench.make_inputs(op, shape, dtype)
-    detached = [x.detach() for x in given]
-    if with_state:
-        state = function(*detached, output_final_state=True)[1] if phase == "decode" else None
+    sizes = cases.shape_of(arguments.op, arguments.shape)
+    if arguments.phase == "decode":
+        sizes = (sizes[0], 1, *sizes[2:])
+    dtype, kind = bench.DTYPES[arguments.dtype], arguments.inputs
+    return Case(arguments.op, sizes, dtype, arguments.phase, kind=kind).check()
 
-        def stateful() -> Sequence[Tensor]:
-            with _range(phase):
-                return _tensors(function(*detached, initial_state=state, output_final_state=True))
 
-        return Call(stateful, [*detached, *_tensors(state)])
+def prepare(case: Case, backend: str = "auto") -> Callable[[], Any]:
+    """Return a case ready to run, with each direction in a range of NVTX and of the trace; it returns its tensors."""
+    given, contestant = cases.given_for(case), measure.our_call(case, backend, backend)
+    detached = [x.detach() for x in given.inputs]
+    state, more = measure.beside(case, contestant, given)
 
-    def forward(inputs: Sequence[Tensor]) -> Tensor:
-        with _range("forward"):
-            y: Tensor = function(*inputs)[0]
-        return y
+    def forward(inputs: Sequence[Tensor]) -> Any:
+        with _range("forward" if case.has_gradients else case.phase):
+            return contestant.run(inputs, state, more)
 
-    def backward(y: Tensor, keep: bool) -> Sequence[Tensor]:
+    def backward(y: Tensor, keep: bool) -> Any:
         with _range("backward"):
-            return torch.autograd.grad(y, given, dy, retain_graph=keep)
+            return torch.autograd.grad(y, given.inputs, given.dy, retain_graph=keep)
 
-    if phase == "forward":
-        return Call(lambda: [forward(detached)], detached)
-    first = forward(given)
-    dy = torch.randn_like(first)
-    if phase == "backward":
-        return Call(lambda: backward(first, True), [*detached, dy])
-
-    def both() -> Sequence[Tensor]:
-        y = forward(given)
-        return [y, *backward(y, False)]
-
-    return Call(both, [*detached, *detached, dy])
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    """Return the tensors in what an op returns or takes: a state may be a pair."""
-    if isinstance(given, Tensor):
-        return [given]
-    return [] if given is None else [x for each in given for x in _tensors(each)]
+    if not case.has_gradients:
+        return lambda: forward(detached)
+    if case.phase == "backward":
+        y = forward(given.inputs)[0]
+        return lambda: backward(y, True)
+    return lambda: backward(forward(given.inputs)[0], False)
 
 
 @contextmanager
@@ -131,14 +86,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Parameters
     ----------
     arguments : argparse.Namespace
-        op, shape, dtype, phase, backend, trace: the command's.
+        op, shape, dtype, phase, inputs, backend, trace: the command's.
 
     Returns
     -------
     dict
-        env : the environment report; op, shape, dtype, phase, backend, runs; least_bytes : what a run cannot do without
-        reading and writing; kernels : one dict per kernel, copy and fill, the longest first, with name, launches and
-        self_us a run, median_us of a launch, share of all their time, bytes a run (of copies and fills, else None),
+        env : the environment report; op, shape, dtype, phase, inputs, backend, runs; least_bytes : what a run cannot do
+        without reading and writing; kernels : one dict per kernel, copy and fill, the longest first, with name,
+        launches and self_us a run, median_us of a launch, share of their time, bytes a run (of copies, else None),
         registers, shared_bytes, grid and block (None where they are not known); total_us : their sum; trace : the files
         that were written, chrome and tensorboard, or None.
 
@@ -149,10 +104,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     RwkvJitError
         The profiler saw nothing.
     """
-    shape, folder = bench.read_shape(arguments.shape), _folder(arguments.trace)
+    case, folder = case_of(arguments), _folder(arguments.trace)
     _check_gpu()
-    call = prepare(arguments.op, shape, bench.DTYPES[arguments.dtype], arguments.phase, arguments.backend)
-    least_bytes = sum(x.nbytes for x in (*call.reads, *_warm_up(call)))
+    call = prepare(case, arguments.backend)
+    _warm_up(call)
     name = f"{arguments.op}_{arguments.phase.replace('+', '_')}"
     with tempfile.TemporaryDirectory() as temporary:
         written = record(call, folder or Path(temporary), name)
@@ -162,10 +117,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise RwkvJitError("torch.profiler saw no kernel: another profiler may be watching, or it may not be allowed")
     return {
         "env": runtime.env_report(),
-        **{option: getattr(arguments, option) for option in ("op", "dtype", "phase", "backend")},
-        "shape": list(shape),
+        **_about(arguments, case),
         "runs": RUNS,
-        "least_bytes": least_bytes,
+        "least_bytes": cases.least_bytes(case),
         "kernels": kernels,
         "total_us": sum(kernel["self_us"] for kernel in kernels),
         "trace": None if folder is None else {"chrome": str(folder / CHROME), "tensorboard": str(written)},
@@ -190,20 +144,24 @@ def _check_gpu() -> None:
         raise ValueError("kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing")
 
 
-def _warm_up(call: Call) -> Sequence[Tensor]:
-    """Run a few times, so that nothing is compiled or loaded later; return what the last run made."""
+def _about(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
+    options = ("op", "dtype", "phase", "inputs", "backend")
+    return {"shape": case.shown} | {option: getattr(arguments, option) for option in options}
+
+
+def _warm_up(call: Callable[[], Any]) -> None:
+    """Run a few times, so that nothing is compiled or loaded later."""
     for _ in range(WARM_UP):
-        made = call.run()
+        call()
     torch.cuda.synchronize()
-    return made
 
 
-def record(call: Call, folder: Path, name: str) -> Path:
+def record(call: Callable[[], Any], folder: Path, name: str) -> Path:
     """Run under torch.profiler, which watches one run more than it keeps.
 
     Parameters
     ----------
-    call : Call
+    call : callable
         What runs.
     folder : Path
         Where the trace is written, for TensorBoard and as `trace.json` for Chrome's and Perfetto's viewers.
@@ -224,7 +182,7 @@ def record(call: Call, folder: Path, name: str) -> Path:
         profile_memory=True,
     ) as profiler:
         for _ in range(1 + RUNS):
-            call.run()
+            call()
             torch.cuda.synchronize()  # no kernel of one run is counted to the next
             profiler.step()
     (written,) = set(folder.glob(f"{name}.*.pt.trace.json")) - before
@@ -304,22 +262,21 @@ def run_bare(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     dict
-        op, shape, dtype, phase and backend.
+        op, shape, dtype, phase, inputs and backend.
 
     Raises
     ------
     ValueError
         As `run`.
     """
-    shape = bench.read_shape(arguments.shape)
+    case = case_of(arguments)
     _check_gpu()
-    call = prepare(arguments.op, shape, bench.DTYPES[arguments.dtype], arguments.phase, arguments.backend)
+    call = prepare(case, arguments.backend)
     _warm_up(call)
     with torch.cuda.profiler.profile():
-        call.run()
+        call()
         torch.cuda.synchronize()
-    about = {option: getattr(arguments, option) for option in ("op", "dtype", "phase", "backend")}
-    return {**about, "shape": list(shape)}
+    return _about(arguments, case)
 
 
 def show_bare(result: dict[str, Any]) -> None:
@@ -357,14 +314,14 @@ def ncu_command(arguments: argparse.Namespace) -> str:
     ValueError
         The shape cannot be read, or there is no such kernel.
     """
-    bench.read_shape(arguments.shape)
+    case_of(arguments)
     kernel, known = arguments.ncu.strip(), _names_of(arguments.op)
     if kernel not in known and not _is_expression(kernel):
         names = ", ".join(known)
         raise ValueError(f"--ncu: expected one of {names}, or regex: and an expression, got {arguments.ncu!r}")
     file = re.sub(r"\W+", "_", f"{arguments.op}_{arguments.phase}_{kernel.removeprefix('regex:')}").strip("_")
     own = [sys.executable, "-m", "rwkv_jit", "profile", arguments.op, "--bare"]
-    for option in ("shape", "dtype", "phase", "backend"):
+    for option in ("shape", "dtype", "phase", "inputs", "backend"):
         own += [f"--{option}", getattr(arguments, option)]
     ncu = ["ncu", "--profile-from-start", "off", "--kernel-name", kernel, "--launch-count", "1", "--set", "full"]
     ncu += ["--clock-control", "none", "--nvtx", "--force-overwrite", "--export", file]

@@ -265,7 +265,7 @@ def rows_of(
 def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], Any]:
     """Return the call of a case by a contestant; for a backward alone, the forward runs here."""
     inputs = [x.detach() for x in contestant.convert(given.inputs)]
-    state, more = _beside(case, contestant, given)
+    state, more = beside(case, contestant, given)
     if not case.has_gradients:
         return lambda: contestant.run(inputs, state, more)
     leaves = [x.requires_grad_() for x in inputs]
@@ -275,7 +275,7 @@ def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], A
     return lambda: torch.autograd.grad(y, leaves, given.dy, retain_graph=True)
 
 
-def _beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
+def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
     """Return the state that a contestant begins with, and what else it is given beside the inputs."""
     more: dict[str, Any] = {"output_final_state": True} if case.with_state else {}
     if given.cu_seqlens is not None:
@@ -386,7 +386,7 @@ def _results(case: Case, contestant: Contestant, given: Given) -> Results | None
     """Return what a contestant finds, as the op's callers would; None where it cannot do it."""
     try:
         inputs = contestant.convert(given.inputs if case.has_gradients else [x.detach() for x in given.inputs])
-        state, more = _beside(case, contestant, given)
+        state, more = beside(case, contestant, given)
         y = contestant.run(inputs, state, more)[0]
         found = {"y": y.detach()}
         if case.has_gradients:

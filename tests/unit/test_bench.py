@@ -167,12 +167,6 @@ def test_floor_is_what_the_tensors_hold(op, phase):
     assert cases.least_bytes(case) == wanted[phase]
 
 
-def test_floor_of_rwkv7_in_bytes_and_milliseconds():
-    case = Case("wkv7", (8, 4096, 64, 64, 64), torch.bfloat16, "forward+backward")
-    assert cases.least_bytes(case) == 40 * 8 * 4096 * 64 * 64  # 14 N forwards and 26 N backwards a token and head
-    assert cases.floor_ms(case, 4.0) == pytest.approx(1.342, abs=1e-3)
-
-
 # ---- timing ------------------------------------------------------------------------------------------------------
 
 
@@ -226,11 +220,6 @@ def clock(monkeypatch, on_cpu):
 
     state.spend = spend
     return state
-
-
-def test_spread_is_median_and_quartiles():
-    assert timing.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0, 5)
-    assert timing.spread([2.0]) == (2.0, 2.0, 2.0, 1)
 
 
 def test_turns_take_the_sets_one_after_another(clock):
@@ -332,43 +321,6 @@ def test_everyone_has_a_turn_in_every_round():
     assert found[0] == found[2] == [float(n) for n in range(timing.WARM_UP_ROUNDS + 1, rounds + 1)]
     assert isinstance(found[1], RuntimeError)
     assert told[-1] == (rounds, rounds)
-
-
-def test_slow_cases_have_fewer_rounds():
-    (times,) = timing.interleaved([lambda: 1.0], 0.0)
-    assert len(times) == timing.LEAST_ROUNDS
-
-
-def test_rounds_go_by_the_time_of_the_last_one_of_the_warm_up(monkeypatch):
-    seconds, now = iter([9.0, *[0.001] * (timing.WARM_UP_ROUNDS - 2), 0.1, *[0.001] * 100]), [0.0]
-
-    def run():
-        now[0] += next(seconds)
-        return now[0]
-
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    (times,) = timing.interleaved([run], 1000.0)
-    assert len(times) == 10
-
-
-def test_times_on_the_cpu_are_those_after_the_first(monkeypatch):
-    seconds, now = iter([5.0, *[0.25] * 7]), [100.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def call():
-        now[0] += next(seconds)
-
-    assert timing.cpu_ms(call) == [250.0] * 7
-
-
-def test_copy_counts_bytes_read_and_written(clock, monkeypatch):
-    made = []
-    ones = torch.ones
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (400, 400))
-    monkeypatch.setattr(torch, "ones", lambda size, dtype, device: made.append(size) or ones(size, dtype=dtype))
-    monkeypatch.setattr(timing, "median_ms", lambda function: function() is not None and 5e-7)
-    assert timing.copy_tb_per_s() == pytest.approx(2 * 100 / 5e-10 * 1e-12)
-    assert made == [100]
 
 
 # ---- who is measured ---------------------------------------------------------------------------------------------
@@ -503,13 +455,6 @@ def test_backends_that_cannot_are_rows_too(clock, monkeypatch):
     assert (row["who"], row["what"], row["skipped"]) == ("rwkv_jit", "split", "backend: 'split' has no segments")
 
 
-def test_a_host_that_takes_longer_is_marked():
-    row = {"median_ms": 0.01, "host_us": 11.0}
-    assert measure.is_host_bound(row)
-    assert not measure.is_host_bound(row | {"host_us": 9.0})
-    assert not measure.is_host_bound(row | {"host_us": None})
-
-
 @pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("op", bench.OPS)
 def test_errors_are_those_of_the_first_tokens_of_the_whole_call(op, kind, monkeypatch):
@@ -547,24 +492,6 @@ def test_errors_are_none_where_nothing_can_be_done(clock):
     cannot = contestant(clock, "x", 1.0, fails=ValueError("too few"))
     (found,) = measure._errors(small("wkv6"), [cannot], cases.given_for(small("wkv6")), [])
     assert found == {"error": None, "errors": {}, "other": None, "other_error": None}
-
-
-def test_tokens_of_the_reference_fit_its_memory():
-    assert measure._tokens_to_check(Case("wkv7", (8, 4096, 64, 64, 64), torch.bfloat16)) == 300
-    assert measure._tokens_to_check(Case("wkv7", (8, 4096, 16, 256, 256), torch.bfloat16)) == 256
-    assert measure._tokens_to_check(Case("wkv4", (8, 4096, 1, 4096, 4096), torch.bfloat16)) == 300
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (RuntimeError("\n  CUDA error: x\nmore\n"), "RuntimeError: CUDA error: x"),
-        (NotImplementedError(), "NotImplementedError"),
-        (ValueError("y" * 500), ("ValueError: " + "y" * 500)[:200]),
-    ],
-)
-def test_errors_are_one_line(error, line):
-    assert measure.one_line(error) == line
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -395,28 +395,6 @@ def test_a_rich_result_has_bars_roof_and_scaling(drawn):
     assert figure.get_suptitle() == tables.machine(result())
 
 
-def test_lines_need_two_sizes_and_the_same_of_all_else():
-    first = row(shape=(8, 4096, 64, 64, 64), who="fla")
-    others = [
-        {"shape": (4, 2048, 64, 64, 64)}, {"shape": (8, 4096, 64, 64, 128)},
-        {"shape": (8, 2048, 64, 64, 64), "what": "x"}, {"shape": (8, 2048, 64, 64, 64), "phase": "backward"},
-        {"shape": (8, 2048, 64, 64, 64), "op": "wkv6"}, {"shape": (8, 2048, 64, 64, 64), "dtype": "float32"},
-        {"shape": (8, 2048, 64, 64, 64), "inputs": "strong"},
-    ]  # fmt: skip
-    for other in others:
-        assert plot.scaling([first, row(**{"who": "fla", **other})]) == {}
-    assert plot.scaling([first, left_out(shape=(8, 2048, 64, 64, 64))]) == {}
-
-
-def test_backends_that_calls_take_by_themselves_are_one_line():
-    sizes = [(8, 4096, 4096 // size, size, size) for size in (64, 256)]
-    rows = [row(shape=sizes[0]), row(shape=sizes[0], what="recurrent"), row(shape=sizes[1], what="scan")]
-    (lines,) = plot.scaling(rows).values()
-    assert {name: [each["what"] for each in line.values()] for name, line in lines.items()} == {
-        "rwkv_jit": ["chunked", "scan"]
-    }
-
-
 @pytest.mark.parametrize(
     ("op", "shapes", "over", "sizes"),
     [
@@ -494,12 +472,9 @@ def test_verdict_is_that_of_the_quartiles(low, median, high, verdict):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("median", "verdict"), [(0.975, "faster"), (0.985, "the same"), (1.015, "the same"), (1.025, "slower")]
-)
+@pytest.mark.parametrize(("median", "verdict"), [(0.975, "faster"), (0.985, "the same"), (1.025, "slower")])
 def test_what_another_machine_may_do_is_no_verdict(median, verdict):
-    first = row(median=1.0, low_ms=0.999, high_ms=1.001)
-    now = row(median=median, low_ms=median - 0.001, high_ms=median + 0.001)
+    first, now = (row(median=ms, low_ms=ms - 0.001, high_ms=ms + 0.001) for ms in (1.0, median))
     (found,) = record.compare(result(rows=[first]), result(rows=[now]))["rows"]
     assert found["verdict"] == verdict
 
@@ -521,13 +496,6 @@ def test_rows_are_matched_by_all_that_names_them(other):
     assert found["only_a"] == ["studies: wkv7 (8, 4096, 64, 64) bfloat16 forward, rwkv_jit chunked"]
     assert len(found["only_b"]) == 1
     assert found["only_b"] != found["only_a"]
-
-
-def test_order_of_rows_does_not_matter():
-    found = record.compare(result(), result(rows=many_rows()[::-1]))
-    assert (found["only_a"], found["only_b"], found["differs"]) == ([], [], [])
-    assert len(found["rows"]) == len(many_rows())
-    assert {each["verdict"] for each in found["rows"]} == {"the same", "unknown"}
 
 
 def test_a_row_that_is_there_twice_is_an_error():

@@ -706,7 +706,7 @@ MAY_IMPORT = {
     "bench.timing": set(),
     "bench.measure": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.timing"},
     "bench": IN_BENCH | {"runtime", "report", "bench"},
-    "profiling": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
+    "profiling": BELOW_OPS | ALL_OPS | IN_BENCH | {"runtime", "bench", "report"},
     "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
     "demo": BELOW_OPS | ALL_OPS | {"cache.installed", "runtime", "bench", "report"},
     "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"kernel_wheels", "runtime", "demo", "report"},

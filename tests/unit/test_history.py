@@ -43,24 +43,6 @@ def test_steps_of_wkv5_at_the_head_size_that_was_studied():
     assert [step.backend for step in steps] == [None] * 5 + ["recurrent", "chunked"]
 
 
-@pytest.mark.parametrize(
-    ("head_size", "vector", "threads"), [(1, 1, 1), (7, 1, 7), (40, 4, 40), (42, 2, 42), (2048, 4, 1024)]
-)
-def test_steps_at_any_head_size(head_size, vector, threads):
-    found = history.requests("wkv5", (1, 54, 32, head_size), torch.bfloat16, "sm_90")
-    assert [request.parameters["VECTOR"] for request in found] == [1, 1, vector, vector, vector]
-    assert [request.parameters["NUM_THREADS"] for request in found] == [32, 32, 32, threads, threads]
-    changes = [step.change for step in history.HISTORIES["wkv5"].steps((1, 54, 32, head_size), torch.bfloat16)]
-    assert changes[2] == f"loads of {vector} channels"
-    assert changes[3].startswith(f"{threads} threads a block")
-
-
-@pytest.mark.parametrize("op", history.HISTORIES)
-def test_templates_have_the_parameters_of_the_steps(op):
-    for request in history.requests(op, history.HISTORIES[op].shapes[0], torch.float16, "sm_90"):
-        request.template.check(request.parameters)
-
-
 def test_decays_are_those_that_the_calls_promise(monkeypatch):
     monkeypatch.setattr(bench, "make_inputs", lambda op, shape, dtype: make_inputs(dtype))
     *_, w, u = history._wkv5_inputs(SHAPE, torch.float16)

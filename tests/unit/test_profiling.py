@@ -10,23 +10,8 @@ import pytest
 import torch
 
 from rwkv_jit import bench, cli, profiling, runtime
+from rwkv_jit.bench import cases
 from rwkv_jit.errors import RwkvJitError
-
-SHAPE = (2, 3, 2, 4)
-
-
-def make_inputs(op, shape, dtype):
-    """The bench's inputs, on the CPU."""
-    batch, tokens, heads, head_size = shape
-    torch.manual_seed(0)
-    if op in ("wkv4", "timex"):
-        channels = heads * head_size
-        sizes = [(channels,)] * 2 + [(batch, tokens, channels)] * 2
-        sizes = [(channels, tokens), (batch, channels, tokens)] if op == "timex" else sizes
-    else:
-        of = runtime.OPS[op]
-        sizes = [(heads, head_size) if name in of.fixed else tuple(shape) for name in of.names]
-    return [(-torch.rand(size)).to(dtype).requires_grad_() for size in sizes]
 
 
 @pytest.fixture
@@ -45,7 +30,8 @@ def cpu(monkeypatch):
         yield
         said.append("stop")
 
-    monkeypatch.setattr(bench, "make_inputs", make_inputs)
+    real = cases.given_for
+    monkeypatch.setattr(cases, "given_for", lambda case: real(case, "cpu"))
     monkeypatch.setattr(runtime, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -60,65 +46,35 @@ def arguments(*given):
 # ---- the phases --------------------------------------------------------------------------------------------------
 
 
-def expected(op, tokens=3):
-    """Inputs, y and state of an op as the models have it."""
-    given = make_inputs(op, (2, tokens, 2, 4), torch.float32)
-    options = {"decay": bench.decay_of(op)} if op in ("wkv5", "wkv6", "wkv7", "gla") else {}
-    state = {} if op == "timex" else {"output_final_state": True}
-    return given, *bench.OPS[op](*given, **options, **state), options
-
-
+@pytest.mark.parametrize("phase", bench.PHASES)
 @pytest.mark.parametrize("op", bench.OPS)
-def test_phases_are_those_of_the_op(op, cpu):
-    given, y, _, _ = expected(op)
-    forward = profiling.prepare(op, SHAPE, torch.float32, "forward")
-    (made,) = forward.run()
-    assert torch.equal(made, y)
-    assert not made.requires_grad
-    assert [x.shape for x in forward.reads] == [x.shape for x in given]
-    assert cpu == ["forward"]
-
-    backward, both = (profiling.prepare(op, SHAPE, torch.float32, phase) for phase in ("backward", "forward+backward"))
-    assert [len(call.reads) for call in (backward, both)] == [len(given) + 1, 2 * len(given) + 1]
+def test_phases_are_those_of_the_op(op, phase, cpu, monkeypatch):
+    if op == "timex" and phase in ("decode", "prefill"):
+        return
+    case = profiling.case_of(arguments(op, "--shape", "2,3,2,4", "--dtype", "fp32", "--phase", phase))
+    assert case.shape == (2, 1 if phase == "decode" else 3, 2, 4, 4)
+    given = cases.given_for(case)
+    monkeypatch.setattr(cases, "given_for", lambda case: given)
+    state = {} if given.state is None else {"initial_state": given.state}
+    y, final = bench.OPS[op](*given.inputs, **case.options, **state)
+    call = profiling.prepare(case)
     cpu.clear()
-    for call, ranges in ((backward, ["backward"]), (both, ["forward", "backward"])):
-        grads = torch.autograd.grad(y, given, call.reads[-1], retain_graph=True)
-        wanted = [y, *grads] if call is both else grads
-        for _ in range(2):  # it can be repeated
-            assert all(torch.equal(one, other) for one, other in zip(call.run(), wanted, strict=True))
-        assert cpu == ranges * 2
-        cpu.clear()
+    for _ in range(2):  # it can be repeated
+        made = call()
+        wanted = torch.autograd.grad(y, given.inputs, given.dy, retain_graph=True) if case.has_gradients else [y]
+        assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=False))
+        assert case.has_gradients or not made[0].requires_grad
+        assert (made[1] is not None) or phase == "forward"
+    assert cpu == 2 * {"forward+backward": ["forward", "backward"]}.get(phase, [phase])
 
 
-@pytest.mark.parametrize("op", [op for op in bench.OPS if op != "timex"])
-def test_decoding_goes_on_from_a_state_and_a_prompt_makes_one(op, cpu):
-    _, y, state, _ = expected(op)
-    prefill = profiling.prepare(op, SHAPE, torch.float32, "prefill")
-    made = prefill.run()
-    assert torch.equal(made[0], y)
-    assert all(torch.equal(one, other) for one, other in zip(made[1:], profiling._tensors(state), strict=True))
-    given, _, state, options = expected(op, tokens=1)
-    decode = profiling.prepare(op, SHAPE, torch.float32, "decode")
-    y, after = bench.OPS[op](*given, **options, initial_state=state, output_final_state=True)
-    made = decode.run()
-    assert torch.equal(made[0], y)
-    assert y.shape[1] == 1
-    assert all(torch.equal(one, other) for one, other in zip(made[1:], profiling._tensors(after), strict=True))
-    assert len(decode.reads) == len(given) + len(profiling._tensors(state))
-    assert cpu == ["prefill", "decode"]
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_timex_has_no_state(phase, cpu):
-    with pytest.raises(ValueError, match=f"--phase: timex has no state; expected forward, .*, got {phase}"):
-        profiling.prepare("timex", SHAPE, torch.float32, phase)
-
-
-def test_backend_goes_to_the_op(cpu, monkeypatch):
+def test_backend_and_inputs_go_to_the_op(cpu, monkeypatch):
     asked = []
     monkeypatch.setitem(bench.OPS, "wkv7", lambda *given, **options: asked.append(options) or (given[0], None))
-    profiling.prepare("wkv7", SHAPE, torch.float32, "forward", "recurrent").run()
-    assert asked == [{"backend": "recurrent", "decay": "sigmoid"}]
+    for kind in ("usual", "strong"):
+        given = arguments("wkv7", "--shape", "2,3,2,4", "--dtype", "fp32", "--inputs", kind)
+        profiling.prepare(profiling.case_of(given), "recurrent")()
+    assert asked == [{"backend": "recurrent", "decay": decay} for decay in ("sigmoid", "raw")]
 
 
 # ---- traces ------------------------------------------------------------------------------------------------------
@@ -171,7 +127,7 @@ def test_trace_is_written_for_tensorboard_and_chrome(cpu, tmp_path):
 
     other = tmp_path / "wkv7_forward.1.pt.trace.json"
     other.write_text("of a run before")
-    written = profiling.record(profiling.Call(run, []), tmp_path, "wkv7_forward")
+    written = profiling.record(run, tmp_path, "wkv7_forward")
     assert len(ran) == profiling.RUNS + 1
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "trace.json", other, written])
     assert written.read_bytes() == (tmp_path / "trace.json").read_bytes()
@@ -187,7 +143,7 @@ def profiled(cpu, monkeypatch):
     folders = []
 
     def record(call, folder, name):
-        call.run()
+        call()
         folders.append(folder)
         path = folder / f"{name}.7.pt.trace.json"
         path.write_text(json.dumps({"traceEvents": EVENTS}))
@@ -203,7 +159,7 @@ def profiled(cpu, monkeypatch):
 def test_run_says_what_a_phase_did(profiled, cpu):
     result = profiling.run(arguments("wkv7", "--shape", "2,3,2,4", "--dtype", "fp32"))
     assert {name: result[name] for name in ("op", "shape", "dtype", "phase", "backend", "runs", "trace")} == {
-        "op": "wkv7", "shape": [2, 3, 2, 4], "dtype": "fp32", "phase": "forward", "backend": "auto", "runs": 2,
+        "op": "wkv7", "shape": [2, 3, 2, 4, 4], "dtype": "fp32", "phase": "forward", "backend": "auto", "runs": 2,
         "trace": None,
     }  # fmt: skip
     assert result["least_bytes"] == 7 * 4 * 2 * 3 * 2 * 4  # six inputs and y
@@ -213,18 +169,13 @@ def test_run_says_what_a_phase_did(profiled, cpu):
     assert not profiled[0].exists()
 
 
-def test_bytes_of_a_backward_are_inputs_gradients_and_dy(profiled):
-    result = profiling.run(arguments("gla", "--shape", "2,3,2,4", "--phase", "backward"))
-    assert result["least_bytes"] == (4 + 1 + 4) * 2 * 2 * 3 * 2 * 4
-
-
 def test_command_prints_a_table_and_where_the_traces_are(profiled, run, tmp_path):
     folder = tmp_path / "new" / "traces"
     code, printed, said = run("profile", "wkv7", "--shape", "2,3,2,4", "--dtype", "fp32", "--trace", folder)
     assert (code, said) == (0, "")
     assert printed == (
         "a GPU, torch 2.13, NVRTC 12.9\n\n"
-        "wkv7 (2, 3, 2, 4) fp32, forward\n"
+        "wkv7 (2, 3, 2, 4, 4) fp32, forward\n"
         "  kernel        launches  self us  share %  median us  bytes  registers  shared B  grid   block\n"
         "  wkv7_forward         1    32.00     64.0      32.00      -         32      1024  4x2x1  128x1x1\n"
         "  wkv7_forward         1     6.00     12.0       6.00      -         64      1024  4x2x1  128x1x1\n"
@@ -240,12 +191,6 @@ def test_command_prints_a_table_and_where_the_traces_are(profiled, run, tmp_path
     assert profiled == [folder]
 
 
-def test_result_is_json(profiled, run):
-    code, printed, _ = run("profile", "wkv6", "--shape", "2,3,2,4", "--phase", "forward+backward", "--json")
-    assert code == 0
-    assert json.loads(printed)["kernels"][0]["name"] == "wkv7_forward"
-
-
 def test_nothing_seen_is_an_error(profiled, monkeypatch):
     monkeypatch.setattr(profiling, "kernels_of", lambda events, runs: [])
     with pytest.raises(RwkvJitError, match="torch.profiler saw no kernel"):
@@ -259,11 +204,10 @@ def test_bare_run_is_watched_after_the_warm_up(cpu, run):
     code, printed, said = run("profile", "gla", "--bare", "--shape", "2,3,2,4", "--phase", "forward+backward")
     assert (code, said) == (0, "")
     assert printed == (
-        "gla [2, 3, 2, 4] bf16, forward+backward: ran once between cudaProfilerStart and cudaProfilerStop\n"
+        "gla [2, 3, 2, 4, 4] bf16, forward+backward: ran once between cudaProfilerStart and cudaProfilerStop\n"
     )
     once = ["forward", "backward"]
-    first = ["forward"]  # for the shape of y
-    assert cpu == [*first, *once * profiling.WARM_UP, "start", *once, "stop"]
+    assert cpu == [*once * profiling.WARM_UP, "start", *once, "stop"]
 
 
 def test_ncu_line_runs_the_same_phase_without_torch_profiler(run):
@@ -303,13 +247,16 @@ def test_ncu_line_quotes_what_a_shell_would_read(run):
         (["wkv9"], "argument op: invalid choice: 'wkv9'"),
         (
             ["wkv7", "--shape", "1,2,3"],
-            "rwkv-jit profile: --shape: expected four positive numbers B,T,H,N, got '1,2,3'",
+            "rwkv-jit profile: --shape: expected positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2,3'",
         ),
         (
             ["wkv7", "--shape", "1,2,3", "--ncu", "wkv7_scan"],
-            "shape: expected four positive numbers B,T,H,N, got '1,2,3'",
+            "shape: expected positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2,3'",
         ),
-        (["wkv7", "--shape", "1,2,3", "--bare"], "shape: expected four positive numbers B,T,H,N, got '1,2,3'"),
+        (
+            ["wkv7", "--shape", "1,2,3", "--bare"],
+            "shape: expected positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2,3'",
+        ),
         (["wkv7", "--phase", "up"], "argument --phase: invalid choice: 'up'"),
         (["wkv7", "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
         (
@@ -345,7 +292,3 @@ def test_without_a_gpu_it_is_one_sentence(option, run, monkeypatch):
     monkeypatch.setattr(runtime, "is_available", lambda: False)
     sentence = "kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing"
     assert run("profile", "wkv7", *option) == (2, "", f"rwkv-jit profile: {sentence}\n")
-
-
-def test_phases_of_the_command_are_those_there_are(run):
-    assert f"{{{','.join(bench.PHASES)}}}" in "".join(run("profile", "--help")[1].split())
