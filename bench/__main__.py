@@ -150,7 +150,7 @@ def _compare(parsed: argparse.Namespace) -> Outcome:
 
 def _pages(parsed: argparse.Namespace) -> Outcome:
     result = record.read(record.FILE)
-    return {"written": [str(path) for path in record.fill_pages(result)]}, lambda found: print(*found["written"])
+    return {"written": [str(path) for path in record.fill_pages(result)]}, lambda result: print(*result["written"])
 
 
 if __name__ == "__main__":

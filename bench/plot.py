@@ -29,13 +29,13 @@ def draw_speedups(result: Mapping[str, Any], folder: Path) -> Path:
     shown = bars(result["rows"])
     figure = Figure(figsize=(8, 1 + 0.3 * len(shown)), layout="constrained")
     axis = figure.subplots()
-    names = [f"{each.ours['op']} {shape_of(each.ours).replace('K = ', '').replace('V = ', '')}" for each in shown]
     names = [
-        f"{name}, backward" if each.ours["phase"] == "backward" else name
-        for name, each in zip(names, shown, strict=True)
+        f"{speedup.ours['op']} {shape_of(speedup.ours).replace('K = ', '').replace('V = ', '')}"
+        + (", backward" if speedup.ours["phase"] == "backward" else "")
+        for speedup in shown
     ]
-    drawn = axis.barh(range(len(shown)), [each.times for each in shown], color=_OUR_COLOUR)
-    labels = [f"{each.written}  {contestant(each.peer)}" for each in shown]
+    drawn = axis.barh(range(len(shown)), [speedup.times for speedup in shown], color=_OUR_COLOUR)
+    labels = [f"{speedup.written}  {contestant(speedup.peer)}" for speedup in shown]
     axis.bar_label(drawn, labels, padding=4, fontsize=9)
     axis.set_yticks(range(len(shown)), names, fontsize=9)
     axis.invert_yaxis()
@@ -119,10 +119,10 @@ def draw(result: Mapping[str, Any], path: Path | str) -> None:
 
 def cases_of(result: Mapping[str, Any]) -> dict[str, list[Row]]:
     """Return the rows of each case, the fastest first and what was left out last."""
-    found: dict[str, list[Row]] = {}
+    cases: dict[str, list[Row]] = {}
     for row in result["rows"]:
-        found.setdefault(f"{row['op']}, {row['phase']}\n{shape_of(row)} {row['dtype']}", []).append(row)
-    return {name: sorted(rows, key=lambda row: _or(row["median_ms"], math.inf)) for name, rows in found.items()}
+        cases.setdefault(f"{row['op']}, {row['phase']}\n{shape_of(row)} {row['dtype']}", []).append(row)
+    return {name: sorted(rows, key=lambda row: _or(row["median_ms"], math.inf)) for name, rows in cases.items()}
 
 
 def rate(row: Row, result: Mapping[str, Any]) -> float | None:
@@ -138,17 +138,17 @@ def scaling(rows: Sequence[Row]) -> dict[Panel, dict[str, dict[int, Row]]]:
 
     What calls of ours take by themselves, the first of a case, is one contestant, whichever backend that is.
     """
-    found: dict[Panel, dict[str, dict[int, Row]]] = {}
+    panels: dict[Panel, dict[str, dict[int, Row]]] = {}
     for row in rows:
         if row["median_ms"] is None or row["inputs"] != "usual":
             continue
         for over, size, fixed in _sizes(row["shape"], row["op"]):
-            lines = found.setdefault((f"{row['op']} {row['dtype']}, {row['phase']}\n{fixed}", over), {})
+            lines = panels.setdefault((f"{row['op']} {row['dtype']}, {row['phase']}\n{fixed}", over), {})
             is_taken = row["who"] == OURS and size not in lines.get(OURS, {})
             lines.setdefault(OURS if is_taken else contestant(row), {})[size] = row
     several = {
         panel: {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
-        for panel, lines in found.items()
+        for panel, lines in panels.items()
     }
     return {panel: lines for panel, lines in several.items() if lines}
 

@@ -49,12 +49,12 @@ def answer() -> None:
     if "turn" in asked:
         with suppress(ImportError):
             _time_in_turns(importlib.import_module("triton.testing"), asked["turn"])
-        found: Any = _tried(case, asked["who"], asked["what"])
+        answer: Any = _tried(case, asked["who"], asked["what"])
     else:
         entry = Entry(asked["suite"], case, asked["backends"])
         known = [peer for peer in peers.peers_of(case) if [peer.who, peer.what] in asked["peers"]]
-        found = measure.rows_of(entry, asked["copy_tb_per_s"], known)
-    print(json.dumps(found), file=answers, flush=True)
+        answer = measure.rows_of(entry, asked["copy_tb_per_s"], known)
+    print(json.dumps(answer), file=answers, flush=True)
 
 
 def _tried(case: Case, who: str, what: str) -> str | None:
@@ -135,7 +135,7 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     at_once = max(1, min(memory // _ROOM, (os.cpu_count() or 1) // 2, _MOST))
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    found: dict[Attempt, str] = {}
+    known: dict[Attempt, str] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
 
         def attempted(attempt: Attempt) -> str | None:
@@ -154,13 +154,13 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
             with report.progress("trying peers") as tell:
                 for done, (attempt, error) in enumerate(zip(attempts, pool.map(attempted, attempts), strict=True), 1):
                     if error is not None:
-                        found[attempt] = error
+                        known[attempt] = error
                     if tell:
                         tell(done, len(attempts))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return found
+    return known
 
 
 def rows_of(entry: Entry, copy_tb_per_s: float, with_peers: bool, known: Mapping[Attempt, str]) -> list[dict[str, Any]]:

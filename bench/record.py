@@ -49,13 +49,13 @@ def commit() -> str | None:
 
 def sources() -> dict[str, str]:
     """Return the sha256 of the templates, with their headers, that calls of each op can take."""
-    found = {}
+    digests = {}
     for op in sorted(OPS):
         stem = recurrent.OPS[op].stem if op in recurrent.OPS else op
         templates = [template.library(name) for name in template.names() if name.startswith(f"{stem}_")]
-        texts = [text for each in templates for text in (each.name, each.body, *sum(each.headers, ()))]
-        found[op] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return found
+        texts = [text for source in templates for text in (source.name, source.body, *sum(source.headers, ()))]
+        digests[op] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return digests
 
 
 def read(path: Path | str) -> dict[str, Any]:
@@ -155,13 +155,13 @@ def fill(text: str, recorded: Mapping[str, str], page: str) -> str:
 
 
 def _by_key(result: Mapping[str, Any]) -> dict[tuple[object, ...], Row]:
-    found: dict[tuple[object, ...], Row] = {}
+    rows: dict[tuple[object, ...], Row] = {}
     for row in result["rows"]:
         key = tuple(tuple(row[name]) if name == "shape" else row[name] for name in _KEY)
-        if key in found:
+        if key in rows:
             raise ValueError(f"rows: expected each once, got two of {_name(row)}")
-        found[key] = row
-    return found
+        rows[key] = row
+    return rows
 
 
 def _name(row: Row) -> str:
@@ -212,16 +212,19 @@ def _compare_rows(a: Row, b: Row) -> dict[str, Any]:
 
 
 def _conditions(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    found = {name: (a.get(name), b.get(name)) for name in ("device", "commit", "copy_tb_per_s")}
-    found |= {name: (a["env"].get(name), b["env"].get(name)) for name in _VERSIONS}
+    conditions = {name: (a.get(name), b.get(name)) for name in ("device", "commit", "copy_tb_per_s")}
+    conditions |= {name: (a["env"].get(name), b["env"].get(name)) for name in _VERSIONS}
     sources_a, sources_b = a.get("sources") or {}, b.get("sources") or {}
-    return found | {f"sources of {op}": (sources_a.get(op), sources_b.get(op)) for op in {**sources_a, **sources_b}}
+    return conditions | {
+        f"sources of {op}": (sources_a.get(op), sources_b.get(op)) for op in {**sources_a, **sources_b}
+    }
 
 
 def show_comparison(result: dict[str, Any]) -> None:
     """Print a comparison."""
-    for each in result["differs"]:
-        report.say(f"{each['what'].replace('_', ' ')}: {_brief(each['a'])} before, {_brief(each['b'])} now")
+    for condition in result["differs"]:
+        what, before, now = condition["what"].replace("_", " "), _brief(condition["a"]), _brief(condition["b"])
+        report.say(f"{what}: {before} before, {now} now")
     if result["rows"]:
         report.table(
             ("case", "by", "before ms", "now ms", "now / before", "verdict"),
@@ -238,7 +241,7 @@ def show_comparison(result: dict[str, Any]) -> None:
         for name in names:
             report.say(f"{title}: {name}")
     verdicts = [row["verdict"] for row in result["rows"]]
-    counts = [f"{verdicts.count(each)} {each}" for each in ("faster", "slower", "the same", "unknown")]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in ("faster", "slower", "the same", "unknown")]
     apart = f"medians over {_BETWEEN_RUNS - 1:.0%} apart"
     report.say(f"\n{', '.join(counts)}. Faster and slower: no overlap of quartiles, and {apart}.")
 

@@ -237,8 +237,8 @@ def run() -> dict[str, Any]:
     return {
         "env": bench.environment(),
         "commit": record.commit(),
-        "import_ms": statistics.median(each[0] for each in imports),
-        "op_import_ms": statistics.median(each[1] for each in imports),
+        "import_ms": statistics.median(times[0] for times in imports),
+        "op_import_ms": statistics.median(times[1] for times in imports),
         "from_disk_us": _medians(from_disk),
         "peers_from_disk_us": _peers_from_disk() if on_gpu else {},
         "together": _together(),
@@ -276,13 +276,13 @@ def _medians(runs: list[list[float]]) -> list[float]:
 
 
 def _peers_from_disk() -> dict[str, list[float]]:
-    found = {}
+    times = {}
     for name, program in (("CuPy RawModule", _CUPY), ("Triton", _TRITON)):
         with tempfile.TemporaryDirectory() as folder, suppress(RwkvJitError):  # one that is not installed
             caches = {"CUPY_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
             runs = [_child(program, folder, json.dumps(_KERNELS), environment=caches) for _ in range(4)]
-            found[name] = _medians(runs[1:])
-    return found
+            times[name] = _medians(runs[1:])
+    return times
 
 
 def _together() -> dict[str, Any]:
@@ -329,11 +329,11 @@ def first_calls() -> dict[str, float]:
 
 def one_line_kernels() -> dict[str, dict[str, float]]:
     """Return the same of a kernel of one line, by who loads it; without those that are missing or find no compiler."""
-    found = {}
+    times = {}
     for name, (variable, prepare, load) in _LOADERS.items():
         with suppress(RwkvJitError):
-            found[name] = _times(variable, _ADD_ONE + prepare, load)
-    return found
+            times[name] = _times(variable, _ADD_ONE + prepare, load)
+    return times
 
 
 def _times(variable: str, prepare: str, load: str) -> dict[str, float]:
@@ -341,7 +341,7 @@ def _times(variable: str, prepare: str, load: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         cache = {variable: str(Path(folder, "cache"))}
         (compiled, _), *times = [_child(program, folder, environment=cache) for _ in range(1 + REPEATS)]
-    from_disk, later = (statistics.median(each) for each in zip(*times, strict=True))
+    from_disk, later = (statistics.median(row) for row in zip(*times, strict=True))
     return {"compiled_ms": compiled, "from_disk_ms": from_disk, "call_us": later}
 
 
@@ -389,11 +389,11 @@ def show(result: dict[str, Any]) -> None:
     if result["host_us"]:
         report.table(("host time of a call", "us"), [(name, f"{us:.1f}") for name, us in result["host_us"].items()])
     if result["first_call"]:
-        one_line = {f"a kernel of one line, {name}": each for name, each in result["one_line"].items()}
+        one_line = {f"a kernel of one line, {name}": times for name, times in result["one_line"].items()}
         report.table(
             ("calls in a new process", "first, empty cache ms", "first, from disk ms", "a later one, host us"),
             [
-                (name, f"{each['compiled_ms']:.0f}", f"{each['from_disk_ms']:.1f}", f"{each['call_us']:.1f}")
-                for name, each in {"wkv7, forward and backward": result["first_call"], **one_line}.items()
+                (name, f"{times['compiled_ms']:.0f}", f"{times['from_disk_ms']:.1f}", f"{times['call_us']:.1f}")
+                for name, times in {"wkv7, forward and backward": result["first_call"], **one_line}.items()
             ],
         )

@@ -99,36 +99,36 @@ def our_rows(rows: Iterable[Row]) -> dict[Case, Row]:
 
 def speedups(rows: Sequence[Row]) -> list[Speedup]:
     """Return the speedup over the best peer of every case that has both, one op after another."""
-    found = []
+    best = []
     for case, first in our_rows(rows).items():
         others = [row for row in rows if case_of(row) == case and row["who"] != OURS and row["median_ms"] is not None]
         if others:
-            found.append(Speedup(first, min(others, key=lambda row: float(row["median_ms"]))))
-    ops = list(dict.fromkeys(each.ours["op"] for each in found))
-    return sorted(found, key=lambda each: ops.index(each.ours["op"]))
+            best.append(Speedup(first, min(others, key=lambda row: float(row["median_ms"]))))
+    ops = list(dict.fromkeys(speedup.ours["op"] for speedup in best))
+    return sorted(best, key=lambda speedup: ops.index(speedup.ours["op"]))
 
 
 def bars(rows: Sequence[Row]) -> list[Speedup]:
     """Return what the picture shows: with gradients, the first shape of each op and head size, of usual inputs."""
-    found: dict[Case, Speedup] = {}
-    for each in speedups(rows):
-        if each.ours["phase"] in WITH_GRADIENTS and each.ours["inputs"] == "usual":
-            found.setdefault((each.ours["op"], *each.ours["shape"][3:]), each)
-    return list(found.values())
+    first: dict[Case, Speedup] = {}
+    for speedup in speedups(rows):
+        if speedup.ours["phase"] in WITH_GRADIENTS and speedup.ours["inputs"] == "usual":
+            first.setdefault((speedup.ours["op"], *speedup.ours["shape"][3:]), speedup)
+    return list(first.values())
 
 
 def sentence(rows: Sequence[Row]) -> str:
     """Return in words what the picture shows."""
-    shown = (f"{each.ours['op']} {shape_of(each.ours)} {each.written}" for each in bars(rows))
+    shown = (f"{speedup.ours['op']} {shape_of(speedup.ours)} {speedup.written}" for speedup in bars(rows))
     return f"Times faster than the best peer, with gradients: {', '.join(shown)}"
 
 
 def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return a line for each op, shape and dtype that was measured with gradients, beside its best peers."""
     by_call: dict[Case, dict[str, Speedup]] = {}
-    for each in speedups(rows):
-        *call, phase = case_of(each.ours)
-        by_call.setdefault(tuple(call), {})[phase] = each
+    for speedup in speedups(rows):
+        *call, phase = case_of(speedup.ours)
+        by_call.setdefault(tuple(call), {})[phase] = speedup
     table: list[tuple[str, ...]] = [
         ("op", "shape", "best peer", "forward ms", "faster", "forward + backward ms", "faster", "memory GiB"),
         ("---",) * 8,
@@ -137,8 +137,8 @@ def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         trained = next((phases[phase] for phase in WITH_GRADIENTS if phase in phases), None)
         if trained is None:
             continue
-        shown = [each for each in (phases.get("forward"), trained) if each is not None]
-        peers = ", ".join(dict.fromkeys(contestant(each.peer) for each in shown))
+        shown = [speedup for speedup in (phases.get("forward"), trained) if speedup is not None]
+        peers = ", ".join(dict.fromkeys(contestant(speedup.peer) for speedup in shown))
         row = trained.ours
         alone = " (backward alone)" if row["phase"] == "backward" else ""
         table.append((
@@ -148,16 +148,16 @@ def _speedup_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return table
 
 
-def _speedup_cells(each: Speedup | None) -> tuple[str, str]:
-    if each is None:
+def _speedup_cells(speedup: Speedup | None) -> tuple[str, str]:
+    if speedup is None:
         return "", ""
-    return " vs ".join(milliseconds(row["median_ms"]) for row in each), f"**{each.written}**"
+    return " vs ".join(milliseconds(row["median_ms"]) for row in speedup), f"**{speedup.written}**"
 
 
-def _memory(each: Speedup) -> str:
-    if any(row["peak_mib"] is None for row in each):
+def _memory(speedup: Speedup) -> str:
+    if any(row["peak_mib"] is None for row in speedup):
         return ""
-    return " vs ".join(f"{row['peak_mib'] / 1024:.1f}" for row in each)
+    return " vs ".join(f"{row['peak_mib'] / 1024:.1f}" for row in speedup)
 
 
 # ---- the blocks of pages -----------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         " A percentage is the floor over the median: the time that a copy, measured in the same run, takes for the "
         "fewest bytes of the case."
     )  # fmt: skip
-    found = {
+    shown = {
         "machine": f"{machine(result)}. Medians, with quartiles behind them, of one run in which contestants take "
         f"turns.{floor} Host is the host's part of a call, phase by phase; where a {HOST_BOUND} stands behind it, the "
         "host takes longer than the GPU, and calls one after another take the host's time. Error is relative L2 "
@@ -189,8 +189,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "errors": _errors(rows),
     }
     for op in dict.fromkeys(row["op"] for row in rows):
-        found[op] = _table([row for row in rows if row["op"] == op])
-    return found
+        shown[op] = _table([row for row in rows if row["op"] == op])
+    return shown
 
 
 def _service(costs: Mapping[str, Any] | None) -> str:
@@ -239,10 +239,10 @@ def _errors(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         if row["who"] == OURS and len(row["errors"]) > 1:
-            each = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+            errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
             other = "" if row["other"] is None else f"{row['other_error']:.1e} from {row['other']}"
             call = f"{row['op']} {shape_of(row)} {row['dtype']}"
-            lines.append((call, contestant(row), row["phase"], each, other))
+            lines.append((call, contestant(row), row["phase"], errors, other))
     if not lines:
         return "The record has none of these yet.\n"
     head = ("call", "by", "phase", "against float64, first tokens", "all tokens, largest")

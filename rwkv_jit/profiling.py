@@ -192,13 +192,13 @@ def record(call: Callable[[], Any], folder: Path, name: str) -> Path:
 
 def kernels_of(events: Sequence[Mapping[str, Any]], runs: int) -> list[dict[str, Any]]:
     """Return what ran on the GPU, from the events of a trace of so many runs; `run` says what of each."""
-    found: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
+    kernels: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in _ON_GPU:
             about = event.get("args", {})
             same = (event["name"], about.get("registers per thread"), about.get("shared memory"))
-            found.setdefault(same, []).append(event)
-    total = sum(event["dur"] for several in found.values() for event in several)
+            kernels.setdefault(same, []).append(event)
+    total = sum(event["dur"] for several in kernels.values() for event in several)
     rows = [
         {
             "name": name,
@@ -212,7 +212,7 @@ def kernels_of(events: Sequence[Mapping[str, Any]], runs: int) -> list[dict[str,
             "grid": several[0].get("args", {}).get("grid"),
             "block": several[0].get("args", {}).get("block"),
         }
-        for (name, registers, shared_bytes), several in found.items()
+        for (name, registers, shared_bytes), several in kernels.items()
     ]
     return sorted(rows, key=lambda row: -row["self_us"])
 
@@ -293,7 +293,7 @@ def _names_of(op: str) -> list[str]:
     """Return the names of the kernels that calls of an op can launch."""
     stem = recurrent.OPS[op].stem if op in recurrent.OPS else op
     names = [name for name in template.names() if name.startswith(f"{stem}_")]
-    return sorted({found for name in names for found in _ENTRY.findall(template.library(name).body)})
+    return sorted({entry for name in names for entry in _ENTRY.findall(template.library(name).body)})
 
 
 def _is_expression(kernel: str) -> bool:

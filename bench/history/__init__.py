@@ -93,15 +93,15 @@ def _wkv5_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
     ]
 
 
-def _wkv5_of_template(found: kernel.Kernel, given: Sequence[Tensor]) -> Form:
+def _wkv5_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form:
     """Return a form of the template. It takes the factors of a step, as the kernels did: they are not timed."""
     r, k, v, w, u = given
     batch, tokens, heads, head_size = r.shape
-    y = torch.empty(r.shape, dtype=torch.float32 if found.parameters["ATOMICS"] else r.dtype, device=r.device)
-    arrays, threads = (r, k, v, torch.exp(-torch.exp(w)), u, y), int(found.parameters["NUM_THREADS"])
+    y = torch.empty(r.shape, dtype=torch.float32 if compiled.parameters["ATOMICS"] else r.dtype, device=r.device)
+    arrays, threads = (r, k, v, torch.exp(-torch.exp(w)), u, y), int(compiled.parameters["NUM_THREADS"])
     strides = [struct.pack("3q", *x.stride()[:3]) for x in (r, k, v)]
     plan = Plan(
-        found, "wkv5_history", r.device.index, (batch * heads, math.ceil(head_size / threads), 1), (threads, 1, 1),
+        compiled, "wkv5_history", r.device.index, (batch * heads, math.ceil(head_size / threads), 1), (threads, 1, 1),
         "Q" * len(arrays), [*strides, struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", 1.0)],
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def _wkv5_of_template(found: kernel.Kernel, given: Sequence[Tensor]) -> Form:
         tensors.launch(plan, [x.data_ptr() for x in arrays])
         return y
 
-    return Form(found, forward)
+    return Form(compiled, forward)
 
 
 def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
@@ -161,17 +161,17 @@ def _timex_steps(shape: Shape, dtype: torch.dtype) -> list[Step]:
     ]
 
 
-def _timex_of_template(found: kernel.Kernel, given: Sequence[Tensor]) -> Form:
+def _timex_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form:
     w, k = given
     (batch, channels, tokens), out = k.shape, torch.empty_like(k, memory_format=torch.contiguous_format)
-    batches, threads = int(found.parameters["BATCHES"]), int(found.parameters["NUM_THREADS"])
+    batches, threads = int(compiled.parameters["BATCHES"]), int(compiled.parameters["NUM_THREADS"])
     pitch = -(-tokens // 4) * 4
-    shared_bytes = 4 * (pitch + 4 + batches * pitch) if found.parameters["STAGED"] else 0
-    limit = chunked.shared_limit(found.arch)
+    shared_bytes = 4 * (pitch + 4 + batches * pitch) if compiled.parameters["STAGED"] else 0
+    limit = chunked.shared_limit(compiled.arch)
     if shared_bytes > limit:
-        raise UnsupportedConfigError(f"needs {shared_bytes} bytes of shared memory, {found.arch} has {limit}")
+        raise UnsupportedConfigError(f"needs {shared_bytes} bytes of shared memory, {compiled.arch} has {limit}")
     plan = Plan(
-        found, "timex_history", k.device.index, (channels, -(-batch // batches), 1), (threads, 1, 1), "QQQ",
+        compiled, "timex_history", k.device.index, (channels, -(-batch // batches), 1), (threads, 1, 1), "QQQ",
         [struct.pack("q", batch), struct.pack("q", channels), struct.pack("i", tokens)], shared_bytes,
     )  # fmt: skip
 
@@ -179,7 +179,7 @@ def _timex_of_template(found: kernel.Kernel, given: Sequence[Tensor]) -> Form:
         tensors.launch(plan, (w.data_ptr(), k.data_ptr(), out.data_ptr()))
         return out
 
-    return Form(found, forward)
+    return Form(compiled, forward)
 
 
 def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
@@ -193,21 +193,21 @@ def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
         return timex_module.timex(w, k, backend=backend)
 
     w, k = given
-    found = None
+    compiled = None
     if backend in ("tiles", "transforms"):
         arch, also = tensors.arch(k.device.index), tensors.also(k.device.index)
         (batch, _, tokens), types = k.shape, (w.dtype, k.dtype)
         timex_module.choose(backend, k.dtype, batch, tokens, lambda: arch)
         if backend == "tiles":
-            found = kernel.get(timex_tiles.requests(batch, tokens, types, arch, also)[0])
+            compiled = kernel.get(timex_tiles.requests(batch, tokens, types, arch, also)[0])
         else:
-            found = kernel.get(timex_transforms.request(tokens, types, arch, also))
+            compiled = kernel.get(timex_transforms.request(tokens, types, arch, also))
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(k)
 
     def both() -> Any:
         return torch.autograd.grad(run(*leaves), leaves, dy)
 
-    return Form(found, lambda: run(w, k), both)
+    return Form(compiled, lambda: run(w, k), both)
 
 
 HISTORIES = {
@@ -241,13 +241,13 @@ def _template(op: str) -> template.Template:
 
 def requests(op: str, shape: Shape, dtype: torch.dtype, arch: str, also: tuple[str, ...] = ()) -> list[kernel.Request]:
     """Return the kernels of the steps that are forms of the op's history template, in their order."""
-    found: list[kernel.Request] = []
+    kernels: list[kernel.Request] = []
     parameters: dict[str, Parameter] = {}
     for step in HISTORIES[op].steps(shape, dtype):
         if step.backend is None:
             parameters = {**parameters, **step.parameters}
-            found.append(kernel.Request(_template(op), parameters, arch, also))
-    return found
+            kernels.append(kernel.Request(_template(op), parameters, arch, also))
+    return kernels
 
 
 def prepare(op: str, given: Sequence[Tensor]) -> list[tuple[Step, Form | UnsupportedConfigError]]:
@@ -288,9 +288,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = None if arguments.shape is None else bench.read_shape(arguments.shape)
     bench.check_gpu()
     dtype = bench.DTYPES[arguments.dtype]
-    rows = [
-        row for op in ops for each in ([shape] if shape else HISTORIES[op].shapes) for row in _measure(op, each, dtype)
-    ]
+    measured = [(op, sizes) for op in ops for sizes in ([shape] if shape else HISTORIES[op].shapes)]
+    rows = [row for op, sizes in measured for row in _measure(op, sizes, dtype)]
     return {"env": runtime.env_report(), "rows": rows}
 
 

@@ -148,7 +148,7 @@ def measured(
             try:
                 rows += rows_of(entry, tell_case)
             except KeyboardInterrupt:
-                rows += [measure.row(each, measure.OURS, "-", "interrupted") for each in entries[number:]]
+                rows += [measure.row(entry, measure.OURS, "-", "interrupted") for entry in entries[number:]]
                 break
             except Exception as error:
                 rows.append(measure.row(entry, measure.OURS, "-", measure.one_line(error)))

@@ -277,7 +277,7 @@ def sets_for(case: Case, cache_bytes: int) -> list[Given]:
 
 def are_cold(sets: Sequence[Given], cache_bytes: int) -> bool:
     """Return whether sets that are taken in turn find nothing of them in a cache."""
-    return sum(each.size() for each in sets) > 2 * cache_bytes
+    return sum(given.size() for given in sets) > 2 * cache_bytes
 
 
 # ---- floors ------------------------------------------------------------------------------------------------------

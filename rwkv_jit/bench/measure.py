@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -252,12 +253,11 @@ def rows_of(
         elif not all(map(math.isfinite, (*errors["errors"].values(), errors["other_error"] or 0.0))):
             skipped.append(row(entry, *who, "its results are not finite, so it has no speed"))
         else:
-            spread = timing.spread(times)
             measured.append(
                 row(entry, *who)
-                | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs}
+                | timing.spread(times)
                 | {"in_graph": turns.in_graph, "host_us": turns.host_us, "floor_ms": floor}
-                | {"fraction": floor / spread.median, "peak_mib": peak / 2**20, **errors}
+                | {"fraction": floor / statistics.median(times), "peak_mib": peak / 2**20, **errors}
             )
     return measured + skipped
 
@@ -289,7 +289,7 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
     first()
     torch.cuda.synchronize()
     peak = timing.peak_bytes(lambda: run_once(case, contestant, sets[0])()) + sets[0].size()
-    calls = [first, *(run_once(case, contestant, each) for each in sets[1:])]
+    calls = [first, *(run_once(case, contestant, given) for given in sets[1:])]
     for call in calls:
         call()
     small = not case.has_gradients and timing.is_small(sets[0].dy.numel())
@@ -325,28 +325,27 @@ def _errors(
     begun = given._replace(dy=torch.zeros_like(given.dy))
     beginning(case, "y", begun.dy, tokens).copy_(beginning(case, "y", given.dy, tokens))
     known: dict[str, Results | None] = {}  # what judges found
-    found = []
+    judged = []
     for contestant in everyone:
         errors = _distances(case, _results(case, contestant, begun) if wanted else None, wanted, tokens)
-        judge = next(
-            (each for each in _judges(own) if (each.who, each.what) != (contestant.who, contestant.what)), None
-        )
+        others = [backend for backend in _judges(own) if (contestant.who, contestant.what) != (OURS, backend.what)]
+        judge = others[0] if others else None
         distances: dict[str, float] = {}
         if judge is not None:
             if judge.what not in known:
                 known[judge.what] = _results(case, judge, given)
             distances = _distances(case, _results(case, contestant, given), known[judge.what] or {})
-        found.append({
+        judged.append({
             "error": max(errors.values(), default=None), "errors": errors,
             "other": judge.what if judge and distances else None,
             "other_error": max(distances.values(), default=None),
         })  # fmt: skip
-    return found
+    return judged
 
 
 def _judges(own: Sequence[Contestant]) -> list[Contestant]:
     """Return our backends, first those that are made for exact sums and not for speed."""
-    return sorted(own, key=lambda each: each.what not in ("recurrent", "fft"))
+    return sorted(own, key=lambda backend: backend.what not in ("recurrent", "fft"))
 
 
 def _tokens_to_check(case: Case) -> int:
@@ -375,11 +374,11 @@ def _exact(case: Case, given: Given, tokens: int) -> Results:
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
     y = REFERENCES[case.op](*exact, **more, **case.options)[0]
-    found = {"y": y.detach()}
+    results = {"y": y.detach()}
     if case.has_gradients:
         grads = torch.autograd.grad(y, exact, beginning(case, "y", given.dy, tokens).double())
-        found |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
-    return found
+        results |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+    return results
 
 
 def _results(case: Case, contestant: Contestant, given: Given) -> Results | None:
@@ -388,22 +387,22 @@ def _results(case: Case, contestant: Contestant, given: Given) -> Results | None
         inputs = contestant.convert(given.inputs if case.has_gradients else [x.detach() for x in given.inputs])
         state, more = beside(case, contestant, given)
         y = contestant.run(inputs, state, more)[0]
-        found = {"y": y.detach()}
+        results = {"y": y.detach()}
         if case.has_gradients:
             grads = torch.autograd.grad(y, given.inputs, given.dy)
-            found |= {f"d{name}": grad for name, grad in zip(cases.names_of(case.op), grads, strict=True)}
+            results |= {f"d{name}": grad for name, grad in zip(cases.names_of(case.op), grads, strict=True)}
     except Exception:
         return None
-    return found
+    return results
 
 
-def _distances(case: Case, found: Results | None, wanted: Results, tokens: int | None = None) -> dict[str, float]:
+def _distances(case: Case, results: Results | None, wanted: Results, tokens: int | None = None) -> dict[str, float]:
     """Return the relative L2 distance of each result, of the first tokens alone where these are given."""
-    if found is None:
+    if results is None:
         return {}
     distances = {}
     for name, want in wanted.items():
-        x = found[name] if tokens is None else beginning(case, name, found[name], tokens)
+        x = results[name] if tokens is None else beginning(case, name, results[name], tokens)
         wide = torch.float64 if tokens is not None else torch.float32
         distances[name] = float((x.to(wide) - want.to(wide)).norm() / want.to(wide).norm())
     return distances
@@ -416,12 +415,9 @@ def rows_of_cpu(entry: Entry) -> list[dict[str, Any]]:
     """Measure what a call runs on CPU tensors, in plain torch: it says nothing about the speed of the kernels."""
     case, (backend,) = entry.case, entry.backends or ("auto",)
     contestant, given = our_call(case, backend, backend), cases.given_for(case, "cpu")
-    spread = timing.spread(timing.cpu_ms(run_once(case, contestant, given)))
+    times = timing.cpu_ms(run_once(case, contestant, given))
     (errors,) = _errors(case, [contestant], given, [])
-    return [
-        row(entry, OURS, backend)
-        | {"median_ms": spread.median, "low_ms": spread.low, "high_ms": spread.high, "runs": spread.runs, **errors}
-    ]
+    return [row(entry, OURS, backend) | timing.spread(times) | errors]
 
 
 def on_small_shape(entry: Entry) -> Entry:

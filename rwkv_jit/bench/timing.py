@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,21 +44,10 @@ def is_small(elements: int) -> bool:
 # ---- what is timed in turns --------------------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    """The middle of some times, and their quartiles."""
-
-    median: float
-    low: float
-    high: float
-    runs: int
-
-
-def spread(times: Sequence[float]) -> Spread:
-    """Return median and quartiles."""
-    if len(times) == 1:
-        return Spread(times[0], times[0], times[0], 1)
+def spread(times: Sequence[float]) -> dict[str, Any]:
+    """Return median and quartiles, as a row has them, and how many times there are."""
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Spread(median, low, high, len(times))
+    return {"median_ms": median, "low_ms": low, "high_ms": high, "runs": len(times)}
 
 
 class Turns:
@@ -207,7 +196,7 @@ def interleaved(
             rounds = WARM_UP_ROUNDS + min(max(int(budget_ms / max(round_ms, 1e-3)), LEAST_ROUNDS), MOST_ROUNDS)
         if tell:
             tell(done, rounds)
-    return [raised.get(index, each[WARM_UP_ROUNDS:]) for index, each in enumerate(times)]
+    return [raised.get(index, taken[WARM_UP_ROUNDS:]) for index, taken in enumerate(times)]
 
 
 # ---- what is measured beside the times ---------------------------------------------------------------------------
