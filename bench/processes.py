@@ -32,6 +32,8 @@ from rwkv_jit.bench.measure import Entry
 PATIENCE = 900  # seconds, after which a process is ended; it waits for its turns meanwhile
 _ROOM, _MOST = 16 << 30, 8  # bytes of a GPU for each that tunes itself beside others, and how many of them
 _PAUSE, _LONGEST_TURN = 0.002, 60  # seconds between two looks whether it is one's turn, and to wait for one that hangs
+# It ends at once: a thread of torch's backward that still waits for the interpreter when that ends aborts the process.
+_PROGRAM = "import os; from bench import processes; processes.answer(); os._exit(0)"
 
 Attempt = tuple[Case, str, str]  # a case, and who tries it with what
 
@@ -96,16 +98,17 @@ def _ask(case: Case, asked: Mapping[str, Any], seconds: float) -> Any:
         It ended without an answer, or had none in time.
     """
     named = {**case._asdict(), "dtype": str(case.dtype).removeprefix("torch.")}
-    command = [sys.executable, "-c", "from bench import processes; processes.answer()"]
+    command = [sys.executable, "-c", _PROGRAM]
     try:
         done = subprocess.run(
-            command, input=json.dumps({**asked, "case": named}), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, timeout=seconds, cwd=ROOT, check=False,
+            command, input=json.dumps({**asked, "case": named}), capture_output=True, text=True,
+            timeout=seconds, cwd=ROOT, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ChildProcessError(f"did not end in {seconds:.0f} s") from None
-    if done.returncode or not done.stdout:  # one that lost the GPU may answer, and end badly
-        raise ChildProcessError(f"ended its process with {done.returncode}")
+    if done.returncode or not done.stdout:
+        said = "".join(done.stderr.strip().splitlines()[-1:])
+        raise ChildProcessError(f"ended its process with {done.returncode}{said and f': {said}'}"[:200])
     return json.loads(done.stdout)
 
 

@@ -207,8 +207,8 @@ def test_a_case_is_measured_by_a_process_with_those_that_can(children):
     assert measured == {"peers": [["fla", "works"]], "copy": 4.0}
     assert (skipped["what"], skipped["skipped"]) == ("dies", "ended")
     assert processes.rows_of(entry, 4.0, False, {}) == [{"peers": [], "copy": 4.0}]
-    children(program="import os; os._exit(6)")
-    with pytest.raises(ChildProcessError, match="ended its process with 6"):
+    children(program="import sys; print('x', file=sys.stderr); sys.exit('CUDA error: lost')")
+    with pytest.raises(ChildProcessError, match="^ended its process with 1: CUDA error: lost$"):
         processes.rows_of(entry, 4.0, False, {})
 
 
