@@ -749,3 +749,17 @@ def test_steps_of_a_history(row):
         if row["op"] == "wkv5":
             assert found.registers > row["head_size"]
             assert (found.shared_bytes > 0) == request.parameters["STAGED"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"VECTOR": 5}, "vector must divide the head size"),
+        ({"NUM_THREADS": 1025}, "num_threads must be 1 to 1024"),
+        ({"T_Y": "bf16"}, "atomics add to fp32"),
+    ],
+)
+def test_rules_of_the_history_template_have_messages(changes, rule):
+    request = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")[0]  # with atomics
+    with pytest.raises(UnsupportedConfigError, match=rule):
+        kernel.get(request._replace(parameters={**request.parameters, **changes}))

@@ -13,6 +13,7 @@ import comparing
 import torch
 
 import rwkv_jit
+from bench import history
 from rwkv_jit import launch, signatures, template
 from rwkv_jit.ops import scan_geometry
 
@@ -56,6 +57,12 @@ def timex(batch, channels, tokens, dtype, backend="tiles"):
     torch.autograd.grad(y, leaves, torch.randn_like(y))
 
 
+def history_of(name, shape, dtype):
+    for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
+        if isinstance(form, history.Form):
+            (form.both or form.forward)()
+
+
 GATED = ("wkv5", "wkv6", "gla", "linear_attention")
 CALLS = [
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
@@ -79,6 +86,8 @@ CALLS = [
     *(partial(timex, batch, 1, 2900, dtype) for batch in (1, 20) for dtype in (FP32, BF16)),
     *(partial(timex, 3, 2, tokens, FP32, "transforms") for tokens in (77, 2000, 3000, 8000, 16384)),
     *(partial(timex, 3, 2, tokens, BF16, "transforms") for tokens in (768, 2001)),
+    partial(history_of, "wkv5", (1, 54, 2, 64), torch.float16),
+    partial(history_of, "timex", (9, 200, 1, 2), FP32),
 ]
 
 
