@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -40,11 +41,21 @@ def pytest_xdist_auto_num_workers():
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the tests marked full too")
     parser.addoption("--record-budget", action="store_true", help="write tests/compile/budget.json from this run")
+    parser.addoption("--seed", type=int, metavar="N", help="repeat the random inputs that tests/gpu had with this seed")
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        config.option.seed = config.workerinput["seed"]
+    elif config.option.seed is None:
+        config.option.seed = secrets.randbelow(2**32)
     # What the package or a test is warned of is a fault of ours; other packages may warn themselves.
     config.addinivalue_line("filterwarnings", r"error::UserWarning:(rwkv_jit|tests)\b")
+
+
+def pytest_configure_node(node):
+    """Give a worker of pytest-xdist the seed of the run: it would draw one of its own."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_collection_modifyitems(config, items):
@@ -54,6 +65,10 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_report_header(config):
+    return f"tests/gpu: random inputs of --seed {config.option.seed}"
 
 
 def pytest_terminal_summary(terminalreporter):

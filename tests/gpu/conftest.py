@@ -1,11 +1,14 @@
-"""GPU tests: left out where torch sees no GPU; `--record` writes record.json from the run."""
+"""GPU tests: left out where torch sees no GPU; `--record` writes record.json from the run; `--seed` repeats inputs."""
 
 import importlib.util
 import json
 import os
 import platform
+import random
+from hashlib import sha256
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -61,6 +64,8 @@ def pytest_runtest_makereport(item, call):
     op = _op_of(item)
     if op:
         report.user_properties.append(("op", op))
+    if report.failed:
+        report.sections.append(("Random inputs", f"rerun with --seed {item.config.option.seed}"))
 
 
 def pytest_runtest_logreport(report):
@@ -98,6 +103,17 @@ def _driver_version():
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    """The seed of all that this test draws at random, from `--seed` and its name: alone it draws the same numbers."""
+    text = f"{request.config.option.seed} {request.node.nodeid}"
+    derived = int.from_bytes(sha256(text.encode()).digest()[:4], "little")  # numpy takes no more bits
+    random.seed(derived)
+    numpy.random.seed(derived)
+    torch.manual_seed(derived)
+    return derived
 
 
 @pytest.fixture

@@ -22,11 +22,6 @@ SLOW = (-1e-2, -1e-4)  # log-decay per step
 BOUNDED = {"decay": "raw", "decay_bound": -1.0}
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 def inputs(dtype=torch.bfloat16, decay="sigmoid", **more):
     return make_inputs("wkv7", dtype, decay=decay, **more)
 

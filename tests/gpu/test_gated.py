@@ -20,11 +20,6 @@ SLOW = (-1e-2, -1e-4)  # log-decay per step
 SCANNED = [(200, 136), (256, 512), (40, 300)]  # heads that no block holds
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 def inputs(op, dtype=torch.bfloat16, decay="sigmoid", **more):
     return comparing.make_inputs(op, dtype, decay=decay, **more)
 

@@ -25,11 +25,6 @@ USUAL = (-0.6, -0.01)
 BOUND = -0.7
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 @pytest.fixture
 def seen_flags(monkeypatch):
     """The flags of every forward."""

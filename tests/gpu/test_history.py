@@ -20,11 +20,6 @@ GATE = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 3e-3}
 CHUNKED_GATE = 6e-3
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 def has_chunks(dtype, head_size):
     return gated.obstacle("wkv5", dtype, head_size, head_size, lambda: tensors.arch(0), training=False) is None
 

@@ -13,6 +13,7 @@ import sys
 import torch
 import rwkv_jit
 sys.path.insert(0, sys.argv[1])
+torch.manual_seed(int(sys.argv[2]))
 import kernels_wheel
 from rwkv_jit import cuda, stats
 from rwkv_jit.bench import cases
@@ -49,7 +50,7 @@ kernels_wheel.write(sys.argv[2], kernels_wheel.build(sys.argv[2]), Path(sys.argv
 """
 
 
-def test_calls_compile_nothing(tmp_path, root):
+def test_calls_compile_nothing(tmp_path, root, seed):
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability())
     arch = {"sm_90": "sm_90a"}.get(capability, capability)
 
@@ -65,4 +66,5 @@ def test_calls_compile_nothing(tmp_path, root):
     (wheel,) = tmp_path.glob("*.whl")
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel)
     path = os.pathsep.join([str(tmp_path / "site"), str(rwkv_jit.__path__[0]).removesuffix("rwkv_jit")])
-    assert run("-c", CALLED, root / "tools", PYTHONPATH=path, RWKVJIT_ASSERT_CACHED="1") == "0 0 True 0\n"
+    called = run("-c", CALLED, root / "tools", seed, PYTHONPATH=path, RWKVJIT_ASSERT_CACHED="1")
+    assert called == "0 0 True 0\n"

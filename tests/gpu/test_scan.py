@@ -27,11 +27,6 @@ needs_groups = pytest.mark.skipif(not HAS_GROUPS, reason="only an sm_90 has prod
 OF_GROUPS = pytest.param(384, marks=needs_groups)
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 def inputs(dtype=torch.bfloat16, decay="sigmoid", head_size=256, heads=2, **more):
     return comparing.make_inputs("wkv7", dtype, decay=decay, head_size=head_size, heads=heads, **more)
 

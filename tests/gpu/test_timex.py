@@ -19,11 +19,6 @@ BATCHES = [1, 3, 8, 9, 16, 17, 32, 33]
 pytestmark = [pytest.mark.parametrize("op", ["timex"])]
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 def make(batch, channels, tokens, dtype, w_dtype=None, random=torch.randn):
     w = random(channels, tokens, device="cuda").to(w_dtype or dtype).requires_grad_()
     k, g = (random(batch, channels, tokens, device="cuda").to(dtype) for _ in range(2))

@@ -1,0 +1,85 @@
+"""Random inputs of the GPU tier: a run draws a seed and says it, and with that seed each test draws the same again."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+MADE_UP = """
+import random
+
+import numpy
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_fails(number):
+    assert False, f"number {number} drew {random.random()} {numpy.random.rand()} {torch.rand(()).item()}"
+
+
+def test_passes():
+    pass
+
+
+@pytest.fixture
+def broken():
+    raise ValueError(f"setup drew {random.random()} {numpy.random.rand()} {torch.rand(()).item()}")
+
+
+def test_never_starts(broken):
+    pass
+"""
+NAMES = {"setup", *(f"number {number}" for number in range(4))}
+
+
+@pytest.fixture
+def run_made_up(root, tmp_path):
+    """Runs tests that fail under the conftest.py of this tier; returns the seed, and by test what was drawn."""
+    gpu = tmp_path / "gpu"
+    gpu.mkdir()
+    shutil.copy(root / "tests" / "conftest.py", tmp_path)
+    for name in ("conftest.py", "record.py"):
+        shutil.copy(root / "tests" / "gpu" / name, gpu)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\npython_files = made_up.py\n")
+    (gpu / "made_up.py").write_text(MADE_UP)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+    def run_made_up(*arguments, failures=5):
+        command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1, done.stdout + done.stderr
+        (seed,) = re.findall(r"^tests/gpu: random inputs of --seed (\d+)$", done.stdout, flags=re.MULTILINE)
+        assert re.findall(r"^rerun with --seed (\d+)$", done.stdout, flags=re.MULTILINE) == [seed] * failures
+        drawn = dict(re.findall(r"^E .*?((?:number \d|setup)) drew (.*)$", done.stdout, flags=re.MULTILINE))
+        assert len(drawn) == failures
+        assert len(set(drawn.values())) == failures  # no two tests have the same inputs
+        return seed, drawn
+
+    return run_made_up
+
+
+def test_failures_say_the_seed_that_repeats_their_inputs(run_made_up):
+    seed, drawn = run_made_up()
+    assert drawn.keys() == NAMES
+    again, alone = run_made_up("gpu/made_up.py::test_fails[2]", "--seed", seed, failures=1)
+    assert again == seed
+    assert alone == {"number 2": drawn["number 2"]}
+
+
+def test_workers_have_the_seed_of_the_run(run_made_up):
+    seed, drawn = run_made_up("-n", "2")
+    assert drawn.keys() == NAMES
+    left_out = "--deselect=gpu/made_up.py::test_fails[0]"  # so that the workers get others
+    again, fewer = run_made_up("-n", "2", "--seed", seed, left_out, failures=4)
+    assert again == seed
+    assert fewer == {name: numbers for name, numbers in drawn.items() if name != "number 0"}
+
+
+def test_runs_without_a_seed_differ(run_made_up):
+    (seed, drawn), (other, others) = (run_made_up("-k", "never", failures=1) for _ in range(2))
+    assert seed != other
+    assert drawn != others
