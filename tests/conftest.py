@@ -177,12 +177,13 @@ def start(tmp_path):
     """Starts Python code in another process that imports the same rwkv_jit; it is killed where it outlives the test."""
     import rwkv_jit
 
-    package = Path(rwkv_jit.__file__).resolve().parents[1]
+    package = str(Path(rwkv_jit.__file__).resolve().parents[1])
     with contextlib.ExitStack() as started:
 
         def start(code, *arguments, unprivileged=False, without_posix=False, cwd=None, env=(), remove=()):
             prefix = (DROP_CAPABILITIES if unprivileged else "") + (REMOVE_POSIX_NAMES if without_posix else "")
-            environment = {**os.environ, "PYTHONPATH": str(package), **dict(env)}
+            paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+            environment = {**os.environ, "PYTHONPATH": paths, **dict(env)}
             for name in remove:
                 environment.pop(name, None)
             process = subprocess.Popen(

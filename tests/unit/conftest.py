@@ -1,8 +1,28 @@
-"""Every test of this tier has a cache of its own."""
+"""Every test of this tier has a cache of its own, and no CuPy."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
+
+WITHOUT_CUPY = Path(__file__).with_name("without_cupy")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_service(fresh_service):
     """Nothing is shared with the test before."""
+
+
+@pytest.fixture(autouse=True)
+def _without_cupy(monkeypatch):
+    """The tier says the same where CuPy is installed and where it is not: neither a test nor its processes have it.
+
+    A test that needs more of CuPy than a stub belongs to tests/compile.
+    """
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)  # of a test of another tier in this process
+    monkeypatch.setenv("PYTHONPATH", str(WITHOUT_CUPY), prepend=os.pathsep)
+    finder = runpy.run_path(str(WITHOUT_CUPY / "sitecustomize.py"))["NoCupy"]
+    yield
+    sys.meta_path.remove(finder)

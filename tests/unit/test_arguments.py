@@ -503,12 +503,13 @@ WRONG_SPECIALIZATIONS = {
 
 @pytest.mark.parametrize("case", WRONG_SPECIALIZATIONS)
 def test_wrong_specialization(case, monkeypatch):
-    from rwkv_jit import compiler
+    from rwkv_jit import compiler, identity
 
     def compiled(*_):
         raise AssertionError("it compiled")
 
     monkeypatch.setattr(compiler, "compile", compiled)
+    monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")  # the cache is asked before a template is
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     changes, error, message = WRONG_SPECIALIZATIONS[case]
     with pytest.raises(error, match=re.escape(message)):

@@ -893,13 +893,19 @@ def test_readers_see_whole_kernels_or_none_while_others_write_and_evict(start, t
 # ---- clearing ----------------------------------------------------------------------------------------------------
 
 
-def save_source(kind="sources"):
-    """Keep a source as the compiler does; return its folder."""
-    rendered = template.Rendered("wkv7", "int x;", (("types.cuh", "// types"),))
-    return compiler.save_source(cache.source_folder(kind), rendered, "sm_90").parent
+@pytest.fixture
+def save_source(monkeypatch):
+    """Keeps a source as the compiler does, and returns its folder."""
+    monkeypatch.setattr(compiler, "options", compiler.key_options)  # the others depend on which NVRTC there is
+
+    def save_source(kind="sources"):
+        rendered = template.Rendered("wkv7", "int x;", (("types.cuh", "// types"),))
+        return compiler.save_source(cache.source_folder(kind), rendered, "sm_90").parent
+
+    return save_source
 
 
-def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill):
+def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill, save_source):
     cache.write_note(identity._note_name(), {})
     for number in range(2):
         fill(env.cache_dir(), number)
@@ -923,7 +929,7 @@ def test_clearing_deletes_kernels_and_what_belongs_to_them_and_nothing_else(fill
     assert not folders[0].exists()
 
 
-def test_clearing_leaves_no_folder_of_sources(made):
+def test_clearing_leaves_no_folder_of_sources(made, save_source):
     cache.put(*made[:2])
     save_source("sources"), save_source("failed")
     assert cache.clear() == 1
@@ -1025,7 +1031,7 @@ def link(path):
 
 
 @pytest.mark.parametrize("place", ["", "sm_90", "bundles", "sources", "failed/wkv7-sm_90-{digest}"])
-def test_nothing_is_deleted_through_a_link(place, fill, make_entry, tmp_path, monkeypatch):
+def test_nothing_is_deleted_through_a_link(place, fill, save_source, make_entry, tmp_path, monkeypatch):
     bundle.write(tmp_path / "kernels.bundle", [make_entry(1)[:2]])
     cache.import_bundle(tmp_path / "kernels.bundle")
     path, _, _ = fill(env.cache_dir(), used=LONG_AGO)

@@ -175,34 +175,6 @@ def test_kernels_of_shared_templates_are_told_apart_by_their_parameters():
         assert [each for each in every if commands._is_chosen(each, [op], None)] == kernels
 
 
-# Without a GPU, and of the two head sizes the one that nobody ships: half of the compiles.
-DEMO = """
-import sys
-from rwkv_jit import cli, demo
-demo.HEAD_SIZES = demo.HEAD_SIZES[1:]
-sys.exit(cli.main(["demo", "--json"]))
-"""
-
-
-def test_demo_compiles_and_keeps_the_errors_small(child, fresh_service):
-    from rwkv_jit import runtime
-
-    done = child(DEMO, env={"CUDA_VISIBLE_DEVICES": ""})
-    data = json.loads(done.stdout)
-    kernels, calls = data["kernels"], data["calls"]
-    assert {(k["op"], k["direction"]) for k in kernels} == {
-        *((op, direction) for op in (*runtime.OPS, "wkv4") for direction in ("forward", "backward")),
-        *(("timex", direction) for direction in ("forward", "gradient k", "gradient w")),
-    }
-    assert all(k["registers"] > 0 for k in kernels)
-    assert all(k["origins"] == ["compiled", "disk", "memory"] for k in kernels)
-    own = {"timex": "tiles", "wkv4": "recurrent"}
-    assert all(k["backend"] == own.get(k["op"], "chunked") for k in kernels)
-    assert data["passed"]
-    assert all(0 < c["error"] < 3e-3 and 0 < c["gradient_error"] < 3e-3 for c in calls)
-    assert not list(fresh_service.glob("*/*.cubin"))
-
-
 def test_temporary_cache_of_the_demo_reads_nothing_and_leaves_the_variables_as_they_were(monkeypatch, fresh_service):
     from rwkv_jit import demo
 
@@ -290,7 +262,8 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
     assert {"nvrtc", "torch", "cupy", "gpus", "python"} <= set(found["environment"])
     lines = run("info")[1].splitlines()
     assert lines[:2] == ["cache", f"  path             {fresh_service}"]
-    assert f"  environment      RWKVJIT_CACHE_DIR={fresh_service}, RWKVJIT_LINEINFO=1" in lines
+    words = ["environment", f"RWKVJIT_CACHE_DIR={fresh_service},", "RWKVJIT_LINEINFO=1"]
+    assert words in [line.split() for line in lines]  # how wide the names are depends on whether NVRTC is there
 
 
 def test_bench_without_a_gpu_times_the_reference_and_says_so(program):

@@ -14,7 +14,7 @@ import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cuda, env, errors, stats
+from rwkv_jit import cuda, env, errors, identity, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
@@ -190,99 +190,6 @@ def test_command_installs_what_the_extra_does(extra, command, root):
     assert command == "pip install " + needed.replace(", ", " ")
 
 
-IMPORT_CUPY = """
-import os
-from rwkv_jit import cuda
-make = cuda._private_folder
-def told():
-    folder = make()
-    status = os.stat(folder)
-    print(folder, oct(status.st_mode & 0o777), status.st_uid == os.getuid())
-    return folder
-cuda._private_folder = told
-assert cuda.cupy().__name__ == "cupy"
-assert cuda.nvrtc().getVersion() >= (12, 0)
-print(os.environ.get("CUPY_CACHE_DIR", "default"))
-"""
-NOBODY = """
-import os, pwd
-def unknown(uid):
-    raise KeyError(uid)
-pwd.getpwuid = unknown
-"""
-NO_INODES = """
-import os
-real = os.mkdir
-def full(path, *more, **named):
-    if "/home" in os.fspath(path):
-        raise OSError(28, "No space left on device", path)
-    real(path, *more, **named)
-os.mkdir = full
-"""
-NO_TEMPORARY_DIRECTORY = """
-import tempfile
-tempfile._candidate_tempdir_list = lambda: []
-"""
-
-
-def test_cupy_is_imported_where_the_home_cannot_be_written(child, read_only, tmp_path):
-    home = read_only(tmp_path / "home")
-    done = child(IMPORT_CUPY, unprivileged=True, env={"HOME": str(home)}, remove=["CUPY_CACHE_DIR"])
-    told, variable = done.stdout.splitlines()
-    folder, mode, is_own = told.split()
-    assert (mode, is_own, variable) == ("0o700", "True", "default")
-    assert not Path(folder).is_relative_to(home)
-    assert not Path(folder).exists()  # it went with the process
-    assert list(home.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("home", "trouble"),
-    [("nowhere", ""), ("HERE/file/home", ""), (None, NOBODY), ("HERE/home", NO_INODES)],
-    ids=["relative", "no directory", "unknown", "without inodes"],
-)
-def test_cupy_is_imported_whatever_the_home_is(home, trouble, child, tmp_path):
-    (tmp_path / "file").touch(0o644)
-    environment = {"HOME": home.replace("HERE", str(tmp_path))} if home else {}
-    removed = ["CUPY_CACHE_DIR"] if home else ["CUPY_CACHE_DIR", "HOME"]
-    done = child(trouble + IMPORT_CUPY, env=environment, remove=removed)
-    assert " 0o700 True\ndefault\n" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_cupy_is_imported_where_no_directory_can_be_made(child):
-    done = child(
-        NO_TEMPORARY_DIRECTORY + IMPORT_CUPY.replace("cuda._private_folder = told", ""),
-        env={"HOME": "nowhere"}, remove=["CUPY_CACHE_DIR"],
-    )  # fmt: skip
-    assert done.stdout == "default\n"
-
-
-def test_folder_for_cupy_outlives_a_process_that_has_forked(child):
-    done = child(
-        IMPORT_CUPY + "child = os.fork()\nif child:\n    os.waitpid(child, 0)\n",
-        env={"HOME": "nowhere"}, remove=["CUPY_CACHE_DIR"],
-    )  # fmt: skip
-    folder = Path(done.stdout.split()[0])
-    assert folder.is_dir()
-    folder.rmdir()
-
-
-def test_folder_that_cupy_cannot_make_is_an_error_that_names_it(child, tmp_path):
-    (tmp_path / "file").touch()
-    code = "from rwkv_jit import cuda\ntry:\n    cuda.cupy()\nexcept RuntimeError as error:\n    print(error)\n"
-    done = child(code, env={"CUPY_CACHE_DIR": str(tmp_path / "file" / "cupy")})
-    assert f"cannot be imported ([Errno 20] Not a directory: '{tmp_path}/file/cupy')" in done.stdout
-
-
-def test_cupys_own_cache_setting_is_left_alone(child, tmp_path):
-    chosen = str(tmp_path / "cupy")
-    done = child(IMPORT_CUPY, env={"HOME": str(tmp_path / "none"), "CUPY_CACHE_DIR": chosen})
-    assert done.stdout.strip() == chosen
-    done = child(IMPORT_CUPY, env={"HOME": str(tmp_path)}, remove=["CUPY_CACHE_DIR"])
-    assert done.stdout.strip() == "default"
-
-
 # ---- variables, messages, report ---------------------------------------------------------------------------------
 
 
@@ -393,13 +300,17 @@ def test_no_variable_is_taken_from_rwkv_lm(root):
 
 
 def test_report_has_what_a_bug_report_needs(monkeypatch, fresh_service):
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.2.0"])
+    monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")
+    monkeypatch.setattr(identity, "libraries", lambda: ["/somewhere/libnvrtc.so.12"])
     monkeypatch.setenv("RWKVJIT_ARCH", "sm_90")
     report = rwkv_jit.env_report()
     assert report["rwkv_jit"] == rwkv_jit.__version__
     assert report["cache"] == str(fresh_service)
     assert report["environment"] == {"RWKVJIT_ARCH": "sm_90", "RWKVJIT_CACHE_DIR": str(fresh_service)}
-    assert report["cupy"] == cuda.installed_cupy() != []
-    assert any("libnvrtc" in path for path in report["nvrtc_libraries"])
+    assert report["cupy"] == ["cupy-cuda12x 14.2.0"]
+    assert report["nvrtc"] == "12.9 0123abcd"
+    assert report["nvrtc_libraries"] == ["/somewhere/libnvrtc.so.12"]
     assert rwkv_jit.cache_info()["entries"] == 0
 
 

@@ -5,10 +5,12 @@ import ctypes
 import importlib.util
 import os
 import struct
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,8 +216,6 @@ def test_child_of_a_process_that_left_cuda_alone_may_use_it(gpus):
 
 
 def test_stream_beside_another_waits_for_it_and_is_waited_for(monkeypatch):
-    import cupy
-
     said = []
 
     class Device:
@@ -239,10 +239,14 @@ def test_stream_beside_another_waits_for_it_and_is_waited_for(monkeypatch):
         def __init__(self, non_blocking, priority):
             assert (non_blocking, priority) == (True, -1)
 
-    for made in (Device, Event, Stream):
-        monkeypatch.setattr(cupy.cuda, made.__name__, made)
-    monkeypatch.setattr(cupy.cuda.runtime, "eventRecord", lambda *of: said.append(("record", *of)))
-    monkeypatch.setattr(cupy.cuda.runtime, "streamWaitEvent", lambda *of: said.append(("wait", *of)))
+    runtime = SimpleNamespace(
+        eventRecord=lambda event, stream: said.append(("record", event, stream)),
+        streamWaitEvent=lambda stream, event: said.append(("wait", stream, event)),
+    )
+    of_cuda = SimpleNamespace(Device=Device, Event=Event, Stream=Stream, runtime=runtime)
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.2.0"])
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=of_cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", of_cuda)
     side = cuda.SideStream(7)
     assert side.raw == 8
     side.follow()
