@@ -1,0 +1,209 @@
+"""What holds for every call: some kernels are launched, within what a block may have, and the fake says what is saved.
+
+Sizes, architectures and options are drawn at random. Nothing is compiled, and no tensor has memory.
+"""
+
+import importlib.util
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rwkv_jit
+
+_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
+stub_driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stub_driver)
+gpus = stub_driver.gpus
+
+# KiB of shared memory that a block may have at most, by the programming guide; PTX may run on the least of the newer.
+MOST_SHARED = {
+    "sm_60": 48, "sm_70": 96, "sm_75": 64, "compute_75": 64, "sm_80": 163, "compute_80": 163, "sm_86": 99, "sm_89": 99,
+    "sm_90": 227, "sm_90a": 227, "sm_100": 227, "sm_120": 99,
+}  # fmt: skip
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# By op, the names of its inputs, those of them that have no tokens, and the maps of its decay.
+OPS = {
+    "wkv5": ("rkvwu", "wu", ("raw", "sigmoid", "log", "direct")),
+    "wkv6": ("rkvwu", "u", ("raw", "sigmoid", "log", "direct")),
+    "wkv7": ("rwkvab", "", ("raw", "sigmoid", "log", "direct")),
+    "gla": ("qkvg", "", ("raw", "sigmoid", "log", "direct")),
+    "linear_attention": ("qkv", "", ("none",)),
+}
+
+
+class Call(NamedTuple):
+    """A call of an op."""
+
+    op: str
+    arch: str
+    dtype: torch.dtype
+    head_size: int
+    value_size: int
+    batch: int
+    tokens: int
+    heads: int
+    is_packed: bool
+    has_state: bool
+    training: bool
+    decay: str
+    decay_bound: float | None
+    state_layout: str
+    chunk_len: int | None
+    num_threads: int | None
+
+    def tensors(self, device):
+        """The inputs in the order of the op, the initial state and cu_seqlens."""
+        names, fixed, _ = OPS[self.op]
+        inputs = []
+        for name in names:
+            size = self.value_size if name == "v" else self.head_size
+            shape = (self.heads, size) if name in fixed else (self.batch, self.tokens, self.heads, size)
+            inputs.append(torch.empty(shape, dtype=self.dtype, device=device, requires_grad=self.training))
+        sequences, state, bounds = self.batch, None, None
+        if self.is_packed:
+            sequences, bounds = 3, torch.empty(4, dtype=torch.int64, device=device)
+        if self.has_state:
+            sizes = (self.value_size, self.head_size)
+            sizes = sizes if self.state_layout == "vk" else sizes[::-1]
+            state = torch.empty(sequences, self.heads, *sizes, device=device, requires_grad=self.training)
+        return inputs, state, bounds
+
+    def options(self):
+        """The options of the public function."""
+        decay = {} if self.decay == "none" else {"decay": self.decay, "decay_bound": self.decay_bound}
+        return {
+            "state_layout": self.state_layout, "chunk_len": self.chunk_len, "num_threads": self.num_threads, **decay,
+        }  # fmt: skip
+
+    def arguments(self, device):
+        """The arguments of the torch op of the forward, which saves."""
+        inputs, state, bounds = self.tensors(device)
+        options = (1.0, self.decay, self.state_layout, 64, self.chunk_len, self.num_threads, "auto", None, None, None)
+        return (*inputs, state, bounds, *options, True, True)
+
+
+@st.composite
+def calls(draw, pinned=False):
+    """Any call that the ops' pages allow; with `pinned` geometries that a caller chose, which may be refused."""
+    op, is_packed = draw(st.sampled_from(list(OPS))), draw(st.booleans())
+    # Large and small ones by turns: a single range would be drawn from near its low end.
+    sizes = st.sampled_from([64, 128, 256]) | st.integers(1, 136) | st.integers(137, 1100)
+    tokens = st.integers(1, 100) | st.integers(1024, 9000)
+    head_size = draw(sizes)
+    decay = draw(st.sampled_from(OPS[op][2]))
+    has_bound = decay not in ("none", "sigmoid")
+    return Call(
+        op, draw(st.sampled_from(list(MOST_SHARED))), draw(st.sampled_from(DTYPES)), head_size,
+        draw(st.just(head_size) | sizes), 1 if is_packed else draw(st.integers(1, 3)), draw(tokens),
+        draw(st.sampled_from([1, 2, 7, 64])), is_packed, draw(st.booleans()), draw(st.booleans()), decay,
+        draw(st.sampled_from([None, -0.5, -2.0, -4.0, -8.0, -9.0])) if has_bound else None,
+        draw(st.sampled_from(["vk", "kv"])),
+        draw(st.sampled_from([None, 16, 32, 64])) if pinned else None,
+        draw(st.sampled_from([None, 32, 64, 128, 256, 512])) if pinned else None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def pretended(gpus, nothing_known, monkeypatch):
+    """Tensors without memory take the way of CUDA tensors, to a driver that takes notes; nothing is compiled.
+
+    All that this file knows of the package's modules is here.
+    """
+    from rwkv_jit import compiler, cuda, identity, signatures, tensors
+    from rwkv_jit.cache import Compiled, Resources
+    from rwkv_jit.ops import boundary, registry
+
+    def compiled(rendered, arch, parameters):
+        return Compiled(gpus.archs[0].encode(), arch, {rendered.name: Resources(32)})
+
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    monkeypatch.setattr(compiler, "compile", compiled)
+    monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")
+    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: True)
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "packing", lambda cu_seqlens, tokens: cu_seqlens)
+    monkeypatch.setattr(tensors, "readable_packing", lambda cu_seqlens: cu_seqlens)
+    monkeypatch.setattr(tensors, "check_packing", lambda cu_seqlens, first: None)
+    monkeypatch.setattr(tensors, "side_stream", lambda device: SimpleNamespace(raw=8, follow=int, join=int))
+    monkeypatch.setattr(cuda, "parameter_sizes", lambda function: None)
+    monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of "meta"
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    gpus.sizes = defaultdict(tuple)  # the bytes of arguments do not matter here
+
+    def launches(call):
+        """Run the public function, and the gradients of what it returns; return what the driver was asked for."""
+        signatures.forget()
+        gpus.launches.clear()
+        monkeypatch.setenv("RWKVJIT_ARCH", call.arch)
+        inputs, state, bounds = call.tensors("meta")
+        with torch.set_grad_enabled(call.training):
+            results = getattr(rwkv_jit, call.op)(*inputs, state, True, bounds, **call.options())
+            if call.training:
+                leaves = [*inputs, *([] if state is None else [state])]
+                torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
+        return list(gpus.launches)
+
+    def forward(call):
+        """Run what runs the torch op on a GPU."""
+        signatures.forget()
+        monkeypatch.setenv("RWKVJIT_ARCH", call.arch)
+        with torch.no_grad():
+            run = registry._runner(f"{call.op}_fwd").run
+            return run(*call.arguments("meta"), decay_bound=call.decay_bound)
+
+    return SimpleNamespace(launches=launches, forward=forward)
+
+
+def check_launches(call, launches):
+    assert launches
+    for launch in launches:
+        assert launch.shared_bytes <= MOST_SHARED[call.arch] * 1024, launch.entry
+        x, y, z = launch.grid
+        assert 1 <= x < 2**31, launch.entry
+        assert max(y, z) <= 65535, launch.entry
+        threads = launch.block[0] * launch.block[1] * launch.block[2]
+        assert 32 <= threads <= 1024, launch.entry
+        assert threads % 32 == 0, launch.entry
+
+
+anything_goes = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@anything_goes
+@given(call=calls())
+def test_every_call_has_kernels_that_fit_its_gpu(pretended, call):
+    check_launches(call, pretended.launches(call))
+
+
+@anything_goes
+@given(call=calls(pinned=True))
+def test_a_geometry_of_the_caller_fits_or_is_refused(pretended, call):
+    try:
+        launches = pretended.launches(call)
+    except rwkv_jit.UnsupportedConfigError as error:
+        assert any(name in str(error) for name in ("chunk_len", "num_threads", "CHUNK_LEN", "NUM_THREADS"))  # noqa: PT017
+    else:
+        check_launches(call, launches)
+
+
+@anything_goes
+@given(call=calls())
+def test_the_fake_promises_what_the_forward_returns_and_saves(pretended, call):
+    found = pretended.forward(call)
+    with FakeTensorMode(), torch.no_grad():
+        op = getattr(torch.ops.rwkv_jit, f"{call.op}_fwd")
+        promised = op(*call.arguments("cpu"), decay_bound=call.decay_bound)
+    described = [[(tuple(x.shape), x.dtype, x.stride()) for x in results] for results in (found, promised)]
+    assert described[0] == described[1]
