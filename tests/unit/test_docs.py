@@ -160,6 +160,19 @@ def test_contributing_names_every_module():
     assert set(re.findall(r"`(\w+)`", " ".join(cells))) - modules == set()
 
 
+def test_contributing_names_files_and_tables_that_are_there():
+    text = read("CONTRIBUTING.md")
+    paths = re.findall(r"\b(?:tests|tools|rwkv_jit|bench|docs|kernel_templates)/[\w/.]*\w", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    # "`OPS` of `one.py`, `two.py` and `three.py`"
+    tables = re.findall(r"`(\w+)`\s+of\s+((?:`[\w/]+\.py`(?:,\s+|\s+and\s+)?)+)", text)
+    named = [(table, path) for table, paths in tables for path in re.findall(r"`([\w/.]+)`", paths)]
+    assert len(named) > 8
+    for table, path in named:
+        assert re.search(rf"^(?:def )?{table}\b", read(path), re.MULTILINE), f"{table} of {path}"
+
+
 # ---- README ------------------------------------------------------------------------------------------------------
 
 
