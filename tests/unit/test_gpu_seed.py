@@ -50,7 +50,7 @@ def run_made_up(root, tmp_path):
 
     def run_made_up(*arguments, failures=5):
         command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 1, done.stdout + done.stderr
         (seed,) = re.findall(r"^tests/gpu: random inputs of --seed (\d+)$", done.stdout, flags=re.MULTILINE)
         assert re.findall(r"^rerun with --seed (\d+)$", done.stdout, flags=re.MULTILINE) == [seed] * failures
