@@ -15,7 +15,7 @@ from bench import ROOT, plot
 from bench.tables import Row, blocks, contestant, milliseconds, shape_of
 from rwkv_jit import report, template
 from rwkv_jit.bench.cases import OPS
-from rwkv_jit.ops import recurrent
+from rwkv_jit.ops import table
 
 FORMAT = 2
 FILE = ROOT / "bench.json"
@@ -51,7 +51,7 @@ def sources() -> dict[str, str]:
     """Return the sha256 of the templates, with their headers, that calls of each op can take."""
     digests = {}
     for op in sorted(OPS):
-        stem = recurrent.OPS[op].stem if op in recurrent.OPS else op
+        stem = table.OPS[op].stem
         templates = [template.library(name) for name in template.names() if name.startswith(f"{stem}_")]
         texts = [text for source in templates for text in (source.name, source.body, *sum(source.headers, ()))]
         digests[op] = hashlib.sha256("\0".join(texts).encode()).hexdigest()
@@ -157,7 +157,7 @@ def fill(text: str, recorded: Mapping[str, str], page: str) -> str:
 def _by_key(result: Mapping[str, Any]) -> dict[tuple[object, ...], Row]:
     rows: dict[tuple[object, ...], Row] = {}
     for row in result["rows"]:
-        key = tuple(tuple(row[name]) if name == "shape" else row[name] for name in _KEY)
+        key = (*(tuple(row[name]) if name == "shape" else row[name] for name in _KEY[:-2]), contestant(row))
         if key in rows:
             raise ValueError(f"rows: expected each once, got two of {_name(row)}")
         rows[key] = row

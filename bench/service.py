@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from bench import ROOT, record
-from rwkv_jit import bench, env, report, runtime
+from rwkv_jit import bench, env, machine, report
 from rwkv_jit.bench import timing
 from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import known_calls, prepared
+from rwkv_jit.ops import known_calls
 
 PROCESSES = 16
 REPEATS = 3  # of first calls from disk
@@ -42,10 +42,16 @@ print(json.dumps([1e3 * (package - started), 1e3 * (time.perf_counter() - starte
 
 _COMPILE = """
 import json, sys
-from rwkv_jit import kernel, template
-from rwkv_jit.ops import recurrent
-types = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "raw", "STATE_LAYOUT": "vk"}
-requests = [recurrent.specialize("wkv7", "forward", n, n, types, sys.argv[1]) for n in json.loads(sys.argv[2])]
+from rwkv_jit import kernel
+from rwkv_jit.algorithms import recurrent
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
+op, gpu = OPS["wkv7"], Gpu(sys.argv[1])
+problems = [
+    Problem(op, gpu, dict.fromkeys(op.names, "bf16"), K=n, V=n, decay=op.decay) for n in json.loads(sys.argv[2])
+]
+requests = [step.request(gpu) for p in problems for step in recurrent.forward(p).launches]
 """
 _FROM_DISK = f"""{_COMPILE}
 import time
@@ -125,7 +131,7 @@ _WKV7 = (
 import platformdirs, rwkv_jit
 from rwkv_jit import cuda
 from rwkv_jit.bench import make_inputs
-cuda.cupy()
+cuda.driver()
 given = make_inputs("wkv7", (1, 64, 4, 64), torch.bfloat16)
 x = torch.ones(8, 8, device="cuda", requires_grad=True)
 (x @ x).backward(torch.ones(8, 8, device="cuda"))
@@ -154,7 +160,7 @@ _LOADERS = {
         """
 import platformdirs, rwkv_jit
 from rwkv_jit import cuda
-rwkv_jit.Template, cuda.cupy()
+rwkv_jit.Template, cuda.driver()
 file = Path(sys.argv[1], 'add_one.cu')
 file.write_text(source)
 """,
@@ -233,7 +239,7 @@ def run() -> dict[str, Any]:
         sizes = json.dumps(_KERNELS)
         _child(_FROM_DISK, _ARCH, sizes, '["compiled"]', environment=cache)
         from_disk = [_child(_FROM_DISK, _ARCH, sizes, '["disk"]', environment=cache) for _ in range(5)]
-    on_gpu = runtime.is_available()
+    on_gpu = machine.is_available()
     return {
         "env": bench.environment(),
         "commit": record.commit(),
@@ -351,13 +357,12 @@ def host_us() -> dict[str, float]:
     given = bench.make_inputs("wkv7", (1, 1, 4, 64), torch.bfloat16)
     constants = [x.detach() for x in given]
     wkv7(*constants)
-    known = next(reversed(known_calls.forwards.values()))
-    assert isinstance(known, prepared.Forward)
+    known = next(reversed(known_calls.calls.values()))
     x = torch.ones(64, device="cuda")
     calls: dict[str, Callable[[], Any]] = {
         "wkv7": lambda: wkv7(*constants),
         "wkv7, inputs with gradients": lambda: wkv7(*given),
-        "its prepared forward": lambda: known.run(constants, None, None, False, False),
+        "its prepared forward": lambda: known.run(constants, None, None),
         "torch.add(x, x, out=x)": lambda: torch.add(x, x, out=x),
     }
     with suppress(ImportError):

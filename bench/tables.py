@@ -29,7 +29,10 @@ def shape_of(row: Row) -> str:
 
 
 def contestant(row: Row) -> str:
-    """Return who did it, and by what: a backend of ours by the name that calls give it."""
+    """Return who did it, and by what: a backend of ours by the name that calls give it.
+
+    Results of earlier versions call a part of "split" by another name.
+    """
     what = "split" if (row["who"], row["what"]) == (OURS, "scan") else row["what"]
     return f"{row['who']} {what}"
 

@@ -45,7 +45,7 @@ def main() -> None:
         grid = math.ceil(x.numel() / (width * NUM_THREADS))
 
         def launch(kernel=kernel, grid=grid, x=x, mu=mu, y=y) -> None:
-            kernel.launch(grid, NUM_THREADS, x, mu, y, x.shape[0], x.shape[1])
+            kernel.launch(grid, NUM_THREADS, x=x, mu=mu, y=y, batch=x.shape[0], tokens=x.shape[1])
 
         def in_torch(x=x, mu=mu) -> torch.Tensor:
             before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]

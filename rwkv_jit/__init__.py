@@ -30,14 +30,16 @@ _MODULES = {
     "wkv5_ref": "rwkv_jit.reference",
     "wkv6_ref": "rwkv_jit.reference",
     "wkv7_ref": "rwkv_jit.reference",
+    "CallOptions": "rwkv_jit.ops.options",
+    "DecayOptions": "rwkv_jit.ops.options",
     "Template": "rwkv_jit.custom",
-    "specialize": "rwkv_jit.runtime",
-    "compile_async": "rwkv_jit.runtime",
-    "warm": "rwkv_jit.runtime",
-    "is_available": "rwkv_jit.runtime",
-    "env_report": "rwkv_jit.runtime",
-    "cache_info": "rwkv_jit.runtime",
-    "clear_cache": "rwkv_jit.runtime",
+    "specialize": "rwkv_jit.ahead",
+    "compile_async": "rwkv_jit.ahead",
+    "warm": "rwkv_jit.ahead",
+    "is_available": "rwkv_jit.machine",
+    "env_report": "rwkv_jit.machine",
+    "cache_info": "rwkv_jit.machine",
+    "clear_cache": "rwkv_jit.machine",
     "add_hook": "rwkv_jit.stats",
     "RwkvJitError": "rwkv_jit.errors",
     "CompileError": "rwkv_jit.errors",
@@ -47,7 +49,9 @@ _MODULES = {
 }
 __all__ = [
     "CacheError",
+    "CallOptions",
     "CompileError",
+    "DecayOptions",
     "NvrtcNotFoundError",
     "RwkvJitError",
     "Template",
@@ -78,17 +82,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+    from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.ops.gla import gla
     from rwkv_jit.ops.linear_attention import linear_attention
+    from rwkv_jit.ops.options import CallOptions, DecayOptions
     from rwkv_jit.ops.timex import timex
     from rwkv_jit.ops.wkv4 import wkv4, wkv4_update
     from rwkv_jit.ops.wkv5 import wkv5
     from rwkv_jit.ops.wkv6 import wkv6
     from rwkv_jit.ops.wkv7 import wkv7
     from rwkv_jit.reference import gla_ref, linear_attention_ref, timex_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
-    from rwkv_jit.runtime import cache_info, clear_cache, compile_async, env_report, is_available, specialize, warm
     from rwkv_jit.stats import add_hook
 
 

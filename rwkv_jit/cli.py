@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rwkv_jit.ops.table import OPS
+
 _DTYPES = ("bf16", "fp16", "fp32")
 _DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` checks"
-_CHUNKED_OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
-_OPS = ("wkv4", *_CHUNKED_OPS, "timex")
+_CHUNKED_OPS = tuple(name for name, op in OPS.items() if op.has_heads)
+_OPS = tuple(OPS)
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
 _PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
 _KINDS = ("usual", "strong", "one-strong", "packed")
@@ -169,10 +171,10 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=_list_of(kind), action="extend", metavar="LIST", help=help, **more)
 
     parser.epilog = "A LIST is one value or several, separated by commas; the option may be repeated too."
-    of = parser.add_mutually_exclusive_group(required=True)
-    of.add_argument("--op", type=_list_of(str), action="extend", metavar="LIST", help=", ".join(_OPS))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--op", type=_list_of(str), action="extend", metavar="LIST", help=", ".join(_OPS))
     text = "the ops, sizes and dtype of this model: a checkpoint (.pth, .safetensors) or its config.json"
-    of.add_argument("--model", metavar="FILE", help=text)
+    what.add_argument("--model", metavar="FILE", help=text)
     add("--head-size", "K, from 1; for all ops but wkv4 and timex", _size)
     add("--value-size", "V (default: the head size)", _size)
     add("--tokens", "T, for timex alone", _size)

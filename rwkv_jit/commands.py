@@ -59,13 +59,12 @@ def profile(parsed: argparse.Namespace) -> Outcome:
 
 def tune(parsed: argparse.Namespace) -> Outcome:
     """Choose geometries by measuring, list what is chosen, or delete it."""
-    from rwkv_jit import tune
-    from rwkv_jit.ops import choices
+    from rwkv_jit import tune, tuned
 
     if parsed.show:
         return tune.listed(), tune.show_listed
     if parsed.forget:
-        deleted, path = choices.delete(), str(choices.path())
+        deleted, path = tuned.delete(), str(tuned.path())
         text = f"{path} deleted" if deleted else f"there is no {path}"
         return {"path": path, "deleted": deleted}, lambda _: print(text)
     if not parsed.dry_run:
@@ -75,9 +74,9 @@ def tune(parsed: argparse.Namespace) -> Outcome:
 
 def info(parsed: argparse.Namespace) -> Outcome:
     """Return what belongs in a bug report."""
-    from rwkv_jit import kernel_wheels, runtime
+    from rwkv_jit import kernel_wheels, machine
 
-    found = {"cache": runtime.cache_info(), "environment": runtime.env_report()}
+    found = {"cache": machine.cache_info(), "environment": machine.env_report()}
     wheels = {wheel.name: wheel.text for wheel in (kernel_wheels.listed() if env.cache_is_on() else ())}
     return found | ({"wheels of kernels": wheels} if wheels else {}), _show_sections
 
@@ -126,32 +125,33 @@ def build(parsed: argparse.Namespace) -> Outcome:
 
 def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     """Return the kernels that the options of a build name. What an op does not have is for the others."""
-    from rwkv_jit import runtime, tensors
+    from rwkv_jit import ahead, tensors
+    from rwkv_jit.ops.table import OPS
 
     dtypes: dict[str | None, Any] = {name: dtype for dtype, name in tensors.STORAGE.items()}
 
     def values(op: str, name: str, default: str | None = None) -> list[Any]:
-        given, own = getattr(parsed, name), name in runtime.OPTIONS.get(op, (name,))
-        is_for_others = not own and any(name in runtime.OPTIONS.get(other, ()) for other in parsed.op)
+        given, own = getattr(parsed, name), name in ahead.OPTIONS.get(op, (name,))
+        is_for_others = not own and any(name in ahead.OPTIONS.get(other, ()) for other in parsed.op)
         if given is None or is_for_others:
             return [default]
         return given if isinstance(given, list) else [given]
 
     found = []
     for op in parsed.op:
-        if op in runtime.OPS and parsed.head_size is None:
+        if op in OPS and OPS[op].has_heads and parsed.head_size is None:
             raise ValueError(f"--head-size: {op} needs some, got none")
         cases = product(
             *(values(op, name) for name in ("head_size", "value_size", "tokens", "batch")),
             parsed.dtype or ["bf16"],
             parsed.arch or [None],
-            runtime.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
+            ahead.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
             *(values(op, name) for name in ("decay", "state_layout", "decay_bound")),
             parsed.w_dtype or [None],
             values(op, "state_dtype", "fp32"),
         )
         for head_size, value_size, tokens, batch, dtype, arch, direction, decay, layout, bound, w_dtype, state in cases:
-            found += runtime.call_requests(
+            found += ahead.call_requests(
                 op, head_size, dtypes[dtype], arch, direction, decay, layout, dtypes.get(w_dtype), dtypes[state], bound,
                 value_size, tokens, batch,
             )  # fmt: skip
@@ -187,14 +187,14 @@ def _check_writable(output: str | None, otherwise: str) -> None:
 
 def _compile(requests: list[Request], alike: bool) -> list[Kernel]:
     """Find or compile kernels; where they must be `alike`, all are the work of the compiler at hand."""
-    from rwkv_jit import identity, runtime
+    from rwkv_jit import ahead, identity
     from rwkv_jit.demo import empty_cache
 
     with report.progress("compiling") as progress:
-        kernels = runtime.compile_all(requests, progress)
+        kernels = ahead.compile_all(requests, progress)
         if alike and any(kernel.compiler != identity.identity() for kernel in kernels):
             with empty_cache():
-                kernels = runtime.compile_all(requests, progress)
+                kernels = ahead.compile_all(requests, progress)
     return kernels
 
 
@@ -228,9 +228,9 @@ def show(parsed: argparse.Namespace) -> Outcome:
     """Return a kernel's resources, or one of its texts."""
     from dataclasses import asdict
 
-    from rwkv_jit import runtime, sass, tensors
+    from rwkv_jit import ahead, sass, tensors
 
-    kernel = runtime.specialize(
+    kernel = ahead.specialize(
         parsed.op,
         parsed.head_size,
         parsed.value_size,
@@ -410,11 +410,14 @@ def _is_chosen(manifest: dict[str, Any], ops: Iterable[str] | None, archs: Itera
 
 def _is_of(op: str, manifest: dict[str, Any]) -> bool:
     """Return whether calls of an op may take a kernel: its templates, which ops can share, with its parameters."""
-    from rwkv_jit.ops import recurrent
+    from rwkv_jit import template
+    from rwkv_jit.ops import table
 
-    of, parameters = recurrent.OPS.get(op, recurrent.Variant(op)), manifest.get("parameters", {})
-    constants = of.constants | {name: value for name, value in of.of_backward.items() if name in parameters}
-    return f"{manifest['name']}_".startswith(f"{of.stem}_") and constants.items() <= parameters.items()
+    entry, name, parameters = table.OPS.get(op), manifest["name"], manifest.get("parameters", {})
+    if entry is None or name not in template.names():
+        return f"{name}_".startswith(f"{op}_")
+    constants = {**entry.constants, **entry.backward_constants}
+    return table.takes(entry, name) and all(parameters.get(key, value) == value for key, value in constants.items())
 
 
 def cache_import(parsed: argparse.Namespace) -> Outcome:

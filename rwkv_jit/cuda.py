@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from rwkv_jit import forks
@@ -38,8 +38,10 @@ def installed_cupy() -> list[str]:
 
 
 @cache
-def cupy() -> Any:
-    """Import CuPy, or say which command installs it.
+def _layer(name: str) -> Any:
+    """Import one of CuPy's thin layers over CUDA, or say which command installs it.
+
+    CuPy as a whole takes ten times as long, and only its finder of NVRTC imports that.
 
     Raises
     ------
@@ -54,17 +56,16 @@ def cupy() -> Any:
             f"    pip uninstall -y {names} && {INSTALL[13 if 'cupy-cuda13x' in names else 12]}"
         )
     try:
-        with forks.held_back(), _folder_for_cupy():
-            import cupy as module
-    except (ImportError, OSError) as error:  # the latter where CUPY_CACHE_DIR cannot be made
+        with forks.held_back():
+            return import_module(f"cupy_backends.cuda.{name}")
+    except (ImportError, OSError) as error:
         cause = "CuPy is not installed" if not wheels else f"{wheels[0]} cannot be imported ({error})"
         raise NvrtcNotFoundError(f"{cause}; CUDA kernels need it:\n    {INSTALL[12]}") from error
-    return module
 
 
 @contextmanager
 def _folder_for_cupy() -> Iterator[None]:
-    """Let CuPy's import have a folder for its cache: it makes one, and fails where that is impossible.
+    """Let CuPy have a folder for its cache: its finder of NVRTC imports all of it, which makes one or fails.
 
     We never use that cache, but other code of the process may, and it loads machine code from there. So the folder is
     the usual one, or where that cannot be had a private one for this process alone; children are not told of it.
@@ -118,11 +119,9 @@ def nvrtc() -> Any:
     NvrtcNotFoundError
         The library is not there.
     """
-    cupy()
+    module = _layer("libs.nvrtc")
     try:
-        with forks.held_back():
-            from cupy.cuda import nvrtc as module
-
+        with forks.held_back(), _folder_for_cupy():
             module.getVersion()
     except Exception as error:  # CuPy raises differently by version; each means that the library did not load
         raise NvrtcNotFoundError(
@@ -161,18 +160,16 @@ def nvrtc_library() -> str:
 
 def driver() -> Any:
     """Return CuPy's thin layer over the CUDA driver."""
-    cupy()
-    from cupy.cuda import driver as module
+    return _layer("api.driver")
 
-    return module
+
+def _runtime() -> Any:
+    return _layer("api.runtime")
 
 
 def make_current(device: int) -> None:
     """Give this thread the context of a device, as the runtime does before its own launches and the driver does not."""
-    cupy()
-    from cupy.cuda import runtime
-
-    runtime.setDevice(device)  # and nothing that a graph capture forbids
+    _runtime().setDevice(device)  # and nothing that a graph capture forbids
 
 
 class SideStream:
@@ -182,45 +179,37 @@ class SideStream:
     """
 
     def __init__(self, main: int):
-        cupy()
-        from cupy.cuda import Device, Stream
-
-        self._device = Device()
         self._main = main
-        self._stream = Stream(non_blocking=True, priority=-1)
-        self.raw: int = self._stream.ptr
+        self.raw: int = _runtime().streamCreateWithPriority(_runtime().streamNonBlocking, -1)
 
     def follow(self) -> None:
-        """Let what comes on this stream wait for what the other one has so far."""
+        """Let what comes on this stream wait for what the other one has so far; its device must be current."""
         self._wait(self.raw, self._main)
 
     def join(self) -> None:
-        """Let what comes on the other stream wait for what this one has so far."""
+        """Let what comes on the other stream wait for what this one has so far; its device must be current."""
         self._wait(self._main, self.raw)
 
     def _wait(self, stream: int, other: int) -> None:
-        from cupy.cuda import Event, runtime
+        runtime = _runtime()
+        event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+        try:
+            runtime.eventRecord(event, other)
+            runtime.streamWaitEvent(stream, event)
+        finally:
+            runtime.eventDestroy(event)  # which lasts until nobody waits for it any more
 
-        with self._device:  # the streams', which need not be the current one any more
-            event = Event(disable_timing=True)
-            runtime.eventRecord(event.ptr, other)
-            runtime.streamWaitEvent(stream, event.ptr)
 
-
-def load_module(image: bytes, what: str, made_by: str) -> Any:
-    """Load a cubin or PTX into the current context.
+def load_module(image: bytes, what: str, made_by: str) -> int:
+    """Load a cubin or PTX into the current context, and return the driver's handle of the module.
 
     Raises
     ------
     RwkvJitError
         The driver refuses it: an older driver than the compiler, or another GPU.
     """
-    cupy()
-    from cupy.cuda.function import Module
-
-    module = Module()
     try:
-        module.load(image)
+        module: int = driver().moduleLoadData(image)
     except driver().CUDADriverError as error:
         raise RwkvJitError(
             f"the driver (CUDA {driver_version()}) cannot load {what}, compiled by NVRTC {made_by}: {error}; "
@@ -229,7 +218,7 @@ def load_module(image: bytes, what: str, made_by: str) -> Any:
     return module
 
 
-def function(module: Any, entry: str) -> int:
+def function(module: int, entry: str) -> int:
     """Return the driver's handle of a kernel in a module.
 
     Raises
@@ -238,7 +227,7 @@ def function(module: Any, entry: str) -> int:
         There is no kernel of that name.
     """
     try:
-        handle: int = module.get_function(entry).ptr
+        handle: int = driver().moduleGetFunction(module, entry)
     except driver().CUDADriverError as error:
         raise RwkvJitError(f'entry: there is no kernel {entry!r} in this template (extern "C"): {error}') from error
     return handle
@@ -262,31 +251,38 @@ def allow_shared_bytes(function: int, count: int) -> None:
 
 def driver_version() -> str:
     """Return the newest CUDA that the driver supports, e.g. "13.0"; "none" where there is no driver."""
-    cupy()
-    from cupy.cuda import runtime
-
     try:
-        version = int(runtime.driverGetVersion())
-    except runtime.CUDARuntimeError:
+        version = int(_runtime().driverGetVersion())
+    except _runtime().CUDARuntimeError:
         version = 0
     return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
 
 
-def parameter_sizes(function: int) -> list[int] | None:
-    """Return the bytes of each of a kernel's parameters; None where the driver cannot say (before CUDA 12.4)."""
-    try:
-        get_info = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuFuncGetParamInfo
-    except (OSError, AttributeError):
+def parameter_sizes(function: int, most: int | None = None) -> list[int] | None:
+    """Return the bytes of each of a kernel's parameters, or of the first `most`.
+
+    None where the driver cannot say (before CUDA 12.4). It has no count: to ask for one parameter too many is an error,
+    harmless but reported by compute-sanitizer.
+    """
+    get_info = _parameter_info()
+    if get_info is None:
         return None
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     arguments = ctypes.byref(offset), ctypes.byref(size)
-    # The driver has no count: the first parameter too many is an error, harmless but reported by compute-sanitizer.
-    while get_info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *arguments) == 0:
+    while len(sizes) != most and get_info(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *arguments) == 0:
         sizes.append(size.value)
     return sizes
 
 
-def from_dlpack(tensor: Any) -> Any:
-    """View a tensor as a CuPy array through DLPack, without a copy."""
-    return cupy().from_dlpack(tensor)
+@cache
+def _parameter_info() -> Any:
+    try:
+        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuFuncGetParamInfo
+    except (OSError, AttributeError):
+        return None
+
+
+def zero(address: int, count: int, stream: int) -> None:
+    """Fill so many bytes with zeros, in the order of a raw stream."""
+    _runtime().memsetAsync(address, 0, count, stream)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv_jit import cuda, kernel, template, tensors
 from rwkv_jit.errors import RwkvJitError, brief, short
-from rwkv_jit.launch import Extent, Plan
+from rwkv_jit.launch import LETTERS, Extent, Launch, Value
 from rwkv_jit.signatures import BySignature
 
 _MOST_BLOCKS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
@@ -30,7 +30,7 @@ _LETTERS: dict[type, str] = {
 }  # fmt: skip
 
 # By kernel, entry, grid, block, shared memory, device and kinds of arguments: a launch found here has been checked.
-_plans: BySignature[Plan] = BySignature()
+_launches: BySignature[Launch] = BySignature()
 
 
 class Template:
@@ -68,7 +68,8 @@ class Template:
     --------
     >>> template = rwkv_jit.Template("examples/token_shift.cu")
     >>> kernel = template.specialize(T_IO=torch.bfloat16, CHANNELS=768, WIDTH=8, NUM_THREADS=128)
-    >>> kernel.launch(math.ceil(x.numel() / (8 * 128)), 128, x, mu, y, x.shape[0], x.shape[1])
+    >>> batch, tokens, _ = x.shape
+    >>> kernel.launch(math.ceil(x.numel() / (8 * 128)), 128, x=x, mu=mu, y=y, batch=batch, tokens=tokens)
     """
 
     def __init__(self, path: str | Path):
@@ -123,14 +124,15 @@ class Template:
         """
         chosen = {name: _parameter(name, value) for name, value in parameters.items()}
         self._template.render(chosen)  # names a value that cannot be a parameter
-        return OwnKernel(kernel.get(kernel.Request(self._template, chosen, *tensors.targets(arch))))
+        return OwnKernel(kernel.get(kernel.Request(self._template, chosen, *tensors.targets(arch))), self._template)
 
 
 class OwnKernel(kernel.Kernel):
     """A kernel of a template of your own: a Kernel that is launched by hand."""
 
-    def __init__(self, found: kernel.Kernel):
-        self.__dict__.update(vars(found))  # the modules it has loaded too
+    def __init__(self, compiled: kernel.Kernel, own_template: template.Template):
+        self.__dict__.update(vars(compiled))  # the modules it has loaded too
+        self._template = own_template
 
     def launch(
         self,
@@ -140,6 +142,7 @@ class OwnKernel(kernel.Kernel):
         entry: str | None = None,
         shared_bytes: int = 0,
         stream: Any = None,
+        **named: Any,
     ) -> None:
         """Launch a kernel; like all work on a GPU it may still run when this returns.
 
@@ -160,6 +163,9 @@ class OwnKernel(kernel.Kernel):
             The kernel's name; may be left out where the template has one ``extern "C"`` kernel.
         shared_bytes : int, default 0
             Dynamic shared memory of a block, as much as the GPU has.
+        **named
+            The arguments by the names that the kernel gives them, in the place of those in its order. An int or float
+            then goes as what the kernel declares: `int`, `i64`, `unsigned`, `float`, `double` or `bool`.
         stream : torch.cuda.Stream, object with `cuda_stream` or `ptr`, or int, optional
             torch's current stream of the tensors' GPU by default. On another one, torch must be told that the
             tensors are in use: ``Tensor.record_stream``.
@@ -185,40 +191,46 @@ class OwnKernel(kernel.Kernel):
 
         Examples
         --------
+        >>> kernel.launch((blocks, heads), 128, x=x, mask=None, y=y, tokens=x.shape[1], scale=0.5)
         >>> kernel.launch((blocks, heads), 128, x, None, y, x.shape[1], numpy.float32(0.5))
         """
         device: torch.device | None = None
         kinds: list[Any] = []
         values: list[Any] = []
-        for position, x in enumerate(arguments, 1):
+        if named:
+            if arguments:
+                raise TypeError(f"arguments: expected all by position or all by name, got {len(arguments)} by position")
+            arguments = tuple(named.values())
+        names = tuple(named)
+        for position, x in enumerate(arguments):
             kind: Any = type(x)
             if kind in _LETTERS:
                 values.append(0 if x is None else x)
             else:
-                tensor = x if isinstance(x, Tensor) else _as_tensor(position, x)
+                tensor = x if isinstance(x, Tensor) else _as_tensor(_called(position, names), x)
                 kind = device = tensor.device
                 values.append(tensor.data_ptr())
             kinds.append(kind)
         if device is None:
             kernel.check_not_forked()
             device = torch.device("cuda", torch.cuda.current_device())
-        key = (self, entry, grid, block, shared_bytes, device, *kinds)
+        key = (self, entry, grid, block, shared_bytes, device, names, *kinds)
         try:
-            plan = _plans.get(key)
+            launch = _launches.get(key)
         except TypeError:  # a grid that cannot be one may have no hash
-            plan = None
-        if plan is None:
-            plan = _plans.keep(key, self._prepare(grid, block, kinds, arguments, device, entry, shared_bytes))
+            launch = None
+        if launch is None:
+            prepared = self._prepare(grid, block, kinds, arguments, device, entry, shared_bytes, names)
+            launch = _launches.keep(key, prepared)
         try:
             if stream is None:
-                tensors.launch(plan, values)
+                tensors.launch(launch, values)
             else:
                 raw = _raw_stream(stream)
-                with torch.cuda.device(plan.device):
-                    plan.launch(raw, values)
+                with torch.cuda.device(launch.device):
+                    launch.launch(raw, values)
         except struct.error:
-            wide = [(i, x) for i, x in enumerate(arguments, 1) if type(x) is int and not -(2**63) <= x < 2**63]
-            raise ValueError(f"argument {wide[0][0]}: expected an int of 64 bits, got {brief(wide[0][1])}") from None
+            raise _out_of_range(arguments, names) from None
         except cuda.driver().CUDADriverError as error:
             raise RwkvJitError(
                 f"{self.name}: the driver refuses to launch grid {grid}, block {block}, {shared_bytes} bytes of shared "
@@ -227,9 +239,9 @@ class OwnKernel(kernel.Kernel):
 
     def _prepare(
         self, grid: Any, block: Any, kinds: Sequence[Any], arguments: Sequence[Any], device: torch.device,
-        entry: str | None, shared_bytes: Any,
-    ) -> Plan:  # fmt: skip
-        """Check the first launch of its kind, load the kernel and return the plan for all that follow."""
+        entry: str | None, shared_bytes: Any, names: Sequence[str],
+    ) -> Launch:  # fmt: skip
+        """Check the first launch of its kind, load the kernel and return what all that follow take."""
         kernel.check_not_forked()
         blocks, threads = _extent("grid", grid, 0, _MOST_BLOCKS), _extent("block", block, 1, _MOST_THREADS)
         if math.prod(threads) > _MOST_THREADS[0]:
@@ -238,17 +250,52 @@ class OwnKernel(kernel.Kernel):
             )
         if not isinstance(shared_bytes, int) or shared_bytes < 0:
             raise ValueError(f"shared_bytes: expected an int of at least 0, got {brief(shared_bytes)}")
-        _check_devices(kinds)
+        _check_devices(kinds, names)
         entry = self._entry_named(entry)
-        layout = "".join(_LETTERS.get(kind, "Q") for kind in kinds)
+        letters = [_LETTERS.get(kind, "Q") for kind in kinds]
+        places = list(range(len(kinds)))
+        if names:
+            places = self._places(entry, names)
+            letters = self._declared_letters(entry, letters, kinds, names)
         with torch.cuda.device(device):
             if tensors.capturing() and not self.is_loaded(device.index):
                 raise RwkvJitError(
                     f"{self.name}: first launch on {device} inside a CUDA graph capture, where nothing can be "
                     "loaded; launch it once before the capture, an empty grid will do"
                 )
-            _check_sizes(entry, cuda.parameter_sizes(self.function(device.index, entry)), layout, arguments)
-            return Plan(self, entry, device.index, blocks, threads, layout, shared_bytes=shared_bytes)
+            sizes = cuda.parameter_sizes(self.function(device.index, entry))
+            in_order = [(letters[place], arguments[place], _called(place, names)) for place in places]
+            _check_sizes(entry, sizes, in_order)
+            values = [(letters[place], Value(place)) for place in places]
+            return Launch(self, entry, device.index, blocks, threads, values, shared_bytes)
+
+    def _places(self, entry: str, names: Sequence[str]) -> list[int]:
+        """Return where the kernel's arguments, in its order, are among named ones."""
+        declared = self._template.arguments(entry)
+        if declared is None:
+            raise TypeError(f"{entry}: its arguments cannot be read from the template; pass them in the kernel's order")
+        wanted = [argument.name for argument in declared]
+        missing = [name for name in wanted if name not in names]
+        unknown = [name for name in names if name not in wanted]
+        if missing or unknown:
+            listed = ", ".join(f"{argument.type} {argument.name}" for argument in declared)
+            faults = [*(f"{name} is missing" for name in missing), *(f"{name} is not one of them" for name in unknown)]
+            raise TypeError(f"{entry}: expected arguments named {listed}; {'; '.join(map(short, faults))}")
+        return [names.index(name) for name in wanted]
+
+    def _declared_letters(
+        self, entry: str, letters: Sequence[str], kinds: Sequence[Any], names: Sequence[str]
+    ) -> list[str]:
+        """Return the letters that pass plain numbers as what the kernel declares, and others as what they are."""
+        types = {argument.name: argument.type for argument in self._template.arguments(entry) or ()}
+        changed = []
+        for letter, kind, name in zip(letters, kinds, names, strict=True):
+            declared = LETTERS.get(types[name], "")
+            is_number = kind in (int, float) and (
+                declared in ("f", "d") or (kind is int and declared in ("q", "i", "I"))
+            )
+            changed.append(declared if is_number else letter)
+        return changed
 
     def _entry_named(self, entry: str | None) -> str:
         found = list(self.resources) or _ENTRY.findall(self.ptx)  # the compiler tells no resources of PTX
@@ -268,13 +315,27 @@ def _parameter(name: str, value: Any) -> Any:
     return value.item() if isinstance(value, numpy.generic) else value
 
 
-def _as_tensor(position: int, x: Any) -> Tensor:
+def _called(place: int, names: Sequence[str]) -> str:
+    """Return what messages call an argument."""
+    return names[place] if names else f"argument {place + 1}"
+
+
+def _out_of_range(arguments: Sequence[Any], names: Sequence[str]) -> ValueError:
+    """Return the error for an int that has no room where it is to go."""
+    for place, x in enumerate(arguments):
+        if type(x) is int and not -(2**63) <= x < 2**63:
+            return ValueError(f"{_called(place, names)}: expected an int of 64 bits, got {brief(x)}")
+    wide = [place for place, x in enumerate(arguments) if type(x) is int and not -(2**31) <= x < 2**31]
+    return ValueError(f"{_called(wide[0], names)}: expected an int of 32 bits, got {brief(arguments[wide[0]])}")
+
+
+def _as_tensor(called: str, x: Any) -> Tensor:
     if not hasattr(x, "__dlpack__"):
         raise TypeError(
-            f"argument {position}: expected a CUDA tensor, None, a bool, int, float or NumPy scalar, or an array with "
+            f"{called}: expected a CUDA tensor, None, a bool, int, float or NumPy scalar, or an array with "
             f"__dlpack__, got {type(x).__name__}"
         )
-    return tensors.from_any(f"argument {position}", x)
+    return tensors.from_any(called, x)
 
 
 def _extent(name: str, given: Any, least: int, most: Extent) -> Extent:
@@ -287,27 +348,27 @@ def _extent(name: str, given: Any, least: int, most: Extent) -> Extent:
     return x, y, z
 
 
-def _check_devices(kinds: Sequence[Any]) -> None:
-    devices = [(position, kind) for position, kind in enumerate(kinds, 1) if isinstance(kind, torch.device)]
-    for position, device in devices:
-        like, first = devices[0]
+def _check_devices(kinds: Sequence[Any], names: Sequence[str]) -> None:
+    devices = [(_called(place, names), kind) for place, kind in enumerate(kinds) if isinstance(kind, torch.device)]
+    for called, device in devices:
+        first_called, first = devices[0]
         if device.type != "cuda":
-            raise ValueError(f"argument {position}: expected a CUDA tensor, got one on {device}")
+            raise ValueError(f"{called}: expected a CUDA tensor, got one on {device}")
         if device != first:
-            raise ValueError(f"argument {position}: expected {first} like argument {like}, got {device}")
+            raise ValueError(f"{called}: expected {first} like {first_called}, got {device}")
 
 
-def _check_sizes(entry: str, sizes: Sequence[int] | None, layout: str, arguments: Sequence[Any]) -> None:
+def _check_sizes(entry: str, sizes: Sequence[int] | None, arguments: Sequence[tuple[str, Any, str]]) -> None:
     """Compare what a kernel takes, as far as the driver tells, with what came."""
     if sizes is None:
         return
-    if len(sizes) != len(layout):
-        raise TypeError(f"{entry}: the kernel takes {len(sizes)} arguments, got {len(layout)}")
-    for position, (size, letter, x) in enumerate(zip(sizes, layout, arguments, strict=True), 1):
+    if len(sizes) != len(arguments):
+        raise TypeError(f"{entry}: the kernel takes {len(sizes)} arguments, got {len(arguments)}")
+    for size, (letter, x, called) in zip(sizes, arguments, strict=True):
         if size != struct.calcsize("=" + letter):
             wrapper = f"; wrap it: numpy.{type(x).__name__}{8 * size}({x})"
             hint = wrapper if type(x) in (int, float) and size in (2, 4) else ""
-            raise TypeError(f"argument {position}: the kernel takes {size} bytes, got {_passed_as(x)}{hint}")
+            raise TypeError(f"{called}: the kernel takes {size} bytes, got {_passed_as(x)}{hint}")
 
 
 def _passed_as(x: Any) -> str:

@@ -16,27 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from rwkv_jit import bench, env, identity, kernel, reference, report, runtime, tensors
+from rwkv_jit import ahead, bench, env, identity, kernel, machine, report
 from rwkv_jit.cache import installed
 from rwkv_jit.errors import NvrtcNotFoundError
-from rwkv_jit.ops import timex_tiles
-from rwkv_jit.ops.gla import gla
-from rwkv_jit.ops.linear_attention import linear_attention
-from rwkv_jit.ops.wkv4 import wkv4
-from rwkv_jit.ops.wkv5 import wkv5
-from rwkv_jit.ops.wkv6 import wkv6
-from rwkv_jit.ops.wkv7 import wkv7
+from rwkv_jit.ops import table
 
 Job = Callable[[], dict[str, Any]]  # returns a record
-DECAYS = {"wkv7": "sigmoid"}  # that of the models; of the other ops it is the default
+# With the decays of the models. The channels of timex are those of all heads.
 OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "wkv4": (wkv4, reference.wkv4_ref),
-    "wkv5": (wkv5, reference.wkv5_ref),
-    "wkv6": (wkv6, reference.wkv6_ref),
-    "wkv7": (partial(wkv7, decay=DECAYS["wkv7"]), partial(reference.wkv7_ref, decay=DECAYS["wkv7"])),
-    "gla": (gla, reference.gla_ref),
-    "linear_attention": (linear_attention, reference.linear_attention_ref),
-    "timex": (bench.OPS["timex"], bench.REFERENCES["timex"]),  # the channels are those of all heads
+    op: (
+        partial(bench.OPS[op], **bench.OPTIONS.get(op, {})),
+        partial(bench.REFERENCES[op], **bench.OPTIONS.get(op, {})),
+    )
+    for op in table.OPS
 }
 HEAD_SIZES = (64, 40)  # a usual one and one that nobody ships
 WITHOUT_HEADS = {"wkv4": (None,)}
@@ -60,7 +52,7 @@ def run() -> dict[str, Any]:
         calls: one record per op, head size and dtype; checked_shape, timed_shape (B, T, H); cache: path, entries and
         bytes of the user's own; passed: whether every error is below its limit.
     """
-    device = "cuda" if runtime.is_available() else "cpu"
+    device = "cuda" if machine.is_available() else "cpu"
     compiled_by = missing = None
     compiles: list[list[Job]] = []
     try:
@@ -83,7 +75,7 @@ def run() -> dict[str, Any]:
                     results[-1].append(job())
                     finished += 1
     *of_compiles, of_calls = results
-    cache = runtime.cache_info()
+    cache = machine.cache_info()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
         "on_gpu": device == "cuda",
@@ -125,34 +117,24 @@ def default_arch() -> str | None:
 
 def _compiles(arch: str | None) -> list[list[Job]]:
     """Return what asks for the kernels of each op."""
-    jobs: list[list[Job]] = [
+    return [
         [
             partial(_compile, op, head_size, direction, arch)
-            for head_size in _head_sizes(op)
-            for direction in runtime.DIRECTIONS
+            for head_size in (_head_sizes(op) if table.OPS[op].has_heads else (None,))
+            for direction in ahead.DIRECTIONS
         ]
-        for op in (*runtime.OPS, *WITHOUT_HEADS)
+        for op in table.OPS
     ]
-    return [*jobs, _compiles_of_timex(arch)]
 
 
 def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -> dict[str, Any]:
-    """Ask for the kernel of a direction."""
-    backend, request = runtime.call_request(
-        op, head_size, None, torch.bfloat16, arch, direction, "auto", DECAYS.get(op), None, None, {}
+    """Ask for the kernel of a direction; those of timex go by batch and tokens, and are those of the timed calls."""
+    decay = bench.OPTIONS.get(op, {}).get("decay")
+    batch, tokens = TIMED_SHAPES["cuda"][:2] if op == "timex" else (None, None)
+    made = ahead.named(
+        op, head_size, None, torch.bfloat16, arch, direction, "auto", decay, None, None, tokens, batch, {}
     )
-    return _ask_for(request, op=op, head_size=head_size, direction=direction, backend=backend)
-
-
-def _compiles_of_timex(arch: str | None) -> list[Job]:
-    """Return what asks for the kernels of timex, which go by batch and tokens: those of the timed calls."""
-    batch, tokens, _ = TIMED_SHAPES["cuda"]
-    requests = timex_tiles.requests(batch, tokens, (torch.bfloat16,) * 2, *tensors.targets(arch))
-    names = ("forward", "gradient k", "gradient w")
-    return [
-        partial(_ask_for, request, op="timex", head_size=None, direction=name, backend="tiles")
-        for name, request in zip(names, requests, strict=True)
-    ]
+    return _ask_for(made.request, op=op, head_size=head_size, direction=direction, backend=made.problem.backend)
 
 
 def _ask_for(request: kernel.Request, **known: Any) -> dict[str, Any]:

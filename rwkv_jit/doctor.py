@@ -299,23 +299,15 @@ def _can_compile() -> bool:
 
 def _compiles(arch: str | None) -> list[tuple[str, Future[kernel.Kernel]]]:
     """Start a compile of both directions of every op, side by side."""
-    import torch
+    from rwkv_jit import ahead
+    from rwkv_jit.ops.table import OPS
 
-    from rwkv_jit import runtime, tensors
-    from rwkv_jit.ops import timex_tiles, timex_transforms
-
-    started = [
-        (f"{op} {direction}", runtime.compile_async(op, head_size, arch=arch, direction=direction))
-        for op, head_size in {"wkv4": None, **dict.fromkeys(runtime.OPS, HEAD_SIZE)}.items()
-        for direction in runtime.DIRECTIONS
+    sizes: dict[str, dict[str, Any]] = {"wkv4": {}, "timex": {"tokens": TOKENS, "batch": BATCH}}
+    return [
+        (f"{op} {way}", ahead.compile_async(op, arch=arch, direction=way, **sizes.get(op, {"head_size": HEAD_SIZE})))
+        for op in OPS
+        for way in ahead.DIRECTIONS
     ]
-    types, targets = (torch.bfloat16, torch.bfloat16), tensors.targets(arch)
-    if timex_tiles.obstacle(TOKENS, targets[0]) is None:
-        requests = timex_tiles.requests(BATCH, TOKENS, types, *targets)
-        named = list(zip(("timex forward", "timex gradient of k", "timex gradient of w"), requests, strict=True))
-    else:
-        named = [("timex", timex_transforms.request(TOKENS, types, *targets))]
-    return [*started, *((name, kernel.get_async(request)) for name, request in named)]
 
 
 def _run_op(op: str) -> Finding:

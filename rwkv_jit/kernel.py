@@ -207,16 +207,22 @@ def get(request: Request) -> Kernel:
     return found
 
 
-def get_all(requests: Sequence[Request]) -> list[Kernel]:
-    """Return several kernels; those that are nowhere compile side by side, as NVRTC releases the interpreter lock."""
-    found = [_serve(request, may_compile=False) for request in requests]
-    missing = [request for request, kernel in zip(requests, found, strict=True) if kernel is None]
-    compiled = iter([get(*missing)] if len(missing) == 1 else _side_by_side(missing))
-    return [next(compiled) if kernel is None else kernel for kernel in found]
+def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[Kernel]:
+    """Return several kernels; those that are nowhere compile side by side, as NVRTC releases the interpreter lock.
+
+    Kernels that will be wanted `soon` compile behind them, and nobody waits for these.
+    """
+    kernels = [_serve(request, may_compile=False) for request in requests]
+    missing = [request for request, known in zip(requests, kernels, strict=True) if known is None]
+    others = [request for request in soon if _serve(request, may_compile=False) is None]
+    compiled = iter([get(*missing)] if len(missing) == 1 and not others else _side_by_side(missing, others))
+    return [next(compiled) if known is None else known for known in kernels]
 
 
-def _side_by_side(requests: Sequence[Request]) -> list[Kernel]:
+def _side_by_side(requests: Sequence[Request], others: Sequence[Request]) -> list[Kernel]:
     futures = [get_async(request) for request in requests]
+    for request in others:
+        get_async(request)  # who wants it meets its error
     try:
         return [future.result() for future in futures]
     finally:

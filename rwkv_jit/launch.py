@@ -1,27 +1,39 @@
-"""Launching: everything that does not change between two launches is prepared once, in a plan."""
+"""Launching one kernel: everything that does not change between two launches is prepared once."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from rwkv_jit import cuda
+from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.kernel import Kernel
 
 Extent = tuple[int, int, int]
 _SLOT = 8  # every argument begins at a multiple of so many bytes, as the widest needs it
 _INVALID_CONTEXT = 201  # of the driver's errors
-_PADDING = {1: "7x", 2: "6x", 4: "4x", 8: ""}
+# What arguments are passed as, by the type that the kernel declares: struct's letters.
+LETTERS = {
+    "i64": "q", "int": "i", "float": "f", "bool": "?", "double": "d", "unsigned": "I", "Strides": "3q",
+    "RowStrides": "2q", "Walk": "2i",
+}  # fmt: skip
 
 
-class Plan:
+class Value(NamedTuple):
+    """The place of an argument among the values that a launch is given."""
+
+    place: int
+
+
+class Launch:
     """A kernel on a device with its grid and block, and room for its arguments.
 
-    The arguments are `values`, packed as `layout` says (struct's letters, one argument each), followed by `constants`,
-    packed already. The room is per thread, as a launch releases the interpreter lock.
+    `arguments` are in the kernel's order, each with struct's letters and what is passed: a `Value`, or what is the same
+    in every launch. The room is per thread, as a launch releases the interpreter lock.
     """
 
     def __init__(
@@ -31,23 +43,28 @@ class Plan:
         device: int,
         grid: Extent,
         block: Extent,
-        layout: str,
-        constants: Iterable[bytes] = (),
+        arguments: Sequence[tuple[str, Any]],
         shared_bytes: int = 0,
     ):
         cuda.make_current(device)
         self.kernel = kernel  # keeps the module alive
         self.device = device
         self.function = kernel.function(device, entry)
+        _check_sizes(entry, self.function, [struct.calcsize("=" + letters) for letters, _ in arguments])
         self._shape = (*grid, *block, shared_bytes)
         self._is_empty = 0 in grid
-        padded = [letter + _PADDING[struct.calcsize("=" + letter)] for letter in layout]
-        self._layout = struct.Struct("=" + "".join(padded))
-        self._arguments = bytes(self._layout.size)
-        self._places = list(range(0, self._layout.size, _SLOT))
-        for constant in constants:
-            self._places.append(len(self._arguments))
-            self._arguments += constant.ljust(-(-len(constant) // _SLOT) * _SLOT, b"\0")
+        given = [(letters, x.place) for letters, x in arguments if isinstance(x, Value)]
+        self._pick: Callable[[Sequence[Any]], Sequence[Any]] = _picker([place for _, place in given])
+        self._layout = struct.Struct("=" + "".join(_padded(letters) for letters, _ in given))
+        # Values lie in front, one behind the other, so that one call writes all of them.
+        self._memory, self._places, values = bytes(self._layout.size), [], 0
+        for letters, x in arguments:
+            if isinstance(x, Value):
+                self._places.append(_SLOT * values)
+                values += 1
+            else:
+                self._places.append(len(self._memory))
+                self._memory += struct.pack("=" + _padded(letters), *(x if isinstance(x, tuple) else (x,)))
         self._driver_launch = cuda.driver().launchKernel
         self._rooms = threading.local()
         if shared_bytes:
@@ -55,10 +72,10 @@ class Plan:
 
     def _room(self) -> tuple[Any, int, Any]:
         """Return this thread's arguments (a buffer to write to), the table of them, and what keeps it alive."""
-        arguments = ctypes.create_string_buffer(self._arguments, max(len(self._arguments), 1))
-        first = ctypes.addressof(arguments)
+        memory = ctypes.create_string_buffer(self._memory, max(len(self._memory), 1))
+        first = ctypes.addressof(memory)
         table = (ctypes.c_void_p * len(self._places))(*[first + place for place in self._places])
-        self._rooms.made = made = (arguments, ctypes.addressof(table), table)
+        self._rooms.made = made = (memory, ctypes.addressof(table), table)
         return made
 
     def launch(self, stream: int, values: Sequence[Any]) -> None:
@@ -66,10 +83,10 @@ class Plan:
         if self._is_empty:
             return
         try:
-            arguments, table, _ = self._rooms.made
+            memory, table, _ = self._rooms.made
         except AttributeError:
-            arguments, table, _ = self._room()
-        self._layout.pack_into(arguments, 0, *values)
+            memory, table, _ = self._room()
+        self._layout.pack_into(memory, 0, *self._pick(values))
         try:
             self._driver_launch(self.function, *self._shape, stream, table, 0)
         except Exception as error:
@@ -77,3 +94,28 @@ class Plan:
                 raise
             cuda.make_current(self.device)  # this thread has used no GPU yet
             self._driver_launch(self.function, *self._shape, stream, table, 0)
+
+
+def _padded(letters: str) -> str:
+    """Return letters that fill up to the place of the next argument."""
+    return f"{letters}{-struct.calcsize('=' + letters) % _SLOT}x"
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what takes the values at these places out of others, in one call."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+def _check_sizes(entry: str, function: int, sizes: Sequence[int]) -> None:
+    """Compare what is passed with what the driver says that a kernel takes, as far as it tells.
+
+    Raises
+    ------
+    RwkvJitError
+        The kernel takes other arguments.
+    """
+    taken = cuda.parameter_sizes(function, len(sizes))
+    if taken is not None and list(taken) != list(sizes):
+        raise RwkvJitError(f"{entry}: the kernel takes arguments of {taken} bytes, got {list(sizes)}")

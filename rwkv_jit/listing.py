@@ -33,9 +33,10 @@ def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _direction(name: str, parameters: Mapping[str, Any]) -> str:
-    if name == "timex_transform":
+    if name in ("timex_transform", "copy_states"):
         return "both"
-    is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", "backward" in name or "gradient" in name))
+    is_backward = "backward" in name or "gradient" in name or name == "sum_rows"
+    is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", is_backward))
     return "backward" if is_backward else "forward"
 
 

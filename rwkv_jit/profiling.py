@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
-from rwkv_jit import bench, report, runtime, template
+from rwkv_jit import bench, machine, report, template
 from rwkv_jit.bench import cases, measure
 from rwkv_jit.bench.cases import Case
 from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.ops import recurrent
+from rwkv_jit.ops import table
 
 WARM_UP, RUNS = 3, 10
 CHROME = "trace.json"
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not kernels:
         raise RwkvJitError("torch.profiler saw no kernel: another profiler may be watching, or it may not be allowed")
     return {
-        "env": runtime.env_report(),
+        "env": machine.env_report(),
         **_about(arguments, case),
         "runs": RUNS,
         "least_bytes": cases.least_bytes(case),
@@ -140,7 +140,7 @@ def _folder(asked: str | None) -> Path | None:
 
 
 def _check_gpu() -> None:
-    if not runtime.is_available():
+    if not machine.is_available():
         raise ValueError("kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing")
 
 
@@ -290,9 +290,8 @@ _ENTRY = re.compile(r"__global__ void .*\b(\w+)\($", re.MULTILINE)
 
 
 def _names_of(op: str) -> list[str]:
-    """Return the names of the kernels that calls of an op can launch."""
-    stem = recurrent.OPS[op].stem if op in recurrent.OPS else op
-    names = [name for name in template.names() if name.startswith(f"{stem}_")]
+    """Return the names of the kernels that calls of an op can launch, but for those that all ops share."""
+    names = [name for name in template.names() if name.startswith(f"{table.OPS[op].stem}_")]
     return sorted({entry for name in names for entry in _ENTRY.findall(template.library(name).body)})
 
 

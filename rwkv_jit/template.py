@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from rwkv_jit.errors import UnsupportedConfigError, brief, short
 
@@ -32,6 +33,13 @@ _TOKEN = (
     r"""R"([^\s()\\]*)\([\s\S]*?\)\1"|"(?:\\[\s\S]|[^"\\\n])*"|'(?:\\.|[^'\\\n]){1,10}'"""
     r"""|//(?:\\\n|[^\n])*|/\*[\s\S]*?(?:\*/|\Z)|\\\n|\n"""
 )
+
+
+class Argument(NamedTuple):
+    """An argument of a kernel, as its template declares it."""
+
+    name: str
+    type: str  # without const and __restrict__; a pointer's ends in *
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,13 @@ class Template:
         head = "\n".join(['#include "types.cuh"', *lines, f'#line 1 "{self.name}.cu"'])
         return Rendered(self.name, f"{head}\n{self.body}", self.headers)
 
+    def arguments(self, entry: str) -> tuple[Argument, ...] | None:
+        """Return the arguments of a kernel in their order; None where the text does not show them plainly."""
+        kernel = re.search(rf"\b__global__\b[^;{{}}]*?\b{re.escape(entry)}\s*\(([^(){{}}]*)\)\s*\{{", _code(self.body))
+        if kernel is None:
+            return None
+        return tuple(_argument(declared) for declared in kernel[1].split(",") if declared.strip())
+
     def check(self, parameters: Mapping[str, Parameter]) -> None:
         """Check that the template has all these parameters: words it uses and does not define itself.
 
@@ -80,6 +95,12 @@ class Template:
         for parameter in parameters:
             if parameter not in known:
                 raise ValueError(f"template {self.name} has no parameter {short(parameter)}")
+
+
+def _argument(declared: str) -> Argument:
+    """Return `const T_IO* __restrict__ r` as r of type T_IO*."""
+    *words, name = re.findall(r"[\w:]+|\*", declared)
+    return Argument(name, "".join(word for word in words if word not in ("const", "__restrict__")))
 
 
 def directory() -> Path:
@@ -129,15 +150,15 @@ def read(path: Path) -> Template:
         A header's name cannot be one, or it is not text in UTF-8; or a text may read a file that is not named there.
     """
     body = path.read_text(encoding="utf-8")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     wanted = [("types.cuh", path.name), *_includes(body, path.name)]
     while wanted:
         header, includer = wanted.pop()
-        if header not in found:
-            found[header] = _header(header, includer, path)
-            wanted += _includes(found[header], header)
+        if header not in texts:
+            texts[header] = _header(header, includer, path)
+            wanted += _includes(texts[header], header)
     # The name stands in a `#line`, in file names and in messages.
-    return Template(_NOT_IN_A_NAME.sub("_", path.stem), body, tuple(sorted(found.items())))
+    return Template(_NOT_IN_A_NAME.sub("_", path.stem), body, tuple(sorted(texts.items())))
 
 
 def _header(name: str, includer: str, path: Path) -> str:
@@ -206,6 +227,11 @@ def _code(text: str, with_strings: bool = True) -> str:
         return "" if token == "\\\n" else " "
 
     return re.sub(_TOKEN, kept, text)
+
+
+def code(text: str) -> str:
+    """Return a text without comments and without space where there may be more or less of it."""
+    return "\n".join(line for line in (" ".join(line.split()) for line in _code(text).splitlines()) if line)
 
 
 def _line(name: str, value: Parameter) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rwkv_jit import compiler, cuda, env
+from rwkv_jit import compiler, cuda, dlpack, env
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.launch import Plan
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.launch import Launch
 
 # Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
 MOST_TOKEN_STRIDE = 2**26 - 1
@@ -84,59 +85,6 @@ def _dense(name: str, x: Tensor, in_place: bool) -> Tensor:
     return x
 
 
-def check_inputs(inputs: Mapping[str, Tensor], like: str, value: str, decay: str | None, wide: bool) -> None:
-    """Check the [B, T, H, K] inputs of an op; the one named `value` may have its own last size.
-
-    `wide` admits float64, which only the reference computes.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what was expected and what came.
-    """
-    first = inputs[like]
-    dtypes = [*STORAGE, torch.float64] if wide else list(STORAGE)
-    for name, x in inputs.items():
-        if x.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [B, T, H, head size], got shape {tuple(x.shape)}")
-        if x.device != first.device:
-            raise ValueError(f"{name}: expected device {first.device} like {like}, got {x.device}")
-        if x.dtype not in dtypes:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
-        if x.dtype != first.dtype and not (name == decay and x.dtype == torch.float32):
-            also = " or torch.float32" if name == decay else ""
-            raise TypeError(f"{name}: expected {first.dtype} like {like}{also}, got {x.dtype}")
-        same = x.shape[:3] == first.shape[:3] and (name == value or x.shape[3] == first.shape[3])
-        if not same:
-            want = [*first.shape[:3], "value size" if name == value else first.shape[3]]
-            raise ValueError(f"{name}: expected shape [{', '.join(map(str, want))}] like {like}, got {list(x.shape)}")
-        if x.shape[3] < 1:
-            raise ValueError(f"{name}: expected a head size of at least 1, got shape {list(x.shape)}")
-
-
-def check_state(state: Tensor, sequences: int, heads: int, sizes: tuple[int, int], like: Tensor, wide: bool) -> None:
-    """Check an initial state [N, H, *sizes] or [H, *sizes]."""
-    want = (sequences, heads, *sizes)
-    if tuple(state.shape) not in (want, want[1:]):
-        raise ValueError(f"initial_state: expected shape {list(want)} or {list(want[1:])}, got {list(state.shape)}")
-    if state.device != like.device:
-        raise ValueError(f"initial_state: expected device {like.device}, got {state.device}")
-    if state.dtype not in STORAGE and not (wide and state.dtype == torch.float64):
-        raise TypeError(f"initial_state: expected {' or '.join(map(str, STORAGE))}, got {state.dtype}")
-
-
-def check_packing(cu_seqlens: Tensor, like: Tensor) -> None:
-    """Check what can be said of cu_seqlens without reading its values."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens: expected shape [sequences + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: expected torch.int32 or torch.int64, got {cu_seqlens.dtype}")
-    if like.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected a batch of 1 with packed sequences, got a batch of {like.shape[0]}")
-    if cu_seqlens.device != like.device:
-        raise ValueError(f"cu_seqlens: expected device {like.device}, got {cu_seqlens.device}")
-
-
 _checked_packings: dict[int, tuple[Any, int, int]] = {}
 
 
@@ -185,6 +133,7 @@ def readable_packing(cu_seqlens: Tensor) -> Tensor:
 # ---- known calls -------------------------------------------------------------------------------------------------
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = {*_PLAIN, type(None)}  # what nobody else looks at
 # Every call asks these: found once.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._functorch.peek_interpreter_stack
@@ -233,6 +182,7 @@ def under_autocast(x: Tensor, dtype: torch.dtype, keep: bool = False) -> Tensor:
 
 def are_plain(arrays: Iterable[Any]) -> bool:
     """Return whether these are torch's own tensors or None, and no subclass that wants to see what is done to it."""
+    # A tuple, as the compiler of torch 2.6 does not know sets.
     return all(x is None or type(x) in _PLAIN for x in arrays)
 
 
@@ -294,6 +244,19 @@ def also(device: int) -> tuple[str, ...]:
     return () if env.arch() else (f"{_capability(device)}a",)
 
 
+def gpu(device: int) -> Gpu:
+    """Return what kernels for a device are chosen and compiled for."""
+    return Gpu(*_gpu(device))
+
+
+def _gpu(device: int) -> tuple[str, tuple[str, ...], int | None]:
+    return arch(device), also(device), multiprocessors(device) if torch.cuda.is_available() else None
+
+
+# A plain tuple: a trace cannot compare its symbols with properties of a constant.
+_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def targets(given: str | None) -> tuple[str, tuple[str, ...]]:
     """Return the architecture to compile for, by default that of the current device, and those that will do too.
 
@@ -317,15 +280,15 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def launch(plan: Plan, values: Sequence[Any], side: cuda.SideStream | None = None) -> None:
-    """Launch a plan on torch's current stream of its device, or the one beside it, whichever device is current."""
-    device = plan.device
-    stream = torch._C._cuda_getCurrentRawStream(device) if side is None else side.raw
+def launch(kernel: Launch, values: Sequence[Any]) -> None:
+    """Launch a kernel on torch's current stream of its device, whichever device is current."""
+    device = kernel.device
+    stream = torch._C._cuda_getCurrentRawStream(device)
     if torch._C._cuda_getDevice() == device:
-        plan.launch(stream, values)
+        kernel.launch(stream, values)
     else:
         with torch.cuda.device(device):
-            plan.launch(stream, values)
+            kernel.launch(stream, values)
 
 
 _sides: dict[tuple[int, int], cuda.SideStream] = {}
@@ -363,57 +326,17 @@ def alignment(x: Tensor, vector: int) -> int:
     return vector * x.element_size() if vector > 1 else 1
 
 
-def aligned(x: Tensor, vector: int) -> Tensor:
-    """Return `x`, or a copy where it starts at an address that a kernel cannot read."""
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % alignment(x, vector) else x
-
-
-def readable(x: Tensor, vector: int) -> Tensor:
-    """Return `x`, or a copy where a kernel cannot read it in place."""
-    return aligned(x.contiguous() if needs_copy(x, vector) else x, vector)
-
-
-class _Capsule:
-    """A tensor's DLPack capsule without the stream handshake, which would wait for CuPy's stream."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self.tensor.__dlpack__(stream=-1)
-
-    def __dlpack_device__(self) -> Any:
-        return self.tensor.__dlpack_device__()
-
-
 def validate(name: str, x: Tensor) -> None:
-    """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature.
-
-    16-bit tensors travel as int16, since CuPy reads bfloat16 only with another package.
-    """
-    seen = x.detach()
-    seen = seen.view(torch.int16) if seen.element_size() == 2 else seen
-    array = cuda.from_dlpack(_Capsule(seen))
-    strides = tuple(s * seen.element_size() for s in seen.stride())
-    wrong = array.shape != tuple(seen.shape) or array.device.id != seen.device.index
-    wrong = wrong or (seen.numel() > 0 and (array.data.ptr != seen.data_ptr() or not _same_strides(array, strides)))
-    if wrong:
+    """Check through DLPack that a kernel will see the tensor that torch sees: done once per signature."""
+    seen = dlpack.view(x)
+    wrong = seen.shape != tuple(x.shape) or seen.device != x.device.index or seen.element_bytes != x.element_size()
+    if wrong or (x.numel() > 0 and (seen.address != x.data_ptr() or not _same_strides(seen, x.stride()))):
         raise ValueError(
-            f"{name}: DLPack shows shape {array.shape}, strides {array.strides} at {array.data.ptr:#x} on device "
-            f"{array.device.id}; torch shows {tuple(seen.shape)}, {strides} at {seen.data_ptr():#x} on {seen.device}"
+            f"{name}: DLPack shows shape {seen.shape}, strides {seen.strides} at {seen.address:#x} on device "
+            f"{seen.device}; torch shows {tuple(x.shape)}, {x.stride()} at {x.data_ptr():#x} on {x.device}"
         )
 
 
-def _same_strides(array: Any, strides: tuple[int, ...]) -> bool:
+def _same_strides(seen: dlpack.View, strides: Sequence[int]) -> bool:
     """Strides of a dimension of size 1 have no meaning."""
-    return all(a == b or n == 1 for a, b, n in zip(array.strides, strides, array.shape, strict=True))
-
-
-def check_fixed(name: str, x: Tensor, shape: tuple[int, int], like: Tensor) -> None:
-    """Check an input that is the same for every token, [H, K], in the dtype of the streamed ones or float32."""
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)} [heads, head size], got {list(x.shape)}")
-    if x.dtype not in (like.dtype, torch.float32):
-        raise TypeError(f"{name}: expected {like.dtype} or torch.float32, got {x.dtype}")
-    if x.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {x.device}")
+    return all(a == b or n == 1 for a, b, n in zip(seen.strides, strides, seen.shape, strict=True))

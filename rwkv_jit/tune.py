@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import bench, cuda, report, runtime
+from rwkv_jit import ahead, bench, cuda, report, rule, tuned
+from rwkv_jit.algorithms.parts import Candidate, Case, padded
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import backends, choices, chunked, prepared
-from rwkv_jit.ops.choices import CHUNKS, Choice
-from rwkv_jit.ops.interface import Candidate, Geometry, Options
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.ops.torch_op import Options
+from rwkv_jit.plan import DTYPES
+from rwkv_jit.problem import Problem
+from rwkv_jit.tuned import CHUNKS, Choice, Geometry
 
 # As models train, with the decay of `bench`. What is fastest then serves other dtypes and decays too.
-DTYPE = torch.bfloat16
+DTYPE = "bf16"
 SHAPES = ((8, 4096, 64, 64), (8, 4096, 32, 128))  # batch, tokens, heads, head size
 LARGEST_ERROR = 1.6e-2  # relative L2; right results are each within 8e-3 of float64
 # A gradient that sums both signs over tokens is held against the size of what is summed: so many times its own.
@@ -55,18 +59,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise RwkvJitError("needs a GPU to measure on, and torch sees none; `rwkv-jit doctor` says why")
     cuda.nvrtc()  # where it is missing, its error names the command that installs it
-    gpu, arch = choices.gpu(torch.cuda.current_device())
+    gpu, arch = tuned.gpu(torch.cuda.current_device())
     cases = _cases(arguments.op or CHUNKS, asked, arch)
-    rows, chosen = [], dict[choices.Key, Choice | None]()
+    rows, chosen = [], dict[tuned.Key, Choice | None]()
     for (op, shape), training in itertools.product(cases, (True, False)):
-        key = choices.key(gpu, arch, op, shape[3], training)
+        key = tuned.key(gpu, arch, op, shape[3], training)
         default = _default(key, shape[3])
         times, errors = _measure(op, shape, training, arch, default)
         totals = _totals(times, training)
         fastest = min(totals, key=lambda call: median(totals[call]))
         is_chosen = beats(totals[fastest], totals[default])
         blocks = _geometry(fastest).backward_blocks
-        choice = Choice(*key, *fastest[0][1:], blocks, choices.templates_of(op))
+        choice = Choice(*key, *fastest[0][1:], blocks, tuned.templates_of(op))
         chosen[key] = choice if is_chosen else None
         rows.append({
             "op": op, "shape": list(shape), "training": training, "chosen": is_chosen,
@@ -76,8 +80,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "dropped": [each._asdict() | {"error": errors[each]} for each in errors],
         })  # fmt: skip
     if not arguments.dry_run:
-        choices.store(chosen)
-    path = None if arguments.dry_run else str(choices.path())
+        tuned.store(chosen)
+    path = None if arguments.dry_run else str(tuned.path())
     return {"gpu": gpu, "arch": arch, "path": path, "rows": rows}
 
 
@@ -85,15 +89,15 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
     """Return each op with each shape that was asked for, or with those of SHAPES that this GPU has kernels for."""
     found: list[tuple[str, tuple[int, ...]]] = []
     for op, shape in itertools.product(dict.fromkeys(ops), asked or SHAPES):
-        reason = CHUNKS[op].obstacle(op, DTYPE, shape[3], shape[3], lambda: arch)
-        if reason is None:
+        obstacle = CHUNKS[op].why_not(_case(op, shape[3], True), lambda: Gpu(arch))
+        if obstacle is None:
             found.append((op, shape))
         elif asked or not found:
-            text, *values = reason
+            text, *values = obstacle
             raise UnsupportedConfigError(f"shape: the chunked backend of {op} {text.format(*values)}")
     seen: dict[int, tuple[int, ...]] = {}
     for shape in asked:
-        size = chunked.padded(shape[3])
+        size = padded(shape[3])
         if size in seen:
             both = f"{seen[size]} and {shape}"
             raise ValueError(f"shape: expected one for each head size in steps of 32, got {both}")
@@ -101,20 +105,28 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
     return found
 
 
-def _default(key: choices.Key, size: int) -> Call:
+def _case(op: str, size: int, training: bool) -> Case:
+    """Return what the rule looks at of calls that promise nothing about their decays."""
+    return Case(OPS[op], DTYPE, size, size, rule.LEAST_TOKENS, bench.decay_of(op), None, None, training=training)
+
+
+def _default(key: tuned.Key, size: int) -> Call:
     """Return what calls take without the user's file: what is shipped, else what the rule says."""
     _, arch, op, _, training = key
-    of, types, shipped = CHUNKS[op], {"DECAY": bench.decay_of(op)}, choices.shipped(key)
-    geometry = shipped.geometry if shipped else Geometry(of.default_chunk_len(size, size, arch, training))
-    requests = [
-        (direction, of.specialize(
-            op, direction, size, size, types, arch, geometry.chunk_len, geometry.num_threads,
-            chosen=prepared.chosen(direction, geometry),
-        ).parameters)
-        for direction in (("forward", "backward") if training else ("forward",))
-    ]  # fmt: skip
+    chunked, gpu, shipped = CHUNKS[op], Gpu(arch), tuned.shipped(key)
+    cut = shipped.geometry if shipped else Geometry(chunked.default_chunk_len(_case(op, size, training), gpu))
+    problem = Problem(
+        OPS[op], gpu, dict.fromkeys(OPS[op].names, DTYPE), K=size, V=size, decay=bench.decay_of(op), backend="chunked",
+        training=training, chunk_len=cut.chunk_len or 0, num_threads=cut.num_threads,
+        forward_blocks=cut.forward_blocks, backward_blocks=cut.backward_blocks,
+    )  # fmt: skip
+    schedules = {"forward": chunked.forward(problem), **({"backward": chunked.backward(problem)} if training else {})}
     names = ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM")
-    return tuple(Candidate(direction, *(int(found[name]) for name in names)) for direction, found in requests)
+    return tuple(
+        Candidate(direction, *(int(step.parameters[name]) for name in names))
+        for direction, schedule in schedules.items()
+        for step in schedule.launches
+    )
 
 
 def _geometry(call: Call) -> Geometry:
@@ -135,7 +147,7 @@ def _measure(
     RwkvJitError
         The default's results are no numbers: there is nothing to compare with.
     """
-    candidates = [each for kernel in default for each in CHUNKS[op].candidates(kernel.direction, shape[3], arch)]
+    candidates = [each for kernel in default for each in CHUNKS[op].candidates(kernel.direction, shape[3], Gpu(arch))]
     what = f"{op} {shape}, {_purpose(training)}"
     with report.progress(f"{what}: compiling") as progress:
         _compile(op, candidates, shape[3], progress)
@@ -158,8 +170,8 @@ def _measure(
 def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Callable[[int, int], None] | None) -> None:
     """Compile side by side what would be compiled one after another when it is launched."""
     futures = [
-        runtime.compile_async(
-            op, size, dtype=DTYPE, direction=each.direction, backend="chunked", decay=bench.decay_of(op),
+        ahead.compile_async(
+            op, size, dtype=DTYPES[DTYPE], direction=each.direction, backend="chunked", decay=bench.decay_of(op),
             chunk_len=each.chunk_len, num_threads=each.num_threads, blocks_per_sm=each.blocks,
         )
         for each in candidates
@@ -175,7 +187,7 @@ class _Kernels:
 
     def __init__(self, op: str, shape: tuple[int, ...], training: bool):
         self._op, self._training = op, training
-        self._inputs = [x.detach() for x in bench.make_inputs(op, shape, DTYPE)]
+        self._inputs = [x.detach() for x in bench.make_inputs(op, shape, DTYPES[DTYPE])]
         self._dy = torch.randn_like(self._inputs[0])
         self._saved: dict[int, Tensor] = {}  # by chunk_len
 
@@ -196,7 +208,7 @@ class _Kernels:
         return {"y": y, "final_state": final, **self._named(gradients)}
 
     def _named(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {f"d{name}": x for name, x in zip(runtime.OPS[self._op].public, gradients, strict=False)}
+        return {f"d{name}": x for name, x in zip(OPS[self._op].public_names, gradients, strict=False)}
 
     def _forward(self, geometry: Geometry) -> Sequence[Tensor]:
         run = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
@@ -213,10 +225,10 @@ class _Kernels:
 def _options(op: str, geometry: Geometry) -> Options:
     """Return those of a call that promises nothing about its decays."""
     chunk_len, num_threads, forward_blocks, backward_blocks = geometry
-    decay, layout = bench.decay_of(op), runtime.OPS[op].state_layout
-    guarded = backends.is_guarded("chunked", chunk_len, decay, None)
+    decay, layout = bench.decay_of(op), OPS[op].state_layout
+    has_fallback = rule.has_fallback("chunked", chunk_len, decay, None)
     return Options(
-        1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks, guarded
+        1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks, has_fallback
     )  # fmt: skip
 
 
@@ -292,8 +304,8 @@ def _shown(timed: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def listed() -> dict[str, Any]:
     """Return the choices for all GPUs, tuned and shipped, and the user's file."""
-    found = [each.choice._asdict() | {"origin": each.origin, "state": each.fault or "ok"} for each in choices.listed()]
-    return {"path": str(choices.path()), "choices": found}
+    found = [each.choice._asdict() | {"origin": each.origin, "state": each.fault or "ok"} for each in tuned.listed()]
+    return {"path": str(tuned.path()), "choices": found}
 
 
 def show_listed(result: dict[str, Any]) -> None:

@@ -114,7 +114,7 @@ def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
         kernel.forget()  # and what the cache remembers
         stats._said.clear()
         identity._assumed.clear()
-        for cached in (identity.identity, cuda.cupy, cuda.nvrtc, template.library):
+        for cached in (identity.identity, cuda._layer, cuda.nvrtc, template.library):
             cached.cache_clear()
 
     forget()

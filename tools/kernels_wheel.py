@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # what is built is this checkout's
 import torch  # noqa: E402
 
 import rwkv_jit  # noqa: E402
-from rwkv_jit import demo, identity, report, runtime  # noqa: E402
+from rwkv_jit import ahead, demo, identity, report  # noqa: E402
 from rwkv_jit.cache import bundle, installed  # noqa: E402
 from rwkv_jit.kernel import Kernel, Request  # noqa: E402
 
@@ -69,8 +69,8 @@ def requests(arch: str, calls: Iterable[Calls] = CALLS) -> list[Request]:
         for dtype in of.dtypes
         for decay in of.decays
         for tokens in of.tokens
-        for direction in runtime.DIRECTIONS
-        for request in runtime.call_requests(
+        for direction in ahead.DIRECTIONS
+        for request in ahead.call_requests(
             of.op, head_size, dtype, arch, direction, decay, None, None, torch.float32, None, value_size, tokens
         )
     ]
@@ -79,7 +79,7 @@ def requests(arch: str, calls: Iterable[Calls] = CALLS) -> list[Request]:
 def build(arch: str, calls: Iterable[Calls] = CALLS) -> list[Kernel]:
     """Compile the kernels of calls on all cores. What was tuned or stored on this machine decides nothing."""
     with demo.empty_cache(), report.progress(f"compiling for {arch}") as progress:
-        return runtime.compile_all(requests(arch, calls), progress)
+        return ahead.compile_all(requests(arch, calls), progress)
 
 
 def write(arch: str, kernels: Iterable[Kernel], folder: Path) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,14 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import bench, kernel, report, runtime, template, tensors
+from rwkv_jit import bench, kernel, machine, report, template, tensors
+from rwkv_jit.algorithms import whole
 from rwkv_jit.bench import cases, measure, timing
 from rwkv_jit.bench.cases import Case
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.launch import Plan
-from rwkv_jit.ops import backends, choices, chunked, prepared, timex_tiles, timex_transforms
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.launch import Launch, Value
 from rwkv_jit.ops import timex as timex_module
-from rwkv_jit.ops.interface import Inputs, Options
+from rwkv_jit.ops import torch_op
+from rwkv_jit.ops.known_calls import Known
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
 from rwkv_jit.template import Parameter
 
 Shape = tuple[int, ...]
@@ -64,6 +67,11 @@ class History(NamedTuple):
     reference: Callable[..., Tensor]
 
 
+def _addresses(arrays: Sequence[Tensor]) -> list[tuple[str, Value]]:
+    """Return the first arguments of a kernel: the addresses of these, in their order."""
+    return [("Q", Value(index)) for index in range(len(arrays))]
+
+
 # ---- wkv5 --------------------------------------------------------------------------------------------------------
 
 _LEAST_LOG_DECAY = -1.0  # of a step, which is the bound that the op's calls promise
@@ -99,14 +107,14 @@ def _wkv5_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form:
     batch, tokens, heads, head_size = r.shape
     y = torch.empty(r.shape, dtype=torch.float32 if compiled.parameters["ATOMICS"] else r.dtype, device=r.device)
     arrays, threads = (r, k, v, torch.exp(-torch.exp(w)), u, y), int(compiled.parameters["NUM_THREADS"])
-    strides = [struct.pack("3q", *x.stride()[:3]) for x in (r, k, v)]
-    plan = Plan(
+    strides = [("3q", x.stride()[:3]) for x in (r, k, v)]
+    launch = Launch(
         compiled, "wkv5_history", r.device.index, (batch * heads, math.ceil(head_size / threads), 1), (threads, 1, 1),
-        "Q" * len(arrays), [*strides, struct.pack("q", tokens), struct.pack("q", heads), struct.pack("f", 1.0)],
+        [*_addresses(arrays), *strides, ("q", tokens), ("q", heads), ("f", 1.0)],
     )  # fmt: skip
 
     def forward() -> Tensor:
-        tensors.launch(plan, [x.data_ptr() for x in arrays])
+        tensors.launch(launch, [x.data_ptr() for x in arrays])
         return y
 
     return Form(compiled, forward)
@@ -114,25 +122,19 @@ def _wkv5_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form:
 
 def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
     """Return what calls of the op run: the forward alone as they prepare it, and a call with gradients."""
-    op, device = runtime.OPS["wkv5"], given[0].device.index
-    batch, tokens, _, head_size = given[0].shape
-    case = backends.Case(
-        op.name, given[0].dtype, head_size, head_size, tokens, op.decay, _LEAST_LOG_DECAY, None, training=False
-    )
-    name, chunk_len = backends.choose(backend, case, lambda: tensors.arch(device))
-    geometry = backends.geometry(name, chunk_len, case, lambda: tensors.arch(device), lambda: choices.of(device))
-    guarded = backends.is_guarded(name, geometry.chunk_len, op.decay, _LEAST_LOG_DECAY)
-    options = Options(1.0, op.decay, op.state_layout, 64, *geometry[:2], name, *geometry[2:], guarded)
-    inputs = Inputs(op.name, op.names, tuple(given[:3]), tuple(given[3:]), batch)
-    known = backends.prepare_forward(inputs, torch.float32, False, options, training=False)
-    assert isinstance(known, prepared.Forward)  # these backends are one kernel, and the decays are bounded
+    op, gpu = OPS["wkv5"], tensors.gpu(given[0].device.index)
+    options = torch_op.Options(1.0, op.decay, op.state_layout, 64, None, None, backend, has_fallback=None)
+    options = torch_op.chosen(op, given, None, _LEAST_LOG_DECAY, options, training=False)
+    problem = torch_op.problem_of(op, given, None, None, options, False, False, gpu)
+    known = Known(problem, (*given, None, None), {})
+    (compiled,) = kernel.get_all(whole.forward(problem).requests(gpu))  # one kernel, as the decays are bounded
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(given[2])
 
     def both() -> Any:
         y, _ = bench.OPS[op.name](*leaves, backend=backend, decay_bound=_LEAST_LOG_DECAY)
         return torch.autograd.grad(y, leaves, dy)
 
-    return Form(known.plan.kernel, lambda: known.run(given, None, None, False, False)[0], both)
+    return Form(compiled, lambda: known.run(given, None, None)[0], both)
 
 
 # ---- timex -------------------------------------------------------------------------------------------------------
@@ -167,16 +169,16 @@ def _timex_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form
     batches, threads = int(compiled.parameters["BATCHES"]), int(compiled.parameters["NUM_THREADS"])
     pitch = -(-tokens // 4) * 4
     shared_bytes = 4 * (pitch + 4 + batches * pitch) if compiled.parameters["STAGED"] else 0
-    limit = chunked.shared_limit(compiled.arch)
+    limit = Gpu(compiled.arch).shared_limit
     if shared_bytes > limit:
         raise UnsupportedConfigError(f"needs {shared_bytes} bytes of shared memory, {compiled.arch} has {limit}")
-    plan = Plan(
-        compiled, "timex_history", k.device.index, (channels, -(-batch // batches), 1), (threads, 1, 1), "QQQ",
-        [struct.pack("q", batch), struct.pack("q", channels), struct.pack("i", tokens)], shared_bytes,
+    launch = Launch(
+        compiled, "timex_history", k.device.index, (channels, -(-batch // batches), 1), (threads, 1, 1),
+        [*_addresses((w, k, out)), ("q", batch), ("q", channels), ("i", tokens)], shared_bytes,
     )  # fmt: skip
 
     def forward() -> Tensor:
-        tensors.launch(plan, (w.data_ptr(), k.data_ptr(), out.data_ptr()))
+        tensors.launch(launch, (w.data_ptr(), k.data_ptr(), out.data_ptr()))
         return out
 
     return Form(compiled, forward)
@@ -195,13 +197,12 @@ def _timex_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
     w, k = given
     compiled = None
     if backend in ("tiles", "transforms"):
-        arch, also = tensors.arch(k.device.index), tensors.also(k.device.index)
-        (batch, _, tokens), types = k.shape, (w.dtype, k.dtype)
-        timex_module.choose(backend, k.dtype, batch, tokens, lambda: arch)
-        if backend == "tiles":
-            compiled = kernel.get(timex_tiles.requests(batch, tokens, types, arch, also)[0])
-        else:
-            compiled = kernel.get(timex_transforms.request(tokens, types, arch, also))
+        gpu = tensors.gpu(k.device.index)
+        batch, channels, tokens = k.shape
+        timex_module.choose(backend, k.dtype, batch, tokens, lambda: gpu)
+        types = {"w": tensors.STORAGE[w.dtype], "k": tensors.STORAGE[k.dtype]}
+        problem = Problem(OPS["timex"], gpu, types, B=batch, T=tokens, C=channels, backend=backend)
+        compiled = kernel.get_all(whole.forward(problem).requests(gpu))[0]
     leaves, dy = [x.detach().requires_grad_() for x in given], torch.randn_like(k)
 
     def both() -> Any:
@@ -290,7 +291,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     dtype = bench.DTYPES[arguments.dtype]
     measured = [(op, sizes) for op in ops for sizes in ([shape] if shape else HISTORIES[op].shapes)]
     rows = [row for op, sizes in measured for row in _measure(op, sizes, dtype)]
-    return {"env": runtime.env_report(), "rows": rows}
+    return {"env": machine.env_report(), "rows": rows}
 
 
 def _measure(op: str, shape: Shape, dtype: torch.dtype) -> list[dict[str, Any]]:

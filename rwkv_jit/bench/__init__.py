@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rwkv_jit import report, runtime
+from rwkv_jit import machine as own_machine
+from rwkv_jit import report
 from rwkv_jit.bench import cases, measure, timing
 from rwkv_jit.bench.cases import DTYPES, OPS, OPTIONS, PHASES, REFERENCES, Case, decay_of, make_inputs, read_shape
 from rwkv_jit.bench.measure import Entry
@@ -45,7 +46,7 @@ def check_gpu() -> None:
     ValueError
         There is no GPU, no CuPy or no NVRTC.
     """
-    if not runtime.is_available():
+    if not own_machine.is_available():
         raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
 
 
@@ -161,7 +162,7 @@ def measured(
 def environment() -> dict[str, Any]:
     """Return what of the environment says something about a time, and no paths."""
     paths = ("nvrtc_libraries", "cache", "environment")
-    return {name: x for name, x in runtime.env_report().items() if name not in paths}
+    return {name: x for name, x in own_machine.env_report().items() if name not in paths}
 
 
 def machine(env: dict[str, Any]) -> str:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import reference, runtime
-from rwkv_jit.ops import timex as timex_module
-from rwkv_jit.ops.gla import gla
-from rwkv_jit.ops.linear_attention import linear_attention
-from rwkv_jit.ops.wkv4 import wkv4
-from rwkv_jit.ops.wkv5 import wkv5
-from rwkv_jit.ops.wkv6 import wkv6
-from rwkv_jit.ops.wkv7 import wkv7
+import rwkv_jit
+from rwkv_jit import reference
+from rwkv_jit.ops import table
 
 
 def _with_state(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -24,21 +20,17 @@ def _with_state(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    "wkv4": wkv4,
-    "wkv5": wkv5,
-    "wkv6": wkv6,
-    "wkv7": wkv7,
-    "gla": gla,
-    "linear_attention": linear_attention,
-    "timex": _with_state(timex_module.timex),  # the channels of its w [C, T] and k [B, C, T] are those of all heads
-}
-REFERENCES: dict[str, Callable[..., Any]] = {op: getattr(reference, f"{op}_ref") for op in (*runtime.OPS, "wkv4")}
-REFERENCES["timex"] = _with_state(reference.timex_ref)
+    # The channels of timex's w [C, T] and k [B, C, T] are those of all heads.
+    **{op: getattr(rwkv_jit, op) for op in table.OPS}, "timex": _with_state(rwkv_jit.timex),
+}  # fmt: skip
+REFERENCES: dict[str, Callable[..., Any]] = {
+    **{op: getattr(reference, f"{op}_ref") for op in table.OPS}, "timex": _with_state(reference.timex_ref),
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
 WITH_STATES = ("decode", "prefill")
-WITHOUT_HEADS = {"wkv4": ("w", "u", "k", "v"), "timex": ("w", "k")}  # their inputs
+WITHOUT_HEADS = tuple(name for name, op in table.OPS.items() if not op.has_heads)
 # Kinds of inputs. Of one head means of one of a batch: of 512 where a batch of 8 has 64.
 KINDS = {"usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed"}
 _OPS_OF_KINDS = {
@@ -169,12 +161,12 @@ def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
 
 def decay_of(op: str) -> str:
     """Return how w is read in the models of an op; "none" where it has no such w."""
-    return str(OPTIONS.get(op, {}).get("decay", runtime.OPS[op].decay if op in runtime.OPS else "none"))
+    return str(OPTIONS.get(op, {}).get("decay", table.OPS[op].decay if table.OPS[op].has_heads else "none"))
 
 
 def names_of(op: str) -> tuple[str, ...]:
     """Return the names of an op's inputs, in its order."""
-    return WITHOUT_HEADS.get(op) or tuple(runtime.OPS[op].public)
+    return table.OPS[op].public_names
 
 
 def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cuda") -> list[Tensor]:
@@ -261,7 +253,7 @@ def _state(case: Case, device: str) -> Tensor:
         made = torch.randn(batch, 3, heads * head_size, device=device)
         made[:, 1] = made[:, 1].abs() + 0.5
         return made
-    sizes = (value_size, head_size) if runtime.OPS[case.op].state_layout == "vk" else (head_size, value_size)
+    sizes = (value_size, head_size) if table.OPS[case.op].state_layout == "vk" else (head_size, value_size)
     return torch.randn(batch, heads, *sizes, device=device)
 
 
@@ -293,19 +285,20 @@ def least_bytes(case: Case) -> int:
     The backward reads the inputs again, as the gradient of y comes after the whole forward. What a kernel keeps between
     the passes, or between its own parts, is not counted: an algorithm could do without it.
     """
-    batch, tokens, heads, head_size, value_size = case.shape
-    channels, item = heads * head_size, case.dtype.itemsize
-    keys, values = batch * tokens * channels, batch * tokens * heads * value_size
-    per_head = {("wkv4", "w"), ("wkv4", "u"), ("wkv5", "w"), ("wkv5", "u"), ("wkv6", "u")}
-    inputs = 0
-    for name in names_of(case.op):
-        elements = channels if (case.op, name) in per_head else values if name == "v" else keys
-        if (case.op, name) == ("timex", "w"):
-            elements = channels * tokens
-        inputs += elements * (4 if case.wide_decay and name in ("w", "g") else item)
-    output = item * (keys if case.op in WITHOUT_HEADS else values)
+    op, item = table.OPS[case.op], case.dtype.itemsize
+    batch, _, heads, head_size, value_size = case.shape
+    channels = heads * head_size
+    sizes = {**dict(zip("BTHKV", case.shape, strict=True)), "C": channels}
+
+    def elements(dims: str) -> int:
+        return math.prod(sizes[dim] for dim in dims)
+
+    inputs = sum(
+        elements(dims) * (4 if case.wide_decay and name == "w" else item) for name, dims in op.inputs.items()
+    )  # fmt: skip
+    output = item * elements(op.output)
     sequences = _PACKED if case.kind == "packed" else batch
-    state = 4 * sequences * (3 * channels if case.op == "wkv4" else channels * value_size)
+    state = 4 * sequences * channels * (value_size if op.has_heads else 3)
     forward, backward = inputs + output, inputs + output + inputs
     return {
         "forward": forward,

@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit import rule, tensors
+from rwkv_jit.algorithms import parts
+from rwkv_jit.algorithms.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.bench import cases, timing
 from rwkv_jit.bench.cases import OPS, REFERENCES, Case, Given
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, wkv4, wkv4_walk
+from rwkv_jit.ops import table, wkv4
 from rwkv_jit.ops import timex as timex_module
 
 OURS = "rwkv_jit"
-BACKENDS = [name for name in backends.NAMES if name != "reference"]
+BACKENDS = [name for name in rule.NAMES if name != "reference"]
 _OWN_BACKENDS = {"wkv4": wkv4.BACKENDS, "timex": timex_module.BACKENDS}
 MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
 BUDGET_MS = 4000.0  # of the rounds of a case
@@ -67,7 +69,7 @@ def backends_of(op: str) -> list[str]:
 
 
 def backend_of(case: Case, asked: str) -> str:
-    """Return the backend that a case takes where this one is asked for.
+    """Return the backend that a case takes where this one is asked for, by a name that can be asked for.
 
     Raises
     ------
@@ -79,17 +81,18 @@ def backend_of(case: Case, asked: str) -> str:
     if case.op == "timex":
         directions = {"forward": ["forward"], "backward": ["backward"]}.get(case.phase, timex_module.MOST_TOKENS)
         taken = [
-            timex_module.choose(asked, case.dtype, batch, tokens, lambda: tensors.arch(device), direction)
+            timex_module.choose(asked, case.dtype, batch, tokens, lambda: tensors.gpu(device), direction)
             for direction in directions
         ]
         return ", ".join(dict.fromkeys(taken))
     if case.op == "wkv4":
-        return wkv4_walk.backend_of(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
-    looked_at = backends.Case(
-        case.op, case.dtype, head_size, value_size, tokens, case.decay, None, None,
+        return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
+    looked_at = parts.Case(
+        table.OPS[case.op], tensors.STORAGE[case.dtype], head_size, value_size, tokens, case.decay, None, None,
         training=case.has_gradients, blocks=batch * heads, multiprocessors=lambda: tensors.multiprocessors(device),
     )  # fmt: skip
-    return backends.choose(asked, looked_at, lambda: tensors.arch(device))[0]
+    algorithm, _ = rule.choose(asked, looked_at, lambda: tensors.gpu(device))
+    return "split" if algorithm in ("segments", "large") else algorithm
 
 
 def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
@@ -359,8 +362,7 @@ def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
     """Return the part of an input, of y or of their gradients that the first tokens of the first row need."""
     if case.op == "timex":  # the last column of w is that of the token itself
         return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
-    is_of_all_tokens = name in ("u", "du") or (case.op in ("wkv4", "wkv5") and name in ("w", "dw"))
-    return x if is_of_all_tokens else x[:1, :tokens]
+    return x if name.removeprefix("d") in table.OPS[case.op].fixed else x[:1, :tokens]
 
 
 def _exact(case: Case, given: Given, tokens: int) -> Results:

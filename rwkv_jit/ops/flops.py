@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from rwkv_jit.ops.registry import INPUTS
+from rwkv_jit.ops.registry import recurrences
 
 Formula = Callable[..., int]
 
@@ -23,7 +23,7 @@ _PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
 
 
 def _register_all() -> None:
-    for op, names in INPUTS.items():
+    for op, names in recurrences().items():
         forward, backward = _of_recurrence(_PRODUCTS[op], names.index("v"))
         _register(f"{op}_fwd", forward)
         _register(f"{op}_bwd", backward)
@@ -42,14 +42,14 @@ def _register(name: str, formula: Formula) -> None:
 def _of_recurrence(products: int, v: int) -> tuple[Formula, Formula]:
     """Return the formulas of both directions of an op whose v is its input of this number."""
 
-    def of_states(given: Sequence[Tensor]) -> int:
+    def count(given: Sequence[Tensor]) -> int:
         return 2 * products * given[0].numel() * given[v].shape[3]
 
     def forward(*given: Any, **_: Any) -> int:
-        return of_states(given)
+        return count(given)
 
     def backward(dy: Tensor | None, grad_final_state: Tensor | None, *given: Any, **_: Any) -> int:
-        return 2 * of_states(given)
+        return 2 * count(given)
 
     return forward, backward
 

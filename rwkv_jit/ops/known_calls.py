@@ -1,26 +1,155 @@
-"""Calls that have come before: they have passed all checks, and their forward is prepared."""
+"""Calls that have come before: they have passed all checks, and what they launch is prepared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.ops.interface import Forward
+from rwkv_jit import kernel, tensors
+from rwkv_jit.algorithms import whole
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.plan import DTYPES, Plan
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule
 from rwkv_jit.signatures import BySignature
 
-forwards: BySignature[Forward] = BySignature()
-# The last of those that differ in nothing but tensors behind the first: a check whether these are alike, the forward,
-# and whether gradients are wanted. To ask every tensor for its signature takes as long as half a launch.
-_latest: BySignature[tuple[Callable[..., bool], Forward, bool]] = BySignature()
+_MOST_BACKWARDS = 64  # of a call: they differ in the strides of the gradients of its results
+
+Arrays = Sequence[Tensor | None]  # inputs, initial state, cu_seqlens
+
+
+class _Backward(NamedTuple):
+    """A prepared backward, and which arrays it is for."""
+
+    plan: Plan
+    length: int  # arrays that are there
+    are_alike: Callable[..., bool]
+
+
+class Known:
+    """A call whose forward is prepared, and from its first backward on that too.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call.
+    arrays : sequence
+        Its inputs, initial state and cu_seqlens, which have been checked.
+    asked : mapping
+        chunk_len and num_threads, where the caller has chosen them.
+    """
+
+    def __init__(self, problem: Problem, arrays: Arrays, asked: Mapping[str, int]):
+        self.problem = problem
+        self._backwards: dict[Any, _Backward] = {}
+        self._latest: _Backward | None = None
+        schedules = [whole.forward(problem), *([whole.backward(problem)] if problem.training else [])]
+        requests = [schedule.requests(problem.gpu) for schedule in schedules]
+        named = dict(zip((*problem.op.names, "initial_state", "cu_seqlens"), _readable(arrays), strict=True))
+        try:
+            if asked:  # it may be illegal for the backward alone, which shall be said before a launch
+                kernel.get_all(sum(requests, []))
+            self._forward = Plan(schedules[0], problem, named, soon=sum(requests[1:], []))
+        except UnsupportedConfigError as error:
+            raise with_nearest(error, problem, schedules[-1], asked) from error
+
+    def run(self, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
+        """Return y, the final state if it is wanted, and if gradients are what the backward needs."""
+        if cu_seqlens is not None:
+            cu_seqlens = tensors.packing(cu_seqlens, self.problem.T)
+        return self._forward.run([*arrays, state, cu_seqlens])
+
+    def differentiate(self, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
+        """Return the gradients of the inputs, and of the initial state where there is one.
+
+        `saved` are the arrays of the call, and behind them what the forward has kept.
+        """
+        *arrays, kept = saved
+        if dy is None:
+            dy = _zeros(self.problem, kept)
+        if arrays[-1] is not None:
+            arrays = _readable(arrays)  # the forward has checked its values
+        given = [*arrays, dy, grad_final_state, kept]
+        present = [x for x in given if x is not None]
+        latest = self._latest
+        if latest is None or len(present) != latest.length or not latest.are_alike(*present):
+            latest = self._prepare(given, present)
+        return latest.plan.run(given)
+
+    def _prepare(self, given: Arrays, present: Sequence[Tensor]) -> _Backward:
+        signature = tensors.signature(given)
+        known = self._backwards.get(signature)
+        if known is None:
+            if len(self._backwards) >= _MOST_BACKWARDS:
+                self._backwards.clear()
+            plan = plan_backward(self.problem, given)
+            known = self._backwards[signature] = _Backward(plan, len(present), tensors.likeness(present))
+        self._latest = known
+        return known
+
+
+def differentiate(problem: Problem, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
+    """Return the gradients of a call that has run elsewhere, as `Known.differentiate` does."""
+    *arrays, kept = saved
+    given = [*_readable(arrays), _zeros(problem, kept) if dy is None else dy, grad_final_state, kept]
+    types = tuple(problem.types.items())  # which have a hash
+    key = (*problem[:2], types, *problem[3:], tensors.signature(given))
+    plan = _backwards.get(key)
+    if plan is None:
+        plan = _backwards.keep(key, plan_backward(problem, given))
+    return plan.run(given)
+
+
+_backwards: BySignature[Plan] = BySignature()
+
+
+def plan_backward(problem: Problem, given: Arrays) -> Plan:
+    """Prepare the backward of a call, from its arrays, dy, the gradient of the final state and what was kept."""
+    names = (*problem.op.names, "initial_state", "cu_seqlens", "dy", "grad_final_state", "saved")
+    named = dict(zip(names, given, strict=True))
+    problem = problem._replace(
+        has_initial_state=named["initial_state"] is not None, has_final_state=named["grad_final_state"] is not None
+    )
+    return Plan(whole.backward(problem), problem, named, whole.kept(problem))
+
+
+def _readable(arrays: Arrays) -> list[Tensor | None]:
+    *others, cu_seqlens = arrays
+    return [*others, None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)]
+
+
+def _zeros(problem: Problem, kept: Tensor | None) -> Tensor:
+    """Return the gradient of a y that nothing was made of."""
+    assert kept is not None
+    shape = tuple(getattr(problem, dim) for dim in problem.op.output)
+    return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[0]]], device=kept.device)
+
+
+def with_nearest(
+    error: UnsupportedConfigError, problem: Problem, schedule: Schedule, asked: Mapping[str, int]
+) -> UnsupportedConfigError:
+    """Return an error that names the nearest legal values of what the caller chose."""
+    algorithm, step = whole.algorithm(problem), schedule.launches[schedule.main]
+    legal = {argument: algorithm.nearest(step, argument, value) for argument, value in asked.items()}
+    near = [f"{argument}={value}" for argument, value in legal.items() if value is not None]
+    return UnsupportedConfigError(f"{error}; nearest legal: {', '.join(near)}") if near else error
+
+
+# ---- finding them ------------------------------------------------------------------------------------------------
+
+calls: BySignature[Known] = BySignature()
+# The last of those that differ in nothing but tensors behind the first: a check whether these are alike, the call, and
+# whether gradients are wanted. To ask every tensor for its signature takes as long as half a launch.
+_latest: BySignature[tuple[Callable[..., bool], Known, bool]] = BySignature()
 
 
 def find(
     asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any
-) -> tuple[Forward | None, bool]:
-    """Return the forward of a call that has come before, None for others, and whether gradients are wanted.
+) -> tuple[Known | None, bool]:
+    """Return a call that has come before, None for others, and whether gradients are wanted.
 
     `asked` is all of a call but its arrays, and at its end whether gradients are recorded.
     """
@@ -29,9 +158,9 @@ def find(
     try:
         latest = _latest.get((asked, arrays[0].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
-            are_alike, forward, training = latest
+            are_alike, known, training = latest
             if are_alike(*_present(arrays, initial_state, cu_seqlens)):
-                return forward, training
+                return known, training
     except (AttributeError, TypeError, RuntimeError):  # no dense array, or an option that cannot be one and has no hash
         pass
     training = asked[-1] and _any_requires_grad(arrays, initial_state)
@@ -39,7 +168,7 @@ def find(
     if isinstance(arrays[0], Tensor) and tensors.autocast_dtype(arrays[0]) is not None:
         return None, training
     try:
-        return forwards.get((asked, training, tensors.signature((*arrays, initial_state, cu_seqlens)))), training
+        return calls.get((asked, training, tensors.signature((*arrays, initial_state, cu_seqlens)))), training
     except TypeError:
         return None, training
 
@@ -47,18 +176,18 @@ def find(
 def find_or_keep(
     asked: tuple[Any, ...],
     training: bool,
-    given: Sequence[Tensor],
+    arrays: Sequence[Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    prepare: Callable[[], Forward],
-) -> Forward:
-    """Return the forward for tensors that have been checked: prepared and kept, where they come for the first time."""
-    signature = asked, training, tensors.signature((*given, initial_state, cu_seqlens))
-    known = forwards.get(signature)
+    prepare: Callable[[], Known],
+) -> Known:
+    """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time."""
+    signature = asked, training, tensors.signature((*arrays, initial_state, cu_seqlens))
+    known = calls.get(signature)
     if known is None:
-        known = forwards.keep(signature, prepare())
-        are_alike = tensors.likeness(_present(given, initial_state, cu_seqlens))
-        alike = asked, given[0].shape, initial_state is None, cu_seqlens is None
+        known = calls.keep(signature, prepare())
+        are_alike = tensors.likeness(_present(arrays, initial_state, cu_seqlens))
+        alike = asked, arrays[0].shape, initial_state is None, cu_seqlens is None
         _latest.keep(alike, (are_alike, known, training))
     return known
 
@@ -69,12 +198,12 @@ def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequ
     return [x for x in (*arrays, initial_state, cu_seqlens) if x is not None]
 
 
-def _any_requires_grad(given: Sequence[Any], initial_state: Any) -> bool:
+def _any_requires_grad(arrays: Sequence[Any], initial_state: Any) -> bool:
     """Return whether one of these wants a gradient; arrays of other libraries never do."""
     try:
-        for x in given:
+        for x in arrays:
             if x.requires_grad:
                 return True
         return initial_state is not None and bool(initial_state.requires_grad)
     except AttributeError:
-        return any([getattr(x, "requires_grad", False) for x in (*given, initial_state)])
+        return any([getattr(x, "requires_grad", False) for x in (*arrays, initial_state)])

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
-from rwkv_jit.ops import boundary, sharding, wide_keys
+from rwkv_jit.ops import checks, sharding, torch_op, wide_keys
+from rwkv_jit.ops.options import complete
+from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import linear_attention_ref
 
-OP = boundary.define(
-    "linear_attention",
-    ("r", "k", "v"),
-    (),
-    linear_attention_ref,
-    public=("q", "k", "v"),
-    decay="none",
-    state_layout="kv",
-)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.ops.options import CallOptions
+
+OP = torch_op.define(OPS["linear_attention"], linear_attention_ref)
 
 
 def linear_attention(
@@ -29,13 +28,8 @@ def linear_attention(
     initial_state: Any = None,
     output_final_state: bool = False,
     cu_seqlens: Any = None,
-    scale: float | None = None,
-    state_layout: str = "kv",
-    checkpoint_interval: int = 64,
-    chunk_len: int | None = None,
-    num_threads: int | None = None,
-    backend: str = "auto",
     normalize: bool = False,
+    **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Any]:
     r"""Linear attention over sequences, with gradients to every input and to the initial state.
 
@@ -62,32 +56,11 @@ def linear_attention(
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
         none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
         and clamped by the kernels.
-    scale : float, optional
-        Factor of y; K^-0.5 by default.
-    state_layout : {"vk", "kv"}, default "kv"
-        Order of the last two dimensions of the states.
-    checkpoint_interval : int, default 64
-        Tokens between the states that the recurrent kernels save for the backward. The tensor cores save one every
-        `chunk_len` tokens, in bfloat16, or one every 64 on sm_90 for heads of about 128 in chunks of 32.
-    chunk_len : int, optional
-        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
-        cores. Chosen by the head size and the GPU by default, or as `rwkv-jit tune` measured.
-    num_threads : int, optional
-        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. The tensor cores take a multiple of 32 up to
-        512, and not less than the head sizes ask for, which the error names; some kernels of the backward have one
-        choice. By default chosen by the head size, or as tuned where `chunk_len` is not given either.
-    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
-        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
-        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
-        value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it. For
-        float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for K
-        and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads with V
-        up to 1024. Keys above 256 (on sm_90 above 1024) go in parts, whose y are added. Where there are few heads and
-        no cu_seqlens "auto" takes "split" for the smaller ones too, if T makes 4 equal segments or more of at least 256
-        tokens and a multiple of 64. Everything else is for "recurrent".
     normalize : bool, default False
         Whether y is divided by what it would be for values of 1.
+    **options
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
@@ -147,34 +120,35 @@ def linear_attention(
     >>> z.shape
     torch.Size([2, 4, 48])
     """
-    scale = boundary.key_scale(q) if scale is None else scale
-    options = (scale, "none", None, state_layout, checkpoint_interval, chunk_len, num_threads, backend)
-    if not boundary.check_flag("normalize", normalize):
-        return boundary.call(OP, (q, k, v), initial_state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
+    if not checks.check_flag("normalize", normalize):
+        return torch_op.call(
+            OP, (q, k, v), initial_state, output_final_state, cu_seqlens, options, wide_keys.in_parts
+        )  # fmt: skip
 
     if sharding.any_distributed((q, k, v)):
         raise TypeError("q: normalize=True takes no DTensors; pass to_local() of each")
-    cast = boundary.under_autocast(OP, (q, k, v))
+    cast = torch_op.under_autocast(OP.op, (q, k, v))
     if cast is not None:
         with tensors.exactly(cast[0]):
             q, k, v = cast
-            return linear_attention(
-                q, k, v, initial_state, output_final_state, cu_seqlens, scale, state_layout, checkpoint_interval,
-                chunk_len, num_threads, backend, normalize,
-            )  # fmt: skip
-    boundary.check_options(OP.decays, *options)
+            return linear_attention(q, k, v, initial_state, output_final_state, cu_seqlens, True, **options)
+    tail = complete(OP.op, options, q)
+    checks.check_options(OP.decays, *tail)
     state, z = _pair(initial_state)
-    (q, k, v), state, cu_seqlens = boundary.check_tensors(OP, (q, k, v), state, cu_seqlens, state_layout, backend)
-    size, of_values = v.shape[-1], -1 if state_layout == "kv" else -2  # the dimension of states
+    layout = tail.state_layout
+    (q, k, v), state, cu_seqlens = checks.check_tensors(OP.op, (q, k, v), state, cu_seqlens, layout, tail.backend)
+    size, value_dim = v.shape[-1], -1 if layout == "kv" else -2  # the dimension of states
     if state is not None:
-        state = _with_total(state, _checked_z(z, state, of_values), of_values)
+        state = _with_total(state, _checked_z(z, state, value_dim), value_dim)
     wide = _with_total(v, torch.ones_like(v[..., 0]), -1)
-    y, final = boundary.call(OP, (q, k, wide), state, output_final_state, cu_seqlens, *options, wide_keys.in_parts)
+    y, final = torch_op.call(
+        OP, (q, k, wide), state, output_final_state, cu_seqlens, options, wide_keys.in_parts
+    )  # fmt: skip
     exact = y.to(torch.promote_types(y.dtype, torch.float32))
     y = (exact[..., :size] / (exact[..., size : size + 1] + 1e-10)).to(v.dtype)
     if final is None:
         return y, None
-    return y, (final.narrow(of_values, 0, size).contiguous(), final.select(of_values, size).contiguous())
+    return y, (final.narrow(value_dim, 0, size).contiguous(), final.select(value_dim, size).contiguous())
 
 
 def _with_total(x: Tensor, total: Tensor, dim: int) -> Tensor:
@@ -197,9 +171,9 @@ def _pair(initial_state: Any) -> tuple[Any, Any]:
     return state, z
 
 
-def _checked_z(given: Any, state: Tensor, of_values: int) -> Tensor:
+def _checked_z(given: Any, state: Tensor, value_dim: int) -> Tensor:
     z = tensors.from_any("initial_state[1]", given)
-    want = state.select(of_values, 0).shape
+    want = state.select(value_dim, 0).shape
     if z.shape != want:
         raise ValueError(f"initial_state[1]: expected shape {list(want)} like the state's keys, got {list(z.shape)}")
     if z.dtype != state.dtype:

@@ -24,6 +24,7 @@ from torch import Tensor
 from rwkv_jit import reference, tensors
 from rwkv_jit.reference import decay_factor
 
+FAMILIES = ("delta", "diagonal")  # that it knows
 CHUNK_LEN = 32  # tokens between states
 PIECE = 2**16  # elements of an input that are worked on at once: they fit into the caches, and calls cost little
 FEWEST_TOKENS = 8  # for fewer, the loop of the reference makes fewer calls
@@ -113,7 +114,7 @@ def _block(
         x = x.view(batch, count, length, *x.shape[2:]).permute(1, 0, 3, 2, 4, 5)
         return x.reshape(count * batch * heads, length * x.shape[4], x.shape[5])
 
-    def of_chunks(x: Tensor | None) -> Sequence[Any]:
+    def chunks_of(x: Tensor | None) -> Sequence[Any]:
         """Return what each chunk has, [B * H, ., .]."""
         return [None] * count if x is None else x.view(count, batch * heads, *x.shape[1:]).unbind(0)
 
@@ -121,12 +122,12 @@ def _block(
     b, d = None if b is None else in_chunks(b), None if d is None else in_chunks(d, 1.0)
     merged = _merge(in_chunks(q), in_chunks(k), b, v, in_chunks(z), d)
     after, results = state.reshape(batch * heads, *state.shape[2:]), []
-    for v_, q_, z_, k_, b_, total_ in zip(*(of_chunks(x) for x in (v, *merged)), strict=True):
-        found = torch.baddbmm(z_, q_, after.mT)
-        results.append(found[:, rows - 1 :: rows])
+    for v_, q_, z_, k_, b_, total_ in zip(*(chunks_of(x) for x in (v, *merged)), strict=True):
+        read = torch.baddbmm(z_, q_, after.mT)
+        results.append(read[:, rows - 1 :: rows])
         after = torch.baddbmm(after if total_ is None else after * total_, v_.mT, k_)
         if b_ is not None:
-            after = torch.baddbmm(after, found[:, ::rows].mT, b_)
+            after = torch.baddbmm(after, read[:, ::rows].mT, b_)
     y = torch.stack(results).view(count, batch, heads, length, v.shape[2]).permute(1, 0, 3, 2, 4)
     return y.reshape(batch, count * length, heads, v.shape[2])[:, :tokens], after.view(state.shape)
 
@@ -177,8 +178,8 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), tensors.exactly(grads[0]):
             leaves = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
             asked = [x for x in leaves if x.requires_grad]
-            found = iter(torch.autograd.grad(ctx.block(*leaves), asked, grads))
-        return None, *(next(found) if x.requires_grad else None for x in leaves)
+            own_grads = iter(torch.autograd.grad(ctx.block(*leaves), asked, grads))
+        return None, *(next(own_grads) if x.requires_grad else None for x in leaves)
 
 
 def _walk(block: Block, state: Tensor, streams: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -269,8 +270,8 @@ def run(
     with tensors.exactly(v):
         is_small = v.shape[1] < FEWEST_TOKENS or v.numel() == 0
         if is_small or v.is_cuda or (w is not None and _grows(w, decay)):
-            of_decay = {} if w is None else {"decay": decay}
-            return loop(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **of_decay)
+            decay_option = {} if w is None else {"decay": decay}
+            return loop(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **decay_option)
         block = functools.partial(_wkv7 if name == "wkv7" else _gated, decay, scale)
         if cu_seqlens is not None and w is not None and w.dim() == 2:
             w = w.expand(inputs[0].shape)  # where a sequence is over, its state does not decay
@@ -280,8 +281,10 @@ def run(
         bounds = None if cu_seqlens is None else cu_seqlens.tolist()
         sequences = batch if bounds is None else len(bounds) - 1
         dtype = torch.promote_types(inputs[0].dtype, torch.float32)
-        like = v.new_empty(0, dtype=dtype)
-        starts = reference.starting_states(initial_state, sequences, heads, v.shape[3], head_size, like, state_layout)
+        accumulator = v.new_empty(0, dtype=dtype)
+        starts = reference.starting_states(
+            initial_state, sequences, heads, v.shape[3], head_size, accumulator, state_layout
+        )
         if bounds is None:
             y, final = _walk(block, starts, streams, fixed)
         else:

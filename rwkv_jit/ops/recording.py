@@ -126,16 +126,16 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-def gradients(results: Sequence[Tensor], of: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor]:
+def gradients(results: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of what plain torch has recorded, as an op returns them: zeros where nothing depends."""
-    pairs = [(x, grad) for x, grad in zip(results, of, strict=True) if grad is not None and x.requires_grad]
+    pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if grad is not None and x.requires_grad]
     if not pairs:
         return [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [x for x, _ in pairs], wanted, [grad for _, grad in pairs], allow_unused=True, materialize_grads=True
     )
     # An op's results own their memory, in the layout its fake promises.
-    return [grad.detach().clone(memory_format=torch.contiguous_format) for grad in found]
+    return [grad.detach().clone(memory_format=torch.contiguous_format) for grad in gradients]
 
 
 def _below(op: Any, keys: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:

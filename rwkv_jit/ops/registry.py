@@ -13,41 +13,43 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit import after
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Op
 
-# By op, the inputs that every call has.
-INPUTS = {
-    "wkv5": ("r", "k", "v", "w", "u"),
-    "wkv6": ("r", "k", "v", "w", "u"),
-    "wkv7": ("r", "w", "k", "v", "a", "b"),
-    "gla": ("q", "k", "v", "g"),
-    "linear_attention": ("q", "k", "v"),
-}
 _OPTIONS = (
     "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
-    "int? forward_blocks, int? backward_blocks, bool? guarded"
+    "int? forward_blocks, int? backward_blocks, bool? has_fallback"
 )
-# The promise about the decays is asked for where nothing is chosen yet: where `guarded` is None.
+# The promise about the decays is asked for where nothing is chosen yet: where `has_fallback` is None.
 _PROMISE = "*, float? decay_bound=None"
 _OF_WKV4 = "Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, str decay, str backend"
 
 
-def _schemas() -> dict[str, str]:
-    found = {
-        "wkv4_fwd": f"({_OF_WKV4}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)",
-        "wkv4_bwd": (
-            f"(Tensor? dy, Tensor? grad_final, {_OF_WKV4}, Tensor saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-        ),
-        "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
-        "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
-        "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
+def recurrences() -> dict[str, tuple[str, ...]]:
+    """Return the inputs of the ops with heads, by op: all of these are called alike."""
+    return {op.name: op.public_names for op in OPS.values() if "H" in op.output}
+
+
+def _schemas(op: Op) -> dict[str, str]:
+    """Return the schemas of both directions of an op with heads."""
+    given = ", ".join(f"Tensor {name}" for name in op.public_names)
+    given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
+    results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
+    return {
+        f"{op.name}_fwd": f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)",
+        f"{op.name}_bwd": f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})",
     }
-    for op, names in INPUTS.items():
-        given = ", ".join(f"Tensor {name}" for name in names)
-        given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
-        results = ", ".join(["Tensor"] * (len(names) + 1))
-        found[f"{op}_fwd"] = f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)"
-        found[f"{op}_bwd"] = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})"
-    return found
+
+
+_OF_OTHERS = {
+    "wkv4_fwd": f"({_OF_WKV4}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)",
+    "wkv4_bwd": (
+        f"(Tensor? dy, Tensor? grad_final, {_OF_WKV4}, Tensor saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
+    "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
+    "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
+}
 
 
 class Runner(NamedTuple):
@@ -85,12 +87,12 @@ def _runner(name: str) -> Runner:
 
 
 def _later(name: str, part: str) -> Callable[..., Any]:
-    found: list[Callable[..., Any]] = []
+    runner: list[Callable[..., Any]] = []
 
     def run(*arguments: Any, **named: Any) -> Any:
-        if not found:
-            found.append(getattr(_runner(name), part))
-        return found[0](*arguments, **named)
+        if not runner:
+            runner.append(getattr(_runner(name), part))
+        return runner[0](*arguments, **named)
 
     return run
 
@@ -100,8 +102,9 @@ def _under_autocast(name: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
     off = torch._C.DispatchKeySet(key)
 
     def run(*arguments: Any, **named: Any) -> Any:
+        cast = _runner(name).cast(*arguments)  # with the key off, torch says that autocast is off
         with torch._C._ExcludeDispatchKeyGuard(off):
-            return find(name)(*_runner(name).cast(*arguments), **named)
+            return find(name)(*cast, **named)
 
     return run
 
@@ -111,28 +114,43 @@ def _one_by_one(name: str) -> Callable[..., Any]:
 
     def run(info: Any, dims: tuple[int | None, ...], *arguments: Any, **named: Any) -> tuple[Any, Any]:
         mapped = [x if dim is None else x.unbind(dim) for x, dim in zip(arguments, dims, strict=True)]
-        found = [
+        rows = [
             find(name)(*[x if dim is None else x[i] for x, dim in zip(mapped, dims, strict=True)], **named)
             for i in range(info.batch_size)
         ]
-        if isinstance(found[0], torch.Tensor):
-            return torch.stack(found), 0
-        results = tuple(torch.stack(each) for each in zip(*found, strict=True))
+        if isinstance(rows[0], torch.Tensor):
+            return torch.stack(rows), 0
+        results = tuple(torch.stack(result) for result in zip(*rows, strict=True))
         return results, (0,) * len(results)
 
     return run
 
 
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
-for _name, _schema in _schemas().items():
-    _LIBRARY.define(_name + _schema)
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _later(_name, "run"), _key)
-    _LIBRARY.impl(_name, _later(_name, "record"), "Autograd", with_keyset=True)
-    if not _name.endswith("_bwd"):  # its inputs were cast for the forward
-        for _autocast in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
-            _LIBRARY.impl(_name, _under_autocast(_name, _autocast), _autocast.name)
-    torch.library.register_fake(f"rwkv_jit::{_name}", _later(_name, "fake"), lib=_LIBRARY)
-    torch.library.register_vmap(f"rwkv_jit::{_name}", _one_by_one(_name), lib=_LIBRARY)
+
+
+def _register(name: str, schema: str) -> None:
+    _LIBRARY.define(name + schema)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, _later(name, "run"), key)
+    _LIBRARY.impl(name, _later(name, "record"), "Autograd", with_keyset=True)
+    if not name.endswith("_bwd"):  # its inputs were cast for the forward
+        for autocast in (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA):
+            _LIBRARY.impl(name, _under_autocast(name, autocast), autocast.name)
+    torch.library.register_fake(f"rwkv_jit::{name}", _later(name, "fake"), lib=_LIBRARY)
+    torch.library.register_vmap(f"rwkv_jit::{name}", _one_by_one(name), lib=_LIBRARY)
+
+
+def register(op: Op) -> None:
+    """Register the torch ops of an op with heads; `torch_op.define` says who runs them."""
+    for name, schema in _schemas(op).items():
+        _register(name, schema)
+
+
+for _op in OPS.values():
+    if "H" in _op.output:
+        register(_op)
+for _name, _schema in _OF_OTHERS.items():
+    _register(_name, _schema)
 # It imports triton, which nobody but those who count needs.
 after.imported("torch.utils.flop_counter", then="rwkv_jit.ops.flops")

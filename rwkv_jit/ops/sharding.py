@@ -47,24 +47,25 @@ def run(
     TypeError, ValueError
         A tensor is no DTensor, or is not placed like the first.
     """
-    of_torch = _dtensor()
-    like, (first, roles) = next(iter(given.items()))
-    if not isinstance(first, of_torch.DTensor):
-        raise TypeError(f"{like}: expected a DTensor like another argument, got {type(first).__name__}")
-    mesh, cuts = first.device_mesh, [_cut(like, each, roles) for each in first.placements]
-    local = [_local(name, x, of, like, mesh, cuts) for name, (x, of) in given.items()]
+    module = _dtensor()
+    first_name, (first, roles) = next(iter(given.items()))
+    if not isinstance(first, module.DTensor):
+        raise TypeError(f"{first_name}: expected a DTensor like another argument, got {type(first).__name__}")
+    mesh, cuts = first.device_mesh, [_cut(first_name, placement, roles) for placement in first.placements]
+    local = [_local(name, x, own, first_name, mesh, cuts) for name, (x, own) in given.items()]
     made: list[Any] = []
-    for x, of in zip(function(*local), results, strict=True):
+    for x, own in zip(function(*local), results, strict=True):
         if x is None:
             made.append(None)
             continue
         shape = list(x.shape)
-        for role, dim in of.items():
-            shape[dim] = first.shape[roles[role]]
+        for role, dim in own.items():
+            if role in roles:  # no call is cut along what the first tensor does not have
+                shape[dim] = first.shape[roles[role]]
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         made.append(
-            of_torch.DTensor.from_local(
-                x, mesh, _placements(cuts, of), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+            module.DTensor.from_local(
+                x, mesh, _placements(cuts, own), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
             )
         )
     return made
@@ -86,27 +87,27 @@ def _cut(name: str, placement: Any, roles: Roles) -> str | None:
 
 
 def _placements(cuts: Sequence[str | None], roles: Roles) -> list[Any]:
-    of_torch = _dtensor()
+    module = _dtensor()
     dims = [None if cut is None else roles.get(cut) for cut in cuts]
-    return [of_torch.Replicate() if dim is None else of_torch.Shard(dim) for dim in dims]
+    return [module.Replicate() if dim is None else module.Shard(dim) for dim in dims]
 
 
-def _local(name: str, x: Any, roles: Roles, like: str, mesh: Any, cuts: Sequence[str | None]) -> Tensor | None:
+def _local(name: str, x: Any, roles: Roles, first_name: str, mesh: Any, cuts: Sequence[str | None]) -> Tensor | None:
     """Return this rank's part of a tensor, whose gradients are summed where ranks share it."""
-    of_torch = _dtensor()
-    if not isinstance(x, of_torch.DTensor):
+    module = _dtensor()
+    if not isinstance(x, module.DTensor):
         if x is None or name == "cu_seqlens":
             return x  # type: ignore[no-any-return]
-        raise TypeError(f"{name}: expected a DTensor like {like}, got {type(x).__name__}")
+        raise TypeError(f"{name}: expected a DTensor like {first_name}, got {type(x).__name__}")
     wanted = _placements(cuts, roles)
     if x.device_mesh != mesh or list(x.placements) != wanted:
         raise ValueError(
-            f"{name}: expected a DTensor placed by {wanted} of {mesh}, to go with {like}, got {list(x.placements)} of "
-            f"{x.device_mesh}"
+            f"{name}: expected a DTensor placed by {wanted} of {mesh}, to go with {first_name}, "
+            f"got {list(x.placements)} of {x.device_mesh}"
         )
     summed = [
-        of_torch.Partial() if cut is not None and cut not in roles else placement
+        module.Partial() if cut is not None and cut not in roles else placement
         for cut, placement in zip(cuts, wanted, strict=True)
     ]
-    found: Tensor = x.to_local(grad_placements=summed)
-    return found
+    local: Tensor = x.to_local(grad_placements=summed)
+    return local

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import stats, tensors
+from rwkv_jit.algorithms import timex_tiles, timex_transforms, whole
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import boundary, recording, registry, sharding, timex_tiles, timex_transforms
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import known_calls, recording, registry, sharding
+from rwkv_jit.ops.checks import check_name, check_number
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.plan import Plan
+from rwkv_jit.problem import Problem
 from rwkv_jit.reference import timex_ref
+from rwkv_jit.signatures import BySignature
 
+_OP = OPS["timex"]
 BACKENDS = ("auto", "tiles", "transforms", "fft", "reference")
-_OWN = {"tiles": timex_tiles, "transforms": timex_transforms}
+_OWN = whole.ALGORITHMS["timex"]  # the backends that are kernels of this library
 # Tokens up to which tiles are faster than transforms of a length on an H200, by direction and the bytes of a number,
 # for eight rows of a channel or more. The work of tiles grows with T^2, that of transforms with their length.
 MOST_TOKENS: dict[str, dict[int, dict[int, int]]] = {
@@ -91,16 +100,134 @@ def _reference_backward(
     return gw, gk
 
 
+# ---- calls that kernels run --------------------------------------------------------------------------------------
+
+
+def _vectors(*arrays: Tensor) -> tuple[int, ...]:
+    """Return how many tokens of each [.., T] tensor a thread can read at once: 4, 2 or 1."""
+    return tuple([_vector(x) for x in arrays])
+
+
+def _vector(x: Tensor) -> int:
+    *others, step = x.stride()
+    if step != 1:  # a copy is read, or one token
+        return math.gcd(4, x.shape[-1])
+    return math.gcd(4, x.shape[-1], *others, x.data_ptr() // x.element_size())
+
+
+def _problem(backend: str, w: Tensor, k: Tensor, vectors: tuple[int, ...], eps: float = 0.0) -> Problem:
+    (batch, channels, tokens), gpu = k.shape, tensors.gpu(k.device.index)
+    types = {"w": tensors.STORAGE[w.dtype], "k": tensors.STORAGE[k.dtype]}
+    return Problem(_OP, gpu, types, B=batch, T=tokens, C=channels, backend=backend, eps=eps, vectors=vectors)
+
+
+class _Backward(NamedTuple):
+    """A prepared backward, and which arrays it is for."""
+
+    plan: Plan
+    vectors: tuple[int, ...]
+    are_alike: Callable[..., bool]
+
+
+_backwards: BySignature[_Backward] = BySignature()
+
+
+def _find_backward(
+    g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
+) -> _Backward:
+    """Return a backward, prepared where it comes for the first time."""
+    key = (backend, wanted, vectors, tensors.signature((w, k, g)))
+    known = _backwards.get(key)
+    if known is None:
+        problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
+        plan = Plan(whole.backward(problem), problem, {"w": w, "k": k, "dy": g})
+        known = _backwards.keep(key, _Backward(plan, vectors, tensors.likeness((w, k, g))))
+    return known
+
+
+class _Known:
+    """A call that has passed all checks. Its directions are prepared for the addresses that come.
+
+    `backward` is the backend of the other direction; None without gradients.
+    """
+
+    def __init__(self, eps: float, backend: str, backward: str | None):
+        self.backward = backward
+        self._eps, self._backend = eps, backend
+        self._forwards: dict[tuple[int, ...], Plan] = {}
+        self._latest: dict[tuple[str, ...], _Backward] = {}
+
+    def run(self, w: Tensor, k: Tensor) -> Tensor:
+        """Return the output."""
+        vectors = _vectors(w, k)
+        plan = self._forwards.get(vectors)
+        if plan is None:
+            plan = self._forwards[vectors] = self._prepare(w, k, vectors)
+        return plan.run((w, k))[0]
+
+    def _prepare(self, w: Tensor, k: Tensor, vectors: tuple[int, ...]) -> Plan:
+        """Prepare the forward; the kernels of a backward whose gradient lies in memory as k does compile beside it."""
+        problem = _problem(self._backend, w, k, vectors, self._eps)
+        soon = []
+        if self.backward in _OWN:
+            later = problem._replace(backend=self.backward, vectors=(*vectors, vectors[1]))
+            soon = whole.backward(later).requests(later.gpu)
+        return Plan(whole.forward(problem), problem, {"w": w, "k": k}, soon=soon)
+
+    def differentiate(self, g: Tensor, w: Tensor, k: Tensor, wanted: tuple[str, ...]) -> list[Tensor]:
+        """Return the gradients that are wanted."""
+        assert self.backward is not None
+        vectors = _vectors(w, k, g)
+        latest = self._latest.get(wanted)
+        if latest is None or latest.vectors != vectors or not latest.are_alike(w, k, g):
+            latest = self._latest[wanted] = _find_backward(g, w, k, vectors, self.backward, wanted)
+        return latest.plan.run((w, k, g))
+
+
+class _KnownCall(torch.autograd.Function):
+    """The forward and its backward, for a call that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, known: _Known, w: Tensor, k: Tensor) -> Tensor:
+        ctx.save_for_backward(w, k)
+        ctx.known = known
+        return known.run(w, k)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        (w, k), known, (_, want_w, want_k) = ctx.saved_tensors, ctx.known, ctx.needs_input_grad
+        is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+        if is_direct and tensors.PLAIN.issuperset(map(type, (g, w, k))):
+            grads = iter(known.differentiate(g, w, k, _wanted(want_w, want_k)))
+            return None, next(grads) if want_w else None, next(grads) if want_k else None
+        return None, *_gradients(g, w, k, known.backward, want_w, want_k)
+
+
+# Function.apply looks for transforms first; a known call has none, and saves that time.
+_run_known: Callable[..., Tensor] = super(torch.autograd.Function, _KnownCall).apply
+
+
+def _prepare(asked: tuple[Any, ...], w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> _Known:
+    """Return the call of tensors that have been checked; `asked` is what else tells calls apart, as it came."""
+
+    def prepare() -> Any:
+        return _Known(eps, backend, backward)
+
+    return cast("_Known", known_calls.find_or_keep(asked, backward is not None, (k, w), None, None, prepare))
+
+
+def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
+    return tuple([name for name, is_wanted in (("w", want_w), ("k", want_k)) if is_wanted])
+
+
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
 def _forward(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> Tensor:
     """Run a backend; the kernels of the one that will run the backward compile beside its own."""
-    if backend in _OWN:
-        beside = _OWN[backward].backward_requests if backward in _OWN else None
-        out: Tensor = _OWN[backend].convolve(w, k, eps, False, beside)
-        return out
-    if backend == "fft":
+    if backend in _OWN and k.numel():
+        return _prepare(("timex_fwd", eps, backend, backward), w, k, eps, backend, backward).run(w, k)
+    if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
         with tensors.exactly(k):
             return _fft_forward(w, k, eps)
     if not k.is_cuda:
@@ -114,14 +241,17 @@ def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
-    gw: Tensor | None
-    gk: Tensor | None
-    if backend in _OWN:
-        gw = _OWN[backend].filter_gradient(g, k, w.dtype) if want_w else None
-        gk = _OWN[backend].convolve(w, g, 0.0, True) if want_k else None
+    gw: Tensor | None = None
+    gk: Tensor | None = None
+    if backend in _OWN and k.numel():
+        wanted = _wanted(want_w, want_k)
+        if wanted:
+            grads = iter(_find_backward(g, w, k, _vectors(w, k, g), backend, wanted).plan.run((w, k, g)))
+            gw, gk = next(grads) if want_w else None, next(grads) if want_k else None
     else:
+        differentiate = _reference_backward if backend == "reference" else _fft_backward
         with tensors.exactly(k):
-            gw, gk = (_fft_backward if backend == "fft" else _reference_backward)(g, w, k, want_w, want_k)
+            gw, gk = differentiate(g, w, k, want_w, want_k)
     return w.new_empty(0) if gw is None else _in_order(gw), k.new_empty(0) if gk is None else _in_order(gk)
 
 
@@ -161,22 +291,18 @@ def _keep(ctx: Any, w: Tensor, k: Tensor, backward: str) -> None:
     ctx.backend = backward
 
 
-def _of_context(ctx: Any, g: Tensor, want_w: bool, want_k: bool) -> tuple[Tensor | None, Tensor | None]:
-    gw, gk = _differentiate(g, *ctx.saved_tensors, ctx.backend, want_w, want_k)
+def _gradients(
+    g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients that are wanted, by the torch op."""
+    gw, gk = _differentiate(g, w, k, backend, want_w, want_k)
     return gw if want_w else None, gk if want_k else None
 
 
-class _Direct(torch.autograd.Function):
-    """The op with gradients, without torch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, k: Tensor, eps: float, backend: str, backward: str) -> Tensor:
-        _keep(ctx, w, k, backward)
-        return _forward(w, k, eps, backend, backward)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return (*_of_context(ctx, g, *ctx.needs_input_grad[:2]), None, None, None)
+def _in_context(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    w, k = ctx.saved_tensors
+    want_w, want_k = ctx.needs_input_grad[2:4]  # of a Function with two inputs of its own before these
+    return *_gradients(g, w, k, ctx.backend, want_w, want_k), None, None, None
 
 
 def _cast(w: Any, k: Any, *rest: Any) -> tuple[Any, ...] | None:
@@ -196,8 +322,7 @@ registry.implement(
         _forward_op,
         saving=lambda arguments: (*arguments[:-1], True),
         setup=lambda ctx, arguments, _, out: _keep(ctx, arguments[0], arguments[1], arguments[3]),
-        # Of the Function's inputs w and k are the third and fourth.
-        backward=lambda ctx, g: (*_of_context(ctx, g, *ctx.needs_input_grad[2:4]), None, None, None),
+        backward=_in_context,
         plainly=_in_forward_mode,
     ),
     lambda *arguments: _cast(*arguments) or arguments,
@@ -209,7 +334,7 @@ registry.implement("timex_bwd", _run_backward, _backward_fake, _record_backward)
 
 
 def choose(
-    backend: str, dtype: torch.dtype, batch: int, tokens: int, arch: Callable[[], str], direction: str = "forward"
+    backend: str, dtype: torch.dtype, batch: int, tokens: int, gpu: Callable[[], Gpu], direction: str = "forward"
 ) -> str:
     """Return the backend that a direction of a call on CUDA tensors takes, for the dtype of k.
 
@@ -219,16 +344,16 @@ def choose(
         The one that was asked for cannot do it.
     """
     if backend in _OWN:
-        obstacle = _OWN[backend].obstacle(tokens, arch())
+        obstacle = _OWN[backend].obstacle(tokens, gpu())
         if obstacle is not None:
             raise UnsupportedConfigError(f"backend: {backend!r} {obstacle}; use 'auto' or 'fft'")
     if backend != "auto":
         return backend
     most = MOST_TOKENS[direction][dtype.itemsize].get(timex_transforms.length(tokens), 0)
     is_short = 8 * tokens**2 <= min(batch, 8) * most**2  # a tile takes eight rows at once
-    if is_short and timex_tiles.obstacle(tokens, arch()) is None:
+    if is_short and timex_tiles.obstacle(tokens, gpu()) is None:
         return "tiles"
-    return "transforms" if timex_transforms.obstacle(tokens, arch()) is None else "fft"
+    return "transforms" if timex_transforms.obstacle(tokens, gpu()) is None else "fft"
 
 
 def _taken(backend: str, k: Tensor, direction: str) -> str:
@@ -236,12 +361,12 @@ def _taken(backend: str, k: Tensor, direction: str) -> str:
     if not k.is_cuda:
         return "reference" if backend == "auto" else backend
     batch, _, tokens = k.shape
-    return choose(backend, k.dtype, batch, tokens, lambda: tensors.arch(k.device.index), direction)
+    return choose(backend, k.dtype, batch, tokens, lambda: tensors.gpu(k.device.index), direction)
 
 
 def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
-    boundary.check_name("backend", backend, BACKENDS)
-    boundary.check_number("eps", eps)
+    check_name("backend", backend, BACKENDS)
+    check_number("eps", eps)
     w, k = tensors.from_any("w", w), tensors.from_any("k", k)
     if k.dim() != 3:
         raise ValueError(f"k: expected 3 dimensions [B, C, T], got shape {tuple(k.shape)}")
@@ -342,21 +467,23 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
-    if sharding.any_distributed((w, k)):
-        of_k, of_w = {"batch": 0, "channels": 1}, {"channels": 0}
-        (found,) = sharding.run(lambda k, w: (timex(w, k, eps, backend),), {"k": (k, of_k), "w": (w, of_w)}, (of_k,))
-        return found  # type: ignore[no-any-return]
-    cast = _cast(w, k, eps, backend)
-    if cast is not None:
-        with tensors.exactly(cast[1]):
-            return timex(*cast)
-    w, k = _check(w, k, eps, backend)
-    out: Tensor
-    if not (tensors.is_eager() and tensors.are_plain((w, k))):
-        out = _forward_op(w, k, float(eps), backend, False)
-    elif torch.is_grad_enabled() and (w.requires_grad or k.requires_grad):
-        taken = [_taken(backend, k, direction) for direction in ("forward", "backward")]
-        out = _Direct.apply(w, k, float(eps), *taken)  # type: ignore[no-untyped-call]
-    else:
-        out = _forward(w, k, float(eps), _taken(backend, k, "forward"), None)
-    return out
+    asked = ("timex", eps, backend, torch.is_grad_enabled())
+    before, training = known_calls.find(asked, (k, w), None, None)
+    known = cast("_Known | None", before)
+    if known is None:
+        if sharding.any_distributed((w, k)):
+            of_k, of_w = {"batch": 0, "channels": 1}, {"channels": 0}
+            (out,) = sharding.run(lambda k, w: (timex(w, k, eps, backend),), {"k": (k, of_k), "w": (w, of_w)}, (of_k,))
+            return out  # type: ignore[no-any-return]
+        given = _cast(w, k, eps, backend)
+        if given is not None:
+            with tensors.exactly(given[1]):
+                return timex(*given)
+        w, k = _check(w, k, eps, backend)
+        if tensors.is_eager() and tensors.are_plain((w, k)) and k.is_cuda and k.numel():
+            forward, backward = (_taken(backend, k, direction) for direction in ("forward", "backward"))
+            if _OWN.keys() >= {forward, backward}:
+                known = _prepare(asked, w, k, float(eps), forward, backward if training else None)
+    if known is None:
+        return _forward_op(w, k, float(eps), backend, False)  # type: ignore[no-any-return]
+    return _run_known(known, w, k) if training else known.run(w, k)

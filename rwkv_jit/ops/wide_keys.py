@@ -14,77 +14,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit import rule, tensors
+from rwkv_jit.algorithms import diagonal_groups, diagonal_large
+from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import backends, boundary, gated_groups, gated_scan
-from rwkv_jit.ops.backends import Case
-from rwkv_jit.ops.boundary import Op
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops.options import Tail
+from rwkv_jit.ops.torch_op import TorchOp
 
 
 def in_parts(
-    op: Op,
+    wide_op: TorchOp,
     arrays: Sequence[Any],
     initial_state: Any,
     output_final_state: bool,
     cu_seqlens: Any,
-    scale: float,
-    decay: str,
-    decay_bound: float | None,
-    state_layout: str,
-    checkpoint_interval: int,
-    chunk_len: int | None,
-    num_threads: int | None,
-    backend: str,
+    tail: Tail,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run an op as `boundary.call` does where its keys are too long and parts are not; else return None."""
-    options = scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len, num_threads, backend
-    if not _may_be_in_parts(arrays[0], chunk_len, num_threads, backend):
+    """Run an op as `torch_op.call` does where its keys are too long and parts are not; else return None."""
+    if not _may_be_in_parts(arrays[0], tail.chunk_len, tail.num_threads, tail.backend):
         return None
-    boundary.check_options(op.decays, *options)
-    given, state, cu_seqlens = boundary.check_tensors(op, arrays, initial_state, cu_seqlens, state_layout, backend)
-    asked = decay, decay_bound, chunk_len, num_threads
-    case = boundary.case_of(op, given, cu_seqlens, *asked, training=True, is_direct=tensors.is_eager())
-    device, v = given[0].device.index, op.streamed.index("v")
-    sizes = part_sizes(backend, case, lambda: tensors.arch(device))
+    op = wide_op.op
+    checks.check_options(wide_op.decays, *tail)
+    backend, layout = tail.backend, tail.state_layout
+    given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
+    options = torch_op.asked_options(tail)
+    case = torch_op.case_of(
+        op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=tensors.is_eager()
+    )  # fmt: skip
+    device, value = given[0].device.index, op.names.index("v")
+    sizes = part_sizes(backend, case, lambda: tensors.gpu(device))
     if len(sizes) == 1:
         return None
-    options = (*options[:-1], "auto")  # a last part that a block can hold is for other kernels than "split" names
-    of_keys = -1 if state_layout == "vk" else -2  # the dimension of states
-    parts = [(x,) * len(sizes) if i == v else x.split(sizes, -1) for i, x in enumerate(given)]
-    states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, of_keys)]
+    # A last part that a block can hold is for other kernels than "split" names.
+    asked = {**tail._asdict(), "backend": "auto"}
+    if op.decay == "none":
+        del asked["decay"], asked["decay_bound"]
+    key_dim = -1 if layout == "vk" else -2  # of states
+    parts = [(x,) * len(sizes) if i == value else x.split(sizes, -1) for i, x in enumerate(given)]
+    states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, key_dim)]
     results = [
-        boundary.call(op, of_part, of_state, output_final_state, cu_seqlens, *options)
-        for *of_part, of_state in zip(*parts, states, strict=True)
+        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, asked)
+        for *part, part_state in zip(*parts, states, strict=True)
     ]
-    dtype = given[v].dtype
+    dtype = given[value].dtype
     y = torch.stack([y for y, _ in results]).sum(0, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
     finals = [final for _, final in results if final is not None]
-    return y, torch.cat(finals, of_keys) if finals else None
+    return y, torch.cat(finals, key_dim) if finals else None
 
 
 def _may_be_in_parts(q: Any, chunk_len: int | None, num_threads: int | None, backend: str) -> bool:
     """Return whether keys are long, on a GPU, and not for warp groups, which take them whole."""
-    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[3] <= gated_scan.LARGEST_KEY or not q.is_cuda:
+    if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[3] <= diagonal_large.LARGEST_KEY or not q.is_cuda:
         return False
-    return backend in ("auto", "split") and not _in_groups(
-        q.shape[3], tensors.arch(q.device.index), chunk_len, num_threads
-    )
+    if backend not in ("auto", "split"):
+        return False
+    return not _in_groups(q.shape[3], tensors.gpu(q.device.index), chunk_len, num_threads)
 
 
-def _in_groups(head_size: int, arch: str, chunk_len: int | None, num_threads: int | None) -> bool:
-    length = chunk_len or gated_groups.CHUNK_LEN
-    return head_size <= gated_groups.LARGEST_HEAD and gated_groups.can(arch, length, num_threads)
+def _in_groups(head_size: int, gpu: Gpu, chunk_len: int | None, num_threads: int | None) -> bool:
+    length = chunk_len or diagonal_groups.CHUNK_LEN
+    return head_size <= diagonal_groups.LARGEST_HEAD and diagonal_groups.takes(gpu, length, num_threads)
 
 
-def part_sizes(backend: str, case: Case, arch: Callable[[], str]) -> list[int]:
+def part_sizes(backend: str, case: Case, gpu: Callable[[], Gpu]) -> list[int]:
     """Return the channels of every part; all channels where there is no need, or where tensor cores take no part."""
     whole = [case.head_size]
-    count = -(-case.head_size // gated_scan.LARGEST_KEY)
-    if count < 2 or _in_groups(case.head_size, arch(), case.chunk_len, case.num_threads):
+    count = -(-case.head_size // diagonal_large.LARGEST_KEY)
+    if count < 2 or _in_groups(case.head_size, gpu(), case.chunk_len, case.num_threads):
         return whole
     size = -(-case.head_size // (8 * count)) * 8  # parts begin where kernels can read several channels at once
     try:
-        found, _ = backends.choose(backend, case._replace(head_size=size), arch)
+        algorithm, _ = rule.choose(backend, case._replace(head_size=size), gpu)
     except UnsupportedConfigError:  # "split" was asked for; the call as a whole says why not
         return whole
-    return [size] * (count - 1) + [case.head_size - (count - 1) * size] if found == "scan" else whole
+    return [size] * (count - 1) + [case.head_size - (count - 1) * size] if algorithm == "large" else whole

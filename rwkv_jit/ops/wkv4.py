@@ -2,28 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import stats, tensors
+from rwkv_jit.algorithms.wkv4 import backend_of, kept
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import boundary, recording, registry, sharding, wkv4_walk
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import known_calls, recording, registry, sharding
+from rwkv_jit.ops.checks import check_flag, check_name
+from rwkv_jit.ops.known_calls import Known
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
 from rwkv_jit.reference import wkv4_ref
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.schedule import floats
 
+_OP = OPS["wkv4"]
 _NO_GRADIENT = "changes the state in place and has no gradient; use wkv4, or torch.no_grad()"
 DECAYS = ("raw", "log")
 BACKENDS = ("auto", "recurrent", "split", "reference")
 
-# ---- the torch op ------------------------------------------------------------------------------------------------
+# ---- calls that kernels run --------------------------------------------------------------------------------------
 
 
 def _is_for_kernels(backend: str, like: Tensor) -> bool:
     """Return whether kernels run a call: CUDA tensors take them, all others plain torch."""
     return backend != "reference" and like.is_cuda
+
+
+def _problem(
+    arrays: Sequence[Tensor], state: Tensor | None, decay: str, backend: str, output_final_state: bool, training: bool,
+    in_place: bool = False,
+) -> Problem:  # fmt: skip
+    """Return the problem of a call on CUDA tensors that has been checked."""
+    batch, tokens, channels = arrays[2].shape
+    gpu = tensors.gpu(arrays[2].device.index)
+    return Problem(
+        _OP, gpu, {name: tensors.STORAGE[x.dtype] for name, x in zip(_OP.names, arrays, strict=True)},
+        B=batch,
+        T=tokens,
+        C=channels,
+        N=batch,
+        training=training,
+        has_initial_state=state is not None,
+        has_final_state=output_final_state,
+        decay=decay,
+        backend=backend_of(backend, batch * channels, tokens, gpu.multiprocessors or 0),
+        in_place=in_place,
+    )  # fmt: skip
+
+
+def _prepare(
+    asked: tuple[Any, ...], arrays: Sequence[Tensor], state: Tensor | None, decay: str, backend: str,
+    output_final_state: bool, training: bool,
+) -> Known:  # fmt: skip
+    """Return the call of tensors that have been checked; `asked` is what else tells calls apart, as it came."""
+
+    def prepare() -> Known:
+        problem = _problem(arrays, state, decay, backend, output_final_state, training)
+        return Known(problem, (*arrays, _for_all_rows(state, arrays[2]), None), {})
+
+    return known_calls.find_or_keep(asked, training, _key(*arrays), state, None, prepare)
+
+
+def _prepare_step(
+    asked: tuple[Any, ...], state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str
+) -> Known:
+    """Return the call of a token whose final state takes the place of the initial one."""
+
+    def prepare() -> Known:
+        arrays = (w, u, k.unsqueeze(1), v.unsqueeze(1))
+        problem = _problem(arrays, state, decay, "recurrent", True, False, in_place=True)
+        return Known(problem, (*arrays, state, None), {})
+
+    return known_calls.find_or_keep(asked, False, _key(w, u, k, v), state, None, prepare)
+
+
+def _run_step(known: Known, state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    own = state.contiguous()
+    y = known.run((w, u, k.unsqueeze(1), v.unsqueeze(1)), own, None)[0]
+    if own is not state:
+        state.copy_(own)
+    return y.squeeze(1)
+
+
+def _key(w: Any, u: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Return the arrays as known calls are looked for: by the shape of the first one."""
+    return k, v, w, u
+
+
+def _for_all_rows(state: Tensor | None, k: Tensor) -> Tensor | None:
+    return state if state is None or state.dim() == 3 else state.expand(k.shape[0], *state.shape)
+
+
+class _KnownCall(torch.autograd.Function):
+    """The forward and its backward, for a call that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor | None]:
+        *arrays, state = given
+        results = known.run(arrays, state, None)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, None, results[-1])
+        ctx.known = known
+        return results[0], results[1] if known.problem.has_final_state else None
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
+        saved, known = ctx.saved_tensors, ctx.known
+        is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+        if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final, *saved))):
+            grads = known.differentiate(saved, dy, grad_final)
+            return (None, *grads) if len(grads) == 5 else (None, *grads, None)
+        *given, _, states = saved
+        return None, *_gradients(given, (known.problem.decay, known.problem.backend), states, dy, grad_final)
+
+
+# Function.apply looks for transforms first; a known call has none, and saves that time.
+_run_known: Callable[..., tuple[Tensor, Tensor | None]] = super(torch.autograd.Function, _KnownCall).apply
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
 
 
 def _present(x: Tensor | None, like: Tensor) -> Tensor:
@@ -41,8 +143,11 @@ def _forward(
     output_final_state: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if _is_for_kernels(backend, k):
-        y, final, saved = wkv4_walk.forward(w, u, k, v, state, decay, backend, output_final_state, save)
-        return y, _present(final, y), _present(saved, y)
+        arrays, asked = (w, u, k, v), ("wkv4_fwd", decay, backend, output_final_state)
+        known = _prepare(asked, arrays, state, decay, backend, output_final_state, save)
+        results = known.run(arrays, state, None)
+        y = results[0]
+        return y, results[1] if output_final_state else y.new_empty(0), results[-1] if save else y.new_empty(0)
     _say_reference(k)
     return _plainly(w, u, k, v, state, decay, backend, output_final_state, save)
 
@@ -68,9 +173,8 @@ def _forward_fake(
     if output_final_state:
         dtype = torch.promote_types(v.dtype, torch.float32) if state is None else state.dtype
         final = v.new_empty((batch, 3, channels), dtype=dtype)
-    if save and _is_for_kernels(backend, k):
-        chunks = (tokens + wkv4_walk.CHUNK_LEN - 1) // wkv4_walk.CHUNK_LEN
-        saved = v.new_empty((batch, chunks, 3, channels), dtype=torch.float32)
+    if save and _is_for_kernels(backend, k):  # whatever the GPU, and in however many parts
+        saved = v.new_empty(floats(kept(Problem(_OP, Gpu(""), {}, B=batch, T=tokens, C=channels))), dtype=torch.float32)
     return y, final, saved
 
 
@@ -79,13 +183,14 @@ def _backward(
     decay: str, backend: str, saved: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if _is_for_kernels(backend, k):
-        *of_inputs, of_state = wkv4_walk.backward(dy, grad_final, w, u, k, v, state, decay, backend, saved)
-        return (*of_inputs, _present(of_state, k))
-    with recording.plain_torch():
-        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
-        given: tuple[Any, ...] = (*leaves, decay, backend, True, False)
-        y, final, _ = _plainly(*given)
-        grads = recording.gradients((y, final), (dy, grad_final), [x for x in leaves if x is not None])
+        problem = _problem((w, u, k, v), state, decay, backend, False, True)
+        grads = known_calls.differentiate(problem, (w, u, k, v, state, None, saved), dy, grad_final)
+    else:
+        with recording.plain_torch():
+            leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
+            given: tuple[Any, ...] = (*leaves, decay, backend, True, False)
+            y, final, _ = _plainly(*given)
+            grads = recording.gradients((y, final), (dy, grad_final), [x for x in leaves if x is not None])
     return (*grads, *([] if state is not None else [k.new_empty(0)]))
 
 
@@ -99,16 +204,12 @@ def _backward_fake(
 
 
 def _step(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
-    k, v = k.unsqueeze(1), v.unsqueeze(1)
     if k.is_cuda:
-        in_place = state.is_contiguous()
-        y, final, _ = wkv4_walk.forward(w, u, k, v, state, decay, "recurrent", True, False, state if in_place else None)
-        if not in_place:
-            state.copy_(final)  # type: ignore[arg-type]
-    else:
-        _say_reference(k)
-        y, final, _ = _plainly(w, u, k, v, state, decay, "reference", True, False)
-        state.copy_(final)
+        known = _prepare_step(("wkv4_step", decay), state, w, u, k, v, decay)
+        return _run_step(known, state, w, u, k, v)
+    _say_reference(k)
+    y, final, _ = _plainly(w, u, k.unsqueeze(1), v.unsqueeze(1), state, decay, "reference", True, False)
+    state.copy_(final)
     return y.squeeze(1)
 
 
@@ -120,41 +221,26 @@ _forward_op, _backward_op, _step_op = map(registry.find, ("wkv4_fwd", "wkv4_bwd"
 _record_backward, _run_backward = recording.backward(_backward_op, "wkv4")
 
 
-def _keep(
-    ctx: Any, inputs: Sequence[Tensor | None], options: Sequence[str], has_final_state: bool, final: Tensor,
-    saved: Tensor,
-) -> None:  # fmt: skip
+def _keep(ctx: Any, arguments: Sequence[Any], final: Tensor, saved: Tensor) -> None:
     """Keep what the backward takes."""
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, saved)
-    ctx.options, ctx.has_final_state, ctx.has_state = options, has_final_state, inputs[-1] is not None
-    ctx.mark_non_differentiable(*([saved] if has_final_state else [final, saved]))
+    ctx.save_for_backward(*arguments[:5], saved)
+    ctx.options, ctx.has_final_state = arguments[5:7], arguments[7]
+    ctx.mark_non_differentiable(*([saved] if ctx.has_final_state else [final, saved]))
 
 
-def _of_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> list[Tensor | None]:
-    """Return the gradients of w, u, k, v and the initial state."""
+def _in_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
     *given, saved = ctx.saved_tensors
     # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
     grad_final = grad_final if ctx.has_final_state else None
-    *grads, of_state = _run_backward(dy, grad_final, *given, *ctx.options, saved)
-    return [*grads, of_state if ctx.has_state else None]
+    return *_gradients(given, ctx.options, saved, dy, grad_final), None, None, None, None
 
 
-class _Direct(torch.autograd.Function):
-    """The op with gradients, without torch's dispatcher."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
-        output_final_state: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        results = _forward(w, u, k, v, state, decay, backend, output_final_state, True)
-        _keep(ctx, (w, u, k, v, state), (decay, backend), output_final_state, *results[1:])
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *_of_context(ctx, *grads), None, None, None
+def _gradients(
+    given: Sequence[Tensor | None], options: Sequence[str], saved: Tensor, dy: Tensor | None, grad_final: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of w, u, k, v and the initial state, by the torch op."""
+    *grads, of_state = _run_backward(dy, grad_final, *given, *options, saved)
+    return [*grads, None if given[-1] is None else of_state]
 
 
 def _cast(w: Any, u: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...] | None:
@@ -173,8 +259,8 @@ registry.implement(
     recording.forward(
         _forward_op,
         saving=lambda arguments: (*arguments[:-1], True),
-        setup=lambda ctx, arguments, _, results: _keep(ctx, arguments[:5], arguments[5:7], arguments[7], *results[1:]),
-        backward=lambda ctx, *grads: (*_of_context(ctx, *grads), None, None, None, None),
+        setup=lambda ctx, arguments, _, results: _keep(ctx, arguments, *results[1:]),
+        backward=_in_context,
         plainly=_plainly,
     ),
     lambda *arguments: _cast(*arguments) or arguments,
@@ -191,8 +277,6 @@ registry.implement(
 
 # ---- the public calls --------------------------------------------------------------------------------------------
 
-_checked: BySignature[None] = BySignature()  # those of calls that have passed all checks
-
 
 def _as_checked(
     name: str, w: Any, u: Any, k: Any, v: Any, state: Any, decay: str, backend: str
@@ -205,12 +289,7 @@ def _as_checked(
         Naming the argument, what was expected and what came.
     """
     for option, value, legal in (("decay", decay, DECAYS), ("backend", backend, BACKENDS)):
-        boundary.check_name(option, value, legal)
-    on_gpu = tensors.is_eager() and isinstance(k, Tensor) and _is_for_kernels(backend, k)
-    signature = tensors.signature((w, u, k, v, state)) if on_gpu else None
-    key = (name, backend, signature)
-    if signature is not None and key in _checked:
-        return w, u, k, v, state
+        check_name(option, value, legal)
     w, u, k, v = (tensors.from_any(n, x) for n, x in (("w", w), ("u", u), ("k", k), ("v", v)))
     if backend not in ("auto", "reference") and not _is_for_kernels(backend, k):
         raise UnsupportedConfigError(
@@ -244,8 +323,6 @@ def _as_checked(
     for n, x in (("w", w), ("u", u), ("v", v), ("initial_state" if name == "wkv4" else "state", state)):
         if x is not None and x.device != k.device:
             raise ValueError(f"{n}: expected device {k.device} like k, got {x.device}")
-    if signature is not None:
-        _checked.keep(key, None)
     return w, u, k, v, state
 
 
@@ -354,24 +431,29 @@ def wkv4(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 96]), torch.Size([2, 3, 96]))
     """
-    output_final_state = boundary.check_flag("output_final_state", output_final_state)
-    if sharding.any_distributed((w, u, k, v, initial_state)):
-        return _distributed(w, u, k, v, initial_state, output_final_state, decay, backend)
-    cast = _cast(w, u, k, v, initial_state, output_final_state, decay, backend)
-    if cast is not None:
-        with tensors.exactly(cast[2]):
-            return wkv4(*cast)
-    w, u, k, v, state = _as_checked("wkv4", w, u, k, v, initial_state, decay, backend)
-    if state is not None and state.dim() == 2:
-        state = state.expand(k.shape[0], *state.shape)
-    direct = _is_for_kernels(backend, k) and tensors.is_eager() and tensors.are_plain((w, u, k, v, state))
-    if not direct:
+    if output_final_state is not True and output_final_state is not False:
+        output_final_state = check_flag("output_final_state", output_final_state)
+    asked = ("wkv4", output_final_state, decay, backend, torch.is_grad_enabled())
+    known, training = known_calls.find(asked, _key(w, u, k, v), initial_state, None)
+    if known is None:
+        if sharding.any_distributed((w, u, k, v, initial_state)):
+            return _distributed(w, u, k, v, initial_state, output_final_state, decay, backend)
+        cast = _cast(w, u, k, v, initial_state, output_final_state, decay, backend)
+        if cast is not None:
+            with tensors.exactly(cast[2]):
+                return wkv4(*cast)
+        w, u, k, v, initial_state = _as_checked("wkv4", w, u, k, v, initial_state, decay, backend)
+        is_direct = tensors.is_eager() and tensors.are_plain((w, u, k, v, initial_state))
+        if is_direct and _is_for_kernels(backend, k):
+            known = _prepare(asked, (w, u, k, v), initial_state, decay, backend, output_final_state, training)
+    state = _for_all_rows(initial_state, k)
+    if known is None:
         y, final, _ = _forward_op(w, u, k, v, state, decay, backend, output_final_state, False)
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (w, u, k, v, state)):
-        y, final, _ = _Direct.apply(w, u, k, v, state, decay, backend, output_final_state)  # type: ignore[no-untyped-call]
-    else:
-        y, final, _ = _forward(w, u, k, v, state, decay, backend, output_final_state, False)
-    return y, final if output_final_state else None
+        return y, final if output_final_state else None
+    if training:
+        return _run_known(known, w, u, k, v, state)
+    results = known.run((w, u, k, v), state, None)
+    return results[0], results[1] if output_final_state else None
 
 
 def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") -> Tensor:
@@ -418,6 +500,10 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     >>> y.shape
     torch.Size([2, 96])
     """
+    asked = ("wkv4_update", decay, torch.is_grad_enabled())
+    known, _ = known_calls.find(asked, _key(w, u, k, v), state, None)
+    if known is not None:
+        return _run_step(known, state, w, u, k, v)
     if sharding.any_distributed((state, w, u, k, v)):
         raise TypeError("state: wkv4_update changes it in place and takes no DTensors; pass to_local() of each")
     cast = _cast(w, u, k, v, decay)
@@ -427,6 +513,6 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     w, u, k, v, state = _as_checked("wkv4_update", w, u, k, v, state, decay, "auto")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (state, w, u, k, v)):
         raise RuntimeError(f"wkv4_update: {_NO_GRADIENT}")
-    direct = k.is_cuda and tensors.is_eager() and tensors.are_plain((w, u, k, v, state))
-    y: Tensor = (_step if direct else _step_op)(state, w, u, k, v, decay)
-    return y
+    if k.is_cuda and tensors.is_eager() and tensors.are_plain((w, u, k, v, state)):
+        return _run_step(_prepare_step(asked, state, w, u, k, v, decay), state, w, u, k, v)
+    return _step_op(state, w, u, k, v, decay)  # type: ignore[no-any-return]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rwkv_jit.ops import boundary, wide_keys
+from rwkv_jit.ops import torch_op, wide_keys
+from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import wkv5_ref
 
-OP = boundary.define("wkv5", ("r", "k", "v"), ("w", "u"), wkv5_ref)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.ops.options import DecayOptions
+
+OP = torch_op.define(OPS["wkv5"], wkv5_ref)
 
 
 def wkv5(
@@ -21,14 +27,7 @@ def wkv5(
     initial_state: Any = None,
     output_final_state: bool = False,
     cu_seqlens: Any = None,
-    scale: float = 1.0,
-    decay: str = "raw",
-    decay_bound: float | None = None,
-    state_layout: str = "vk",
-    checkpoint_interval: int = 64,
-    chunk_len: int | None = None,
-    num_threads: int | None = None,
-    backend: str = "auto",
+    **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-5 time mixing over sequences, with gradients to every input and to the initial state.
 
@@ -57,38 +56,9 @@ def wkv5(
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
         none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
         and clamped by the kernels.
-    scale : float, default 1.0
-        Factor of y.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
-    decay_bound : float, optional
-        A promise: every log d is at least this negative number. Without a promise any decay is right: the tensor cores
-        look at the decays as they go. Where half a chunk shrinks a channel by more than e^-64, the forward walks token
-        by token through that chunk. The rest of such a head of a sequence (its gradients, and at head sizes above 128
-        on sm_90 its forward too) is computed once more by the recurrent kernels. With a promise, or "sigmoid", they do
-        not look. They take a chunk that is short enough for it, and give NaN where the data break it.
-    state_layout : {"vk", "kv"}, default "vk"
-        Order of the last two dimensions of the states.
-    checkpoint_interval : int, default 64
-        Tokens between the states that the recurrent kernels save for the backward. The tensor cores save one every
-        `chunk_len` tokens, in bfloat16.
-    chunk_len : int, optional
-        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16, 32 or 64 on the tensor
-        cores. Chosen by the head size, the GPU and `decay_bound` by default, or as `rwkv-jit tune` measured.
-    num_threads : int, optional
-        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. The tensor cores take a multiple of 32 up to
-        512, and not less than the head sizes ask for, which the error names; some kernels of the backward have one
-        choice. By default chosen by the head size, or as tuned where `chunk_len` is not given either.
-    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
-        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
-        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
-        value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it. For
-        float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for K
-        and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads with V
-        up to 1024. Keys above 256 (on sm_90 above 1024) go in parts, whose y are added. Where there are few heads and
-        no cu_seqlens "auto" takes "split" for the smaller ones too, if T makes 4 equal segments or more of at least 256
-        tokens and a multiple of 64. Everything else is for "recurrent".
+    **options
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
+        num_threads, backend.
 
     Returns
     -------
@@ -146,7 +116,6 @@ def wkv5(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
-    return boundary.call(
-        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
-        checkpoint_interval, chunk_len, num_threads, backend, wide_keys.in_parts,
-    )  # fmt: skip
+    return torch_op.call(
+        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, options, wide_keys.in_parts
+    )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rwkv_jit.ops import boundary
+from rwkv_jit.ops import torch_op
+from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import wkv7_ref
 
-OP = boundary.define("wkv7", ("r", "w", "k", "v", "a", "b"), (), wkv7_ref)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.ops.options import DecayOptions
+
+OP = torch_op.define(OPS["wkv7"], wkv7_ref)
 
 
 def wkv7(
@@ -22,14 +28,7 @@ def wkv7(
     initial_state: Any = None,
     output_final_state: bool = False,
     cu_seqlens: Any = None,
-    scale: float = 1.0,
-    decay: str = "raw",
-    decay_bound: float | None = None,
-    state_layout: str = "vk",
-    checkpoint_interval: int = 64,
-    chunk_len: int | None = None,
-    num_threads: int | None = None,
-    backend: str = "auto",
+    **options: Unpack[DecayOptions],
 ) -> tuple[Tensor, Tensor | None]:
     r"""RWKV-7 time mixing over sequences, with gradients to every input and to the initial state.
 
@@ -56,39 +55,9 @@ def wkv7(
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1], which may be
         none. Its values are read in every call; on a GPU they are checked once per tensor, with one copy to the host,
         and clamped by the kernels.
-    scale : float, default 1.0
-        Factor of y.
-    decay : {"raw", "sigmoid", "log", "direct"}, default "raw"
-        d(w): exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself.
-    decay_bound : float, optional
-        A promise: every log d is at least this negative number. For the decays of an RWKV-7 model in "raw" it is -0.61.
-        Without a promise any decay is right: the tensor cores look at the decays as they go. Where half a chunk shrinks
-        a channel by more than e^-64, the recurrent kernels compute that head of that sequence once more. With a
-        promise, or "sigmoid", they do not look. They take a chunk that is short enough for it, and give NaN where the
-        data break it.
-    state_layout : {"vk", "kv"}, default "vk"
-        Order of the last two dimensions of the states.
-    checkpoint_interval : int, default 64
-        Tokens between the states that the recurrent kernels save for the backward. The chunked kernels save one every
-        `chunk_len` tokens, in bfloat16.
-    chunk_len : int, optional
-        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 in the chunked ones,
-        32 or 64 in those for head sizes above 128. By default chosen by the head size, the GPU and whether gradients
-        are wanted, or as `rwkv-jit tune` measured.
-    num_threads : int, optional
-        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. The chunked kernels of the forward take a
-        multiple of 32 from 64 to 512 that is at least the head size; their backward has one choice. Above head size 128
-        it is those of the kernel that carries the state, and the error names the legal ones. By default chosen by the
-        head size, or as tuned where `chunk_len` is not given either.
-    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
-        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
-        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
-        value rows of a head size above 128. "reference" is plain torch. Tensors that are not on a GPU take it. For
-        float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for
-        head sizes up to 128 with K at most twice V, and "split" for K or V above 128 up to 1024. Where there are few
-        heads and no cu_seqlens it takes "split" for the smaller ones too, if T makes 4 equal segments or more of at
-        least 512 tokens and a multiple of 32. Everything else is for "recurrent".
+    **options
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
+        num_threads, backend.
 
     Returns
     -------
@@ -145,7 +114,4 @@ def wkv7(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 40]), torch.Size([2, 4, 40, 40]))
     """
-    return boundary.call(
-        OP, (r, w, k, v, a, b), initial_state, output_final_state, cu_seqlens, scale, decay, decay_bound, state_layout,
-        checkpoint_interval, chunk_len, num_threads, backend,
-    )  # fmt: skip
+    return torch_op.call(OP, (r, w, k, v, a, b), initial_state, output_final_state, cu_seqlens, options)

@@ -26,19 +26,16 @@ def requests_of(op, arch):
     """Return the kernels that calls of an op may take."""
     import torch
 
-    from rwkv_jit import runtime
-    from rwkv_jit.ops import timex_tiles, timex_transforms
+    from rwkv_jit import ahead
 
-    if op == "timex":
-        types = (torch.float32, torch.float32)
-        tiles = timex_tiles.requests(8, 256, types, arch) if timex_tiles.obstacle(256, arch) is None else []
-        return [*tiles, timex_transforms.request(1024, types, arch)]
+    # timex has no heads, but kernels for rows of either length.
+    sizes = {"wkv4": [(None, None, None)], "timex": [(None, tokens, 8) for tokens in (256, 3000)]}
     return [
         request
-        for head_size in ((None,) if op == "wkv4" else HEAD_SIZES)
-        for direction in runtime.DIRECTIONS
-        for request in runtime.call_requests(
-            op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None
+        for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])
+        for direction in ahead.DIRECTIONS
+        for request in ahead.call_requests(
+            op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch
         )
     ]
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import problem, requests
 
 import rwkv_jit
 from bench import history
 from rwkv_jit import identity, kernel
-from rwkv_jit.ops import gated_scan, scan_geometry, split, timex_tiles, wkv4_walk
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 BUDGET = Path(__file__).with_name("budget.json")
+WAYS = ("forward", "backward")
+# The kernels that `specialize` names, in both directions.
 KINDS = {
     "wkv5": {"op": "wkv5", "head_size": 64, "backend": "recurrent"},
     "gla": {"op": "gla", "head_size": 64, "backend": "recurrent"},
@@ -32,89 +34,79 @@ KINDS = {
     "gla_scan": {"op": "gla", "head_size": 256, "value_size": 512, "backend": "split", "chunk_len": 32},
     "wkv7_chunked_128": {"op": "wkv7", "head_size": 128, "backend": "chunked", "decay": "sigmoid"},
 }
-# Head size 256, all kernels: the architecture, the direction, and what else is asked for.
-SCANS = {
-    "wkv7_group_scan_forward": ("sm_90", "forward", {}),
-    "wkv7_group_scan_forward_few_heads": ("sm_90", "forward", {"few_heads": True}),
-    "wkv7_group_scan_backward": ("sm_90", "backward", {}),
-    "wkv7_group_scan_backward_few_heads": ("sm_90", "backward", {"few_heads": True}),
-    "wkv7_scan_forward": ("sm_90", "forward", {"num_threads": 256}),
-    "wkv7_scan_forward_few_heads": ("sm_100", "forward", {"few_heads": True}),
-    "wkv7_scan_backward": ("sm_90", "backward", {"num_threads": 256}),
-    "wkv7_scan_backward_few_heads": ("sm_100", "backward", {"few_heads": True}),
-    "wkv7_prepare": ("sm_90", "forward", {}),
-    "wkv7_token_gradients": ("sm_90", "backward", {}),
-    "wkv7_key_gradients": ("sm_90", "backward", {}),
-}
-# Keys of 256 and values of 512: the gradients of all chunks.
-GATED_KEYS = {"wkv5_key_gradients": "wkv5", "gla_key_gradients": "gla"}
-# The same sizes with products of warp groups.
-GATED_GROUPS = {
-    "gla_prepare": ("gla", "forward"),
-    "gla_group_scan_forward": ("gla", "forward"),
-    "gla_group_scan_backward": ("gla", "backward"),
-    "gla_group_key_gradients": ("gla", "backward"),
-    "wkv6_prepare": ("wkv6", "forward"),
-    "wkv6_group_key_gradients": ("wkv6", "backward"),
-}
-# Head size 64: what segments of a sequence do to a state.
-SEGMENTS = {f"{of}_segment_{way}": way == "backward" for of in ("wkv7", "gla") for way in ("forward", "backward")}
+
+
+def large(op, **more):
+    """Return the problem of heads that no block holds."""
+    given = {"K": 256, "V": 256 if op == "wkv7" else 512, "decay": "sigmoid", "state_layout": "vk"}
+    return problem(op, backend="large", **{"chunk_len": 64, **given, **more})
+
+
+def timex(batch, tokens):
+    return problem("timex", "fp32", backend="tiles", B=batch, T=tokens, C=768)
+
+
+# Other kernels of calls: the direction, the template, and the problem.
+PART = problem("wkv4", "bf16", backend="split", T=1024, C=64, types={"w": "fp32", "u": "fp32"})
+SEGMENTED = ("wkv7", "gla")
+SEGMENTS = {"backend": "segments", "chunk_len": 32, "decay": "sigmoid"}
+STATES = {"state_type": "bf16", "has_initial_state": True, "has_final_state": True}
+OTHERS = {
+    **{f"wkv7_group_scan_{way}": (way, "wkv7_group_scan", large("wkv7")) for way in WAYS},
+    **{f"wkv7_group_scan_{way}_few_heads": (way, "wkv7_group_scan", large("wkv7", few_heads=True)) for way in WAYS},
+    **{f"wkv7_scan_{way}": (way, "wkv7_scan", large("wkv7", num_threads=256)) for way in WAYS},
+    **{
+        f"wkv7_scan_{way}_few_heads": (way, "wkv7_scan", large("wkv7", arch="sm_100", few_heads=True))
+        for way in WAYS
+    },
+    "wkv7_prepare": ("forward", "wkv7_prepare", large("wkv7")),
+    "wkv7_token_gradients": ("backward", "wkv7_token_gradients", large("wkv7")),
+    "wkv7_key_gradients": ("backward", "wkv7_key_gradients", large("wkv7")),
+    "wkv5_key_gradients": ("backward", "gla_key_gradients", large("wkv5", chunk_len=32)),
+    "gla_key_gradients": ("backward", "gla_key_gradients", large("gla", chunk_len=32)),
+    "gla_prepare": ("forward", "gla_prepare", large("gla")),
+    **{f"gla_group_scan_{way}": (way, "gla_group_scan", large("gla")) for way in WAYS},
+    "gla_group_key_gradients": ("backward", "gla_group_key_gradients", large("gla")),
+    "wkv6_prepare": ("forward", "gla_prepare", large("wkv6")),
+    "wkv6_group_key_gradients": ("backward", "gla_group_key_gradients", large("wkv6")),
+    **{f"{op}_segment_{way}": (way, f"{op}_segment", problem(op, **SEGMENTS)) for op in SEGMENTED for way in WAYS},
+    # What every op takes around its own kernels.
+    "sum_rows": ("backward", "sum_rows", problem("wkv6")),
+    "copy_states": ("backward", "copy_states", problem("wkv7", **STATES)),
+    "combine_flags": ("forward", "combine_flags", problem("wkv7", **SEGMENTS, has_fallback=True)),
+    # RWKV-4: all, and what a part of the tokens does on its own.
+    **{f"wkv4_{way}": (way, f"wkv4_{way}", PART) for way in WAYS},
+    # timex at 32 rows of 768 tokens, and at 8 rows of 4096, which are streamed.
+    **{
+        f"timex_{name}{suffix}": (way, template, timex(*shape))
+        for suffix, shape in {"": (32, 768), "_streamed": (8, 4096)}.items()
+        for name, way, template in (
+            ("forward", "forward", "timex_convolve"), ("gradient_k", "backward", "timex_convolve"),
+            ("gradient_w", "backward", "timex_filter_gradient"),
+        )
+    },
+}  # fmt: skip
+PARTS = {f"wkv4_part_{way}": f"wkv4_{way}" for way in WAYS}
 # The forms that wkv5 went through, at the head size that was studied, by their place.
 HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
-# RWKV-4: all, and what a part of the tokens does on its own.
-WKV4 = {f"wkv4{of}_{way}": (way, bool(not of)) for of in ("", "_part") for way in ("forward", "backward")}
-# timex at 32 rows of 768 tokens, and at 8 rows of 4096, which are streamed; by the place among the kernels of a call.
-TIMEX = {
-    f"timex_{name}{suffix}": (*shape, place)
-    for suffix, shape in {"": (32, 768), "_streamed": (8, 4096)}.items()
-    for place, name in enumerate(("forward", "gradient_k", "gradient_w"))
-}
-TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
-FLAGSHIPS = [
-    *(f"{kind}_{direction}" for kind in KINDS for direction in ("forward", "backward")), *SCANS, *GATED_KEYS,
-    *GATED_GROUPS, *SEGMENTS, *HISTORY, *WKV4, *TIMEX,
-]  # fmt: skip
-
-
-def request_of_scan(name):
-    arch, direction, more = SCANS[name]
-    given = ("wkv7", direction, 256, 256, TYPES, arch, 64)
-    requests = [scan_geometry.specialize(*given, **more), *scan_geometry.companions(*given)]
-    return next(request for request in requests if name.startswith(request.template.name))
-
-
-def request_of_groups(name):
-    op, direction = GATED_GROUPS[name]
-    given = (op, direction, 256, 512, TYPES | {"T_U": "bf16"}, "sm_90", 64)
-    requests = [gated_scan.specialize(*given), *gated_scan.companions(*given)]
-    return next(each for each in requests if name.replace(op, "gla").startswith(each.template.name))
+FLAGSHIPS = [*(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *PARTS, *HISTORY]
 
 
 def used(name):
-    if name in SCANS:
-        found = kernel.get(request_of_scan(name))
-    elif name in GATED_GROUPS:
-        found = kernel.get(request_of_groups(name))
-    elif name in GATED_KEYS:
-        (request,) = gated_scan.companions(GATED_KEYS[name], "backward", 256, 512, TYPES | {"T_U": "bf16"}, "sm_90", 32)
-        found = kernel.get(request)
-    elif name in SEGMENTS:
-        like = TYPES | {"HEAD_SIZE": 64, "VALUE_SIZE": 64, "CHUNK_LEN": 32}
-        found = kernel.get(split.segment_request(name.split("_")[0], like, SEGMENTS[name], "sm_90"))
-    elif name in WKV4:
-        way, results = WKV4[name]
-        types = {"T_IO": "bf16", "T_W": "fp32", "T_U": "fp32", "DECAY": "raw"}
-        found = kernel.get(wkv4_walk.requests(way, types, "sm_90")[results])
+    if name in OTHERS:
+        direction, template, given = OTHERS[name]
+        made = kernel.get(requests(direction, given)[template])
+    elif name in PARTS:
+        direction, template, given = OTHERS[PARTS[name]]
+        request = requests(direction, given)[template]
+        made = kernel.get(request._replace(parameters={**request.parameters, "RESULTS": False}))
     elif name in HISTORY:
-        requests = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
-        found = kernel.get(requests[HISTORY[name] - 1])
-    elif name in TIMEX:
-        batch, tokens, place = TIMEX[name]
-        found = kernel.get(timex_tiles.requests(batch, tokens, (torch.float32,) * 2, "sm_90")[place])
+        forms = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
+        made = kernel.get(forms[HISTORY[name] - 1])
     else:
         kind, direction = name.rsplit("_", 1)
-        found = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)
-    return {name: getattr(found, name) for name in ("registers", "spill_bytes", "shared_bytes")}
+        made = rwkv_jit.specialize(**KINDS[kind], dtype=torch.bfloat16, arch="sm_90", direction=direction)
+    return {name: getattr(made, name) for name in ("registers", "spill_bytes", "shared_bytes")}
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import time
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, identity, kernel, runtime, stats, template
+from rwkv_jit import cache, identity, kernel, stats, template
 from rwkv_jit.cache import bundle
-from rwkv_jit.ops import recurrent
+from rwkv_jit.ops.table import OPS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -50,8 +50,10 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     made = build("--op", "wkv7", "--head-size", "16,8", "--arch", "sm_90", "--arch", "compute_80", "-o", file)
     assert (made["path"], made["bytes"], made["compiler"]) == (str(file), file.stat().st_size, identity.identity())
     asked = {(size, arch, way) for size in (8, 16) for arch in ("sm_90", "compute_80") for way in WAYS}
-    found = {(each["parameters"]["HEAD_SIZE"], each["arch"], each["name"]) for each in made["kernels"]}
-    assert found == asked
+    found = {(each["parameters"].get("HEAD_SIZE"), each["arch"], each["name"]) for each in made["kernels"]}
+    around = {"combine_flags", "copy_states"}
+    assert {each for each in found if each[2] not in around} == asked
+    assert {each[2] for each in found} >= around
     assert all((each["registers"] is None) == (each["target"] == "compute_80") for each in made["kernels"])
     names = bundle.Bundle(file).names()
     assert len(names) == len(made["kernels"])
@@ -129,7 +131,9 @@ def test_every_option_is_a_list(build):
     wanted += [("gla_segment", *case[:2], None, case[2], None, None) for case in cases]
     for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", [*states, ("vk", "fp32")])):
         wanted += [(name, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
-    assert sorted(found, key=str) == sorted(wanted, key=str)
+    around = [row[0] for row in found if not row[0].startswith("gla_")]
+    assert sorted(around) == ["combine_flags", *["copy_states"] * 4]  # from and to both types of states
+    assert sorted((row for row in found if row[0] not in around), key=str) == sorted(wanted, key=str)
 
 
 @pytest.mark.usefixtures("checked_only")
@@ -161,7 +165,8 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     for op, stem in (("wkv4", "wkv4_"), ("timex", "timex_")):
         file = tmp_path / f"{op}.bundle"
         assert run("cache", "export", file, "--op", op)[0] == 0
-        assert {name.split("/")[1].startswith(stem) for name in bundle.Bundle(file).names()} == {True}
+        kinds = {name.split("/")[1].split("_")[0] + "_" for name in bundle.Bundle(file).names()}
+        assert kinds - {"sum_", "copy_", "combine_"} == {stem}  # and what all ops take
     one_batch = build("--op", "timex", "--tokens", "512", "--batch", "8", "--direction", "forward", "--arch", "sm_80")
     assert parameters(one_batch, "name", "BATCH") == [("timex_convolve", 8)]
 
@@ -172,6 +177,7 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
     assert {each["name"] for each in made["kernels"]} == {
         "wkv7_join",
         "wkv7_segment",
+        "copy_states",
         *(f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")),
     }
 
@@ -206,7 +212,7 @@ def test_defaults_are_those_of_a_call(build):
     assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
         *((name, "bf16", "bf16", "bf16", "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")),
         ("gla_segment", "bf16", "bf16", None, "raw", None, None),
-        ("gla_join", *[None] * 6),
+        *((name, *[None] * 6) for name in ("gla_join", "copy_states", "combine_flags")),
     }
 
 
@@ -426,8 +432,7 @@ def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service)
     data = json.loads(printed)
     assert (code, data["passed"]) == (0, True), printed
     compiled = {finding["name"]: finding for finding in data["findings"] if finding["name"].startswith("compile ")}
-    names = [f"{op} {way}" for op in ("wkv4", *runtime.OPS) for way in ("forward", "backward")]
-    names += ["timex forward", "timex gradient of k", "timex gradient of w"]
+    names = [f"{op} {way}" for op in OPS for way in ("forward", "backward")]
     assert set(compiled) == {f"compile {name}" for name in names}
     assert all(finding["state"] == "ok" and "registers" in finding["text"] for finding in compiled.values())
     assert {finding["state"] for finding in data["findings"]} <= {"ok", "warning"}
@@ -442,6 +447,6 @@ def test_doctor_says_which_op_does_not_compile(run, own_templates, monkeypatch):
     code, printed, _ = run("doctor", "--json")
     assert code == 1
     errors = [finding for finding in json.loads(printed)["findings"] if finding["state"] == "error"]
-    of_it = [op for op, variant in recurrent.OPS.items() if variant.stem == "gla"]
+    of_it = [op for op, each in OPS.items() if each.stem == "gla"]
     assert {finding["name"] for finding in errors} == {f"compile {op} backward" for op in of_it}
     assert all("broken on purpose" in finding["text"] for finding in errors)

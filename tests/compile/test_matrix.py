@@ -2,6 +2,7 @@
 the whole matrix.
 """
 
+import contextlib
 import itertools
 import random
 import re
@@ -9,16 +10,20 @@ import struct
 
 import pytest
 import torch
+from problems import problem, requests
 
 import rwkv_jit
 from bench import history
-from rwkv_jit import cache, compiler, kernel, runtime
+from rwkv_jit import ahead, cache, compiler, kernel
+from rwkv_jit.algorithms import delta_large, parts, whole
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import chunked, gated, gated_scan, recurrent, scan_geometry, split
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
+DIAGONAL = ("wkv5", "wkv6", "gla", "linear_attention")
 AXES = {
     "op": ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"),
     "direction": ("forward", "backward"),
@@ -49,10 +54,10 @@ SCAN_AXES = {
     "value_size": (129, 256),
     "chunk_len": ("default", 32),
 }
-GATED_AXES = {**CHUNKED_AXES, "op": gated.OPS, "chunk_len": ("default", 16, 64)}
+GATED_AXES = {**CHUNKED_AXES, "op": DIAGONAL, "chunk_len": ("default", 16, 64)}
 GATED_SCAN_AXES = {
     **CHUNKED_AXES,
-    "op": gated.OPS,
+    "op": DIAGONAL,
     "head_size": (1, 40, 129, 200, 256),
     "value_size": (129, 256, 1000),
     "chunk_len": ("default", 16, 32),
@@ -153,6 +158,39 @@ def compile_row(row, backend="recurrent"):
     )  # fmt: skip
 
 
+def problem_of(row, backend="large", **more):
+    """The problem of a row whose chunk_len is resolved."""
+    dtype, value_size = str(row["dtype"]).removeprefix("torch."), row["value_size"]
+    dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
+    return problem(
+        row["op"], dtype, row["head_size"], None if value_size == "like K" else value_size, row["arch"],
+        backend=backend, decay="none" if row["op"] == "linear_attention" else row["decay"],
+        state_layout=row["state_layout"], types={"w": "fp32"} if row["w_dtype"] == "fp32" else (),
+        **{"state_type": row["state"], **more},
+    )  # fmt: skip
+
+
+def of_algorithm(direction, *given):
+    """The kernels of the algorithm itself for some problems, each once."""
+    schedules = [getattr(whole.algorithm(each), direction)(each).requests(each.gpu) for each in given]
+    return {
+        kernel.memory_key(request): request
+        for request in itertools.chain(*schedules)
+        if request.template.name not in ("sum_rows", "copy_states", "combine_flags")
+    }.values()
+
+
+def check_all(made, row):
+    """Kernels of a direction: what a launch asks for, of which a static_assert says that it is what the kernel has."""
+    backward = row["direction"] == "backward"
+    for request, found in zip(made, kernel.get_all([*made]), strict=True):
+        assert (found.name, found.parameters) == (request.template.name, request.parameters)
+        check(found, row, found.name, request.arch)
+        assert request.arch != "sm_90a" or COMPLAINT.findall(log_of(request)) == []
+        assert found.shared_bytes == found.parameters["SHARED_BYTES"]
+        assert found.parameters.get("BACKWARD", backward) == backward
+
+
 def elf_extent(image):
     """Bytes that an ELF file needs by its own headers: of the header tables and of all they point to."""
     program_table, section_table = struct.unpack_from("<QQ", image, 32)
@@ -177,19 +215,15 @@ def check(found, row, entry=None, arch=None):
     (flags,) = struct.unpack_from("<I", image, 48)
     number = int("".join(filter(str.isdigit, row["arch"])))
     assert number in (flags & 0xFF, flags >> 8 & 0xFF)
-    entry = entry or f"{recurrent.OPS[row['op']].stem}_{row['direction']}"
+    entry = entry or f"{OPS[row['op']].stem}_{row['direction']}"
     assert f".text.{entry}\0".encode() in image
     assert entry in found.resources
     assert 0 < found.registers <= 255
-    limit = 48 * 1024 if "recurrent" in found.name else SHARED_LIMITS[row["arch"]]
+    limit = 48 * 1024 if "recurrent" in found.name else Gpu(row["arch"]).shared_limit
     assert 0 < found.shared_bytes <= limit
     assert found.spill_bytes >= 0
-    assert found.origin == "compiled"
     assert (found.arch, found.target) == (arch or row["arch"],) * 2
     assert f"constexpr int HEAD_SIZE = {row['head_size']};" in found.source
-
-
-SHARED_LIMITS = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_120": 101376}
 
 
 @pytest.mark.parametrize("row", in_turn(AXES), ids=name)
@@ -229,17 +263,24 @@ def test_forwards_of_a_constant_decay_and_of_one_a_token_are_one_kernel():
     assert six.origin == "memory"
 
 
-def check_chunked(row):
+def compile_if_it_fits(row):
     """Where an architecture has too little shared memory the rule says so, and there is nothing to compile."""
-    sizes = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
-    if chunked.most_shared_bytes(*sizes, 16) > SHARED_LIMITS[row["arch"]]:
-        with pytest.raises(UnsupportedConfigError, match="backend: 'chunked' needs .* bytes of shared memory"):
-            compile_row(row, "chunked")
-        return
-    found = compile_row(row, "chunked")
-    check(found, row)
-    has_groups = chunked._has_groups(row["direction"], *sizes, int(found.parameters["CHUNK_LEN"]), row["arch"])
-    assert found.name == ("wkv7_group_backward" if has_groups else f"wkv7_chunked_{row['direction']}")
+    try:
+        return compile_row(row, "chunked")
+    except UnsupportedConfigError as error:
+        assert re.search("backend: 'chunked' needs .* bytes of shared memory", str(error))  # noqa: PT017
+        assert Gpu(row["arch"]).shared_limit < 200_000
+        return None
+
+
+def check_chunked(row):
+    keys, values = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
+    if found := compile_if_it_fits(row):
+        is_whole = keys % 64 == values % 64 == 0 and keys <= values
+        of_groups = row["direction"] == "backward" and row["arch"] == "sm_90" and is_whole
+        in_groups = of_groups and found.parameters["CHUNK_LEN"] == 32
+        assert found.name == ("wkv7_group_backward" if in_groups else f"wkv7_chunked_{row['direction']}")
+        check(found, row, arch="sm_90a" if in_groups else None)
 
 
 @pytest.mark.parametrize("row", in_turn(CHUNKED_AXES), ids=name)
@@ -255,20 +296,16 @@ def test_every_combination_of_the_chunked_kernels(row):
 
 def check_gated(row):
     """As `check_chunked`, with kernels that ops share."""
-    sizes = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
-    chunk_len = None if row["chunk_len"] == "default" else row["chunk_len"]
-    if gated.obstacle(row["op"], row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
-        with pytest.raises(UnsupportedConfigError, match="backend: 'chunked' needs .* bytes of shared memory"):
-            compile_row(row, "chunked")
-        return
-    found, forward = compile_row(row, "chunked"), row["direction"] == "forward"
-    check(found, row, "gla_scan" if forward else "gla_backward")
-    has_groups = gated._has_groups(row["op"], *sizes, int(found.parameters["CHUNK_LEN"]), row["arch"])
-    assert found.name == ("gla_scan" if forward else f"gla_{'group' if has_groups else 'chunked'}_backward")
-    assert found.shared_bytes == found.parameters["SHARED_BYTES"]
-    for parameter, value in VARIANTS[row["op"]].items():
-        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
-        assert (line in found.source) == (parameter != "CONSTANT_DECAY" or not forward)
+    forward = row["direction"] == "forward"
+    if found := compile_if_it_fits(row):
+        in_groups = found.name == "gla_group_backward"
+        check(found, row, "gla_scan" if forward else "gla_backward", "sm_90a" if in_groups else None)
+        assert found.name in (("gla_scan",) if forward else ("gla_chunked_backward", "gla_group_backward"))
+        assert not in_groups or (row["op"], row["arch"]) == ("linear_attention", "sm_90")
+        assert found.shared_bytes == found.parameters["SHARED_BYTES"]
+        for parameter, value in VARIANTS[row["op"]].items():
+            line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
+            assert (line in found.source) == (parameter != "CONSTANT_DECAY" or not forward)
 
 
 @pytest.mark.parametrize("row", in_turn(GATED_AXES), ids=name)
@@ -283,48 +320,30 @@ def test_every_combination_of_the_gated_kernels(row):
 
 
 def check_gated_scan(row):
-    """The scan of a direction and the other kernels; with warp groups also that of few heads, and a look at decays."""
-    op, direction, arch = row["op"], row["direction"], row["arch"]
+    """All kernels of a direction, for many and few heads, with a fallback and without."""
+    direction, arch = row["direction"], row["arch"]
     found, backward = compile_row(row, "split"), direction == "backward"
-    length, threads = found.parameters["CHUNK_LEN"], None if row["num_threads"] == "default" else row["num_threads"]
+    threads = None if row["num_threads"] == "default" else row["num_threads"]
+    length = found.parameters["CHUNK_LEN"]
     default = 64 if arch == "sm_90" and threads != 256 else 32
     assert length == (default if row["chunk_len"] == "default" else row["chunk_len"])
-    of_inputs = "fp32" if row["w_dtype"] == "fp32" else found.parameters["T_IO"], found.parameters["T_IO"]
-    types = {name: found.parameters[name] for name in ("T_IO", "T_STATE", "DECAY", "STATE_LAYOUT")}
-    types |= dict(zip(("T_W", "T_U"), of_inputs, strict=True))
-    given = (op, direction, row["head_size"], row["value_size"], types, arch, length)
     in_groups = arch == "sm_90" and length == 64 and threads != 256
-    guarded = not backward and types["DECAY"] not in ("none", "sigmoid")
+    made = of_algorithm(
+        direction,
+        *(
+            problem_of(row, chunk_len=length, num_threads=threads, few_heads=few_heads, has_fallback=has_fallback)
+            for few_heads in (False, True)
+            for has_fallback in (False, found.parameters["DECAY"] not in ("none", "sigmoid"))
+        ),
+    )
     if in_groups:
-        scans = [gated_scan.specialize(*given, threads, few_heads) for few_heads in (False, True)]
-        looks = [False, *[True] * guarded]
-        others = [request for look in looks for request in gated_scan.companions(*given, guarded=look)]
-        names = ["gla_group_key_gradients" if backward else "gla_prepare"] * len(looks)
+        names = {"gla_group_scan", "gla_group_key_gradients" if backward else "gla_prepare"}
     else:
-        scans = [gated_scan.specialize(*given, threads, chosen={"LARGEST_DECAY": 64 if guarded else 0})]
-        others = [gated_scan._key_request(op, *given[2:], ())] if backward else []
-        names = ["gla_key_gradients"] * backward
-        assert threads or others == gated_scan.companions(*given)
-    assert {request.template.name for request in scans} == {"gla_group_scan" if in_groups else "gla_scan"}
-    assert [request.template.name for request in others] == names
-    different = {kernel.memory_key(request): request for request in (*scans, *others)}
-    made = [found, *kernel.get_all([*different.values()][1:])]
-    for request, each in zip(different.values(), made, strict=True):
-        assert (each.name, each.parameters) == (request.template.name, request.parameters)
-        check(each, row, each.name, "sm_90a" if in_groups else arch)
-        assert not in_groups or COMPLAINT.findall(log_of(request)) == []
-        # What the launch asks for; a static_assert says that it is what the kernel has.
-        assert each.shared_bytes == each.parameters["SHARED_BYTES"]
-        assert each.parameters.get("BACKWARD", backward) == backward
+        names = {"gla_scan", *["gla_key_gradients"] * backward}
+    assert {request.template.name for request in made} == names
+    assert found.parameters in [request.parameters for request in made]
+    check_all(made, row)
     assert found.parameters["NUM_THREADS"] == (threads or found.parameters["NUM_THREADS"])
-
-
-@pytest.mark.parametrize("axes", [GATED_SCAN_AXES, GATED_GROUP_AXES], ids=["scan", "groups"])
-def test_rows_of_large_heads_are_those_that_kernels_take(axes):
-    for row in sample(axes):
-        length = None if row["chunk_len"] == "default" else row["chunk_len"]
-        sizes = row["head_size"], row["value_size"]
-        assert gated_scan.obstacle(row["op"], row["dtype"], *sizes, lambda row=row: row["arch"], length) is None
 
 
 @pytest.mark.parametrize("row", [*in_turn(GATED_SCAN_AXES), *in_turn(GATED_GROUP_AXES)], ids=name)
@@ -354,19 +373,29 @@ def test_keys_that_only_warp_groups_take_are_refused_elsewhere(changes, message,
     assert cache.entries() == []
 
 
+def scan_of_threads(sizes, threads, direction):
+    given = problem("gla", K=sizes[0], V=sizes[1], backend="large", chunk_len=32, num_threads=threads)
+    return requests(direction, given)["gla_scan"]
+
+
+def has_scan(row):
+    try:
+        return scan_of_threads(**row)
+    except UnsupportedConfigError:
+        return None
+
+
 THREADS_ROWS = [
-    {"sizes": sizes, "threads": threads, "direction": direction}
+    row
     for sizes in ((7, 20), (64, 64), (40, 100), (128, 128), (256, 512))
     for threads in (64, 96, 160, 256, 512)
     for direction in ("forward", "backward")
-    if threads >= gated._least_threads(*sizes)
+    if has_scan(row := {"sizes": sizes, "threads": threads, "direction": direction})
 ]
 
 
-def get_scan_of_threads(sizes, threads, direction):
-    types = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
-    request = gated_scan.specialize("gla", direction, *sizes, types, "sm_90", 32, threads)
-    assert kernel.get(request).parameters["NUM_THREADS"] == threads
+def get_scan_of_threads(**row):
+    assert kernel.get(scan_of_threads(**row)).parameters["NUM_THREADS"] == row["threads"]
 
 
 @pytest.mark.usefixtures("checked_only")
@@ -381,41 +410,30 @@ def test_scan_has_a_kernel_for_every_number_of_threads(row):
     get_scan_of_threads(**row)
 
 
-OTHERS = {"forward": ["wkv7_prepare"], "backward": ["wkv7_token_gradients", "wkv7_key_gradients"]}
-
-
 def check_scan(row):
-    """The scan of a direction, for many and few heads, and the other kernels; and those of a number of threads."""
-    sizes = row["head_size"], row["value_size"]
-    chunk_len = None if row["chunk_len"] == "default" else row["chunk_len"]
-    if scan_geometry.obstacle("wkv7", row["dtype"], *sizes, lambda: row["arch"], chunk_len) is not None:
-        with pytest.raises(UnsupportedConfigError, match="backend: 'split' needs more shared memory"):
-            compile_row(row, "split")
+    """All kernels of a direction, for many and few heads, and those of a number of threads."""
+    try:
+        found = compile_row(row, "split")
+    except UnsupportedConfigError as error:
+        assert "backend: 'split' needs more shared memory" in str(error)  # noqa: PT017
+        assert (row["arch"], row["chunk_len"]) not in {(arch, 32) for arch in ("sm_80", "sm_90")}
         return
-    found = compile_row(row, "split")
-    length = found.parameters["CHUNK_LEN"]
+    length, direction = found.parameters["CHUNK_LEN"], row["direction"]
     in_groups = row["arch"] == "sm_90" and length == 64
     assert (found.name, found.arch) == (("wkv7_group_scan", "sm_90a") if in_groups else ("wkv7_scan", row["arch"]))
-    types = {name: found.parameters[name] for name in ("T_IO", "T_W", "T_STATE", "DECAY", "STATE_LAYOUT")}
-    given = ("wkv7", row["direction"], *sizes, types, row["arch"], length)
-    requests = [
-        scan_geometry.specialize(*given),
-        *scan_geometry.companions(*given),
-        scan_geometry.specialize(*given, few_heads=True),
-    ]
-    assert [request.template.name for request in requests] == [found.name, *OTHERS[row["direction"]], found.name]
-    if in_groups and (fitting := scan_geometry._scans(row["head_size"], length, row["arch"])):
-        of_threads = scan_geometry.requests(*given, num_threads=fitting[0].num_threads)
-        assert ("wkv7_scan", "sm_90") in [(request.template.name, request.arch) for request in of_threads]
-        requests += of_threads
-    different = {kernel.memory_key(request): request for request in requests}
-    made = [found, *kernel.get_all([*different.values()][1:])]
-    for request, each in zip(different.values(), made, strict=True):
-        check(each, row, each.name, request.arch)
-        assert request.arch != "sm_90a" or COMPLAINT.findall(log_of(request)) == []
-        # What the launch asks for; a static_assert says that it is what the kernel has.
-        assert each.shared_bytes == each.parameters["SHARED_BYTES"]
-        assert each.parameters.get("BACKWARD", row["direction"] == "backward") == (row["direction"] == "backward")
+    few, many = (problem_of(row, chunk_len=length, few_heads=few_heads) for few_heads in (True, False))
+    made = [*of_algorithm(direction, many, few)]
+    others = {"forward": {"wkv7_prepare"}, "backward": {"wkv7_token_gradients", "wkv7_key_gradients"}}[direction]
+    assert {request.template.name for request in made} == {found.name, *others}
+    assert found.parameters in [request.parameters for request in made]
+    if in_groups:
+        for threads in (256, 128, 64):
+            with contextlib.suppress(UnsupportedConfigError):
+                of_threads = of_algorithm(direction, many._replace(num_threads=threads))
+                assert {request.arch for request in of_threads if request.template.name == "wkv7_scan"} == {"sm_90"}
+                made += of_threads
+                break
+    check_all(made, row)
 
 
 @pytest.mark.parametrize("row", in_turn(SCAN_AXES), ids=name)
@@ -449,15 +467,22 @@ COMPLAINT = re.compile(r"\(C75\d\d\).*")
 
 @pytest.mark.parametrize(("head_size", "value_size", "direction", "few_heads", "dtype"), in_two_types(GROUP_ROWS))
 def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_size, direction, few_heads, dtype):
-    types = {"T_IO": dtype, "T_W": "fp32", "T_STATE": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
-    given = ("wkv7", direction, head_size, value_size, types, "sm_90", 64)
-    of_scan = scan_geometry.specialize(*given, few_heads=few_heads)
-    assert of_scan.template.name == "wkv7_group_scan"
-    for request in [of_scan, *([] if few_heads else scan_geometry.companions(*given))]:
+    given = problem(
+        "wkv7", dtype, head_size, value_size, backend="large", chunk_len=64, decay="sigmoid", types={"w": "fp32"},
+        few_heads=few_heads,
+    )  # fmt: skip
+    made = of_algorithm(direction, given)
+    assert "wkv7_group_scan" in {request.template.name for request in made}
+    for request in made:
+        assert request.arch == ("sm_90a" if request.template.name == "wkv7_group_scan" else "sm_90")
         if request.arch == "sm_90a":
-            log = log_of(request)
-            assert f"Compiling entry function '{request.template.name}' for 'sm_90a'" in log
-            assert COMPLAINT.findall(log) == []
+            check_products(request)
+
+
+def check_products(request, entry=None):
+    log = log_of(request)
+    assert f"Compiling entry function '{entry or request.template.name}' for 'sm_90a'" in log
+    assert COMPLAINT.findall(log) == []
 
 
 CHUNKED_GROUP_ROWS = [(sizes, ()) for sizes in ((64, 64), (64, 128), (128, 128))]
@@ -465,12 +490,8 @@ CHUNKED_GROUP_ROWS = [(sizes, ()) for sizes in ((64, 64), (64, 128), (128, 128))
 
 @pytest.mark.parametrize(("head_size", "value_size", "dtype"), in_two_types(CHUNKED_GROUP_ROWS))
 def test_products_of_the_group_backward_do_not_wait_for_each_other(head_size, value_size, dtype):
-    types = {"T_IO": dtype, "T_W": "fp32", "DECAY": "sigmoid", "STATE_LAYOUT": "vk"}
-    request = chunked.specialize("wkv7", "backward", head_size, value_size, types, "sm_90", 32)
-    assert request.template.name == "wkv7_group_backward"
-    log = log_of(request)
-    assert "Compiling entry function 'wkv7_backward' for 'sm_90a'" in log
-    assert COMPLAINT.findall(log) == []
+    given = problem("wkv7", dtype, head_size, value_size, backend="chunked", chunk_len=32, types={"w": "fp32"})
+    check_products(requests("backward", given)["wkv7_group_backward"], "wkv7_backward")
 
 
 # Head and value size: slabs of channels that two groups share evenly and not, rows in blocks of 64 and 32, value rows
@@ -488,26 +509,23 @@ GATED_GROUP_ROWS = [
 
 @pytest.mark.parametrize(("op", "head_size", "value_size", "direction", "dtype"), in_two_types(GATED_GROUP_ROWS))
 def test_products_of_the_other_ops_do_not_wait_for_each_other(op, head_size, value_size, direction, dtype):
-    types = {"T_IO": dtype, "T_W": dtype, "T_U": dtype, "T_STATE": "fp32", "DECAY": "log", "STATE_LAYOUT": "vk"}
-    types |= {"DECAY": "none"} if op == "linear_attention" else {}
-    given = (op, direction, head_size, value_size, types, "sm_90", 64)
-    requests = [
-        *(gated_scan.specialize(*given, few_heads=few_heads) for few_heads in (False, True)),
+    decay = "none" if op == "linear_attention" else "log"
+    made = of_algorithm(
+        direction,
         *(
-            request
-            for guarded in (False, True)
-            for request in gated_scan.companions(*given, guarded=guarded)
-            if not (guarded and op == "linear_attention")
+            problem(
+                op, dtype, head_size, value_size, backend="large", chunk_len=64, decay=decay, few_heads=few_heads,
+                has_fallback=has_fallback,
+            )
+            for few_heads in (False, True)
+            for has_fallback in (False, decay != "none")
         ),
-    ]
-    different = {kernel.memory_key(request): request for request in requests}
-    assert {request.template.name for request in requests} == {
+    )  # fmt: skip
+    assert {request.template.name for request in made} == {
         "gla_group_scan", "gla_prepare" if direction == "forward" else "gla_group_key_gradients"
     }  # fmt: skip
-    for request in different.values():
-        log = log_of(request)
-        assert f"Compiling entry function '{request.template.name}' for 'sm_90a'" in log
-        assert COMPLAINT.findall(log) == []
+    for request in made:
+        check_products(request)
 
 
 LINEAR_ROWS = [
@@ -525,15 +543,11 @@ LINEAR_ROWS = [
     ],
 )
 def test_backward_of_linear_attention_with_warp_groups(head_size, value_size, dtype, layout):
-    types = {"T_IO": dtype, "T_W": "fp32", "T_U": "fp32", "T_STATE": "fp32", "DECAY": "none", "STATE_LAYOUT": layout}
-    forward, backward = (
-        gated.specialize("linear_attention", direction, head_size, value_size, types, "sm_90")
-        for direction in ("forward", "backward")
+    given = problem(
+        "linear_attention", dtype, head_size, value_size, backend="chunked", chunk_len=32, state_layout=layout
     )
-    assert (forward.template.name, backward.template.name) == ("gla_scan", "gla_group_backward")
-    log = log_of(backward)
-    assert "Compiling entry function 'gla_backward' for 'sm_90a'" in log
-    assert COMPLAINT.findall(log) == []
+    forward, backward = requests("forward", given)["gla_scan"], requests("backward", given)["gla_group_backward"]
+    check_products(backward, "gla_backward")
     for found in kernel.get_all([forward, backward]):
         assert found.spill_bytes == 0
         assert found.shared_bytes == found.parameters["SHARED_BYTES"]
@@ -564,6 +578,17 @@ def test_log_says_where_products_wait_for_each_other(tiny):
     assert any("wgmma.mma_async instructions are serialized" in each for each in COMPLAINT.findall(badly))
 
 
+def of_segments(template, op, row):
+    """A kernel of segments, of a row with sizes, architecture and direction, and maybe types and decay."""
+    keys, values = row["sizes"]
+    given = problem(
+        op, row.get("dtype", "bf16"), keys, values, row["arch"], backend="segments",
+        decay="none" if op == "linear_attention" else row.get("decay"), chunk_len=row.get("chunk_len", 16),
+        types={"w": row["w_dtype"]} if "w_dtype" in row else (),
+    )  # fmt: skip
+    return requests("backward" if row["backward"] else "forward", given)[template]
+
+
 JOIN_AXES = {
     "sizes": ((1, 33), (40, 40), (64, 64), (100, 56), (128, 128)),
     "arch": CHUNKED_AXES["arch"],
@@ -575,7 +600,7 @@ JOIN_AXES = {
 @pytest.mark.parametrize("op", ["wkv7", "gla"])
 def test_kernel_that_joins_segments(op, row):
     backward = row["backward"]
-    found = kernel.get(split.join_request(op, *row["sizes"], backward, row["arch"]))
+    found = kernel.get(of_segments(f"{op}_join", op, row))
     assert found.cubin[:4] == b"\x7fELF"
     assert f"{op}_join" in found.resources
     assert 0 < found.registers <= 128
@@ -598,30 +623,22 @@ SEGMENT_AXES = {
 
 @pytest.mark.parametrize("row", in_turn(SEGMENT_AXES), ids=name)
 def test_kernel_of_segments(row):
-    like = {
-        "HEAD_SIZE": row["sizes"][0], "VALUE_SIZE": row["sizes"][1], "CHUNK_LEN": row["chunk_len"],
-        "T_IO": row["dtype"], "T_W": row["w_dtype"], "DECAY": row["decay"],
-    }  # fmt: skip
-    found = kernel.get(split.segment_request("wkv7", like, row["backward"], row["arch"]))
+    found = kernel.get(of_segments("wkv7_segment", "wkv7", row))
     assert "wkv7_segment" in found.resources
     assert 0 < found.registers <= 255
     assert found.spill_bytes <= (0 if max(row["sizes"]) <= 64 else 640)
-    assert found.parameters["SHARED_BYTES"] <= chunked.shared_limit(row["arch"])
+    assert found.parameters["SHARED_BYTES"] <= Gpu(row["arch"]).shared_limit
 
 
 GATED_SEGMENT_AXES = {name: x for name, x in SEGMENT_AXES.items() if name != "chunk_len"} | {
-    "op": gated.OPS,
+    "op": DIAGONAL,
     "sizes": (*SEGMENT_AXES["sizes"], (128, 64), (64, 20)),
 }
 
 
 @pytest.mark.parametrize("row", in_turn(GATED_SEGMENT_AXES), ids=name)
 def test_kernel_of_segments_of_the_other_ops(row):
-    like = {
-        "HEAD_SIZE": row["sizes"][0], "VALUE_SIZE": row["sizes"][1], "T_IO": row["dtype"], "T_W": row["w_dtype"],
-        "DECAY": row["decay"],
-    }  # fmt: skip
-    found = kernel.get(split.segment_request(row["op"], like, row["backward"], row["arch"]))
+    found = kernel.get(of_segments("gla_segment", row["op"], row))
     assert "gla_segment" in found.resources
     assert 0 < found.registers <= 255
     assert found.spill_bytes <= (0 if row["sizes"] in ((64, 64), (128, 128)) else 128)
@@ -642,15 +659,12 @@ LOOK_AXES = {
 
 @pytest.mark.parametrize("row", in_turn(LOOK_AXES), ids=name)
 def test_kernel_that_looks_at_decays(row):
-    found = kernel.get(
-        scan_geometry.look_request(
-            "wkv7",
-            row["head_size"],
-            {"T_IO": "bf16", "T_W": row["w_dtype"], "DECAY": row["decay"]},
-            row["chunk_len"],
-            row["arch"],
-        )  # fmt: skip
-    )
+    given = problem(
+        "wkv7", K=row["head_size"], arch=row["arch"], decay=row["decay"], chunk_len=row["chunk_len"],
+        types={"w": row["w_dtype"]},
+    )  # fmt: skip
+    _, look = delta_large._look(given)
+    found = kernel.get(look.request(given.gpu))
     assert found.cubin[:4] == b"\x7fELF"
     assert "wkv7_decay_range" in found.resources
     assert 0 < found.registers <= 128
@@ -660,6 +674,45 @@ def test_kernel_that_looks_at_decays(row):
     assert threads >= row["head_size"] or row["head_size"] % 4 == 0
     assert threads in (256, 1024)
     assert f"constexpr auto DECAY = Decay::{row['decay']};" in found.source
+
+
+# ---- what is around the kernels of an algorithm ------------------------------------------------------------------
+
+TYPES = ("fp32", "bf16", "fp16")
+ARCHS = [pytest.param(arch, marks=() if arch == "sm_80" else pytest.mark.full) for arch in CHUNKED_AXES["arch"]]
+
+
+def check_small(steps, arch):
+    made = kernel.get_all([step.request(Gpu(arch)) for step in steps])
+    for step, found in zip(steps, made, strict=True):
+        assert list(found.resources) == [step.entry]
+        assert (found.parameters, found.spill_bytes) == (step.parameters, 0)
+        assert found.registers <= 64  # a multiprocessor has room for 1024 threads
+    return made
+
+
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
+def test_kernel_that_sums_rows(arch):
+    made = check_small([parts.sum_rows("rows", "sums", 1, 1, 1, storage) for storage in TYPES], arch)
+    assert len({found.cubin for found in made}) == len(TYPES)
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (1, 33), (1000, 136)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernel_that_copies_states_of_every_kind_to_every_other(arch, sizes):
+    given = problem("wkv7", K=sizes[0], V=sizes[1])
+    kinds = [*itertools.product(TYPES, ("vk", "kv"))]
+    pairs = [*itertools.product(kinds, kinds)]
+    if sizes != (64, 64):  # the others in turn
+        pairs = [(kinds[place], kinds[-1 - place]) for place in range(len(kinds))]
+    check_small(
+        [parts.copy_states(given, "a", "b", a_type, b_type, a, b) for (a_type, a), (b_type, b) in pairs], arch
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
+def test_kernel_that_combines_flags(arch):
+    check_small([parts.combine_flags(problem("wkv7"), 4)], arch)
 
 
 # Architectures, decays, state types and geometries that the rows above show of other templates only.
@@ -701,7 +754,7 @@ def test_kernel_of_a_call(template, op, head_size, arch, decay):
     *_, request = [
         request
         for direction in ("forward", "backward")
-        for request in runtime.call_requests(op, head_size, *of_call, direction, *more)
+        for request in ahead.call_requests(op, head_size, *of_call, direction, *more)
         if request.template.name == template
     ]
     found = kernel.get(request)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rwkv_jit import cache, env, kernel, runtime, stats
+from rwkv_jit import ahead, cache, env, kernel, stats
 from rwkv_jit.cache import bundle, lock
 
 # Reads the template that is named, waits for a line if it shall, and tells where the kernel came from.
@@ -314,7 +314,7 @@ def test_ranks_of_a_node_begin_at_different_kernels_and_return_them_in_order(var
     asked, really_get = [], kernel.get_async
     monkeypatch.setattr(kernel, "get_async", lambda request: asked.append(request) or really_get(request))
     requests = [tiny(size) for size in (1, 2, 3, 4)]
-    found = runtime.compile_all([*requests, requests[0]])
+    found = ahead.compile_all([*requests, requests[0]])
     assert [each.parameters["SIZE"] for each in found] == [1, 2, 3, 4]
     assert asked == [*requests[begin:], *requests[:begin]]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import problem, requests
 
 import rwkv_jit
 from rwkv_jit import cache, compiler, cuda, identity, kernel, stats, template
+from rwkv_jit.algorithms.recurrent import VARIANTS
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
-from rwkv_jit.ops import backends, chunked, gated, gated_scan, recurrent, scan_geometry, split
-from rwkv_jit.ops.recurrent import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -30,8 +30,7 @@ found = kernel.get(request)
 assert "torch" not in sys.modules
 print(found.origin, hashlib.sha256(found.cubin).hexdigest(), found.registers, found.shared_bytes)
 """
-TYPES = {"T_IO": "bf16", "T_W": "bf16", "T_STATE": "fp32", "DECAY": "raw", "STATE_LAYOUT": "vk"}
-PARAMETERS = recurrent.specialize("wkv7", "forward", 24, 24, TYPES, "sm_90").parameters
+PARAMETERS = requests("forward", problem("wkv7", K=24))["wkv7_recurrent_forward"].parameters
 PRINT_KERNEL = PRINT_KERNEL.replace("PARAMETERS", repr(json.dumps(PARAMETERS)))
 
 
@@ -365,6 +364,8 @@ OTHER_RULES = {
     },
     "wkv7_segment": {**CHUNKED_RULES, "rows must be a multiple of 32": {"ROWS": 48}},
     "wkv7_decay_range": {"num_threads must be a multiple of the lanes": {"NUM_THREADS": 2}},
+    "sum_rows": {"columns must divide the threads": {"COLUMNS": 48}},
+    "copy_states": {"num_threads must be a multiple of 32 up to 1024": {"NUM_THREADS": 48}},
 }
 del OTHER_RULES["wkv7_segment"]["num_threads must be once or twice the value size, rounded up to a multiple of 32"]
 GATED_RULES = {**CHUNKED_RULES, "chunk_len must be 16, 32 or 64": {"CHUNK_LEN": 8}}
@@ -412,7 +413,6 @@ OTHER_RULES["gla_group_key_gradients"] = {
     "stages must be 2 at least": {"STAGES": 1},
     "num_threads must make two or more equal segments of a chunk": {"NUM_THREADS": 32},
 }
-GROUP_KERNELS = ("gla_prepare", "gla_group_scan", "gla_group_key_gradients")
 # Of all kernels of the scan; of those that make operands; of each.
 SLAB_RULES = {
     "the split kernels take float16 and bfloat16": {"T_IO": "fp32"},
@@ -474,47 +474,43 @@ BROKEN = [
 ] + [(name, rule, change) for name, rules in (OTHER_RULES | SCAN_RULES).items() for rule, change in rules.items()]
 
 
-def parameters(name):
-    if name in SCAN_RULES:
-        arch = "sm_80" if name == "wkv7_scan" else "sm_90"
-        given = [("wkv7", direction, 24, 24, TYPES, arch, 64) for direction in ("forward", "backward")]
-        kernels = [
-            scan_geometry.specialize(*given[0]),
-            *scan_geometry.companions(*given[0]),
-            *scan_geometry.companions(*given[1]),
-        ]
-        return next(request.parameters for request in kernels if request.template.name == name)
+# The problems whose directions have these templates, where they are not those of small heads.
+LARGE = {"backend": "large", "chunk_len": 64}
+SEGMENTS = {"backend": "segments", "chunk_len": 32}
+GIVEN = {
+    "wkv7_scan": {"arch": "sm_80", **LARGE},
+    "gla_scan": {"backend": "chunked", "chunk_len": 32},
+    "gla_key_gradients": {"backend": "large", "chunk_len": 32},
+    "wkv7_group_backward": {"K": 64, "backend": "chunked", "chunk_len": 32},
+    "gla_group_backward": {"op": "linear_attention", "K": 128, "backend": "chunked", "chunk_len": 32},
+    **dict.fromkeys(("wkv7_join", "wkv7_segment", "gla_join", "gla_segment"), SEGMENTS),
+    **dict.fromkeys(("wkv7_chunked_forward", "wkv7_chunked_backward", "gla_chunked_backward"), SEGMENTS),
+    "wkv7_decay_range": {**LARGE, "decay": "log", "has_fallback": True},
+    **dict.fromkeys(("wkv7_prepare", "wkv7_token_gradients", "wkv7_key_gradients", "wkv7_group_scan"), LARGE),
+    **dict.fromkeys(("gla_prepare", "gla_group_scan", "gla_group_key_gradients"), LARGE),
+    "sum_rows": {"op": "wkv6"},
+    "copy_states": {**SEGMENTS, "has_final_state": True},
+}
+
+
+def request_of(name):
+    """Return a kernel of a call with heads of 24 channels, or of the sizes that its template takes."""
     op = name.split("_")[0]
-    if name in ("wkv7_join", "gla_join"):
-        return split.join_request(op, 24, 24, False, "sm_90").parameters
-    if name in ("wkv7_segment", "gla_segment"):
-        like = {**TYPES, "HEAD_SIZE": 24, "VALUE_SIZE": 24, "CHUNK_LEN": 32}
-        return split.segment_request(op, like, False, "sm_90").parameters
-    if name == "wkv7_decay_range":
-        return scan_geometry.look_request("wkv7", 24, TYPES, 32, "sm_90").parameters
-    if name == "wkv7_group_backward":
-        return chunked.specialize("wkv7", "backward", 64, 64, TYPES, "sm_90", 32).parameters
-    if name == "gla_group_backward":
-        types = TYPES | {"DECAY": "none", "T_U": "fp32"}
-        return gated.specialize("linear_attention", "backward", 128, 128, types, "sm_90").parameters
-    if name == "gla_scan":
-        return gated.specialize("gla", "forward", 24, 24, TYPES, "sm_90").parameters
-    if name in GROUP_KERNELS:
-        direction = "backward" if name == "gla_group_key_gradients" else "forward"
-        given = ("gla", direction, 24, 24, TYPES, "sm_90", 64)
-        kernels = [gated_scan.specialize(*given), *gated_scan.companions(*given)]
-        return next(request.parameters for request in kernels if request.template.name == name)
-    if name == "gla_key_gradients":
-        return gated_scan.companions("gla", "backward", 24, 24, TYPES, "sm_90", 32)[0].parameters
-    op, backend, direction = name.split("_")
-    return backends.KERNELS[op][backend].specialize(op, direction, 24, 24, TYPES, "sm_90").parameters
+    of_op = {"op": op if op in ("wkv7", "gla") else "wkv7", "K": 24, "state_layout": "vk"}
+    given = problem(**{**of_op, **GIVEN.get(name, {})})
+    kernels = requests("backward", given) | requests("forward", given)
+    return kernels[name]
+
+
+def parameters(name):
+    return request_of(name).parameters
 
 
 @pytest.mark.parametrize(("name", "rule", "change"), BROKEN, ids=lambda x: str(x))
 def test_broken_rule_of_a_template_comes_back_as_its_text(name, rule, change):
-    broken, arch = {**parameters(name), **change}, "sm_90a" if "_group_" in name or name in GROUP_KERNELS else "sm_90"
+    request = request_of(name)
     with pytest.raises(UnsupportedConfigError) as caught:
-        kernel.get(kernel.Request(template.library(name), broken, arch))
+        kernel.get(request._replace(parameters={**request.parameters, **change}))
     message = str(caught.value)
     assert message.startswith(f"{name}: {rule}; got ")
     for parameter, value in change.items():

@@ -1,13 +1,14 @@
 """timex's kernels compile for every architecture they are for, without spills, and refuse what they cannot do."""
 
 import pytest
-import torch
 
 from rwkv_jit import kernel
+from rwkv_jit.algorithms import whole
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import timex_tiles, timex_transforms
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of w and k; rows and tokens so that blocks have 8, 16 or 32 rows, and inputs are streamed or not.
 SAMPLES = {
     "sm_80": [("fp32", "fp32", 32, 768), ("bf16", "bf16", 8, 16384)],
@@ -24,13 +25,22 @@ SAMPLES = {
 }
 
 
+def requests(backend, arch, batch, tokens, w_type="fp32", k_type="fp32", vectors=()):
+    """The kernels of a call: the convolution, the gradient of w, and that of k."""
+    types = {"w": w_type, "k": k_type}
+    p = Problem(OPS["timex"], Gpu(arch), types, B=batch, T=tokens, C=1, backend=backend, vectors=vectors)
+    found = [each for way in (whole.forward, whole.backward) for each in way(p).requests(p.gpu)]
+    return [each for i, each in enumerate(found) if each not in found[:i] and each.template.name != "sum_rows"]
+
+
 @pytest.mark.parametrize(
     ("arch", "sample"), [(arch, sample) for arch, samples in SAMPLES.items() for sample in samples], ids=str
 )
 def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample):
-    w_dtype, dtype, batch, tokens = sample
-    types = (DTYPES[w_dtype], DTYPES[dtype])
-    for found in kernel.get_all(timex_tiles.requests(batch, tokens, types, arch, vector=1 if tokens % 4 else 4)):
+    *types, batch, tokens = sample
+    wanted = requests("tiles", arch, batch, tokens, *types)
+    assert [each.template.name for each in wanted] == ["timex_convolve", "timex_filter_gradient", "timex_convolve"]
+    for found in kernel.get_all(wanted):
         assert found.spill_bytes <= (8 if arch in ("sm_80", "sm_90") else 128)
         assert found.registers <= 128  # two blocks of 256 threads
 
@@ -51,7 +61,7 @@ def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample
     ],
 )
 def test_every_rule_is_told(direction, change, message):
-    request = timex_tiles.requests(32, 768, (torch.float32,) * 2, "sm_90")[0 if direction == "forward" else -1]
+    request = requests("tiles", "sm_90", 32, 768)[direction == "backward"]
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))
 
@@ -69,7 +79,8 @@ def test_every_rule_is_told(direction, change, message):
     ],
 )
 def test_transforms_compile(arch, tokens, dtype, is_paired):
-    request = timex_transforms.request(tokens, (torch.float32, DTYPES[dtype]), arch, is_paired=is_paired)
+    (request,) = requests("transforms", arch, 8, tokens, "fp32", dtype, (4, 4, 4) if is_paired else (1, 1, 1))
+    assert request.parameters["PAIRED"] == is_paired
     found = kernel.get(request)
     assert set(found.resources) == {"timex_factors", "timex_transform", "timex_transform_gradient"}
     assert max(found.resources[f"timex_{name}"].spill_bytes for name in ("factors", "transform")) <= 112
@@ -89,6 +100,6 @@ def test_transforms_compile(arch, tokens, dtype, is_paired):
     ],
 )
 def test_every_rule_of_the_transforms_is_told(change, message):
-    request = timex_transforms.request(768, (torch.float32,) * 2, "sm_90")
+    (request,) = requests("transforms", "sm_90", 8, 768)
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))

@@ -5,10 +5,13 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import kernel
+from rwkv_jit.algorithms import whole
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import wkv4_walk as room
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
 
-TYPES = {"T_IO": "bf16", "T_W": "fp32", "T_U": "fp32", "DECAY": "raw"}
+TYPES = {"w": "fp32", "u": "fp32", "k": "bf16", "v": "bf16"}
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
@@ -37,6 +40,7 @@ def test_w_and_u_of_other_types(backend, parameters):
     ],
 )
 def test_rules(change, message):
-    _, request = room.requests("forward", TYPES, "sm_80")
+    gpu = Gpu("sm_80")
+    (request,) = whole.forward(Problem(OPS["wkv4"], gpu, TYPES, C=1, decay="raw")).requests(gpu)
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))

@@ -145,3 +145,63 @@ STRIDES = [
     "channels last but one",
     "a slice at an odd address",
 ]
+
+
+# ---- decays without a promise ------------------------------------------------------------------------------------
+
+GATE = 6e-3  # of the tensor cores
+# Of the recurrent kernels: little more than the rounding of the results, and of fp32 for states.
+EXACT, EXACT_STATE = 3e-3, 5e-6
+STRONG = {"raw": [5.0, 11.0, 20.0], "direct": [0.0, 1e-30], "log": [-200.0, -float("inf")]}
+# Single tokens at the begin, in the middle of a chunk and at the end, and a whole sequence.
+PLACES = [(0, 0, 0), (0, 77, 2), (1, -1, 1), (1, slice(None), 2)]
+STRONG_HEADS = {(row, head) for row, _, head in PLACES}
+USUAL = (-0.6, -0.01)
+BOUND = -0.7
+
+
+def results(op, given, state, **options):
+    """Results and gradients by name, those of the float64 recurrence, and the weights."""
+    y, final, grads, weights = run(op, given, state, **options)
+    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
+    want_y, want_final, want_grads, _ = reference(op, given, state, weights, **exact)
+    names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
+    found = dict(zip(names, (y, final, *grads), strict=False))
+    return found, dict(zip(names, (want_y, want_final, *want_grads), strict=False)), weights
+
+
+def of_head(name, x, row, head):
+    """What belongs to one head of one row: of states [N, H, ..], of all others [B, T, H, ..]."""
+    return x[row, head] if name in ("state", "dinitial_state") else x[row, :, head]
+
+
+def check_heads(op, found, want, rows, heads, strong, walked, gates):
+    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are.
+
+    So is what a forward finds that has `walked` through the chunks out of range, and the others by tensor cores.
+    """
+    wrong, summed = {}, {f"d{name}" for name in FIXED.get(op, "")}
+    for name in found.keys() - summed:
+        for row in range(rows):
+            for head in range(heads):
+                one, exact = (of_head(name, x[name], row, head) for x in (found, want))
+                limit = gates.get(name, GATE)
+                if (row, head) in strong and not (walked and name in ("y", "state")):
+                    limit = EXACT_STATE if "state" in name else EXACT
+                # A slope at strong decays is less than a float has.
+                error = relative(one, exact) if exact.norm() > 1e-20 else float(one.norm())
+                if not error <= limit:
+                    wrong[name, row, head] = error, limit
+    for name in summed & found.keys():
+        error = relative(found[name], want[name])
+        if not error <= gates.get(name, GATE):
+            wrong[name] = error
+    assert not wrong
+
+
+def places(heads, rows=2, of=3):
+    """The same as a mask."""
+    mask = torch.zeros(rows, of, dtype=torch.bool, device="cuda")
+    for row, head in heads:
+        mask[row, head] = True
+    return mask

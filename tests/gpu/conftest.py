@@ -77,13 +77,13 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if not session.config.getoption("--record") or hasattr(session.config, "workerinput") or not HAS_GPU:
         return
-    from rwkv_jit import runtime
+    from rwkv_jit import machine
 
     sections = dict(_recorded()["ops"])
     for op, outcomes in _outcomes.items():
         if outcomes:
             sections[op] = record.section(record.digest(op), outcomes, sections.get(op))
-    report = runtime.env_report()
+    report = machine.env_report()
     totals = {name: sum(section[name] for section in sections.values()) for name in ("passed", "failed", "skipped")}
     written = {
         **totals,
@@ -131,7 +131,7 @@ def most_of_the_memory(tmp_path_factory):
 
 
 BAND = 1024
-SENTINEL = 7.25
+SENTINEL = 7
 
 
 @pytest.fixture
@@ -142,7 +142,8 @@ def guarded_memory(monkeypatch):
 
     def guarded(*size, dtype=None, device=None, **more):
         plain = empty(*size, dtype=dtype, device="meta", **more)
-        flat = torch.full((plain.numel() + BAND,), float("nan"), dtype=plain.dtype, device=device)
+        nan = float("nan") if plain.is_floating_point() else 255  # bytes that make a NaN of any float
+        flat = torch.full((plain.numel() + BAND,), nan, dtype=plain.dtype, device=device)
         flat[plain.numel() :] = SENTINEL
         bands.append(flat[plain.numel() :])
         return flat[: plain.numel()].view(plain.shape)
@@ -158,3 +159,48 @@ def guarded_memory(monkeypatch):
     torch.cuda.synchronize()
     assert bands
     assert all(bool((band == SENTINEL).all()) for band in bands)
+
+
+@pytest.fixture
+def launched(nothing_known, monkeypatch):
+    """The kernels that were launched, in their order, each with its name, target and parameters."""
+    from rwkv_jit import launch
+
+    seen, run = [], launch.Launch.launch
+
+    def watched(known, *given):
+        seen.append(known.kernel)
+        run(known, *given)
+
+    monkeypatch.setattr(launch.Launch, "launch", watched)
+    return seen
+
+
+@pytest.fixture
+def problems(nothing_known):
+    """Returns the problems of the calls that were made, in their order: which algorithm, and how it is cut."""
+    from rwkv_jit.ops import known_calls
+
+    return lambda: [known.problem for known in known_calls.calls.values()]
+
+
+@pytest.fixture
+def seen_flags(monkeypatch):
+    """The flags [sequences, heads] of every forward for gradients whose decays may leave the range."""
+    from rwkv_jit.algorithms import whole
+    from rwkv_jit.ops import known_calls
+    from rwkv_jit.schedule import offsets
+
+    seen, run = [], known_calls.Known.run
+
+    def watched(known, *given):
+        results, problem = run(known, *given), known.problem
+        if problem.has_fallback and problem.training:
+            sizes = whole.kept(problem)
+            begin = dict(zip(sizes, offsets(sizes.values()), strict=True))["flags"] // 4
+            flags = results[-1].view(torch.int32)[begin : begin + sizes["flags"] // 4]
+            seen.append(flags.view(problem.N, problem.H))
+        return results
+
+    monkeypatch.setattr(known_calls.Known, "run", watched)
+    return seen

@@ -15,14 +15,13 @@ STEMS = {
     "linear_attention": "gla",
 }  # fmt: skip
 OPS = tuple(STEMS)
-# The modules between a call and the driver. References and the cache decide nothing about a kernel's results.
+# The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
+# kernel's results, and plain torch launches none.
 LAUNCHING = (
-    "compiler.py", "cuda.py", "kernel.py", "launch.py", "signatures.py", "tensors.py", "ops/boundary.py",
-    "ops/recording.py", "ops/registry.py", "ops/known_calls.py", "ops/backends.py", "ops/interface.py",
-    "ops/layout.py", "ops/prepared.py", "ops/recurrent.py", "ops/chunked.py", "ops/split.py", "ops/scan.py",
-    "ops/scan_geometry.py", "ops/choices.py", "ops/guarded.py", "ops/gated.py", "ops/gated_scan.py",
-    "ops/gated_groups.py", "ops/wide_keys.py", "ops/flops.py", "ops/sharding.py",
+    "compiler.py", "cuda.py", "dlpack.py", "gpu.py", "kernel.py", "launch.py", "plan.py", "problem.py", "rule.py",
+    "schedule.py", "signatures.py", "template.py", "tensors.py", "tuned.py",
 )  # fmt: skip
+ROOMS, PLAIN = ("algorithms", "ops"), "ops/plain.py"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
@@ -66,16 +65,31 @@ def canonical(node):
     return repr(node)
 
 
-def own_modules(op: str) -> list[str]:
+def own_modules(op: str) -> set[str]:
     """The modules that only this op has."""
-    return sorted(f"ops/{path.name}" for path in (ROOT / "rwkv_jit/ops").glob(f"{op}*.py"))
+    return {name for name in _in_rooms() if re.fullmatch(rf"\w+/{op}(_\w+)?\.py", name)}
+
+
+def _in_rooms() -> set[str]:
+    return {f"{room}/{path.name}" for room in ROOMS for path in (ROOT / "rwkv_jit" / room).glob("*.py")}
+
+
+def modules(op: str) -> list[str]:
+    """All modules that decide about the results of an op."""
+    of_others = set().union(*(own_modules(other) for other in OPS if other != op))
+    return sorted({*LAUNCHING, *_in_rooms()} - of_others - {PLAIN})
+
+
+def templates(op: str) -> list[str]:
+    """The kernels of an op, and those that all ops take."""
+    found = [*(ROOT / "kernel_templates").rglob(f"{STEMS[op]}_*.cu"), *(ROOT / "kernel_templates/shared").glob("*.cu")]
+    return sorted(path.name for path in found)
 
 
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
-    templates = sorted(path.name for path in (ROOT / "kernel_templates").rglob(f"{STEMS[op]}_*.cu"))
-    parts = [template_text(name, {"types.cuh"}) for name in templates]
-    parts += [template_text("types.cuh", set()), *map(module_tree, (*LAUNCHING, *own_modules(op)))]
+    parts = [template_text(name, {"types.cuh"}) for name in templates(op)]
+    parts += [template_text("types.cuh", set()), *map(module_tree, modules(op))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

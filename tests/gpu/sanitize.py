@@ -15,7 +15,7 @@ import torch
 import rwkv_jit
 from bench import history
 from rwkv_jit import launch, signatures, template
-from rwkv_jit.ops import scan_geometry
+from rwkv_jit.algorithms import delta_large
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -34,9 +34,9 @@ def op(name, batch, tokens, heads, head_size, value_size=None, dtype=BF16, packe
 
 
 def scan_in_parts(*sizes, **options):
-    usual, scan_geometry._LEAST_CHUNKS = scan_geometry._LEAST_CHUNKS, 4
+    usual, delta_large._LEAST_CHUNKS = delta_large._LEAST_CHUNKS, 4
     op(*sizes, **options)
-    scan_geometry._LEAST_CHUNKS = usual
+    delta_large._LEAST_CHUNKS = usual
     signatures.forget()
 
 
@@ -92,13 +92,13 @@ CALLS = [
 
 
 def main(part=0, parts=1):
-    reached, launched = set(), launch.Plan.launch
+    reached, launched = set(), launch.Launch.launch
 
-    def note(plan, *given):
-        reached.add(plan.kernel.name)
-        launched(plan, *given)
+    def note(prepared, *given):
+        reached.add(prepared.kernel.name)
+        launched(prepared, *given)
 
-    launch.Plan.launch = note
+    launch.Launch.launch = note
     everywhere = set()
     for call in CALLS[part::parts]:
         reached.clear()

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.ops import backends, chunked, known_calls, prepared
+from rwkv_jit import rule, tensors
+from rwkv_jit.ops import known_calls
 
 make_inputs, relative, run = comparing.make_inputs, comparing.relative, comparing.run
 
@@ -187,14 +188,14 @@ def test_known_signature_at_an_address_the_kernel_cannot_read(op, backend, sizes
     given = {n: x.detach().transpose(1, 2).contiguous().transpose(1, 2) for n, x in inputs(**sizes).items()}
     options = {"decay": "sigmoid", "backend": backend}
     want, _ = rwkv_jit.wkv7(*given.values(), **options)
-    known = len(known_calls.forwards)
+    known = len(known_calls.calls)
     for moved, x in given.items():
         for shift in (1, 4):
             memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
             shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
             y, _ = rwkv_jit.wkv7(*{**given, moved: shifted}.values(), **options)
             assert torch.equal(y, want)
-    assert len(known_calls.forwards) == known
+    assert len(known_calls.calls) == known
 
 
 def test_an_expanded_output_gradient(op):
@@ -291,12 +292,11 @@ def test_split_dtypes(op, dtype, state_dtype):
     check(given, comparing.make_state(given, 2, state_dtype), backend="split")
 
 
-@pytest.mark.usefixtures("nothing_known")
-def test_few_heads_are_split_and_agree_with_the_whole(op):
+def test_few_heads_are_split_and_agree_with_the_whole(op, problems, launched):
     given = inputs(batch=1, tokens=8192, heads=2, decays=SLOW)
     y, final = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid")
-    (known,) = known_calls.forwards.values()
-    assert known.segments == 16
+    assert [made.backend for made in problems()] == ["segments"]
+    assert {made.name for made in launched} >= {"wkv7_segment", "wkv7_join", "wkv7_chunked_forward", "copy_states"}
     grads = torch.autograd.grad(y.float().sum() + final.sum(), list(given.values()))
     whole, end = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid", backend="chunked")
     wanted = torch.autograd.grad(whole.float().sum() + end.sum(), list(given.values()))
@@ -329,16 +329,6 @@ def test_the_batch_around_a_split_sequence_changes_nothing(op):
     assert torch.equal(many[0][3:4], one[0])
     assert torch.equal(many[1][3:4], one[1])
     assert all(torch.equal(a[3:4], b) for a, b in zip(many[2], one[2], strict=True))
-
-
-def test_a_split_call_is_captured(op):
-    given = [x.detach() for x in inputs(batch=1, tokens=2048, heads=2).values()]
-    want, _ = rwkv_jit.wkv7(*given, decay="sigmoid", backend="split")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, _ = rwkv_jit.wkv7(*given, decay="sigmoid", backend="split")
-    graph.replay()
-    assert torch.equal(y, want)
 
 
 # ---- the same results --------------------------------------------------------------------------------------------
@@ -403,26 +393,13 @@ def test_more_than_two_billion_elements(op):
 # ---- how it is called --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nothing_known")
-def test_the_rule_picks_these_kernels(op):
+def test_the_rule_picks_these_kernels(op, problems):
     given = inputs()
     for options in ({"decay": "sigmoid"}, BOUNDED, {}, {"decay": "sigmoid", "chunk_len": 8}):
         rwkv_jit.wkv7(*given.values(), **options)
-    rwkv_jit.wkv7(*[x[:, : backends.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
-    chosen = [known.options.backend for known in known_calls.forwards.values()]
-    assert chosen == ["chunked", "chunked", "chunked", "recurrent", "recurrent"]
-    assert [known.options.guarded for known in known_calls.forwards.values()] == [False, False, True, False, False]
-
-
-def test_a_cuda_graph_replays(op):
-    given = {n: x.detach() for n, x in inputs().items()}
-    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
-    y.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(y, want)
+    rwkv_jit.wkv7(*[x[:, : rule.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
+    assert [made.backend for made in problems()] == ["chunked", "chunked", "chunked", "recurrent", "recurrent"]
+    assert [made.has_fallback for made in problems()] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -452,19 +429,16 @@ NATIVE = (
 )
 
 
-@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("arch", ["compute_80", *NATIVE])
-def test_other_architectures(op, arch, monkeypatch):
+def test_other_architectures(op, arch, launched, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here, and this GPU's own extended target."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     for head_size in (40, 128):
         check(inputs(tokens=70, head_size=head_size))
-    known = [*known_calls.forwards.values(), *prepared._backwards.values()]
-    assert {each.plan.kernel.target for each in known} == {arch}
-    assert len(known) == 4
+    assert {made.target for made in launched} == {arch}
+    assert {made.name.rsplit("_", 1)[1] for made in launched} == {"forward", "backward"}
 
 
 def test_shared_memory_of_the_geometry_is_what_this_gpu_gives(op):
     properties = torch.cuda.get_device_properties(0)
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    assert chunked.shared_limit(arch) <= properties.shared_memory_per_block_optin
+    assert tensors.gpu(0).shared_limit <= properties.shared_memory_per_block_optin

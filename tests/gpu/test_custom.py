@@ -77,6 +77,19 @@ def test_values(dtype, negate, template):
     torch.testing.assert_close(y, exact.to(dtype))
 
 
+def test_arguments_by_name_are_those_in_the_kernels_order(kernel):
+    x = torch.randn(1000, device="cuda")
+    y, want = torch.empty_like(x), torch.empty_like(x)
+    affine(kernel, x, want, factor=1.5, offset=-0.25, negate=True)
+    given = {"negate": True, "offset": -0.25, "factor": 1.5, "count": x.numel(), "y": y, "x": x}
+    for _ in range(2):  # prepared, then known
+        y.fill_(0)
+        kernel.launch(4, 256, entry="affine", **given)
+        assert torch.equal(y, want)
+    kernel.launch(1, 128, entry="through_shared", shared_bytes=4 * 500, floats=500, y=y)
+    assert torch.equal(y[:500], torch.arange(500.0, device="cuda"))
+
+
 @pytest.mark.parametrize("largest", [False, True])
 def test_scalars_of_every_kind_arrive_unchanged(largest, kernel):
     integers = (numpy.int8, numpy.uint8, numpy.int16, numpy.uint16, numpy.int32, numpy.uint32)

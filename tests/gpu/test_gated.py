@@ -1,20 +1,25 @@
 """wkv5, wkv6, gla, linear_attention on the tensor cores against the float64 recurrence on the same rounded inputs."""
 
+from functools import partial
+
 import comparing
 import pytest
 import torch
+from comparing import BOUND, EXACT, GATE, PLACES, STRONG, STRONG_HEADS, USUAL, results
 
 import rwkv_jit
-from rwkv_jit.ops import backends, gated, gated_scan, guarded, known_calls, prepared
+from rwkv_jit import rule
+from rwkv_jit.algorithms import diagonal_chunked, diagonal_large
+from rwkv_jit.ops import known_calls
 
 relative, run, FIXED, NAMES = comparing.relative, comparing.run, comparing.FIXED, comparing.NAMES
 
-OPS = gated.OPS
+OPS = ("wkv5", "wkv6", "gla", "linear_attention")
 WITH_DECAY = [op for op in OPS if "w" in NAMES[op]]
 BY_TOKEN = [op for op in WITH_DECAY if "w" not in FIXED.get(op, "")]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-GATE = 6e-3
 GATES = {"dw": 8e-3}
+check_heads, places = partial(comparing.check_heads, gates=GATES), partial(comparing.places, of=4)
 PARTS_GATE = 5e-3  # of wkv5's dw, beside the size of its parts
 SLOW = (-1e-2, -1e-4)  # log-decay per step
 SCANNED = [(200, 136), (256, 512), (40, 300)]  # heads that no block holds
@@ -64,7 +69,7 @@ def make_state(op, given, sequences, dtype=torch.float32, layout=None):
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 31, 32, 64, 65, 200])
-@pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
+@pytest.mark.parametrize("chunk_len", diagonal_chunked.CHUNK_LENS)
 @pytest.mark.parametrize("op", OPS)
 def test_every_length(op, chunk_len, tokens):
     # Of a single token du has a factor dy . v, a number a head.
@@ -74,7 +79,7 @@ def test_every_length(op, chunk_len, tokens):
 
 @pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("tokens", [0, 1, 33, 64, 130])
-@pytest.mark.parametrize("chunk_len", gated_scan.CHUNK_LENS)
+@pytest.mark.parametrize("chunk_len", diagonal_large.CHUNK_LENS)
 @pytest.mark.parametrize("op", OPS)
 def test_every_length_of_large_heads(op, chunk_len, tokens):
     given = inputs(op, tokens=tokens, heads=2, head_size=136, value_size=200)
@@ -126,22 +131,22 @@ def test_large_heads(op, sizes, chunk_len):
     check(op, given, make_state(op, given, 2), chunk_len=chunk_len)
 
 
-@pytest.mark.usefixtures("guarded_memory", "nothing_known")
+@pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("sizes", [(64, 64), (40, 40), (128, 32)])
 @pytest.mark.parametrize("op", OPS)
-def test_smaller_heads_that_are_scanned(op, sizes, monkeypatch):
+def test_smaller_heads_that_are_scanned(op, sizes, problems, monkeypatch):
     """As where a block has no room for them."""
-    monkeypatch.setattr(gated, "obstacle", lambda *_: ("has no room",))
+    monkeypatch.setattr(diagonal_chunked, "why_not", lambda *_: ("has no room",))
     given = inputs(op, tokens=70, head_size=sizes[0], value_size=sizes[1])
     check(op, given, make_state(op, given, 2), backend="split")
-    assert {known.options.backend for known in known_calls.forwards.values()} == {"scan"}
+    assert [made.backend for made in problems()] == ["large"]
 
 
 LEGAL_THREADS = [
     (sizes, threads)
     for sizes in ((40, 40), (64, 64), (40, 100), (128, 128), (200, 300))
     for threads in (64, 96, 128, 160, 256, 384, 512)
-    if threads >= gated._least_threads(*sizes)
+    if threads >= diagonal_chunked._least_threads(*sizes)
 ]
 
 
@@ -247,7 +252,7 @@ def test_gradient_of_the_final_state_alone(op, head_size):
         assert error < GATES.get(f"d{name}", GATE), name
 
 
-@pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
+@pytest.mark.parametrize("chunk_len", diagonal_chunked.CHUNK_LENS)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("head_size", [40, 160])
 @pytest.mark.parametrize("op", OPS)
@@ -292,14 +297,14 @@ def test_known_signature_at_an_address_the_kernel_cannot_read(op, sizes):
     backend = "split" if "tokens" in sizes else "auto"
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": backend})
     want, _ = function(*given.values(), **options)
-    known = len(known_calls.forwards)
+    known = len(known_calls.calls)
     for moved, x in given.items():
         for shift in (1, 4):
             memory = torch.empty(x.numel() + shift, dtype=x.dtype, device="cuda")
             shifted = memory.as_strided(x.shape, x.stride(), shift).copy_(x)
             y, _ = function(*{**given, moved: shifted}.values(), **options)
             assert torch.equal(y, want)
-    assert len(known_calls.forwards) == known
+    assert len(known_calls.calls) == known
 
 
 @pytest.mark.parametrize("head_size", [64, 160])
@@ -455,30 +460,6 @@ def test_normalized(op, dtype, head_size, value_size, layout):
 
 # ---- decays without a promise --------------------------------------------------------------------------------------
 
-# Of the recurrent kernels: little more than the rounding of the results, and of fp32 for states.
-EXACT, EXACT_STATE = 3e-3, 5e-6
-STRONG = {"raw": [5.0, 11.0, 20.0], "direct": [0.0, 1e-30], "log": [-200.0, -float("inf")]}
-# Single tokens at the begin, in the middle of a chunk and at the end, and a whole sequence.
-PLACES = [(0, 0, 0), (0, 77, 2), (1, -1, 1), (1, slice(None), 2)]
-STRONG_HEADS = {(row, head) for row, _, head in PLACES}
-USUAL = (-0.6, -0.01)
-BOUND = -0.7
-
-
-@pytest.fixture
-def seen_flags(monkeypatch):
-    """The flags of every forward that keeps them."""
-    seen, split = [], guarded.Kept.split
-
-    def watched(of, kept):
-        saved, flags = split(of, kept)
-        if not seen or seen[-1].data_ptr() != flags.data_ptr():  # the backward asks for them too
-            seen.append(flags)
-        return saved, flags
-
-    monkeypatch.setattr(guarded.Kept, "split", watched)
-    return seen
-
 
 def guarded_inputs(op, dtype="bf16", decay="raw", tokens=130, head_size=64, **more):
     return inputs(op, DTYPES[dtype], decay, tokens=tokens, head_size=head_size, decays=USUAL, **more)
@@ -499,48 +480,9 @@ def strengthen_head(given, head, strong):
     return given | {"w": w.requires_grad_()}
 
 
-def results(op, given, state, **options):
-    """Results and gradients by name, those of the float64 recurrence, and the weights."""
-    y, final, grads, weights = run(op, given, state, **options)
-    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
-    want_y, want_final, want_grads, _ = comparing.reference(op, given, state, weights, **exact)
-    names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
-    found = dict(zip(names, (y, final, *grads), strict=False))
-    return found, dict(zip(names, (want_y, want_final, *want_grads), strict=False)), weights
-
-
-def of_head(name, x, row, head):
-    """What belongs to one head of one row: of states [N, H, ..], of all others [B, T, H, ..]."""
-    return x[row, head] if name in ("state", "dinitial_state") else x[row, :, head]
-
-
 def walks(given, chunk_len=None):
     """Return whether the forward goes through chunks out of range by itself: not by warp groups."""
     return max(given["k"].shape[3], given["v"].shape[3]) <= 128 or chunk_len in (16, 32)
-
-
-def check_heads(op, found, want, rows, heads, strong, walked):
-    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are.
-
-    So is what a forward finds that has `walked` through the chunks out of range, and the others by tensor cores.
-    """
-    wrong, summed = {}, {f"d{name}" for name in FIXED.get(op, "")}
-    for name in found.keys() - summed:
-        for row in range(rows):
-            for head in range(heads):
-                one, exact = (of_head(name, x[name], row, head) for x in (found, want))
-                limit = GATES.get(name, GATE)
-                if (row, head) in strong and not (walked and name in ("y", "state")):
-                    limit = EXACT_STATE if "state" in name else EXACT
-                # A slope at strong decays is less than a float has.
-                error = relative(one, exact) if exact.norm() > 1e-20 else float(one.norm())
-                if not error <= limit:
-                    wrong[name, row, head] = error, limit
-    for name in summed & found.keys():
-        error = relative(found[name], want[name])
-        if not error <= GATES.get(name, GATE):
-            wrong[name] = error
-    assert not wrong
 
 
 @pytest.mark.parametrize("sizes", [(40, 40), (64, 64), (128, 128), (192, 136), (256, 512)])
@@ -594,7 +536,7 @@ def test_constant_decay_of_one_head_is_strong(op, dtype, head_size, seen_flags):
         assert relative(found[name][1], want[name][1]) < EXACT
 
 
-@pytest.mark.parametrize("chunk_len", gated.CHUNK_LENS)
+@pytest.mark.parametrize("chunk_len", diagonal_chunked.CHUNK_LENS)
 @pytest.mark.parametrize("head_size", [64, 160])
 @pytest.mark.parametrize("op", BY_TOKEN)
 def test_limit_is_that_of_half_a_chunk(op, head_size, chunk_len, seen_flags):
@@ -653,14 +595,6 @@ def check_kinds(op, given, found, exact, fast, strong, walked):
         if not same or not torch.equal(x[is_fast], of_fast[is_fast]):
             different.append(name)
     assert not different
-
-
-def places(heads, rows=2, of=4):
-    """The same as a mask."""
-    mask = torch.zeros(rows, of, dtype=torch.bool, device="cuda")
-    for row, head in heads:
-        mask[row, head] = True
-    return mask
 
 
 @pytest.mark.parametrize(("layout", "state_dtype"), [("vk", torch.float32), ("kv", torch.bfloat16)])
@@ -806,13 +740,12 @@ def test_segments_with_the_fastest_sigmoid_decay(op):
     check(op, given, make_state(op, given, 2), backend="split")
 
 
-@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("op", OPS)
-def test_few_heads_are_split_and_agree_with_the_whole(op):
+def test_few_heads_are_split_and_agree_with_the_whole(op, problems, launched):
     given, options = inputs(op, batch=1, tokens=4096, heads=2, decays=SLOW), of(op, {"decay": "sigmoid"})
     y, final, grads, weights = run(op, given, **options)
-    (known,) = known_calls.forwards.values()
-    assert (known.segments, known.options.backend) == (16, "split")
+    assert [made.backend for made in problems()] == ["segments"]
+    assert {made.name for made in launched} >= {"gla_segment", "gla_join", "gla_scan", "copy_states"}
     whole = run(op, given, None, weights, backend="chunked", **options)
     for one, other in zip((y, final, *grads), (*whole[:2], *whole[2]), strict=True):
         assert relative(one, other) < GATES["dw"]
@@ -892,29 +825,6 @@ def test_the_batch_around_a_sequence_in_segments_changes_nothing(op):
         assert name in FIXED.get(op, "") or torch.equal(all_of_them[3:4], few), name
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_segments_are_captured_both_ways(op):
-    given, options = inputs(op, batch=1, tokens=1024, heads=2), of(op, {"decay": "sigmoid", "backend": "split"})
-    leaves, weight = list(given.values()), torch.randn_like(given["v"])
-
-    def both():
-        y, _ = getattr(rwkv_jit, op)(*leaves, **options)
-        return [y, *torch.autograd.grad(y, leaves, weight)]
-
-    torch.cuda.synchronize()  # the inputs are there
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        wants = both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
-    for x in found:
-        x.detach().fill_(float("nan"))
-    graph.replay()
-    assert all(torch.equal(x, want) for x, want in zip(found, wants, strict=True))
-
-
 # ---- the same results, and how it is called --------------------------------------------------------------------------
 
 
@@ -962,41 +872,14 @@ def test_a_prompt_continues_from_its_state(op, split):
         assert relative(final, last) < GATE
 
 
-@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("op", OPS)
-def test_the_rule_picks_these_kernels(op):
+def test_the_rule_picks_these_kernels(op, problems):
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
-    for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, {"tokens": backends.LEAST_TOKENS - 1}):
+    for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, {"tokens": rule.LEAST_TOKENS - 1}):
         function(*inputs(op, **more).values(), **options)
     function(*inputs(op).values(), chunk_len=8, **options)
-    found = [known.options for known in known_calls.forwards.values()]
-    assert [each.backend for each in found] == ["chunked", "scan", "recurrent", "recurrent", "recurrent"]
-    assert not any(each.guarded for each in found)
-
-
-@pytest.mark.parametrize("head_size", [64, 160])
-@pytest.mark.parametrize("op", OPS)
-def test_a_cuda_graph_replays_both_directions(op, head_size):
-    given = inputs(op, head_size=head_size)
-    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": backend_of(given)})
-    leaves, weight = list(given.values()), torch.randn_like(given["v"])
-
-    def both():
-        y, _ = function(*leaves, **options)
-        return [y, *torch.autograd.grad(y, leaves, weight)]
-
-    torch.cuda.synchronize()  # the inputs are there
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        wants = both()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
-    for x in found:
-        x.detach().fill_(float("nan"))
-    graph.replay()
-    assert all(torch.equal(x, want) for x, want in zip(found, wants, strict=True))
+    assert [made.backend for made in problems()] == ["chunked", "large", "recurrent", "recurrent", "recurrent"]
+    assert not any(made.has_fallback for made in problems())
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -1013,7 +896,7 @@ def test_fullgraph_compile(op, head_size, dynamic):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "head_size", "chunk_len"), [("chunked", 40, 32), ("scan", 160, 32), ("scan", 160, 64)]
+    ("backend", "head_size", "chunk_len"), [("chunked", 40, 32), ("large", 160, 32), ("large", 160, 64)]
 )
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op, backend, head_size, chunk_len, packed):
@@ -1029,18 +912,15 @@ def test_opcheck(op, backend, head_size, chunk_len, packed):
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_bwd").default, backward)
 
 
-@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("arch", ["compute_80"])
 @pytest.mark.parametrize("op", OPS)
-def test_other_architectures(op, arch, monkeypatch):
+def test_other_architectures(op, arch, launched, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here."""
     monkeypatch.setenv("RWKVJIT_ARCH", arch)
     for head_size in (40, 128, 256):
         check(op, inputs(op, tokens=70, head_size=head_size))
-    known = [*known_calls.forwards.values(), *prepared._backwards.values()]
-    plans = [each.plan for each in known] + [plan for each in gated_scan._plans.values() for plan in each]
-    assert {plan.kernel.target for plan in plans} == {arch}
-    assert len(plans) == 3 + 2 + 2
+    assert {made.target for made in launched} == {arch}
+    assert {made.name for made in launched} >= {"gla_scan", "gla_chunked_backward", "gla_key_gradients"}
 
 
 MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0

@@ -1,42 +1,21 @@
 """wkv7 without a promise about its decays: fast where they are usual, exact where they are not."""
 
+from functools import partial
+
 import comparing
 import pytest
 import torch
+from comparing import BOUND, GATE, PLACES, STRONG, STRONG_HEADS, USUAL, places, relative, run
 
 import rwkv_jit
-from rwkv_jit.ops import known_calls, prepared
-
-relative, run, reference = comparing.relative, comparing.run, comparing.reference
 
 # A parameter, so that the record counts these tests.
 pytestmark = pytest.mark.parametrize("op", ["wkv7"])
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Of the tensor cores, and of the recurrent kernels: little more than the rounding of the results.
-GATE = 6e-3
-GATES = {"da": 8e-3, "db": 8e-3}
-EXACT = 3e-3
-EXACT_STATE = 5e-6  # of fp32, as of the recurrent kernels by themselves
 HEAD_SIZES = [40, 64, 128, 192, 256]
-STRONG = {"raw": [5.0, 11.0, 20.0], "direct": [0.0, 1e-30], "log": [-200.0, -float("inf")]}
-# Log-decays, and a bound that they keep.
-USUAL = (-0.6, -0.01)
-BOUND = -0.7
-
-
-@pytest.fixture
-def seen_flags(monkeypatch):
-    """The flags of every forward."""
-    seen, run = [], prepared.Forward.run
-
-    def watched(known, inputs, state, bounds, output_final_state, save, into=None, flags=None, results=None):
-        if results is not None and not save:
-            seen.append(flags.clone())
-        return run(known, inputs, state, bounds, output_final_state, save, into, flags, results)
-
-    monkeypatch.setattr(prepared.Forward, "run", watched)
-    return seen
+results = partial(comparing.results, "wkv7")
+check_heads = partial(comparing.check_heads, "wkv7", walked=False, gates={"da": 8e-3, "db": 8e-3})
 
 
 def inputs(dtype="bf16", decay="raw", batch=2, tokens=130, heads=3, head_size=64, **more):
@@ -60,46 +39,6 @@ def strengthen(given, places, strong):
                 given["b"].detach()[row, tokens.start or 0, head], dim=0
             )
     return given | {"w": w.requires_grad_(), "r": r.requires_grad_()}
-
-
-def results(given, state, **options):
-    """Results and gradients by name, those of the float64 recurrence, and the weights."""
-    y, final, grads, weights = run("wkv7", given, state, **options)
-    exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
-    want_y, want_final, want_grads, _ = reference("wkv7", given, state, weights, **exact)
-    names = ["y", "state", *[f"d{n}" for n in [*given, "initial_state"]]]
-    found = dict(zip(names, (y, final, *grads), strict=False))
-    return found, dict(zip(names, (want_y, want_final, *want_grads), strict=False)), weights
-
-
-def of_head(name, x, row, head):
-    """What belongs to one head of one row: of states [N, H, ..], of all others [B, T, H, ..]."""
-    return x[row, head] if name in ("state", "dinitial_state") else x[row, :, head]
-
-
-def check_heads(found, want, rows, heads, strong):
-    """Heads with strong decays are as exact as the recurrent kernels, the others as the tensor cores are."""
-    wrong = {}
-    for row in range(rows):
-        for head in range(heads):
-            for name in found:
-                one, exact = (of_head(name, x[name], row, head) for x in (found, want))
-                if (row, head) in strong:
-                    limit = EXACT
-                    if name in ("state", "dinitial_state"):
-                        limit = EXACT_STATE
-                else:
-                    limit = GATES.get(name, GATE)
-                # A slope at strong decays is less than a float has.
-                error = relative(one, exact) if exact.norm() > 1e-20 else float(one.norm())
-                if not error <= limit:
-                    wrong[name, row, head] = error, limit
-    assert not wrong
-
-
-# Single tokens at the begin, in the middle of a chunk and at the end, and whole sequences.
-PLACES = [(0, 0, 0), (0, 77, 2), (1, -1, 1), (1, slice(None), 2)]
-STRONG_HEADS = {(row, head) for row, _, head in PLACES}
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
@@ -171,14 +110,6 @@ def check_kinds(found, exact, fast, strong):
         if not torch.equal(x[strong], of_exact[strong]) or not torch.equal(x[~strong], of_fast[~strong]):
             different.append(index)
     assert not different
-
-
-def places(heads, rows=2, of=3):
-    """The same as a mask."""
-    mask = torch.zeros(rows, of, dtype=torch.bool, device="cuda")
-    for row, head in heads:
-        mask[row, head] = True
-    return mask
 
 
 @pytest.mark.parametrize(("layout", "state_dtype"), [("vk", torch.float32), ("kv", torch.bfloat16)])
@@ -272,18 +203,16 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, dtype, head_size, ind
             check_heads(*parts, 1, 3, {(0, head) for sequence, head in strong if sequence == i})
 
 
-@pytest.mark.usefixtures("nothing_known")
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_segments(op, head_size, layout):
+def test_segments(op, head_size, layout, problems):
     given = inputs(tokens=2048, batch=1, head_size=head_size)
     places = [(0, 511, 0), (0, 1024, 1)]
     given = strengthen(given, places, STRONG["raw"])
     state = comparing.make_state(given, 1, layout=layout)
     found, want, _ = results(given, state, state_layout=layout)
     check_heads(found, want, 1, 3, {(0, 0), (0, 1)})
-    (known,) = known_calls.forwards.values()
-    assert (known.options.backend, known.options.guarded) == ("split", True)
+    assert [(made.backend, made.has_fallback) for made in problems()] == [("segments", True)]
 
 
 def test_no_tokens_copy_the_state(op):

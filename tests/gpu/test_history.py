@@ -10,7 +10,9 @@ from bench import history
 from bench.__main__ import main
 from bench.history import Form
 from rwkv_jit import tensors
-from rwkv_jit.ops import gated
+from rwkv_jit.algorithms import diagonal_chunked
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.ops.table import OPS
 
 DTYPES, relative = comparing.DTYPES, comparing.relative
 HEAD_SIZES = [7, 40, 64, 100, 128]
@@ -21,7 +23,8 @@ CHUNKED_GATE = 6e-3
 
 
 def has_chunks(dtype, head_size):
-    return gated.obstacle("wkv5", dtype, head_size, head_size, lambda: tensors.arch(0), training=False) is None
+    case = Case(OPS["wkv5"], tensors.STORAGE[dtype], head_size, head_size, SHAPE[1], "raw", -1.0, None, training=False)
+    return diagonal_chunked.why_not(case, lambda: tensors.gpu(0)) is None
 
 
 def check(number, given):

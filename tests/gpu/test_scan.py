@@ -8,7 +8,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import signatures, tensors
-from rwkv_jit.ops import known_calls, scan, scan_geometry
+from rwkv_jit.algorithms import delta_large
 
 relative, run = comparing.relative, comparing.run
 
@@ -38,11 +38,6 @@ def check(given, state=None, gates=GATES, weights=None, **options):
     limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, (wrong, limits)
-
-
-def launches():
-    """All that are prepared."""
-    return [plan for plans in scan._plans.values() for part in plans.parts for plan in part]
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -96,7 +91,7 @@ def test_every_number_of_threads(op, chunk_len, head_size, threads):
     check(given, comparing.make_state(given, 2), num_threads=threads, chunk_len=chunk_len)
 
 
-@pytest.mark.usefixtures("guarded_memory", "nothing_known")
+@pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize(
     ("head_size", "threads", "name"),
     [
@@ -106,12 +101,11 @@ def test_every_number_of_threads(op, chunk_len, head_size, threads):
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_either_scan(op, dtype, head_size, threads, name):
+def test_either_scan(op, dtype, head_size, threads, name, launched):
     tokens = 150 if head_size <= 256 else 70  # the reference keeps every token's state, in float64
     given = inputs(DTYPES[dtype], tokens=tokens, heads=1, head_size=head_size)
     check(given, comparing.make_state(given, 2), chunk_len=64, num_threads=threads)
-    names = [plan.kernel.name for plan in launches()]
-    assert [each for each in names if each.endswith("_scan")] == [name, name]
+    assert [made.name for made in launched if made.name.endswith("_scan")] == [name, name]
 
 
 @pytest.mark.usefixtures("guarded_memory")
@@ -250,7 +244,7 @@ def parts(nothing_known, monkeypatch):
 
     def in_parts(wanted):
         signatures.forget()
-        monkeypatch.setattr(scan_geometry, "_LEAST_CHUNKS", 4 if wanted else 1 << 30)
+        monkeypatch.setattr(delta_large, "_LEAST_CHUNKS", 4 if wanted else 1 << 30)
 
     monkeypatch.setattr(tensors, "side_stream", lambda device: taken.append(side_stream(device)) or taken[-1])
     in_parts.taken = taken
@@ -362,25 +356,12 @@ def test_a_prompt_continues_from_its_state(op, split):
     assert relative(final, last) < GATE
 
 
-@pytest.mark.usefixtures("nothing_known")
-def test_the_rule_picks_these_kernels(op):
+def test_the_rule_picks_these_kernels(op, problems):
     given = inputs()
     for options in ({"decay": "sigmoid"}, {"decay": "raw", "decay_bound": -2.0}, {"decay_bound": -3.0}, {}):
         rwkv_jit.wkv7(*given.values(), **options)
-    chosen = [(known.options.backend, known.options.chunk_len) for known in known_calls.forwards.values()]
-    assert chosen == [("scan", 64), ("scan", 64), ("scan", 32), ("scan", 64)]
-    assert [known.options.guarded for known in known_calls.forwards.values()] == [False, False, False, True]
-
-
-def test_a_cuda_graph_replays(op):
-    given = {n: x.detach() for n, x in inputs().items()}
-    want, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid")
-    y.fill_(float("nan"))
-    graph.replay()
-    assert torch.equal(y, want)
+    chosen = [(made.backend, made.chunk_len, made.has_fallback) for made in problems()]
+    assert chosen == [("large", 64, False), ("large", 64, False), ("large", 32, False), ("large", 64, True)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -398,17 +379,16 @@ def test_opcheck(op, packed):
     given = [x.detach() for x in inputs(batch=1, tokens=70).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 2, 256, 256, device="cuda")
-    options = (1.0, "sigmoid", "vk", 64, 64, None, "scan", None, None, False)
+    options = (1.0, "sigmoid", "vk", 64, 64, None, "large", None, None, False)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_bwd.default, (y, final, *given, state, bounds, *options, saved))
 
 
-@pytest.mark.usefixtures("nothing_known")
-def test_code_of_ampere(op, monkeypatch):
+def test_code_of_ampere(op, launched, monkeypatch):
     """The code that sm_80 gets, as PTX that the driver makes run here."""
     monkeypatch.setenv("RWKVJIT_ARCH", "compute_80")
     for head_size in (192, 256):
         check(inputs(tokens=70, head_size=head_size))
-    assert {plan.kernel.target for plan in launches()} == {"compute_80"}
+    assert {made.target for made in launched} == {"compute_80"}

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from rwkv_jit import bench, runtime, signatures, tune
-from rwkv_jit.ops import choices, known_calls
-from rwkv_jit.ops.interface import Geometry
+from rwkv_jit import bench, signatures, tune, tuned
+from rwkv_jit.ops import known_calls
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.tuned import Geometry
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 0), reason="needs sm_80")
 SHAPE = (1, 128, 4, 32)
@@ -16,10 +17,10 @@ SHAPE = (1, 128, 4, 32)
 @pytest.fixture(autouse=True)
 def forget(fresh_service, nothing_known, monkeypatch):
     """Nothing is known of calls and choices before and after."""
-    monkeypatch.setattr(choices, "SHIPPED", ())
-    choices._in_force.cache_clear()
+    monkeypatch.setattr(tuned, "SHIPPED", ())
+    tuned._own.cache_clear()
     yield
-    choices._in_force.cache_clear()
+    tuned._own.cache_clear()
 
 
 def results(op, seed):
@@ -27,10 +28,10 @@ def results(op, seed):
     given = bench.make_inputs(op, SHAPE, torch.bfloat16)
     y, _ = bench.OPS[op](*given, **bench.OPTIONS.get(op, {}))
     gradients = torch.autograd.grad(y, given, torch.randn_like(y))
-    return {"y": y.detach(), **{f"d{name}": x for name, x in zip(runtime.OPS[op].public, gradients, strict=True)}}
+    return {"y": y.detach(), **{f"d{name}": x for name, x in zip(OPS[op].public_names, gradients, strict=True)}}
 
 
-@pytest.mark.parametrize("op", sorted(choices.CHUNKS))
+@pytest.mark.parametrize("op", sorted(tuned.CHUNKS))
 def test_a_small_shape_is_tuned(op, seed, run, monkeypatch):
     """Every candidate is compiled, launched, found right and timed; what is chosen depends on the GPU."""
     before = results(op, seed)
@@ -38,24 +39,25 @@ def test_a_small_shape_is_tuned(op, seed, run, monkeypatch):
     code, printed, said = run(*arguments, "--json")
     assert (code, said) == (0, "")
     result = json.loads(printed)
-    name, arch = choices.gpu(0)
-    assert (result["gpu"], result["arch"], result["path"]) == (name, arch, str(choices.path()))
+    name, arch = tuned.gpu(0)
+    assert (result["gpu"], result["arch"], result["path"]) == (name, arch, str(tuned.path()))
     assert [(row["op"], row["training"]) for row in result["rows"]] == [(op, True), (op, False)]
     for row in result["rows"]:
         assert row["dropped"] == []
         assert {each["direction"] for each in row["measured"]} >= {"forward"}
         assert all(each["ms"] > 0 for each in row["measured"])
         assert row["fastest"]["ms"] <= row["default"]["ms"]
-    assert len(choices.listed()) == sum(row["chosen"] for row in result["rows"])
-    assert all(not each.fault for each in choices.listed())
+    assert len(tuned.listed()) == sum(row["chosen"] for row in result["rows"])
+    assert all(not each.fault for each in tuned.listed())
 
     monkeypatch.setattr(tune, "beats", lambda times, default: True)  # whatever is fastest is chosen
     run(*arguments)
     signatures.forget()
-    choices._in_force.cache_clear()
-    assert len(choices.of(0)) == 2
+    tuned._own.cache_clear()
+    assert len(tuned.on_device(0)) == 2
     after = results(op, seed)
-    (known,) = known_calls.forwards.values()
-    taken = [getattr(known.options, field) for field in Geometry._fields]
-    assert taken == list(choices.find(choices.of(0), op, 32, 32, True).geometry)
+    (known,) = known_calls.calls.values()
+    (place,) = tuned.find(tuned.on_device(0), op, 32, 32, True)
+    taken = [getattr(known.problem, field) for field in Geometry._fields]
+    assert taken == list(tuned.on_device(0)[place].geometry)
     assert tune._error(op, after, before) < tune.LARGEST_ERROR

@@ -5,7 +5,7 @@ import torch
 from comparing import relative
 
 import rwkv_jit
-from rwkv_jit.ops import wkv4_walk as room
+from rwkv_jit.algorithms import wkv4 as room
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LIMITS = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 3e-3}
@@ -203,15 +203,20 @@ def test_rounding_does_not_add_up_from_step_to_step(op):
 
 @OP
 @BACKENDS
-def test_replayed_from_a_graph(op, backend):
-    (w, u, k, v), _ = make(tokens=300)
-    given = [x.detach() for x in (w, u, k, v)]
-    wanted = rwkv_jit.wkv4(*given, None, True, backend=backend)
+def test_both_directions_are_replayed_from_a_graph(op, backend):
+    leaves, dy = make(tokens=300)
+    given = leaves, dy, make_state(), torch.randn(2, 3, 96, device="cuda")
+    torch.cuda.synchronize()  # the inputs are there
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wanted = run(rwkv_jit.wkv4, *given, backend=backend)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = rwkv_jit.wkv4(*given, None, True, backend=backend)
+        found = run(rwkv_jit.wkv4, *given, backend=backend)
+    for x in found.values():
+        x.detach().fill_(float("nan"))
     graph.replay()
-    assert all(torch.equal(x, want) for x, want in zip(found, wanted, strict=True))
+    assert all(torch.equal(x, wanted[name]) for name, x in found.items())
 
 
 @OP

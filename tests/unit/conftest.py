@@ -21,7 +21,8 @@ def _without_cupy(monkeypatch):
 
     A test that needs more of CuPy than a stub belongs to tests/compile.
     """
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)  # of a test of another tier in this process
+    for name in [name for name in sys.modules if name.startswith("cupy")]:
+        monkeypatch.delitem(sys.modules, name)  # of a test of another tier in this process
     monkeypatch.setenv("PYTHONPATH", str(WITHOUT_CUPY), prepend=os.pathsep)
     finder = runpy.run_path(str(WITHOUT_CUPY / "sitecustomize.py"))["NoCupy"]
     yield

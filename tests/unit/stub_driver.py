@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import functools
 import os
+import re
 import struct
 import threading
 from typing import NamedTuple
@@ -14,6 +16,18 @@ from rwkv_jit import cuda, custom, kernel, tensors
 from rwkv_jit.cache import Compiled, Resources
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.template import Rendered, Template
+
+_LETTERS = {"i64": "q", "int": "i", "unsigned": "I", "float": "f", "double": "d", "bool": "?"}
+_STRUCT = r"struct (\w+) \{ (i64|int) ([\w, ]+); \};"  # of numbers, as kernels take them
+
+
+@functools.cache
+def letters_of(template, entry):
+    """Struct's letters for the arguments of a kernel by their names, from the text of its template."""
+    text = "\n".join([template.body, *(header for _, header in template.headers)])
+    several = {name: f"{members.count(',') + 1}{_LETTERS[kind]}" for name, kind, members in re.findall(_STRUCT, text)}
+    letters = {**_LETTERS, **several}
+    return {name: "Q" if kind.endswith("*") else letters[kind] for name, kind in template.arguments(entry)}
 
 
 class Launch(NamedTuple):
@@ -27,6 +41,35 @@ class Launch(NamedTuple):
     shared_bytes: int
     stream: int
     arguments: tuple
+    # Of kernels of the library:
+    request: kernel.Request | None
+    letters: dict  # struct's, by the names of the arguments
+
+    @property
+    def template(self):
+        """The name of the template, as kernels of several have one entry."""
+        return self.request.template.name
+
+    @property
+    def parameters(self):
+        """Those of the template."""
+        return self.request.parameters
+
+    @property
+    def named(self):
+        """The arguments by the names of the template: addresses and numbers, and tuples of several numbers."""
+        given = zip(self.letters.items(), self.arguments, strict=True)
+        numbers = {name: struct.unpack(f"={letters}", packed) for (name, letters), packed in given}
+        return {name: x if len(x) > 1 else x[0] for name, x in numbers.items()}
+
+    @property
+    def addresses(self):
+        """The pointers by their names."""
+        return {name: x for name, x in self.named.items() if self.letters[name] == "Q"}
+
+    def may_write(self, name):
+        """Whether the kernel may write through a pointer."""
+        return not re.search(rf"\bconst \w+\* __restrict__ {name}\b", self.request.template.body)
 
 
 class Module(NamedTuple):
@@ -52,21 +95,48 @@ class Gpus:
         self.archs = archs
         self.current = 0
         self.capturing = False
-        self.sizes = {}  # bytes of the arguments, by entry
+        self.sizes = {}  # bytes of the arguments by entry; those of the library's kernels are read from templates
         self.modules = []
         self.functions = []
-        self.launches = []
+        self.order = []  # launches, ("zero", address, bytes, stream) and ("wait", stream, the one it waits for)
+        self.streams = []
+        self.events = []
         self.shared_bytes = {}
         self.before_reading = lambda: None
         self.refuses = False
         self.with_context = set()  # threads that have one; those that make a plan get it
+        # Of `on_gpu` alone:
+        self.home = 0  # the device of all tensors
+        self.multiprocessors = 132
+        self.resident_blocks = 2  # of a multiprocessor
+        self.requests = {}  # those that were served, by image
+        self.while_running = lambda launch: None  # what kernels do
+
+    @property
+    def launches(self):
+        """All launches in their order."""
+        return [x for x in self.order if isinstance(x, Launch)]
+
+    @property
+    def asked(self):
+        """The library's kernels that were found, each at its first time."""
+        return list(self.requests.values())
+
+    def use(self, arch):
+        """Let all GPUs be of an architecture."""
+        self.archs = (arch,) * len(self.archs)
+
+    def take(self):
+        """Return the launches since the last time."""
+        taken, self.order = self.launches, []
+        return taken
 
     def exchange(self, device):
         before, self.current = self.current, device if device >= 0 else self.current
         return before
 
     def make_current(self, device):
-        assert device in (self.current, None)  # None: of a CPU tensor that is taken for one of a GPU
+        assert device == self.current
         self.with_context.add(threading.get_ident())
 
     def load_module(self, image, what, made_by):
@@ -76,31 +146,75 @@ class Gpus:
         return self.modules[-1]
 
     def function(self, module, entry):
-        self.functions.append((module, entry))
+        assert self.current == module.device
+        request = self.requests.get(module.image)
+        self.functions.append((module, entry, letters_of(request.template, entry) if request else {}))
         return len(self.functions) - 1
 
-    def parameter_sizes(self, function):
-        return self.sizes.get(self.functions[function][1])
+    def parameter_sizes(self, function, most=None):
+        _, entry, letters = self.functions[function]
+        own = [struct.calcsize(f"={x}") for x in letters.values()] or None
+        sizes = self.sizes.get(entry, own)
+        return None if sizes is None else sizes[:most]
 
     def launchKernel(self, function, *rest):  # noqa: N802
         if self.refuses:
             raise self.CUDADriverError("CUDA_ERROR_INVALID_VALUE")
         if threading.get_ident() not in self.with_context:
             raise self.CUDADriverError("CUDA_ERROR_INVALID_CONTEXT", 201)
-        module, entry = self.functions[function]
+        module, entry, letters = self.functions[function]
         self.before_reading()
-        sizes = self.sizes[entry]
+        sizes = self.parameter_sizes(function)
         table = (ctypes.c_void_p * len(sizes)).from_address(rest[8]) if sizes else ()
         arguments = tuple(ctypes.string_at(address, size) for address, size in zip(table, sizes, strict=True))
-        self.launches.append(
-            Launch(self.current, module.device, entry, rest[:3], rest[3:6], rest[6], rest[7], arguments)
-        )
+        launch = Launch(
+            self.current, module.device, entry, rest[:3], rest[3:6], rest[6], rest[7], arguments,
+            self.requests.get(module.image), letters,
+        )  # fmt: skip
+        self.order.append(launch)
+        self.while_running(launch)
 
     def funcSetAttribute(self, function, attribute, value):  # noqa: N802
         self.shared_bytes[function] = value
 
     def funcGetAttribute(self, attribute, function):  # noqa: N802
         return self.shared_bytes.get(function, 48 * 1024)
+
+    def occupancyMaxActiveBlocksPerMultiprocessor(self, function, threads, shared_bytes):  # noqa: N802
+        return self.resident_blocks
+
+    # Of the runtime:
+    streamNonBlocking = eventDisableTiming = 1  # noqa: N815
+    setDevice = make_current  # noqa: N815
+
+    def memsetAsync(self, address, value, count, stream):  # noqa: N802
+        ctypes.memset(address, value, count)
+        self.order.append(("zero", address, count, stream))
+
+    def streamCreateWithPriority(self, flags, priority):  # noqa: N802
+        assert (flags, priority) == (self.streamNonBlocking, -1)
+        self.streams.append(self.current)
+        return 1000 + len(self.streams)
+
+    def eventCreateWithFlags(self, flags):  # noqa: N802
+        assert flags == self.eventDisableTiming
+        self.events.append(None)
+        return len(self.events) - 1
+
+    def eventRecord(self, event, stream):  # noqa: N802
+        self.events[event] = stream
+
+    def streamWaitEvent(self, stream, event):  # noqa: N802
+        self.order.append(("wait", stream, self.events[event]))
+
+    def eventDestroy(self, event):  # noqa: N802
+        self.events[event] = "destroyed"
+
+    def serve(self, request, rendered, _):
+        """A kernel of the library, as if it lay in the cache."""
+        image = f"{request.arch} {request.template.name} {len(self.requests)}".encode()
+        self.requests[image] = request
+        return kernel.Kernel(request, rendered, Compiled(image, request.arch, {}), "disk", "12.9 0123")
 
     def make_kernel(self, arch="sm_80", entries=("scale",), target=None, image=None):
         """A kernel as the service returns it; its image can be loaded where the architecture is the same."""
@@ -110,14 +224,19 @@ class Gpus:
         )
         return kernel.Kernel(request, Rendered("mine", "", ()), compiled, "compiled", "12.9 0123")
 
+    def make_own(self, text="", **given):
+        """A kernel of a template of one's own, with this text."""
+        return custom.OwnKernel(self.make_kernel(**given), Template("mine", text, ()))
+
 
 @pytest.fixture
 def gpus(monkeypatch):
     """Two GPUs, an sm_80 and an sm_90, in the place of CuPy's driver and torch's devices."""
     made = Gpus()
     monkeypatch.setattr(kernel, "_process", kernel._Process())
-    monkeypatch.setattr(cuda, "driver", lambda: made)
-    for name in ("make_current", "load_module", "function", "parameter_sizes"):
+    for layer in ("driver", "_runtime"):
+        monkeypatch.setattr(cuda, layer, lambda: made)
+    for name in ("load_module", "function", "parameter_sizes"):
         monkeypatch.setattr(cuda, name, getattr(made, name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
@@ -128,10 +247,45 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     with contextlib.ExitStack() as cleared:
-        for clear in (tensors._capability.cache_clear, custom._plans.clear):
+        for clear in (tensors._capability.cache_clear, custom._launches.clear):
             clear()
             cleared.callback(clear)
         yield made
+
+
+@pytest.fixture
+def on_gpu(gpus, nothing_known, monkeypatch):
+    """Every tensor in the memory of this machine says that it is on a GPU: that of `home`, by default an sm_80.
+
+    All calls go their whole way from there, but that kernels come from nowhere and do nothing: `archs` says which GPUs
+    there are, and `while_running` what kernels do. New tensors are made in the same memory, and zeros are written.
+    """
+    cpu, real_device = torch.device("cpu"), torch._C.TensorBase.device.__get__
+
+    def device(x):
+        real = real_device(x)
+        return torch.device("cuda", gpus.home) if real == cpu else real
+
+    def in_memory(make):
+        def made(*arguments, device=None, **more):
+            is_watched = torch._C._len_torch_dispatch_stack() > 0  # fakes have the device that is asked for
+            return make(*arguments, device=device if is_watched or str(device) == "meta" else None, **more)
+
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: x.device.index, raising=False)
+    for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
+        monkeypatch.setattr(torch, name, in_memory(getattr(torch, name)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr(tensors, "_capability", lambda device: gpus.archs[device])
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: gpus.multiprocessors)
+    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "_sides", {})
+    monkeypatch.setattr(kernel, "_stored", gpus.serve)
+    return gpus
 
 
 def cuda_tensor(device=0, size=3):

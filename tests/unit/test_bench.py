@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rwkv_jit import bench, reference, runtime
+from rwkv_jit import bench, machine, reference
 from rwkv_jit.bench import cases, measure, timing
 from rwkv_jit.bench.cases import Case
 from rwkv_jit.bench.measure import Contestant, Entry
 from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops.table import OPS
 
 SMALL = (2, 6, 2, 4, 3)
 
@@ -373,10 +374,10 @@ def test_ours_are_called_as_asked(monkeypatch):
 
 def test_rule_is_asked_about_the_case(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(measure.tensors, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(measure.tensors, "_capability", lambda device: "sm_90")
     monkeypatch.setattr(measure.tensors, "multiprocessors", lambda device: 132)
     big = Case("wkv7", (8, 4096, 16, 256, 256), torch.bfloat16)
-    assert [measure.backend_of(big, name) for name in ("auto", "recurrent")] == ["scan", "recurrent"]
+    assert [measure.backend_of(big, name) for name in ("auto", "recurrent")] == ["split", "recurrent"]
     timex = Case("timex", (32, 768, 1, 768, 768), torch.float32)
     assert [measure.backend_of(timex, name) for name in ("auto", "fft")] == ["transforms", "fft"]
     assert measure.backend_of(timex._replace(phase="backward"), "auto") == "tiles"
@@ -544,9 +545,9 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(runtime, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "is_available", lambda: True)
     paths = {"nvrtc_libraries": ["/a/library"], "cache": "/a/cache", "environment": {}}
-    monkeypatch.setattr(runtime, "env_report", lambda: ENVIRONMENT | paths)
+    monkeypatch.setattr(machine, "env_report", lambda: ENVIRONMENT | paths)
     monkeypatch.setattr(timing, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(measure, "rows_of", rows_of)
     return asked
@@ -613,7 +614,7 @@ def test_arguments_that_do_not_go_together(gpu, run, arguments, message):
 
 def test_gpu_without_a_compiler_is_one_sentence(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(runtime, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "is_available", lambda: False)
     sentence = "rwkv-jit bench: bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing\n"
     assert run("bench", "--op", "wkv6") == (2, "", sentence)
 
@@ -666,7 +667,7 @@ def test_names_of_the_command_line_are_those_of_the_bench():
     """They are listed apart, so that --help need not load torch."""
     from rwkv_jit import cli
 
-    assert sorted(cli._OPS) == sorted(bench.OPS) == sorted(runtime.NAMES)
+    assert sorted(cli._OPS) == sorted(bench.OPS) == sorted(OPS)
     assert cli._PHASES == bench.PHASES
     assert list(cli._KINDS) == list(cases.KINDS)
     assert list(cli._DTYPES) == list(bench.DTYPES)

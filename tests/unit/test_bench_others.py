@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from bench import ROOT, peers, processes, record, service, suites
 from bench.__main__ import main
-from rwkv_jit import bench, reference, runtime
+from rwkv_jit import bench, machine, reference
 from rwkv_jit.bench import cases, measure, timing
 from rwkv_jit.bench.cases import Case
 from rwkv_jit.bench.measure import Entry
@@ -348,7 +348,7 @@ def gpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(runtime, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "is_available", lambda: True)
     monkeypatch.setattr(bench, "environment", lambda: ENVIRONMENT)
     monkeypatch.setattr(timing, "copy_tb_per_s", lambda: 4.25)
     monkeypatch.setattr(processes, "rows_of", rows_of)
@@ -531,7 +531,7 @@ def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):
 def test_calls_of_wkv7_are_those_of_a_model_that_learns(monkeypatch):
     """The program that measures, on the CPU."""
     variable, prepare, load = service._WKV7
-    prepare = prepare.replace("cuda.cupy()", "torch.cuda.synchronize = lambda: None").replace('"cuda"', '"cpu"')
+    prepare = prepare.replace("cuda.driver()", "torch.cuda.synchronize = lambda: None").replace('"cuda"', '"cpu"')
     prepare = prepare.replace("(1, 64, 4, 64), torch.bfloat16", '(1, 2, 1, 4), torch.bfloat16, "cpu"')
     monkeypatch.setattr(service, "_WKV7", (variable, prepare, load))
     monkeypatch.setattr(service, "REPEATS", 1)

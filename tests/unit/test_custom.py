@@ -14,6 +14,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import custom, kernel, signatures, tensors
 from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.template import Template
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -25,7 +26,7 @@ gpus, packed, cuda_tensor = stub_driver.gpus, stub_driver.packed, stub_driver.cu
 def scale(gpus):
     """A kernel for the first GPU, `scale(pointer, int64, float)`."""
     gpus.sizes["scale"] = [8, 8, 4]
-    return custom.OwnKernel(gpus.make_kernel())
+    return gpus.make_own()
 
 
 @pytest.fixture
@@ -186,7 +187,7 @@ def test_every_kind_of_argument_reaches_the_driver_in_its_own_bytes(gpus):
     ]  # fmt: skip
     arguments, letters, values = zip(*passed, strict=True)
     gpus.sizes["scale"] = [struct.calcsize(f"={letter}") for letter in letters]
-    made = custom.OwnKernel(gpus.make_kernel())
+    made = gpus.make_own()
     for _ in range(2):
         made.launch(1, 32, *arguments)
     assert [launch.arguments for launch in gpus.launches] == [packed(letters, *values)] * 2
@@ -265,7 +266,7 @@ def test_number_of_arguments_is_compared_with_the_kernels(count, scale, given, g
 
 
 def test_what_an_old_driver_does_not_tell_is_not_compared(scale, given, gpus, monkeypatch):
-    monkeypatch.setattr(custom.cuda, "parameter_sizes", lambda function: None)
+    monkeypatch.setattr(custom.cuda, "parameter_sizes", lambda function, most=None: None)
     scale.launch(1, 32, *given)
     assert len(gpus.launches) == 1
 
@@ -326,7 +327,7 @@ def test_empty_grid_loads_and_checks_and_launches_nothing(scale, given, gpus):
 
 def test_one_of_several_kernels_must_be_named(gpus):
     gpus.sizes.update(first=[], second=[])
-    made = custom.OwnKernel(gpus.make_kernel(entries=("first", "second", "_Z5helperv")))
+    made = gpus.make_own(entries=("first", "second", "_Z5helperv"))
     with pytest.raises(ValueError, match='one of the extern "C" kernels of mine, first, second; none is named'):
         made.launch(1, 32)
     with pytest.raises(ValueError, match="first, second; got 'third'"):
@@ -338,7 +339,7 @@ def test_one_of_several_kernels_must_be_named(gpus):
 
 def test_only_extern_c_kernel_needs_no_name(gpus):
     gpus.sizes.update(first=[])
-    custom.OwnKernel(gpus.make_kernel(entries=("_Z5helperv", "first"))).launch(1, 32)
+    gpus.make_own(entries=("_Z5helperv", "first")).launch(1, 32)
     assert [launch.entry for launch in gpus.launches] == ["first"]
 
 
@@ -346,7 +347,7 @@ def test_entries_of_ptx_are_read_from_its_text(gpus):
     gpus.sizes.update(first=[])
     text = b"// sm_80\n.visible .func (.param .b32 r) helper(\n.visible .entry first(\n\t.param .u64 first_param_0\n)"
     made = gpus.make_kernel("compute_80", entries=(), target="compute_80", image=text)
-    custom.OwnKernel(made).launch(1, 32)
+    custom.OwnKernel(made, Template("mine", "", ())).launch(1, 32)
     assert [launch.entry for launch in gpus.launches] == ["first"]
 
 
@@ -379,7 +380,7 @@ def test_gpu_that_cannot_run_the_kernel_refuses_it(scale, gpus):
 def test_without_tensors_the_kernel_runs_on_the_current_gpu(gpus, monkeypatch):
     monkeypatch.setattr(gpus, "archs", ("sm_80", "sm_80"))
     gpus.sizes["scale"] = [8, 8]
-    made = custom.OwnKernel(gpus.make_kernel())
+    made = gpus.make_own()
     for device in (1, 0):
         gpus.exchange(device)
         made.launch(1, 32, None, 5)
@@ -412,7 +413,7 @@ def test_what_the_driver_refuses_is_said_with_the_sizes(scale, given, gpus):
 
 def test_only_the_first_launch_of_a_kind_is_prepared(scale, given, gpus, monkeypatch):
     scale.launch(1, 32, *given)
-    monkeypatch.setattr(custom, "Plan", None)
+    monkeypatch.setattr(custom, "Launch", None)
     scale.launch(1, 32, cuda_tensor(size=9), 7, numpy.float32(2))
     assert gpus.launches[1].arguments[1:] == packed("qf", 7, 2)
     with pytest.raises(TypeError, match="not callable"):
@@ -420,7 +421,7 @@ def test_only_the_first_launch_of_a_kind_is_prepared(scale, given, gpus, monkeyp
 
 
 def test_launch_that_differs_in_anything_is_another(scale, given, gpus):
-    other = custom.OwnKernel(gpus.make_kernel(entries=("shift",)))
+    other = gpus.make_own(entries=("shift",))
     gpus.sizes["shift"] = gpus.sizes["scale"]
     for made in (scale, other):
         for grid, block, shared_bytes in ((1, 32, 0), (2, 32, 0), (1, 64, 0), (1, 32, 512)):
@@ -436,7 +437,7 @@ def test_plans_do_not_grow_without_end(scale, given, gpus, monkeypatch):
     monkeypatch.setattr(signatures, "MOST", 4)
     for blocks in range(1, 11):
         scale.launch(blocks, 32, *given)
-        assert len(custom._plans) <= 4
+        assert len(custom._launches) <= 4
     assert [launch.grid[0] for launch in gpus.launches] == list(range(1, 11))
 
 
@@ -457,7 +458,7 @@ def test_first_launch_inside_a_capture_is_refused_and_a_later_one_captured(scale
 @pytest.mark.parametrize("has_tensors", [True, False])
 def test_forked_child_is_told_and_its_parent_goes_on(has_tensors, gpus):
     gpus.sizes["scale"] = [8]
-    made, argument = custom.OwnKernel(gpus.make_kernel()), cuda_tensor() if has_tensors else 5
+    made, argument = gpus.make_own(), cuda_tensor() if has_tensors else 5
     made.launch(1, 32, argument)
 
     def use_in_child():
@@ -467,3 +468,72 @@ def test_forked_child_is_told_and_its_parent_goes_on(has_tensors, gpus):
     assert stub_driver.in_fork(use_in_child) == "done"
     made.launch(1, 32, argument)
     assert (len(gpus.modules), len(gpus.launches)) == (1, 2)
+
+
+# ---- by name -----------------------------------------------------------------------------------------------------
+
+SCALE = """extern "C" __global__ void scale(
+    const float* __restrict__ x, int count, float factor, i64 stride, unsigned seed, double shift, bool is_on) {"""
+SIZES = [8, 4, 4, 8, 4, 8, 1]
+
+
+@pytest.fixture
+def named(gpus):
+    """A kernel whose template says the names of its arguments."""
+    gpus.sizes["scale"] = SIZES
+    return gpus.make_own(SCALE)
+
+
+def test_named_arguments_go_as_what_the_kernel_declares(named, gpus):
+    x = cuda_tensor()
+    given = {"x": x, "count": -3, "factor": 0.5, "stride": 2**40, "seed": 7, "shift": 2, "is_on": True}
+    want = packed("QifqId?", x.data_ptr(), -3, 0.5, 2**40, 7, 2.0, True)
+    named.launch(1, 32, **given)
+    named.launch(1, 32, **dict(reversed(given.items())))
+    named.launch(1, 32, **{**given, "factor": 1})
+    assert [launch.arguments for launch in gpus.launches] == [want, want, (*want[:2], *packed("f", 1.0), *want[3:])]
+
+
+def test_names_of_a_known_launch_may_come_in_any_order(named, gpus):
+    given = {"x": None, "count": 1, "factor": 0.5, "stride": 2, "seed": 3, "shift": 4.0, "is_on": False}
+    other = {"count": 10, "x": None, "factor": 0.25, "stride": 20, "seed": 30, "shift": 40.0, "is_on": True}
+    for _ in range(2):
+        named.launch(1, 32, **given)
+        named.launch(1, 32, **other)
+    first, second = packed("QifqId?", 0, 1, 0.5, 2, 3, 4.0, False), packed("QifqId?", 0, 10, 0.25, 20, 30, 40.0, True)
+    assert [launch.arguments for launch in gpus.launches] == [first, second] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"count": "missing"}, TypeError, r"scale: expected arguments named float\* x, .*; count is missing"),
+        ({"counts": 1}, TypeError, "counts is not one of them"),
+        ({"x": torch.zeros(3)}, ValueError, "x: expected a CUDA tensor, got one on cpu"),
+        ({"x": [1]}, TypeError, "x: expected a CUDA tensor, None, .*, got list"),
+        ({"count": 2**31}, ValueError, "count: expected an int of 32 bits, got 2147483648"),
+        ({"stride": 2**63}, ValueError, "stride: expected an int of 64 bits, got 9223372036854775808"),
+        ({"count": 0.5}, TypeError, "count: the kernel takes 4 bytes, got a float as float64"),
+        ({"factor": numpy.float64(0.5)}, TypeError, "factor: the kernel takes 4 bytes, got numpy.float64"),
+        ({"is_on": 1}, TypeError, "is_on: the kernel takes 1 bytes, got an int as int64"),
+    ],
+)
+def test_named_argument_that_cannot_be_passed_is_named(changes, error, message, named, gpus):
+    given = {"x": cuda_tensor(), "count": 1, "factor": 0.5, "stride": 2, "seed": 3, "shift": 4.0, "is_on": False}
+    given = {name: value for name, value in {**given, **changes}.items() if value != "missing"}
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            named.launch(1, 32, **given)
+    assert gpus.launches == []
+
+
+def test_arguments_come_by_position_or_by_name(named, gpus):
+    with pytest.raises(TypeError, match="arguments: expected all by position or all by name, got 1 by position"):
+        named.launch(1, 32, cuda_tensor(), count=1)
+    assert gpus.launches == []
+
+
+def test_names_of_a_kernel_that_does_not_show_them(gpus):
+    made = gpus.make_own("#define KERNEL scale(float* x)\n")
+    with pytest.raises(TypeError, match="scale: its arguments cannot be read from the template; pass them in"):
+        made.launch(1, 32, x=cuda_tensor())

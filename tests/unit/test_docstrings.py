@@ -4,9 +4,12 @@ import inspect
 import re
 
 import pytest
+import torch
 
 import rwkv_jit
 from rwkv_jit import errors
+from rwkv_jit.ops import table
+from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
 
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
@@ -14,30 +17,18 @@ WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their ow
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache"]
-TAIL = [
-    ("initial_state", None),
-    ("output_final_state", False),
-    ("cu_seqlens", None),
-    ("scale", 1.0),
-    ("decay", "raw"),
-    ("decay_bound", None),
-    ("state_layout", "vk"),
-    ("checkpoint_interval", 64),
-    ("chunk_len", None),
-    ("num_threads", None),
-    ("backend", "auto"),
-]
+TAIL = [("initial_state", None), ("output_final_state", False), ("cu_seqlens", None)]
+OPTIONS = {
+    "scale": 1.0, "decay": "raw", "decay_bound": None, "state_layout": "vk", "checkpoint_interval": 64,
+    "chunk_len": None, "num_threads": None, "backend": "auto",
+}  # fmt: skip
 OF_FLA = {"scale": None, "decay": "log", "state_layout": "kv"}  # conventions of the others are those of RWKV
 
 
-def tail(op):
-    """The arguments behind the inputs, and their defaults."""
-    if op not in ("gla", "linear_attention"):
-        return TAIL
-    found = [(name, OF_FLA.get(name, default)) for name, default in TAIL]
-    if op == "gla":
-        return found
-    return [each for each in found if "decay" not in each[0]] + [("normalize", False)]
+def options(op):
+    """The options by name, and their defaults."""
+    every = OPTIONS | (OF_FLA if op in ("gla", "linear_attention") else {})
+    return {name: x for name, x in every.items() if op != "linear_attention" or "decay" not in name}
 
 
 def parameters(name):
@@ -107,11 +98,23 @@ def test_compiling_in_the_background_takes_what_compiling_takes():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_docstring_names_the_defaults(name):
-    text = sections(name)["Parameters"]
-    for parameter, default in tail(name):
-        line = re.search(rf"^(.*\b{parameter}\b.* : .*)$", text, flags=re.MULTILINE)[1]
-        assert ("optional" in line) if default is None else re.search(rf'default "?{re.escape(str(default))}"?$', line)
+def test_options_have_the_defaults_that_are_documented(name):
+    """Each has a line of its own where all options are said, and the op names those that it has."""
+    tail = complete(table.OPS[name], {}, torch.ones(1, 1, 1, 16))._asdict()
+    assert {option: tail[option] for option in options(name)} == options(name) | (
+        {"scale": 0.25} if options(name)["scale"] is None else {}
+    )
+    text = inspect.getdoc(CallOptions) + inspect.getdoc(DecayOptions)
+    for option, default in OPTIONS.items():
+        (line,) = re.findall(rf"^ *{option} : (.*)$", text, flags=re.MULTILINE)
+        if option in ("checkpoint_interval", "backend"):
+            assert re.search(rf'default "?{re.escape(str(default))}"?$', line)
+        else:
+            assert line.endswith("optional") == (default is None)
+    (own,) = re.findall(r"^\*\*options\n((?: .*\n)+)", sections(name)["Parameters"], flags=re.MULTILINE)
+    assert re.findall(r"\w+", own.partition("says: ")[2].partition(".")[0]) == list(options(name))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'; there are scale, "):
+        complete(table.OPS[name], {"chunk": 1}, None)
 
 
 @pytest.mark.parametrize(
@@ -125,13 +128,11 @@ def test_docstring_names_the_defaults(name):
     ],
 )
 def test_signature_of_an_op(name, inputs):
-    found = parameters(name)
-    assert list(found)[: len(inputs.split())] == inputs.split()
-    assert all(found[parameter].default is inspect.Parameter.empty for parameter in inputs.split())
-    rest = [(parameter.name, parameter.default) for parameter in list(found.values())[len(inputs.split()) :]]
-    assert [(parameter, default, type(default)) for parameter, default in rest] == [
-        (parameter, default, type(default)) for parameter, default in tail(name)
-    ]
+    made = parameters(name).values()
+    wanted = [(x, inspect.Parameter.empty) for x in inputs.split()] + TAIL
+    wanted += [("normalize", False)] if name == "linear_attention" else []
+    assert [(x.name, x.default) for x in made][:-1] == wanted
+    assert [(x.name, x.kind) for x in made][-1] == ("options", inspect.Parameter.VAR_KEYWORD)
 
 
 def test_signature_of_wkv4():
@@ -159,25 +160,24 @@ def test_signature_of_timex():
 
 
 @pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *REFERENCES])
-def test_no_parameter_is_keyword_only(name):
-    assert {parameter.kind for parameter in parameters(name).values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+def test_no_parameter_but_options_is_keyword_only(name):
+    kinds = {x.kind for x in parameters(name).values() if x.name != "options"}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 @pytest.mark.parametrize("name", [*OPS, "timex"])
-def test_reference_takes_the_arguments_of_its_op_in_the_same_order(name):
-    op, reference = list(parameters(name)), list(parameters(f"{name}_ref"))
-    launching = ("checkpoint_interval", "chunk_len", "num_threads", "backend")
-    assert reference == [parameter for parameter in op if parameter not in launching]
-    for parameter in reference:
-        assert parameters(f"{name}_ref")[parameter].default == parameters(name)[parameter].default
+def test_reference_takes_the_arguments_of_its_op_by_the_same_names(name):
+    launching = ("checkpoint_interval", "chunk_len", "num_threads", "backend", "options")
+    named = options(name) if name in OPS else {}
+    of_op = {x.name: x.default for x in parameters(name).values()} | named
+    of_reference = {x.name: x.default for x in parameters(f"{name}_ref").values()}
+    assert of_reference == {key: default for key, default in of_op.items() if key not in launching}
 
 
 @pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS])
 def test_results_in_the_examples_are_right(name, monkeypatch):
     """The examples run on the CPU as they stand, but for the device."""
     import doctest
-
-    import torch
 
     text = inspect.getdoc(getattr(rwkv_jit, name)).replace('device="cuda"', 'device="cpu"')
     example = doctest.DocTestParser().get_doctest(text, {"torch": torch, "rwkv_jit": rwkv_jit}, name, None, None)

@@ -69,7 +69,7 @@ def found(check, name=None):
 
 def test_machine_without_cupy_fails_with_the_command(monkeypatch, capsys):
     monkeypatch.setattr(cuda, "installed_cupy", list)
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy_backends", None)
     assert cli.main(["doctor", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert not data["passed"]
@@ -82,7 +82,7 @@ def test_machine_without_cupy_fails_with_the_command(monkeypatch, capsys):
 
 def test_commands_stand_on_lines_of_their_own(monkeypatch, capsys):
     monkeypatch.setattr(cuda, "installed_cupy", list)
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy_backends", None)
     assert cli.main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["check", "state", "found"]
@@ -197,8 +197,7 @@ def test_no_nvrtc(monkeypatch):
 
     nvrtc = types.SimpleNamespace(getVersion=missing)
     monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.0.1"])
-    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", types.SimpleNamespace(nvrtc=nvrtc))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", nvrtc)
     assert found(doctor._compiler) == [
         ("CuPy and NVRTC", "error", "CuPy is there but NVRTC is not (libnvrtc.so not found)", INSTALL_12)
     ]

@@ -31,7 +31,7 @@ BLOCK_CUPY = """
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "cupy":
+        if name.split(".")[0] in ("cupy", "cupy_backends"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 sys.meta_path.insert(0, Blocker())
 """
@@ -119,7 +119,8 @@ def test_cupy_that_cannot_be_imported_says_why(child):
     )
     done = child(BLOCK_CUPY + installed + SPECIALIZE)
     assert done.stdout == (
-        f"cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy'); CUDA kernels need it:\n    {INSTALL_12}\n"
+        "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy_backends'); "
+        f"CUDA kernels need it:\n    {INSTALL_12}\n"
     )
 
 
@@ -176,8 +177,7 @@ cuda.installed_cupy = lambda: ["{wheel} 14.0.1"]
 def missing():
     raise RuntimeError("libnvrtc.so not found")
 nvrtc = types.SimpleNamespace(getVersion=missing)
-for name, module in (("cupy", types.ModuleType("cupy")), ("cupy.cuda", types.SimpleNamespace(nvrtc=nvrtc))):
-    sys.modules[name] = module
+sys.modules["cupy_backends.cuda.libs.nvrtc"] = nvrtc
 """
         + SPECIALIZE
     )
@@ -517,134 +517,47 @@ def test_counts_of_many_threads_add_up():
 
 # ---- who imports whom --------------------------------------------------------------------------------------------
 
-IN_CACHE = {"cache.bundle", "cache.claim", "cache.entry", "cache.files", "cache.installed", "cache.lock", "cache.owned"}
-BELOW_KERNEL = {"cache", "compiler", "cuda", "env", "errors", "forks", "identity", "stats", "template"}
-BELOW_OPS = {*BELOW_KERNEL, "kernel", "launch", "signatures", "tensors", "reference"}
-BELOW_BACKENDS = {*BELOW_OPS, "ops.interface", "ops.layout"}
-BELOW_LAUNCHES = {*BELOW_BACKENDS, "ops.prepared"}
-SHARED_OPS = {
-    "ops.backends", "ops.boundary", "ops.choices", "ops.chunked", "ops.flops", "ops.gated", "ops.gated_groups",
-    "ops.gated_scan", "ops.guarded", "ops.interface", "ops.known_calls", "ops.layout", "ops.plain", "ops.prepared",
-    "ops.recording", "ops.recurrent", "ops.registry", "ops.scan", "ops.scan_geometry", "ops.sharding", "ops.split",
-    "ops.timex_launches", "ops.timex_tiles", "ops.timex_transforms", "ops.wide_keys", "ops.wkv4_walk",
-}  # fmt: skip
-IN_BENCH = {"bench.cases", "bench.measure", "bench.timing"}
-OPS = ("ops.gla", "ops.linear_attention", "ops.timex", "ops.wkv4", "ops.wkv5", "ops.wkv6", "ops.wkv7")
-ALL_OPS = {*SHARED_OPS, "ops", *OPS}
-MAY_IMPORT = {
-    "errors": set(),
-    "env": {"errors"},
-    "reference": set(),
-    "report": set(),
-    "listing": {"report", "template"},
-    "signatures": set(),
-    "stats": {"env"},
-    "template": {"errors"},
-    "forks": {"stats"},
-    "cuda": {"errors", "forks"},
-    "sass": {"errors"},
-    "cache.entry": {"template"},
-    "cache.files": {"env"},
-    "cache.lock": {"stats", "cache.files"},
-    "cache.claim": {"env", "stats", "cache.files", "cache.lock"},
-    "cache.owned": {"cache.files"},
-    "cache.bundle": {"errors", "stats", "cache.entry", "cache.files"},
-    "cache.installed": {"stats", "cache.bundle"},
-    "cache": {"env", "errors", "stats", *IN_CACHE},
-    "kernel_wheels": {"cache", "compiler", "errors", "template", "cache.entry", "cache.installed"},
-    "models": {"errors"},
-    "identity": {"cache", "cuda", "env"},
-    "compiler": {"cache", "cuda", "env", "errors", "forks", "identity", "stats", "template"},
-    "kernel": BELOW_KERNEL,
-    "launch": {"cuda", "kernel"},
-    "tensors": {"compiler", "cuda", "env", "errors", "launch"},
-    "custom": {"compiler", "cuda", "env", "errors", "kernel", "launch", "signatures", "template", "tensors"},
-    "ops": set(),
-    "ops.interface": BELOW_OPS,
-    "ops.layout": BELOW_OPS | {"ops.interface"},
-    "ops.prepared": BELOW_BACKENDS,
-    "ops.chunked": BELOW_BACKENDS,
-    "ops.recurrent": BELOW_BACKENDS,
-    "ops.guarded": BELOW_LAUNCHES | {"ops.recurrent"},
-    "ops.gated": BELOW_BACKENDS | {"ops.chunked", "ops.recurrent"},
-    "ops.gated_groups": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent"},
-    "ops.gated_scan": BELOW_LAUNCHES | {"ops.chunked", "ops.recurrent", "ops.gated", "ops.gated_groups"},
-    "ops.split": BELOW_LAUNCHES | {"ops.chunked", "ops.gated", "ops.recurrent"},
-    "ops.scan_geometry": BELOW_BACKENDS | {"ops.chunked"},
-    "ops.scan": BELOW_LAUNCHES | {"ops.chunked", "ops.scan_geometry"},
-    "ops.choices": BELOW_BACKENDS | {"cache.files", "ops.chunked", "ops.gated"},
-    "ops.backends": (BELOW_OPS | SHARED_OPS)
-    - {
-        "ops.backends",
-        "ops.boundary",
-        "ops.flops",
-        "ops.known_calls",
-        "ops.plain",
-        "ops.recording",
-        "ops.registry",
-        "ops.sharding",
-        "ops.timex_launches",
-        "ops.timex_tiles",
-        "ops.timex_transforms",
-        "ops.wide_keys",
-        "ops.wkv4_walk",
-    },
-    "ops.known_calls": BELOW_BACKENDS,
-    "ops.plain": {"reference", "tensors"},
-    "after": set(),
-    "ops.flops": {"ops.registry"},
-    "ops.registry": {"after"},
-    **dict.fromkeys(("ops.recording", "ops.sharding"), {"tensors"}),
-    "ops.boundary": (
-        BELOW_BACKENDS
-        | {
-            "ops.backends",
-            "ops.choices",
-            "ops.known_calls",
-            "ops.plain",
-            "ops.recording",
-            "ops.registry",
-            "ops.sharding",
-        }
-    ),
-    "ops.timex_launches": BELOW_LAUNCHES,
-    **dict.fromkeys(("ops.timex_tiles", "ops.timex_transforms"), BELOW_OPS | {"ops.chunked", "ops.timex_launches"}),
-    "ops.wkv4_walk": BELOW_LAUNCHES,
-    "ops.wide_keys": BELOW_OPS | {"ops.backends", "ops.boundary", "ops.gated_groups", "ops.gated_scan"},
-    **dict.fromkeys(OPS, BELOW_OPS | SHARED_OPS),
-    "runtime": BELOW_OPS | ALL_OPS,
-    "bench.cases": BELOW_OPS | ALL_OPS | {"runtime"},
-    "bench.timing": set(),
-    "bench.measure": BELOW_OPS | ALL_OPS | {"bench.cases", "bench.timing"},
-    "bench": IN_BENCH | {"runtime", "report", "bench"},
-    "profiling": BELOW_OPS | ALL_OPS | IN_BENCH | {"runtime", "bench", "report"},
-    "tune": BELOW_OPS | ALL_OPS | {"runtime", "bench", "report"},
-    "demo": BELOW_OPS | ALL_OPS | {"cache.installed", "runtime", "bench", "report"},
-    "doctor": BELOW_OPS | ALL_OPS | IN_CACHE | {"kernel_wheels", "runtime", "demo", "report"},
-    "commands": (
-        BELOW_OPS
-        | ALL_OPS
-        | IN_CACHE
-        | {
-            "runtime",
-            "bench",
-            "profiling",
-            "kernel_wheels",
-            "models",
-            "tune",
-            "demo",
-            "doctor",
-            "listing",
-            "report",
-            "sass",
-        }  # fmt: skip
-    ),
-    "cli": {"commands", "errors", "stats"},
-    "__main__": {"cli"},
-}
-MAY_IMPORT_TORCH = {
-    "tensors", "reference", "custom", "runtime", "bench", "profiling", "models", "tune", "demo",
-    "doctor", *ALL_OPS, *IN_BENCH,
+# Every module imports from lines above its own alone.
+ORDER = """
+errors after report signatures gpu reference dlpack bench.timing ops algorithms
+env template models sass
+stats problem listing cache.files cache.entry
+forks cache.lock cache.owned ops.table
+cuda cache.claim cache.bundle
+cache.installed
+cache
+identity
+compiler
+kernel kernel_wheels
+launch schedule machine
+tensors algorithms.parts
+plan custom algorithms.recurrent algorithms.delta_chunked algorithms.delta_large
+algorithms.wkv4 algorithms.timex_tiles algorithms.timex_transforms algorithms.diagonal_chunked algorithms.fallback
+algorithms.diagonal_groups algorithms.segments
+algorithms.diagonal_large
+algorithms.whole
+tuned
+rule
+ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
+ops.flops ops.torch_op
+ops.wide_keys
+ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7
+ahead bench.cases
+bench.measure
+bench
+profiling tune demo
+doctor
+commands
+cli
+__main__
+"""
+LINES = {name: line for line, names in enumerate(ORDER.split("\n")) for name in names.split()}
+# What a call asks for is worked out without tensors and without a GPU.
+PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
+WITHOUT_TORCH = {
+    "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
+    "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
+    "ops.options", "commands", "cli", "__main__",
 }  # fmt: skip
 
 
@@ -668,8 +581,15 @@ def imports(path):
                 yield f"{node.module}.{alias.name}" if is_module else node.module
 
 
-def test_every_module_has_its_place_in_the_table():
-    assert set(MODULES) <= set(MAY_IMPORT)
+def own_imports(name):
+    """Those from this package, but for the package itself."""
+    own = {imported.removeprefix("rwkv_jit").lstrip(".") for imported in imports(MODULES[name])
+           if imported.split(".")[0] == "rwkv_jit"}  # fmt: skip
+    return own - {""}
+
+
+def test_every_module_has_its_place_in_the_order():
+    assert set(MODULES) == set(LINES)
 
 
 def test_modules_that_are_packages_are_told_apart_from_what_is_in_them():
@@ -679,16 +599,23 @@ def test_modules_that_are_packages_are_told_apart_from_what_is_in_them():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_downward_only(name):
-    own = {imported.removeprefix("rwkv_jit").lstrip(".") for imported in imports(MODULES[name])
-           if imported.split(".")[0] == "rwkv_jit"}  # fmt: skip
-    assert own - {""} <= MAY_IMPORT[name]
+    above = {other for other in LINES if LINES[other] < LINES[name]}
+    assert own_imports(name) <= above
+
+
+@pytest.mark.parametrize("name", ["gpu", "problem", "schedule", *(x for x in MODULES if x.startswith("algorithms"))])
+def test_what_calls_ask_for_is_worked_out_without_tensors(name):
+    requests = {"kernel"} if name == "schedule" else set()
+    assert {imported.split(".")[0] for imported in own_imports(name)} <= PURE | requests
+    assert not {imported.split(".")[0] for imported in imports(MODULES[name])} & {"torch", "cupy", "numpy"}
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_cupy_is_imported_by_one_module_and_torch_by_the_upper_ones(name):
+def test_cupy_is_imported_by_one_module_and_torch_by_those_that_need_it(name):
     roots = {imported.split(".")[0] for imported in imports(MODULES[name])}
-    assert "cupy" not in roots or name == "cuda"
-    assert "torch" not in roots or name in MAY_IMPORT_TORCH
+    assert not roots & {"cupy", "cupy_backends"} or name == "cuda"
+    if name in WITHOUT_TORCH or name.split(".")[0] in ("cache", "algorithms"):
+        assert "torch" not in roots
 
 
 def test_cupy_is_imported_only_inside_functions():

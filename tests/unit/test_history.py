@@ -12,9 +12,9 @@ import torch
 from bench import history
 from bench.__main__ import main
 from bench.history import Form, Step
-from rwkv_jit import bench, kernel, runtime, tensors
+from rwkv_jit import bench, cuda, kernel, machine, tensors, tuned
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import choices
+from rwkv_jit.ops import torch_op
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -69,7 +69,7 @@ def make_inputs(dtype=torch.float16, shape=SHAPE):
 def driver(gpus, nothing_known, monkeypatch):
     """CPU tensors stand in for those of an sm_80."""
 
-    def get_all(requests):
+    def get_all(requests, soon=()):
         made = [gpus.make_kernel(entries=(request.template.name,)) for request in requests]
         for each, request in zip(made, requests, strict=True):
             each.name, each.parameters = request.template.name, dict(request.parameters)
@@ -80,7 +80,9 @@ def driver(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
     monkeypatch.setattr(tensors, "_capability", lambda device: "sm_80")
     monkeypatch.setattr(tensors, "also", lambda device: ())
-    monkeypatch.setattr(choices, "of", lambda device: ())
+    monkeypatch.setattr(tuned, "on_device", lambda device: ())
+    monkeypatch.setattr(torch_op, "is_for_kernels", lambda backend, like: True)
+    monkeypatch.setattr(cuda, "make_current", lambda device: gpus.make_current(gpus.current))  # of CPU tensors
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     gpus.sizes.update({
@@ -227,7 +229,7 @@ def test_command_takes_shape_and_dtype(capsys, monkeypatch):
     measured = []
     monkeypatch.setattr(bench, "check_gpu", lambda: None)
     monkeypatch.setattr(history, "_measure", lambda *given: measured.append(given) or [])
-    monkeypatch.setattr(runtime, "env_report", lambda: {"gpus": ["a GPU"]})
+    monkeypatch.setattr(machine, "env_report", lambda: {"gpus": ["a GPU"]})
     assert main(["history", "--op", "wkv5", "--shape", "2,7,3,40", "--dtype", "fp16", "--json"]) == 0
     assert '"rows": []' in capsys.readouterr().out
     assert main(["history", "--json"]) == 0

@@ -1,23 +1,21 @@
-"""Launch plans on a driver that takes notes: what the driver reads, where it is launched, and what is loaded when."""
+"""Launches of one kernel on a driver that takes notes: what the driver reads, where, and what is loaded when."""
 
-import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import struct
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rwkv_jit import cuda, kernel, tensors
 from rwkv_jit.errors import RwkvJitError
-from rwkv_jit.launch import Plan
+from rwkv_jit.launch import Launch, Value
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
@@ -25,11 +23,13 @@ _spec.loader.exec_module(stub_driver)
 gpus, packed = stub_driver.gpus, stub_driver.packed
 
 
-def make_plan(gpus, layout, constants=(), grid=(2, 1, 1), device=0, **more):
-    gpus.sizes["scale"] = [*map(struct.calcsize, [f"={letter}" for letter in layout]), *map(len, constants)]
+def make_launch(gpus, letters, constants=(), grid=(2, 1, 1), device=0, arguments=None, shared_bytes=0, sizes=None):
+    """A launch of values in their order, with constants (letters and what is passed) behind them."""
+    arguments = arguments or [*((letter, Value(place)) for place, letter in enumerate(letters)), *constants]
+    own = [struct.calcsize(f"={letters}") for letters, _ in arguments]
+    gpus.sizes["scale"] = own if sizes is None else sizes
     gpus.exchange(device)
-    made = gpus.make_kernel(gpus.archs[device])
-    return Plan(made, "scale", device, grid, (64, 2, 1), layout, constants, **more)
+    return Launch(gpus.make_kernel(gpus.archs[device]), "scale", device, grid, (64, 2, 1), arguments, shared_bytes)
 
 
 # ---- what the driver reads ---------------------------------------------------------------------------------------
@@ -38,100 +38,113 @@ def make_plan(gpus, layout, constants=(), grid=(2, 1, 1), device=0, **more):
 def test_driver_reads_every_value_in_its_own_bytes(gpus):
     letters = "?bBhHiIqQefdQ?"
     values = (True, -5, 250, -30000, 60000, -(2**31), 2**32 - 1, -(2**63), 2**64 - 1, 0.5, -1.25, 1e300, 0, False)
-    make_plan(gpus, letters).launch(7, values)
+    make_launch(gpus, letters).launch(7, values)
     (launch,) = gpus.launches
     assert launch.arguments == packed(letters, *values)
 
 
-def test_constants_follow_the_values(gpus):
-    constants = [struct.pack("3q", 1, 2, 3), struct.pack("i", 4), b"", struct.pack("f", 0.5)]
-    make_plan(gpus, "QQ", constants).launch(7, (11, 22))
-    (launch,) = gpus.launches
-    assert launch.arguments == (*packed("QQ", 11, 22), *constants)
+def test_arguments_are_in_the_kernels_order_wherever_their_values_are(gpus):
+    """Constants between values, one value in two places, and values that the kernel does not take."""
+    arguments = [
+        ("3q", (1, 2, 3)), ("Q", Value(4)), ("i", 4), ("?", Value(1)), ("Q", 0), ("2i", (8, 9)), ("Q", Value(4)),
+        ("f", 0.5),
+    ]  # fmt: skip
+    made = make_launch(gpus, "", arguments=arguments)
+    for values in ((10, True, 12, 13, 14), (20, False, 22, 23, 24)):
+        made.launch(7, values)
+        assert gpus.launches[-1].arguments == (
+            struct.pack("3q", 1, 2, 3), *packed("Qi?Q", values[4], 4, values[1], 0), struct.pack("2i", 8, 9),
+            *packed("Qf", values[4], 0.5),
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize("constants", [(), [b"12345678"]])
-def test_kernel_without_values(gpus, constants):
-    make_plan(gpus, "", constants).launch(7, ())
+@pytest.mark.parametrize("constants", [[], [("q", 12345678)]])
+@pytest.mark.parametrize("letters", ["", "q"])
+def test_kernel_with_few_arguments(gpus, letters, constants):
+    make_launch(gpus, letters, constants).launch(7, (5, 6))
     (launch,) = gpus.launches
-    assert launch.arguments == tuple(constants)
+    assert launch.arguments == (*packed(letters, *[5][: len(letters)]), *(packed("q", x)[0] for _, x in constants))
 
 
 def test_every_value_lies_where_its_type_may_lie(gpus, monkeypatch):
-    letters, found = "?d?qbi", []
-    plan = make_plan(gpus, letters)
+    letters, offsets = "?d?qbi", []
+    made = make_launch(gpus, letters, [("3q", (1, 2, 3)), ("i", 1), ("d", 1.0)])
     read = ctypes.string_at
-    monkeypatch.setattr(ctypes, "string_at", lambda address, size: found.append(address % size) or read(address, size))
-    plan.launch(7, (True, 1.0, True, 1, 1, 1))
-    assert found == [0] * len(letters)
+    monkeypatch.setattr(
+        ctypes, "string_at", lambda at, size: offsets.append(at % min(size, 8)) or read(at, size)
+    )  # fmt: skip
+    made.launch(7, (True, 1.0, True, 1, 1, 1))
+    assert offsets == [0] * (len(letters) + 3)
 
 
 def test_shape_shared_memory_and_stream_reach_the_driver(gpus):
-    make_plan(gpus, "q", grid=(5, 6, 7), shared_bytes=1024).launch(77, (1,))
+    make_launch(gpus, "q", grid=(5, 6, 7), shared_bytes=1024).launch(77, (1,))
     (launch,) = gpus.launches
     assert (launch.grid, launch.block, launch.shared_bytes) == ((5, 6, 7), (64, 2, 1), 1024)
     assert (launch.stream, launch.entry) == (77, "scale")
 
 
-def test_second_launch_has_the_second_values(gpus):
-    plan = make_plan(gpus, "qf")
-    plan.launch(1, (1, 0.25))
-    plan.launch(2, (2, 0.5))
-    assert [launch.arguments for launch in gpus.launches] == [packed("qf", 1, 0.25), packed("qf", 2, 0.5)]
-
-
 @pytest.mark.parametrize("grid", [(0, 1, 1), (3, 0, 1), (3, 1, 0)])
 def test_empty_grid_launches_nothing(gpus, grid):
-    make_plan(gpus, "q", grid=grid).launch(7, (1,))
+    make_launch(gpus, "q", grid=grid).launch(7, (1,))
     assert gpus.launches == []
 
 
-@pytest.mark.parametrize(("layout", "value"), [("q", 2**63), ("i", 2**31), ("B", -1), ("q", 0.5)])
-def test_value_that_does_not_fit_is_never_launched(gpus, layout, value):
-    plan = make_plan(gpus, layout)
+@pytest.mark.parametrize(("letter", "value"), [("q", 2**63), ("i", 2**31), ("B", -1), ("q", 0.5)])
+def test_value_that_does_not_fit_is_never_launched(gpus, letter, value):
+    made = make_launch(gpus, letter)
     with pytest.raises(struct.error):
-        plan.launch(7, (value,))
+        made.launch(7, (value,))
     assert gpus.launches == []
+
+
+@pytest.mark.parametrize("sizes", [[8], [8, 4], [24, 8], []])
+def test_kernel_whose_arguments_the_driver_disputes_is_never_launched(gpus, sizes):
+    with pytest.raises(RwkvJitError, match=f"^scale: the kernel takes arguments of {re.escape(str(sizes))} bytes, got"):
+        make_launch(gpus, "QQ", sizes=sizes)
+
+
+def test_driver_that_cannot_tell_sizes_is_believed(gpus, monkeypatch):
+    monkeypatch.setattr(cuda, "parameter_sizes", lambda function, most=None: None)
+    make_launch(gpus, "QQ").launch(7, (1, 2))
+    assert len(gpus.launches) == 1
 
 
 def test_threads_that_launch_at_once_do_not_mix_values(gpus):
     """Every thread has written its values before the driver reads those of any."""
     count = 8
-    plan = make_plan(gpus, "qd", [b"constant"])
+    made = make_launch(gpus, "qd", [("i", 5)])
     all_written = threading.Barrier(count, timeout=30)
     gpus.before_reading = all_written.wait
-    threads = [threading.Thread(target=plan.launch, args=(n, (n, n / 2))) for n in range(count)]
+    threads = [threading.Thread(target=made.launch, args=(n, (n, n / 2))) for n in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert {launch.stream: launch.arguments for launch in gpus.launches} == {
-        n: (*packed("qd", n, n / 2), b"constant") for n in range(count)
+        n: packed("qdi", n, n / 2, 5) for n in range(count)
     }
 
 
-# ---- shared memory -----------------------------------------------------------------------------------------------
-
-
 def test_thread_that_has_used_no_gpu_gets_a_context(gpus):
-    plan = make_plan(gpus, "Q")
+    made = make_launch(gpus, "Q")
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(plan.launch, 0, (5,)).result()
+        pool.submit(made.launch, 0, (5,)).result()
     assert [launch.arguments for launch in gpus.launches] == [packed("Q", 5)]
 
 
 def test_other_errors_of_the_driver_are_raised(gpus):
-    plan = make_plan(gpus, "")
+    made = make_launch(gpus, "")
     gpus.refuses = True
     with pytest.raises(gpus.CUDADriverError, match="INVALID_VALUE"):
-        plan.launch(0, ())
+        made.launch(0, ())
 
 
 def test_more_shared_memory_than_every_gpu_gives_is_asked_for_once(gpus):
-    plan = make_plan(gpus, "q", shared_bytes=100_000)
+    made = make_launch(gpus, "q", shared_bytes=100_000)
     for _ in range(3):
-        plan.launch(7, (1,))
-    assert gpus.shared_bytes == {plan.function: 100_000}
+        made.launch(7, (1,))
+    assert gpus.shared_bytes == {made.function: 100_000}
 
 
 def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
@@ -140,7 +153,7 @@ def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
 
     monkeypatch.setattr(gpus, "funcSetAttribute", refuse)
     with pytest.raises(RwkvJitError, match="shared_bytes: this GPU does not give a block 999999 bytes"):
-        make_plan(gpus, "q", shared_bytes=999_999)
+        make_launch(gpus, "q", shared_bytes=999_999)
 
 
 # ---- devices and modules -----------------------------------------------------------------------------------------
@@ -148,10 +161,10 @@ def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
 
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("device", [0, 1])
-def test_plan_is_launched_on_its_device_whichever_is_current(gpus, device, current):
-    plan = make_plan(gpus, "q", device=device)
+def test_kernel_is_launched_on_its_device_whichever_is_current(gpus, device, current):
+    made = make_launch(gpus, "q", device=device)
     gpus.exchange(current)
-    tensors.launch(plan, (5,))
+    tensors.launch(made, (5,))
     (launch,) = gpus.launches
     assert (launch.device, launch.current_device, launch.stream) == (device, device, 100 + device)
     assert gpus.current == current
@@ -215,57 +228,22 @@ def test_child_of_a_process_that_left_cuda_alone_may_use_it(gpus):
 # ---- a stream beside another one ---------------------------------------------------------------------------------
 
 
-def test_stream_beside_another_waits_for_it_and_is_waited_for(monkeypatch):
-    said = []
-
-    class Device:
-        def __enter__(self):
-            said.append("device")
-
-        def __exit__(self, *_):
-            said.append("device again")
-
-    class Event:
-        made = 0
-
-        def __init__(self, disable_timing):
-            assert disable_timing
-            Event.made += 1
-            self.ptr = 100 + Event.made
-
-    class Stream:
-        ptr = 8
-
-        def __init__(self, non_blocking, priority):
-            assert (non_blocking, priority) == (True, -1)
-
-    runtime = SimpleNamespace(
-        eventRecord=lambda event, stream: said.append(("record", event, stream)),
-        streamWaitEvent=lambda stream, event: said.append(("wait", stream, event)),
-    )
-    of_cuda = SimpleNamespace(Device=Device, Event=Event, Stream=Stream, runtime=runtime)
-    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.2.0"])
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=of_cuda))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", of_cuda)
+def test_stream_beside_another_waits_for_it_and_is_waited_for(gpus):
     side = cuda.SideStream(7)
-    assert side.raw == 8
+    assert side.raw != 7
     side.follow()
     side.join()
-    assert said == [
-        "device", ("record", 101, 7), ("wait", 8, 101), "device again",
-        "device", ("record", 102, 8), ("wait", 7, 102), "device again",
-    ]  # fmt: skip
+    assert gpus.order == [("wait", side.raw, 7), ("wait", 7, side.raw)]
+    assert gpus.events == ["destroyed"] * 2  # of one use, as other threads may record theirs
 
 
-def test_every_stream_has_one_beside_it(monkeypatch):
+def test_every_stream_has_one_beside_it(gpus, monkeypatch):
     current = [7]
     monkeypatch.setattr(tensors, "_sides", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: current[0], raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(cuda, "SideStream", lambda main: ["beside", main])
     first = tensors.side_stream(0)
-    assert first == ["beside", 7]
     assert tensors.side_stream(0) is first
     assert tensors.side_stream(1) is not first
+    assert gpus.streams == [0, 1]  # each on its device
     current[0] = 9
-    assert tensors.side_stream(0) == ["beside", 9]
+    assert tensors.side_stream(0) is not first

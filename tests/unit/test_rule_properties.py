@@ -4,7 +4,7 @@ Sizes, architectures and options are drawn at random. Nothing is compiled, and n
 """
 
 import importlib.util
-from collections import defaultdict
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def pretended(gpus, nothing_known, monkeypatch):
     """
     from rwkv_jit import compiler, cuda, identity, signatures, tensors
     from rwkv_jit.cache import Compiled, Resources
-    from rwkv_jit.ops import boundary, registry
+    from rwkv_jit.ops import checks, registry, torch_op
 
     def compiled(rendered, arch, parameters):
         return Compiled(gpus.archs[0].encode(), arch, {rendered.name: Resources(32)})
@@ -126,24 +126,27 @@ def pretended(gpus, nothing_known, monkeypatch):
     monkeypatch.setenv("RWKVJIT_CACHE", "0")
     monkeypatch.setattr(compiler, "compile", compiled)
     monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")
-    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: True)
+    for module in (checks, torch_op):
+        monkeypatch.setattr(module, "is_for_kernels", lambda backend, x: True)
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
     monkeypatch.setattr(tensors, "packing", lambda cu_seqlens, tokens: cu_seqlens)
     monkeypatch.setattr(tensors, "readable_packing", lambda cu_seqlens: cu_seqlens)
-    monkeypatch.setattr(tensors, "check_packing", lambda cu_seqlens, first: None)
+    monkeypatch.setattr(checks, "_check_packing", lambda cu_seqlens, first: None)
     monkeypatch.setattr(tensors, "side_stream", lambda device: SimpleNamespace(raw=8, follow=int, join=int))
-    monkeypatch.setattr(cuda, "parameter_sizes", lambda function: None)
+    monkeypatch.setattr(cuda, "parameter_sizes", lambda function, most: None)
+    monkeypatch.setattr(cuda, "make_current", lambda device: gpus.with_context.add(threading.get_ident()))
+    monkeypatch.setattr(cuda, "zero", lambda address, count, stream: None)
     monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of "meta"
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    gpus.sizes = defaultdict(tuple)  # the bytes of arguments do not matter here
+    monkeypatch.setattr(gpus, "parameter_sizes", lambda function, most=None: ())  # which do not matter here
 
     def launches(call):
         """Run the public function, and the gradients of what it returns; return what the driver was asked for."""
         signatures.forget()
-        gpus.launches.clear()
+        gpus.take()
         monkeypatch.setenv("RWKVJIT_ARCH", call.arch)
         inputs, state, bounds = call.tensors("meta")
         with torch.set_grad_enabled(call.training):
@@ -151,7 +154,7 @@ def pretended(gpus, nothing_known, monkeypatch):
             if call.training:
                 leaves = [*inputs, *([] if state is None else [state])]
                 torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
-        return list(gpus.launches)
+        return gpus.take()
 
     def forward(call):
         """Run what runs the torch op on a GPU."""

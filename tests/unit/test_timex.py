@@ -1,7 +1,7 @@
 """timex without a GPU: the reference, the torch op on CPU tensors, the transforms, the rules, and the launches."""
 
 import importlib.util
-import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +10,21 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
-from rwkv_jit import kernel, runtime, tensors
+from rwkv_jit import ahead, kernel, tensors
+from rwkv_jit.algorithms import timex_tiles, whole
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import timex as op
-from rwkv_jit.ops import timex_launches, timex_tiles, timex_transforms
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
 
 _spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
 stub_driver = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(stub_driver)
-gpus = stub_driver.gpus
+gpus, on_gpu = stub_driver.gpus, stub_driver.on_gpu
 
-FP32, FP16, BF16 = (torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16,) * 2
+FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2
+H200 = Gpu("sm_90")
 
 
 def make(batch, channels, tokens, dtype=torch.float64, w_dtype=None):
@@ -251,13 +255,13 @@ def test_wrong_arguments(given, error, message):
 )
 def test_auto(dtype, batch, tokens, arch, forward, backward):
     directions = ("forward", "backward")
-    found = [op.choose("auto", dtype, batch, tokens, lambda: arch, direction) for direction in directions]
+    found = [op.choose("auto", dtype, batch, tokens, lambda: Gpu(arch), direction) for direction in directions]
     assert found == [forward, backward]
-    assert op.choose("fft", dtype, batch, tokens, lambda: arch) == "fft"
+    assert op.choose("fft", dtype, batch, tokens, lambda: Gpu(arch)) == "fft"
 
 
 def test_directions_of_a_call_are_chosen_apart(monkeypatch):
-    monkeypatch.setattr(tensors, "arch", lambda device: "sm_90")
+    monkeypatch.setattr(tensors, "gpu", lambda device: H200)
     with FakeTensorMode():
         k = torch.empty(8, 3, 768, device="cuda")
         assert op._taken("auto", k, "forward") == "transforms"
@@ -272,7 +276,7 @@ def test_a_compiler_follows_the_rule(dynamic):
     @torch.compile(backend="eager", fullgraph=True, dynamic=dynamic)
     def chosen(k):
         directions = ("forward", "backward")
-        found = [op.choose("auto", k.dtype, k.shape[0], k.shape[2], lambda: "sm_90", each) for each in directions]
+        found = [op.choose("auto", k.dtype, k.shape[0], k.shape[2], lambda: Gpu("sm_90"), each) for each in directions]
         return k + 10 * op.BACKENDS.index(found[0]) + op.BACKENDS.index(found[1])
 
     for tokens, want in ((700, 11), (768, 21), (2000, 22), (20000, 33)):
@@ -290,18 +294,18 @@ def test_a_compiler_follows_the_rule(dynamic):
 )
 def test_backends_say_what_they_cannot_do(backend, tokens, arch, obstacle):
     with pytest.raises(UnsupportedConfigError, match=f"backend: '{backend}' {obstacle}; use 'auto' or 'fft'"):
-        op.choose(backend, torch.float32, 8, tokens, lambda: arch)
-    assert op.choose(backend, torch.float32, 8, 8192, lambda: "sm_90") == backend
+        op.choose(backend, torch.float32, 8, tokens, lambda: Gpu(arch))
+    assert op.choose(backend, torch.float32, 8, 8192, lambda: H200) == backend
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("types", [FP32, BF16, (torch.float32, torch.float16)])
+@pytest.mark.parametrize("types", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "fp16")])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_blocks_fit_and_cover_the_rows(direction, types, arch):
     for tokens in (1, 16, 17, 768, 1000, 4096, 16384):
         for batch in (1, 8, 9, 16, 17, 64):
-            cut = timex_tiles.geometry(direction, batch, tokens, types, arch)
-            assert cut.shared_bytes <= timex_tiles.chunked.shared_limit(arch)
+            cut = timex_tiles.geometry(direction, batch, tokens, types, Gpu(arch))
+            assert cut.shared_bytes <= Gpu(arch).shared_limit
             assert cut.tiles * 16 >= tokens > (cut.tiles - 32) * 16
             assert cut.tiles % (32 if cut.streamed else 4) == 0
             assert cut.batch in ((8, 16, 32) if direction == "forward" else (8, 16))
@@ -310,9 +314,9 @@ def test_blocks_fit_and_cover_the_rows(direction, types, arch):
 
 
 def test_blocks_of_the_usual_call():
-    assert timex_tiles.geometry("forward", 32, 768, FP32, "sm_90") == (16, False, 48, 57088)
-    assert timex_tiles.geometry("backward", 32, 768, FP32, "sm_90") == (16, False, 48, 108224)
-    assert timex_tiles.geometry("forward", 8, 8192, BF16, "sm_90")[:3] == (8, True, 512)
+    assert timex_tiles.geometry("forward", 32, 768, ("fp32", "fp32"), H200) == (16, False, 48, 57088)
+    assert timex_tiles.geometry("backward", 32, 768, ("fp32", "fp32"), H200) == (16, False, 48, 108224)
+    assert timex_tiles.geometry("forward", 8, 8192, ("bf16", "bf16"), H200)[:3] == (8, True, 512)
 
 
 @pytest.mark.parametrize("tokens", range(1, 200))
@@ -328,86 +332,103 @@ def test_transforms_are_long_enough_and_of_few_factors(tokens):
 
 
 @pytest.fixture
-def driver(gpus, nothing_known, monkeypatch):
-    """CPU tensors stand in for those of an sm_90."""
-    asked = gpus.asked = []
-
-    def get_all(requests):
-        asked.append(list(requests))
-        made = [gpus.make_kernel(entries=tuple(gpus.sizes)) for _ in requests]
-        for each, request in zip(made, requests, strict=True):
-            each.parameters = dict(request.parameters)
-        return made
-
-    monkeypatch.setattr(kernel, "get_all", get_all)
-    monkeypatch.setattr(tensors, "validate", lambda name, x: None)
-    monkeypatch.setattr(tensors, "arch", lambda device: "sm_90")
-    monkeypatch.setattr(tensors, "also", lambda device: ())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    gpus.sizes.update({
-        "timex_convolve": [8] * 8 + [4, 4, 4],
-        "timex_filter_gradient": [8] * 9 + [4, 4],
-        "timex_filter_gradient_sum": [8] * 4 + [4, 4],
-        "timex_factors": [8] * 3 + [4],
-        "timex_transform": [8] * 5 + [4] * 5,
-        "timex_transform_gradient": [8] * 8 + [4] * 5,
-    })  # fmt: skip
-    return gpus
+def driver(on_gpu):
+    """Every tensor is one of an sm_90."""
+    on_gpu.use("sm_90")
+    return on_gpu
 
 
-def test_convolution_is_launched_on_the_inputs_as_they_are(driver):
-    w, k = torch.zeros(3, 2000)[:, :1000], torch.zeros(3, 40, 1000).transpose(0, 1)
-    out = timex_tiles.convolve(w, k, 0.5, is_correlation=True)
-    (launch,) = driver.launches
-    assert (launch.entry, launch.grid, launch.block) == ("timex_convolve", (3, 3, 1), (256, 1, 1))
-    cut = timex_tiles.geometry("forward", 40, 1000, FP32, "sm_90")
-    assert (cut.batch, launch.shared_bytes) == (16, cut.shared_bytes)
-    addresses = (w.data_ptr(), k.data_ptr(), out.data_ptr())
-    assert launch.arguments == stub_driver.packed(
-        "QQQqqqqqiif", *addresses, 2000, 1000, 40 * 1000, 40, 3, 1000, cut.tiles, 0.5
-    )
-    ((request,),) = driver.asked
-    assert request.template.name == "timex_convolve"
-    assert request.parameters == {
-        "T_IO": "fp32", "T_W": "fp32", "BATCH": 16, "STREAMED": False, "ROWS": 4, "NUM_THREADS": 256, "VECTOR": 4,
-        "BLOCKS_PER_SM": 2, "REVERSED": True,
-    }  # fmt: skip
-    request.template.check(request.parameters)
+def leaves(*shape, dtype=torch.float32, w_dtype=None):
+    w, k = torch.zeros(shape[1:], dtype=w_dtype or dtype), torch.zeros(shape, dtype=dtype)
+    return w.requires_grad_(), k.requires_grad_()
+
+
+def addresses(**tensors):
+    return {name: x.data_ptr() for name, x in tensors.items()}
+
+
+def numbers(launch):
+    return {name: x for name, x in launch.named.items() if name not in launch.addresses}
+
+
+def test_tiles_are_launched_on_the_inputs_as_they_are(driver):
+    w, k = torch.zeros(3, 2000)[:, :1000].requires_grad_(), torch.zeros(3, 40, 1000).transpose(0, 1).requires_grad_()
+    g = torch.ones(40, 3, 1000)
+    out = rwkv_jit.timex(w, k, 0.5, backend="tiles")
+    (forward,) = driver.take()
+    gw, gk = torch.autograd.grad(out, (w, k), g)
+    matrices, sums, backward = driver.take()
+    cut = timex_tiles.geometry("forward", 40, 1000, ("fp32", "fp32"), H200)
+    assert cut.batch == 16
+    for launch, source, result in ((forward, k, out), (backward, g, gk)):
+        assert (launch.entry, launch.grid, launch.block) == ("timex_convolve", (3, 3, 1), (256, 1, 1))
+        assert launch.shared_bytes == cut.shared_bytes
+        assert launch.addresses == addresses(w=w, k=source, out=result)
+        is_forward = launch is forward
+        assert numbers(launch) == {
+            "w_stride": 2000, "k_batch": source.stride(0), "k_channel": source.stride(1), "batch": 40, "channels": 3,
+            "length": 1000, "tiles": cut.tiles, "eps": 0.5 if is_forward else 0.0,
+        }  # fmt: skip
+        assert launch.parameters == {
+            "T_IO": "fp32", "T_W": "fp32", "BATCH": 16, "STREAMED": False, "ROWS": 4, "NUM_THREADS": 256, "VECTOR": 4,
+            "BLOCKS_PER_SM": 2, "REVERSED": not is_forward,
+        }  # fmt: skip
+        launch.request.template.check(launch.parameters)
+    assert (matrices.entry, sums.entry) == ("timex_filter_gradient", "timex_filter_gradient_sum")
+    assert sums.named["gw"] == gw.data_ptr()
 
 
 def test_gradient_of_the_filter_is_two_launches(driver):
-    g, k = torch.zeros(20, 3, 8200).bfloat16(), torch.zeros(20, 3, 8200).bfloat16()
-    gw = timex_tiles.filter_gradient(g, k, torch.float32)
-    matrices, sums = driver.launches
-    cut = timex_tiles.geometry("backward", 20, 8200, (torch.float32, torch.bfloat16), "sm_90")
+    w, k = leaves(20, 3, 8200, dtype=torch.bfloat16, w_dtype=torch.float32)
+    out = rwkv_jit.timex(w, k, backend="tiles")
+    g = torch.zeros(20, 3, 8200).bfloat16()
+    driver.take()
+    (gw,) = torch.autograd.grad(out, [w], g)
+    matrices, sums = driver.take()[:2]
+    cut = timex_tiles.geometry("backward", 20, 8200, ("fp32", "bf16"), H200)
     assert cut.streamed
-    assert (matrices.grid, sums.grid) == ((3, -(-20 // cut.batch), cut.tiles // 32), (3, 33, 1))
-    scratch = struct.unpack("=Q", matrices.arguments[2])[0]
-    sizes = (8200, cut.tiles)
-    assert matrices.arguments == stub_driver.packed(
-        "QQQqqqqqqii", g.data_ptr(), k.data_ptr(), scratch, *(3 * 8200, 8200) * 2, 20, 3, *sizes
-    )
-    assert sums.arguments == stub_driver.packed("QQqqii", scratch, gw.data_ptr(), -(-20 // cut.batch), 3, *sizes)
+    groups = -(-20 // cut.batch)
+    assert (matrices.grid, sums.grid) == ((3, groups, cut.tiles // 32), (3, 33, 1))
+    assert (matrices.shared_bytes, sums.shared_bytes) == (cut.shared_bytes, 0)
+    scratch = matrices.named["sums"]
+    assert matrices.addresses == {**addresses(g=g, k=k), "sums": scratch}
+    assert sums.addresses == {**addresses(gw=gw), "sums": scratch}
+    sizes = {"length": 8200, "tiles": cut.tiles}
+    strides = {f"{name}_{dim}": x for name in "gk" for dim, x in (("batch", 3 * 8200), ("channel", 8200))}
+    assert numbers(matrices) == {**strides, "batch": 20, "channels": 3, **sizes}
+    assert numbers(sums) == {"groups": groups, "channels": 3, **sizes}
     assert (gw.shape, gw.dtype) == ((3, 8200), torch.float32)
-    request = driver.asked[0][0]
-    assert request.parameters["T_W"] == "fp32"
-    request.template.check(request.parameters)
+    assert matrices.parameters == sums.parameters
+    assert matrices.parameters["T_W"] == "fp32"
+    matrices.request.template.check(matrices.parameters)
 
 
-def test_training_compiles_the_backward_beside_the_forward(driver):
-    w, k = torch.zeros(3, 64), torch.zeros(2, 3, 64)
-    tiles = [("timex_convolve", True), ("timex_filter_gradient", None)]
-    op._forward(w, k, 0.0, "tiles", "tiles")
-    op._forward(w, k, 0.0, "tiles", None)
-    op._forward(w, k, 0.0, "transforms", "tiles")
-    op._forward(w, k, 0.0, "transforms", "transforms")
-    assert [[(each.template.name, each.parameters.get("REVERSED")) for each in asked] for asked in driver.asked] == [
-        [("timex_convolve", False), *tiles],
-        [("timex_convolve", False)],
-        [("timex_transform", None), *tiles],
-        [("timex_transform", None)],  # which has its backward too
-    ]
+def test_training_compiles_the_backward_beside_the_forward(driver, monkeypatch):
+    wanted = []
+    monkeypatch.setattr(kernel, "get_async", lambda request: wanted.append(request))
+    monkeypatch.setattr(kernel, "_stored", lambda *_: None)
+    monkeypatch.setattr(kernel, "_side_by_side", lambda requests, soon: wanted.extend((*requests, *soon)) or 1 / 0)
+    monkeypatch.setattr(kernel, "_compile_once", lambda request, _: wanted.append(request) or 1 / 0)
+    tiles = {("timex_convolve", True), ("timex_filter_gradient", None)}
+
+    def compiled(batch, tokens, training, backend):
+        wanted.clear()
+        w, k = leaves(batch, 3, tokens)
+        with pytest.raises(ZeroDivisionError), torch.set_grad_enabled(training):
+            rwkv_jit.timex(w, k, backend=backend)
+        return {(each.template.name, each.parameters.get("REVERSED")) for each in wanted}
+
+    forward = {("timex_convolve", False)}
+    assert compiled(2, 64, True, "tiles") == forward | tiles
+    assert compiled(2, 64, False, "tiles") == forward
+    transforms = {("timex_transform", None)}  # which has its backward too
+    assert compiled(8, 768, True, "auto") == transforms | tiles
+    assert compiled(8, 2000, True, "transforms") - {("sum_rows", None)} == transforms
+    assert compiled(8, 2000, False, "transforms") == transforms
+
+
+def misaligned(k):
+    return torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
 
 
 @pytest.mark.parametrize(
@@ -415,8 +436,9 @@ def test_training_compiles_the_backward_beside_the_forward(driver):
     [
         (lambda k: k, 4, False),
         (lambda k: k.transpose(1, 2).contiguous().transpose(1, 2), 4, True),
-        (lambda k: torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape), 1, False),
+        (misaligned, 1, False),
         (lambda k: torch.cat([k, k[:, :, :1]], 2)[:, :, :-1], 1, False),
+        (lambda k: torch.cat([k, k[:, :, :2]], 2)[:, :, :-2], 1, False),
         (lambda k: k[:, :, 1:].contiguous(), 1, False),
         (lambda k: k[:, :, :-1], 1, False),  # strides that would do, and a last token alone
         (lambda k: k[:1, :1].expand(2, 3, 64), 4, False),
@@ -424,59 +446,163 @@ def test_training_compiles_the_backward_beside_the_forward(driver):
 )
 def test_what_a_thread_reads_at_once_goes_by_strides_and_address(driver, change, vector, copied):
     k = change(torch.zeros(2, 3, 64))
-    timex_tiles.convolve(torch.zeros(3, k.shape[2]), k, 0.0, is_correlation=False)
-    assert driver.asked[0][0].parameters["VECTOR"] == vector
-    assert (struct.unpack("=Q", driver.launches[0].arguments[1])[0] != k.data_ptr()) == copied
+    w = torch.zeros(3, k.shape[2])
+    for _ in range(2):
+        rwkv_jit.timex(w, k, backend="tiles")
+        (launch,) = driver.take()
+        assert launch.parameters["VECTOR"] == vector
+        assert (launch.named["k"] != k.data_ptr()) == copied
+    leaf = k.detach().requires_grad_()
+    out = rwkv_jit.timex(w, leaf, backend="tiles")
+    driver.take()
+    torch.autograd.grad(out, [leaf], change(torch.zeros(2, 3, 64)))
+    (launch,) = driver.take()
+    assert (launch.parameters["VECTOR"], launch.parameters["REVERSED"]) == (vector, True)
 
 
-def test_known_calls_are_not_prepared_again(driver):
-    for eps in (0.0, 0.0, 1.0):
-        timex_tiles.convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), eps, is_correlation=False)
-    assert (len(driver.asked), len(driver.launches)) == (2, 3)
+@pytest.mark.parametrize("backend", ["tiles", "transforms"])
+def test_known_calls_take_the_kernels_of_their_addresses(driver, backend):
+    name, of_aligned, of_others = ("VECTOR", 4, 1) if backend == "tiles" else ("PAIRED", True, False)
+    for change in (lambda x: x, misaligned) * 2:
+        w, _ = leaves(2, 3, 64)
+        k = change(torch.zeros(2, 3, 64)).requires_grad_()
+        out = rwkv_jit.timex(w, k, backend=backend)
+        wanted = of_aligned if k.data_ptr() % 16 == 0 else of_others
+        assert {launch.parameters[name] for launch in driver.take()} == {wanted}
+        for change_of_g in (lambda x: x, misaligned):
+            g = change_of_g(torch.zeros(2, 3, 64))
+            torch.autograd.grad(out, [w, k], g, retain_graph=True)
+            of_filter, *_, of_k = driver.take()
+            of_g = of_aligned if g.data_ptr() % 16 == 0 else of_others
+            assert (of_filter.parameters[name], of_k.parameters[name]) == (min(wanted, of_g), of_g)
+            assert (of_filter.named["g"], of_k.named["k"]) == (g.data_ptr(), g.data_ptr())
 
 
-def test_first_use_inside_a_capture_is_an_error(driver):
+@pytest.mark.parametrize("backend", ["tiles", "transforms"])
+def test_known_calls_are_not_prepared_again(driver, backend, monkeypatch):
+    def train(eps):
+        w, k = leaves(2, 3, 64)
+        out = rwkv_jit.timex(w, k, eps, backend)
+        gw, gk = torch.autograd.grad(out, (w, k), torch.ones_like(out))
+        launches = driver.take()
+        assert launches[-1].addresses["out"] == gk.data_ptr()
+        assert gw.data_ptr() in {x for launch in launches for x in launch.addresses.values()}
+        return launches
+
+    count = len(train(0.0))
+    with monkeypatch.context() as known:
+        for module, name in ((kernel, "get_all"), (op, "_check"), (op, "_find_backward")):
+            known.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
+        assert len(train(0.0)) == count
+        with pytest.raises(pytest.fail.Exception, match="_check was called"):
+            train(1.0)
+    assert [launch.named["eps"] for launch in train(1.0) if "eps" in launch.named] == [1.0, 0.0]
+
+
+def test_backward_of_a_known_call_takes_few_frames(driver, monkeypatch):
+    monkeypatch.setattr(tensors, "likeness", lambda arrays: lambda *_: True)  # which is no Python
+    entered = []
+
+    def enter(frame, event, _):
+        if event == "call" and "rwkv_jit" in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+
+    for _ in range(2):
+        w, k = leaves(2, 3, 64)
+        out = rwkv_jit.timex(w, k, backend="tiles")
+        g = torch.ones_like(out)
+        entered.clear()
+        sys.setprofile(enter)
+        try:
+            torch.autograd.grad(out, (w, k), g)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(entered) <= 20, entered
+
+
+@pytest.mark.parametrize("wanted", ["w", "k"])
+@pytest.mark.parametrize(("backend", "entries"), [
+    ("tiles", {"w": ["timex_filter_gradient", "timex_filter_gradient_sum"], "k": ["timex_convolve"]}),
+    ("transforms", {"w": ["timex_transform_gradient", "sum_rows"], "k": ["timex_factors", "timex_transform"]}),
+])  # fmt: skip
+def test_kernels_of_a_gradient_that_is_not_wanted_are_not_launched(driver, backend, entries, wanted):
+    given = dict(zip("wk", (x.detach() for x in leaves(2, 3, 64)), strict=True))
+    given[wanted].requires_grad_()
+    out = rwkv_jit.timex(**given, backend=backend)
+    driver.take()
+    torch.autograd.grad(out.sum(), [given[wanted]])
+    assert [launch.entry for launch in driver.take()] == entries[wanted]
+
+
+def test_torch_op_launches_the_same(driver):
+    w, k = leaves(2, 3, 64)
+    for run in (lambda: rwkv_jit.timex(w, k, 0.5, "tiles"), lambda: op._forward_op(w, k, 0.5, "tiles", False)):
+        out = run()
+        grads = torch.autograd.grad(out, (w, k), torch.ones_like(out))
+        assert [launch.entry for launch in driver.take()] == [
+            "timex_convolve", "timex_filter_gradient", "timex_filter_gradient_sum", "timex_convolve",
+        ]  # fmt: skip
+        assert [x.shape for x in grads] == [w.shape, k.shape]
+
+
+@pytest.mark.parametrize("backend", ["tiles", "transforms"])
+def test_first_use_inside_a_capture_is_an_error(driver, backend):
     driver.capturing = True
-    with pytest.raises(RwkvJitError, match="timex: first use inside a CUDA graph capture"):
-        timex_tiles.convolve(torch.zeros(3, 64), torch.zeros(2, 3, 64), 0.0, is_correlation=False)
+    for _ in range(2):
+        with pytest.raises(RwkvJitError, match="timex: first use inside a CUDA graph capture"):
+            rwkv_jit.timex(torch.zeros(3, 64), torch.zeros(2, 3, 64), backend=backend)
+    driver.capturing = False
+    rwkv_jit.timex(torch.zeros(3, 64), torch.zeros(2, 3, 64), backend=backend)
+    assert driver.launches
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-@pytest.mark.parametrize("of", [timex_tiles, timex_transforms])
-def test_nothing_is_launched_for_nothing(driver, of, shape):
-    w, k = torch.zeros(shape[1:]), torch.zeros(shape)
-    assert of.convolve(w, k, 1.0, is_correlation=False).shape == shape
-    assert not of.filter_gradient(k, k, torch.float32).any()
-    assert driver.launches == []
+@pytest.mark.parametrize("backend", ["tiles", "transforms"])
+def test_nothing_is_launched_for_nothing(driver, backend, shape):
+    w, k = leaves(*shape)
+    out = rwkv_jit.timex(w, k, 1.0, backend=backend)
+    gw, gk = torch.autograd.grad(out, (w, k), torch.ones_like(out))
+    assert (out.shape, gk.shape) == (shape, shape)
+    assert not gw.any()
+    assert (driver.launches, driver.asked) == ([], [])
+
+
+@pytest.mark.parametrize("backend", ["tiles", "transforms"])
+def test_results_of_kernels_have_the_strides_of_their_shapes(driver, backend):
+    w, k = torch.zeros(1, 64), torch.zeros(128).as_strided((1, 1, 64), (100, 70, 1)).requires_grad_()
+    out = rwkv_jit.timex(w.requires_grad_(), k, backend=backend)
+    for x in (out, *torch.autograd.grad(out, (w, k), torch.ones(1, 1, 64))):
+        assert x.stride() == torch.empty(x.shape).stride()
 
 
 # ---- launches of transforms --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_correlation", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "length", "threads"),
     [((1, 3, 1), 1024, 32), ((5, 3, 1025), 2048, 128), ((9, 30, 4096), 4096, 256), ((2, 5, 16384), 16384, 512)],
 )
-def test_rows_of_a_channel_follow_each_other(driver, sizes, length, threads, is_correlation):
+def test_rows_of_a_channel_follow_each_other(driver, sizes, length, threads):
     batch, channels, tokens = sizes
-    w, k = torch.ones(channels, tokens), torch.ones(channels, batch, tokens).transpose(0, 1)
-    out = timex_transforms.convolve(w, k, 0.5, is_correlation)
+    w, k = torch.ones(channels, tokens), torch.ones(channels, batch, tokens).transpose(0, 1).requires_grad_()
+    g = torch.ones(sizes)
+    out = rwkv_jit.timex(w, k, 0.5, "transforms")
     assert out.shape == sizes
-    of_filter, rows = driver.launches
-    assert (of_filter.entry, of_filter.grid) == ("timex_factors", (channels, 1, 1))
-    assert (rows.entry, rows.grid) == ("timex_transform", (batch * channels, 1, 1))
-    shape = ((threads, 1, 1), length // 16 * 17 * 8)
-    assert {(each.block, each.shared_bytes) for each in driver.launches} == {shape}
-    factors = struct.unpack("=Q", of_filter.arguments[1])[0]
-    assert of_filter.arguments == stub_driver.packed("QQqi", w.data_ptr(), factors, tokens, tokens)
-    strides = (tokens, batch * tokens)
-    assert rows.arguments == stub_driver.packed(
-        "QQQqqiiifi", k.data_ptr(), factors, out.data_ptr(), *strides, batch, channels, tokens, 0.5, is_correlation
-    )
-    ((request,),) = driver.asked
-    assert request.parameters["LENGTH"] == length
-    request.template.check(request.parameters)
+    (gk,) = torch.autograd.grad(out, [k], g)
+    launches = driver.take()
+    assert {(each.block, each.shared_bytes) for each in launches} == {((threads, 1, 1), length // 16 * 17 * 8)}
+    for (of_filter, rows), source, result in ((launches[:2], k, out), (launches[2:], g, gk)):
+        assert (of_filter.entry, of_filter.grid) == ("timex_factors", (channels, 1, 1))
+        assert (rows.entry, rows.grid) == ("timex_transform", (batch * channels, 1, 1))
+        factors = of_filter.named["factors"]
+        assert of_filter.named == {**addresses(w=w), "factors": factors, "w_stride": tokens, "tokens": tokens}
+        assert rows.addresses == {**addresses(k=source, out=result), "factors": factors}
+        assert numbers(rows) == {
+            "k_batch_stride": source.stride(0), "k_stride": source.stride(1), "batch": batch, "channels": channels,
+            "tokens": tokens, "eps": 0.5 if source is k else 0.0, "conjugates": int(source is g),
+        }  # fmt: skip
+        assert rows.parameters["LENGTH"] == length
+        rows.request.template.check(rows.parameters)
 
 
 @pytest.mark.parametrize(
@@ -489,25 +615,33 @@ def test_rows_of_a_channel_follow_each_other(driver, sizes, length, threads, is_
         ((7, 300, 4096), 2, 4, 264),
     ],
 )
-def test_gradient_of_a_filter_in_groups_of_rows(driver, monkeypatch, sizes, rows, groups, blocks):
-    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+@pytest.mark.parametrize("w_type", ["fp32", "fp16"])
+def test_gradient_of_a_filter_in_groups_of_rows(sizes, rows, groups, blocks, w_type):
     batch, channels, tokens = sizes
-    g, k = (torch.zeros(1, 1, 1).expand(sizes) for _ in range(2))
-    monkeypatch.setattr(timex_launches, "neighbours", lambda x: x)
-    gw = timex_transforms.filter_gradient(g, k, torch.float16)
-    assert (gw.shape, gw.dtype) == (sizes[1:], torch.float16)
-    strides = g.stride()[:2] + k.stride()[:2]
-    (launch,) = driver.launches
-    assert (launch.entry, launch.grid) == ("timex_transform_gradient", (blocks, 1, 1))
-    assert launch.arguments[:2] == stub_driver.packed("QQ", g.data_ptr(), k.data_ptr())
-    assert launch.arguments[4:] == stub_driver.packed("qqqqiiiii", *strides, batch, channels, rows, groups, tokens)
+    p = Problem(
+        OPS["timex"], H200._replace(multiprocessors=132), {"w": w_type, "k": "fp32"}, B=batch, C=channels, T=tokens,
+        backend="transforms", wanted=("w",),
+    )  # fmt: skip
+    schedule = whole.backward(p)
+    step, *sums = schedule.launches
+    assert (step.entry, step.grid) == ("timex_transform_gradient", (blocks, 1, 1))
+    assert {"batch": batch, "channels": channels, "group_rows": rows, "groups": groups, "tokens": tokens}.items() <= (
+        step.bind.items()
+    )
+    # One sum is the gradient, where it has its type.
+    is_sum = groups == 1 and w_type == "fp32"
+    assert (step.bind["sums"] == "dw") == is_sum == (not sums)
+    if sums:
+        assert (sums[0].bind["group_rows"], sums[0].bind["width"]) == (groups, channels * tokens)
+        assert (sums[0].parameters["T_OUT"], sums[0].bind["sums"]) == (w_type, "dw")
+        assert schedule.scratch["sums"] == 4 * groups * channels * tokens
 
 
 @pytest.mark.parametrize(
     ("change", "is_paired"),
     [
         (lambda k: k, True),
-        (lambda k: torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape), False),
+        (misaligned, False),
         (lambda k: torch.cat([k, k[:, :, :1]], 2)[:, :, :-1], False),
         (lambda k: torch.cat([k, k[:, :, :2]], 2)[:, :, :-2], True),
         (lambda k: k[:, :, 1:].contiguous(), False),
@@ -517,22 +651,22 @@ def test_gradient_of_a_filter_in_groups_of_rows(driver, monkeypatch, sizes, rows
 def test_two_tokens_at_once_go_by_strides_and_address(driver, change, is_paired):
     k = change(torch.zeros(2, 3, 64))
     w = torch.zeros(3, 64)[:, : k.shape[2]]
-    timex_transforms.convolve(w, k, 0.0, is_correlation=False)
-    assert driver.asked[0][0].parameters["PAIRED"] == is_paired
+    rwkv_jit.timex(w, k, backend="transforms")
+    assert {launch.parameters["PAIRED"] for launch in driver.take()} == {is_paired}
 
 
 def test_more_rows_than_a_launch_has_blocks(driver):
     w, k = torch.zeros(1, 1), torch.zeros(1, 1, 1).expand(2**31, 1, 1)
     with pytest.raises(UnsupportedConfigError, match="k: 'transforms' take at most 2147483647 rows, got 2147483648"):
-        timex_transforms.convolve(w, k, 0.0, is_correlation=False)
+        rwkv_jit.timex(w, k, backend="transforms")
 
 
 # ---- kernels before they are called for --------------------------------------------------------------------------
 
 
-def ahead(tokens, dtype=torch.float32, batch=None, direction="forward", w_dtype=None):
+def kernels(tokens, dtype=torch.float32, batch=None, direction="forward", w_dtype=None):
     options = (None, None, w_dtype, torch.float32, None, None, tokens, batch)
-    return runtime.call_requests("timex", None, dtype, "sm_90", direction, *options)
+    return ahead.call_requests("timex", None, dtype, "sm_90", direction, *options)
 
 
 def shown(requests):
@@ -541,30 +675,28 @@ def shown(requests):
 
 @pytest.mark.parametrize(("dtype", "w_dtype"), [FP32, BF16, (torch.float16, torch.float32)])
 @pytest.mark.parametrize("tokens", [1, 63, 250, 512, 767, 2816])
-def test_calls_ask_for_no_kernel_that_warm_has_not_made(driver, tokens, dtype, w_dtype, monkeypatch):
-    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 8)
-    made = shown(ahead(tokens, dtype, w_dtype=w_dtype) + ahead(tokens, dtype, direction="backward", w_dtype=w_dtype))
+def test_calls_ask_for_no_kernel_that_warm_has_not_made(driver, tokens, dtype, w_dtype):
+    driver.multiprocessors = 8
+    made = shown(
+        kernels(tokens, dtype, w_dtype=w_dtype) + kernels(tokens, dtype, direction="backward", w_dtype=w_dtype)
+    )
     for batch in (1, 2, 5, 8, 9, 16, 17, 33):
-        w, k = torch.zeros(1, tokens, dtype=w_dtype), torch.zeros(batch, 1, tokens, dtype=dtype)
-        forward, backward = (
-            op.choose("auto", dtype, batch, tokens, lambda: "sm_90", way) for way in ("forward", "backward")
-        )
-        op._forward(w, k, 0.0, forward, backward)
-        op._backward(k, w, k, backward, True, True)
-    asked = shown(request for requests in driver.asked for request in requests)
+        w, k = leaves(batch, 1, tokens, dtype=dtype, w_dtype=w_dtype)
+        out = rwkv_jit.timex(w, k)
+        torch.autograd.grad(out, (w, k), torch.ones_like(out))
+    asked = shown(driver.asked)
     assert asked <= made
     # Nothing is made that no call takes.
     assert made <= asked | shown(request for batch in (3, 4, 6, 7) for way in ("forward", "backward")
-                                 for request in ahead(tokens, dtype, batch, way, w_dtype))  # fmt: skip
+                                 for request in kernels(tokens, dtype, batch, way, w_dtype))  # fmt: skip
 
 
 def test_a_batch_has_its_kernels_alone():
-    assert [each.parameters["BATCH"] for each in ahead(512, batch=9)] == [16]
-    assert [each.template.name for each in ahead(512, batch=9, direction="backward")] == [
-        "timex_convolve", "timex_filter_gradient",
-    ]  # fmt: skip
-    assert {each.parameters.get("BATCH") for each in ahead(512)} == {8, 16, None}
-    assert ahead(16385) == []
+    assert [each.parameters["BATCH"] for each in kernels(512, batch=9)] == [16]
+    names = {each.template.name for each in kernels(512, batch=9, direction="backward")}
+    assert names == {"timex_convolve", "timex_filter_gradient"}
+    assert {each.parameters.get("BATCH") for each in kernels(512)} == {8, 16, None}
+    assert kernels(16385) == []
 
 
 def test_one_kernel_is_named_by_tokens_and_batch(monkeypatch):

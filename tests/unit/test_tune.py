@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -9,42 +10,55 @@ import stat
 
 import pytest
 import torch
+from problems import problem
 
 import rwkv_jit
-from rwkv_jit import bench, cuda, kernel, report, runtime, template, tensors, tune
+from rwkv_jit import ahead, bench, cuda, kernel, report, template, tensors, tune, tuned
+from rwkv_jit.algorithms import diagonal_chunked
+from rwkv_jit.algorithms.parts import LARGEST_DECAY, Candidate, Case
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
-from rwkv_jit.ops import boundary, choices, chunked, gated, prepared
-from rwkv_jit.ops.interface import LARGEST_DECAY, Candidate, Geometry, Options
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.ops.torch_op import Options
+from rwkv_jit.tuned import CHUNKS, Geometry
 
 GPU, ARCH = "a GPU", "sm_90"
 RULE = Geometry(32, None, None, None)
-OTHERS = choices.Choice(GPU, ARCH, "wkv7", 32, True, 16, 64, 6, 6, "set by the fixture")
+OTHERS = tuned.Choice(GPU, ARCH, "wkv7", 32, True, 16, 64, 6, 6, "set by the fixture")
 
 
 def make(head_size=64, training=True, gpu=GPU, op="wkv7", **changes):
     """A choice that is legal and differs from the rule in everything."""
     geometry = {"chunk_len": 16, "num_threads": 256, "forward_blocks": 2, "backward_blocks": 3 if training else None}
     about = {"gpu": gpu, "arch": ARCH, "op": op, "head_size": head_size, "training": training}
-    return choices.Choice(**(about | geometry | {"templates": choices.templates_of(op)} | changes))
+    return tuned.Choice(**(about | geometry | {"templates": tuned.templates_of(op)} | changes))
 
 
 def store(*several):
-    choices.store({each.key: each for each in several})
+    tuned.store({each.key: each for each in several})
 
 
 def write(data):
-    choices.path().parent.mkdir(mode=0o700, exist_ok=True)
-    choices.path().write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
-    choices.path().chmod(0o600)
+    tuned.path().parent.mkdir(mode=0o700, exist_ok=True)
+    tuned.path().write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    tuned.path().chmod(0o600)
 
 
-SHIPPED = choices.SHIPPED
+SHIPPED = tuned.SHIPPED
+DIAGONAL = [name for name in CHUNKS if name != "wkv7"]
+
+
+def forget():
+    """Be as a process that has read neither the choices nor the templates."""
+    for cached in (tuned._own, tuned._fault, tuned.templates_of, template.library):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     """CPU tensors are taken for those of an sm_90, which a trace could not find out; nothing is shipped for it."""
-    monkeypatch.setattr(choices, "SHIPPED", ())
+    monkeypatch.setattr(tuned, "SHIPPED", ())
 
     def name(device):
         torch._dynamo.graph_break()
@@ -53,10 +67,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(tensors, "_capability", lambda device: ARCH)
     monkeypatch.setattr(torch.cuda, "get_device_name", name)
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(boundary, "_is_for_kernels", lambda backend, like: backend != "reference")
-    choices._in_force.cache_clear()
+    for module in (torch_op, checks):
+        monkeypatch.setattr(module, "is_for_kernels", lambda backend, like: backend != "reference")
+    forget()
     yield
-    choices._in_force.cache_clear()
+    forget()
 
 
 def given(head_size=64, value_size=None, dtype=torch.bfloat16, tokens=64):
@@ -66,16 +81,16 @@ def given(head_size=64, value_size=None, dtype=torch.bfloat16, tokens=64):
 
 def of(op, head_size=64, dtype=torch.bfloat16):
     """The inputs of any op."""
-    sizes = {name: (1, 64, 200, head_size) for name in runtime.OPS[op].streamed}
-    sizes |= {name: (200, head_size) for name in runtime.OPS[op].fixed}
+    sizes = {name: (1, 64, 200, head_size) for name in OPS[op].streamed}
+    sizes |= {name: (200, head_size) for name in OPS[op].fixed}
     return [torch.zeros(size, dtype=dtype) for size in sizes.values()]
 
 
 def options_of(op="wkv7", inputs=None, decay_bound=None, training=True, **options):
     """The options that a call is resolved to."""
     decay = "none" if op == "linear_attention" else "sigmoid"
-    asked = Options(1.0, decay, "vk", 64, None, None, "auto", guarded=None)._replace(**options)
-    return boundary.chosen(runtime.OPS[op], inputs or of(op), None, decay_bound, asked, training, is_direct=True)
+    asked = Options(1.0, decay, "vk", 64, None, None, "auto", has_fallback=None)._replace(**options)
+    return torch_op.chosen(OPS[op], inputs or of(op), None, decay_bound, asked, training, is_direct=True)
 
 
 def resolved(*call, **options):
@@ -89,11 +104,11 @@ def resolved(*call, **options):
 
 def test_argument_goes_before_the_users_choice_before_the_shipped_one_before_the_rule(monkeypatch):
     assert resolved() == ("chunked", RULE)
-    monkeypatch.setattr(choices, "SHIPPED", (make(forward_blocks=1),))
-    choices._in_force.cache_clear()
+    monkeypatch.setattr(tuned, "SHIPPED", (make(forward_blocks=1),))
+    forget()
     assert resolved() == ("chunked", Geometry(16, 256, 1, 3))
     store(make())
-    choices._in_force.cache_clear()
+    forget()
     for backend in ("auto", "chunked"):
         assert resolved(backend=backend) == ("chunked", Geometry(16, 256, 2, 3))
     assert resolved(chunk_len=32) == ("chunked", RULE)
@@ -102,13 +117,13 @@ def test_argument_goes_before_the_users_choice_before_the_shipped_one_before_the
 
 
 def test_users_choice_that_cannot_be_used_leaves_the_shipped_one(monkeypatch):
-    monkeypatch.setattr(choices, "SHIPPED", (make(),))
+    monkeypatch.setattr(tuned, "SHIPPED", (make(),))
     store(make(chunk_len=8))
     assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
-    assert choices.shipped(make().key) == make()
-    assert choices.shipped(make(training=False).key) is None
-    monkeypatch.setattr(choices, "SHIPPED", (make(chunk_len=8),))
-    assert choices.shipped(make().key) is None
+    assert tuned.shipped(make().key) == make()
+    assert tuned.shipped(make(training=False).key) is None
+    monkeypatch.setattr(tuned, "SHIPPED", (make(chunk_len=8),))
+    assert tuned.shipped(make().key) is None
 
 
 @pytest.mark.parametrize(
@@ -146,15 +161,15 @@ def test_calls_that_the_recurrent_kernels_serve_take_none():
     assert resolved(backend="recurrent", chunk_len=4, num_threads=64) == ("recurrent", Geometry(4, 64))
 
 
-@pytest.mark.parametrize("op", gated.OPS)
+@pytest.mark.parametrize("op", DIAGONAL)
 def test_choice_is_for_its_op(op):
     store(make(), make(op=op, num_threads=128), make(op=op, training=False, chunk_len=64, num_threads=128))
-    others = [each for each in runtime.OPS if each not in ("wkv7", op)]
+    others = [each for each in CHUNKS if each not in ("wkv7", op)]
     assert resolved(op) == ("chunked", Geometry(16, 128, 2, 3))
     assert resolved(op, of(op, 40, torch.float16)) == ("chunked", Geometry(16, 128, 2, 3))
     assert resolved(op, training=False) == ("chunked", Geometry(64, 128, 2, None))
     assert resolved(op, of(op, 96)) == resolved(op, chunk_len=32) == ("chunked", RULE)
-    assert resolved(op, of(op, 256)) == ("scan", RULE._replace(chunk_len=64))
+    assert resolved(op, of(op, 256)) == ("large", RULE._replace(chunk_len=64))
     assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
     assert {resolved(each) for each in others} == {("chunked", RULE)}
 
@@ -175,7 +190,7 @@ def test_choice_is_for_its_op(op):
 def test_choice_whose_chunk_keeps_no_promise_is_left_for_the_rule(op, call, chunk_len, guarded):
     store(make(op=op, chunk_len=64, backward_blocks=1))
     found = options_of(op, **call)
-    assert (found.chunk_len, found.guarded) == (chunk_len, guarded)
+    assert (found.chunk_len, found.has_fallback) == (chunk_len, guarded)
     assert (found.num_threads, found.forward_blocks) == ((256, 2) if chunk_len == 64 else (None, None))
 
 
@@ -189,7 +204,7 @@ def test_choice_does_not_decide_about_the_backend():
 def test_segments_take_the_choice_too():
     store(make())
     long = [x[:, :, :4] for x in given(tokens=4096)]
-    assert resolved(inputs=long) == ("split", Geometry(16, 256, 2, 3))
+    assert resolved(inputs=long) == ("segments", Geometry(16, 256, 2, 3))
 
 
 @pytest.fixture
@@ -197,11 +212,11 @@ def asked_for(monkeypatch):
     """Runs a function up to its first kernels; returns what is asked for."""
     asked = []
 
-    def get_kernels(backend, requests, *arguments):
-        asked.extend((request.template.name, request.parameters) for request in requests)
+    def get_all(requests, soon=()):
+        asked.extend((request.template.name, request.parameters) for request in (*requests, *soon))
         raise InterruptedError
 
-    monkeypatch.setattr(prepared, "get_kernels", get_kernels)
+    monkeypatch.setattr(kernel, "get_all", get_all)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
     monkeypatch.setattr(tensors, "also", lambda device: ())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -254,7 +269,7 @@ def geometries(requests):
 
 def requests(arch, op="wkv7"):
     options = ("sigmoid", "vk", None, torch.float32, None)
-    return [runtime.call_requests(op, 64, torch.bfloat16, arch, way, *options) for way in ("forward", "backward")]
+    return [ahead.call_requests(op, 64, torch.bfloat16, arch, way, *options) for way in ("forward", "backward")]
 
 
 def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):
@@ -268,7 +283,7 @@ def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert geometries(requests(None)[0]) == rule | {(16, 256, 2)}  # rule: a forward alone
     assert geometries(requests(None)[1]) == {(16, 128, 3)}
-    monkeypatch.setattr(prepared, "get_kernels", lambda backend, requests, *_: [geometries(requests)])
+    monkeypatch.setattr(kernel, "get", lambda request: geometries([request]))
     ask = {"head_size": 64, "backend": "chunked"}
     assert rwkv_jit.specialize("wkv7", **ask) == {(16, 256, 2)}
     assert rwkv_jit.specialize("wkv7", **ask, blocks_per_sm=1) == {(16, 256, 1)}
@@ -288,30 +303,30 @@ def test_what_is_compiled_ahead_of_the_other_ops_is_what_calls_take():
 
 def test_choices_are_read_as_they_were_stored():
     store(make(), make(training=False))
-    assert [each.choice for each in choices.listed()] == [make(), make(training=False)]
-    assert {(each.origin, each.fault) for each in choices.listed()} == {("tuned", "")}
-    assert choices.of(0) == (make(), make(training=False))
-    assert stat.S_IMODE(choices.path().stat().st_mode) == 0o600
-    assert not list(choices.path().parent.glob(".*.tmp"))
+    assert [each.choice for each in tuned.listed()] == [make(), make(training=False)]
+    assert {(each.origin, each.fault) for each in tuned.listed()} == {("tuned", "")}
+    assert tuned.on_device(0) == (make(), make(training=False))
+    assert stat.S_IMODE(tuned.path().stat().st_mode) == 0o600
+    assert not list(tuned.path().parent.glob(".*.tmp"))
 
 
 def test_what_was_measured_replaces_its_own_and_nothing_else():
     store(make(), make(training=False), make(gpu="another GPU"))
-    choices.store({make().key: make(forward_blocks=1), make(training=False).key: None})
-    assert [each.choice for each in choices.listed()] == [make(gpu="another GPU"), make(forward_blocks=1)]
+    tuned.store({make().key: make(forward_blocks=1), make(training=False).key: None})
+    assert [each.choice for each in tuned.listed()] == [make(gpu="another GPU"), make(forward_blocks=1)]
 
 
 def test_choices_are_read_once_in_a_process():
-    assert choices.of(0) == ()
+    assert tuned.on_device(0) == ()
     store(make())
-    assert choices.of(0) == ()
+    assert tuned.on_device(0) == ()
 
 
 def test_cache_that_is_off_has_no_choices(monkeypatch):
     store(make())
     monkeypatch.setenv("RWKVJIT_CACHE", "0")
-    assert choices.of(0) == ()
-    assert choices.listed() == []
+    assert tuned.on_device(0) == ()
+    assert tuned.listed() == []
 
 
 @pytest.mark.parametrize(
@@ -341,35 +356,35 @@ def test_cache_that_is_off_has_no_choices(monkeypatch):
 def test_file_that_cannot_be_understood_is_as_none_with_one_notice(data, caplog):
     write(data)
     assert resolved() == resolved(inputs=given(32)) == ("chunked", RULE)
-    assert choices.listed() == []
+    assert tuned.listed() == []
     (said,) = caplog.messages
-    assert said.startswith(f"tuned choices in {choices.path()} are not used: ")
+    assert said.startswith(f"tuned choices in {tuned.path()} are not used: ")
     store(make())
-    assert [each.choice for each in choices.listed()] == [make()]
+    assert [each.choice for each in tuned.listed()] == [make()]
 
 
 def test_file_of_wkv7_alone_is_read_and_keeps_its_choices_beside_those_of_other_ops():
     """As it is on disk since there is a tuner."""
     record = {
         "gpu": "a GPU", "arch": "sm_90", "op": "wkv7", "head_size": 64, "training": True, "chunk_len": 16,
-        "num_threads": 256, "forward_blocks": 2, "backward_blocks": 3, "templates": choices.templates_of("wkv7"),
+        "num_threads": 256, "forward_blocks": 2, "backward_blocks": 3, "templates": tuned.templates_of("wkv7"),
     }  # fmt: skip
     write([record])
     assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
     store(make(op="wkv6"))
-    assert json.loads(choices.path().read_bytes()) == [record, make(op="wkv6")._asdict()]
+    assert json.loads(tuned.path().read_bytes()) == [record, make(op="wkv6")._asdict()]
 
 
 def test_one_record_that_is_none_spoils_the_file(caplog):
     write([make()._asdict(), 7])
-    assert choices.of(0) == ()
+    assert tuned.on_device(0) == ()
     assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("place", ["file", "root"])
 def test_choices_of_another_user_are_not_used(place, give_away, caplog):
     store(make())
-    give_away(choices.path() if place == "file" else choices.path().parent)
+    give_away(tuned.path() if place == "file" else tuned.path().parent)
     assert resolved() == ("chunked", RULE)
     (said,) = caplog.messages
     assert "belongs to user 54321" in said
@@ -377,16 +392,16 @@ def test_choices_of_another_user_are_not_used(place, give_away, caplog):
 
 def test_choices_that_others_may_write_are_not_used(caplog):
     store(make())
-    choices.path().chmod(0o666)
+    tuned.path().chmod(0o666)
     assert resolved() == ("chunked", RULE)
     (said,) = caplog.messages
-    assert f"chmod go-w '{choices.path()}'" in said
+    assert f"chmod go-w '{tuned.path()}'" in said
 
 
 def test_file_that_is_a_link_is_not_followed(tmp_path, caplog):
     store(make())
-    choices.path().rename(tmp_path / "elsewhere")
-    choices.path().symlink_to(tmp_path / "elsewhere")
+    tuned.path().rename(tmp_path / "elsewhere")
+    tuned.path().symlink_to(tmp_path / "elsewhere")
     assert resolved() == ("chunked", RULE)
     assert "is a symbolic link" in caplog.text
 
@@ -417,10 +432,12 @@ def test_file_that_is_a_link_is_not_followed(tmp_path, caplog):
 )
 def test_illegal_choice_is_listed_and_not_used(changes, monkeypatch, caplog):
     store(make()._replace(**changes), make(32, num_threads=64, forward_blocks=4, backward_blocks=6))
-    monkeypatch.setattr(choices, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
-    assert [each.fault for each in choices.listed()] == ["not legal", ""]
+    monkeypatch.setattr(tuned, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
+    assert [each.fault for each in tuned.listed()] == ["not legal", ""]
     assert resolved() == resolved(training=False) == ("chunked", RULE)
-    assert caplog.messages == ["a tuned choice is not legal and not used; `rwkv-jit tune` measures anew"]
+    # Of one that no call here would take nothing is said.
+    is_told = changes.keys().isdisjoint(("op", "head_size", "chunk_len"))
+    assert caplog.messages == ["a tuned geometry is not legal and not used; `rwkv-jit tune` measures anew"] * is_told
     if "arch" not in changes:
         assert resolved(inputs=given(32)) == ("chunked", Geometry(16, 64, 4, 6))
 
@@ -443,36 +460,36 @@ def test_illegal_choice_is_listed_and_not_used(changes, monkeypatch, caplog):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("op", gated.OPS)
+@pytest.mark.parametrize("op", DIAGONAL)
 def test_illegal_choice_of_another_op_is_not_used(op, changes, monkeypatch):
     store(make(op=op)._replace(**changes))
-    monkeypatch.setattr(choices, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
-    assert [each.fault for each in choices.listed()] == ["not legal"]
-    assert choices.of(0) == ()
+    monkeypatch.setattr(tuned, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
+    assert [each.fault for each in tuned.listed()] == ["not legal"]
+    assert not any(tuned.is_sound(0, place) for place in range(len(tuned.on_device(0))))
     store(make(op=op))
-    assert make(op=op) in [each.choice for each in choices.listed() if not each.fault]
+    assert make(op=op) in [each.choice for each in tuned.listed() if not each.fault]
 
 
-@pytest.mark.parametrize("op", runtime.OPS)
+@pytest.mark.parametrize("op", CHUNKS)
 def test_choice_for_a_gpu_without_these_kernels_is_not_legal(op):
     """It would have the threads and the shared memory."""
-    forward = choices.CHUNKS[op].candidates("forward", 32, "sm_75")[0]
+    forward = CHUNKS[op].candidates("forward", 32, Gpu("sm_75"))[0]
     for arch in ("sm_75", "sm_86"):
-        choice = choices.Choice(GPU, arch, op, 32, False, *forward[1:], None, choices.templates_of(op))
-        assert choices._fault(choice) == ("not legal" if arch == "sm_75" else "")
+        choice = tuned.Choice(GPU, arch, op, 32, False, *forward[1:], None, tuned.templates_of(op))
+        assert tuned._fault(choice) == ("not legal" if arch == "sm_75" else "")
 
 
 @pytest.mark.parametrize("file", ["gla_scan.cu", "gla_chunked_backward.cu", "gla_key_side.cuh", "wkv7_chunk.cuh"])
-@pytest.mark.parametrize("op", gated.OPS)
+@pytest.mark.parametrize("op", DIAGONAL)
 def test_choice_is_measured_with_the_kernels_of_its_op(op, file, own_templates):
     store(make(op=op))
     path = template.path_of(file)
     path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
-    choices.template.library.cache_clear()
-    (listed,) = choices.listed()
+    forget()
+    (listed,) = tuned.listed()
     assert listed.fault == ("" if file.startswith("wkv7") else "measured with other kernels")
-    store(make(op="wkv6", templates=choices.templates_of("wkv7")))
-    assert [each.fault for each in choices.listed() if each.choice.op == "wkv6"] == ["measured with other kernels"]
+    store(make(op="wkv6", templates=tuned.templates_of("wkv7")))
+    assert [each.fault for each in tuned.listed() if each.choice.op == "wkv6"] == ["measured with other kernels"]
 
 
 @pytest.mark.parametrize("file", ["wkv7_chunked_forward.cu", "wkv7_chunked_backward.cu", "wkv7_chunk.cuh"])
@@ -481,26 +498,25 @@ def test_choice_that_was_measured_with_other_kernels_is_not_used(file, own_templ
     assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
     path = template.path_of(file)
     path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
-    for cached in (choices._in_force, choices.template.library):
-        cached.cache_clear()
+    forget()
     assert resolved() == ("chunked", RULE)
-    assert [each.fault for each in choices.listed()] == ["measured with other kernels"]
+    assert [each.fault for each in tuned.listed()] == ["measured with other kernels"]
     assert "measured with other kernels" in caplog.text
 
 
 def test_shipped_choices_can_be_used():
-    assert [each for each in SHIPPED if choices._fault(each)] == []
+    assert [each for each in SHIPPED if tuned._fault(each)] == []
     assert len({each.key for each in SHIPPED}) == len(SHIPPED)
 
 
 STORE = """
 import sys
-from rwkv_jit.ops import choices
+from rwkv_jit import tuned
 name = sys.argv[1]
 sys.stdin.readline()
 for number in range(25):
-    choice = choices.Choice(f"{name} {number}", "sm_90", "wkv7", 64, True, 16, 256, 2, 3, "x")
-    choices.store({choice.key: choice})
+    choice = tuned.Choice(f"{name} {number}", "sm_90", "wkv7", 64, True, 16, 256, 2, 3, "x")
+    tuned.store({choice.key: choice})
 """
 
 
@@ -511,7 +527,7 @@ def test_writers_at_once_lose_nothing(start):
         each.stdin.flush()
     for each in writers:
         assert each.wait(timeout=100) == 0, each.stderr.read()
-    assert {each.choice.gpu for each in choices.listed()} == {
+    assert {each.choice.gpu for each in tuned.listed()} == {
         f"{name} {number}" for name in "abc" for number in range(25)
     }
 
@@ -520,49 +536,33 @@ def test_writers_at_once_lose_nothing(start):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_80"])
-def test_candidates_fit_and_the_rule_is_one_of_them(arch):
-    for size in range(8, 129, 24):
-        for training in (True, False):
-            if chunked.obstacle("wkv7", torch.bfloat16, size, size, lambda: arch, training=training) is not None:
-                continue
-            key = choices.key(GPU, arch, "wkv7", size, training)
-            for default in tune._default(key, size):
-                found = chunked.candidates(default.direction, size, arch)
-                assert default in found
-                assert len(set(found)) == len(found)
-                for _, chunk_len, threads, blocks in found:
-                    shared = chunked.shared_bytes(default.direction, size, size, chunk_len, threads)
-                    assert blocks * (shared + 1024) <= chunked.shared_per_multiprocessor(arch)
-                    assert threads <= 512
-                    assert blocks * threads <= 1024
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_80"])
-@pytest.mark.parametrize("op", gated.OPS)
-def test_candidates_of_the_other_ops_fit_and_the_rule_is_one_of_them(op, arch):
-    seen = set()
-    for size in range(8, 129, 24):
-        if gated.obstacle(op, torch.bfloat16, size, size, lambda: arch) is not None:
-            assert [gated.candidates(way, size, arch) for way in ("forward", "backward")] == [[], []]
+@pytest.mark.parametrize("op", CHUNKS)
+def test_candidates_fit_and_the_rule_is_one_of_them(op, arch):
+    there, chunked = Gpu(arch), CHUNKS[op]
+    for size, training in itertools.product(range(8, 129, 24), (True, False)):
+        case = Case(OPS[op], "bf16", size, size, 64, "none", None, None, training=training)
+        if chunked.why_not(case, lambda: there) is not None:
+            assert [chunked.candidates(way, size, there) for way in ("forward", "backward")] == [[], []]
             continue
-        for default in tune._default(choices.key(GPU, arch, op, size, True), size):
-            found = gated.candidates(default.direction, size, arch)
-            assert default in found
-            assert len(set(found)) == len(found)
-            for each in found:
-                types = {"DECAY": "none"}
-                made = gated.specialize(
-                    op, *each[:1], size, size, types, arch, *each[1:3], chosen={"BLOCKS_PER_SM": each.blocks}
-                ).parameters
-                assert made["NUM_THREADS"] == each.num_threads
-                assert each.blocks * (made["SHARED_BYTES"] + 1024) <= chunked.shared_per_multiprocessor(arch)
-                assert gated.obstacle(op, torch.bfloat16, size, size, lambda: arch, each.chunk_len) is None
-                if each.direction == "forward":
-                    seen.add(each.num_threads // gated._least_threads(size, size))
-    assert seen == {1, 2, 4}
+        for default in tune._default(tuned.key(GPU, arch, op, size, training), size):
+            made = chunked.candidates(default.direction, size, there)
+            assert default in made
+            assert len(set(made)) == len(made)
+            for direction, chunk_len, threads, blocks in made:
+                p = problem(
+                    op, K=size, arch=arch, decay="none", backend="chunked", chunk_len=chunk_len, num_threads=threads,
+                    forward_blocks=blocks, backward_blocks=blocks,
+                )  # fmt: skip
+                (step,) = getattr(chunked, direction)(p).launches
+                shared = step.parameters["SHARED_BYTES"]
+                assert (step.parameters["NUM_THREADS"], step.parameters["BLOCKS_PER_SM"]) == (threads, blocks)
+                assert blocks * (shared + 1024) <= there.shared_per_multiprocessor or "group" in step.template
+                assert chunked.why_not(case._replace(chunk_len=chunk_len), lambda: there) is None
+                assert threads <= 512
+                assert blocks * threads <= 1024
 
 
-class Gpu:
+class Measured:
     """Stands in for the kernels and the clock: times and results by candidate."""
 
     def __init__(self):
@@ -587,7 +587,7 @@ class Gpu:
 @pytest.fixture
 def measuring(monkeypatch):
     """A GPU on which everything takes 2 ms and finds the same."""
-    fake = Gpu()
+    fake = Measured()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "nvrtc", lambda: None)
@@ -602,7 +602,7 @@ def measure(*shapes, ops=("wkv7",), dry_run=False):
 
 
 def stored():
-    return [each.choice for each in choices.listed()]
+    return [each.choice for each in tuned.listed()]
 
 
 FORWARD, BACKWARD = Candidate("forward", 16, 256, 2), Candidate("backward", 16, 128, 3)
@@ -622,8 +622,8 @@ def test_fastest_pair_of_one_chunk_is_stored(measuring):
     assert (training["op"], alone["op"]) == ("wkv7", "wkv7")
     assert (alone["training"], alone["chosen"], alone["fastest"]["ms"]) == (False, True, 0.9)
     assert FORWARD._asdict() | {"ms": 1.0, "spread": 0.0} in training["measured"]
-    assert (result["gpu"], result["arch"], result["path"]) == (GPU, ARCH, str(choices.path()))
-    choices._in_force.cache_clear()
+    assert (result["gpu"], result["arch"], result["path"]) == (GPU, ARCH, str(tuned.path()))
+    forget()
     assert resolved() == ("chunked", make().geometry)
 
 
@@ -643,7 +643,7 @@ def test_every_op_is_measured_with_its_own_candidates_and_has_its_own_choice(mea
         for op in ("gla", "linear_attention")
         for training in (True, False)
     ]
-    choices._in_force.cache_clear()
+    forget()
     assert resolved("gla", decay="log") == ("chunked", Geometry(64, 128, 3, 1))
     assert resolved("wkv6") == resolved() == ("chunked", RULE)
 
@@ -655,10 +655,8 @@ def test_by_default_all_ops_are_measured_at_the_shapes_that_this_gpu_has_kernels
     monkeypatch.setattr(tensors, "_capability", lambda device: arch)
     assert run("tune", "--dry-run")[0] == 0
     shapes = [shape for shape in tune.SHAPES if shape[3] in sizes]
-    assert measuring.made == [
-        (op, shape, training) for op in choices.CHUNKS for shape in shapes for training in (True, False)
-    ]
-    assert set(choices.CHUNKS) == set(runtime.OPS)
+    assert measuring.made == [(op, shape, training) for op in CHUNKS for shape in shapes for training in (True, False)]
+    assert set(CHUNKS) == set(CHUNKS)
 
 
 def test_progress_says_what_is_measured(measuring, monkeypatch):
@@ -693,10 +691,10 @@ def test_inputs_of_a_model_keep_the_range_of_every_chunk(op, monkeypatch):
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *sizes, device: randn(*sizes))
     torch.manual_seed(0)
-    inputs = dict(zip(runtime.OPS[op].names, bench.make_inputs(op, (1, 4096, 16, 64), torch.bfloat16), strict=True))
+    inputs = dict(zip(OPS[op].names, bench.make_inputs(op, (1, 4096, 16, 64), torch.bfloat16), strict=True))
     w = inputs["w"].detach().float().expand(1, 4096, 16, 64)
     decays = {"raw": w.exp(), "log": -w}[bench.decay_of(op)]
-    longest = max(gated.CHUNK_LENS)
+    longest = max(diagonal_chunked.CHUNK_LENS)
     assert decays.unflatten(1, (-1, longest // 2)).sum(2).max() < LARGEST_DECAY / 2
 
 
@@ -731,15 +729,15 @@ def test_default_that_is_no_number_is_an_error_and_nothing_is_stored(measuring):
         RwkvJitError, match=re.escape("the default's results of wkv7 are not finite at (8, 4096, 64, 64)")
     ):
         measure()
-    assert not choices.path().exists()
+    assert not tuned.path().exists()
 
 
 def test_default_is_what_is_shipped_and_the_users_choice_is_not(measuring, monkeypatch):
-    monkeypatch.setattr(choices, "SHIPPED", (make(),))
+    monkeypatch.setattr(tuned, "SHIPPED", (make(),))
     store(make(forward_blocks=1))
     row, _ = measure()["rows"]
     assert row["default"] == make().geometry._asdict() | {"ms": 4.0, "spread": 0.0}
-    assert [each.origin for each in choices.listed()] == ["shipped"]
+    assert [each.origin for each in tuned.listed()] == ["shipped"]
 
 
 def test_dry_run_measures_and_stores_nothing(measuring, run):
@@ -747,7 +745,7 @@ def test_dry_run_measures_and_stores_nothing(measuring, run):
     code, printed, said = run("tune", "--op", "wkv7", "--dry-run", "--shape", "8,4096,64,64")
     assert (code, said) == (0, "")
     assert printed.splitlines()[-1] == "2 choices, not stored."
-    assert not choices.path().exists()
+    assert not tuned.path().exists()
     assert measure(dry_run=True)["path"] is None
 
 
@@ -762,7 +760,7 @@ def test_measurement_is_printed_and_as_json_it_is_data(measuring, run):
     )
     assert "Dropped: wkv7 at [8, 4096, 64, 64]: forward 16, 128, 3, 7.1e-01 from the default." not in printed
     assert "Dropped: wkv7 at [8, 4096, 64, 64]: forward 16, 128, 3, 1.0e+00 from the default." in lines
-    assert lines[-1] == f"4 choices, stored in {choices.path()}, for processes that start from now."
+    assert lines[-1] == f"4 choices, stored in {tuned.path()}, for processes that start from now."
     code, printed, _ = run("tune", "--op", "wkv7", "--json")
     assert json.loads(printed)["rows"][0]["fastest"]["num_threads"] == 256
 
@@ -788,7 +786,7 @@ def refuse(monkeypatch):
         ("8,4096,64,0", "--shape: expected four positive numbers B,T,H,N, got '8,4096,64,0'"),
         ("8,4096,-1,64", "--shape: expected four positive numbers B,T,H,N, got '8,4096,-1,64'"),
         ("a,b,c,d", "--shape: expected four positive numbers B,T,H,N, got 'a,b,c,d'"),
-        ("1,64,1,160", "--shape: the chunked backend of wkv7 takes head sizes up to 128, got 160 and 160 for v"),
+        ("1,64,1,160", "--shape: the chunked backend of wkv5 takes head sizes up to 128, got 160 and 160 for v"),
     ],
 )
 def test_shape_that_does_not_fit_is_told_before_anything_is_compiled(shape, message, measuring, refuse, run):
@@ -798,8 +796,7 @@ def test_shape_that_does_not_fit_is_told_before_anything_is_compiled(shape, mess
 def test_shape_that_one_of_the_ops_has_no_kernels_for_is_told(measuring, refuse, monkeypatch):
     monkeypatch.setattr(tensors, "_capability", lambda device: "sm_89")
     for op in ("wkv7", "gla"):
-        needs = choices.CHUNKS[op].most_shared_bytes(128, 128, 16)
-        with pytest.raises(UnsupportedConfigError, match=f"shape: the chunked backend of {op} needs {needs} bytes"):
+        with pytest.raises(UnsupportedConfigError, match=rf"shape: the chunked backend of {op} needs \d+ bytes"):
             measure("1,64,1,64", "1,64,1,128", ops=[op])
 
 
@@ -852,9 +849,9 @@ def test_cache_that_is_off_or_cannot_be_written_is_told_before_measuring(measuri
 
 def test_choices_are_shown(run, monkeypatch):
     assert run("tune", "--show") == (0, "no choices: every call takes the default\n", "")
-    assert json.loads(run("tune", "--show", "--json")[1]) == {"path": str(choices.path()), "choices": []}
+    assert json.loads(run("tune", "--show", "--json")[1]) == {"path": str(tuned.path()), "choices": []}
     monkeypatch.setattr(
-        choices, "SHIPPED", (make(32, num_threads=64, forward_blocks=4, backward_blocks=6), make(training=False))
+        tuned, "SHIPPED", (make(32, num_threads=64, forward_blocks=4, backward_blocks=6), make(training=False))
     )
     store(make(), make(training=False, forward_blocks=1), make(96, chunk_len=8))
     code, printed, said = run("tune", "--show")
@@ -874,7 +871,7 @@ def test_choices_are_shown(run, monkeypatch):
 
 
 def test_choices_are_forgotten(run):
-    path = choices.path()
+    path = tuned.path()
     store(make())
     assert run("tune", "--forget") == (0, f"{path} deleted\n", "")
     assert not path.exists()
@@ -888,7 +885,7 @@ def test_choices_are_forgotten(run):
 
 def test_choices_behind_a_link_are_left_alone(run, tmp_path, monkeypatch):
     store(make())
-    path = choices.path()
+    path = tuned.path()
     link = tmp_path / "link"
     link.symlink_to(path.parent)
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(link))

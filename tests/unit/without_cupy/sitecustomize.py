@@ -8,7 +8,7 @@ class NoCupy:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] == "cupy":
+        if name.partition(".")[0] in ("cupy", "cupy_backends"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 

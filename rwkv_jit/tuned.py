@@ -1,8 +1,8 @@
-"""Choices: geometries of the chunked kernels that were measured on a GPU and are taken there instead of the rule's.
+"""Tuned geometries of the chunked kernels: measured on a GPU, and taken there instead of the rule's.
 
-A choice is one for an op, a head size in steps of 32, and a forward for gradients with its backward, or a forward
-alone. Those of a user lie in one file beside the cached kernels, and go before those of SHIPPED. What is not legal, or
-was measured with other kernels than these, is not used.
+A choice is the geometry for an op, a head size in steps of 32, and a forward for gradients with its backward, or a
+forward alone. Those of a user lie in one file beside the cached kernels, and go before those of SHIPPED. What is not
+legal, or was measured with other kernels than these, is not used.
 """
 
 from __future__ import annotations
@@ -17,14 +17,27 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit import cache, compiler, env, stats, template, tensors
+from rwkv_jit.algorithms.parts import Candidate, Case, padded
+from rwkv_jit.algorithms.whole import ALGORITHMS
 from rwkv_jit.cache import files
 from rwkv_jit.errors import CacheError
-from rwkv_jit.ops import chunked, gated
-from rwkv_jit.ops.interface import Candidate, Chunks, Geometry
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
 
-CHUNKS: dict[str, Chunks] = {"wkv7": chunked, **dict.fromkeys(gated.OPS, gated)}  # whose geometries they are, by op
+CHUNKS = {
+    name: ALGORITHMS[op.family]["chunked"] for name, op in OPS.items() if op.family in ("delta", "diagonal")
+}  # whose geometries they are, by op
 FILE = "tuned.json"
 Key = tuple[str, str, str, int, bool]  # the first fields of a choice
+
+
+class Geometry(NamedTuple):
+    """How blocks are cut, where something else than an algorithm's rule says so."""
+
+    chunk_len: int | None = None
+    num_threads: int | None = None  # of the forward, in the chunked kernels
+    forward_blocks: int | None = None  # that a multiprocessor shall have room for
+    backward_blocks: int | None = None
 
 
 class Choice(NamedTuple):
@@ -55,7 +68,7 @@ class Choice(NamedTuple):
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
 # Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
-_TEMPLATES = "67c34240a1c2f4f3"
+_TEMPLATES = "86115e7f289dc455"
 _H200 = ("NVIDIA H200", "sm_90", "wkv7")
 SHIPPED: tuple[Choice, ...] = (
     # With gradients at 32, four blocks win at 128 heads of batch 8, 2.75 ms and not 3.04; fewer were not measured.
@@ -67,7 +80,7 @@ SHIPPED: tuple[Choice, ...] = (
 
 def key(gpu: str, arch: str, op: str, head_size: int, training: bool) -> Key:
     """Return what a choice for calls of a head size is known by."""
-    return gpu, arch, op, chunked.padded(head_size), training
+    return gpu, arch, op, padded(head_size), training
 
 
 def gpu(device: int) -> tuple[str, str]:
@@ -86,85 +99,97 @@ class Listed(NamedTuple):
     fault: str  # empty where it is used
 
 
-def of(device: int) -> tuple[Choice, ...]:
-    """Return the choices in force on a device. They are read once: what is tuned later is for later processes."""
-    return _in_force(_root(), *gpu(device))
+def on_device(device: int) -> tuple[Choice, ...]:
+    """Return the choices for a device. They are read once: what is tuned later is for later processes."""
+    return _own(_root(), *gpu(device))
+
+
+def is_sound(device: int, place: int) -> bool:
+    """Return whether one of these can be used: only then are its kernels read."""
+    choice = on_device(device)[place]
+    fault = _fault(choice)
+    if fault:
+        stats.say_once(f"a tuned geometry is {fault} and not used; `rwkv-jit tune` measures anew")
+    return not fault
 
 
 # As `tensors.arch`: a trace takes the answer, and does not go into how it is found.
-of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+on_device._dynamo_marked_constant = is_sound._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def of_arch(arch: str) -> list[tuple[Choice, ...]]:
-    """Return the choices in force on GPUs of an architecture, for each that has some."""
+def on_arch(arch: str) -> list[tuple[Choice, ...]]:
+    """Return the sound choices for GPUs of an architecture, for each that has some."""
     target = arch.rstrip("a")  # machine code for sm_90a runs where sm_90 is measured
-    found = [each.choice for each in listed() if not each.fault and each.choice.arch == target]
-    return [tuple(each for each in found if each.gpu == name) for name in dict.fromkeys(each.gpu for each in found)]
+    sound = [row.choice for row in listed() if not row.fault and row.choice.arch == target]
+    return [tuple(x for x in sound if x.gpu == name) for name in dict.fromkeys(x.gpu for x in sound)]
 
 
-def find(known: Sequence[Choice], op: str, head_size: int, value_size: int, training: bool) -> Choice | None:
-    """Return the one for a call. It compares, as sizes have no hash while a compiler traces."""
-    keys, values = chunked.padded(head_size), chunked.padded(value_size)
-    for each in known:
-        if each.op == op and each.training == training and each.head_size == keys and each.head_size == values:
-            return each
-    return None
+def find(choices: Sequence[Choice], op: str, head_size: int, value_size: int, training: bool) -> list[int]:
+    """Return the places of those for a call. It compares, as sizes have no hash while a compiler traces."""
+    keys, values, places = padded(head_size), padded(value_size), []
+    for place, choice in enumerate(choices):
+        sizes_agree = choice.head_size == keys and choice.head_size == values
+        if choice.op == op and choice.training == training and sizes_agree:
+            places.append(place)
+    return places
 
 
 def listed() -> list[Listed]:
     """Return the choices for all GPUs, one for each key: a sound one before others, the user's before the shipped."""
-    return _listed(_root())
+    rows: dict[Key, Listed] = {}
+    for origin, choices in _sources(_root()):
+        for choice in choices:
+            fault = _fault(choice)
+            if not fault or choice.key not in rows:
+                rows[choice.key] = Listed(choice, origin, fault)
+    return list(rows.values())
 
 
 def shipped(wanted: Key) -> Choice | None:
     """Return the shipped choice for a key, if there is one that can be used."""
-    return next((each for each in SHIPPED if each.key == wanted and not _fault(each)), None)
+    return next((choice for choice in SHIPPED if choice.key == wanted and not _fault(choice)), None)
 
 
 def _root() -> Path | None:
     return env.cache_dir() if env.cache_is_on() else None
 
 
+def _sources(root: Path | None) -> list[tuple[str, tuple[Choice, ...]]]:
+    return [("shipped", SHIPPED), ("tuned", _read(root) if root else ())]
+
+
 @functools.cache
-def _in_force(root: Path | None, name: str, arch: str) -> tuple[Choice, ...]:
-    own = [each for each in _listed(root) if each.choice.key[:2] == (name, arch)]
-    for each in own:
-        if each.fault:
-            stats.say_once(f"a {each.origin} choice is {each.fault} and not used; `rwkv-jit tune` measures anew")
-    return tuple(each.choice for each in own if not each.fault)
+def _own(root: Path | None, name: str, arch: str) -> tuple[Choice, ...]:
+    """Return the choices for one kind of GPU, the user's first."""
+    (_, shipped_ones), (_, users) = _sources(root)
+    return tuple(choice for choice in (*users, *shipped_ones) if choice.key[:2] == (name, arch))
 
 
-def _listed(root: Path | None) -> list[Listed]:
-    found: dict[Key, Listed] = {}
-    for origin, several in (("shipped", SHIPPED), ("tuned", _read(root) if root else ())):
-        for choice in several:
-            fault = _fault(choice)
-            if not fault or choice.key not in found:
-                found[choice.key] = Listed(choice, origin, fault)
-    return list(found.values())
-
-
+@functools.cache
 def _fault(choice: Choice) -> str:
     """Return why a choice cannot be used, or an empty string."""
-    size, arch, of = choice.head_size, choice.arch, CHUNKS.get(choice.op)
-    if of is None or size < 1 or size != chunked.padded(size):
+    size, chunked = choice.head_size, CHUNKS.get(choice.op)
+    if chunked is None or size < 1 or size != padded(size):
         return "not legal"
-    if of.obstacle(choice.op, torch.bfloat16, size, size, lambda: arch) is not None:
+    gpu = Gpu(choice.arch)
+    if chunked.why_not(Case(OPS[choice.op], "bf16", size, size, 1, "none", None, None), lambda: gpu) is not None:
         return "not legal"
     forward = Candidate("forward", choice.chunk_len, choice.num_threads, choice.forward_blocks)
     backwards: set[int | None] = {None}
     if choice.training:
-        legal = of.candidates("backward", size, arch)
-        backwards = {each.blocks for each in legal if each.chunk_len == choice.chunk_len}
-    if forward not in of.candidates("forward", size, arch) or choice.backward_blocks not in backwards:
+        legal = chunked.candidates("backward", size, gpu)
+        backwards = {candidate.blocks for candidate in legal if candidate.chunk_len == choice.chunk_len}
+    if forward not in chunked.candidates("forward", size, gpu) or choice.backward_blocks not in backwards:
         return "not legal"
     return "" if choice.templates == templates_of(choice.op) else "measured with other kernels"
 
 
+@functools.cache
 def templates_of(op: str) -> str:
-    """Return the digest of the chunked kernels of an op: what a choice was measured with."""
-    read = [template.library(name) for name in CHUNKS[op].templates(op)]
-    return sha256(repr([(each.body, each.headers) for each in read]).encode()).hexdigest()[:16]
+    """Return the digest of the chunked kernels of an op, without comments: what a choice was measured with."""
+    texts = [template.library(name) for name in CHUNKS[op].TEMPLATES]
+    code = [(template.code(text.body), [(name, template.code(x)) for name, x in text.headers]) for text in texts]
+    return sha256(repr(code).encode()).hexdigest()[:16]
 
 
 # ---- the user's file ---------------------------------------------------------------------------------------------
@@ -206,9 +231,9 @@ def store(measured: Mapping[Key, Choice | None]) -> None:
         files.make_directory(root)
         # Two tuners that read and write at once would lose what one of them has measured.
         with cache.one_at_a_time(sha256(FILE.encode()).hexdigest(), FILE):
-            others = [each for each in _read(root) if each.key not in measured]
-            found = [*others, *(each for each in measured.values() if each is not None)]
-            files.write(root / FILE, json.dumps([each._asdict() for each in found], indent=1).encode())
+            others = [choice for choice in _read(root) if choice.key not in measured]
+            choices = [*others, *(choice for choice in measured.values() if choice is not None)]
+            files.write(root / FILE, json.dumps([choice._asdict() for choice in choices], indent=1).encode())
     except OSError as error:
         raise CacheError(f"{root / FILE} cannot be written: {error.strerror or error}") from error
 

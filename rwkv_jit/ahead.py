@@ -1,0 +1,557 @@
+"""What is compiled ahead of calls: the kernels of the schedules that calls take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+import torch
+
+from rwkv_jit import env, kernel, rule, tensors, tuned
+from rwkv_jit.algorithms import whole
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.algorithms.wkv4 import backend_of
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import checks, known_calls, timex, wide_keys, wkv4
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.plan import DTYPES
+from rwkv_jit.problem import Op, Problem
+from rwkv_jit.rule import Known
+from rwkv_jit.schedule import Schedule
+from rwkv_jit.template import STORAGE_TYPES, Parameter
+
+# What is told of calls to ops that have it, beside dtypes.
+_OF_HEADS = ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype")
+OPTIONS = {
+    **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv4": ("decay",), "timex": ("tokens", "batch"),
+}  # fmt: skip
+DIRECTIONS = ("forward", "backward")
+# Of all lengths one stands for those that the tensor cores take, in segments too, and one for the others; of all GPUs
+# one that has too few heads whatever a call has. Where their number is not known, calls have heads enough.
+_LONG, _SHORT = 2**14, 1
+_MULTIPROCESSORS = 2**16
+# Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
+_BATCHES = (*range(1, 9), 16, 32)
+
+
+def specialize(
+    op: str,
+    head_size: int | None = None,
+    value_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: str | None = None,
+    direction: str = "forward",
+    backend: str = "auto",
+    decay: str | None = None,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    **parameters: Parameter,
+) -> kernel.Kernel:
+    """Compile one direction of an op, or find it in the cache; neither a GPU nor a driver is needed.
+
+    Parameters
+    ----------
+    op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"}
+        The op.
+    head_size : int
+        K, from 1. None for wkv4 and timex, which have no heads.
+    value_size : int, optional
+        V; `head_size` by default.
+    dtype : torch.dtype, default torch.bfloat16
+        Of r, k, v and the gradients: float16, bfloat16 or float32.
+    arch : str, optional
+        E.g. "sm_90a", or "compute_80" for PTX; RWKVJIT_ARCH or this machine's GPU by default.
+    direction : {"forward", "backward"}, default "forward"
+        Which kernels. Of timex's tiles "backward" is the gradient of w; that of k is another form of the forward.
+    backend : {"auto", "recurrent", "chunked", "split"}, default "auto"
+        Which algorithm. "auto" is what a call of many tokens takes that gives no `decay_bound`; "chunked" is the tensor
+        cores; "split" runs the same kernels for heads that these take, and those of larger heads. Of wkv4, "split" is
+        the kernel of a part of the tokens. timex has "tiles" and "transforms" instead.
+    decay : {"raw", "sigmoid", "log", "direct"}, optional
+        The map from w to the per-step factor; by default the op's: "raw", for gla "log", for linear_attention "none",
+        which is all it has.
+    chunk_len, num_threads : int, optional
+        By default as calls on this GPU take them, tuned or chosen by the head size; with an `arch`, by the head size.
+    tokens, batch : int, optional
+        Of timex alone, whose kernels go by T and B: T, and B, which is 8 or more by default.
+    **parameters
+        Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
+        state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
+        and for the forward largest_decay (chunked): 0 is for calls with a `decay_bound`.
+
+    Returns
+    -------
+    Kernel
+        With `source`, `cubin`, `ptx`, `origin` ("compiled", "memory", "disk", "shared" or "bundle") and the integers
+        `registers`, `spill_bytes` and `shared_bytes`, each the maximum over the direction's kernels.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit.
+    UnsupportedConfigError
+        There is no kernel for these parameters: the rule, and the nearest legal value.
+    CompileError, NvrtcNotFoundError
+        The kernel is not cached and cannot be compiled.
+
+    Examples
+    --------
+    >>> kernel = rwkv_jit.specialize("wkv7", head_size=96, dtype=torch.bfloat16, arch="sm_90a")
+    >>> kernel.origin, kernel.spill_bytes
+    ('compiled', 0)
+    """
+    made = named(
+        op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch,
+        parameters,
+    )  # fmt: skip
+    asked = {"chunk_len": chunk_len, "num_threads": num_threads}
+    asked_geometry = {name: value for name, value in asked.items() if value is not None}
+    try:
+        return kernel.get(made.request)
+    except UnsupportedConfigError as error:
+        if not asked_geometry:
+            raise
+        raise known_calls.with_nearest(error, made.problem, made.schedule, asked_geometry) from error
+
+
+def compile_async(
+    op: str,
+    head_size: int | None = None,
+    value_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    arch: str | None = None,
+    direction: str = "forward",
+    backend: str = "auto",
+    decay: str | None = None,
+    chunk_len: int | None = None,
+    num_threads: int | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    **parameters: Parameter,
+) -> Future[kernel.Kernel]:
+    """Do what `specialize` does in the background, where at most cores / local ranks kernels compile at once.
+
+    Parameters
+    ----------
+    op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch, \
+**parameters
+        As in `specialize`.
+
+    Returns
+    -------
+    concurrent.futures.Future
+        Its `result()` is the Kernel, or raises what `specialize` would have raised while compiling.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; at once.
+
+    Examples
+    --------
+    >>> futures = [rwkv_jit.compile_async("wkv7", head_size=n, arch="sm_90") for n in (64, 96)]
+    >>> kernels = [future.result() for future in futures]
+    """
+    made = named(
+        op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch,
+        parameters,
+    )  # fmt: skip
+    return kernel.get_async(made.request)
+
+
+def warm(
+    op: str,
+    head_sizes: int | Iterable[int] | None = None,
+    dtypes: torch.dtype | Iterable[torch.dtype] = torch.bfloat16,
+    backward: bool = True,
+    arch: str | Iterable[str] | None = None,
+    decay: str | None = None,
+    state_layout: str | None = None,
+    w_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    progress: Callable[[int, int], None] | None = None,
+    decay_bound: float | None = None,
+    value_sizes: int | Iterable[int] | None = None,
+    tokens: int | Iterable[int] | None = None,
+    batches: int | Iterable[int] | None = None,
+) -> list[kernel.Kernel]:
+    """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
+
+    Parameters
+    ----------
+    op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"}
+        The op.
+    head_sizes : int or iterable of int, optional
+        K; left out for wkv4 and timex alone, which have no heads.
+    dtypes : torch.dtype or iterable of torch.dtype, default torch.bfloat16
+        Of r, k, v.
+    backward : bool, default True
+        The kernels of the gradients too.
+    arch : str or iterable of str, optional
+        Architectures; RWKVJIT_ARCH or this machine's GPU by default.
+    decay : {"raw", "sigmoid", "log", "direct"}, optional
+        The map from w to the per-step factor; by default the op's: "raw", for gla "log", for linear_attention "none",
+        which is all it has.
+    state_layout : {"vk", "kv"}, optional
+        Order of the last two dimensions of the states; by default the op's: "vk", for gla and linear_attention "kv".
+    w_dtype : torch.dtype, optional
+        Of w (g, and u): float32, or like r, k, v, which is the default.
+    state_dtype : torch.dtype, default torch.float32
+        Of the initial state.
+    progress : callable, optional
+        Called with the numbers of finished and of all kernels, before the first and after each.
+    decay_bound : float, optional
+        The promise that calls will give: it can make chunks shorter, and kernels then need not look at the decays.
+    value_sizes : int or iterable of int, optional
+        V; by default that of each head size.
+    tokens : int or iterable of int, optional
+        T, for timex alone: its kernels go by the tokens of a row. Calls with contiguous inputs find them.
+    batches : int or iterable of int, optional
+        B, for timex alone; by default all.
+
+    Returns
+    -------
+    list of Kernel
+        Each once: for every architecture, head size, dtype and direction those of long calls, before those of calls
+        that are too short for the tensor cores, with many heads and with few. None for calls of timex that torch.fft
+        does.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit; nothing has been compiled.
+    UnsupportedConfigError, CompileError, NvrtcNotFoundError
+        A kernel is not cached and cannot be compiled.
+
+    Examples
+    --------
+    >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
+    """
+    cases = product(
+        _several(arch, str) or [None],
+        *([None] if given is None else _several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
+        _several(dtypes, torch.dtype),
+        DIRECTIONS if backward else DIRECTIONS[:1],
+    )
+    requests = [
+        request
+        for target, head_size, value_size, count, batch, dtype, direction in cases
+        for request in call_requests(
+            op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
+            value_size, count, batch,
+        )
+    ]  # fmt: skip
+    return compile_all(requests, progress)
+
+
+def compile_all(
+    requests: Sequence[kernel.Request], progress: Callable[[int, int], None] | None = None
+) -> list[kernel.Kernel]:
+    """Find or compile kernels side by side and tell how far it is; equal requests are one kernel.
+
+    The ranks of a node begin at different ones: each compiles some, and reads those that others have compiled.
+    """
+    different = list({kernel.memory_key(request): request for request in requests}.values())
+    begin = int(env.place_among_ranks() * len(different))
+    futures = [kernel.get_async(request) for request in (*different[begin:], *different[:begin])]
+    futures = [*futures[len(different) - begin :], *futures[: len(different) - begin]]  # as they were asked for
+    try:
+        for done, _ in enumerate(chain([None], as_completed(futures))):
+            if progress:
+                progress(done, len(futures))
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _several(given: Any, one: type) -> list[Any]:
+    return [] if given is None else [given] if isinstance(given, one) else list(given)
+
+
+# ---- the kernels of all calls ------------------------------------------------------------------------------------
+
+
+class _Calls(NamedTuple):
+    """Calls of an op that differ in their lengths, in the number of their heads, and in whether they have gradients."""
+
+    op: Op
+    gpu: Gpu
+    types: Mapping[str, str]  # by input
+    head_size: int
+    value_size: int
+    state_type: str
+    state_layout: str
+    decay: str
+    decay_bound: float | None = None
+    backend: str = "auto"
+    chunk_len: int | None = None
+    num_threads: int | None = None
+
+    def case(self, tokens: int = _LONG, few_heads: bool = False, training: bool = True) -> Case:
+        """Return what the rule looks at of one of them."""
+        of_one = Case(
+            self.op, self.types["v"], self.head_size, self.value_size, tokens, self.decay, self.decay_bound,
+            self.chunk_len, self.num_threads, training,
+        )  # fmt: skip
+        return of_one._replace(blocks=1, multiprocessors=lambda: _MULTIPROCESSORS) if few_heads else of_one
+
+    def problem(
+        self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True
+    ) -> Problem:  # fmt: skip
+        """Return the problem of one of them, by the rule of calls; states at both ends take the most kernels."""
+        gpu = self.gpu._replace(multiprocessors=_MULTIPROCESSORS if few_heads else None)
+        made = rule.chosen(self.backend, self.case(tokens, few_heads, training), lambda: gpu, lambda: known)
+        return Problem(
+            self.op, gpu, self.types, T=tokens, G=1, K=self.head_size, V=self.value_size, state_type=self.state_type,
+            training=training, has_initial_state=True, has_final_state=True, decay=self.decay,
+            state_layout=self.state_layout, **{**made._asdict(), "chunk_len": made.chunk_len or 0},
+        )  # fmt: skip
+
+    def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
+        """Return the problems that stand for all of them: calls may know one of several."""
+        purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
+        return [
+            part.problem(known, tokens, few_heads, training)
+            for tokens in (_LONG, _SHORT)
+            for part in self.in_parts(tokens)
+            for few_heads, training, known in product((False, True), purposes, several)
+        ]
+
+    def in_parts(self, tokens: int) -> list[_Calls]:
+        """Return the calls that are made of one of these, where its keys go in parts."""
+        if self.op.family != "diagonal":
+            return [self]
+        sizes = wide_keys.part_sizes(self.backend, self.case(tokens), lambda: self.gpu)
+        return [self._replace(head_size=size) for size in dict.fromkeys(sizes)]
+
+
+def _schedule(problem: Problem, direction: str) -> Schedule:
+    return whole.forward(problem) if direction == "forward" else whole.backward(problem)
+
+
+def call_requests(
+    op: str, head_size: int | None, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
+    state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
+    value_size: int | None = None, tokens: int | None = None, batch: int | None = None,
+) -> list[kernel.Request]:  # fmt: skip
+    """Return the kernels that calls of an op may need in one direction.
+
+    Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
+    """
+    _check_choice("op", op, tuple(OPS))
+    for name, kind in (("dtype", dtype), ("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
+        if kind not in tensors.STORAGE:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {kind}")
+    types = _types(OPS[op], dtype) | {name: tensors.STORAGE[w_dtype or dtype] for name in _wide(OPS[op])}
+    if not OPS[op].has_heads and state_dtype != torch.float32:
+        whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
+        raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
+    if op != "timex":
+        _refuse_lengths(op, tokens, batch)
+    if not OPS[op].has_heads:
+        unwanted = {"value_size": value_size, "state_layout": state_layout, "decay_bound": decay_bound}
+        _refuse(op, head_size=head_size, **unwanted)
+    if op == "timex":
+        _refuse(op, decay=decay)
+        problems = [
+            _timex_problem(types, arch, direction, "auto", tokens, rows)
+            for rows in (_BATCHES if batch is None else [batch])
+        ]
+    elif op == "wkv4":
+        problems = [
+            _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
+            # Without tokens the state's gradient passes through another kernel.
+            for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
+        ]
+    else:
+        if head_size is None:
+            raise TypeError(f"head_sizes: {op} needs some, got None")
+        calls = _checked(
+            op, head_size, value_size, dtype, arch, direction, "auto", decay, decay_bound, state_layout, None, None
+        )
+        calls = calls._replace(types=types, state_type=tensors.STORAGE[state_dtype])
+        problems = calls.problems(direction, _known(arch))
+    return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
+
+
+def _known(arch: str | None) -> list[Known]:
+    """Return what calls may know: the choices for this GPU; or of an architecture none, and those for each GPU."""
+    if arch is None and torch.cuda.is_available():
+        return [rule.known(torch.cuda.current_device())]
+    several = [(), *tuned.on_arch(tensors.targets(arch)[0])]
+    return [Known(choices, lambda place: True) for choices in several]
+
+
+# ---- one kernel --------------------------------------------------------------------------------------------------
+
+
+class Named(NamedTuple):
+    """The kernel that `specialize` names, and what it is for."""
+
+    problem: Problem
+    schedule: Schedule
+    request: kernel.Request
+
+
+def named(
+    op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
+    backend: str, decay: str | None, chunk_len: int | None, num_threads: int | None, tokens: int | None,
+    batch: int | None, parameters: Mapping[str, Parameter],
+) -> Named:  # fmt: skip
+    """Check everything and return the kernel of the arguments of `specialize`, before it is found or compiled."""
+    _check_choice("op", op, tuple(OPS))
+    entry = OPS[op]
+    if op != "timex":
+        _refuse_lengths(op, tokens, batch)
+    if entry.has_heads:
+        layout = parameters.get("state_layout")
+        calls = _checked(
+            op, head_size, value_size, dtype, arch, direction, backend, decay, None,
+            None if layout is None else str(layout), chunk_len, num_threads,
+        )  # fmt: skip
+        types, others = _with_parameters(entry, calls.types, parameters)
+        state_type = others.get("T_STATE")
+        if state_type in STORAGE_TYPES:
+            calls = calls._replace(state_type=str(others.pop("T_STATE")))
+        calls = calls._replace(types=types)
+        others.pop("STATE_LAYOUT", None)
+        if backend == "split" and rule.is_held_by_blocks(calls.case(), lambda: calls.gpu):
+            calls = calls._replace(backend="chunked")  # the same kernels
+        problem = calls.problem(_known(arch)[0])
+    else:
+        _refuse(op, head_size=head_size, value_size=value_size, chunk_len=chunk_len, num_threads=num_threads)
+        _check_choice("dtype", dtype, tuple(tensors.STORAGE))
+        types, others = _with_parameters(entry, _types(entry, dtype), parameters)
+        if op == "timex":
+            _check_choice("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
+        if op == "wkv4":
+            problem = _wkv4_problem(types, arch, direction, backend, decay)
+        else:
+            _refuse(op, decay=decay)
+            problem = _timex_problem(types, arch, direction, backend, tokens, _BATCHES[-1] if batch is None else batch)
+            if problem.backend == "fft":
+                raise UnsupportedConfigError(f"backend: 'fft' has no kernel, and calls of {tokens} tokens take it")
+    schedule = _schedule(problem, direction)
+    step = schedule.launches[schedule.main]
+    step = step._replace(parameters={**step.parameters, **others})
+    return Named(problem, schedule, step.request(problem.gpu))
+
+
+def _with_parameters(
+    op: Op, types: Mapping[str, str], given: Mapping[str, Parameter]
+) -> tuple[dict[str, str], dict[str, Parameter]]:
+    """Return types with those of inputs that parameters name, and the parameters that are none of these.
+
+    A type that is none is left among the parameters, which the template refuses.
+    """
+    types, others = dict(types), dict[str, Parameter]()
+    constants = {**op.constants, **op.backward_constants}
+    for name, value in given.items():
+        parameter = name.upper()
+        if op.has_heads and isinstance(value, float):  # templates of one's own may take one; an op does not
+            raise TypeError(f"parameter {parameter}: expected an int, a bool or an identifier, got {value!r}")
+        if parameter in constants:
+            raise ValueError(f"parameter {parameter}: is no choice for {op.name}, got {value!r}")
+        if value in STORAGE_TYPES and parameter in [f"T_{wide.upper()}" for wide in _wide(op)]:
+            types[parameter[2:].lower()] = str(value)
+        else:
+            others[parameter] = value
+    return types, others
+
+
+# ---- wkv4 and timex ----------------------------------------------------------------------------------------------
+
+
+def _wkv4_problem(
+    types: Mapping[str, str], arch: str | None, direction: str, backend: str, decay: str | None,
+    multiprocessors: int | None = None, tokens: int = _LONG,
+) -> Problem:  # fmt: skip
+    """Return the problem of calls of wkv4, of one channel."""
+    _check_choice("direction", direction, DIRECTIONS)
+    _check_choice("backend", backend, tuple(name for name in wkv4.BACKENDS if name != "reference"))
+    _check_choice("decay", decay or "raw", wkv4.DECAYS)
+    gpu = Gpu(*tensors.targets(arch), multiprocessors)
+    return Problem(
+        OPS["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
+        decay=decay or "raw", backend=backend_of(backend, 1, tokens, multiprocessors or 0),
+    )  # fmt: skip
+
+
+def _timex_problem(
+    types: Mapping[str, str], arch: str | None, direction: str, backend: str, tokens: int | None, batch: int
+) -> Problem:
+    """Return the problem of calls of timex with contiguous inputs, of one channel."""
+    if tokens is None:
+        raise TypeError("tokens: the kernels of timex go by them, got None")
+    for name, value in (("tokens", tokens), ("batch", batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+    _check_choice("direction", direction, DIRECTIONS)
+    _check_choice("backend", backend, timex.BACKENDS)
+    gpu = Gpu(*tensors.targets(arch))
+    taken = timex.choose(backend, DTYPES[types["k"]], batch, tokens, lambda: gpu, direction)
+    return Problem(OPS["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=taken)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def _checked(
+    op: str, head_size: int | None, value_size: int | None, dtype: torch.dtype, arch: str | None, direction: str,
+    backend: str, decay: str | None, decay_bound: float | None, state_layout: str | None, chunk_len: int | None,
+    num_threads: int | None,
+) -> _Calls:  # fmt: skip
+    """Check everything and return calls whose inputs are all of one type."""
+    entry = OPS[op]
+    _check_choice("direction", direction, DIRECTIONS)
+    decay = entry.decay if decay is None else decay
+    state_layout = entry.state_layout if state_layout is None else state_layout
+    legal = checks.decays_of(entry)
+    checks.check_options(legal, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
+    if backend == "reference":
+        raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
+    if head_size is None:
+        raise TypeError(f"head_size: {op} needs one, got None")
+    value_size = head_size if value_size is None else value_size
+    for name, size in (("head_size", head_size), ("value_size", value_size)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+    if dtype not in tensors.STORAGE:
+        raise TypeError(f"dtype: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
+    return _Calls(
+        entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), head_size, value_size, "fp32", state_layout, decay,
+        decay_bound, backend, chunk_len, num_threads,
+    )  # fmt: skip
+
+
+def _types(op: Op, dtype: torch.dtype) -> dict[str, str]:
+    """Return the storage types of inputs that are all of one dtype."""
+    return dict.fromkeys(op.names, tensors.STORAGE[dtype])
+
+
+def _wide(op: Op) -> list[str]:
+    """Return the inputs that may be float32 beside others of 16 bits."""
+    return [name for name in op.wide if name in op.inputs]
+
+
+def _refuse(op: str, **unwanted: Any) -> None:
+    for name, value in unwanted.items():
+        if value is not None:
+            raise ValueError(f"{name}: {op} has none, got {value!r}")
+
+
+def _refuse_lengths(op: str, tokens: int | None, batch: int | None) -> None:
+    for name, value in (("tokens", tokens), ("batch", batch)):
+        if value is not None:
+            raise ValueError(f"{name}: goes with timex alone, the kernels of {op} take any; got {value!r}")
+
+
+def _check_choice(name: str, value: Any, legal: Sequence[Any]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}, got {value!r}")

@@ -1,0 +1,1 @@
+"""The algorithms. Each says why it cannot do a problem, what its forward keeps, and its schedules."""

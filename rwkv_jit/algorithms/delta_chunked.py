@@ -1,0 +1,196 @@
+"""wkv7 on the tensor cores: 16 or 32 tokens at once, in a block that holds a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rwkv_jit.algorithms import parts
+from rwkv_jit.algorithms.parts import LARGEST_HEAD, Candidate, Case, Obstacle, candidates_of_blocks, padded
+from rwkv_jit.gpu import TENSOR_CORES, Gpu
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule, Step
+from rwkv_jit.template import Parameter
+
+CHUNK_LENS: tuple[int, ...] = (32, 16)
+TEMPLATES = ("wkv7_chunked_forward", "wkv7_chunked_backward", "wkv7_group_backward")
+_TUNED_THREADS = (64, 128, 256, 512)  # of the forward's blocks, that are worth measuring
+
+
+def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
+    if case.dtype not in ("fp16", "bf16"):
+        return "takes float16 and bfloat16, got {}", parts.DTYPES[case.dtype]
+    if head_size > LARGEST_HEAD or value_size > LARGEST_HEAD:
+        return "takes head sizes up to {}, got {} and {} for v", LARGEST_HEAD, head_size, value_size
+    if padded(head_size) > 2 * padded(value_size):
+        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
+    if chunk_len is not None and chunk_len not in CHUNK_LENS:
+        return "takes chunk_len 16 or 32, got {}", chunk_len
+    there = gpu()
+    if not there.has_tensor_cores:
+        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
+    length = chunk_len or default_chunk_len(case, there)
+    wanted = most_shared_bytes(head_size, value_size, length)
+    if wanted > there.shared_limit:
+        text = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
+        return text, wanted, head_size, value_size, length, there.arch, there.shared_limit
+    return None
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+
+def segment_len(head_size: int, chunk_len: int, threads: int) -> int:
+    """Return for how many tokens a thread sums the decay of its two channels: a power of two."""
+    share = -(-chunk_len * padded(head_size) // (2 * threads))
+    return 1 << (share - 1).bit_length()
+
+
+def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int, threads: int) -> int:
+    """Return the size of a template's Smem. Rows of bfloat16 tiles are 8 elements longer than what they hold."""
+    keys, values = padded(head_size), padded(value_size)
+    key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (keys, values, chunk_len))
+    raw_keys, factor = 4 * 2 * chunk_len * keys, 4 * keys
+    totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
+    token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile
+    common = 4 * key_tile + raw_keys + factor
+    if direction == "forward":
+        return common + token_matrices + 2 * value_tile + totals
+    state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 4)
+    state_terms = threads // 32 * 4 * keys
+    return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + growth + state_terms
+
+
+def _takes_warp_groups(direction: str, head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
+    """Return whether four warps multiply together: where there are such products, and tiles that they fit.
+
+    Keys that are longer than values would take more registers than a thread has.
+    """
+    fits = head_size % 64 == value_size % 64 == 0 and head_size <= value_size
+    return direction == "backward" and chunk_len == 32 and gpu.has_warp_groups and fits
+
+
+def _group_shared_bytes(head_size: int, value_size: int) -> int:
+    """Return the size of the Smem of wkv7_group_backward, whose tiles have no padding; it is a multiple of 1 KB."""
+    keys, values, chunk_len = head_size, value_size, 32
+    threads = 2 * values
+    token_tile = 2 * chunk_len * (chunk_len + 8)
+    token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile
+    operands = raw = 4 * 2 * chunk_len * keys
+    states = 2 * 2 * values * keys
+    totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
+    slopes, growth = 4 * chunk_len * keys, 4 * (chunk_len + 1) * (keys + 4)
+    rest = max(2 * chunk_len * (values + 8), totals) + growth + (threads // 32 + 1) * 4 * keys
+    size = operands + raw + 4 * 2 * chunk_len * values + states + token_matrices + slopes + rest
+    return -(-size // 1024) * 1024
+
+
+def _threads(direction: str, head_size: int, value_size: int, chunk_len: int, num_threads: int | None) -> int:
+    """Return the threads of a block: a warp for 16 value rows, or for 32 where that leaves registers enough."""
+    if direction == "backward":
+        return 2 * padded(value_size)
+    rows = 32 if chunk_len == 16 and padded(value_size) > 64 else 16
+    return num_threads or max(32 * padded(value_size) // rows, padded(head_size))
+
+
+def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
+    """Return what the larger of the two directions takes."""
+    return max(
+        shared_bytes(way, head_size, value_size, chunk_len, _threads(way, head_size, value_size, chunk_len, None))
+        for way in ("forward", "backward")
+    )
+
+
+def default_chunk_len(case: Case, gpu: Gpu) -> int:
+    """Return the chunk length that is fastest on an H200, of those that fit in both directions.
+
+    With large heads the forward alone prefers short chunks; a forward for gradients saves a state per chunk, and so
+    does not. The forward's checkpoints are the backward's, hence one length for both.
+    """
+    sizes = case.head_size, case.value_size
+    prefers_long = case.training or max(map(padded, sizes)) <= 64
+    for chunk_len in CHUNK_LENS if prefers_long else CHUNK_LENS[::-1]:
+        if most_shared_bytes(*sizes, chunk_len) <= gpu.shared_limit:
+            return chunk_len
+    return CHUNK_LENS[-1]
+
+
+def _most_threads(direction: str, head_size: int, value_size: int, gpu: Gpu) -> int:
+    """Return the threads that registers shall leave room for on a multiprocessor.
+
+    More blocks hide more waiting, until the registers of the state spill: with larger heads that takes 255 a thread.
+    """
+    is_small = max(head_size, value_size) <= 64
+    return 512 if direction == "forward" and is_small and 90 <= gpu.number < 120 else 256
+
+
+def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
+    """Return what one direction may be launched with, for keys and values of one size; the rule's is among it."""
+    several = []
+    for chunk_len in CHUNK_LENS:
+        if most_shared_bytes(size, size, chunk_len) > gpu.shared_limit:
+            continue
+        legal = {_threads(direction, size, size, chunk_len, None)}
+        if direction == "forward":
+            legal |= {threads for threads in _TUNED_THREADS if threads >= padded(size)}
+        for threads in sorted(legal):
+            shared = shared_bytes(direction, size, size, chunk_len, threads)
+            if shared <= gpu.shared_limit:
+                several += candidates_of_blocks(direction, chunk_len, threads, shared, gpu)
+    return several
+
+
+def nearest(step: Step, argument: str, value: int) -> int | None:
+    """Return the legal number of threads nearest to a refused one; `why_not` has looked at the rest."""
+    if argument != "num_threads":
+        return None
+    least = max(64, padded(int(step.parameters["HEAD_SIZE"])))
+    legal = min(max(round(value / 32) * 32, least), 512)
+    return None if legal == value else legal
+
+
+# ---- schedules ---------------------------------------------------------------------------------------------------
+
+
+def takes_any_decay(p: Problem) -> bool:
+    """Return whether the forward is right for any decay: it tells, and goes on."""
+    return False
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: a state per head and chunk, in bfloat16 with both sizes padded."""
+    return {"checkpoints": 2 * p.slots(p.chunk_len) * p.H * padded(p.V) * padded(p.K)}
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
+    left = kept(p) if p.training else {}
+    bind = {"checkpoints": "checkpoints" if p.training else None, "leaves": "flags" if p.has_fallback else None}
+    return Schedule((_step(p, "forward", bind),), parts.forward_results(p), left, vectors=parts.vectors(p))
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the backward."""
+    return Schedule((_step(p, "backward", {}),), parts.backward_results(p), vectors=parts.vectors(p))
+
+
+def _step(p: Problem, direction: str, bind: dict[str, Any]) -> Step:
+    """Return a launch: a block per sequence and head."""
+    parts.check_heads(p, "chunked")
+    threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads)
+    shared, template, arch = shared_bytes(direction, p.K, p.V, p.chunk_len, threads), f"wkv7_chunked_{direction}", None
+    if _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):
+        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
+        shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", "sm_90a"
+    blocks = p.gpu.resident_blocks(threads, _most_threads(direction, p.K, p.V, p.gpu), shared)
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared,
+    }  # fmt: skip
+    if direction == "forward":
+        parameters |= {**parts.types(p), "LARGEST_DECAY": parts.LARGEST_DECAY if p.has_fallback else 0}
+    else:
+        parameters |= parts.types(p, "T_STATE")  # states come as fp32 there
+    return Step(template, f"wkv7_{direction}", parameters, (p.N, p.H, 1), {**parts.given(p), **bind}, arch)

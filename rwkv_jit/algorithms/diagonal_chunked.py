@@ -1,0 +1,262 @@
+"""Gated linear attention and its kin on the tensor cores: up to 64 tokens at once, in blocks that hold a head.
+
+These are wkv5, wkv6, gla and linear_attention. The forward is the template `gla_scan`, a block for some value rows of a
+head, which `diagonal_large` takes too. The backward is `gla_chunked_backward`, a block for a head; `gla_group_backward`
+for linear attention on sm_90 with heads of about 128.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rwkv_jit.algorithms import parts
+from rwkv_jit.algorithms.delta_chunked import segment_len
+from rwkv_jit.algorithms.parts import LARGEST_HEAD, Candidate, Case, Obstacle, candidates_of_blocks, padded
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import TENSOR_CORES, Gpu
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule, Step
+from rwkv_jit.template import Parameter
+
+CHUNK_LENS: tuple[int, ...] = (64, 32, 16)
+TEMPLATES = ("gla_scan", "gla_chunked_backward", "gla_group_backward")
+MOST_THREADS = 512
+_DEFAULT_CHUNK_LEN = 32
+_MOST_ROWS = 128  # value rows that a block of the forward holds
+# Threads that a multiprocessor shall have room for: with 255 registers each, or with 128 where the state leaves them.
+_FEW_THREADS, _MANY_THREADS = 256, 512
+_GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
+
+
+def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
+    """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
+    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
+    if case.dtype not in ("fp16", "bf16"):
+        return "takes float16 and bfloat16, got {}", parts.DTYPES[case.dtype]
+    if head_size > LARGEST_HEAD or value_size > LARGEST_HEAD:
+        return "takes head sizes up to {}, got {} and {} for v", LARGEST_HEAD, head_size, value_size
+    if padded(head_size) > 2 * padded(value_size):
+        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
+    if chunk_len is not None and chunk_len not in CHUNK_LENS:
+        return "takes chunk_len 16, 32 or 64, got {}", chunk_len
+    there = gpu()
+    if not there.has_tensor_cores:
+        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
+    length = chunk_len or default_chunk_len(case, there)
+    wanted = _most_shared_bytes(head_size, value_size, length)
+    if wanted > there.shared_limit:
+        text = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
+        return text, wanted, head_size, value_size, length, there.arch, there.shared_limit
+    return None
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+
+def _rows(value_size: int) -> int:
+    """Return how many value rows a block of the forward holds: equal shares, in steps of 32."""
+    blocks = -(-value_size // _MOST_ROWS)
+    return padded(-(-value_size // blocks))
+
+
+def _least_threads(head_size: int, value_size: int) -> int:
+    """Return the fewest threads of the forward: one for each channel, and a warp for 32 value rows."""
+    return max(_rows(value_size), padded(head_size), 64)
+
+
+def _forward_threads(head_size: int, value_size: int) -> int:
+    """Return the threads of the forward: a warp for 16 value rows.
+
+    Or as few as can be, where these would not have registers enough: twice as many blocks hide as much waiting. With
+    still larger heads the state of 32 rows would not have them.
+    """
+    is_crowded = 64 < padded(head_size) <= LARGEST_HEAD
+    least = _least_threads(head_size, value_size)
+    return least if is_crowded else max(2 * _rows(value_size), least)
+
+
+def _backward_threads(value_size: int) -> int:
+    return 2 * padded(value_size)
+
+
+def _common_shared_bytes(head_size: int, chunk_len: int, threads: int) -> int:
+    """Return what both directions hold. Rows of bfloat16 tiles are 8 elements longer than what they hold."""
+    keys = padded(head_size)
+    key_tile, raw_keys, factor, own = 2 * chunk_len * (keys + 8), 2 * chunk_len * keys, 4 * keys, 4 * keys // 32
+    totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
+    return 2 * key_tile + 2 * raw_keys + totals + factor + own * chunk_len
+
+
+def forward_shared_bytes(head_size: int, value_size: int, chunk_len: int, threads: int) -> int:
+    """Return the size of the Smem of gla_scan."""
+    behind, token_tile = 4 * padded(head_size), 2 * chunk_len * (chunk_len + 8)
+    value_tiles = 2 * 2 * chunk_len * (_rows(value_size) + 8)
+    return _common_shared_bytes(head_size, chunk_len, threads) + behind + token_tile + value_tiles
+
+
+def _backward_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
+    """Return the size of the Smem of gla_chunked_backward."""
+    keys, values, threads = padded(head_size), padded(value_size), _backward_threads(value_size)
+    token_tiles, value_tiles = 2 * 2 * chunk_len * (chunk_len + 8), 3 * 2 * chunk_len * (values + 8)
+    state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 4)
+    state_terms, diagonal, sums = threads // 32 * 4 * keys, 4 * chunk_len, 2 * 4 * 4 * keys
+    own = token_tiles + value_tiles + state_tiles + growth + state_terms + diagonal + sums
+    return _common_shared_bytes(head_size, chunk_len, threads) + own
+
+
+def _most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
+    """Return what the larger of the two directions takes."""
+    forward_bytes = forward_shared_bytes(head_size, value_size, chunk_len, MOST_THREADS)
+    return max(forward_bytes, _backward_shared_bytes(head_size, value_size, chunk_len))
+
+
+def _takes_warp_groups(p: Problem) -> bool:
+    """Return whether four warps multiply together in the backward: where there are such products, and tiles they fit.
+
+    Its own chunks are longer than those of the forward, which a caller may choose; who chooses others gets them.
+    """
+    if "w" in p.op.inputs or p.chunk_len != _DEFAULT_CHUNK_LEN or p.K % 8 or p.V % 8:
+        return False
+    return 64 < p.K <= 128 and padded(p.V) == 128 and p.gpu.has_warp_groups
+
+
+def _group_shared_bytes(head_size: int) -> int:
+    """Return the size of the Smem of gla_group_backward, a multiple of 1 KB."""
+    length, columns = _GROUP_CHUNK_LEN, 128
+    rows, f, state = 2 * 4 * 2 * length * columns, 2 * columns**2, 2 * padded(head_size) * columns
+    pairs, staged = 2 * 2 * length**2, 2 * length * columns
+    return -(-(rows + f + state + pairs + staged + 8) // 1024) * 1024
+
+
+def default_chunk_len(case: Case, gpu: Gpu) -> int:
+    """Return the chunk length that is fastest on an H200, with gradients and without, or a shorter one that fits."""
+    sizes = case.head_size, case.value_size
+    legal = [length for length in CHUNK_LENS if length <= _DEFAULT_CHUNK_LEN]
+    fitting = [length for length in legal if _most_shared_bytes(*sizes, length) <= gpu.shared_limit]
+    return (fitting or legal[-1:])[0]
+
+
+def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
+    """Return what one direction may be launched with, for keys and values of one size; the rule's is among it.
+
+    The forward with its fewest threads, with twice and with four times as many: their warps hold fewer value rows, or
+    none and prepare operands alone.
+    """
+    least = _least_threads(size, size)
+    legal = [n * least for n in (1, 2, 4)] if direction == "forward" else [_backward_threads(size)]
+    several = []
+    for chunk_len, threads in itertools.product(CHUNK_LENS, legal):
+        if _most_shared_bytes(size, size, chunk_len) > gpu.shared_limit:
+            continue
+        if direction == "forward":
+            shared = forward_shared_bytes(size, size, chunk_len, threads)
+        else:
+            shared = _backward_shared_bytes(size, size, chunk_len)
+        several += candidates_of_blocks(direction, chunk_len, threads, shared, gpu)
+    return several
+
+
+def nearest(step: Step, argument: str, value: int) -> int | None:
+    """Name nothing: `why_not` and the schedules have refused what is not legal."""
+
+
+# ---- schedules ---------------------------------------------------------------------------------------------------
+
+
+def takes_any_decay(p: Problem) -> bool:
+    """Return whether the forward is right for any decay: it walks through chunks out of range."""
+    return True
+
+
+def checkpoint_bytes(p: Problem, chunk_len: int) -> Any:
+    """Return the size of a state per head and chunk, in bfloat16 with both sizes padded."""
+    return 2 * p.slots(chunk_len) * p.H * padded(p.V) * padded(p.K)
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: a state per head and chunk of the backward."""
+    return {"checkpoints": checkpoint_bytes(p, _GROUP_CHUNK_LEN if _takes_warp_groups(p) else p.chunk_len)}
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
+    parts.check_heads(p, "chunked")
+    return scan_forward(p, kept(p), _takes_warp_groups(p))
+
+
+def scan_forward(p: Problem, pieces: Mapping[str, Any], for_groups: bool = False) -> Schedule:
+    """Return a forward of one scan, which keeps these pieces.
+
+    One `for_groups` leaves states for the backward with products of warp groups.
+    """
+    left = pieces if p.training else {}
+    bind = {
+        "checkpoints": "checkpoints" if p.training else None,
+        "leaves": "flags" if p.has_fallback and p.training else None,  # the backward alone needs them
+    }
+    step = scan_step(p, "forward", bind, for_groups)
+    return Schedule((step,), parts.forward_results(p), left, vectors=parts.vectors(p))
+
+
+def scan_ends(p: Problem, direction: str) -> dict[str, str | None]:
+    """Return what a walk over chunks reads and writes: rows of values, and the states at both ends."""
+    if direction == "forward":
+        last = "final_state" if p.has_final_state else None
+        return {"input": "v", "output": "y", "first": "initial_state", "last": last}
+    last = "grad_initial_state" if p.has_initial_state else None
+    return {"input": "dy", "output": "dv", "first": "grad_final_state", "last": last}
+
+
+def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: bool = False) -> Step:
+    """Return the walk over chunks with some value rows of a state, or backwards with its gradient.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        No block can have so many threads.
+    """
+    least = _least_threads(p.K, p.V)
+    threads = p.num_threads or _forward_threads(p.K, p.V)
+    if threads % 32 or not least <= threads <= MOST_THREADS:
+        raise UnsupportedConfigError(
+            f"num_threads must be a multiple of 32 from {least} to {MOST_THREADS} at head sizes {p.K} and "
+            f"{p.V}, got {p.num_threads}"
+        )
+    rows, shared = _rows(p.V), forward_shared_bytes(p.K, p.V, p.chunk_len, threads)
+    tiles = -(-rows * 2 // threads)  # how many times 16 value rows a warp holds
+    state_floats = tiles * padded(p.K) // 2  # of a thread
+    most_threads = _MANY_THREADS if state_floats <= (64 if p.decay == "none" else 32) else _FEW_THREADS
+    blocks = p.gpu.resident_blocks(threads, most_threads, shared)
+    backward = direction == "backward"
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared, "ROWS": rows,
+        "BACKWARD": backward, "FOR_GROUPS": for_groups,
+        "LARGEST_DECAY": parts.LARGEST_DECAY if p.has_fallback and not backward else 0, **parts.types(p),
+    }  # fmt: skip
+    if backward:
+        parameters["T_STATE"] = "fp32"
+    bind = {**parts.given(p), "q": "r", **scan_ends(p, direction), **bind}
+    return Step("gla_scan", "gla_scan", parameters, (p.N, p.H, -(-p.V // rows)), bind)
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the backward: a block per sequence and head."""
+    parts.check_heads(p, "chunked")
+    threads, template, arch = _backward_threads(p.V), "gla_chunked_backward", None
+    shared = _backward_shared_bytes(p.K, p.V, p.chunk_len)
+    if _takes_warp_groups(p):
+        # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
+        shared, template, arch = _group_shared_bytes(p.K), "gla_group_backward", "sm_90a"
+    blocks = p.gpu.resident_blocks(threads, _FEW_THREADS, shared)
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": parts.blocks_of(p, "backward", blocks), "SHARED_BYTES": shared,
+        **parts.types(p, "T_STATE"), **p.op.backward_constants,  # states come as fp32 here
+    }  # fmt: skip
+    bind = {**parts.given(p), "q": "r", "dq": "dr", **parts.to_sequence_gradients(p)}
+    step = Step(template, "gla_backward", parameters, (p.N, p.H, 1), bind, arch)
+    scratch = parts.sequence_gradients(p)
+    return Schedule((step,), parts.backward_results(p), scratch=scratch, vectors=parts.vectors(p))

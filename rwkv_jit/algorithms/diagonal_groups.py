@@ -1,0 +1,147 @@
+"""What `diagonal_large` does on sm_90, with products of warp groups.
+
+One kernel makes the operands of all chunks at once. A second one walks over the chunks with the state, a block for some
+of its value rows; backwards with the gradient of the state, from the same operands. A third one makes the gradients of
+the keys' side for all chunks, from the states that the second has left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rwkv_jit.algorithms import parts
+from rwkv_jit.algorithms.diagonal_chunked import scan_ends
+from rwkv_jit.algorithms.parts import padded
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule, Step, Zero
+from rwkv_jit.template import Parameter
+
+CHUNK_LEN, THREADS = 64, 384
+LARGEST_HEAD = 1024
+_ARCH = "sm_90a"  # nothing but an sm_90 runs code for sm_90, and only with the extension has it these products
+_SLAB = 64  # channels that are moved and prepared at once
+_ROWS = (64, 32)  # value rows that a block of the scan may hold
+_STATE = 512 * 64  # channels times value rows that its registers hold
+_MOST_STAGES = 8
+_PREPARE_THREADS, _KEY_THREADS = 256, 128
+_KEY_BLOCKS, _KEY_STAGES = 2, 3
+
+
+def takes(gpu: Gpu, chunk_len: int, num_threads: int | None) -> bool:
+    """Return whether these kernels take a call: where there are such products, and chunks and blocks that they fit."""
+    return gpu.has_warp_groups and chunk_len == CHUNK_LEN and num_threads in (None, THREADS)
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+
+def _slabs(size: int) -> int:
+    return -(-size // _SLAB)
+
+
+def _tile(rows: int) -> int:
+    """Return the bytes of so many rows of a slab."""
+    return 2 * rows * _SLAB
+
+
+def _value_rows(p: Problem) -> int:
+    """Return how many value rows a block of the scan holds; with few heads as few as it can."""
+    most = next(rows for rows in _ROWS if _slabs(p.K) * _SLAB * rows <= _STATE)
+    multiprocessors = p.gpu.multiprocessors
+    few_heads = multiprocessors is not None and p.N * p.H * _slabs(p.V) < multiprocessors
+    return _ROWS[-1] if few_heads else most
+
+
+def _scan_shared_bytes(head_size: int, value_rows: int, stages: int) -> int:
+    images, outputs = 2 * _slabs(head_size) * _tile(value_rows), 8 * 16 * 2 * (value_rows // 2 + 8)
+    return images + 2 * _tile(CHUNK_LEN) + outputs + stages * (2 * _tile(CHUNK_LEN) + 16)
+
+
+def _key_shared_bytes() -> int:
+    growth = -(-4 * (CHUNK_LEN + 1) * (_SLAB + 4) // 1024) * 1024  # a tile behind it begins at a multiple of 1024
+    pieces, sums = _KEY_STAGES * 2 * _tile(CHUNK_LEN), 4 * 4 * _SLAB + 4 * 4 * _SLAB + 4 * CHUNK_LEN
+    return -(-(2 * _tile(CHUNK_LEN) + max(pieces, growth + _tile(CHUNK_LEN)) + sums) // 1024) * 1024
+
+
+def _prepare_shared_bytes() -> int:
+    return 6 * _tile(CHUNK_LEN) + 8 * 4 * _SLAB + 4 * CHUNK_LEN
+
+
+# ---- schedules ---------------------------------------------------------------------------------------------------
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: all that its kernels leave behind. Without a decay there are no frames."""
+    places, slabs, tile = p.slots(CHUNK_LEN) * p.H, _slabs(p.K), _tile(CHUNK_LEN)
+    frames = {"frames": places * (4 * 2 * slabs * _SLAB)} if "w" in p.op.inputs else {}
+    return {
+        "operands": places * (slabs * 2 * tile), "pairs": places * tile, **frames,
+        "states": places * (slabs * _tile(padded(p.V))),
+    }  # fmt: skip
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
+    pieces = kept(p)
+    left = pieces if p.training else {}
+    scratch = {} if p.training else {name: size for name, size in pieces.items() if name != "states"}
+    zeros = [Zero("flags")] if p.has_fallback else []  # the chunks' blocks set them
+    steps: list[Step | Zero] = [*zeros, _prepare_step(p), _scan_step(p, "forward", "states" if p.training else None)]
+    return Schedule(tuple(steps), parts.forward_results(p), left, scratch, parts.vectors(p), main=1)
+
+
+def backward_steps(p: Problem) -> tuple[Step, Step]:
+    """Return the launches of the backward, which pass "e" from one to the other."""
+    return _scan_step(p, "backward", "e"), _key_step(p)
+
+
+def _prepare_step(p: Problem) -> Step:
+    """Return the launch that makes the operands: a block per chunk and head."""
+    types = parts.named(parts.types(p), "T_IO", "T_W", "T_U", "DECAY", "BONUS")
+    is_light = types["T_W"] != "fp32" and not types["BONUS"]  # a third block would spill else
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _PREPARE_THREADS,
+        "BLOCKS_PER_SM": 3 if is_light or p.decay == "none" else 2, "SHARED_BYTES": _prepare_shared_bytes(),
+        "LARGEST_DECAY": parts.LARGEST_DECAY if p.has_fallback else 0, **types,
+    }  # fmt: skip
+    bind = {**_given(p), "q": "r", "leaves": "flags" if p.has_fallback else None}
+    return Step("gla_prepare", "gla_prepare", parameters, (p.slots(CHUNK_LEN), p.H, 1), bind, _ARCH)
+
+
+def _scan_step(p: Problem, direction: str, states: str | None) -> Step:
+    """Return the walk over the chunks in one direction: a block per sequence, head and block of value rows."""
+    value_rows = _value_rows(p)
+    fixed = _scan_shared_bytes(p.K, value_rows, 0)
+    fitting = (p.gpu.shared_limit - fixed) // (_scan_shared_bytes(p.K, value_rows, 1) - fixed)
+    stages = min(_MOST_STAGES, fitting)
+    backward = direction == "backward"
+    # What looks at decays is another kernel, and so is what reads w and u.
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": THREADS, "VALUE_ROWS": value_rows,
+        "STAGES": stages, "BACKWARD": backward, "SHARED_BYTES": _scan_shared_bytes(p.K, value_rows, stages),
+        **parts.named(parts.types(p), "T_IO", "T_STATE", "DECAY", "STATE_LAYOUT"),
+    }  # fmt: skip
+    if backward:
+        parameters["T_STATE"] = "fp32"
+    grid = (p.N * -(-p.V // value_rows), p.H, 1)
+    bind = {**_given(p), **scan_ends(p, direction), "states": states}
+    return Step("gla_group_scan", "gla_group_scan", parameters, grid, bind, _ARCH)
+
+
+def _key_step(p: Problem) -> Step:
+    """Return the launch that makes the gradients of the keys' side: a block per chunk, slab of channels and head."""
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _KEY_THREADS,
+        "BLOCKS_PER_SM": _KEY_BLOCKS, "STAGES": _KEY_STAGES, "SHARED_BYTES": _key_shared_bytes(),
+        **parts.named(parts.types(p), "T_IO", "T_W", "T_U", "DECAY", "BONUS"), **p.op.backward_constants,
+    }  # fmt: skip
+    grid = (p.slots(CHUNK_LEN) * _slabs(p.K), p.H, 1)
+    bind = {**_given(p), "dq": "dr"}
+    return Step("gla_group_key_gradients", "gla_group_key_gradients", parameters, grid, bind, _ARCH)
+
+
+def _given(p: Problem) -> dict[str, Any]:
+    """Return what the arguments of all kernels are bound to."""
+    given = parts.given(p)
+    return given if "w" in p.op.inputs else {**given, "frames": None}

@@ -1,0 +1,260 @@
+"""What schedules of several algorithms have in common: types, numbers, results, and sums over rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.problem import BYTES, Op, Problem
+from rwkv_jit.schedule import Result, Step
+from rwkv_jit.template import Parameter
+
+DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
+MOST_HEADS = 65535  # of a grid's second extent
+LARGEST_HEAD = 128  # that a block holds
+# The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
+# of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
+LARGEST_DECAY = 64
+_SUM_COLUMNS, _SUM_ROWS = 32, 8  # of a block that sums rows
+_COPY_THREADS, _COPY_TILE = 256, 32
+_FLAG_THREADS = 256
+
+
+# ---- the rule ----------------------------------------------------------------------------------------------------
+
+# Why an algorithm cannot do a call: the end of a sentence, and the values to format it with. A compiler that traces a
+# call can compare sizes, but not print them.
+Obstacle = tuple[Any, ...]
+
+
+class Case(NamedTuple):
+    """What the rule looks at: a call on CUDA tensors, or the calls that a kernel is compiled for."""
+
+    op: Op
+    dtype: str  # of r, k and v
+    head_size: int
+    value_size: int
+    tokens: int  # of a sequence, on average
+    decay: str
+    decay_bound: float | None
+    chunk_len: int | None
+    num_threads: int | None = None
+    training: bool = True  # with gradients
+    blocks: int = 1 << 20  # sequences times heads
+    is_packed: bool = False
+    multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
+
+
+def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
+    """Return whether no decay leaves the range of chunks of this length."""
+    if decay in ("none", "sigmoid"):
+        return True
+    return decay_bound is not None and -decay_bound * chunk_len / 2 <= LARGEST_DECAY
+
+
+def check_heads(p: Problem, backend: str) -> None:
+    """Check that a grid has room for all heads.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        It has not.
+    """
+    if p.H > MOST_HEADS:
+        raise UnsupportedConfigError(f"backend: {backend!r} takes up to {MOST_HEADS} heads, got {p.H}; use 'recurrent'")
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------
+
+
+def padded(size: int) -> int:
+    """Return a head size as the chunked kernels see it: the next multiple of 32."""
+    return -(-size // 32) * 32
+
+
+def vector(size: int, storage: str) -> int:
+    """Return how many elements of a row are read at once: 16 bytes or four elements, where rows consist of them."""
+    return 16 // BYTES[storage] if size % 8 == 0 else 4 if size % 4 == 0 else 1
+
+
+def vectors(p: Problem) -> dict[str, int]:
+    """Return how many neighbours of each input the kernels in chunks read at once; of dy as many as of v."""
+    widths = {name: vector(getattr(p, dims[-1]), p.types[name]) for name, dims in p.op.inputs.items()}
+    return {**widths, "dy": widths["v"]}
+
+
+def together(p: Problem, *names: str) -> int:
+    """Return how many neighbours of each of these inputs (or of dy) can be read at once: 4, 2 or 1."""
+    vectors = dict(zip((*p.op.names, "dy"), p.vectors, strict=False))
+    return math.gcd(4, p.T, *(vectors.get(name, 4) for name in names))
+
+
+def _width(p: Problem, name: str) -> Any:
+    return math.prod(p.shape(name))
+
+
+# ---- what kernels take -------------------------------------------------------------------------------------------
+
+
+def given(p: Problem) -> dict[str, Any]:
+    """Return what the arguments of all kernels are bound to: numbers by name, and null where a call has nothing."""
+    bind: dict[str, Any] = {
+        "tokens": p.T, "heads": p.H, "key_heads": p.G, "sequences": p.N, "batch": p.B, "channels": p.C,
+        "scale": p.scale,
+    }  # fmt: skip
+    for name in ("w", "u"):
+        if name not in p.op.inputs:
+            bind |= {name: None, f"d{name}": None}
+    if not p.has_final_state:
+        bind["final_state"] = None
+    if not p.has_initial_state:
+        bind["grad_initial_state"] = None
+    return bind
+
+
+def types(p: Problem, *without: str) -> dict[str, Parameter]:
+    """Return the types that templates are made for, and what tells the op from others that take the same templates."""
+    chosen: dict[str, Parameter] = {
+        "T_IO": p.types["v"], "T_STATE": p.state_type, "DECAY": p.decay, "STATE_LAYOUT": p.state_layout,
+        **{f"T_{name.upper()}": p.types[name] for name in p.op.wide if name in p.types}, **p.op.constants,
+    }  # fmt: skip
+    return {name: value for name, value in chosen.items() if name not in without}
+
+
+def forward_results(p: Problem) -> dict[str, Result]:
+    """Return y, and the final state where it is wanted."""
+    y = Result((p.B, p.T, p.H, p.V), p.types["v"])
+    return {"y": y, "final_state": Result(p.state_shape, p.state_type)} if p.has_final_state else {"y": y}
+
+
+def backward_results(p: Problem) -> dict[str, Result]:
+    """Return the gradients of all inputs, and of the initial state where there is one."""
+    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.op.inputs}
+    if p.has_initial_state:
+        gradients["grad_initial_state"] = Result(p.state_shape, p.state_type)
+    return gradients
+
+
+# ---- sums, and copies of states ----------------------------------------------------------------------------------
+
+
+def sequence_gradients(p: Problem) -> dict[str, Any]:
+    """Return the bytes of a gradient for each sequence, of inputs that are the same for every token."""
+    return {f"d{name}_sequences": 4 * p.N * _width(p, name) for name in p.op.fixed}
+
+
+def to_sequence_gradients(p: Problem) -> dict[str, str]:
+    """Return the names for kernels that leave a gradient for each sequence."""
+    return {f"d{name}": f"d{name}_sequences" for name in p.op.fixed}
+
+
+def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
+    """Return the bytes of a gradient for each chunk there can be, of inputs that are the same for every token."""
+    return {f"d{name}_chunks": 4 * p.slots(chunk_len) * _width(p, name) for name in p.op.fixed}
+
+
+def sum_sequences(p: Problem, scratch: Mapping[str, Any]) -> list[Step]:
+    """Return the steps that add up the gradients of sequences to results: as many as there is scratch for."""
+    steps = []
+    for name in p.op.fixed:
+        rows, width = f"d{name}_sequences", _width(p, name)
+        steps.append(sum_rows(rows, f"d{name}", 1, scratch[rows] // (4 * max(width, 1)), width, p.types[name]))
+    return steps
+
+
+def sum_chunks(p: Problem, chunk_len: int) -> list[Step]:
+    """Return the steps that add up the gradients of chunks to those of sequences."""
+    rows = p.slots(chunk_len) // max(p.N, 1)
+    return [
+        sum_rows(
+            f"d{name}_chunks", f"d{name}_sequences", p.N, rows, _width(p, name), "fp32",
+            chunk_len if p.is_packed else 0, p.T,
+        )
+        for name in p.op.fixed
+    ]  # fmt: skip
+
+
+def sum_segments(p: Problem, segments: int) -> list[Step]:
+    """Return the steps that add up the gradients of segments to those of sequences."""
+    return [
+        sum_rows(f"d{name}_segments", f"d{name}_sequences", p.N, segments, _width(p, name), "fp32")
+        for name in p.op.fixed
+    ]
+
+
+def sum_rows(
+    rows: str, sums: str, groups: Any, group_rows: Any, width: Any, storage: str, packed_chunk_len: int = 0,
+    tokens: Any = 0,
+) -> Step:  # fmt: skip
+    """Return the step that adds up rows of floats, group by group in a fixed order.
+
+    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be.
+    """
+    parameters: dict[str, Parameter] = {
+        "T_OUT": storage, "NUM_THREADS": _SUM_COLUMNS * _SUM_ROWS, "COLUMNS": _SUM_COLUMNS,
+    }  # fmt: skip
+    bind = {
+        "rows": rows, "sums": sums, "cu_seqlens": "cu_seqlens" if packed_chunk_len else None, "group_rows": group_rows,
+        "width": width, "chunk_len": packed_chunk_len, "tokens": tokens,
+    }  # fmt: skip
+    return Step("sum_rows", "sum_rows", parameters, (-(-width // _SUM_COLUMNS), groups, 1), bind)
+
+
+def copy_states(
+    p: Problem, source: str, target: str, source_type: str, target_type: str, source_layout: str, target_layout: str,
+    row_step: Any = 1, first_row: Any = 0,
+) -> Step:  # fmt: skip
+    """Return the step that copies states to another type or layout: of every sequence row i * row_step + first_row."""
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_FROM": source_type, "T_TO": target_type, "NUM_THREADS": _COPY_THREADS,
+        "FROM_VK": source_layout == "vk", "TO_VK": target_layout == "vk",
+    }  # fmt: skip
+    grid = (p.N * p.H, -(-p.V // _COPY_TILE), -(-p.K // _COPY_TILE))
+    bind = {"from": source, "to": target, "heads": p.H, "row_step": row_step, "first_row": first_row}
+    return Step("copy_states", "copy_states", parameters, grid, bind)
+
+
+def combine_flags(p: Problem, segments: Any) -> Step:
+    """Return the step that sets a head's flag where one of its segments has one."""
+    parameters: dict[str, Parameter] = {"NUM_THREADS": _FLAG_THREADS}
+    bind = {
+        "segment_flags": "segment_flags", "flags": "flags", "sequences": p.N, "heads": p.H, "segments": segments,
+    }  # fmt: skip
+    return Step("combine_flags", "combine_flags", parameters, (-(-p.N * p.H // _FLAG_THREADS), 1, 1), bind)
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+# Threads that a multiprocessor shall have room for, which leaves them 255, 168 and 128 registers each.
+_RESIDENT_THREADS = (256, 384, 512)
+
+
+class Candidate(NamedTuple):
+    """A geometry of one direction that can be measured."""
+
+    direction: str
+    chunk_len: int
+    num_threads: int
+    blocks: int  # that a multiprocessor shall have room for
+
+
+def candidates_of_blocks(direction: str, chunk_len: int, threads: int, shared_bytes: int, gpu: Gpu) -> list[Candidate]:
+    """Return blocks of so many threads and so much shared memory, with each number of them that is worth measuring.
+
+    It matters by the registers that it leaves to a thread.
+    """
+    several = {gpu.resident_blocks(threads, resident, shared_bytes) for resident in _RESIDENT_THREADS}
+    return [Candidate(direction, chunk_len, threads, blocks) for blocks in sorted(several)]
+
+
+def blocks_of(p: Problem, direction: str, by_rule: int) -> int:
+    """Return how many blocks a multiprocessor shall have room for: as tuned, or by the rule."""
+    return (p.forward_blocks if direction == "forward" else p.backward_blocks) or by_rule
+
+
+def named(template: Mapping[str, Parameter], *names: str) -> dict[str, Parameter]:
+    """Return some of the parameters, those that are there."""
+    return {name: template[name] for name in names if name in template}

@@ -1,0 +1,69 @@
+"""The whole of a direction: an algorithm's schedule, with what all of them have around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rwkv_jit.algorithms import (
+    delta_chunked,
+    delta_large,
+    diagonal_chunked,
+    diagonal_large,
+    fallback,
+    parts,
+    recurrent,
+    segments,
+    timex_tiles,
+    timex_transforms,
+    wkv4,
+)
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule, Step, Zero, renamed
+
+# The modules of the algorithms by family and name. An op of your own has a family of its own here.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "delta": {"recurrent": recurrent, "chunked": delta_chunked, "segments": segments, "large": delta_large},
+    "diagonal": {"recurrent": recurrent, "chunked": diagonal_chunked, "segments": segments, "large": diagonal_large},
+    "wkv4": {"recurrent": wkv4, "split": wkv4},
+    "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
+}
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return the bytes of what the forward keeps, by name."""
+    fast: dict[str, Any] = algorithm(p).kept(p)
+    return fallback.kept(p, fast) if p.has_fallback else fast
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward."""
+    schedule: Schedule = algorithm(p).forward(p)
+    return fallback.forward(p, schedule, algorithm(p).takes_any_decay(p)) if p.has_fallback else schedule
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the backward: gradients of sequences are added up, and those of states have the states' type."""
+    schedule: Schedule = algorithm(p).backward(p)
+    if p.has_fallback:
+        schedule = fallback.backward(p, schedule)
+    before: list[Step] = []
+    after = parts.sum_sequences(p, schedule.scratch)
+    names, scratch = {}, dict(schedule.scratch)
+    if p.state_type != "fp32":
+        size, layout = 4 * p.N * p.H * p.V * p.K, p.state_layout
+        if p.has_final_state:
+            name = names["grad_final_state"] = "wide_grad_final_state"
+            before.append(parts.copy_states(p, "grad_final_state", name, p.state_type, "fp32", layout, layout))
+            scratch[name] = size
+        if p.has_initial_state:
+            name = names["grad_initial_state"] = "wide_grad_initial_state"
+            after.append(parts.copy_states(p, name, "grad_initial_state", "fp32", p.state_type, layout, layout))
+            scratch[name] = size
+    steps: list[Step | Zero] = [*before, *renamed(schedule.steps, names), *after]
+    return replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
+
+
+def algorithm(p: Problem) -> Any:
+    """Return the module of the algorithm of a problem."""
+    return ALGORITHMS[p.op.family][p.backend]

@@ -1,0 +1,52 @@
+"""What a GPU offers to a kernel, by its architecture."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TENSOR_CORES = 80  # the first with mma.sync of bfloat16 and cp.async
+_SHARED_OF_BLOCK = 1024  # bytes that the system keeps for each block
+
+
+class Gpu(NamedTuple):
+    """A device that kernels are chosen and compiled for."""
+
+    arch: str
+    # Architectures whose stored kernels serve it too: those for its kind alone, like sm_90a.
+    compatible: tuple[str, ...] = ()
+    multiprocessors: int | None = None  # None where a call is traced, or kernels are compiled for any such GPU
+
+    @property
+    def number(self) -> int:
+        """Return 90 for sm_90, sm_90a and compute_90."""
+        return int(self.arch.split("_")[1].rstrip("a"))
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Return whether it has the products that the chunked kernels take."""
+        return self.number >= TENSOR_CORES
+
+    @property
+    def has_warp_groups(self) -> bool:
+        """Return whether four warps can multiply together, which code for sm_90a alone can ask for."""
+        return self.arch in ("sm_90", "sm_90a")
+
+    @property
+    def shared_per_multiprocessor(self) -> int:
+        """Return the bytes of shared memory of a multiprocessor."""
+        if self.number in (80, 87):
+            return 164 * 1024
+        return 228 * 1024 if 90 <= self.number < 120 else 100 * 1024  # the least there is, where it is not known
+
+    @property
+    def shared_limit(self) -> int:
+        """Return the bytes of shared memory that a block may have."""
+        return self.shared_per_multiprocessor - _SHARED_OF_BLOCK
+
+    def resident_blocks(self, threads: int, most_threads: int, shared_bytes: int) -> int:
+        """Return how many blocks a multiprocessor shall have room for.
+
+        `most_threads` are those that registers leave room for; shared memory may leave room for fewer blocks.
+        """
+        of_shared = self.shared_per_multiprocessor // (shared_bytes + _SHARED_OF_BLOCK)
+        return max(1, min(most_threads // threads, of_shared))

@@ -1,0 +1,105 @@
+"""What there is to work with: the GPUs, the compiler, versions, and the cache of kernels."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from rwkv_jit import cache, cuda, env, identity, kernel, stats
+from rwkv_jit.errors import NvrtcNotFoundError
+
+
+def is_available() -> bool:
+    """Return whether kernels can run here.
+
+    Returns
+    -------
+    bool
+        There is a GPU that torch sees, CuPy, and NVRTC.
+    """
+    if not torch.cuda.is_available():
+        return False
+    try:
+        cuda.nvrtc()
+    except NvrtcNotFoundError:
+        return False
+    return True
+
+
+def cache_info() -> dict[str, Any]:
+    """Return where kernels are kept, how many, their bytes, and this process's counters.
+
+    Returns
+    -------
+    dict
+        path, entries, bytes and max_bytes of the user's directory; layers, what is read in order; kernels of this
+        process by origin: memory, disk (the user's directory), shared (other directories), bundle, compiled;
+        compile_seconds; wait_seconds for other processes that compiled; bytes_read, bytes_written; evictions.
+    """
+    return {
+        "path": str(env.cache_dir()),
+        "entries": len(cache.entries()),
+        "bytes": cache.size(),
+        "max_bytes": env.cache_max_bytes(),
+        "layers": [str(layer.path) for layer in cache.layers()],
+        **stats.snapshot(),
+    }
+
+
+def clear_cache() -> int:
+    """Delete the kernels of the user's directory, imported bundles too. Kernels in use stay loaded.
+
+    Returns
+    -------
+    int
+        How many there were.
+
+    Raises
+    ------
+    CacheError
+        One of them cannot be deleted.
+    """
+    count = cache.clear()
+    kernel.forget()
+    return count
+
+
+def env_report() -> dict[str, Any]:
+    """Return versions and settings that matter for a bug report; nothing is compiled.
+
+    Returns
+    -------
+    dict
+        package, python, platform, torch, torch_cuda, cupy, nvrtc, nvrtc_libraries, gpus, cache and the RWKVJIT_*
+        variables that are set. `nvrtc` is the library that really compiles.
+    """
+    report: dict[str, Any] = {
+        "rwkv_jit": _version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "cupy": cuda.installed_cupy(),
+    }
+    try:
+        report["nvrtc"] = identity.identity()
+        report["nvrtc_libraries"] = identity.libraries()
+    except NvrtcNotFoundError as error:
+        report["nvrtc"] = str(error)
+    report["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+    report["cache"] = str(env.cache_dir())
+    report["environment"] = env.set_variables()
+    return report
+
+
+def _version() -> str:
+    from rwkv_jit import __version__
+
+    return __version__
+
+
+def _gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory >> 30} GiB"

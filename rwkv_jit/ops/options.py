@@ -1,0 +1,113 @@
+"""The options that all ops with heads take behind their tensors, by name: said here once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
+
+from rwkv_jit import tensors
+from rwkv_jit.problem import Op
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of `wkv5`, `wkv6`, `wkv7`, `gla` and `linear_attention`, by name.
+
+    Attributes
+    ----------
+    scale : float
+        Factor of y: 1 by default, for `gla` and `linear_attention` K^-0.5.
+    state_layout : {"vk", "kv"}
+        Order of the last two dimensions of the states: "vk" by default, for `gla` and `linear_attention` "kv".
+    checkpoint_interval : int, default 64
+        Tokens between the states that the recurrent kernels save for the backward. The kernels on the tensor cores save
+        one every `chunk_len` tokens, in bfloat16.
+    chunk_len : int, optional
+        Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 on the tensor cores,
+        there 64 too in other ops than wkv7, and 32 or 64 in wkv7 with head sizes above 128. By default chosen by the
+        head sizes, the GPU, `decay_bound` and whether gradients are wanted, or as `rwkv-jit tune` measured.
+    num_threads : int, optional
+        Threads of a block. The recurrent kernels take 32, 64, 128 or 256. Those on the tensor cores take a multiple of
+        32 up to 512 in the forward, and not less than the head sizes ask for; their backward has one choice. Errors
+        name the legal ones. By default chosen by the head sizes, or as tuned where `chunk_len` is not given either.
+    backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
+        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
+        "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
+        a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
+        value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it.
+
+    Notes
+    -----
+    For float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for K
+    and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
+    Where there are few heads and no cu_seqlens, it takes "split" for the smaller ones too, if T makes 4 equal segments
+    or more: of at least 512 tokens and a multiple of 32 in wkv7, of 256 and of 64 in the other ops. Of these, keys
+    above 256 (on sm_90 above 1024) go in parts, whose y are added. Everything else is for "recurrent".
+    """
+
+    scale: float
+    state_layout: str
+    checkpoint_interval: int
+    chunk_len: int | None
+    num_threads: int | None
+    backend: str
+
+
+class DecayOptions(CallOptions, total=False):
+    """Options of the ops that have a decay, beside those of `CallOptions`.
+
+    Attributes
+    ----------
+    decay : {"raw", "sigmoid", "log", "direct"}
+        d(w), the factor of the state in a step: exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself. "raw" by
+        default, for `gla` "log".
+    decay_bound : float, optional
+        A promise: every log d is at least this negative number. For the decays of an RWKV-7 model in "raw" it is -0.61.
+        Without a promise any decay is right: the tensor cores look at the decays as they go. Where half a chunk shrinks
+        a channel by more than e^-64, the recurrent kernels compute that head of that sequence once more; ops without a
+        delta term walk token by token through that chunk in the forward, at head sizes that a block holds. With a
+        promise, or "sigmoid", they do not look. They take a chunk that is short enough for it, and give NaN where the
+        data break it.
+    """
+
+    decay: str
+    decay_bound: float | None
+
+
+class Tail(NamedTuple):
+    """The options of a call, complete."""
+
+    scale: float
+    decay: str
+    decay_bound: float | None
+    state_layout: str
+    checkpoint_interval: int
+    chunk_len: int | None
+    num_threads: int | None
+    backend: str
+
+
+def complete(op: Op, options: Mapping[str, Any], first: Any) -> Tail:
+    """Return all options of a call, whose first input is needed for the scale.
+
+    Raises
+    ------
+    TypeError
+        There is no such option.
+    """
+    defaults: dict[str, Any] = {
+        "scale": op.scale, "decay": op.decay, "decay_bound": None, "state_layout": op.state_layout,
+        "checkpoint_interval": 64, "chunk_len": None, "num_threads": None, "backend": "auto",
+    }  # fmt: skip
+    legal = [name for name in defaults if op.decay != "none" or "decay" not in name]
+    for name in options:
+        if name not in legal:
+            raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}; there are {', '.join(legal)}")
+    tail = {**defaults, **options}
+    if tail["scale"] is None and op.scale is None:
+        tail["scale"] = _key_scale(op, first)
+    return Tail(**tail)
+
+
+def _key_scale(op: Op, first: Any) -> float:
+    """Return K^-0.5. An input without a head size is left for the checks to refuse."""
+    return float(max((1, *tensors.from_any(op.public_names[0], first).shape[-1:])) ** -0.5)

@@ -1,0 +1,486 @@
+"""From a public call to a torch op and back: what runs the torch op, and autograd.
+
+Every recurrence has the same way: inputs with tokens, inputs without, a state, and one tail of options. `define` builds
+it once per op. The torch op is what a compiler sees: it has a fake and runs the same on CPU tensors, where plain torch
+computes it. What a compiler or `torch.export` keeps of a call is what the caller asked for; the algorithm is chosen
+when it runs, by the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import rule, stats, tensors
+from rwkv_jit.algorithms import whole
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import known_calls, plain, recording, registry, sharding
+from rwkv_jit.ops.checks import check_flag, check_options, check_tensors, decays_of, is_for_kernels
+from rwkv_jit.ops.known_calls import Known
+from rwkv_jit.ops.options import Tail, complete
+from rwkv_jit.problem import Op, Problem
+from rwkv_jit.schedule import floats
+
+_NO_GPU = Gpu("")  # of the recurrent kernels, which leave the same whatever it is
+
+
+class Options(NamedTuple):
+    """What a call chooses beside its tensors, as the torch op takes it.
+
+    The backend is the algorithm that will run, but where `has_fallback` is None: then all is as the caller asked, and
+    what runs goes by the device that the tensors are on when it does.
+    """
+
+    scale: float
+    decay: str
+    state_layout: str
+    checkpoint_interval: int
+    chunk_len: int | None
+    num_threads: int | None
+    backend: str
+    forward_blocks: int | None = None
+    backward_blocks: int | None = None
+    has_fallback: bool | None = False
+
+
+@dataclass(frozen=True)
+class TorchOp:
+    """An op as torch runs it."""
+
+    op: Op
+    forward: Any  # the torch op
+    known: Callable[..., tuple[Tensor, Tensor | None]]  # a known call with gradients
+
+    @property
+    def decays(self) -> tuple[str, ...]:
+        """Return the legal maps from w to the per-step factor."""
+        return decays_of(self.op)
+
+
+# ---- the public call ---------------------------------------------------------------------------------------------
+
+
+def call(
+    torch_op: TorchOp,
+    arrays: Sequence[Any],
+    initial_state: Any,
+    output_final_state: bool,
+    cu_seqlens: Any,
+    options: Mapping[str, Any],
+    in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run an op with or without gradients: at once where the call is known, else after all checks.
+
+    A call that is not known `in_parts` may run, from the same arguments; it returns None where it does not.
+    """
+    op = torch_op.op
+    if output_final_state is not True and output_final_state is not False:
+        output_final_state = check_flag("output_final_state", output_final_state)
+    asked = (op.name, output_final_state, tuple(options.items()), torch.is_grad_enabled())
+    known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens)
+    if known is None:
+        tail = complete(op, options, arrays[0])
+        if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
+            return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, in_parts)
+        cast = under_autocast(op, arrays)
+        if cast is not None:
+            with tensors.exactly(cast[0]):
+                return call(torch_op, cast, initial_state, output_final_state, cu_seqlens, options, in_parts)
+        if in_parts is not None:
+            result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, tail)
+            if result is not None:
+                return result
+        check_options(torch_op.decays, *tail)
+        decay_bound, to_run = tail.decay_bound, asked_options(tail)
+        checked = check_tensors(op, arrays, initial_state, cu_seqlens, tail.state_layout, tail.backend)
+        arrays, initial_state, cu_seqlens = checked
+        if is_for_kernels(tail.backend, arrays[0]):
+            is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
+            if is_direct or tail.backend != "auto":  # a backend that was named is one for this device
+                to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
+            if is_direct:
+                asked_geometry = {"chunk_len": tail.chunk_len, "num_threads": tail.num_threads}
+                known = _prepare(
+                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, asked_geometry
+                )  # fmt: skip
+    if initial_state is not None and initial_state.dim() == len(op.state):
+        sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        initial_state = initial_state.expand(sequences, *initial_state.shape)
+
+    if known is None:
+        given = (*arrays, initial_state, cu_seqlens, *to_run, output_final_state, False)
+        y, final, _ = torch_op.forward(*given, decay_bound=decay_bound)
+        return y, final if output_final_state else None
+    if training:
+        return torch_op.known(known, *arrays, initial_state, cu_seqlens)
+    results = known.run(arrays, initial_state, cu_seqlens)
+    return results[0], results[1] if output_final_state else None
+
+
+def _distributed(
+    torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
+    options: Mapping[str, Any], in_parts: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run a call of DTensors."""
+    op = torch_op.op
+    roles = {"H": "heads"} if cu_seqlens is not None else {"B": "batch", "H": "heads"}  # packed sequences stay whole
+
+    def role_dims(dims: str) -> dict[str, int]:
+        return {role: dims.index(dim) for dim, role in roles.items() if dim in dims}
+
+    states = role_dims("BH" + op.state[1:])
+    given = {
+        public: (x, role_dims(dims))
+        for public, dims, x in zip(op.public_names, op.inputs.values(), arrays, strict=True)
+    }
+    is_one_for_all = initial_state is not None and initial_state.dim() == len(op.state)
+    given["initial_state"] = initial_state, role_dims(op.state) if is_one_for_all else states
+    given["cu_seqlens"] = cu_seqlens, {}
+
+    def run(*local: Any) -> tuple[Tensor, Tensor | None]:
+        *inputs, state, bounds = local
+        return call(torch_op, inputs, state, output_final_state, bounds, options, in_parts)
+
+    y, final = sharding.run(run, given, (role_dims(op.output), states))
+    return y, final
+
+
+def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
+    """Return the inputs as torch's own ops take them under autocast; None where that is off.
+
+    Decays and u stay float32 where they are: the kernels take them so.
+    """
+    dtype = tensors.autocast_dtype(tensors.from_any(op.public_names[0], arrays[0]))
+    return None if dtype is None else _cast(op, arrays, dtype)
+
+
+def _cast(op: Op, arrays: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    given = zip(op.names, op.public_names, arrays, strict=True)
+    return [tensors.under_autocast(tensors.from_any(public, x), dtype, name in op.wide) for name, public, x in given]
+
+
+# ---- the problem of a call ---------------------------------------------------------------------------------------
+
+
+def chosen(
+    op: Op,
+    arrays: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    decay_bound: float | None,
+    options: Options,
+    training: bool,
+    is_direct: bool = False,
+) -> Options:
+    """Return the options of a call that has been checked, with the algorithm that will run.
+
+    Calls that are not `is_direct` choose without a look at what the GPU has room for: what a fake says of them must
+    hold when they run.
+    """
+    if options.has_fallback is not None:
+        return options
+    if not is_for_kernels(options.backend, arrays[0]):
+        return options._replace(backend="reference", has_fallback=False)
+    device = arrays[0].device.index
+    case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
+    made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
+    scale, decay, layout, interval, *_ = options
+    return Options(
+        scale, decay, layout, interval, made.chunk_len, made.num_threads, made.backend, made.forward_blocks,
+        made.backward_blocks, made.has_fallback,
+    )  # fmt: skip
+
+
+def case_of(
+    op: Op, arrays: Sequence[Tensor], cu_seqlens: Tensor | None, options: Options, decay_bound: float | None,
+    training: bool, is_direct: bool,
+) -> Case:  # fmt: skip
+    """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
+    sizes = _sizes(op, arrays)
+    batch, tokens = sizes["B"], sizes["T"]
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    device = arrays[0].device.index
+    return Case(
+        op, tensors.STORAGE.get(arrays[0].dtype, "fp64"), sizes.get("K", 1), sizes.get("V", 1),
+        tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
+        options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
+        (lambda: tensors.multiprocessors(device)) if is_direct else None,
+    )  # fmt: skip
+
+
+def asked_options(tail: Tail) -> Options:
+    """Return the options of a call as it was asked for."""
+    return Options(
+        float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
+        tail.backend, has_fallback=None,
+    )  # fmt: skip
+
+
+def _sizes(op: Op, arrays: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the sizes of the dimensions by their letters."""
+    sizes: dict[str, Any] = {}
+    for dims, x in zip(op.inputs.values(), arrays, strict=True):
+        sizes.update(zip(dims, x.shape, strict=True))
+    return sizes
+
+
+def problem_of(
+    op: Op, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
+    output_final_state: bool, training: bool, gpu: Gpu,
+) -> Problem:  # fmt: skip
+    """Return the problem of a call whose algorithm is chosen."""
+    sizes = _sizes(op, arrays)
+    return Problem(
+        op, gpu, {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, arrays, strict=True)},
+        N=sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        state_type="fp32" if state is None else tensors.STORAGE[state.dtype],
+        is_packed=cu_seqlens is not None,
+        training=training,
+        has_initial_state=state is not None,
+        has_final_state=output_final_state,
+        scale=options.scale,
+        decay=options.decay,
+        state_layout=options.state_layout,
+        checkpoint_interval=options.checkpoint_interval,
+        backend=options.backend,
+        chunk_len=options.chunk_len or 0,
+        num_threads=options.num_threads,
+        forward_blocks=options.forward_blocks,
+        backward_blocks=options.backward_blocks,
+        has_fallback=bool(options.has_fallback),
+        **sizes,
+    )  # fmt: skip
+
+
+def _prepare(
+    op: Op,
+    arrays: Sequence[Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    asked: tuple[Any, ...],
+    options: Options,
+    output_final_state: bool,
+    training: bool,
+    asked_geometry: dict[str, int | None],
+    decay_bound: float | None = None,
+) -> Known:
+    """Return the call of tensors that have been checked.
+
+    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
+    """
+
+    def prepare() -> Known:
+        to_run = chosen(op, arrays, cu_seqlens, decay_bound, options, training)
+        gpu = tensors.gpu(arrays[0].device.index)
+        problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
+        if cu_seqlens is not None:
+            tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
+        geometry = {name: value for name, value in asked_geometry.items() if value is not None}
+        state = initial_state
+        if state is not None and state.dim() == len(op.state):
+            state = state.expand(problem.N, *state.shape)
+        return Known(problem, (*arrays, state, cu_seqlens), geometry)
+
+    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare)
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
+    """Say who runs `rwkv_jit::<name>_fwd` and `<name>_bwd`, which `registry` knows, and return the op.
+
+    `reference` is the op in plain torch: it takes the inputs, the initial state, whether the final one is wanted,
+    cu_seqlens and the scale, and by name state_layout and, where the op has a choice, decay.
+    """
+    name, count = op.name, len(op.inputs)
+    end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
+    forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
+
+    def parts(arguments: Sequence[Any]) -> tuple[Any, Any, Options]:
+        """Return the inputs; the state and cu_seqlens; the options."""
+        return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
+
+    def loop(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Run the reference, which derivatives of every kind go through."""
+        scale, map_of_w, layout = arguments[count + 2 : count + 5]
+        cu_seqlens = arguments[count + 1]
+        if cu_seqlens is not None:
+            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
+        has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
+        with tensors.exactly(arguments[0]):
+            result: tuple[Tensor, Tensor] = reference(
+                *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
+            )
+        return result
+
+    def run_plainly(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Compute a call in plain torch, differentiable once backwards."""
+        if op.family not in plain.FAMILIES:
+            return loop(arguments)
+        scale, map_of_w, layout = arguments[count + 2 : count + 5]
+        cu_seqlens = arguments[count + 1]
+        if cu_seqlens is not None:
+            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
+        return plain.run(name, reference, arguments[:count], arguments[count], cu_seqlens, scale, map_of_w, layout)
+
+    def forward(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        given, (state, cu_seqlens), options = parts(arguments)
+        output_final_state, save = arguments[end:]
+        if is_for_kernels(options.backend, given[0]):
+            # The public call has checked these options, so what is known of it is no public call's.
+            asked = f"{name}_fwd", output_final_state, decay_bound, options
+            asked_geometry = {"chunk_len": options.chunk_len, "num_threads": options.num_threads}
+            known = _prepare(
+                op, given, state, cu_seqlens, asked, options, output_final_state, save, asked_geometry, decay_bound
+            )  # fmt: skip
+            results = known.run(given, state, cu_seqlens)
+            y = results[0]
+            final = results[1] if output_final_state else y.new_empty(0)
+            return y, final, results[-1] if save else y.new_empty(0)
+        if not arguments[0].is_cuda:
+            stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
+        y, final = run_plainly(arguments)
+        return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
+
+    def forward_fake(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        given, (state, cu_seqlens), options = parts(arguments)
+        output_final_state, save = arguments[end:]
+        first, sizes = given[0], _sizes(op, given)
+        y = first.new_empty([sizes[dim] for dim in op.output])
+        final, saved = first.new_empty(0), first.new_empty(0)
+        if output_final_state:
+            sequences = sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            dtype = state.dtype if state is not None else torch.promote_types(first.dtype, torch.float32)
+            dims = op.state_dims(options.state_layout)
+            final = first.new_empty([sequences, *(sizes[dim] for dim in dims)], dtype=dtype)
+        if save and is_for_kernels(options.backend, first):
+            saved = first.new_empty(kept_floats(given, state, cu_seqlens, options, decay_bound), dtype=torch.float32)
+        return y, final, saved
+
+    def training_problem(
+        given: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
+        decay_bound: float | None,
+    ) -> Problem:  # fmt: skip
+        options = chosen(op, given, cu_seqlens, decay_bound, options, training=True)
+        gpu = _NO_GPU if options.backend == "recurrent" else tensors.gpu(given[0].device.index)
+        return problem_of(op, given, state, cu_seqlens, options, False, True, gpu)
+
+    def kept_floats(*call_arguments: Any) -> Any:
+        """Return how many floats the forward of a call keeps; symbolic while a compiler traces."""
+        return floats(whole.kept(training_problem(*call_arguments)))
+
+    def backward(
+        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
+    ) -> tuple[Tensor, ...]:
+        given, (state, cu_seqlens), options = parts(arguments)
+        if not is_for_kernels(options.backend, given[0]):
+            return backward_plainly(dy, grad_final, arguments)
+        saved = arguments[-1]
+        problem = training_problem(given, state, cu_seqlens, options, decay_bound)
+        problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
+        if options.has_fallback is None:
+            expected = floats(whole.kept(problem))
+            if saved.numel() != expected:
+                raise RwkvJitError(
+                    f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
+                )
+        grads = known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final)
+        return (*grads, *([] if state is not None else [given[0].new_empty(0)]))
+
+    def backward_plainly(dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        state = arguments[count]
+        with recording.plain_torch(), tensors.exactly(arguments[0]):
+            leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
+            outputs = run_plainly((*leaves, *arguments[count + 1 :]))
+            grads = recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None])
+        return (*grads, *([] if state is not None else [arguments[0].new_empty(0)]))
+
+    def backward_fake(
+        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
+    ) -> tuple[Tensor, ...]:
+        state = arguments[count]
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:count]]
+        initial = (
+            arguments[0].new_empty(0)
+            if state is None
+            else torch.empty_like(state, memory_format=torch.contiguous_format)
+        )
+        return (*grads, initial)
+
+    def saving(arguments: Sequence[Any]) -> Sequence[Any]:
+        return (*arguments[:-1], True)
+
+    def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
+        _, final, saved = results
+        ctx.save_for_backward(*arguments[: count + 2], saved)
+        ctx.options, ctx.named = arguments[count + 2 : end], named
+        ctx.has_final_state = bool(arguments[end])
+        ctx.mark_non_differentiable(*([saved] if ctx.has_final_state else [final, saved]))
+
+    def differentiate(
+        saved: Sequence[Tensor], options: Sequence[Any], dy: Tensor | None, grad_final: Tensor | None, **named: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs, the initial state and cu_seqlens, by the torch op."""
+        *given, kept = saved
+        *grads, grad_initial = run_backward(dy, grad_final, *given, *options, kept, **named)
+        return (*grads, None if given[count] is None else grad_initial, None)
+
+    def in_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
+        # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
+        grad_final = grad_final if ctx.has_final_state else None
+        grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final, **ctx.named)
+        return (*grads, *[None] * (len(ctx.options) + 2))
+
+    def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        if is_for_kernels(arguments[count + 2 + Options._fields.index("backend")], arguments[0]):
+            recording.refuse_forward_mode(name)
+        y, final = loop(arguments)
+        return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
+
+    def cast(*arguments: Any) -> Sequence[Any]:
+        dtype = tensors.autocast_dtype(arguments[0])
+        return arguments if dtype is None else (*_cast(op, arguments[:count], dtype), *arguments[count:])
+
+    class KnownCall(torch.autograd.Function):
+        """The forward and its backward, for a call that is known."""
+
+        @staticmethod
+        def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor | None]:
+            *arrays, state, cu_seqlens = given
+            results = known.run(arrays, state, cu_seqlens)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*given, results[-1])
+            ctx.known = known
+            return results[0], results[1] if known.problem.has_final_state else None
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
+            saved, known = ctx.saved_tensors, ctx.known
+            is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+            if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final, *saved))):
+                grads = known.differentiate(saved, dy, grad_final)
+                if saved[count] is None:
+                    grads.append(None)
+                return (None, *grads, None)
+            return (None, *differentiate(saved, _options_of(known.problem), dy, grad_final))
+
+    record = recording.forward(forward_op, saving, setup, in_context, plainly)
+    record_backward, run_backward = recording.backward(backward_op, name)
+    registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
+    registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
+    # Function.apply looks for transforms first; a known call has none, and saves that time.
+    return TorchOp(op, forward_op, super(torch.autograd.Function, KnownCall).apply)
+
+
+def _options_of(p: Problem) -> Options:
+    """Return the options of a call whose algorithm is chosen."""
+    return Options(
+        p.scale, p.decay, p.state_layout, p.checkpoint_interval, p.chunk_len or None, p.num_threads, p.backend,
+        p.forward_blocks, p.backward_blocks, p.has_fallback,
+    )  # fmt: skip

@@ -1,0 +1,286 @@
+"""A schedule bound to tensors: what the first call of a signature works out, and every later one runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import cuda, kernel, tensors
+from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.launch import LETTERS, Launch, Value
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule, Step, Stride, aligned, offsets
+from rwkv_jit.template import Argument
+
+DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
+# The dimensions that kernels take strides of, by the type of the argument. Key heads stand in the place of heads.
+_STRIDES = {"Strides": ("B", "T", "HG"), "RowStrides": ("B", "T")}
+
+
+class _Zeros(NamedTuple):
+    """A buffer to be filled with zeros: where its address is among the values, and its bytes."""
+
+    place: int
+    bytes: int
+
+    def launch(self, stream: int, values: Sequence[int]) -> None:
+        cuda.zero(values[self.place], self.bytes, stream)
+
+
+class Plan:
+    """A direction of a call, ready to be run with any tensors of a signature.
+
+    Parameters
+    ----------
+    schedule, problem : Schedule, Problem
+        What is launched, and for which sizes.
+    arrays : mapping
+        The tensors by name, in the order in which `run` takes them; None for those that are not there. What the
+        forward kept is one of floats, "saved".
+    kept : mapping, optional
+        Bytes of the buffers in "saved", in the order of memory.
+    soon : sequence of kernel.Request
+        Kernels that compile beside those of the schedule, as they will be wanted soon.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        problem: Problem,
+        arrays: Mapping[str, Tensor | None],
+        kept: Mapping[str, int] | None = None,
+        soon: Sequence[kernel.Request] = (),
+    ):
+        kernel.check_not_forked()
+        self._schedule, self._problem, self._kept = schedule, problem, kept or {}
+        self._names = tuple(arrays)
+        self.device = next(x for x in arrays.values() if x is not None).device
+        self._dims = {**problem.op.inputs, "dy": problem.op.output}
+        segments = max((step.segments for step in schedule.launches), default=1)
+        inputs = [(i, name, x) for i, (name, x) in enumerate(arrays.items()) if x is not None and name in self._dims]
+        vectors = {name: schedule.vectors.get(name, 1) for name in self._dims}
+        self._copies = tuple(
+            index for index, (name, x) in enumerate(arrays.items())
+            if x is not None and _needs_copy(x, self._dims.get(name, ""), vectors.get(name, 1), segments)
+        )  # fmt: skip
+        # What addresses must be multiples of, and the largest of that.
+        self._alignments = tuple((index, tensors.alignment(x, vectors[name])) for index, name, x in inputs)
+        self._alignment = max((multiple for _, multiple in self._alignments), default=1)
+        self._first, self._last = inputs[0][0], inputs[-1][0] + 1
+        self._results = [self._result(x.shape, DTYPES[x.dtype], arrays) for x in schedule.results.values()]
+        self._kept_floats = sum(schedule.kept.values()) // 4 if schedule.kept else None
+        self._plan_of_copies: Plan | None = None
+        with torch.cuda.device(self.device.index):
+            if not self._kept:  # the backward sees what the forward saw
+                for _, name, x in inputs:
+                    tensors.validate(name, x)
+            self._bind(arrays, soon)
+
+    # ---- run ----
+
+    def run(self, arrays: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run it; return the results in the schedule's order, and behind them what the schedule keeps, if anything."""
+        if self._copies:
+            arrays = list(arrays)
+            for index in self._copies:
+                arrays[index] = arrays[index].contiguous()  # type: ignore[union-attr]
+        values = [0 if x is None else x.data_ptr() for x in arrays]
+        if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
+            return self._run_copies(arrays)
+        device = self.device
+        results = []
+        for shape, dtype in self._results:
+            if dtype:
+                made = torch.empty(shape, dtype=dtype, device=device)
+            else:  # whatever the strides of dimensions of size 1 are
+                made = torch.empty_like(arrays[shape], memory_format=torch.contiguous_format)
+            results.append(made)
+            values.append(made.data_ptr())
+        if self._kept_floats is not None:
+            memory = torch.empty(self._kept_floats, dtype=torch.float32, device=device)
+            results.append(memory)
+            begin = memory.data_ptr()
+            for offset in self._kept_places:
+                values.append(begin + offset)
+        elif self._kept:
+            begin = values[self._saved]
+            for offset in self._kept_places:
+                values.append(begin + offset)
+        if self._scratch_bytes:
+            scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
+            begin = scratch.data_ptr()
+            for offset in self._scratch_places:
+                values.append(begin + offset)
+        index = device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index and not self._sides:
+            for step in self._launches:
+                step.launch(stream, values)
+        else:
+            self._launch(stream, values)
+        return results
+
+    def _launch(self, stream: int, values: Sequence[int]) -> None:
+        """Launch on a device that need not be current, and where the schedule says so on two streams."""
+        with torch.cuda.device(self.device.index):
+            if not self._sides:
+                for step in self._launches:
+                    step.launch(stream, values)
+                return
+            side = tensors.side_stream(self.device.index)
+            for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
+                if waits and is_beside:
+                    side.follow()
+                elif waits:
+                    side.join()
+                step.launch(side.raw if is_beside else stream, values)
+            side.join()
+
+    def _is_misaligned(self, values: Sequence[int]) -> bool:
+        return any(values[index] % multiple for index, multiple in self._alignments)
+
+    def _run_copies(self, arrays: Sequence[Tensor | None]) -> list[Tensor]:
+        """Run with copies of all inputs, as some begin at addresses that kernels cannot read."""
+        own = {index for index, _ in self._alignments}
+        copies = [
+            x.clone(memory_format=torch.contiguous_format) if index in own and x is not None else x
+            for index, x in enumerate(arrays)
+        ]
+        if self._plan_of_copies is None:
+            named = dict(zip(self._names, copies, strict=True))
+            self._plan_of_copies = Plan(self._schedule, self._problem, named, self._kept)
+        return self._plan_of_copies.run(copies)
+
+    # ---- bind ----
+
+    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, arrays: Mapping[str, Tensor | None]) -> Any:
+        """Return the arguments of `torch.empty`; or None for a dtype, and the array that the result is like."""
+        for index, x in enumerate(arrays.values()):
+            if x is not None and x.shape == shape and x.dtype == dtype and (x.is_contiguous() or index in self._copies):
+                return index, None
+        return shape, dtype
+
+    def _bind(self, arrays: Mapping[str, Tensor | None], soon: Sequence[kernel.Request]) -> None:
+        """Load the kernels, and find a place for every argument of theirs."""
+        schedule, device = self._schedule, self.device.index
+        requests = schedule.requests(self._problem.gpu)
+        check_capture(self._problem.op.name, requests, device)
+        kernels = kernel.get_all(requests, soon)
+        grids = [_grid(step, own, device) for step, own in zip(schedule.launches, kernels, strict=True)]
+
+        scratch = dict(schedule.scratch)
+        for step, grid in zip(schedule.launches, grids, strict=True):
+            if step.per_block is not None:
+                scratch[step.per_block[0]] = step.per_block[1] * grid[0]
+        pieces = schedule.kept or self._kept
+        self._kept_places = offsets(pieces.values())
+        self._saved = self._names.index("saved") if self._kept else -1
+        self._empty = {name for name, size in scratch.items() if not size}
+        scratch = {name: size for name, size in scratch.items() if size}
+        self._scratch_places = offsets(map(aligned, scratch.values()))
+        self._scratch_bytes = sum(map(aligned, scratch.values()))
+        names = [*self._names, *schedule.results, *pieces, *scratch]
+        self._places = {name: index for index, name in enumerate(names)}
+        sizes = {**pieces, **scratch}
+
+        self._launches: list[Launch | _Zeros] = []
+        self._sides: list[tuple[bool, bool]] = []
+        bound = iter(zip(kernels, grids, strict=True))
+        for item in schedule.steps:
+            if isinstance(item, Step):
+                self._launches.append(self._launch_of(item, *next(bound), arrays))
+                self._sides.append((item.is_beside, item.waits))
+            elif sizes.get(item.buffer):
+                self._launches.append(_Zeros(self._places[item.buffer], sizes[item.buffer]))
+                self._sides.append((False, False))
+        if not any(is_beside for is_beside, _ in self._sides):
+            self._sides = []
+
+    def _launch_of(
+        self, step: Step, own: kernel.Kernel, grid: tuple[int, int, int], arrays: Mapping[str, Tensor | None]
+    ) -> Launch:
+        declared = step.request(self._problem.gpu).template.arguments(step.entry)
+        if declared is None:
+            raise RwkvJitError(f"{own.name}: there is no kernel {step.entry!r} whose arguments can be read")
+        arguments = [self._argument(step, argument, arrays) for argument in declared]
+        block = (int(own.parameters["NUM_THREADS"]), 1, 1)
+        shared_bytes = int(own.parameters.get("SHARED_BYTES", step.shared_bytes))
+        return Launch(own, step.entry, self.device.index, grid, block, arguments, shared_bytes)
+
+    def _argument(self, step: Step, argument: Argument, arrays: Mapping[str, Tensor | None]) -> tuple[str, Any]:
+        """Return the letters of an argument, and what is passed: a place among the values, or a constant."""
+        name, kind = argument
+        source = step.bind.get(name, name)
+        if kind.endswith("*"):
+            if source is None or source in self._empty:
+                return "Q", 0
+            if source in self._places:
+                return "Q", Value(self._places[source])
+        elif kind in _STRIDES:
+            if name not in step.bind:
+                owner = name.removesuffix("_strides")
+                source = step.bind.get(owner, owner)
+            return LETTERS[kind], tuple(self._stride(source, dim, step, arrays) for dim in _STRIDES[kind])
+        elif isinstance(source, Stride):
+            return LETTERS[kind], self._stride(source.name, source.dim, step, arrays)
+        elif source is not None and not isinstance(source, str):
+            return LETTERS[kind], source
+        raise RwkvJitError(f"{step.entry}: nothing is bound to its argument {kind} {name}")
+
+    def _stride(self, name: str | None, dim: str, step: Step, arrays: Mapping[str, Tensor | None]) -> int:
+        """Return the stride of an input in a dimension, of several in the one it has; 0 without any, or without it."""
+        x = None if name is None else arrays.get(name)
+        if x is None or name is None:
+            return 0
+        dims = self._dims[name]
+        dim = next((letter for letter in dim if letter in dims), "")
+        if not dim:
+            return 0
+        strides = _contiguous_strides(x.shape) if self._names.index(name) in self._copies else x.stride()
+        if dim == "B" and step.segments > 1 and "T" in dims:  # segments of all sequences follow each other
+            token = dims.index("T")
+            return int(strides[token] * (x.shape[token] // step.segments))
+        return int(strides[dims.index(dim)])
+
+
+def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> None:
+    """Check that a capture that may be going on has no need to compile or load.
+
+    Raises
+    ------
+    RwkvJitError
+        It would have to.
+    """
+    if tensors.capturing() and not all(kernel.is_loaded(request, device) for request in requests):
+        raise RwkvJitError(
+            f"{op}: first use inside a CUDA graph capture, where nothing can be compiled or loaded; "
+            "call it once with these sizes, dtypes and options before the capture"
+        )
+
+
+def _grid(step: Step, own: kernel.Kernel, device: int) -> tuple[int, int, int]:
+    if not step.is_resident:
+        return step.grid
+    per_multiprocessor = cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
+        own.function(device, step.entry), int(own.parameters["NUM_THREADS"]), 0
+    )
+    return min(step.grid[0], per_multiprocessor * tensors.multiprocessors(device)), *step.grid[1:]
+
+
+def _needs_copy(x: Tensor, dims: str, vector: int, segments: int) -> bool:
+    """Return whether kernels cannot read a tensor in place: what has no tokens they read without gaps."""
+    if "T" not in dims:
+        return not x.is_contiguous()
+    if tensors.needs_copy(x, vector):
+        return True
+    # Segments of all sequences have to follow each other with one stride.
+    token = dims.index("T")
+    return segments > 1 and x.shape[0] > 1 and x.stride(0) != x.stride(token) * x.shape[token]
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

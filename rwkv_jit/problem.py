@@ -1,0 +1,148 @@
+"""What an op is, and what a call of it asks of the kernels: sizes, types, options and the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rwkv_jit.gpu import Gpu
+
+if TYPE_CHECKING:
+    from rwkv_jit.template import Parameter
+
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One recurrence.
+
+    Attributes
+    ----------
+    name : str
+        What callers call it.
+    inputs : mapping
+        The dimensions of every input, by the name that kernels call it, in the order of the public call. B is the
+        batch, T the tokens, H the heads, G the heads of what several heads share, K and V the head sizes of keys and
+        values, C the channels of ops without heads. What has no T is the same for every token.
+    family : str
+        Which algorithms there are for it: "delta" has the delta term, "diagonal" a decay alone.
+    stem : str
+        How the names of the templates begin.
+    public : tuple of str
+        What callers call the inputs, where that differs.
+    state : str
+        The dimensions of a state behind the sequences, in its default layout: "HVK" or "HKV".
+    output : str
+        The dimensions of y.
+    decay : str
+        The map of w by default; "none" where there is no decay to choose.
+    scale : float or None
+        The factor of y by default; None is K^-0.5.
+    wide : tuple of str
+        Inputs that may be float32 beside others of 16 bits.
+    constants, backward_constants : mapping
+        Parameters of the templates that tell the op from others of its family; those of the backward alone.
+    """
+
+    name: str
+    inputs: Mapping[str, str]
+    family: str = ""
+    stem: str = ""
+    public: tuple[str, ...] = ()
+    state: str = "HVK"
+    output: str = "BTHV"
+    decay: str = "raw"
+    scale: float | None = 1.0
+    wide: tuple[str, ...] = ("w", "u")
+    constants: Mapping[str, Parameter] = field(default_factory=dict)
+    backward_constants: Mapping[str, Parameter] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what kernels call the inputs."""
+        return tuple(self.inputs)
+
+    @property
+    def public_names(self) -> tuple[str, ...]:
+        """Return what callers call the inputs."""
+        return self.public or self.names
+
+    @property
+    def has_heads(self) -> bool:
+        """Return whether it has heads, with a state each."""
+        return any("H" in dims for dims in self.inputs.values())
+
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """Return the inputs that have tokens."""
+        return tuple(name for name, dims in self.inputs.items() if "T" in dims)
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Return the inputs that are the same for every token."""
+        return tuple(name for name, dims in self.inputs.items() if "T" not in dims)
+
+    @property
+    def state_layout(self) -> str:
+        """Return the order of the last two dimensions of states by default."""
+        return "kv" if self.state.endswith("KV") else "vk"
+
+    def state_dims(self, layout: str) -> str:
+        """Return the dimensions of a state in a layout, which goes for states of keys and values alone."""
+        return self.state[:-2] + layout.upper() if self.state.endswith(("VK", "KV")) else self.state
+
+
+class Problem(NamedTuple):
+    """All that decides about the kernels of a call. Sizes may be symbolic where a compiler traces.
+
+    B is the batch, T the tokens, H the heads, G those of shared inputs, K and V the head sizes of keys and values, N
+    the sequences: B, or those that are packed. An op without heads has C channels.
+    """
+
+    op: Op
+    gpu: Gpu
+    types: Mapping[str, str]  # storage types by input; all gradients have their input's
+    B: Any = 1
+    T: Any = 1
+    H: Any = 1
+    K: Any = 0
+    V: Any = 0
+    N: Any = 1
+    G: Any = 0
+    C: Any = 0
+    state_type: str = "fp32"
+    is_packed: bool = False
+    training: bool = False  # the forward keeps what the backward needs
+    has_initial_state: bool = False  # and the backward makes its gradient
+    has_final_state: bool = False  # it is wanted; in the backward there is a gradient of it
+    scale: float = 1.0
+    decay: str = "none"
+    state_layout: str = "vk"
+    checkpoint_interval: int = 64
+    backend: str = "recurrent"
+    chunk_len: int = 0  # 0 lets a rule choose
+    num_threads: int | None = None
+    forward_blocks: int | None = None  # of a multiprocessor, where they were tuned
+    backward_blocks: int | None = None
+    has_fallback: bool = False  # the recurrent kernels compute heads whose decays leave the range of chunks
+    in_place: bool = False  # the final state takes the place of the initial one
+    eps: float = 0.0  # what timex adds to every output
+    # How many neighbours of each input, and behind these of dy, can be read at once, where kernels go by that; without
+    # it as many as of contiguous ones.
+    vectors: tuple[int, ...] = ()
+    wanted: tuple[str, ...] = ()  # inputs whose gradients the backward makes, where these are not all
+
+    def slots(self, length: int) -> Any:
+        """Return how many pieces of so many tokens there can be; packed sequences fit whatever their lengths are."""
+        return self.T // length + self.N if self.is_packed else self.B * ((self.T + length - 1) // length)
+
+    @property
+    def state_shape(self) -> tuple[Any, ...]:
+        """Return the shape of a call's states."""
+        return (self.N, *(getattr(self, dim) for dim in self.op.state_dims(self.state_layout)))
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        """Return the shape of an input."""
+        return tuple(getattr(self, dim) for dim in self.op.inputs[name])

@@ -1,0 +1,164 @@
+"""The rule: which algorithm a call takes, and how its blocks are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rwkv_jit import tuned
+from rwkv_jit.algorithms import parts, segments
+from rwkv_jit.algorithms.parts import LARGEST_HEAD, Case, Obstacle
+from rwkv_jit.algorithms.whole import ALGORITHMS
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.tuned import Choice, Geometry
+
+NAMES = ("auto", "recurrent", "chunked", "split", "reference")
+# Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
+LEAST_TOKENS = 32
+
+
+class Known(NamedTuple):
+    """What was measured on a call's GPU: the choices, and whether one of them, by its place, can be used."""
+
+    choices: Sequence[Choice]
+    is_sound: Callable[[int], bool]
+
+
+def known(device: int) -> Known:
+    """Return what was measured on the GPU at hand."""
+    return Known(tuned.on_device(device), lambda place: tuned.is_sound(device, place))
+
+
+class Chosen(NamedTuple):
+    """What the rule says of a call: fields of its problem."""
+
+    backend: str
+    chunk_len: int | None
+    num_threads: int | None
+    forward_blocks: int | None
+    backward_blocks: int | None
+    has_fallback: bool
+
+
+def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[], Known]) -> Chosen:
+    """Return the algorithm of a call on CUDA tensors, its geometry, and whether it has a fallback.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        As `choose`.
+    """
+    algorithm, chunk_len = choose(backend, case, gpu)
+    cut = geometry(algorithm, chunk_len, case, gpu, known)
+    return Chosen(
+        algorithm, cut.chunk_len, cut.num_threads, cut.forward_blocks, cut.backward_blocks,
+        has_fallback(algorithm, cut.chunk_len, case.decay, case.decay_bound),
+    )  # fmt: skip
+
+
+def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int | None]:
+    """Return the algorithm of a call on CUDA tensors, and its chunk_len.
+
+    "auto" takes the first of these rows that holds. Any other `backend` is taken at its word, where "split" names both
+    segments and large heads.
+
+    ========= ==========================================================================================
+    segments  what chunked takes, eagerly and without cu_seqlens, where sequences times heads are at most half
+              the multiprocessors and the tokens make 4 equal segments or more, of at least 512 in wkv7 and of
+              at least 256 in the other ops
+    chunked   float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer than twice
+              the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
+              average; chunk_len not given, or one of its own
+    large     the same as chunked for a head size or value size above 128 and up to 1024, with chunk lengths of
+              its own; in other ops than wkv7 smaller heads that chunked does not take, and keys above 256 on
+              sm_90 alone (`wide_keys` calls with parts of these)
+    recurrent everything else
+    ========= ==========================================================================================
+
+    All but the recurrent kernels need decays whose size times chunk_len / 2 is at most 64: none, decay="sigmoid", or
+    a `decay_bound` of -2, -4 or -8 at 64, 32 or 16. For any others they have a fallback.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        The backend was asked for and cannot do it: what is in the way, what is expected and what came.
+    """
+    algorithms = ALGORITHMS[case.op.family]
+    if backend == "recurrent" or (backend == "auto" and (case.tokens < LEAST_TOKENS or "chunked" not in algorithms)):
+        return "recurrent", case.chunk_len
+    if "chunked" not in algorithms:
+        raise UnsupportedConfigError(f"backend: {case.op.name} has none but 'auto' and 'recurrent', got {backend!r}")
+    chunked = algorithms["chunked"]
+    obstacle: Obstacle | None = chunked.why_not(case, gpu)
+    if obstacle is None:
+        length = case.chunk_len or _chunk_len(case, gpu())
+        if backend == "chunked":
+            return "chunked", length
+        cannot = segments.why_not(case, segments.LEAST_SEGMENTS if backend == "split" else 1)
+        if cannot is None:
+            return "segments", length
+        if backend == "split":
+            raise UnsupportedConfigError(f"backend: 'split' {_sentence(cannot)}; use 'auto' or 'chunked'")
+        return "chunked", length
+    is_large = max(case.head_size, case.value_size) > LARGEST_HEAD
+    if backend != "chunked" and (is_large or case.op.family == "diagonal"):
+        obstacle = algorithms["large"].why_not(case, gpu)
+        if obstacle is None:
+            return "large", case.chunk_len or algorithms["large"].default_chunk_len(case, gpu())
+    if backend == "auto":
+        return "recurrent", case.chunk_len
+    raise UnsupportedConfigError(f"backend: {backend!r} {_sentence(obstacle)}; use 'auto' or 'recurrent'")
+
+
+def _sentence(obstacle: Obstacle | None) -> str:
+    assert obstacle is not None
+    text, *values = obstacle
+    return str(text).format(*values)
+
+
+def is_held_by_blocks(case: Case, gpu: Callable[[], Gpu]) -> bool:
+    """Return whether there are kernels for a call that hold a head in a block."""
+    chunked = ALGORITHMS[case.op.family].get("chunked")
+    return chunked is not None and chunked.why_not(case, gpu) is None
+
+
+def _chunk_len(case: Case, gpu: Gpu) -> int:
+    """Return the rule's chunk, or a shorter one where that keeps a promise about the decays."""
+    chunked = ALGORITHMS[case.op.family]["chunked"]
+    length: int = chunked.default_chunk_len(case, gpu)
+    bounded = [n for n in (length, *chunked.CHUNK_LENS) if parts.is_bounded(case.decay, case.decay_bound, n)]
+    return bounded[0] if bounded else length
+
+
+def has_fallback(backend: str, chunk_len: int | None, decay: str, decay_bound: float | None) -> bool:
+    """Return whether a call's decays may leave the range of its kernels."""
+    if backend in ("recurrent", "reference") or chunk_len is None:
+        return False
+    # A compiler may trace the bound as a symbol; a branch makes a plain answer of it, which the torch op needs.
+    if parts.is_bounded(decay, decay_bound, chunk_len):  # noqa: SIM103
+        return False
+    return True
+
+
+def geometry(
+    backend: str, chunk_len: int | None, case: Case, gpu: Callable[[], Gpu], known: Callable[[], Known]
+) -> Geometry:
+    """Return the geometry of a call whose algorithm and chunk_len `choose` has named.
+
+    A choice was measured as a whole, so a call that names a part of the geometry takes none. It never decides about
+    the algorithm: where its chunks are too long for the decay of a call, the rule's are taken.
+    """
+    if backend in ("chunked", "segments") and case.chunk_len is None and case.num_threads is None:
+        assert chunk_len is not None  # `choose` has named it
+        measured = known()
+        for place in tuned.find(measured.choices, case.op.name, case.head_size, case.value_size, case.training):
+            choice = measured.choices[place]
+            lengths = (chunk_len, choice.chunk_len)
+            bounded = [n for n in lengths if parts.is_bounded(case.decay, case.decay_bound, n)]
+            if choice.chunk_len not in bounded and bounded:
+                continue
+            obstacle = ALGORITHMS[case.op.family]["chunked"].why_not(case._replace(chunk_len=choice.chunk_len), gpu)
+            if obstacle is None and measured.is_sound(place):
+                return choice.geometry
+    return Geometry(chunk_len, case.num_threads)

@@ -1,0 +1,29 @@
+"""Problems of calls, and their kernels, from sizes and names alone."""
+
+from rwkv_jit.algorithms import whole
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
+
+MANY = 1 << 20  # multiprocessors, of which any number of heads leaves some idle
+
+
+def problem(
+    op, dtype="bf16", K=64, V=None, arch="sm_90", B=1, T=64, H=1, few_heads=False, backend="recurrent", decay=None,
+    state_layout=None, types=(), **changes,
+):  # fmt: skip
+    """Return the problem of a call; `types` are those of inputs that differ from `dtype`."""
+    named = OPS[op]
+    gpu = Gpu(arch, multiprocessors=MANY if few_heads else None)
+    storage = {**dict.fromkeys(named.inputs, dtype), **dict(types)}
+    given = Problem(
+        named, gpu, storage, B=B, T=T, H=H, K=K, V=V or K, N=B, backend=backend, decay=decay or named.decay,
+        state_layout=state_layout or named.state_layout,
+    )  # fmt: skip
+    return given._replace(**changes)
+
+
+def requests(direction, given):
+    """Return the kernels of a direction of a problem by the names of their templates."""
+    schedule = whole.forward(given) if direction == "forward" else whole.backward(given)
+    return {request.template.name: request for request in schedule.requests(given.gpu)}

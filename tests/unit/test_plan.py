@@ -1,0 +1,371 @@
+"""Plans on a driver that takes notes: how a schedule is bound to tensors, and what happens when it runs."""
+
+import ctypes
+import importlib.util
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv_jit import kernel, tensors
+from rwkv_jit.errors import RwkvJitError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.plan import Plan
+from rwkv_jit.problem import Op, Problem
+from rwkv_jit.schedule import Result, Schedule, Step, Stride, Zero
+from rwkv_jit.template import Template
+
+_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
+stub_driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(stub_driver)
+gpus, on_gpu = stub_driver.gpus, stub_driver.on_gpu
+
+STRIDES = ("strides.cuh", "struct Strides { i64 batch, token, head; };\nstruct RowStrides { i64 batch, token; };\n")
+OP = Op("mix", {"x": "BTHK", "u": "HK"}, "mix", output="BTHK")
+B, T, H, K = 2, 6, 3, 8
+MIX = "const float* __restrict__ x, const float* __restrict__ u, float* __restrict__ y"
+
+
+def template(entry, arguments):
+    text = f'extern "C" __global__ void __launch_bounds__(NUM_THREADS) {entry}(\n    {arguments}) {{\n}}\n'
+    return Template(entry, text, (STRIDES,))
+
+
+def step(arguments=MIX, bind=None, entry="mix", grid=(4, 3, 1), parameters=(), **more):
+    return Step(template(entry, arguments), entry, {"NUM_THREADS": 64, **dict(parameters)}, grid, bind or {}, **more)
+
+
+def schedule(*steps, results=True, **more):
+    return Schedule(steps or (step(),), {"y": Result((B, T, H, K), "fp32")} if results else {}, **more)
+
+
+def make(u=(H, K)):
+    return {"x": torch.randn(B, T, H, K), "u": torch.randn(u)}
+
+
+def plan_of(made, arrays, *more):
+    problem = Problem(OP, Gpu("sm_80"), {"x": "fp32", "u": "fp32"}, B=B, T=T, H=H, K=K, N=B)
+    return Plan(made, problem, arrays, *more)
+
+
+def run(made, arrays, *more):
+    return plan_of(made, arrays, *more).run([*arrays.values()])
+
+
+def places(arrays):
+    return {name: 0 if x is None else x.data_ptr() for name, x in arrays.items()}
+
+
+# ---- arguments by their names ------------------------------------------------------------------------------------
+
+
+def test_arguments_are_bound_by_their_names(on_gpu):
+    """Tensors and results of these names, what `bind` says, and null pointers; more names than there are do no harm."""
+    arguments = (
+        f"{MIX}, const float* __restrict__ from, float* __restrict__ missing, const i64* __restrict__ cu_seqlens, "
+        "Strides x_strides, RowStrides u_strides, Strides own_strides, Strides no_strides, i64 tokens, int few, "
+        "float factor, bool is_on, i64 between"
+    )
+    bind = {
+        "from": "u", "missing": None, "no": None, "own_strides": "x", "tokens": 2**40, "few": -3, "factor": 0.25,
+        "is_on": True, "between": Stride("x", "T"), "what the kernel does not have": "neither",
+    }  # fmt: skip
+    arrays = {**make(), "cu_seqlens": None}
+    arrays["x"] = torch.randn(B, T, H, 2 * K)[..., :K]
+    (y,) = run(schedule(step(arguments, bind)), arrays)
+    (launch,) = on_gpu.launches
+    of_x = (T * H * 2 * K, H * 2 * K, 2 * K)
+    assert launch.named == {
+        **places(arrays), "y": y.data_ptr(), "from": arrays["u"].data_ptr(), "missing": 0, "x_strides": of_x,
+        "u_strides": (0, 0), "own_strides": of_x, "no_strides": (0, 0, 0), "tokens": 2**40, "few": -3, "factor": 0.25,
+        "is_on": True, "between": H * 2 * K,
+    }  # fmt: skip
+    assert (launch.grid, launch.block, launch.stream, launch.shared_bytes) == ((4, 3, 1), (64, 1, 1), 100, 0)
+    assert (y.shape, y.dtype) == ((B, T, H, K), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("argument", "bind"),
+    [
+        ("float* wrong", {}),
+        ("float* wrong", {"wrong": "nobody"}),
+        ("i64 wrong", {}),
+        ("float wrong", {"wrong": None}),
+        ("i64 wrong", {"wrong": "x"}),
+    ],
+)
+def test_argument_that_nothing_is_bound_to_is_an_error(argument, bind, on_gpu):
+    message = f"mix: nothing is bound to its argument {argument}"
+    with pytest.raises(RwkvJitError, match=f"^{re.escape(message)}$"):
+        plan_of(schedule(step(f"{MIX}, {argument}", bind)), make())
+    assert on_gpu.launches == []
+
+
+def test_kernel_that_the_template_does_not_show_is_an_error(on_gpu):
+    hidden = step()._replace(template=Template("mix", "#define NAME mix\n", (STRIDES,)))
+    on_gpu.sizes["mix"] = []
+    with pytest.raises(RwkvJitError, match="^mix: there is no kernel 'mix' whose arguments can be read$"):
+        plan_of(schedule(hidden), make())
+
+
+def test_kernel_whose_arguments_the_driver_disputes_is_an_error(on_gpu):
+    on_gpu.sizes["mix"] = [8, 8, 4]
+    with pytest.raises(RwkvJitError, match=r"^mix: the kernel takes arguments of \[8, 8, 4\] bytes, got \[8, 8, 8\]$"):
+        plan_of(schedule(), make())
+
+
+def test_shared_memory_is_that_of_the_kernel_or_of_the_step(on_gpu):
+    of_kernel = step(parameters={"SHARED_BYTES": 70_000}, shared_bytes=5)
+    run(schedule(of_kernel, step(shared_bytes=5, parameters={"N": 1})), make())
+    assert [launch.shared_bytes for launch in on_gpu.launches] == [70_000, 5]
+    assert [*on_gpu.shared_bytes.values()] == [70_000]  # asked for where it is more than every GPU gives
+
+
+@pytest.mark.parametrize(("wanted", "given"), [(1000, 264), (100, 100)])
+def test_resident_blocks_are_no_more_than_there_is_room_for(wanted, given, on_gpu):
+    """132 multiprocessors with room for two each; every block has a piece of scratch of its own."""
+    made = step(f"{MIX}, float* scratch", grid=(wanted, 3, 1), is_resident=True, per_block=("scratch", 48))
+    plan = plan_of(schedule(made), make())
+    plan.run([*make().values()])
+    assert on_gpu.launches[0].grid == (given, 3, 1)
+    assert plan._scratch_bytes == 48 * given
+
+
+# ---- copies ------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_kernels_read_in_place_are_not_copied(on_gpu):
+    arrays = make()
+    arrays["x"] = torch.randn(T, H, B, K).permute(2, 0, 1, 3)
+    run(schedule(step(f"{MIX}, Strides x_strides"), vectors={"x": 4, "u": 4}), arrays)
+    named = on_gpu.launches[0].named
+    assert (named["x"], named["u"]) == (arrays["x"].data_ptr(), arrays["u"].data_ptr())
+    assert named["x_strides"] == arrays["x"].stride()[:3]
+
+
+@pytest.mark.parametrize(
+    ("change", "vectors", "segments"),
+    [
+        (lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), {}, 1),
+        (lambda x: torch.cat([x, x[..., :2]], -1)[..., :K], {"x": 4}, 1),
+        (lambda x: torch.cat([x, x], 1)[:, :T], {}, 3),
+    ],
+    ids=["channels apart", "rows between vectors", "sequences apart in segments"],
+)
+def test_tensor_that_kernels_cannot_read_is_copied_every_time(change, vectors, segments, on_gpu):
+    seen, arrays = [], make()
+    x = arrays["x"] = change(arrays["x"])
+    on_gpu.while_running = lambda launch: seen.append(torch.tensor(_floats(launch.named["x"], x.numel())).view(x.shape))
+    plan = plan_of(schedule(step(f"{MIX}, Strides x_strides", segments=segments), vectors=vectors), arrays)
+    for _ in range(2):
+        x.copy_(torch.randn(x.shape))
+        plan.run([*arrays.values()])
+        assert torch.equal(seen[-1], x)
+        named = on_gpu.launches[-1].named
+        assert named["x"] != x.data_ptr()
+        assert named["x_strides"] == (T // segments * H * K, H * K, K)
+    unchanged = plan_of(schedule(step(segments=segments)), make())
+    assert unchanged._copies == ()
+
+
+def _floats(address, count):
+    return [*(ctypes.c_float * count).from_address(address)]
+
+
+def test_input_without_tokens_that_has_gaps_is_copied(on_gpu):
+    arrays = make()
+    arrays["u"] = torch.randn(H, 2 * K)[:, :K]
+    run(schedule(step(f"{MIX}, Strides u_strides")), arrays)
+    named = on_gpu.launches[0].named
+    assert named["u"] != arrays["u"].data_ptr()
+    assert named["u_strides"] == (0, 0, K)
+
+
+def test_address_that_cannot_be_read_has_all_inputs_copied_by_one_plan(on_gpu):
+    """Strides are those of the copies, whatever those of the tensors are; the plan for that is made once."""
+    made = schedule(step(f"{MIX}, Strides x_strides"), vectors={"x": 4})
+    arrays = {**make(), "state": torch.randn(5)[1:]}
+    arrays["x"] = torch.randn(B, H, T, K).transpose(1, 2)
+    plan = plan_of(made, arrays)
+    plan.run([*arrays.values()])
+    assert on_gpu.launches[-1].named["x_strides"] == arrays["x"].stride()[:3]
+    shifted = torch.randn(arrays["x"].numel() + 1)[1:].view(B, H, T, K).transpose(1, 2)
+    functions = len(on_gpu.functions)
+    for _ in range(2):
+        plan.run([shifted, *list(arrays.values())[1:]])
+        named = on_gpu.launches[-1].named
+        assert named["x"] not in (0, shifted.data_ptr())
+        assert named["x"] % 16 == 0
+        assert named["u"] != arrays["u"].data_ptr()
+        assert named["x_strides"] == (T * H * K, H * K, K)
+    assert len(on_gpu.functions) == functions + 1
+    # A kernel that reads one element at a time does not care.
+    plan_of(schedule(), arrays).run([shifted, *list(arrays.values())[1:]])
+    assert on_gpu.launches[-1].named["x"] == shifted.data_ptr()
+
+
+# ---- results and memory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(B, T, H, K), (B, T, H, K + 1)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_results_are_contiguous_and_of_their_type(shape, turned, on_gpu):
+    arrays = make()
+    if turned:
+        arrays["x"] = torch.randn(B, H, T, K).transpose(1, 2)
+    made = Schedule((step(),), {"y": Result(shape, "fp32"), "z": Result((4,), "bf16")})
+    y, z = run(made, arrays)
+    assert (y.shape, y.dtype, z.shape, z.dtype) == (shape, torch.float32, (4,), torch.bfloat16)
+    assert y.is_contiguous()
+    assert y.data_ptr() not in places(arrays).values()
+    assert on_gpu.launches[0].named["y"] == y.data_ptr()
+
+
+def test_result_of_the_shape_of_an_input_is_made_like_it(on_gpu, monkeypatch):
+    """`torch.empty_like` takes half as long; strides of dimensions of size 1 mean nothing, and are not taken over."""
+    models, empty_like = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **more: models.append(x) or empty_like(x, **more))
+    arrays = {"x": torch.randn(B, T, 1, K).as_strided((B, T, 1, K), (T * K, K, 999, 1)), "u": torch.randn(1, K)}
+    (y,) = run(Schedule((step(),), {"y": Result((B, T, 1, K), "fp32")}), arrays)
+    assert [x is arrays["x"] for x in models] == [True]
+    assert y.stride() == (T * K, K, K, 1)
+
+
+POINTERS = "float* __restrict__ one, float* __restrict__ two, float* __restrict__ three"
+
+
+def test_what_is_kept_lies_in_one_tensor_that_the_backward_reads(on_gpu):
+    pieces = {"one": 32, "two": 48, "three": 20}
+    arrays = make()
+    y, kept = run(schedule(step(f"{MIX}, {POINTERS}"), kept=pieces), arrays)
+    assert (kept.dtype, kept.numel()) == (torch.float32, 25)
+    begin = kept.data_ptr()
+    wanted = {"one": begin, "two": begin + 32, "three": begin + 80}
+    assert {name: on_gpu.launches[0].named[name] for name in pieces} == wanted
+    assert run(schedule(step(POINTERS), results=False), {**arrays, "dy": y, "saved": kept}, pieces) == []
+    assert on_gpu.launches[1].named == wanted
+
+
+def test_pieces_of_scratch_are_apart_and_begin_where_16_bytes_can_be_read(on_gpu):
+    sizes = {"one": 20, "two": 0, "three": 33}
+    made = schedule(step(f"{MIX}, {POINTERS}"), scratch=sizes)
+    run(made, make())
+    named = on_gpu.launches[0].named
+    assert named["two"] == 0  # there is nothing in it
+    assert (named["one"] % 16, named["three"] % 16) == (0, 0)
+    assert abs(named["three"] - named["one"]) >= 32
+
+
+def test_zeros_are_written_in_their_order_on_the_streams_of_calls(on_gpu, monkeypatch):
+    seen, empty = [], torch.empty
+    on_gpu.while_running = lambda launch: seen.append(_floats(launch.named["flags"], 4))
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: empty(*size, **more).fill_(7))
+    steps = (step(f"{MIX}, float* flags"), Zero("flags"), step(f"{MIX}, float* flags"), Zero("nothing"))
+    run(schedule(*steps, scratch={"flags": 16, "nothing": 0}), make())
+    assert seen[0] != [0.0] * 4
+    assert seen[1] == [0.0] * 4
+    address = on_gpu.launches[0].named["flags"]
+    assert [x for x in on_gpu.order if x[0] == "zero"] == [("zero", address, 16, 100)]
+    seen.clear()
+    plan = plan_of(schedule(Zero("flags"), steps[0], kept={"flags": 16}), make())
+    plan.run([*make().values()])
+    assert seen == [[0.0] * 4]
+
+
+# ---- streams, devices and threads --------------------------------------------------------------------------------
+
+
+def test_steps_beside_the_others_wait_as_the_schedule_says(on_gpu):
+    first, beside, after, last = (
+        step(entry=entry, is_beside=entry == "beside", waits=entry in ("beside", "after"))
+        for entry in ("first", "beside", "after", "last")
+    )
+    made = schedule(first, beside, Zero("x_zero"), after, last, scratch={"x_zero": 16})
+    run(made, make())
+    main, side = 100, 1001
+    assert [x if x[0] == "wait" else (x[0] if x[0] == "zero" else x.entry, x[-1] if x[0] == "zero" else x.stream)
+            for x in on_gpu.order] == [
+        ("first", main), ("wait", side, main), ("beside", side), ("zero", main), ("wait", main, side), ("after", main),
+        ("last", main), ("wait", main, side),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("home", [0, 1])
+def test_plan_runs_on_its_device_whichever_is_current(home, current, is_beside, on_gpu):
+    on_gpu.use("sm_80")
+    on_gpu.home, on_gpu.current = home, current
+    plan = plan_of(schedule(step(), step(is_beside=is_beside, parameters={"N": 1})), make())
+    plan.run([*make().values()])
+    assert on_gpu.current == current
+    assert {(launch.device, launch.current_device) for launch in on_gpu.launches} == {(home, home)}
+    assert on_gpu.launches[0].stream == 100 + home
+    assert on_gpu.streams == [home] * is_beside
+    assert [module.device for module in on_gpu.modules] == [home] * 2
+
+
+def test_threads_that_run_a_plan_at_once_do_not_mix_values(on_gpu):
+    count, ys = 6, {}
+    plan = plan_of(schedule(step(f"{MIX}, float* scratch"), scratch={"scratch": 64}), make())
+    inputs = [make() for _ in range(count)]
+    all_written = threading.Barrier(count, timeout=30)
+    on_gpu.before_reading = all_written.wait
+
+    def work(n):
+        (ys[inputs[n]["x"].data_ptr()],) = plan.run([*inputs[n].values()])
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+    named = {launch.named["x"]: launch.named for launch in on_gpu.launches}
+    assert len(named) == count
+    assert {x: launch["y"] for x, launch in named.items()} == {x: y.data_ptr() for x, y in ys.items()}
+    assert len({launch["scratch"] for launch in named.values()}) == count
+
+
+# ---- the first time ----------------------------------------------------------------------------------------------
+
+
+def test_capture_needs_all_kernels_loaded(on_gpu):
+    arrays, made = make(), schedule(step(), step(entry="other", parameters={"N": 1}))
+    on_gpu.capturing = True
+    message = "^mix: first use inside a CUDA graph capture, where nothing can be compiled or loaded; call it once with"
+    for is_loaded in (False, True):
+        with pytest.raises(RwkvJitError, match=message):
+            plan_of(made, arrays)
+        if not is_loaded:  # one of the two
+            on_gpu.capturing = False
+            plan_of(schedule(), arrays)
+            on_gpu.capturing = True
+    on_gpu.capturing = False
+    plan_of(made, arrays)
+    on_gpu.capturing = True
+    plan_of(made, arrays).run([*arrays.values()])
+    assert len(on_gpu.launches) == 2
+
+
+def test_kernels_that_are_wanted_soon_are_asked_for_too(on_gpu):
+    soon = step(entry="later").request(Gpu("sm_80"))
+    plan_of(schedule(), make(), None, [soon])
+    assert [request.template.name for request in on_gpu.asked] == ["mix", "later"]
+
+
+def test_inputs_are_compared_with_dlpack_when_they_come_first(on_gpu, monkeypatch):
+    seen = []
+    monkeypatch.setattr(tensors, "validate", lambda name, x: seen.append(name))
+    arrays = {**make(), "initial_state": torch.randn(3), "cu_seqlens": None}
+    plan = plan_of(schedule(), arrays)
+    plan.run([*arrays.values()])
+    assert seen == ["x", "u"]
+    backward = {**arrays, "dy": torch.randn(B, T, H, K), "saved": torch.randn(4)}
+    plan_of(schedule(), backward, {"kept": 16})
+    assert seen == ["x", "u"]  # which the backward has again
+
+
+def test_forked_child_makes_no_plan(on_gpu, monkeypatch):
+    monkeypatch.setattr(kernel, "_process", kernel._Process(forked_from_cuda=True))
+    with pytest.raises(RwkvJitError, match="CUDA was in use before this process was forked"):
+        plan_of(schedule(), make())

@@ -1,0 +1,656 @@
+"""The rule: which algorithm a call takes, with which geometry, and what it says where it cannot."""
+
+import contextlib
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import problem
+from torch._dynamo.backends.common import aot_autograd
+
+import rwkv_jit
+from rwkv_jit import rule, tensors, tuned
+from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, diagonal_large, parts, segments, whole
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops.options import CallOptions
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.tuned import Geometry
+
+DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
+NOTHING_KNOWN = rule.Known((), lambda place: True)
+CASE = Case(OPS["wkv7"], "bf16", 64, 64, 4096, "sigmoid", None, None)
+RAW, LOG, DIRECT = {"decay": "raw"}, {"decay": "log"}, {"decay": "direct"}
+
+
+def sizes(head_size, value_size=None):
+    return {"head_size": head_size, "value_size": value_size or head_size}
+
+
+def bound(least):
+    return {"decay_bound": least}
+
+
+def case_of(changes):
+    op = {"op": OPS[changes["op"]]} if "op" in changes else {}
+    return CASE._replace(**(changes | op))
+
+
+def choose(backend, changes, arch="sm_90"):
+    return rule.choose(backend, case_of(changes), lambda: Gpu(arch))
+
+
+def check_refused(backend, changes, arch, message):
+    with pytest.raises(UnsupportedConfigError) as caught:
+        choose(backend, changes, arch)
+    assert str(caught.value) == f"backend: {backend!r} {message}"
+
+
+LARGE, LARGEST = sizes(256), sizes(1024)
+
+
+class Multiprocessors(int):
+    """A GPU with so many: cases ask for their number by a call, and ids of tests say it."""
+
+    def __call__(self):
+        return int(self)
+
+
+FEW = {"blocks": 16, "tokens": 32768, "multiprocessors": Multiprocessors(132)}  # heads, for segments
+# What is changed in CASE, the architecture, and the chunk.
+CHUNKED = [
+    ({"dtype": "fp16"}, "sm_90", 32),
+    ({"tokens": rule.LEAST_TOKENS}, "sm_90", 32),
+    (RAW | bound(-4), "sm_90", 32),
+    (DIRECT | bound(-8.0) | {"chunk_len": 16}, "sm_90", 16),
+    (LOG | bound(-8.0) | sizes(96), "sm_89", 16),
+    (bound(-50.0), "sm_90", 32),
+    (RAW, "sm_90", 32),
+    (LOG | bound(-8.1), "sm_90", 32),
+    (DIRECT | bound(-8.5) | {"chunk_len": 16}, "sm_90", 16),
+    (DIRECT | bound(-4.5) | {"chunk_len": 32}, "sm_90", 32),
+    (DIRECT | sizes(96), "sm_89", 16),
+    (sizes(128), "sm_90", 32),
+    (sizes(1), "sm_90", 32),
+    (sizes(128, 33), "sm_90", 32),
+    (sizes(7, 128), "sm_90", 32),
+    ({"chunk_len": 16}, "sm_90", 16),
+    ({}, "sm_80", 32),
+    ({}, "sm_90a", 32),
+    ({}, "compute_80", 32),
+    (sizes(96), "sm_89", 16),
+    (sizes(96) | {"training": False}, "sm_90", 16),
+]
+WANTED = {length: delta_chunked.most_shared_bytes(128, 128, length) for length in (16, 32)}
+OLD = "needs an architecture from sm_80 on, got"
+# And why not, where "chunked" is asked for.
+NOT_CHUNKED = [
+    ({"dtype": "fp32"}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
+    ({"dtype": "fp64"}, "sm_90", "takes float16 and bfloat16, got torch.float64"),
+    (sizes(65, 32), "sm_90", "takes keys up to twice as long as values (in steps of 32), got 65 and 32 for v"),
+    ({}, "sm_75", f"{OLD} sm_75"),
+    ({}, "compute_75", f"{OLD} compute_75"),
+    ({"chunk_len": 8}, "sm_90", "takes chunk_len 16 or 32, got 8"),
+    ({"chunk_len": 64}, "sm_90", "takes chunk_len 16 or 32, got 64"),
+    (
+        sizes(128), "sm_89",
+        f"needs {WANTED[16]} bytes of shared memory at head sizes 128 and 128 and chunk_len=16, sm_89 has 101376",
+    ),
+    (
+        sizes(128) | {"chunk_len": 32}, "sm_120",
+        f"needs {WANTED[32]} bytes of shared memory at head sizes 128 and 128 and chunk_len=32, sm_120 has 101376",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked"])
+@pytest.mark.parametrize(("changes", "arch", "chunk_len"), CHUNKED, ids=str)
+def test_chunked_kernels_are_taken_where_they_can_do_it(changes, arch, chunk_len, backend):
+    assert choose(backend, changes, arch) == ("chunked", chunk_len)
+    assert choose("recurrent", changes, arch) == ("recurrent", changes.get("chunk_len"))
+
+
+@pytest.mark.parametrize(("changes", "arch", "message"), NOT_CHUNKED, ids=str)
+def test_everything_else_is_recurrent_and_says_why_where_chunks_are_asked_for(changes, arch, message):
+    assert choose("auto", changes, arch) == ("recurrent", changes.get("chunk_len"))
+    check_refused("chunked", changes, arch, f"{message}; use 'auto' or 'recurrent'")
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "algorithm"), [({}, "chunked", "chunked"), (LARGE, "split", "large")], ids=str
+)
+def test_short_calls_are_recurrent_unless_others_are_asked_for(changes, backend, algorithm):
+    short = changes | {"tokens": rule.LEAST_TOKENS - 1}
+    assert choose("auto", short)[0] == "recurrent"
+    assert choose(backend, short)[0] == algorithm
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"op": "wkv6", "dtype": "fp32"},
+        {"op": "gla"} | sizes(1025, 512),
+        {"dtype": "fp32"},
+        {"tokens": 1},
+        {"head_size": 256, "dtype": "fp32"},
+        {"head_size": 1025},
+    ],
+    ids=str,
+)
+def test_gpu_is_not_asked_where_it_decides_nothing(changes):
+    def gpu():
+        raise AssertionError("it was asked")
+
+    assert rule.choose("auto", case_of(changes), gpu)[0] == "recurrent"
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(
+    op=st.sampled_from(["wkv7", *DIAGONAL]), dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
+    head_size=st.integers(1, 1100), value_size=st.integers(1, 1100), tokens=st.integers(0, 40000),
+    decay=st.sampled_from(["raw", "sigmoid", "log", "direct"]), decay_bound=st.none() | st.floats(-20, 0),
+    chunk_len=st.none() | st.sampled_from([1, 8, 16, 32, 64, 128]), training=st.booleans(), heads=st.integers(1, 300),
+    arch=st.sampled_from(["sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_90"]),
+    multiprocessors=st.sampled_from([None, 132]),
+)  # fmt: skip
+def test_some_algorithm_takes_every_call(
+    op, dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, training, heads, arch, multiprocessors
+):
+    decay, gpu = "none" if op == "linear_attention" else decay, Gpu(arch, multiprocessors=multiprocessors)
+    case = Case(
+        OPS[op], dtype, head_size, value_size, tokens, decay, decay_bound, chunk_len, None, training, heads, False,
+        multiprocessors and (lambda: multiprocessors),
+    )  # fmt: skip
+    made = rule.chosen("auto", case, lambda: gpu, lambda: NOTHING_KNOWN)
+    assert chunk_len in (None, made.chunk_len)
+    if made.backend == "recurrent":
+        assert not made.has_fallback
+    else:
+        is_bounded = parts.is_bounded(decay, decay_bound, made.chunk_len)
+        assert made.has_fallback is not is_bounded
+        # A promise is kept where any length keeps it.
+        lengths = whole.ALGORITHMS[OPS[op].family]["large" if made.backend == "large" else "chunked"].CHUNK_LENS
+        assert made.chunk_len in lengths
+    p = problem(op, dtype, head_size, value_size, T=tokens, H=heads, decay=decay, training=training)
+    p = p._replace(gpu=gpu, **made._replace(chunk_len=made.chunk_len or 0)._asdict())
+    assert whole.forward(p).launches
+    assert whole.backward(p).launches
+
+
+# ---- promises about decays ---------------------------------------------------------------------------------------
+
+
+def chosen(changes, arch="sm_90", backend="auto", known=NOTHING_KNOWN):
+    return rule.chosen(backend, case_of(changes), lambda: Gpu(arch), lambda: known)
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "asked", "chunk_len", "has_fallback"),
+    [
+        (64, None, None, 32, True),
+        (64, -4.0, None, 32, False),
+        (64, -4.1, None, 16, False),
+        (64, -8.0, None, 16, False),
+        (64, -8.1, None, 32, True),
+        (64, -4.1, 32, 32, True),
+        (64, -4.1, 16, 16, False),
+        (64, -8.1, 16, 16, True),
+        (256, None, None, 64, True),
+        (256, -2.0, None, 64, False),
+        (256, -2.1, None, 32, False),
+        (256, -4.1, None, 64, True),
+        (256, -2.1, 64, 64, True),
+        (256, -4.1, 32, 32, True),
+    ],
+)
+@pytest.mark.parametrize("decay", ["raw", "log", "direct"])
+def test_call_has_a_fallback_where_no_promise_is_kept_by_its_chunk(decay, size, least, asked, chunk_len, has_fallback):
+    """A shorter chunk is taken where that keeps a promise, and the longest there is where none does."""
+    changes = sizes(size) | {"decay": decay, "chunk_len": asked} | bound(least)
+    algorithm = "chunked" if size <= 128 else "large"
+    assert chosen(changes) == (algorithm, chunk_len, None, None, None, has_fallback)
+    # Nothing of this is so where the map itself is a promise, and in the recurrent kernels.
+    assert not chosen(changes | {"decay": "sigmoid"}).has_fallback
+    assert chosen(changes, backend="recurrent") == ("recurrent", asked, None, None, None, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "algorithm", "chunk_len", "has_fallback"),
+    [
+        (RAW | FEW, "auto", "segments", 32, True),
+        (RAW | FEW | bound(-8.0), "auto", "segments", 16, False),
+        (RAW | {"tokens": 5}, "chunked", "chunked", 32, True),
+        (RAW | {"tokens": 5} | LARGE, "split", "large", 64, True),
+        # Inference of large heads prefers the short chunk, and so keeps more.
+        (RAW | sizes(128) | {"training": False} | bound(-8.0), "auto", "chunked", 16, False),
+        (RAW | sizes(128) | {"training": False} | bound(-8.1), "auto", "chunked", 16, True),
+        ({"op": "linear_attention", "decay": "none"}, "auto", "chunked", 32, False),
+        ({"op": "linear_attention", "decay": "none"} | LARGE, "auto", "large", 64, False),
+    ],
+    ids=str,
+)
+def test_segments_and_named_kernels_have_fallbacks_too(changes, backend, algorithm, chunk_len, has_fallback):
+    assert chosen(changes, backend=backend) == (algorithm, chunk_len, None, None, None, has_fallback)
+
+
+# ---- segments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "tokens", "count"),
+    [
+        ("delta", 16, 32768, 16), ("delta", 16, 8192, 16), ("delta", 16, 4096, 8), ("delta", 66, 32768, 4),
+        ("delta", 67, 32768, 1), ("delta", 16, 32768 + 16, 1), ("delta", 1, 2048, 4), ("delta", 1, 2047, 1),
+        ("delta", 1, 1, 1), ("delta", 16, 5 * 544, 5), ("delta", 1, 512 * 264, 264), ("delta", 1, 512 * 266, 224),
+        ("diagonal", 32, 4096, 8), ("diagonal", 16, 4096, 16), ("diagonal", 66, 32768, 4), ("diagonal", 67, 32768, 1),
+        ("diagonal", 16, 32768 + 32, 1), ("diagonal", 1, 1024, 4), ("diagonal", 1, 1023, 1),
+        ("diagonal", 16, 5 * 320, 5), ("diagonal", 16, 5 * 288, 1), ("diagonal", 1, 256 * 264, 264),
+    ],
+)  # fmt: skip
+def test_segments_are_equal_and_end_where_chunks_do(family, blocks, tokens, count):
+    assert segments.segments(family, blocks, tokens, 132) == count
+    lengths = {"delta": delta_chunked, "diagonal": diagonal_chunked}[family].CHUNK_LENS
+    assert count == 1 or tokens % (count * max(lengths)) == 0
+    # Those that are asked for are made with many heads too.
+    assert [segments.segments(family, 1000, 4096, 132, least) for least in (1, 4)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "chosen"),
+    [
+        ("auto", {}, ("segments", 32)),
+        ("auto", RAW | bound(-8.0), ("segments", 16)),
+        ("chunked", {}, ("chunked", 32)),
+        ("recurrent", {}, ("recurrent", None)),
+        ("auto", {"blocks": 67}, ("chunked", 32)),
+        ("split", {"blocks": 67}, ("segments", 32)),
+        ("auto", {"is_packed": True}, ("chunked", 32)),
+        ("auto", {"multiprocessors": None}, ("chunked", 32)),
+        ("auto", {"tokens": 1000}, ("chunked", 32)),
+        ("auto", {"dtype": "fp32"}, ("recurrent", None)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("op", ["wkv7", *DIAGONAL])
+def test_few_heads_with_many_tokens_are_cut_into_segments(op, backend, changes, chosen):
+    assert choose(backend, {"op": op} | FEW | changes) == chosen
+
+
+@pytest.mark.parametrize("op", ["wkv7", *DIAGONAL])
+def test_segments_have_the_chunk_of_the_call_and_the_size_of_heads_that_a_block_holds(op):
+    few = {"op": op} | FEW
+    assert choose("auto", few | {"chunk_len": 16}) == ("segments", 16)
+    for size, algorithm in ((1, "segments"), (128, "segments"), (129, "large"), (256, "large")):
+        assert choose("split", few | sizes(size))[0] == algorithm
+    if op == "wkv7":
+        assert choose("auto", few | sizes(96) | {"training": False}) == ("segments", 16)
+    else:
+        assert choose("auto", few | {"chunk_len": 64}) == ("segments", 64)
+        # Heads that chunked kernels have no room for.
+        assert choose("auto", few | sizes(128), "sm_89")[0] == "large"
+        assert choose("split", few | sizes(128, 32))[0] == "large"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_packed": True}, "takes no cu_seqlens"),
+        ({"op": "wkv5", "is_packed": True}, "takes no cu_seqlens"),
+        ({"multiprocessors": None}, "runs outside of traces and compiled graphs"),
+        ({"tokens": 1000}, "needs tokens for 4 equal segments of 512 or more, multiples of 32, got 1000"),
+        ({"op": "gla", "tokens": 1000}, "needs tokens for 4 equal segments of 256 or more, multiples of 64, got 1000"),
+    ],
+    ids=str,
+)
+def test_split_says_why_it_cannot(changes, message):
+    check_refused("split", FEW | changes, "sm_90", f"{message}; use 'auto' or 'chunked'")
+    check_refused(
+        "split", FEW | {"dtype": "fp32"}, "sm_90",
+        "takes float16 and bfloat16, got torch.float32; use 'auto' or 'recurrent'",
+    )  # fmt: skip
+
+
+# ---- large heads ---------------------------------------------------------------------------------------------------
+
+IN_LARGE = [
+    ({"head_size": 129}, "sm_90", 64),
+    ({"value_size": 200}, "sm_90", 64),
+    (sizes(1, 129), "sm_90", 64),
+    (sizes(1024, 1), "sm_90", 64),
+    (LARGEST, "sm_90", 64),
+    (LARGEST | RAW | bound(-4.0), "sm_90", 32),
+    (LARGEST | {"chunk_len": 32}, "sm_90", 32),
+    (LARGE, "sm_90", 64),
+    (LARGE | {"dtype": "fp16"}, "sm_90", 64),
+    (LARGE | {"tokens": rule.LEAST_TOKENS}, "sm_90", 64),
+    (LARGE | FEW | {"blocks": 1}, "sm_90", 64),
+    (LARGE | FEW | {"tokens": 100}, "sm_90", 64),
+    (LARGE | {"is_packed": True}, "sm_90", 64),
+    (LARGE | {"training": False}, "sm_90", 64),
+    (LARGE | {"num_threads": 128}, "sm_90", 64),
+    (LARGE | RAW | bound(-2), "sm_90", 64),
+    (LARGE | LOG | bound(-2.0) | {"chunk_len": 64}, "sm_90", 64),
+    (LARGE | DIRECT | bound(-2.001), "sm_90", 32),
+    (LARGE | RAW | bound(-4.0), "sm_90", 32),
+    (LARGE | LOG | bound(-4) | {"chunk_len": 32}, "sm_90", 32),
+    (LARGE | {"chunk_len": 32}, "sm_90", 32),
+    (LARGE | bound(-50.0), "sm_90", 64),
+    (LARGE | RAW, "sm_90", 64),
+    (LARGE | RAW, "sm_89", 32),
+    (LARGE | LOG | bound(-4.1), "sm_90", 64),
+    (LARGE | DIRECT | bound(-2.1) | {"chunk_len": 64}, "sm_90", 64),
+    (LARGE, "sm_80", 64),
+    (LARGE, "sm_90a", 64),
+    (LARGE, "compute_80", 64),
+    (LARGEST, "sm_80", 32),
+    (LARGEST, "sm_90a", 64),
+    (LARGEST, "compute_90", 32),
+    (LARGEST, "sm_100", 32),
+    (LARGE, "sm_86", 32),
+    (LARGE, "sm_120", 32),
+]
+_ROOM = "needs more shared memory at head sizes"
+# And why not, where "split" asks for it.
+NOT_IN_LARGE = [
+    ({"dtype": "fp32"}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
+    ({"head_size": 1025}, "sm_90", "takes head sizes up to 1024, got 1025 and 256 for v"),
+    ({"value_size": 1025}, "sm_90", "takes head sizes up to 1024, got 256 and 1025 for v"),
+    ({"chunk_len": 16}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 16"),
+    ({"chunk_len": 128}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 128"),
+    ({}, "sm_75", f"{OLD} sm_75"),
+    ({}, "compute_75", f"{OLD} compute_75"),
+    (LARGEST, "sm_89", f"{_ROOM} 1024 and 1024 and chunk_len=32 than the 101376 bytes of sm_89"),
+    (LARGEST | {"chunk_len": 64}, "sm_100", f"{_ROOM} 1024 and 1024 and chunk_len=64 than the 232448 bytes of sm_100"),
+    ({"chunk_len": 64}, "sm_120", f"{_ROOM} 256 and 256 and chunk_len=64 than the 101376 bytes of sm_120"),
+]
+
+
+@pytest.mark.parametrize("backend", ["auto", "split"])
+@pytest.mark.parametrize(("changes", "arch", "chunk_len"), IN_LARGE, ids=str)
+def test_large_heads_have_kernels_of_their_own(changes, arch, chunk_len, backend):
+    assert choose(backend, changes, arch) == ("large", chunk_len)
+    assert choose("recurrent", changes, arch) == ("recurrent", changes.get("chunk_len"))
+
+
+@pytest.mark.parametrize(("changes", "arch", "message"), NOT_IN_LARGE, ids=str)
+def test_other_large_heads_are_recurrent_and_say_why_where_split_is_asked_for(changes, arch, message):
+    assert choose("auto", LARGE | changes, arch) == ("recurrent", changes.get("chunk_len"))
+    check_refused("split", LARGE | changes, arch, f"{message}; use 'auto' or 'recurrent'")
+
+
+@pytest.mark.parametrize(("head_size", "value_size"), [(129, 64), (64, 200), (2000, 64)])
+def test_chunked_kernels_refuse_large_heads(head_size, value_size):
+    message = f"takes head sizes up to 128, got {head_size} and {value_size} for v; use 'auto' or 'recurrent'"
+    check_refused("chunked", sizes(head_size, value_size), "sm_90", message)
+
+
+@pytest.mark.parametrize(
+    ("arch", "largest_of_64"), [("sm_80", 512), ("sm_90", 1024), ("sm_90a", 1024), ("sm_100", 512)]
+)
+def test_every_size_of_large_heads_has_the_longest_chunk_there_is_for_it(arch, largest_of_64):
+    for size in range(129, 1025):
+        lengths = [n for n in (64, 32) if choose("auto", sizes(size) | {"chunk_len": n}, arch)[0] == "large"]
+        assert lengths == ([64, 32] if size <= largest_of_64 else [32])
+        assert choose("auto", sizes(size), arch) == ("large", lengths[0])
+    assert choose("auto", {"head_size": 1025}, arch) == choose("auto", {"value_size": 1025}, arch)
+    assert choose("auto", {"head_size": 1025}, arch) == ("recurrent", None)
+
+
+# ---- ops without a delta term --------------------------------------------------------------------------------------
+
+MIXED = sizes(256, 512)
+# What is changed in CASE, the architecture, the algorithm and the chunk.
+IN_DIAGONAL = [
+    ({}, "sm_90", "chunked", 32),
+    ({"dtype": "fp16"}, "sm_90", "chunked", 32),
+    ({"tokens": rule.LEAST_TOKENS}, "sm_90", "chunked", 32),
+    (sizes(128) | {"training": False}, "sm_90", "chunked", 32),
+    (FEW, "sm_90", "segments", 32),
+    (FEW | {"is_packed": True}, "sm_90", "chunked", 32),
+    (sizes(128), "sm_90", "chunked", 32),
+    (sizes(128), "sm_80", "chunked", 32),
+    (sizes(1), "sm_90", "chunked", 32),
+    (sizes(128, 33), "sm_90", "chunked", 32),
+    (RAW | bound(-2.0), "sm_90", "chunked", 32),
+    (RAW | bound(-8.0), "sm_90", "chunked", 16),
+    (RAW, "sm_90", "chunked", 32),
+    ({"chunk_len": 64}, "sm_90", "chunked", 64),
+    ({"chunk_len": 16}, "sm_90", "chunked", 16),
+    (sizes(128, 32), "sm_90", "large", 64),
+    (sizes(128, 32), "sm_80", "large", 32),
+    (sizes(128), "sm_89", "large", 32),  # for which chunked kernels have no room
+    (sizes(128) | {"chunk_len": 64}, "sm_90", "large", 64),
+    ({"head_size": 256}, "sm_90", "large", 64),
+    ({"value_size": 1024}, "sm_90", "large", 64),
+    (MIXED, "sm_90", "large", 64),
+    (MIXED, "sm_90a", "large", 64),
+    ({"head_size": 256}, "sm_80", "large", 32),
+    ({"value_size": 1024}, "sm_80", "large", 32),
+    (MIXED, "sm_89", "large", 32),
+    (MIXED, "sm_100", "large", 32),
+    (MIXED, "compute_90", "large", 32),
+    ({"head_size": 257}, "sm_90", "large", 64),  # that warp groups alone take
+    (LARGEST, "sm_90", "large", 64),
+    (LARGEST | {"chunk_len": 64}, "sm_90a", "large", 64),
+    (LARGEST | RAW | bound(-4.0), "sm_90", "large", 64),
+    (LARGE | RAW | bound(-4.0), "sm_90", "large", 32),
+    (LARGE | RAW | bound(-8.0), "sm_90", "large", 16),
+    (LARGE | RAW | bound(-2.0), "sm_90", "large", 64),
+    (LARGE | RAW | bound(-8.1), "sm_90", "large", 64),
+    (LARGE | RAW, "sm_90", "large", 64),
+    (LARGE | RAW, "sm_80", "large", 32),
+    (LARGE | {"chunk_len": 16}, "sm_90", "large", 16),
+    (LARGE | {"chunk_len": 32}, "sm_90", "large", 32),
+]
+
+
+def of_keys(arch, length):
+    return f"takes keys above 256 on sm_90 with chunk_len=64 alone, got 257 on {arch} with chunk_len={length}"
+
+
+# And why not, where "chunked" and "split" are asked for.
+_KEYS = "takes head sizes up to 128, got 257 and 512 for v"
+NOT_IN_DIAGONAL = [
+    ({"dtype": "fp32"}, "sm_90", *("takes float16 and bfloat16, got torch.float32",) * 2),
+    ({}, "sm_75", *(f"{OLD} sm_75",) * 2),
+    ({"chunk_len": 8}, "sm_90", *("takes chunk_len 16, 32 or 64, got 8",) * 2),
+    (sizes(257, 512), "sm_80", _KEYS, of_keys("sm_80", 16)),
+    (sizes(257, 512) | {"chunk_len": 64}, "sm_100", _KEYS, of_keys("sm_100", 64)),
+    (sizes(257, 512) | {"chunk_len": 64}, "compute_90", _KEYS, of_keys("compute_90", 64)),
+    (sizes(257, 512) | {"chunk_len": 32}, "sm_90", _KEYS, of_keys("sm_90", 32)),
+    (sizes(257, 512) | {"chunk_len": 16}, "sm_90a", _KEYS, of_keys("sm_90a", 16)),
+    (sizes(1025, 512), "sm_90", *(f"takes head sizes up to {most}, got 1025 and 512 for v" for most in (128, 1024))),
+    (sizes(64, 1025), "sm_90", *(f"takes head sizes up to {most}, got 64 and 1025 for v" for most in (128, 1024))),
+]
+
+
+@pytest.mark.parametrize(("changes", "arch", "algorithm", "chunk_len"), IN_DIAGONAL, ids=str)
+def test_tensor_cores_are_taken_by_the_other_ops_where_they_can_do_it(changes, arch, algorithm, chunk_len):
+    for op in DIAGONAL:
+        call = {"op": op} | changes
+        assert choose("auto", call, arch) == (algorithm, chunk_len)
+        assert choose("chunked" if algorithm == "chunked" else "split", call, arch) == (algorithm, chunk_len)
+        assert choose("recurrent", call, arch) == ("recurrent", changes.get("chunk_len"))
+
+
+@pytest.mark.parametrize(("changes", "arch", "of_chunked", "of_split"), NOT_IN_DIAGONAL, ids=str)
+def test_other_calls_of_the_other_ops_are_recurrent_and_say_why(changes, arch, of_chunked, of_split):
+    for op in DIAGONAL:
+        call = {"op": op} | changes
+        assert choose("auto", call, arch) == ("recurrent", changes.get("chunk_len"))
+        check_refused("chunked", call, arch, f"{of_chunked}; use 'auto' or 'recurrent'")
+        check_refused("split", call, arch, f"{of_split}; use 'auto' or 'recurrent'")
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "arch", "message"),
+    [
+        ("chunked", sizes(128) | {"chunk_len": 16}, "sm_89", "'chunked' needs .* and chunk_len=16, sm_89 has 101376"),
+        ("chunked", sizes(128) | {"chunk_len": 64}, "sm_90", "'chunked' needs .* and chunk_len=64, sm_90 has 232448"),
+        ("chunked", sizes(65, 32), "sm_90", "takes keys up to twice as long as values .* got 65 and 32 for v"),
+        ("split", LARGE | {"chunk_len": 64}, "sm_86", "'split' needs more shared memory .* than the 101376"),
+    ],
+)  # fmt: skip
+def test_chunks_of_the_other_ops_say_what_they_have_no_room_for(backend, changes, arch, message):
+    with pytest.raises(UnsupportedConfigError, match=message):
+        choose(backend, {"op": "gla"} | changes, arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_size", "decay", "least", "chunk_len"),
+    [
+        ("sm_90", 256, "none", None, 64),
+        ("sm_90", 256, "log", None, 64),
+        ("sm_90a", 256, "log", -2.0, 64),
+        ("sm_90", 256, "log", -2.1, 32),
+        ("sm_90", 256, "raw", -4.1, 16),
+        ("sm_90", 256, "direct", -8.1, 64),
+        ("sm_90", 257, "log", -2.1, 64),  # nothing else takes these keys
+        ("sm_90", 1024, "log", -8.0, 64),
+        ("sm_80", 256, "log", -1.0, 32),
+        ("sm_80", 256, "log", -4.1, 16),
+        ("sm_100", 256, "sigmoid", None, 32),
+        ("compute_90", 256, "sigmoid", None, 32),
+    ],
+)
+def test_chunk_of_large_heads_is_that_of_warp_groups_or_one_that_keeps_a_promise(
+    arch, head_size, decay, least, chunk_len
+):
+    case = case_of({"op": "gla", "decay": decay} | sizes(head_size, 512) | bound(least))
+    for threads in (None, 384):
+        assert diagonal_large.default_chunk_len(case._replace(num_threads=threads), Gpu(arch)) == chunk_len
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_threads_that_warp_groups_do_not_have_take_the_chunk_of_other_architectures(arch):
+    """Where the state would spill in chunks of 64."""
+    for threads, (decay, least, chunk_len) in itertools.product(
+        (256, 512), (("sigmoid", None, 32), ("log", None, 32), ("log", -2.0, 32), ("log", -4.1, 16))
+    ):
+        case = {"op": "gla", "decay": decay, "num_threads": threads} | MIXED | bound(least)
+        assert choose("auto", case, arch) == choose("split", case, arch) == ("large", chunk_len)
+        assert choose("auto", case | {"chunk_len": 64}, arch) == ("large", 64)
+
+
+# ---- measured geometries -------------------------------------------------------------------------------------------
+
+
+def test_measured_geometries_are_of_the_chunked_kernels_alone():
+    def known():
+        raise AssertionError("it was asked")
+
+    for algorithm, changes in (("large", LARGE), ("recurrent", {}), ("chunked", {"chunk_len": 64})):
+        made = rule.geometry(algorithm, 64, case_of(changes), lambda: Gpu("sm_90"), known)
+        assert made == Geometry(64, None)
+
+
+@pytest.mark.parametrize("op", ["wkv7", *DIAGONAL])
+def test_measured_geometry_is_taken_where_it_is_sound_and_the_kernels_of_its_op_can_do_it(op):
+    """Chunks of 64 are none of wkv7's, and have no shared memory at head sizes above 96."""
+    for size, length, is_sound in itertools.product((64, 128), (16, 32, 64), (False, True)):
+        choice = tuned.Choice("a GPU", "sm_90", op, size, True, length, 128, 2, 1, "")
+        known = rule.Known([choice], lambda place, is_sound=is_sound: is_sound)
+        made = chosen({"op": op} | sizes(size), known=known)
+        is_taken = is_sound and (length < 64 or (op != "wkv7" and size == 64))
+        assert made[1:5] == (choice.geometry if is_taken else Geometry(32, None))
+
+
+# ---- the call ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_if_on_gpu(monkeypatch):
+    """CPU tensors are taken for those of an sm_90; a trace could not go into the question which one it is."""
+
+    def capability(device):
+        torch._dynamo.graph_break()
+        return "sm_90"
+
+    monkeypatch.setattr(tensors, "_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+    for module in (torch_op, checks):
+        monkeypatch.setattr(module, "is_for_kernels", lambda backend, like: backend != "reference")
+
+
+def bf16(tokens, batch=1, head_size=64, count=6):
+    return [torch.zeros(batch, tokens, 2, head_size, dtype=torch.bfloat16) for _ in range(count)]
+
+
+def resolved(arrays, cu_seqlens=None, decay_bound=None, training=True, **options):
+    asked = torch_op.Options(1.0, "sigmoid", "vk", 64, None, None, "auto", has_fallback=None)._replace(**options)
+    made = torch_op.chosen(OPS["wkv7"], arrays, cu_seqlens, decay_bound, asked, training, is_direct=True)
+    return made[4:]
+
+
+def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
+    assert resolved(bf16(32)) == (32, None, "chunked", None, None, False)
+    assert resolved(bf16(32), decay="raw") == (32, None, "chunked", None, None, True)
+    assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, False)
+    assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, False)
+    assert resolved(bf16(4096)) == (32, None, "segments", None, None, False)
+    assert resolved(bf16(1, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
+    assert resolved(bf16(31)) == (None, None, "recurrent", None, None, False)
+    assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, False)
+    assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, False)
+
+
+def test_packed_sequences_count_by_their_mean_length(as_if_on_gpu):
+    for sequences, backend in ((1, "chunked"), (4, "chunked"), (5, "recurrent"), (128, "recurrent")):
+        bounds = torch.linspace(0, 128, sequences + 1).to(torch.int64)
+        assert resolved(bf16(128), bounds)[2] == backend
+
+
+class NothingRuns(Exception):
+    """A graph is made and not run."""
+
+
+@pytest.mark.parametrize(
+    ("op", "tokens", "head_size", "options", "chosen"),
+    [
+        ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32, False)),
+        ("wkv7", 64, 64, {"decay_bound": -7.0}, ("chunked", 16, False)),
+        ("wkv7", 64, 64, {"decay_bound": -9.0}, ("chunked", 32, True)),
+        ("wkv7", 64, 64, {}, ("chunked", 32, True)),
+        ("wkv7", 20, 64, {}, ("recurrent", 0, False)),
+        ("wkv7", 64, 64, {"decay": "sigmoid", "backend": "recurrent"}, ("recurrent", 0, False)),
+        ("wkv7", 64, 192, {"decay_bound": -2.1}, ("large", 32, False)),
+        ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 64, False)),
+        ("wkv7", 64, 192, {"decay_bound": -4.1}, ("large", 64, True)),
+        ("gla", 64, 64, {"decay_bound": -7.0}, ("chunked", 16, False)),
+        ("gla", 64, 64, {}, ("chunked", 32, True)),
+        ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16, False)),
+        ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64, True)),
+        ("gla", 64, 1025, {}, ("recurrent", 0, False)),
+    ],
+    ids=str,
+)
+def test_compiler_sees_the_algorithm_that_will_run(op, tokens, head_size, options, chosen, as_if_on_gpu, monkeypatch):
+    """The fakes choose, of a call with gradients."""
+    seen, kept = [], whole.kept
+
+    def watched(p):
+        seen.append((p.backend, p.chunk_len, p.has_fallback))
+        return kept(p)
+
+    def refuse(*_):
+        raise NothingRuns
+
+    torch._dynamo.reset()
+    leaves = [x.requires_grad_() for x in bf16(tokens, 2, head_size, len(OPS[op].names))]
+    compiler = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
+    monkeypatch.setattr(torch_op, "_prepare", refuse)
+    monkeypatch.setattr(torch_op.whole, "kept", watched)
+    with contextlib.suppress(NothingRuns):
+        torch.compile(getattr(rwkv_jit, op), fullgraph=True, backend=compiler, dynamic=True)(*leaves, **options)
+    assert set(seen) == {chosen}
+
+
+def test_names_of_backends_are_those_of_the_docstring():
+    (quoted,) = re.findall(r"backend : \{(.*)\}", CallOptions.__doc__)
+    assert tuple(name.strip(' "') for name in quoted.split(",")) == rule.NAMES

@@ -1,0 +1,755 @@
+"""Schedules: who writes and reads what, in every launch of every algorithm, and how their blocks are cut."""
+
+import contextlib
+import itertools
+import re
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import problem, requests
+
+from rwkv_jit import plan, rule
+from rwkv_jit.algorithms import delta_chunked, delta_large, diagonal_chunked, parts, whole
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.launch import Value
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.schedule import Step, Zero
+
+DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
+WITH_HEADS = ["wkv7", *DIAGONAL]
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_80")
+
+
+# ---- who writes and reads what -----------------------------------------------------------------------------------
+
+
+class Bound(NamedTuple):
+    """A launch: its step, and what its kernel reads alone and what it may write, by the names of the schedule."""
+
+    step: Step | Zero
+    reads: set
+    writes: set
+
+
+@pytest.fixture(scope="module")
+def bind():
+    """Bind a schedule to tensors that have no memory, as a call does; return its launches."""
+
+    class Recorded(NamedTuple):
+        kernel: object
+        entry: str
+        device: object
+        grid: tuple
+        block: tuple
+        arguments: list
+        shared_bytes: int
+
+    def load(wanted, soon=()):
+        return [
+            SimpleNamespace(name=x.template.name, template=x.template, parameters=x.parameters, function=lambda *_: 0)
+            for x in wanted
+        ]
+
+    def bound(schedule, problem, arrays, kept=None):
+        made = plan.Plan(schedule, problem, arrays, kept)
+        names = {index: name for name, index in made._places.items()}
+        launches = []
+        steps = [step for step in schedule.steps if isinstance(step, Step) or made._places.get(step.buffer)]
+        for step, launch in zip(steps, made._launches, strict=True):
+            if isinstance(step, Zero):
+                launches.append(Bound(step, set(), {step.buffer}))
+                continue
+            reads, writes = set(), set()
+            declared = launch.kernel.template.arguments(launch.entry)
+            for argument, (_, x) in zip(declared, launch.arguments, strict=True):
+                if isinstance(x, Value):
+                    is_read_alone = re.search(
+                        rf"\bconst \w+\* __restrict__ {argument.name}\b", launch.kernel.template.body
+                    )
+                    (reads if is_read_alone else writes).add(names[x.place])
+            there = {name for name in names.values() if arrays.get(name, 0) is not None}
+            launches.append(Bound(step, reads & there, writes & there))
+        return launches
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "Launch", Recorded)
+        patched.setattr(plan.kernel, "get_all", load)
+        occupancy = SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda *_: 2)
+        patched.setattr(plan.cuda, "driver", lambda: occupancy)
+        patched.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        for name, value in (("validate", None), ("capturing", False), ("multiprocessors", 132)):
+            patched.setattr(plan.tensors, name, lambda *_, value=value: value)
+        yield bound
+
+
+def arrays_of(p, direction):
+    """The tensors of a call, as `Known` passes them."""
+
+    def empty(shape, storage="fp32"):
+        return torch.empty(shape, dtype=plan.DTYPES[storage], device="meta")
+
+    named = {name: empty(p.shape(name), p.types[name]) for name in p.op.names}
+    named["initial_state"] = empty(p.state_shape, p.state_type) if p.has_initial_state else None
+    named["cu_seqlens"] = torch.empty(p.N + 1, dtype=torch.int64, device="meta") if p.is_packed else None
+    if direction == "backward":
+        named["dy"] = empty([getattr(p, dim) for dim in p.op.output], p.types[p.op.names[-1]])
+        named["grad_final_state"] = empty(p.state_shape, p.state_type) if p.has_final_state else None
+        named["saved"] = empty([sum(whole.kept(p).values()) // 4])
+    return named
+
+
+def check_flow(launches, p, schedule, before, results):
+    """Nothing is read before it is written, nothing is written in vain, and all results are."""
+    written, read = set(before), set()
+    for step, reads, writes in launches:
+        assert reads <= written, (step, reads - written)
+        read |= reads | (writes & written)  # what is written again may be read by that kernel
+        written |= writes
+    assert set(results) <= written
+    assert set(schedule.results) == set(results)
+    own = {step.per_block[0] for step, *_ in launches if isinstance(step, Step) and step.per_block}
+    passed = {name for name, size in schedule.scratch.items() if size} - own
+    assert passed <= read | {"flags"}, passed - read  # where the backward alone needs flags, forwards write them
+    assert passed <= written
+    assert not schedule.kept or set(schedule.kept) <= written
+    return read
+
+
+# Threads of a multiprocessor, as the registers of a kernel allow: 65536 are 128 for each of 512 threads.
+MOST_THREADS = {"wkv7_scan": 256, "wkv7_group_scan": 384, "gla_prepare": 768}
+
+
+def check_blocks(p, schedule):
+    """All blocks have the threads, the registers and the shared memory that they need."""
+    for step in schedule.launches:
+        threads, blocks = int(step.parameters["NUM_THREADS"]), int(step.parameters.get("BLOCKS_PER_SM", 1))
+        shared = int(step.parameters.get("SHARED_BYTES", 0))
+        assert min(step.grid) > 0, step
+        assert 32 <= threads <= 1024
+        assert shared <= p.gpu.shared_limit
+        assert blocks * (shared + 1024) <= p.gpu.shared_per_multiprocessor
+        assert blocks == 1 or 1 < blocks * threads <= MOST_THREADS.get(step.template, 512)
+    assert schedule.launches[schedule.main]
+
+
+def check_problem(p, bind):
+    forward, backward = whole.forward(p), whole.backward(p)
+    assert forward.kept == (whole.kept(p) if p.training else {})
+    assert all(size % 4 == 0 for size in forward.kept.values())
+    given = {"cu_seqlens"} if p.is_packed else set()
+    inputs = {*p.op.names, *given}
+    check_blocks(p, forward)
+    for step in (*forward.launches, *backward.launches):
+        made = step.request(p.gpu)
+        made.template.check(made.parameters)
+        made.template.render(made.parameters)
+    results = {"y"} | ({"final_state"} if p.has_final_state else set())
+    first = {"initial_state"} if p.has_initial_state else set()
+    read = check_flow(bind(forward, p, arrays_of(p, "forward")), p, forward, inputs | first, results)
+    assert inputs | first <= read
+    if not p.training:
+        return
+    check_blocks(p, backward)
+    last = {"dy"} | ({"grad_final_state"} if p.has_final_state else set())
+    results = {f"d{name}" for name in p.op.names} | ({"grad_initial_state"} if first else set())
+    kept = whole.kept(p)
+    launches = bind(backward, p, arrays_of(p, "backward"), kept)
+    read = check_flow(launches, p, backward, inputs | first | last | set(kept), results)
+    assert given | last | set(kept) <= read  # the inputs themselves may be among what is kept
+
+
+# By the algorithm: sizes of heads, tokens, heads, and what a caller may have asked for.
+SMALL, LARGE = st.integers(1, 128), st.sampled_from((1, 40, 129, 200, 256, 500, 1000, 1024))
+CALLS = {
+    "recurrent": (SMALL, st.integers(1, 70), ("recurrent",), ARCHS),
+    "recurrent, large": (LARGE, st.integers(1, 70), ("recurrent", "auto"), ARCHS),
+    "chunked": (SMALL, st.integers(1, 200), ("chunked", "auto"), ARCHS[1:]),
+    "chunked, whole tiles": (st.sampled_from((64, 128)), st.just(96), ("chunked",), ("sm_90",)),
+    "segments": (SMALL, st.sampled_from((2048, 4096)), ("split",), ("sm_80", "sm_90")),
+    "large": (LARGE, st.integers(1, 200), ("split",), ARCHS[1:]),
+    "large, in parts": (LARGE, st.just(64 * 130), ("split",), ("sm_90",)),
+}  # fmt: skip
+
+
+@st.composite
+def problems(draw, op, name):
+    """The problem of a call that the rule lets through."""
+    sizes, tokens, backends, archs = CALLS[name]
+    named = OPS[op]
+    K, V, T = draw(sizes), draw(sizes), draw(tokens)
+    backend, is_packed = draw(st.sampled_from(backends)), name != "segments" and draw(st.booleans())
+    multiprocessors = draw(st.sampled_from((None, 132))) if name != "segments" else 132
+    gpu = Gpu(draw(st.sampled_from(archs)), multiprocessors=multiprocessors)
+    dtype = draw(st.sampled_from(("fp32", "bf16"))) if "recurrent" in name else draw(st.sampled_from(("fp16", "bf16")))
+    B, N = (1, draw(st.sampled_from((1, 3)))) if is_packed else (draw(st.sampled_from((1, 2))),) * 2
+    H, training = draw(st.sampled_from((1, 2, 5))), draw(st.booleans())
+    decay = "none" if named.decay == "none" else draw(st.sampled_from(("raw", "sigmoid", "log", "direct")))
+    case = Case(
+        named, dtype, K, V, T, decay, draw(st.sampled_from((None, -0.6, -8.0))), None, None, training, N * H,
+        is_packed, multiprocessors and (lambda: multiprocessors),
+    )  # fmt: skip
+    try:
+        made = rule.chosen(backend, case, lambda: gpu, lambda: rule.Known((), lambda place: True))
+    except UnsupportedConfigError:
+        assume(False)
+    assert (made.backend == "segments") == (name == "segments") or "large" in (name[:5], made.backend)
+    types = {name: draw(st.sampled_from((dtype, "fp32"))) for name in named.wide if name in named.names}
+    given = problem(
+        op, dtype, K, V, B=B, T=T, H=H, N=N, decay=decay, types=types, training=training, is_packed=is_packed,
+        state_type=draw(st.sampled_from(("fp32", dtype))), state_layout=draw(st.sampled_from(("vk", "kv"))),
+        has_initial_state=draw(st.booleans()), has_final_state=draw(st.booleans()),
+        checkpoint_interval=draw(st.sampled_from((1, 16, 64, 1000))),
+    )  # fmt: skip
+    return given._replace(gpu=gpu, **{name: x or 0 if name == "chunk_len" else x for name, x in made._asdict().items()})
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("op", WITH_HEADS)
+def test_all_that_is_read_is_written_before_and_all_that_is_written_is_read(op, name, bind):
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @given(problems(op, name))
+    def check(p):
+        check_problem(p, bind)
+
+    check()
+
+
+# ---- geometry ----------------------------------------------------------------------------------------------------
+
+LIMITS = {"sm_80": 166912, "sm_86": 101376, "sm_87": 166912, "sm_89": 101376, "sm_90": 232448, "sm_90a": 232448,
+          "sm_100": 232448, "sm_103": 232448, "sm_120": 101376, "sm_121": 101376, "compute_80": 166912}  # fmt: skip
+SIZES = (1, 33, 64, 96, 128, 129, 200, 256, 500, 1024)
+
+
+def of(direction, op, keys, values=None, arch="sm_90", backend="chunked", chunk_len=32, **more):
+    """The kernels of a direction by the names of their templates."""
+    return requests(direction, problem(op, "bf16", keys, values, arch, backend=backend, chunk_len=chunk_len, **more))
+
+
+def the(direction, template, *given, **more):
+    """The parameters of one of them."""
+    return of(direction, *given, **more)[template].parameters
+
+
+def case_of(op, keys, values, **changes):
+    return Case(OPS[op], "bf16", keys, values, 4096, "none", None, None)._replace(**changes)
+
+
+@pytest.mark.parametrize("arch", LIMITS)
+def test_shared_memory_that_a_block_may_have(arch):
+    assert Gpu(arch).shared_limit == LIMITS[arch]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100"])
+def test_blocks_have_what_they_need_at_every_size_that_is_taken(arch):
+    gpu, seen = Gpu(arch), set()
+    for op, keys, values in itertools.product(("wkv7", "wkv6"), SIZES, SIZES):
+        for name, algorithm in whole.ALGORITHMS[OPS[op].family].items():
+            for length in getattr(algorithm, "CHUNK_LENS", ()):
+                if algorithm.why_not(case_of(op, keys, values, chunk_len=length), lambda: gpu) is not None:
+                    continue
+                for few_heads in (False, True):
+                    p = problem(op, K=keys, V=values, few_heads=few_heads, backend=name, chunk_len=length)
+                    p = p._replace(gpu=p.gpu._replace(arch=arch))
+                    for schedule in (whole.forward(p), whole.backward(p)):
+                        check_blocks(p, schedule)
+                        seen |= {step.template for step in schedule.launches}
+    in_groups = {"wkv7_group_backward", "wkv7_group_scan", "gla_group_scan", "gla_prepare", "gla_group_key_gradients"}
+    assert {"wkv7_chunked_backward", "wkv7_scan", "wkv7_prepare", "gla_chunked_backward"} <= seen
+    assert seen & in_groups == (in_groups if arch == "sm_90" else set())
+
+
+@pytest.mark.parametrize("arch", LIMITS)
+def test_default_chunk_is_the_longest_that_fits_in_both_directions(arch):
+    gpu = Gpu(arch)
+    for sizes in itertools.product((1, 7, 33, 64, 72, 96, 120, 128), repeat=2):
+        chosen = delta_chunked.default_chunk_len(case_of("wkv7", *sizes), gpu)
+        fits = {length: delta_chunked.most_shared_bytes(*sizes, length) <= LIMITS[arch] for length in (16, 32)}
+        assert chosen == (32 if fits[32] else 16)
+        alone = delta_chunked.default_chunk_len(case_of("wkv7", *sizes, training=False), gpu)
+        assert alone == (chosen if max(sizes) <= 64 else 16)
+        obstacle = delta_chunked.why_not(case_of("wkv7", *sizes), lambda: gpu)
+        assert (obstacle is None) == (fits[chosen] and -(-sizes[0] // 32) <= 2 * -(-sizes[1] // 32))
+
+
+def test_threads_that_are_asked_for_are_those_of_the_forward():
+    threads = [the(way, f"wkv7_chunked_{way}", "wkv7", 40, 64, num_threads=256)["NUM_THREADS"]
+               for way in ("forward", "backward")]  # fmt: skip
+    assert threads == [256, 128]
+
+
+@pytest.mark.parametrize(("asked", "nearest"), [(1, 96), (32, 96), (100, 96), (120, 128), (511, 512), (5000, 512)])
+def test_nearest_number_of_threads(asked, nearest):
+    (step,) = whole.forward(problem("wkv7", K=80, backend="chunked", chunk_len=32, num_threads=asked)).launches
+    assert delta_chunked.nearest(step, "num_threads", asked) == nearest
+    assert delta_chunked.nearest(step, "num_threads", nearest) is None
+    assert delta_chunked.nearest(step, "chunk_len", 32) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "forward", "backward"),
+    [
+        ("wkv6", (32, 32), (32, 64, 8), (64, 4)),
+        ("wkv6", (64, 64), (64, 128, 4), (128, 2)),
+        ("wkv6", (96, 96), (96, 96, 2), (192, 1)),
+        ("wkv6", (128, 128), (128, 128, 2), (256, 1)),
+        ("gla", (20, 33), (64, 128, 4), (128, 2)),
+        ("linear_attention", (64, 64), (64, 128, 4), (128, 2)),
+    ],
+)
+def test_geometry_of_the_diagonal_kernels_is_what_was_fastest(op, sizes, forward, backward):
+    made = the("forward", "gla_scan", op, *sizes)
+    assert (made["ROWS"], made["NUM_THREADS"], made["BLOCKS_PER_SM"]) == forward
+    assert (made["CHUNK_LEN"], made["BACKWARD"], made["LARGEST_DECAY"]) == (32, False, 0)
+    made = the("backward", "gla_chunked_backward", op, *sizes)
+    assert (made["NUM_THREADS"], made["BLOCKS_PER_SM"]) == backward
+    assert "T_STATE" not in made
+
+
+@pytest.mark.parametrize(("value_size", "rows"), [(1, 32), (33, 64), (128, 128), (129, 96), (257, 96), (512, 128)])
+def test_value_rows_are_shared_evenly_between_blocks(value_size, rows):
+    made = the("forward", "gla_scan", "gla", 64, value_size, arch="sm_80", backend="large")
+    assert made["ROWS"] == rows
+    assert made["NUM_THREADS"] >= 64
+
+
+def test_threads_of_the_diagonal_forward_that_may_be_asked_for():
+    for backend, sizes, least in (("chunked", (40, 40), 64), ("chunked", (128, 33), 128), ("large", (256, 512), 256)):
+        for threads in (least, least + 32, 512):
+            made = the("forward", "gla_scan", "wkv6", *sizes, backend=backend, num_threads=threads)
+            assert made["NUM_THREADS"] == threads
+        for threads in (32, least - 32, least + 16, 544):
+            message = (
+                f"num_threads must be a multiple of 32 from {least} to 512 at head sizes {sizes[0]} and {sizes[1]}"
+            )
+            with pytest.raises(UnsupportedConfigError, match=f"^{message}, got {threads}$"):
+                of("forward", "wkv6", *sizes, backend=backend, num_threads=threads)
+
+
+def test_what_was_tuned_goes_before_the_rule_and_ops_have_constants_of_their_own():
+    tuned = {"forward_blocks": 3, "backward_blocks": 7}
+    for op, names in (("wkv7", "wkv7_chunked_{}"), ("gla", "gla_{}")):
+        for direction, blocks in (("forward", 3), ("backward", 7)):
+            made = of(direction, op, 40, 64, **tuned)
+            (main,) = [x for name, x in made.items() if name.startswith(names[:4])]
+            assert main.parameters["BLOCKS_PER_SM"] == blocks
+    assert the("forward", "wkv7_prepare", "wkv7", 256, backend="large", **tuned)["BLOCKS_PER_SM"] != 3
+    for op, bonus, constant in (("wkv5", True, True), ("wkv6", True, False), ("gla", False, False)):
+        for name, size, backend in (("gla_chunked_backward", 64, "chunked"), ("gla_key_gradients", 256, "large")):
+            made = the("backward", name, op, size, backend=backend)
+            assert (made["BONUS"], made["CONSTANT_DECAY"]) == (bonus, constant)
+
+
+# ---- products of warp groups in the chunked backward -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "arch", "chunk_len", "is_of_groups"),
+    [
+        ("wkv7", (64, 64), "sm_90", 32, True),
+        ("wkv7", (64, 64), "sm_90a", 32, True),
+        ("wkv7", (128, 128), "sm_90", 32, True),
+        ("wkv7", (64, 128), "sm_90", 32, True),
+        ("wkv7", (128, 64), "sm_90", 32, False),
+        ("wkv7", (64, 64), "sm_90", 16, False),
+        ("wkv7", (64, 64), "sm_100", 32, False),
+        ("wkv7", (64, 64), "compute_90", 32, False),
+        ("wkv7", (64, 64), "sm_80", 32, False),
+        ("wkv7", (40, 64), "sm_90", 32, False),
+        ("wkv7", (64, 96), "sm_90", 32, False),
+        ("wkv7", (32, 32), "sm_90", 32, False),
+        ("linear_attention", (128, 128), "sm_90", 32, True),
+        ("linear_attention", (128, 128), "sm_90a", 32, True),
+        ("linear_attention", (72, 104), "sm_90", 32, True),
+        ("linear_attention", (128, 128), "sm_90", 16, False),
+        ("linear_attention", (128, 128), "sm_100", 32, False),
+        ("linear_attention", (128, 128), "compute_90", 32, False),
+        ("linear_attention", (128, 128), "sm_80", 32, False),
+        ("linear_attention", (64, 128), "sm_90", 32, False),
+        ("linear_attention", (128, 96), "sm_90", 32, False),
+        ("linear_attention", (124, 128), "sm_90", 32, False),
+        ("linear_attention", (128, 124), "sm_90", 32, False),
+        ("gla", (128, 128), "sm_90", 32, False),
+    ],
+)
+def test_warp_groups_multiply_where_rows_fill_their_tiles(op, sizes, arch, chunk_len, is_of_groups):
+    """Both directions agree; without a decay the backward's chunks are longer, and so the forward keeps less."""
+    p = problem(op, K=sizes[0], V=sizes[1], arch=arch, B=3, T=100, H=2, backend="chunked", chunk_len=chunk_len)
+    (backward,), (forward,) = requests("backward", p).values(), requests("forward", p).values()
+    assert ("group" in backward.template.name) == is_of_groups
+    assert (forward.arch, backward.arch) == (arch, "sm_90a" if is_of_groups else arch)
+    assert forward.parameters["CHUNK_LEN"] == backward.parameters["CHUNK_LEN"] == chunk_len
+    longest = 64 if is_of_groups and op == "linear_attention" else chunk_len
+    assert forward.parameters.get("FOR_GROUPS", False) == (longest == 64)
+    states = 3 * 2 * -(-100 // longest)
+    assert whole.kept(p) == {"checkpoints": 2 * states * parts.padded(sizes[0]) * parts.padded(sizes[1])}
+    if is_of_groups:
+        assert backward.parameters["SHARED_BYTES"] % 1024 == 0
+        assert backward.parameters["NUM_THREADS"] == 2 * parts.padded(sizes[1])
+        assert backward.parameters["BLOCKS_PER_SM"] == (2 if sizes == (64, 64) else 1)
+
+
+# ---- segments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chunk_len", "threads", "blocks"),
+    [
+        ((64, 64), 32, 128, 4),
+        ((128, 128), 16, 256, 2),
+        ((96, 96), 16, 192, 2),
+        ((1, 1), 32, 64, 8),
+        ((7, 100), 32, 256, 2),
+        ((128, 64), 16, 128, 3),
+        ((64, 20), 16, 64, 6),
+    ],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", DIAGONAL)
+def test_kernels_of_diagonal_segments_have_chunks_of_their_own(op, direction, sizes, chunk_len, threads, blocks):
+    made = of(direction, op, *sizes, backend="segments", chunk_len=64, T=4096)
+    segment = made["gla_segment"]
+    decay = {"T_W": "fp32", "DECAY": "none"} if op == "linear_attention" else {"T_W": "bf16", "DECAY": OPS[op].decay}
+    assert segment.parameters == decay | {
+        "HEAD_SIZE": sizes[0], "VALUE_SIZE": sizes[1], "CHUNK_LEN": chunk_len, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": blocks, "BACKWARD": direction == "backward", "T_IO": "bf16", "BONUS": "u" in OPS[op].names,
+    }  # fmt: skip
+    joins = made["gla_join"].parameters
+    assert joins["NUM_THREADS"] - sizes[0] < joins["ROWS"] * sizes[0] <= joins["NUM_THREADS"]
+
+
+@pytest.mark.parametrize("op", WITH_HEADS)
+def test_chunked_kernels_that_run_over_segments_have_states_of_their_own(op):
+    given = {"T": 4096, "state_type": "fp16", "state_layout": "kv", "has_initial_state": True}
+    for direction in ("forward", "backward"):
+        chunked, made = (of(direction, op, 40, 64, backend=name, **given) for name in ("chunked", "segments"))
+        (name,) = chunked.keys() - {"sum_rows", "copy_states"}
+        state = {"T_STATE": "fp32"} if direction == "forward" else {}
+        assert made[name].parameters == {**chunked[name].parameters, **state, "STATE_LAYOUT": "vk"}
+
+
+# ---- large heads with a delta term -------------------------------------------------------------------------------
+
+
+def of_delta(direction, keys, values=None, arch="sm_90", chunk_len=64, **more):
+    """The parameters of the scan, and its request."""
+    made = of(direction, "wkv7", keys, values, arch, "large", chunk_len, **more)
+    (request,) = [x for name, x in made.items() if name in ("wkv7_scan", "wkv7_group_scan")]
+    return request.parameters, request
+
+
+def legal_threads(keys, values, arch, chunk_len):
+    legal = []
+    for threads in range(16, 1040, 16):
+        with contextlib.suppress(UnsupportedConfigError):
+            of_delta("forward", keys, values, arch, chunk_len, num_threads=threads)
+            legal.append(threads)
+    return legal
+
+
+@pytest.mark.parametrize(
+    ("head_size", "channels"),
+    [(1, 64), (64, 64), (65, 128), (129, 192), (193, 256), (257, 384), (385, 512), (512, 512), (513, 768), (769, 1024)],
+)
+def test_channels_are_slabs_that_warps_of_the_same_rows_share(head_size, channels):
+    for few_heads in (False, True):
+        made, _ = of_delta("forward", head_size, 200, "sm_80", 32, few_heads=few_heads)
+        assert made["CHANNELS"] == channels
+        assert made["VALUES"] == 256
+        assert channels % (64 * made["KEY_WARPS"]) == 0
+        assert channels // made["KEY_WARPS"] <= 256
+        assert made["NUM_THREADS"] // 2 // made["KEY_WARPS"] in (32, 64)
+        assert 2 <= made["STAGES"] <= 2 * (channels // 64 // made["KEY_WARPS"]) + 1
+
+
+@pytest.mark.parametrize(
+    ("direction", "heads", "changes", "few_rows", "count"),
+    [
+        ("forward", 8, {}, True, 4), ("backward", 8, {}, True, 4),
+        ("forward", 9, {}, True, 1), ("backward", 9, {}, False, 4),  # 72 blocks of 32 rows, 36 of 64
+        ("backward", 16, {}, False, 4), ("backward", 17, {}, True, 1), ("backward", 32, {}, True, 1),
+        ("backward", 33, {}, False, 1), ("backward", 8, {"T": 64 * 127}, True, 1), ("backward", 8, {"T": 64}, True, 1),
+        ("backward", 8, {"is_packed": True}, True, 1), ("backward", 4, {"K": 1024, "V": 1024}, True, 1),
+        ("backward", 2, {"K": 1024, "V": 1024}, True, 4),
+    ],
+)  # fmt: skip
+def test_scan_that_leaves_half_of_the_gpu_free_goes_on_in_parts(direction, heads, changes, few_rows, count):
+    p = problem("wkv7", K=256, T=64 * 128, H=heads, backend="large", chunk_len=64)._replace(**changes)
+    p = p._replace(gpu=Gpu("sm_90", multiprocessors=132))
+    schedule = whole.forward(p) if direction == "forward" else whole.backward(p)
+    scans = [step for step in schedule.launches if step.template == "wkv7_group_scan"]
+    assert {step.parameters["VALUE_ROWS"] for step in scans} == {32 if few_rows or p.K > 512 else 64}
+    assert len(scans) == count
+    walks = [step.bind["walk"] for step in scans]
+    assert [end for _, end in walks[:-1]] == [begin for begin, _ in walks[1:]]
+    assert (walks[0][0], walks[-1][1]) == (0, p.slots(64))
+    covered = [
+        range(step.bind["first_chunk"], step.bind["first_chunk"] + step.grid[0])
+        for step in schedule.launches if step.template in ("wkv7_prepare", "wkv7_token_gradients")
+    ]  # fmt: skip
+    assert sorted(itertools.chain(*covered)) == [*range(p.slots(64))]
+
+
+@pytest.mark.parametrize(("arch", "chunk_len"), [("sm_80", 32), ("sm_90", 32), ("sm_100", 64)])
+def test_few_heads_make_smaller_blocks_or_more_warps_for_the_same_rows(arch, chunk_len):
+    for size in (129, 192, 256, 384, 512):
+        many, few = (of_delta("forward", size, None, arch, chunk_len, few_heads=x)[0] for x in (False, True))
+        assert few["NUM_THREADS"] // few["KEY_WARPS"] < many["NUM_THREADS"] // many["KEY_WARPS"]
+        assert few["KEY_WARPS"] >= many["KEY_WARPS"]
+
+
+@pytest.mark.parametrize(
+    ("head_size", "arch", "chunk_len", "legal"),
+    [
+        (192, "sm_90", 64, [64, 128, 384]),
+        (256, "sm_90", 64, [128, 256, 384]),
+        (256, "sm_90a", 64, [128, 256, 384]),
+        (513, "sm_90", 64, [384]),
+        (256, "sm_90", 32, [128, 256]),
+        (1024, "sm_90", 32, [256]),
+        (256, "sm_100", 64, [128, 256]),
+        (256, "compute_90", 64, [128, 256]),
+        (256, "sm_86", 32, [128, 256]),
+    ],
+)
+def test_threads_of_the_scan_decide_alone_and_others_are_refused(head_size, arch, chunk_len, legal):
+    assert legal_threads(head_size, head_size, arch, chunk_len) == legal
+    message = (
+        f"num_threads must be {' or '.join(map(str, legal))} at head size {head_size} and chunk_len={chunk_len} "
+        f"on {arch}, got 96"
+    )
+    for direction in ("forward", "backward"):
+        for threads in legal:
+            one, other = (
+                of_delta(direction, head_size, None, arch, chunk_len, num_threads=threads, few_heads=x)[0]
+                for x in (False, True)
+            )
+            assert one == other
+            assert one["NUM_THREADS"] == threads
+        with pytest.raises(UnsupportedConfigError, match=f"^{message}$"):
+            of_delta(direction, head_size, None, arch, chunk_len, num_threads=96)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_100", "compute_90"])
+@pytest.mark.parametrize("chunk_len", delta_large.CHUNK_LENS)
+def test_which_scan_it_is_goes_by_architecture_chunk_and_threads(chunk_len, arch):
+    """It is the same one in both directions, and all kernels of a call agree about what passes between them."""
+    for sizes in ((256, 256), (500, 77), (40, 300)):
+        for threads in (None, *legal_threads(*sizes, arch, chunk_len)):
+            in_groups = arch in ("sm_90", "sm_90a") and chunk_len == 64 and threads in (None, 384)
+            ways = [of(way, "wkv7", *sizes, arch, "large", chunk_len, num_threads=threads)
+                    for way in ("forward", "backward")]  # fmt: skip
+            name = "wkv7_group_scan" if in_groups else "wkv7_scan"
+            assert [set(way) for way in ways] == [
+                {"wkv7_prepare", name}, {name, "wkv7_token_gradients", "wkv7_key_gradients"}
+            ]  # fmt: skip
+            assert [way[name].parameters["BACKWARD"] for way in ways] == [False, True]
+            assert {way[name].arch for way in ways} == {"sm_90a" if in_groups else arch}
+            assert ways[0]["wkv7_prepare"].parameters["BY_LANES"] is in_groups
+            several = [request.parameters for way in ways for request in way.values()]
+            for shared in ("CHANNELS", "CHUNK_LEN", "HEAD_SIZE", "VALUE_SIZE", "VALUES"):
+                assert len({x[shared] for x in several if shared in x}) == 1
+
+
+@pytest.mark.parametrize(
+    ("head_size", "value_size", "few_heads", "cut"),
+    [
+        (192, 192, False, (64, 1, 7)),
+        (256, 256, False, (64, 2, 9)),
+        (256, 256, True, (32, 1, 9)),
+        (256, 64, False, (64, 1, 9)),
+        (256, 65, False, (64, 2, 9)),
+        (512, 512, False, (64, 2, 7)),
+        (512, 512, True, (32, 1, 10)),
+        (513, 513, False, (32, 1, 9)),
+        (1024, 1024, False, (32, 1, 8)),
+    ],
+)
+def test_value_rows_cluster_and_stages_of_warp_groups(head_size, value_size, few_heads, cut):
+    for direction in ("forward", "backward"):
+        made, _ = of_delta(direction, head_size, value_size, few_heads=few_heads)
+        assert (made["VALUE_ROWS"], made["CLUSTER"], made["STAGES"]) == cut
+        assert made["CHANNELS"] * made["VALUE_ROWS"] <= 512 * 64  # 128 registers of a thread, of two groups of warps
+        assert -(-value_size // made["VALUE_ROWS"]) % made["CLUSTER"] == 0
+        # The image of the state; the solution, values twice, and outputs; a stage has two tiles and two barriers.
+        fixed = 2 * made["CHANNELS"] * made["VALUE_ROWS"] + 3 * 8192 + 8 * 16 * 2 * (made["VALUE_ROWS"] + 8)
+        assert made["SHARED_BYTES"] == fixed + made["STAGES"] * (2 * 8192 + 16)
+
+
+# ---- large heads without a delta term ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("sizes", "arch", "chunk_len", "threads", "is_of_groups"),
+    [
+        ((256, 512), "sm_90", 64, None, True),
+        ((256, 512), "sm_90a", 64, 384, True),
+        ((40, 130), "sm_90", 64, None, True),
+        ((1024, 1024), "sm_90", 64, 384, True),
+        ((128, 130), "sm_90", 64, 128, False),
+        ((256, 512), "sm_90", 64, 256, False),
+        ((256, 512), "sm_90", 32, 384, False),
+        ((256, 512), "sm_90", 16, None, False),
+        ((256, 512), "sm_80", 64, None, False),
+        ((256, 512), "sm_100", 64, None, False),
+        ((256, 512), "compute_90", 64, None, False),
+    ],
+)
+def test_which_kernel_walks_over_the_chunks(sizes, arch, chunk_len, threads, is_of_groups, direction):
+    made = of(direction, "wkv6", *sizes, arch, "large", chunk_len, num_threads=threads)
+    scan = made["gla_group_scan" if is_of_groups else "gla_scan"]
+    assert scan.arch == ("sm_90a" if is_of_groups else arch)
+    assert (scan.parameters["BACKWARD"], scan.parameters["T_STATE"]) == (direction == "backward", "fp32")
+    others = {
+        ("forward", True): {"gla_prepare"}, ("forward", False): set(), ("backward", False): {"gla_key_gradients"},
+        ("backward", True): {"gla_group_key_gradients"},
+    }  # fmt: skip
+    assert made.keys() - {"sum_rows", scan.template.name} == others[direction, is_of_groups]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("threads", [128, 385, 512])
+def test_keys_above_256_have_blocks_of_one_size(threads, direction):
+    with pytest.raises(
+        UnsupportedConfigError, match=f"^num_threads must be 384 at head sizes 257 and 64, got {threads}$"
+    ):
+        of(direction, "gla", 257, 64, backend="large", chunk_len=64, num_threads=threads)
+    for legal in (None, 384):
+        made = the(direction, "gla_group_scan", "gla", 257, 64, backend="large", chunk_len=64, num_threads=legal)
+        assert made["NUM_THREADS"] == 384
+
+
+@pytest.mark.parametrize(
+    ("head_size", "few_heads", "cut"),
+    [
+        (1, False, (64, 8, 174208)),
+        (64, True, (32, 8, 161920)),
+        (256, False, (64, 8, 223360)),
+        (256, True, (32, 8, 186496)),
+        (257, False, (64, 7, 223344)),
+        (512, False, (64, 4, 223296)),
+        (512, True, (32, 8, 219264)),
+        (513, False, (32, 8, 227456)),
+        (1024, False, (32, 4, 219200)),
+        (1024, True, (32, 4, 219200)),
+    ],
+)
+def test_value_rows_and_stages_of_diagonal_warp_groups(head_size, few_heads, cut):
+    for direction in ("forward", "backward"):
+        given = {"backend": "large", "chunk_len": 64, "few_heads": few_heads}
+        made = the(direction, "gla_group_scan", "wkv6", head_size, 300, **given)
+        assert (made["VALUE_ROWS"], made["STAGES"], made["SHARED_BYTES"]) == cut
+
+
+@pytest.mark.parametrize("op", DIAGONAL)
+def test_parameters_of_diagonal_warp_groups(op):
+    has_u, decay = "u" in OPS[op].names, "none" if op == "linear_attention" else "log"
+    given = {
+        "backend": "large", "chunk_len": 64, "decay": decay, "state_layout": "vk", "state_type": "fp16",
+        "types": {name: storage for name, storage in (("w", "fp32"), ("u", "bf16")) if name in OPS[op].names},
+    }  # fmt: skip
+    ways = {
+        way: requests(way, problem(op, "fp16", 200, 300, **given)) for way in ("forward", "backward")
+    }  # fmt: skip
+    of_inputs = {
+        "T_IO": "fp16", "T_W": "fp32", "T_U": "bf16" if has_u else "fp32", "DECAY": decay, "BONUS": has_u,
+        "HEAD_SIZE": 200, "CHUNK_LEN": 64,
+    }  # fmt: skip
+    assert ways["forward"]["gla_prepare"].parameters == of_inputs | {
+        "NUM_THREADS": 256, "BLOCKS_PER_SM": 3 if decay == "none" else 2, "LARGEST_DECAY": 0, "SHARED_BYTES": 51456
+    }  # fmt: skip
+    assert ways["backward"]["gla_group_key_gradients"].parameters == of_inputs | {
+        "VALUE_SIZE": 300, "NUM_THREADS": 128, "BLOCKS_PER_SM": 2, "STAGES": 3, "CONSTANT_DECAY": op == "wkv5",
+        "SHARED_BYTES": 68608,
+    }  # fmt: skip
+    for direction, state in (("forward", "fp16"), ("backward", "fp32")):
+        assert ways[direction]["gla_group_scan"].parameters == {
+            "T_IO": "fp16", "T_STATE": state, "DECAY": decay, "STATE_LAYOUT": "vk", "HEAD_SIZE": 200,
+            "VALUE_SIZE": 300, "CHUNK_LEN": 64, "NUM_THREADS": 384, "VALUE_ROWS": 64, "STAGES": 8,
+            "BACKWARD": direction == "backward", "SHARED_BYTES": 223360,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "t_w", "blocks"),
+    [("gla", "bf16", 3), ("gla", "fp32", 2), ("wkv6", "bf16", 2), ("wkv6", "fp32", 2), ("wkv5", "bf16", 2)],
+)
+def test_blocks_that_prepare_are_three_where_registers_allow_it(op, t_w, blocks):
+    made = the("forward", "gla_prepare", op, 256, backend="large", chunk_len=64, types={"w": t_w})
+    assert made["BLOCKS_PER_SM"] == blocks
+
+
+# ---- what all have in common -------------------------------------------------------------------------------------
+
+LOOKS = [
+    ("wkv7", 40, 64, "chunked", 32, "wkv7_chunked_forward"),
+    ("wkv6", 40, 64, "chunked", 32, "gla_scan"),
+    ("gla", 40, 256, "large", 32, "gla_scan"),
+    ("gla", 40, 256, "large", 64, "gla_prepare"),
+    ("wkv7", 40, 256, "large", 64, "wkv7_decay_range"),
+    ("wkv7", 40, 64, "segments", 32, "wkv7_chunked_forward"),
+]
+
+
+@pytest.mark.parametrize(("op", "keys", "values", "backend", "chunk_len", "name"), LOOKS)
+def test_decays_are_looked_at_by_one_kernel_of_the_forward_where_there_is_a_fallback(
+    op, keys, values, backend, chunk_len, name
+):
+    for has_fallback, direction in itertools.product((False, True), ("forward", "backward")):
+        given = {"backend": backend, "chunk_len": chunk_len, "T": 4096, "has_fallback": has_fallback, "training": True}
+        made = of(direction, op, keys, values, **given)
+        looking = {key for key, x in made.items() if x.parameters.get("LARGEST_DECAY")}
+        assert looking == ({name} if has_fallback and direction == "forward" else set())
+        again = f"{OPS[op].stem}_recurrent_{direction}"
+        assert (again in made) == (has_fallback and (direction == "backward" or name != "gla_scan"))
+
+
+@pytest.mark.parametrize("chunk_len", [16, 32, 64])
+def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are(chunk_len):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        lengths = torch.randint(0, 150, (5,), generator=generator).tolist()
+        p = problem("wkv7", T=sum(lengths), N=len(lengths), is_packed=True)
+        begin, taken = 0, []
+        for sequence, length in enumerate(lengths):
+            first = begin // chunk_len + sequence  # as sequence.cuh counts
+            taken += range(first, first + -(-length // chunk_len))
+            begin += length
+        assert len(set(taken)) == len(taken)
+        assert max(taken, default=-1) < p.slots(chunk_len)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "vectors"),
+    [(64, "bf16", (8, 4)), (64, "fp32", (4, 4)), (36, "bf16", (4, 4)), (36, "fp32", (4, 4)), (34, "bf16", (1, 1)),
+     (37, "fp32", (1, 1))],
+)  # fmt: skip
+def test_elements_that_are_read_at_once(size, dtype, vectors):
+    p = problem("wkv6", dtype, 64, size, types={"w": "fp32"}, chunk_len=32)
+    schedules = [whole.forward(p._replace(backend=name)).vectors for name in ("chunked", "recurrent")]
+    assert tuple(x["v"] for x in schedules) == tuple(x["dy"] for x in schedules) == vectors
+    assert [x["w"] for x in schedules] == [4, 4]
+
+
+@pytest.mark.parametrize("op", WITH_HEADS)
+def test_more_heads_than_a_grid_has_room_for_are_for_the_recurrent_kernels(op):
+    for backend, size, name in (("chunked", 64, "chunked"), ("segments", 64, "chunked"), ("large", 256, "split")):
+        p = problem(op, K=size, T=4096, H=65536, backend=backend, chunk_len=32)
+        message = f"backend: '{name}' takes up to 65535 heads, got 65536; use 'recurrent'"
+        for direction in (whole.forward, whole.backward):
+            with pytest.raises(UnsupportedConfigError, match=f"^{message}$"):
+                direction(p)
+
+
+def test_diagonal_kernels_without_warp_groups_keep_states_alone():
+    p = problem("gla", K=256, T=100, arch="sm_80", backend="large", chunk_len=32)
+    assert set(whole.kept(p)) == {"checkpoints"}
+    assert set(whole.kept(p._replace(gpu=Gpu("sm_90"), chunk_len=64))) == {"operands", "pairs", "frames", "states"}
+    assert diagonal_chunked.takes_any_decay(p)
