@@ -77,7 +77,8 @@ class Schedule:
     results : mapping
         What the direction returns, by name.
     kept : mapping
-        Bytes of what the forward leaves to the backward, in the order of memory: multiples of 16 but for the last.
+        Bytes of what the forward leaves to the backward, in the order of memory. Where kernels read 16 bytes at once,
+        what lies before is a multiple of 16.
     scratch : mapping
         Bytes of what passes from step to step.
     vectors : mapping

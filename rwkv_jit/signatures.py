@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
-from typing import Any, TypeVar
+import weakref
+from typing import Any, Protocol, TypeVar
 
 _V = TypeVar("_V")
 
 MOST = 4096  # a server that meets every length there is must not grow without end
 _all: list[BySignature[Any]] = []
+
+
+class Holder(Protocol):
+    """Something that outlives its signature, as a graph holds it until it is differentiated."""
+
+    def forget(self) -> None:
+        """Drop what was prepared."""
+
+
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class BySignature(dict[Any, _V]):
@@ -26,10 +37,17 @@ class BySignature(dict[Any, _V]):
         return value
 
 
+def forget_with(holder: Holder) -> None:
+    """Let a holder forget what was prepared whenever everything is dropped."""
+    _holders.add(holder)
+
+
 def forget() -> None:
     """Drop everything."""
-    for each in _all:
-        each.clear()
+    for known in _all:
+        known.clear()
+    for holder in list(_holders):
+        holder.forget()
 
 
 if hasattr(os, "register_at_fork"):

@@ -255,6 +255,6 @@ def blocks_of(p: Problem, direction: str, by_rule: int) -> int:
     return (p.forward_blocks if direction == "forward" else p.backward_blocks) or by_rule
 
 
-def named(template: Mapping[str, Parameter], *names: str) -> dict[str, Parameter]:
+def named(parameters: Mapping[str, Parameter], *names: str) -> dict[str, Parameter]:
     """Return some of the parameters, those that are there."""
-    return {name: template[name] for name in names if name in template}
+    return {name: parameters[name] for name in names if name in parameters}

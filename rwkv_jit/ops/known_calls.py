@@ -14,7 +14,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.plan import DTYPES, Plan
 from rwkv_jit.problem import Problem
 from rwkv_jit.schedule import Schedule
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.signatures import BySignature, forget_with
 
 _MOST_BACKWARDS = 64  # of a call: they differ in the strides of the gradients of its results
 
@@ -46,6 +46,7 @@ class Known:
         self.problem = problem
         self._backwards: dict[Any, _Backward] = {}
         self._latest: _Backward | None = None
+        forget_with(self)
         schedules = [whole.forward(problem), *([whole.backward(problem)] if problem.training else [])]
         requests = [schedule.requests(problem.gpu) for schedule in schedules]
         named = dict(zip((*problem.op.names, "initial_state", "cu_seqlens"), _readable(arrays), strict=True))
@@ -55,6 +56,11 @@ class Known:
             self._forward = Plan(schedules[0], problem, named, soon=sum(requests[1:], []))
         except UnsupportedConfigError as error:
             raise with_nearest(error, problem, schedules[-1], asked) from error
+
+    def forget(self) -> None:
+        """Drop the prepared backwards; a graph may hold this call after a fork."""
+        self._backwards.clear()
+        self._latest = None
 
     def run(self, arrays: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None) -> list[Tensor]:
         """Return y, the final state if it is wanted, and if gradients are what the backward needs."""

@@ -19,7 +19,7 @@ from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Problem
 from rwkv_jit.reference import timex_ref
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.signatures import BySignature, forget_with
 
 _OP = OPS["timex"]
 BACKENDS = ("auto", "tiles", "transforms", "fft", "reference")
@@ -156,6 +156,12 @@ class _Known:
         self._eps, self._backend = eps, backend
         self._forwards: dict[tuple[int, ...], Plan] = {}
         self._latest: dict[tuple[str, ...], _Backward] = {}
+        forget_with(self)
+
+    def forget(self) -> None:
+        """Drop what was prepared; a graph may hold this call after a fork."""
+        self._forwards.clear()
+        self._latest.clear()
 
     def run(self, w: Tensor, k: Tensor) -> Tensor:
         """Return the output."""

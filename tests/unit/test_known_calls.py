@@ -312,6 +312,18 @@ def test_forked_child_forgets_what_is_known(op, size, on_gpu):
     assert len(on_gpu.launches) == again
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_child_cannot_differentiate_what_its_parent_ran(on_gpu):
+    given = make_long("wkv7", (B, 40, H, 64), grad=True)
+    for _ in range(2):
+        y, _ = wkv7(given)
+        dy = torch.ones_like(y)
+        torch.autograd.grad(y, list(given.values()), dy, retain_graph=True)  # the backward is prepared
+    node = y.grad_fn
+    assert "forked" in in_fork(lambda: node.known.differentiate(node.saved_tensors, dy, None))
+
+
 @pytest.mark.parametrize(("op", "size"), [("wkv7", 16), ("wkv7", 200), ("gla", 200)])
 def test_first_use_in_a_capture_is_refused_and_later_shapes_are_not(op, size, on_gpu):
     on_gpu.capturing = True
