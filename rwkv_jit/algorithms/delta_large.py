@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.parts import Case, Obstacle
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import TENSOR_CORES, Gpu
+from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
 from rwkv_jit.schedule import Schedule, Step, Zero, aligned
 from rwkv_jit.template import Parameter
@@ -35,17 +35,11 @@ _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
-    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
-    if case.dtype not in ("fp16", "bf16"):
-        return "takes float16 and bfloat16, got {}", parts.DTYPES[case.dtype]
-    if head_size > LARGEST_HEAD or value_size > LARGEST_HEAD:
-        return "takes head sizes up to {}, got {} and {} for v", LARGEST_HEAD, head_size, value_size
-    if chunk_len is not None and chunk_len not in CHUNK_LENS:
-        return "takes chunk_len 32 or 64 at head sizes above {}, got {}", parts.LARGEST_HEAD, chunk_len
-    there = gpu()
-    if not there.has_tensor_cores:
-        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
-    length = chunk_len or CHUNK_LENS[-1]
+    obstacle = parts.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, f"32 or 64 at head sizes above {parts.LARGEST_HEAD}")
+    if obstacle is not None:
+        return obstacle
+    there, head_size, value_size = gpu(), case.head_size, case.value_size
+    length = case.chunk_len or CHUNK_LENS[-1]
     if not _fits(head_size, length, there):
         text = "needs more shared memory at head sizes {} and {} and chunk_len={} than the {} bytes of {}"
         return text, head_size, value_size, length, there.shared_limit, there.arch

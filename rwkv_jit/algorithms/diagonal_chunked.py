@@ -15,7 +15,7 @@ from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.delta_chunked import segment_len
 from rwkv_jit.algorithms.parts import LARGEST_HEAD, Candidate, Case, Obstacle, candidates_of_blocks, padded
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import TENSOR_CORES, Gpu
+from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
 from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
@@ -32,24 +32,12 @@ _GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
-    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
-    if case.dtype not in ("fp16", "bf16"):
-        return "takes float16 and bfloat16, got {}", parts.DTYPES[case.dtype]
-    if head_size > LARGEST_HEAD or value_size > LARGEST_HEAD:
-        return "takes head sizes up to {}, got {} and {} for v", LARGEST_HEAD, head_size, value_size
-    if padded(head_size) > 2 * padded(value_size):
-        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
-    if chunk_len is not None and chunk_len not in CHUNK_LENS:
-        return "takes chunk_len 16, 32 or 64, got {}", chunk_len
+    obstacle = parts.obstacle(case, gpu, LARGEST_HEAD, CHUNK_LENS, "16, 32 or 64", holds_heads=True)
+    if obstacle is not None:
+        return obstacle
     there = gpu()
-    if not there.has_tensor_cores:
-        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
-    length = chunk_len or default_chunk_len(case, there)
-    wanted = _most_shared_bytes(head_size, value_size, length)
-    if wanted > there.shared_limit:
-        text = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
-        return text, wanted, head_size, value_size, length, there.arch, there.shared_limit
-    return None
+    chunk_len = case.chunk_len or default_chunk_len(case, there)
+    return parts.shared_obstacle(case, there, chunk_len, _most_shared_bytes(case.head_size, case.value_size, chunk_len))
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------

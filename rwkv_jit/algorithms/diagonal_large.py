@@ -14,7 +14,7 @@ from typing import Any
 from rwkv_jit.algorithms import diagonal_chunked, diagonal_groups, parts
 from rwkv_jit.algorithms.parts import Case, Obstacle, padded
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import TENSOR_CORES, Gpu
+from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
 from rwkv_jit.schedule import Schedule, Step, Zero, renamed
 from rwkv_jit.template import Parameter
@@ -30,18 +30,11 @@ takes_groups = diagonal_groups.takes
 
 def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
     """Return why these kernels cannot do a call; None where they can. The GPU is asked for where all else is right."""
-    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
-    if case.dtype not in ("fp16", "bf16"):
-        return "takes float16 and bfloat16, got {}", parts.DTYPES[case.dtype]
-    largest = diagonal_groups.LARGEST_HEAD
-    if head_size > largest or value_size > largest:
-        return "takes head sizes up to {}, got {} and {} for v", largest, head_size, value_size
-    if chunk_len is not None and chunk_len not in CHUNK_LENS:
-        return "takes chunk_len 16, 32 or 64, got {}", chunk_len
-    there = gpu()
-    if not there.has_tensor_cores:
-        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
-    length = chunk_len or _legal_chunk_lens(head_size, there, None)[0]
+    obstacle = parts.obstacle(case, gpu, diagonal_groups.LARGEST_HEAD, CHUNK_LENS, "16, 32 or 64")
+    if obstacle is not None:
+        return obstacle
+    there, head_size, value_size = gpu(), case.head_size, case.value_size
+    length = case.chunk_len or _legal_chunk_lens(head_size, there, None)[0]
     in_groups = takes_groups(there, length, None)
     if head_size > LARGEST_KEY and not in_groups:
         text = "takes keys above {} on sm_90 with chunk_len={} alone, got {} on {} with chunk_len={}"

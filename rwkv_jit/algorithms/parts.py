@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
+from rwkv_jit.gpu import TENSOR_CORES, Gpu
 from rwkv_jit.problem import BYTES, Op, Problem
 from rwkv_jit.schedule import Result, Step
 from rwkv_jit.template import Parameter
@@ -46,6 +46,38 @@ class Case(NamedTuple):
     blocks: int = 1 << 20  # sequences times heads
     is_packed: bool = False
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
+
+
+def obstacle(
+    case: Case, gpu: Callable[[], Gpu], largest_head: int, chunk_lens: Sequence[int], lengths: str,
+    holds_heads: bool = False,
+) -> Obstacle | None:  # fmt: skip
+    """Return why no kernels on the tensor cores can do a call; the GPU is asked for where all else is right.
+
+    `lengths` is what the message calls the chunk lengths. Where blocks hold a head, keys may not be too long beside
+    the values.
+    """
+    head_size, value_size, chunk_len = case.head_size, case.value_size, case.chunk_len
+    if case.dtype not in ("fp16", "bf16"):
+        return "takes float16 and bfloat16, got {}", DTYPES[case.dtype]
+    if head_size > largest_head or value_size > largest_head:
+        return "takes head sizes up to {}, got {} and {} for v", largest_head, head_size, value_size
+    if holds_heads and padded(head_size) > 2 * padded(value_size):
+        return "takes keys up to twice as long as values (in steps of 32), got {} and {} for v", head_size, value_size
+    if chunk_len is not None and chunk_len not in chunk_lens:
+        return "takes chunk_len {}, got {}", lengths, chunk_len
+    there = gpu()
+    if not there.has_tensor_cores:
+        return "needs an architecture from sm_{} on, got {}", TENSOR_CORES, there.arch
+    return None
+
+
+def shared_obstacle(case: Case, gpu: Gpu, chunk_len: int, shared_bytes: int) -> Obstacle | None:
+    """Return that a block needs more shared memory than there is; None where it does not."""
+    if shared_bytes <= gpu.shared_limit:
+        return None
+    text = "needs {} bytes of shared memory at head sizes {} and {} and chunk_len={}, {} has {}"
+    return text, shared_bytes, case.head_size, case.value_size, chunk_len, gpu.arch, gpu.shared_limit
 
 
 def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:

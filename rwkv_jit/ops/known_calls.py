@@ -97,6 +97,37 @@ class Known:
         return known
 
 
+def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return what runs a known call with gradients, from the call, its inputs, its initial state and cu_seqlens.
+
+    `by_op` does the same as `Known.differentiate` by way of the torch op, which compilers and modes can see.
+    """
+
+    class KnownCall(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor | None]:
+            *arrays, state, cu_seqlens = given
+            results = known.run(arrays, state, cu_seqlens)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*given, results[-1])
+            ctx.known = known
+            return results[0], results[1] if known.problem.has_final_state else None
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
+            saved, known = ctx.saved_tensors, ctx.known
+            is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+            if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *saved))):
+                grads = known.differentiate(saved, dy, grad_final_state)
+            else:
+                grads = by_op(known.problem, saved, dy, grad_final_state)
+            return (None, *grads, None) if known.problem.has_initial_state else (None, *grads, None, None)
+
+    # Function.apply looks for transforms first; a known call has none, and saves that time.
+    apply: Callable[..., tuple[Tensor, Tensor | None]] = super(torch.autograd.Function, KnownCall).apply
+    return apply
+
+
 def differentiate(problem: Problem, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
     """Return the gradients of a call that has run elsewhere, as `Known.differentiate` does."""
     *arrays, kept = saved

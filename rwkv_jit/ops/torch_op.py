@@ -447,35 +447,18 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         dtype = tensors.autocast_dtype(arguments[0])
         return arguments if dtype is None else (*_cast(op, arguments[:count], dtype), *arguments[count:])
 
-    class KnownCall(torch.autograd.Function):
-        """The forward and its backward, for a call that is known."""
-
-        @staticmethod
-        def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor | None]:
-            *arrays, state, cu_seqlens = given
-            results = known.run(arrays, state, cu_seqlens)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*given, results[-1])
-            ctx.known = known
-            return results[0], results[1] if known.problem.has_final_state else None
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-            saved, known = ctx.saved_tensors, ctx.known
-            is_direct = not torch.is_grad_enabled() and tensors.is_eager()
-            if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final, *saved))):
-                grads = known.differentiate(saved, dy, grad_final)
-                if saved[count] is None:
-                    grads.append(None)
-                return (None, *grads, None)
-            return (None, *differentiate(saved, _options_of(known.problem), dy, grad_final))
+    def differentiate_known(
+        problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
+        grads = differentiate(saved, _options_of(problem), dy, grad_final)
+        return grads[: count + problem.has_initial_state]
 
     record = recording.forward(forward_op, saving, setup, in_context, plainly)
     record_backward, run_backward = recording.backward(backward_op, name)
     registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
-    # Function.apply looks for transforms first; a known call has none, and saves that time.
-    return TorchOp(op, forward_op, super(torch.autograd.Function, KnownCall).apply)
+    return TorchOp(op, forward_op, known_calls.recorded(differentiate_known))
 
 
 def _options_of(p: Problem) -> Options:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -98,31 +98,17 @@ def _for_all_rows(state: Tensor | None, k: Tensor) -> Tensor | None:
     return state if state is None or state.dim() == 3 else state.expand(k.shape[0], *state.shape)
 
 
-class _KnownCall(torch.autograd.Function):
-    """The forward and its backward, for a call that is known."""
-
-    @staticmethod
-    def forward(ctx: Any, known: Known, *given: Any) -> tuple[Tensor, Tensor | None]:
-        *arrays, state = given
-        results = known.run(arrays, state, None)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given, None, results[-1])
-        ctx.known = known
-        return results[0], results[1] if known.problem.has_final_state else None
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
-        saved, known = ctx.saved_tensors, ctx.known
-        is_direct = not torch.is_grad_enabled() and tensors.is_eager()
-        if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final, *saved))):
-            grads = known.differentiate(saved, dy, grad_final)
-            return (None, *grads) if len(grads) == 5 else (None, *grads, None)
-        *given, _, states = saved
-        return None, *_gradients(given, (known.problem.decay, known.problem.backend), states, dy, grad_final)
+def _differentiate_known(
+    problem: Problem, saved: Sequence[Tensor | None], dy: Tensor | None, grad_final: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
+    *given, _, states = saved
+    assert states is not None
+    grads = _gradients(given, (problem.decay, problem.backend), states, dy, grad_final)
+    return grads[: len(_OP.inputs) + problem.has_initial_state]
 
 
-# Function.apply looks for transforms first; a known call has none, and saves that time.
-_run_known: Callable[..., tuple[Tensor, Tensor | None]] = super(torch.autograd.Function, _KnownCall).apply
+_run_known = known_calls.recorded(_differentiate_known)
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -451,7 +437,7 @@ def wkv4(
         y, final, _ = _forward_op(w, u, k, v, state, decay, backend, output_final_state, False)
         return y, final if output_final_state else None
     if training:
-        return _run_known(known, w, u, k, v, state)
+        return _run_known(known, w, u, k, v, state, None)
     results = known.run((w, u, k, v), state, None)
     return results[0], results[1] if output_final_state else None
 

@@ -8,11 +8,6 @@ GATES = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 4.1e-3}  # th
 SIZES = (2, 37, 2, 6, 24, 40)  # batch, tokens, key heads, heads, head sizes of keys and values
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)  # fresh inputs in every run
-
-
 def check(given, sequences, state_dtype, *more, **options):
     errors = made_up.errors_of_call(given, sequences, state_dtype, *more, **options)
     gate = max(GATES[x.dtype] for x in given.values())

@@ -848,20 +848,18 @@ def test_forward_keeps_no_more_than_the_backward_needs(
 
 
 @pytest.mark.parametrize("bound", [-1.0, None])
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("op", "arch", "backend", "size", "chunk_len"),
+    ("op", "arch", "backend", "size", "chunk_len", "packed"),
     [
-        (op, arch, backend, size, 64 if (arch, size) == ("sm_90", 131) and op != "wkv7" else 32)
+        (op, arch, backend, size, 64 if (arch, size) == ("sm_90", 131) and op != "wkv7" else 32, packed)
         for op in RECURRENCES
         for arch, backend, size in [
             ("sm_80", "chunked", 7), ("sm_80", "large", 131), ("sm_90", "large", 131), ("sm_80", "segments", 7)
         ]
+        for packed in ([False] if backend == "segments" else [False, True])
     ],
 )  # fmt: skip
 def test_fake_has_the_sizes_of_the_real_one(op, arch, backend, size, chunk_len, packed, bound, on_gpu):
-    if backend == "segments" and packed:
-        pytest.skip("there is no such call")
     on_gpu.use(arch)
     has_fallback = bound is None and op != "linear_attention"
     shape = (1, 120, H, size) if packed else (2, 2048, H, size)
@@ -924,11 +922,11 @@ SUMS = [
 ]
 
 
-@PACKINGS
-@pytest.mark.parametrize(("op", "arch", "tokens", "size", "options", "rows"), SUMS)
+@pytest.mark.parametrize(
+    ("op", "arch", "tokens", "size", "options", "rows", "bounds"),
+    [(*case, bounds) for case in SUMS for bounds in (None, [0, 3, 3, 120]) if not (bounds and "segments" in case[-1])],
+)
 def test_gradients_of_inputs_without_tokens_are_added_up(op, arch, tokens, size, options, rows, bounds, on_gpu):
-    if bounds and "segments" in rows:
-        pytest.skip("there is no such call")
     on_gpu.use(arch)
     batch, tokens, sequences = (1, 120, 3) if bounds else (B, tokens, B)
     given = make_long(op, (batch, tokens, H, size), grad=True)
