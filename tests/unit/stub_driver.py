@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 from rwkv_jit import cuda, custom, kernel, tensors
 from rwkv_jit.cache import Compiled, Resources
@@ -261,6 +262,9 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     there are, and `while_running` what kernels do. New tensors are made in the same memory, and zeros are written.
     """
     cpu, real_device = torch.device("cpu"), torch._C.TensorBase.device.__get__
+
+    # Where torch is built for CUDA, the first tensor without memory would make a real one.
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None, raising=False)
 
     def device(x):
         real = real_device(x)
