@@ -18,7 +18,7 @@ LARGEST_HEAD = 128  # that a block holds
 # The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
 # of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
 LARGEST_DECAY = 64
-_SUM_COLUMNS, _SUM_ROWS = 32, 8  # of a block that sums rows
+SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
 _COPY_THREADS, _COPY_TILE = 256, 32
 _FLAG_THREADS = 256
 
@@ -219,20 +219,19 @@ def sum_segments(p: Problem, segments: int) -> list[Step]:
 
 def sum_rows(
     rows: str, sums: str, groups: Any, group_rows: Any, width: Any, storage: str, packed_chunk_len: int = 0,
-    tokens: Any = 0,
+    tokens: Any = 0, columns: int = _SUM_COLUMNS,
 ) -> Step:  # fmt: skip
     """Return the step that adds up rows of floats, group by group in a fixed order.
 
-    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be.
+    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be. The fewer
+    `columns` a block has, the more of its `SUM_THREADS` threads share a column.
     """
-    parameters: dict[str, Parameter] = {
-        "T_OUT": storage, "NUM_THREADS": _SUM_COLUMNS * _SUM_ROWS, "COLUMNS": _SUM_COLUMNS,
-    }  # fmt: skip
+    parameters: dict[str, Parameter] = {"T_OUT": storage, "NUM_THREADS": SUM_THREADS, "COLUMNS": columns}
     bind = {
         "rows": rows, "sums": sums, "cu_seqlens": "cu_seqlens" if packed_chunk_len else None, "group_rows": group_rows,
         "width": width, "chunk_len": packed_chunk_len, "tokens": tokens,
     }  # fmt: skip
-    return Step("sum_rows", "sum_rows", parameters, (-(-width // _SUM_COLUMNS), groups, 1), bind)
+    return Step("sum_rows", "sum_rows", parameters, (-(-width // columns), groups, 1), bind)
 
 
 def copy_states(

@@ -74,8 +74,9 @@ def pytest_runtest_logreport(report):
         _outcomes[op][report.nodeid] = report.outcome
 
 
-def pytest_sessionfinish(session):
-    if not session.config.getoption("--record") or hasattr(session.config, "workerinput") or not HAS_GPU:
+def pytest_sessionfinish(session, exitstatus):
+    whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # an interrupted run proves nothing
+    if not (session.config.getoption("--record") and whole and HAS_GPU) or hasattr(session.config, "workerinput"):
         return
     from rwkv_jit import machine
 
