@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stub_driver import gpus, on_gpu  # noqa: F401, fixtures of this tier
 
 WITHOUT_CUPY = Path(__file__).with_name("without_cupy")
 

@@ -1,6 +1,5 @@
 """Templates of one's own: reading, parameters, and launches on a driver that takes notes."""
 
-import importlib.util
 import inspect
 import os
 import struct
@@ -10,16 +9,12 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from stub_driver import cuda_tensor, in_fork, packed
 
 import rwkv_jit
 from rwkv_jit import custom, kernel, signatures, tensors
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.template import Template
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, packed, cuda_tensor = stub_driver.gpus, stub_driver.packed, stub_driver.cuda_tensor
 
 
 @pytest.fixture
@@ -465,7 +460,7 @@ def test_forked_child_is_told_and_its_parent_goes_on(has_tensors, gpus):
         with pytest.raises(RwkvJitError, match="CUDA was in use before this process was forked"):
             made.launch(1, 32, argument)
 
-    assert stub_driver.in_fork(use_in_child) == "done"
+    assert in_fork(use_in_child) == "done"
     made.launch(1, 32, argument)
     assert (len(gpus.modules), len(gpus.launches)) == (1, 2)
 

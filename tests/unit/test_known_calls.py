@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import importlib.util
 import itertools
 import re
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch._decomp.decompositions_for_jvp  # noqa: F401, as it compiles functions of torch that `on_gpu` replaces
+from stub_driver import in_fork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,11 +28,6 @@ from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import known_calls, torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.tuned import CHUNKS
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, on_gpu, in_fork = stub_driver.gpus, stub_driver.on_gpu, stub_driver.in_fork
 
 B, T, H, N = 2, 5, 3, 8
 LONG = (B, 40, H, 16)

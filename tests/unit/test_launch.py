@@ -1,26 +1,20 @@
 """Launches of one kernel on a driver that takes notes: what the driver reads, where, and what is loaded when."""
 
 import ctypes
-import importlib.util
 import os
 import re
 import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from stub_driver import in_fork, packed
 
 from rwkv_jit import cuda, kernel, tensors
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.launch import Launch, Value
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, packed = stub_driver.gpus, stub_driver.packed
 
 
 def make_launch(gpus, letters, constants=(), grid=(2, 1, 1), device=0, arguments=None, shared_bytes=0, sizes=None):
@@ -214,7 +208,7 @@ def test_forked_child_is_told_and_its_parent_goes_on(gpus):
         with pytest.raises(RwkvJitError, match="CUDA was in use before this process was forked.*'spawn'"):
             made.function(0, "scale")
 
-    assert stub_driver.in_fork(use_in_child) == "done"
+    assert in_fork(use_in_child) == "done"
     made.function(0, "scale")
     assert len(gpus.modules) == 1
 
@@ -222,7 +216,7 @@ def test_forked_child_is_told_and_its_parent_goes_on(gpus):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_child_of_a_process_that_left_cuda_alone_may_use_it(gpus):
-    assert stub_driver.in_fork(lambda: gpus.make_kernel().function(0, "scale")) == "done"
+    assert in_fork(lambda: gpus.make_kernel().function(0, "scale")) == "done"
 
 
 # ---- a stream beside another one ---------------------------------------------------------------------------------

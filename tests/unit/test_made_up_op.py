@@ -1,6 +1,5 @@
 """An op is data: one that the library does not have, with inputs that none of its ops has, does all that these do."""
 
-import importlib.util
 from pathlib import Path
 
 import made_up
@@ -11,11 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import torch_op
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, on_gpu = stub_driver.gpus, stub_driver.on_gpu
 
 B, T, G, H, K, V = SIZES = 2, 5, 2, 4, 3, 6
 PACKED = [0, 3, 3, 11, 12]

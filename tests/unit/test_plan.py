@@ -1,11 +1,9 @@
 """Plans on a driver that takes notes: how a schedule is bound to tensors, and what happens when it runs."""
 
 import ctypes
-import importlib.util
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +15,6 @@ from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Op, Problem
 from rwkv_jit.schedule import Result, Schedule, Step, Stride, Zero
 from rwkv_jit.template import Template
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, on_gpu = stub_driver.gpus, stub_driver.on_gpu
 
 STRIDES = ("strides.cuh", "struct Strides { i64 batch, token, head; };\nstruct RowStrides { i64 batch, token; };\n")
 OP = Op("mix", {"x": "BTHK", "u": "HK"}, "mix", output="BTHK")

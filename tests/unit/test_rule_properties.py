@@ -3,9 +3,7 @@
 Sizes, architectures and options are drawn at random. Nothing is compiled, and no tensor has memory.
 """
 
-import importlib.util
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,11 +14,6 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus = stub_driver.gpus
 
 # KiB of shared memory that a block may have at most, by the programming guide; PTX may run on the least of the newer.
 MOST_SHARED = {
