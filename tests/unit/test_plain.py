@@ -114,22 +114,6 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once(op, make_inputs):
     assert (final.double() - want_final).norm() <= 5e-6 * want_final.norm()
 
 
-@settings(max_examples=10, deadline=None)
-@given(tokens=st.integers(0, 70), data=st.data())
-@pytest.mark.parametrize("op", OPS)
-def test_sequence_may_be_cut_at_any_token(op, tokens, data, make_inputs):
-    cut = data.draw(st.integers(0, tokens), "cut")
-    given = make_inputs(op, tokens=tokens, requires_grad=False)
-    y, final = getattr(rwkv_jit, op)(*given.values(), None, True)
-    state, parts = None, []
-    for part in (slice(0, cut), slice(cut, tokens)):
-        of_part = [x[:, part] if x.dim() == 4 else x for x in given.values()]
-        y_part, state = getattr(rwkv_jit, op)(*of_part, state, True)
-        parts.append(y_part)
-    torch.testing.assert_close(torch.cat(parts, 1), y, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(state, final, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["op", "reference"])
 @pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7", "gla"])
 @pytest.mark.parametrize("w", [88.0, 88.8, 100.0, math.inf])

@@ -114,125 +114,85 @@ def test_gradients_agree_with_finite_differences(op, decay, layout, case, make_i
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("op", "decay"), OPS_AND_DECAYS)
-def test_values_are_those_of_the_formula(op, decay, layout, make_inputs, make_state):
-    given, state = make_inputs(op, decay=decay), make_state(2, layout=layout)
-    y, final = reference(op)(*given.values(), state, True, scale=0.7, state_layout=layout, **of_decay(decay))
-    start = state.detach().transpose(-1, -2) if layout == "kv" else state.detach()
-    want_y, want_final = formula(op, given, start.numpy(), [(0, 0, 5), (1, 0, 5)], 0.7, decay)
+@pytest.mark.parametrize("op", OPS)
+def test_defaults_are_the_conventions_of_the_op(op, make_inputs):
+    """Raw decays, [V, K] and no scale for RWKV; log decays, [K, V] and the scale of attention for the others."""
+    is_rwkv = op.startswith("wkv")
+    given = make_inputs(op, low=-1.0)
+    y, final = getattr(rwkv_jit, f"{op}_ref")(*given.values(), None, True)
+    scale, decay = (1.0, "raw") if is_rwkv else (3**-0.5, "log")
+    want_y, want_final = formula(op, given, np.zeros((2, 2, 4, 3)), [(0, 0, 5), (1, 0, 5)], scale, decay)
     close(y, want_y)
-    close(final.transpose(-1, -2) if layout == "kv" else final, want_final)
+    close(final if is_rwkv else final.mT, want_final)
+    assert getattr(rwkv_jit, f"{op}_ref")(*given.values())[1] is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("op", OPS)
+def test_values_are_those_of_the_formula(op, data, make_inputs, make_state):
+    """For any shape, decay, layout and state, also one for all sequences; rows, and packed sequences."""
+    sizes = {name: data.draw(st.integers(1, 4), name) for name in ("heads", "head_size", "value_size")}
+    is_packed = data.draw(st.booleans(), "packed")
+    lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), "lengths")
+    lengths = lengths if is_packed else [lengths[0]] * len(lengths)
+    least = data.draw(st.floats(-20.0, -1e-6), "least log-decay")
+    decay = "none" if op == "linear_attention" else data.draw(st.sampled_from(DECAYS), "decay")
+    layout, scale = data.draw(st.sampled_from(LAYOUTS), "layout"), data.draw(st.floats(-2.0, 2.0), "scale")
+    batch, tokens = (1, sum(lengths)) if is_packed else (len(lengths), lengths[0])
+    given = make_inputs(op, batch=batch, tokens=tokens, decay=decay, low=least, high=least / 2, **sizes)
+    state = data.draw(st.sampled_from([None, make_state(len(lengths), layout=layout, **sizes),
+                                       make_state(None, layout=layout, **sizes)]), "state")  # fmt: skip
+    ends = np.cumsum([0, *lengths])
+    cu_seqlens = torch.from_numpy(ends) if is_packed else None
+    y, final = reference(op)(*given.values(), state, True, cu_seqlens, scale, state_layout=layout, **of_decay(decay))
+    starts = np.zeros((len(lengths), sizes["heads"], sizes["value_size"], sizes["head_size"]))
+    if state is not None:
+        starts += (state.detach().mT if layout == "kv" else state.detach()).numpy()
+    bounds = [(0, *pair) for pair in itertools.pairwise(ends)] if is_packed else [(i, 0, tokens) for i in range(batch)]
+    want_y, want_final = formula(op, given, starts, bounds, scale, decay)
+    close(y, want_y)
+    close(final.mT if layout == "kv" else final, want_final)
     assert final.is_contiguous()
 
 
-@pytest.mark.parametrize("op", ["wkv5", "wkv6", "wkv7"])
-def test_defaults_are_raw_decay_value_key_layout_zero_state_and_no_scale(op, make_inputs):
-    given = make_inputs(op, low=-1.0)
-    y, final = getattr(rwkv_jit, f"{op}_ref")(*given.values())
-    want_y, want_final = formula(op, given, np.zeros((2, 2, 4, 3)), [(0, 0, 5), (1, 0, 5)], 1.0, "raw")
-    close(y, want_y)
-    assert final is None
-    close(getattr(rwkv_jit, f"{op}_ref")(*given.values(), None, True)[1], want_final)
-
-
-@pytest.mark.parametrize("op", ["gla", "linear_attention"])
-def test_defaults_are_log_decay_key_value_layout_zero_state_and_the_scale_of_attention(op, make_inputs):
-    given = make_inputs(op)
-    y, final = getattr(rwkv_jit, f"{op}_ref")(*given.values(), None, True)
-    want_y, want_final = formula(op, given, np.zeros((2, 2, 4, 3)), [(0, 0, 5), (1, 0, 5)], 3**-0.5, "log")
-    close(y, want_y)
-    close(final.transpose(-1, -2), want_final)
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
+@pytest.mark.parametrize("function", ["", "_ref"])
 @pytest.mark.parametrize("op", OPS)
-def test_values_for_any_shape_and_any_decay(op, data, make_inputs):
-    sizes = {name: data.draw(st.integers(1, 4), name) for name in ("heads", "head_size", "value_size")}
-    lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4), "lengths")
-    least = data.draw(st.floats(-20.0, -1e-6), "least log-decay")
-    decay = "none" if op == "linear_attention" else data.draw(st.sampled_from(["raw", "log", "direct"]), "decay")
-    scale = data.draw(st.floats(-2.0, 2.0), "scale")
-    given = make_inputs(op, batch=1, tokens=sum(lengths), decay=decay, low=least, high=least / 2, **sizes)
-    ends = np.cumsum([0, *lengths])
-    cu_seqlens = torch.from_numpy(ends)
-    y, final = reference(op)(*given.values(), None, True, cu_seqlens, scale, **of_decay(decay))
-    zeros = np.zeros((len(lengths), sizes["heads"], sizes["value_size"], sizes["head_size"]))
-    bounds = [(0, begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
-    want_y, want_final = formula(op, given, zeros, bounds, scale, decay)
-    close(y, want_y)
-    close(final, want_final)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_one_state_for_all_sequences_is_that_state_repeated(op, make_inputs, make_state):
+def test_one_state_for_all_sequences_gets_the_summed_gradient(op, function, make_inputs, make_state):
     given, shared = make_inputs(op), make_state(None)
-    y, final = reference(op)(*given.values(), shared, True)
     repeated = shared.detach().expand(2, 2, 4, 3).clone().requires_grad_()
-    want_y, want_final = reference(op)(*given.values(), repeated, True)
-    close(y, want_y.detach(), rtol=0)
-    close(final, want_final.detach(), rtol=0)
-    (grad,) = torch.autograd.grad(y.sum() + final.square().sum(), shared)
-    (want_grad,) = torch.autograd.grad(want_y.sum() + want_final.square().sum(), repeated)
-    close(grad, want_grad.sum(0))
+    results, grads = [], []
+    for state in (shared, repeated):
+        y, final = getattr(rwkv_jit, op + function)(*given.values(), state, True, state_layout="vk")
+        results.append([y, final])
+        grads += torch.autograd.grad(y.sum() + final.square().sum(), state)
+    for x, want in zip(*results, strict=True):
+        close(x, want.detach(), rtol=0)
+    close(grads[0], grads[1].sum(0))
 
 
+@pytest.mark.parametrize("function", ["", "_ref"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", OPS)
-def test_no_tokens_give_an_empty_y_and_a_differentiable_copy_of_the_state(op, layout, packed, make_inputs, make_state):
+def test_no_tokens_give_an_empty_y_and_a_differentiable_copy_of_the_state(
+    op, layout, packed, function, make_inputs, make_state
+):
     given, state = make_inputs(op, batch=1, tokens=0), make_state(1, layout=layout)
     cu_seqlens = torch.tensor([0, 0]) if packed else None
-    y, final = reference(op)(*given.values(), state, True, cu_seqlens, state_layout=layout)
+    y, final = getattr(rwkv_jit, op + function)(*given.values(), state, True, cu_seqlens, state_layout=layout)
     assert y.shape == (1, 0, 2, 4)
     assert torch.equal(final, state)
     assert final.data_ptr() != state.data_ptr()
-    weights = torch.rand_like(final)
-    assert torch.equal(torch.autograd.grad((final * weights).sum(), state)[0], weights)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_no_tokens_and_no_state_give_zeros(op, make_inputs):
-    _, final = reference(op)(*make_inputs(op, tokens=0).values(), None, True)
-    assert torch.equal(final, torch.zeros(2, 2, 4, 3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("cut", [0, 1, 3, 5])
-@pytest.mark.parametrize("op", OPS)
-def test_sequence_in_two_parts_is_the_whole_sequence(op, cut, make_inputs, make_state):
-    given, state = make_inputs(op), make_state(2)
-    whole_y, whole_final = reference(op)(*given.values(), state, True, scale=0.7)
-    first, second = of_tokens(op, given, 0, cut), of_tokens(op, given, cut, 5)
-    y1, middle = reference(op)(*first, state, True, scale=0.7)
-    y2, final = reference(op)(*second, middle, True, scale=0.7)
-    close(torch.cat([y1, y2], 1), whole_y.detach())
-    close(final, whole_final.detach())
-    leaves = [*given.values(), state]
-    wanted = torch.autograd.grad(whole_y.square().sum() + whole_final.sum(), leaves)
-    for grad, want in zip(
-        torch.autograd.grad(y1.square().sum() + y2.square().sum() + final.sum(), leaves), wanted, strict=True
-    ):
-        close(grad, want)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", OPS)
-def test_packed_sequences_are_each_sequence_alone(op, layout, make_inputs, make_state):
-    bounds = [0, 2, 2, 5, 9, 9]
-    given, state = make_inputs(op, batch=1, tokens=9), make_state(5, layout=layout)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    y, final = reference(op)(*given.values(), state, True, cu_seqlens, state_layout=layout)
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        alone = of_tokens(op, given, begin, end)
-        want_y, want_final = reference(op)(*alone, state[i : i + 1], True, state_layout=layout)
-        close(y[:, begin:end], want_y.detach())
-        close(final[i : i + 1], want_final.detach())
+    weights, leaves = torch.rand_like(final), [*given.values(), state]
+    *grads, grad_state = torch.autograd.grad((final * weights).sum() + y.sum(), leaves, materialize_grads=True)
+    assert torch.equal(grad_state, weights)
+    assert not any(torch.count_nonzero(grad) for grad in grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("op", OPS)
-def test_narrow_inputs_are_computed_in_float32(op, dtype, make_inputs):
+def test_narrow_inputs_are_computed_in_float32(op, dtype, make_inputs, make_state):
     given = make_inputs(op, dtype=dtype)
     y, final = reference(op)(*given.values(), None, True)
     exact = [x.detach().double() for x in given.values()]
@@ -240,13 +200,7 @@ def test_narrow_inputs_are_computed_in_float32(op, dtype, make_inputs):
     assert (y.dtype, final.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(final.double(), want_final, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, want_y.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("op", OPS)
-def test_final_state_has_the_dtype_of_the_initial_one(op, dtype, make_inputs, make_state):
-    given, state = make_inputs(op, dtype=torch.bfloat16), make_state(2, dtype=dtype)
-    assert reference(op)(*given.values(), state, True)[1].dtype == dtype
+    assert reference(op)(*given.values(), make_state(2, dtype=torch.float16), True)[1].dtype == torch.float16
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
@@ -328,18 +282,6 @@ def test_normalized_outputs_have_the_dtype_of_the_values_and_no_nan_where_nothin
     y, (final, z) = function(q, k, v + 1, None, True, normalize=True)
     assert (y.dtype, final.dtype, z.dtype) == (dtype, torch.float32, torch.float32)
     assert torch.equal(y, torch.zeros_like(y))
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-@pytest.mark.parametrize("op", OPS)
-def test_public_ops_are_their_references_for_any_shape(op, data, make_inputs):
-    sizes = {n: data.draw(st.integers(1, 9), n) for n in ("tokens", "heads", "head_size", "value_size")}
-    given = make_inputs(op, batch=1, **sizes)
-    more = data.draw(st.sampled_from([{}, {"normalize": True}])) if op == "linear_attention" else {}
-    y, _ = getattr(rwkv_jit, op)(*given.values(), **more)
-    want, _ = getattr(rwkv_jit, f"{op}_ref")(*given.values(), **more)
-    close(y, want.detach(), rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["wkv4", "wkv4_ref"])
