@@ -66,14 +66,7 @@ def test_headers_lie_beside_the_file_or_are_the_librarys_own(kind, tmp_path):
         ("mine.txt", ValueError, "path: expected a .cu file, got .*mine.txt"),
         ("cubin.cu", ValueError, "path: expected text in UTF-8, got .*cubin.cu"),
         ("direct.cu", FileNotFoundError, '"gone.cuh", which direct.cu includes, lies neither beside .*direct.cu nor'),
-        ("indirect.cu", FileNotFoundError, '^path: "sub/gone.cuh", which second.cuh includes, lies neither beside'),
         ("opens.cu", ValueError, "^path: opens.cu, line 2: '#include </x.cuh>' may read a file that"),
-        ("nul.cu", ValueError, r"^path: 'a\\x00b', which nul.cu includes, cannot be read: embedded null"),
-        (
-            "long.cu",
-            OSError,
-            r'^path: "x{200}... .300 characters.", which long.cu includes, cannot be read: File name too',
-        ),
         ("y" * 300 + ".cu", OSError, r"^path: .*y... .* characters. cannot be read: File name too long"),
         ("nul\0.cu", FileNotFoundError, "^path: there is no file"),
         ("z" * 10**5, ValueError, r"^path: expected a .cu file, got .{200}\.\.\. .* characters.$"),
@@ -83,13 +76,8 @@ def test_file_that_is_no_template(path, error, message, tmp_path):
     (tmp_path / "folder.cu").mkdir()
     write(tmp_path / "mine.txt", "")
     write(tmp_path / "opens.cu", "\n#include </x.cuh>\n")
-    write(tmp_path / "nul.cu", '#include "a\0b"\n')
-    write(tmp_path / "long.cu", f'#include "{"x" * 300}"\n')
     (tmp_path / "cubin.cu").write_bytes(b"\x7fELF\xff\xfe")
     write(tmp_path / "direct.cu", '#include "types.cuh"\n#include "gone.cuh"\n')
-    write(tmp_path / "indirect.cu", '#include "first.cuh"\n#include "tile.cuh"\n')
-    write(tmp_path / "first.cuh", '#include "second.cuh"\n#include "first.cuh"\n')
-    write(tmp_path / "second.cuh", '#include "sub/gone.cuh"\n')
     with pytest.raises(error, match=message):
         custom.Template(tmp_path / path)
 
@@ -133,11 +121,8 @@ def test_dtypes_and_numpy_scalars_become_what_the_template_takes(mine, requests)
     ("parameters", "error", "message"),
     [
         ({"T_IO": torch.float64}, ValueError, "T_IO: expected one of fp16, bf16, fp32, got torch.float64"),
-        ({"T_IO": "double"}, ValueError, "T_IO: expected one of fp16, bf16, fp32, got 'double'"),
         ({"SIZE": torch.float16}, TypeError, "SIZE: expected an int, .*, got torch.float16"),
         ({"SIZE": [1]}, TypeError, r"SIZE: expected an int, .*, got \[1\]"),
-        ({"SIZE": 2**31}, ValueError, "SIZE: expected a 32-bit integer, got 2147483648"),
-        ({"RATE": float("nan")}, ValueError, "RATE: expected a finite 32-bit float, got nan"),
         ({"arch": "h100"}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 'h100'"),
         ({"SIZE": [0] * 10**5}, TypeError, r"SIZE: expected an int, .*, got \[0, 0, .{1,250} characters.$"),
         ({"arch": 90}, ValueError, "arch: expected sm_NN, sm_NNa or compute_NN, got 90"),
@@ -156,14 +141,10 @@ def test_architecture_is_the_given_one_then_the_variables_then_the_current_gpus(
     mine.specialize()
     mine.specialize(arch="sm_100")
     assert [request[2:] for request in requests] == [("sm_90", ("sm_90a",)), ("compute_75", ()), ("sm_100", ())]
-
-
-def test_without_gpu_the_architecture_must_be_named(mine, requests, monkeypatch):
+    monkeypatch.delenv("RWKVJIT_ARCH")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="arch: there is no GPU to take it from; pass one, e.g. arch='sm_90'"):
         mine.specialize()
-    mine.specialize(arch="sm_90")
-    assert len(requests) == 1
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------
@@ -332,12 +313,6 @@ def test_one_of_several_kernels_must_be_named(gpus):
     assert [launch.entry for launch in gpus.launches] == ["second", "first"]
 
 
-def test_only_extern_c_kernel_needs_no_name(gpus):
-    gpus.sizes.update(first=[])
-    gpus.make_own(entries=("_Z5helperv", "first")).launch(1, 32)
-    assert [launch.entry for launch in gpus.launches] == ["first"]
-
-
 def test_entries_of_ptx_are_read_from_its_text(gpus):
     gpus.sizes.update(first=[])
     text = b"// sm_80\n.visible .func (.param .b32 r) helper(\n.visible .entry first(\n\t.param .u64 first_param_0\n)"
@@ -480,23 +455,17 @@ def named(gpus):
 
 
 def test_named_arguments_go_as_what_the_kernel_declares(named, gpus):
+    """In any order, also where the types of the arguments come in the same order."""
     x = cuda_tensor()
-    given = {"x": x, "count": -3, "factor": 0.5, "stride": 2**40, "seed": 7, "shift": 2, "is_on": True}
-    want = packed("QifqId?", x.data_ptr(), -3, 0.5, 2**40, 7, 2.0, True)
-    named.launch(1, 32, **given)
-    named.launch(1, 32, **dict(reversed(given.items())))
-    named.launch(1, 32, **{**given, "factor": 1})
-    assert [launch.arguments for launch in gpus.launches] == [want, want, (*want[:2], *packed("f", 1.0), *want[3:])]
-
-
-def test_names_of_a_known_launch_may_come_in_any_order(named, gpus):
-    given = {"x": None, "count": 1, "factor": 0.5, "stride": 2, "seed": 3, "shift": 4.0, "is_on": False}
-    other = {"count": 10, "x": None, "factor": 0.25, "stride": 20, "seed": 30, "shift": 40.0, "is_on": True}
+    given = {"x": x, "count": -3, "factor": 0.5, "stride": 2**30, "seed": 7, "shift": 2, "is_on": True}
+    swapped = {name: given[name] for name in ("x", "stride", "factor", "count", "seed", "shift", "is_on")}
+    want = packed("QifqId?", x.data_ptr(), -3, 0.5, 2**30, 7, 2.0, True)
     for _ in range(2):
-        named.launch(1, 32, **given)
-        named.launch(1, 32, **other)
-    first, second = packed("QifqId?", 0, 1, 0.5, 2, 3, 4.0, False), packed("QifqId?", 0, 10, 0.25, 20, 30, 40.0, True)
-    assert [launch.arguments for launch in gpus.launches] == [first, second] * 2
+        for arguments in (given, dict(reversed(given.items())), swapped):
+            named.launch(1, 32, **arguments)
+    assert [launch.arguments for launch in gpus.launches] == [want] * 6
+    named.launch(1, 32, **{**given, "factor": 1, "stride": 2**40})
+    assert gpus.launches[-1].arguments == (*want[:2], *packed("fq", 1.0, 2**40), *want[4:])
 
 
 @pytest.mark.parametrize(

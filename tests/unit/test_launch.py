@@ -71,13 +71,6 @@ def test_every_value_lies_where_its_type_may_lie(gpus, monkeypatch):
     assert offsets == [0] * (len(letters) + 3)
 
 
-def test_shape_shared_memory_and_stream_reach_the_driver(gpus):
-    make_launch(gpus, "q", grid=(5, 6, 7), shared_bytes=1024).launch(77, (1,))
-    (launch,) = gpus.launches
-    assert (launch.grid, launch.block, launch.shared_bytes) == ((5, 6, 7), (64, 2, 1), 1024)
-    assert (launch.stream, launch.entry) == (77, "scale")
-
-
 @pytest.mark.parametrize("grid", [(0, 1, 1), (3, 0, 1), (3, 1, 0)])
 def test_empty_grid_launches_nothing(gpus, grid):
     make_launch(gpus, "q", grid=grid).launch(7, (1,))
@@ -98,47 +91,11 @@ def test_kernel_whose_arguments_the_driver_disputes_is_never_launched(gpus, size
         make_launch(gpus, "QQ", sizes=sizes)
 
 
-def test_driver_that_cannot_tell_sizes_is_believed(gpus, monkeypatch):
-    monkeypatch.setattr(cuda, "parameter_sizes", lambda function, most=None: None)
-    make_launch(gpus, "QQ").launch(7, (1, 2))
-    assert len(gpus.launches) == 1
-
-
-def test_threads_that_launch_at_once_do_not_mix_values(gpus):
-    """Every thread has written its values before the driver reads those of any."""
-    count = 8
-    made = make_launch(gpus, "qd", [("i", 5)])
-    all_written = threading.Barrier(count, timeout=30)
-    gpus.before_reading = all_written.wait
-    threads = [threading.Thread(target=made.launch, args=(n, (n, n / 2))) for n in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {launch.stream: launch.arguments for launch in gpus.launches} == {
-        n: packed("qdi", n, n / 2, 5) for n in range(count)
-    }
-
-
 def test_thread_that_has_used_no_gpu_gets_a_context(gpus):
     made = make_launch(gpus, "Q")
     with ThreadPoolExecutor(1) as pool:
         pool.submit(made.launch, 0, (5,)).result()
     assert [launch.arguments for launch in gpus.launches] == [packed("Q", 5)]
-
-
-def test_other_errors_of_the_driver_are_raised(gpus):
-    made = make_launch(gpus, "")
-    gpus.refuses = True
-    with pytest.raises(gpus.CUDADriverError, match="INVALID_VALUE"):
-        made.launch(0, ())
-
-
-def test_more_shared_memory_than_every_gpu_gives_is_asked_for_once(gpus):
-    made = make_launch(gpus, "q", shared_bytes=100_000)
-    for _ in range(3):
-        made.launch(7, (1,))
-    assert gpus.shared_bytes == {made.function: 100_000}
 
 
 def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
@@ -151,17 +108,6 @@ def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
 
 
 # ---- devices and modules -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("current", [0, 1])
-@pytest.mark.parametrize("device", [0, 1])
-def test_kernel_is_launched_on_its_device_whichever_is_current(gpus, device, current):
-    made = make_launch(gpus, "q", device=device)
-    gpus.exchange(current)
-    tensors.launch(made, (5,))
-    (launch,) = gpus.launches
-    assert (launch.device, launch.current_device, launch.stream) == (device, device, 100 + device)
-    assert gpus.current == current
 
 
 def test_module_is_loaded_once_per_device_and_kept(gpus, monkeypatch):
@@ -189,28 +135,7 @@ def test_threads_that_launch_first_at_once_load_one_module(gpus, monkeypatch):
     assert len(gpus.modules) == 1
 
 
-def test_kernel_of_another_architecture_is_refused_where_it_is_loaded(gpus):
-    gpus.exchange(1)
-    with pytest.raises(RwkvJitError, match="the driver cannot load mine for sm_80"):
-        gpus.make_kernel("sm_80").function(1, "scale")
-
-
 # ---- fork --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_child_is_told_and_its_parent_goes_on(gpus):
-    made = gpus.make_kernel()
-    made.function(0, "scale")
-
-    def use_in_child():
-        with pytest.raises(RwkvJitError, match="CUDA was in use before this process was forked.*'spawn'"):
-            made.function(0, "scale")
-
-    assert in_fork(use_in_child) == "done"
-    made.function(0, "scale")
-    assert len(gpus.modules) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

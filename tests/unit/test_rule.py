@@ -25,7 +25,7 @@ from rwkv_jit.tuned import Geometry
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 NOTHING_KNOWN = rule.Known((), lambda place: True)
 CASE = Case(OPS["wkv7"], "bf16", 64, 64, 4096, "sigmoid", None, None)
-RAW, LOG, DIRECT = {"decay": "raw"}, {"decay": "log"}, {"decay": "direct"}
+RAW = {"decay": "raw"}
 
 
 def sizes(head_size, value_size=None):
@@ -51,6 +51,12 @@ def check_refused(backend, changes, arch, message):
     assert str(caught.value) == f"backend: {backend!r} {message}"
 
 
+def check_recurrent(backend, changes, arch, message):
+    """What the tensor cores cannot do is for the recurrent kernels; who asks for them is told why."""
+    assert choose("auto", changes, arch) == ("recurrent", changes.get("chunk_len"))
+    check_refused(backend, changes, arch, f"{message}; use 'auto' or 'recurrent'")
+
+
 LARGE, LARGEST = sizes(256), sizes(1024)
 
 
@@ -62,63 +68,131 @@ class Multiprocessors(int):
 
 
 FEW = {"blocks": 16, "tokens": 32768, "multiprocessors": Multiprocessors(132)}  # heads, for segments
-# What is changed in CASE, the architecture, and the chunk.
-CHUNKED = [
-    ({"dtype": "fp16"}, "sm_90", 32),
-    ({"tokens": rule.LEAST_TOKENS}, "sm_90", 32),
-    (RAW | bound(-4), "sm_90", 32),
-    (DIRECT | bound(-8.0) | {"chunk_len": 16}, "sm_90", 16),
-    (LOG | bound(-8.0) | sizes(96), "sm_89", 16),
-    (bound(-50.0), "sm_90", 32),
-    (RAW, "sm_90", 32),
-    (LOG | bound(-8.1), "sm_90", 32),
-    (DIRECT | bound(-8.5) | {"chunk_len": 16}, "sm_90", 16),
-    (DIRECT | bound(-4.5) | {"chunk_len": 32}, "sm_90", 32),
-    (DIRECT | sizes(96), "sm_89", 16),
-    (sizes(128), "sm_90", 32),
-    (sizes(1), "sm_90", 32),
-    (sizes(128, 33), "sm_90", 32),
-    (sizes(7, 128), "sm_90", 32),
-    ({"chunk_len": 16}, "sm_90", 16),
-    ({}, "sm_80", 32),
-    ({}, "sm_90a", 32),
-    ({}, "compute_80", 32),
-    (sizes(96), "sm_89", 16),
-    (sizes(96) | {"training": False}, "sm_90", 16),
-]
+MIXED = sizes(256, 512)
+EVERY_OP, DELTA = ("wkv7", *DIAGONAL), ("wkv7",)
+# What is changed in CASE, the architecture, the algorithm and its chunk.
+TAKEN = {
+    EVERY_OP: [
+        ({}, "sm_90", "chunked", 32),
+        ({}, "sm_80", "chunked", 32),
+        ({}, "sm_90a", "chunked", 32),
+        ({}, "compute_80", "chunked", 32),
+        ({"dtype": "fp16"}, "sm_90", "chunked", 32),
+        ({"tokens": rule.LEAST_TOKENS}, "sm_90", "chunked", 32),
+        ({"chunk_len": 16}, "sm_90", "chunked", 16),
+        (bound(-50.0), "sm_90", "chunked", 32),
+        (RAW, "sm_90", "chunked", 32),
+        (RAW | bound(-8.0), "sm_90", "chunked", 16),
+        (FEW, "sm_90", "segments", 32),
+        (FEW | {"is_packed": True}, "sm_90", "chunked", 32),
+        (sizes(1), "sm_90", "chunked", 32),
+        (sizes(128), "sm_90", "chunked", 32),
+        (sizes(128, 33), "sm_90", "chunked", 32),
+        (sizes(7, 128), "sm_90", "chunked", 32),
+        (sizes(96), "sm_89", "chunked", 16),
+        (sizes(96) | RAW, "sm_89", "chunked", 16),
+        ({"head_size": 129}, "sm_90", "large", 64),
+        ({"head_size": 257}, "sm_90", "large", 64),
+        ({"value_size": 200}, "sm_90", "large", 64),
+        (sizes(1, 129), "sm_90", "large", 64),
+        (sizes(1024, 1), "sm_90", "large", 64),
+        (LARGE, "sm_90", "large", 64),
+        (LARGE, "sm_86", "large", 32),
+        (LARGE, "sm_120", "large", 32),
+        (LARGE | RAW, "sm_89", "large", 32),
+        (LARGE | {"dtype": "fp16"}, "sm_90", "large", 64),
+        (LARGE | {"tokens": rule.LEAST_TOKENS}, "sm_90", "large", 64),
+        (LARGE | {"chunk_len": 32}, "sm_90", "large", 32),
+        (LARGE | {"is_packed": True}, "sm_90", "large", 64),
+        (LARGE | {"training": False}, "sm_90", "large", 64),
+        (LARGE | FEW | {"blocks": 1}, "sm_90", "large", 64),
+        (LARGE | FEW | {"tokens": 100}, "sm_90", "large", 64),
+        (LARGEST, "sm_90", "large", 64),
+        (LARGEST | {"chunk_len": 64}, "sm_90a", "large", 64),
+        (MIXED, "sm_90a", "large", 64),
+        (MIXED, "sm_89", "large", 32),
+    ],
+    DELTA: [
+        (sizes(96) | {"training": False}, "sm_90", "chunked", 16),
+        (LARGE, "sm_80", "large", 64),
+        (LARGE, "compute_80", "large", 64),
+        (LARGE | {"num_threads": 128}, "sm_90", "large", 64),
+        (LARGEST, "sm_80", "large", 32),
+        (LARGEST, "compute_90", "large", 32),
+        (LARGEST, "sm_100", "large", 32),
+        (LARGEST | RAW | bound(-4.0), "sm_90", "large", 32),
+    ],
+    tuple(DIAGONAL): [
+        ({"chunk_len": 64}, "sm_90", "chunked", 64),
+        (sizes(128), "sm_80", "chunked", 32),
+        (sizes(128) | {"training": False}, "sm_90", "chunked", 32),
+        (sizes(128), "sm_89", "large", 32),  # for which chunked kernels have no room
+        (sizes(128) | {"chunk_len": 64}, "sm_90", "large", 64),
+        (sizes(128, 32), "sm_90", "large", 64),
+        (sizes(128, 32), "sm_80", "large", 32),
+        ({"head_size": 256}, "sm_80", "large", 32),
+        ({"value_size": 1024}, "sm_80", "large", 32),
+        (MIXED, "sm_100", "large", 32),
+        (MIXED, "compute_90", "large", 32),
+        (LARGEST | RAW | bound(-4.0), "sm_90", "large", 64),
+        (LARGE | RAW | bound(-8.0), "sm_90", "large", 16),
+        (LARGE | {"chunk_len": 16}, "sm_90", "large", 16),
+    ],
+}
 WANTED = {length: delta_chunked.most_shared_bytes(128, 128, length) for length in (16, 32)}
 OLD = "needs an architecture from sm_80 on, got"
-# And why not, where "chunked" is asked for.
-NOT_CHUNKED = [
-    ({"dtype": "fp32"}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
-    ({"dtype": "fp64"}, "sm_90", "takes float16 and bfloat16, got torch.float64"),
-    (sizes(65, 32), "sm_90", "takes keys up to twice as long as values (in steps of 32), got 65 and 32 for v"),
-    ({}, "sm_75", f"{OLD} sm_75"),
-    ({}, "compute_75", f"{OLD} compute_75"),
-    ({"chunk_len": 8}, "sm_90", "takes chunk_len 16 or 32, got 8"),
-    ({"chunk_len": 64}, "sm_90", "takes chunk_len 16 or 32, got 64"),
+HALVES = "takes float16 and bfloat16, got torch."
+ROOM = "needs more shared memory at head sizes"
+# The backend that is asked for, what is changed in CASE, the architecture, and what is in the way.
+NOT_TAKEN = [
+    ("chunked", {"dtype": "fp32"}, "sm_90", HALVES + "float32"),
+    ("chunked", {"dtype": "fp64"}, "sm_90", HALVES + "float64"),
+    ("chunked", {}, "sm_75", f"{OLD} sm_75"),
+    ("chunked", {}, "compute_75", f"{OLD} compute_75"),
+    ("chunked", {"chunk_len": 8}, "sm_90", "takes chunk_len 16 or 32, got 8"),
+    ("chunked", {"chunk_len": 64}, "sm_90", "takes chunk_len 16 or 32, got 64"),
     (
-        sizes(128), "sm_89",
-        f"needs {WANTED[16]} bytes of shared memory at head sizes 128 and 128 and chunk_len=16, sm_89 has 101376",
+        "chunked", sizes(65, 32), "sm_90",
+        "takes keys up to twice as long as values (in steps of 32), got 65 and 32 for v",
+    ),
+    *[
+        (
+            "chunked", sizes(128) | changes, arch,
+            f"needs {WANTED[n]} bytes of shared memory at head sizes 128 and 128 and chunk_len={n}, {arch} has 101376",
+        )
+        for changes, arch, n in (({}, "sm_89", 16), ({"chunk_len": 32}, "sm_120", 32))
+    ],
+    ("split", LARGE | {"dtype": "fp32"}, "sm_90", HALVES + "float32"),
+    ("split", LARGE, "sm_75", f"{OLD} sm_75"),
+    ("split", LARGE | {"head_size": 1025}, "sm_90", "takes head sizes up to 1024, got 1025 and 256 for v"),
+    ("split", LARGE | {"value_size": 1025}, "sm_90", "takes head sizes up to 1024, got 256 and 1025 for v"),
+    ("split", LARGE | {"chunk_len": 16}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 16"),
+    ("split", LARGEST, "sm_89", f"{ROOM} 1024 and 1024 and chunk_len=32 than the 101376 bytes of sm_89"),
+    (
+        "split", LARGEST | {"chunk_len": 64}, "sm_100",
+        f"{ROOM} 1024 and 1024 and chunk_len=64 than the 232448 bytes of sm_100",
     ),
     (
-        sizes(128) | {"chunk_len": 32}, "sm_120",
-        f"needs {WANTED[32]} bytes of shared memory at head sizes 128 and 128 and chunk_len=32, sm_120 has 101376",
+        "split", LARGE | {"chunk_len": 64}, "sm_120",
+        f"{ROOM} 256 and 256 and chunk_len=64 than the 101376 bytes of sm_120",
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["auto", "chunked"])
-@pytest.mark.parametrize(("changes", "arch", "chunk_len"), CHUNKED, ids=str)
-def test_chunked_kernels_are_taken_where_they_can_do_it(changes, arch, chunk_len, backend):
-    assert choose(backend, changes, arch) == ("chunked", chunk_len)
-    assert choose("recurrent", changes, arch) == ("recurrent", changes.get("chunk_len"))
+@pytest.mark.parametrize(
+    ("ops", "changes", "arch", "algorithm", "chunk_len"), [(ops, *row) for ops in TAKEN for row in TAKEN[ops]], ids=str
+)
+def test_tensor_cores_are_taken_where_they_can_do_it(ops, changes, arch, algorithm, chunk_len):
+    backend = "chunked" if algorithm == "chunked" else "split"
+    for op in ops:
+        call = {"op": op} | changes
+        assert choose("auto", call, arch) == choose(backend, call, arch) == (algorithm, chunk_len)
+        assert choose("recurrent", call, arch) == ("recurrent", changes.get("chunk_len"))
 
 
-@pytest.mark.parametrize(("changes", "arch", "message"), NOT_CHUNKED, ids=str)
-def test_everything_else_is_recurrent_and_says_why_where_chunks_are_asked_for(changes, arch, message):
-    assert choose("auto", changes, arch) == ("recurrent", changes.get("chunk_len"))
-    check_refused("chunked", changes, arch, f"{message}; use 'auto' or 'recurrent'")
+@pytest.mark.parametrize(("backend", "changes", "arch", "message"), NOT_TAKEN, ids=str)
+def test_everything_else_is_recurrent_and_says_why_where_others_are_asked_for(backend, changes, arch, message):
+    check_recurrent(backend, changes, arch, message)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +277,7 @@ def chosen(changes, arch="sm_90", backend="auto", known=NOTHING_KNOWN):
         (256, None, None, 64, True),
         (256, -2.0, None, 64, False),
         (256, -2.1, None, 32, False),
+        (256, -4.0, None, 32, False),
         (256, -4.1, None, 64, True),
         (256, -2.1, 64, 64, True),
         (256, -4.1, 32, 32, True),
@@ -263,25 +338,23 @@ def test_segments_are_equal_and_end_where_chunks_do(family, blocks, tokens, coun
 @pytest.mark.parametrize(
     ("backend", "changes", "chosen"),
     [
-        ("auto", {}, ("segments", 32)),
         ("auto", RAW | bound(-8.0), ("segments", 16)),
         ("chunked", {}, ("chunked", 32)),
         ("recurrent", {}, ("recurrent", None)),
         ("auto", {"blocks": 67}, ("chunked", 32)),
         ("split", {"blocks": 67}, ("segments", 32)),
-        ("auto", {"is_packed": True}, ("chunked", 32)),
         ("auto", {"multiprocessors": None}, ("chunked", 32)),
         ("auto", {"tokens": 1000}, ("chunked", 32)),
         ("auto", {"dtype": "fp32"}, ("recurrent", None)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("op", ["wkv7", *DIAGONAL])
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_few_heads_with_many_tokens_are_cut_into_segments(op, backend, changes, chosen):
     assert choose(backend, {"op": op} | FEW | changes) == chosen
 
 
-@pytest.mark.parametrize("op", ["wkv7", *DIAGONAL])
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_segments_have_the_chunk_of_the_call_and_the_size_of_heads_that_a_block_holds(op):
     few = {"op": op} | FEW
     assert choose("auto", few | {"chunk_len": 16}) == ("segments", 16)
@@ -311,76 +384,11 @@ def test_split_says_why_it_cannot(changes, message):
     check_refused("split", FEW | changes, "sm_90", f"{message}; use 'auto' or 'chunked'")
     check_refused(
         "split", FEW | {"dtype": "fp32"}, "sm_90",
-        "takes float16 and bfloat16, got torch.float32; use 'auto' or 'recurrent'",
+        HALVES + "float32; use 'auto' or 'recurrent'",
     )  # fmt: skip
 
 
 # ---- large heads ---------------------------------------------------------------------------------------------------
-
-IN_LARGE = [
-    ({"head_size": 129}, "sm_90", 64),
-    ({"value_size": 200}, "sm_90", 64),
-    (sizes(1, 129), "sm_90", 64),
-    (sizes(1024, 1), "sm_90", 64),
-    (LARGEST, "sm_90", 64),
-    (LARGEST | RAW | bound(-4.0), "sm_90", 32),
-    (LARGEST | {"chunk_len": 32}, "sm_90", 32),
-    (LARGE, "sm_90", 64),
-    (LARGE | {"dtype": "fp16"}, "sm_90", 64),
-    (LARGE | {"tokens": rule.LEAST_TOKENS}, "sm_90", 64),
-    (LARGE | FEW | {"blocks": 1}, "sm_90", 64),
-    (LARGE | FEW | {"tokens": 100}, "sm_90", 64),
-    (LARGE | {"is_packed": True}, "sm_90", 64),
-    (LARGE | {"training": False}, "sm_90", 64),
-    (LARGE | {"num_threads": 128}, "sm_90", 64),
-    (LARGE | RAW | bound(-2), "sm_90", 64),
-    (LARGE | LOG | bound(-2.0) | {"chunk_len": 64}, "sm_90", 64),
-    (LARGE | DIRECT | bound(-2.001), "sm_90", 32),
-    (LARGE | RAW | bound(-4.0), "sm_90", 32),
-    (LARGE | LOG | bound(-4) | {"chunk_len": 32}, "sm_90", 32),
-    (LARGE | {"chunk_len": 32}, "sm_90", 32),
-    (LARGE | bound(-50.0), "sm_90", 64),
-    (LARGE | RAW, "sm_90", 64),
-    (LARGE | RAW, "sm_89", 32),
-    (LARGE | LOG | bound(-4.1), "sm_90", 64),
-    (LARGE | DIRECT | bound(-2.1) | {"chunk_len": 64}, "sm_90", 64),
-    (LARGE, "sm_80", 64),
-    (LARGE, "sm_90a", 64),
-    (LARGE, "compute_80", 64),
-    (LARGEST, "sm_80", 32),
-    (LARGEST, "sm_90a", 64),
-    (LARGEST, "compute_90", 32),
-    (LARGEST, "sm_100", 32),
-    (LARGE, "sm_86", 32),
-    (LARGE, "sm_120", 32),
-]
-_ROOM = "needs more shared memory at head sizes"
-# And why not, where "split" asks for it.
-NOT_IN_LARGE = [
-    ({"dtype": "fp32"}, "sm_90", "takes float16 and bfloat16, got torch.float32"),
-    ({"head_size": 1025}, "sm_90", "takes head sizes up to 1024, got 1025 and 256 for v"),
-    ({"value_size": 1025}, "sm_90", "takes head sizes up to 1024, got 256 and 1025 for v"),
-    ({"chunk_len": 16}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 16"),
-    ({"chunk_len": 128}, "sm_90", "takes chunk_len 32 or 64 at head sizes above 128, got 128"),
-    ({}, "sm_75", f"{OLD} sm_75"),
-    ({}, "compute_75", f"{OLD} compute_75"),
-    (LARGEST, "sm_89", f"{_ROOM} 1024 and 1024 and chunk_len=32 than the 101376 bytes of sm_89"),
-    (LARGEST | {"chunk_len": 64}, "sm_100", f"{_ROOM} 1024 and 1024 and chunk_len=64 than the 232448 bytes of sm_100"),
-    ({"chunk_len": 64}, "sm_120", f"{_ROOM} 256 and 256 and chunk_len=64 than the 101376 bytes of sm_120"),
-]
-
-
-@pytest.mark.parametrize("backend", ["auto", "split"])
-@pytest.mark.parametrize(("changes", "arch", "chunk_len"), IN_LARGE, ids=str)
-def test_large_heads_have_kernels_of_their_own(changes, arch, chunk_len, backend):
-    assert choose(backend, changes, arch) == ("large", chunk_len)
-    assert choose("recurrent", changes, arch) == ("recurrent", changes.get("chunk_len"))
-
-
-@pytest.mark.parametrize(("changes", "arch", "message"), NOT_IN_LARGE, ids=str)
-def test_other_large_heads_are_recurrent_and_say_why_where_split_is_asked_for(changes, arch, message):
-    assert choose("auto", LARGE | changes, arch) == ("recurrent", changes.get("chunk_len"))
-    check_refused("split", LARGE | changes, arch, f"{message}; use 'auto' or 'recurrent'")
 
 
 @pytest.mark.parametrize(("head_size", "value_size"), [(129, 64), (64, 200), (2000, 64)])
@@ -403,51 +411,6 @@ def test_every_size_of_large_heads_has_the_longest_chunk_there_is_for_it(arch, l
 
 # ---- ops without a delta term --------------------------------------------------------------------------------------
 
-MIXED = sizes(256, 512)
-# What is changed in CASE, the architecture, the algorithm and the chunk.
-IN_DIAGONAL = [
-    ({}, "sm_90", "chunked", 32),
-    ({"dtype": "fp16"}, "sm_90", "chunked", 32),
-    ({"tokens": rule.LEAST_TOKENS}, "sm_90", "chunked", 32),
-    (sizes(128) | {"training": False}, "sm_90", "chunked", 32),
-    (FEW, "sm_90", "segments", 32),
-    (FEW | {"is_packed": True}, "sm_90", "chunked", 32),
-    (sizes(128), "sm_90", "chunked", 32),
-    (sizes(128), "sm_80", "chunked", 32),
-    (sizes(1), "sm_90", "chunked", 32),
-    (sizes(128, 33), "sm_90", "chunked", 32),
-    (RAW | bound(-2.0), "sm_90", "chunked", 32),
-    (RAW | bound(-8.0), "sm_90", "chunked", 16),
-    (RAW, "sm_90", "chunked", 32),
-    ({"chunk_len": 64}, "sm_90", "chunked", 64),
-    ({"chunk_len": 16}, "sm_90", "chunked", 16),
-    (sizes(128, 32), "sm_90", "large", 64),
-    (sizes(128, 32), "sm_80", "large", 32),
-    (sizes(128), "sm_89", "large", 32),  # for which chunked kernels have no room
-    (sizes(128) | {"chunk_len": 64}, "sm_90", "large", 64),
-    ({"head_size": 256}, "sm_90", "large", 64),
-    ({"value_size": 1024}, "sm_90", "large", 64),
-    (MIXED, "sm_90", "large", 64),
-    (MIXED, "sm_90a", "large", 64),
-    ({"head_size": 256}, "sm_80", "large", 32),
-    ({"value_size": 1024}, "sm_80", "large", 32),
-    (MIXED, "sm_89", "large", 32),
-    (MIXED, "sm_100", "large", 32),
-    (MIXED, "compute_90", "large", 32),
-    ({"head_size": 257}, "sm_90", "large", 64),  # that warp groups alone take
-    (LARGEST, "sm_90", "large", 64),
-    (LARGEST | {"chunk_len": 64}, "sm_90a", "large", 64),
-    (LARGEST | RAW | bound(-4.0), "sm_90", "large", 64),
-    (LARGE | RAW | bound(-4.0), "sm_90", "large", 32),
-    (LARGE | RAW | bound(-8.0), "sm_90", "large", 16),
-    (LARGE | RAW | bound(-2.0), "sm_90", "large", 64),
-    (LARGE | RAW | bound(-8.1), "sm_90", "large", 64),
-    (LARGE | RAW, "sm_90", "large", 64),
-    (LARGE | RAW, "sm_80", "large", 32),
-    (LARGE | {"chunk_len": 16}, "sm_90", "large", 16),
-    (LARGE | {"chunk_len": 32}, "sm_90", "large", 32),
-]
-
 
 def of_keys(arch, length):
     return f"takes keys above 256 on sm_90 with chunk_len=64 alone, got 257 on {arch} with chunk_len={length}"
@@ -456,7 +419,7 @@ def of_keys(arch, length):
 # And why not, where "chunked" and "split" are asked for.
 _KEYS = "takes head sizes up to 128, got 257 and 512 for v"
 NOT_IN_DIAGONAL = [
-    ({"dtype": "fp32"}, "sm_90", *("takes float16 and bfloat16, got torch.float32",) * 2),
+    ({"dtype": "fp32"}, "sm_90", *(HALVES + "float32",) * 2),
     ({}, "sm_75", *(f"{OLD} sm_75",) * 2),
     ({"chunk_len": 8}, "sm_90", *("takes chunk_len 16, 32 or 64, got 8",) * 2),
     (sizes(257, 512), "sm_80", _KEYS, of_keys("sm_80", 16)),
@@ -469,22 +432,11 @@ NOT_IN_DIAGONAL = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "arch", "algorithm", "chunk_len"), IN_DIAGONAL, ids=str)
-def test_tensor_cores_are_taken_by_the_other_ops_where_they_can_do_it(changes, arch, algorithm, chunk_len):
-    for op in DIAGONAL:
-        call = {"op": op} | changes
-        assert choose("auto", call, arch) == (algorithm, chunk_len)
-        assert choose("chunked" if algorithm == "chunked" else "split", call, arch) == (algorithm, chunk_len)
-        assert choose("recurrent", call, arch) == ("recurrent", changes.get("chunk_len"))
-
-
 @pytest.mark.parametrize(("changes", "arch", "of_chunked", "of_split"), NOT_IN_DIAGONAL, ids=str)
 def test_other_calls_of_the_other_ops_are_recurrent_and_say_why(changes, arch, of_chunked, of_split):
     for op in DIAGONAL:
-        call = {"op": op} | changes
-        assert choose("auto", call, arch) == ("recurrent", changes.get("chunk_len"))
-        check_refused("chunked", call, arch, f"{of_chunked}; use 'auto' or 'recurrent'")
-        check_refused("split", call, arch, f"{of_split}; use 'auto' or 'recurrent'")
+        check_recurrent("chunked", {"op": op} | changes, arch, of_chunked)
+        check_recurrent("split", {"op": op} | changes, arch, of_split)
 
 
 @pytest.mark.parametrize(
@@ -549,7 +501,7 @@ def test_measured_geometries_are_of_the_chunked_kernels_alone():
         assert made == Geometry(64, None)
 
 
-@pytest.mark.parametrize("op", ["wkv7", *DIAGONAL])
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_measured_geometry_is_taken_where_it_is_sound_and_the_kernels_of_its_op_can_do_it(op):
     """Chunks of 64 are none of wkv7's, and have no shared memory at head sizes above 96."""
     for size, length, is_sound in itertools.product((64, 128), (16, 32, 64), (False, True)):
@@ -589,13 +541,11 @@ def resolved(arrays, cu_seqlens=None, decay_bound=None, training=True, **options
 
 
 def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
-    assert resolved(bf16(32)) == (32, None, "chunked", None, None, False)
     assert resolved(bf16(32), decay="raw") == (32, None, "chunked", None, None, True)
     assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, False)
     assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, False)
     assert resolved(bf16(4096)) == (32, None, "segments", None, None, False)
     assert resolved(bf16(1, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
-    assert resolved(bf16(31)) == (None, None, "recurrent", None, None, False)
     assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, False)
     assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, False)
 
@@ -615,15 +565,10 @@ class NothingRuns(Exception):
     [
         ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32, False)),
         ("wkv7", 64, 64, {"decay_bound": -7.0}, ("chunked", 16, False)),
-        ("wkv7", 64, 64, {"decay_bound": -9.0}, ("chunked", 32, True)),
         ("wkv7", 64, 64, {}, ("chunked", 32, True)),
         ("wkv7", 20, 64, {}, ("recurrent", 0, False)),
-        ("wkv7", 64, 64, {"decay": "sigmoid", "backend": "recurrent"}, ("recurrent", 0, False)),
         ("wkv7", 64, 192, {"decay_bound": -2.1}, ("large", 32, False)),
         ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 64, False)),
-        ("wkv7", 64, 192, {"decay_bound": -4.1}, ("large", 64, True)),
-        ("gla", 64, 64, {"decay_bound": -7.0}, ("chunked", 16, False)),
-        ("gla", 64, 64, {}, ("chunked", 32, True)),
         ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16, False)),
         ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64, True)),
         ("gla", 64, 1025, {}, ("recurrent", 0, False)),
