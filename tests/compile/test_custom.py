@@ -66,14 +66,6 @@ def test_kernel_has_everything_the_librarys_have(scale):
     assert repr(made).startswith("Kernel(scale, sm_90, FLIP=False, NUM_THREADS=64, OFFSET=0.5, T_IO=bf16; compiled")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")]
-)
-def test_dtype_is_the_name_of_its_storage_type(dtype, name, scale):
-    assert specialize(scale, T_IO=dtype).origin == "compiled"
-    assert specialize(scale, T_IO=name).origin == "memory"
-
-
 @pytest.mark.parametrize("change", [{"T_IO": "fp32"}, {"NUM_THREADS": 96}, {"FLIP": True}, {"OFFSET": 0.25}], ids=str)
 def test_every_parameter_is_in_the_code(change, scale):
     assert specialize(scale).cubin != specialize(scale, **change).cubin
@@ -87,12 +79,6 @@ def test_one_as_int_as_bool_and_as_float_are_three_kernels(tmp_path):
     made = [template.specialize(arch="sm_90", ONE=value) for value in (1, True, 1.0)]
     assert [each.origin for each in made] == ["compiled"] * 3
     assert len({each.source for each in made}) == 3
-
-
-def test_enumerator_is_written_with_its_type(tmp_path):
-    path = tmp_path / "map.cu"
-    path.write_text('extern "C" __global__ void map(float* y) { *y = decay_factor<DECAY>(*y); }', encoding="utf-8")
-    assert "DECAY = Decay::sigmoid;" in rwkv_jit.Template(path).specialize(arch="sm_90", DECAY="sigmoid").source
 
 
 def test_parameter_the_template_does_not_have(scale):
@@ -138,16 +124,6 @@ def test_changed_header_is_another_kernel(scale, scale_path):
 # ---- where a kernel comes from -----------------------------------------------------------------------------------
 
 
-def test_changed_header_is_another_kernel_however_it_is_included(tmp_path):
-    (tmp_path / "own.cu").write_text('#include"h.cuh"\nextern "C" __global__ void k(int* x) { *x = STEP + N; }\n')
-    found = []
-    for text in ("#define STEP 1\n", "#define STEP 1000\n"):
-        (tmp_path / "h.cuh").write_text(text)
-        found.append(rwkv_jit.Template(tmp_path / "own.cu").specialize(arch="sm_90", N=1))
-    assert [each.origin for each in found] == ["compiled", "compiled"]
-    assert found[0].cubin != found[1].cubin
-
-
 def test_kernel_comes_from_the_compiler_then_from_memory_then_from_disk(scale, scale_path):
     compiled, memory = specialize(scale), specialize(rwkv_jit.Template(scale_path))
     kernel.forget()
@@ -155,12 +131,6 @@ def test_kernel_comes_from_the_compiler_then_from_memory_then_from_disk(scale, s
     assert [each.origin for each in (compiled, memory, disk)] == ["compiled", "memory", "disk"]
     assert compiled.cubin == memory.cubin == disk.cubin
     assert compiled.resources == disk.resources
-
-
-def test_new_process_takes_it_from_disk_without_the_compiler(scale, scale_path, child):
-    made = specialize(scale)
-    done = child(SPECIALIZE, scale_path, json.dumps(PARAMETERS), env={"RWKVJIT_ASSERT_CACHED": "1"})
-    assert done.stdout == f"disk {made.registers} {len(made.cubin)} False\n"
 
 
 def test_bundle_serves_it_where_nothing_may_be_compiled(scale, scale_path, child, tmp_path):

@@ -141,6 +141,11 @@ def whole_product(axes):
     ]
 
 
+def all_of(axes):
+    """The rows of `in_turn`, and with --full the whole product."""
+    return [*in_turn(axes), *(pytest.param(row, marks=pytest.mark.full) for row in whole_product(axes))]
+
+
 def compile_row(row, backend="recurrent"):
     decay = row["decay"]
     more = {} if row["w_dtype"] == "like the rest" else {"t_w": "fp32"}
@@ -226,14 +231,8 @@ def check(found, row, entry=None, arch=None):
     assert f"constexpr int HEAD_SIZE = {row['head_size']};" in found.source
 
 
-@pytest.mark.parametrize("row", in_turn(AXES), ids=name)
-def test_sample_of_all_choices(row):
-    check(compile_row(row), row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", whole_product(AXES), ids=name)
-def test_every_combination(row):
+@pytest.mark.parametrize("row", all_of(AXES), ids=name)
+def test_recurrent_kernels(row):
     check(compile_row(row), row)
 
 
@@ -246,14 +245,19 @@ VARIANTS = {
 }
 
 
+def check_variant(found, op, has_constant_decay):
+    """The source says which op it is, and as much of that as the kernel asks for."""
+    for parameter, value in VARIANTS[op].items():
+        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
+        assert (line in found.source) == (parameter != "CONSTANT_DECAY" or has_constant_decay)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("op", VARIANTS)
 def test_ops_of_one_template_are_told_apart_by_constants(op, direction):
     found = rwkv_jit.specialize(op, 8, 12, torch.float32, "sm_80", direction)
     assert found.name == f"gla_recurrent_{direction}"
-    for parameter, value in VARIANTS[op].items():
-        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
-        assert (line in found.source) == (parameter != "CONSTANT_DECAY" or direction == "backward")
+    check_variant(found, op, direction == "backward")
     assert ("Decay::none;" in found.source) == (op == "linear_attention")
 
 
@@ -273,7 +277,8 @@ def compile_if_it_fits(row):
         return None
 
 
-def check_chunked(row):
+@pytest.mark.parametrize("row", all_of(CHUNKED_AXES), ids=name)
+def test_chunked_kernels(row):
     keys, values = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
     if found := compile_if_it_fits(row):
         is_whole = keys % 64 == values % 64 == 0 and keys <= values
@@ -283,19 +288,8 @@ def check_chunked(row):
         check(found, row, arch="sm_90a" if in_groups else None)
 
 
-@pytest.mark.parametrize("row", in_turn(CHUNKED_AXES), ids=name)
-def test_sample_of_the_chunked_kernels(row):
-    check_chunked(row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", whole_product(CHUNKED_AXES), ids=name)
-def test_every_combination_of_the_chunked_kernels(row):
-    check_chunked(row)
-
-
-def check_gated(row):
-    """As `check_chunked`, with kernels that ops share."""
+@pytest.mark.parametrize("row", all_of(GATED_AXES), ids=name)
+def test_chunked_kernels_that_ops_share(row):
     forward = row["direction"] == "forward"
     if found := compile_if_it_fits(row):
         in_groups = found.name == "gla_group_backward"
@@ -303,23 +297,11 @@ def check_gated(row):
         assert found.name in (("gla_scan",) if forward else ("gla_chunked_backward", "gla_group_backward"))
         assert not in_groups or (row["op"], row["arch"]) == ("linear_attention", "sm_90")
         assert found.shared_bytes == found.parameters["SHARED_BYTES"]
-        for parameter, value in VARIANTS[row["op"]].items():
-            line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
-            assert (line in found.source) == (parameter != "CONSTANT_DECAY" or not forward)
+        check_variant(found, row["op"], not forward)
 
 
-@pytest.mark.parametrize("row", in_turn(GATED_AXES), ids=name)
-def test_sample_of_the_gated_kernels(row):
-    check_gated(row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", whole_product(GATED_AXES), ids=name)
-def test_every_combination_of_the_gated_kernels(row):
-    check_gated(row)
-
-
-def check_gated_scan(row):
+@pytest.mark.parametrize("row", [*all_of(GATED_SCAN_AXES), *all_of(GATED_GROUP_AXES)], ids=name)
+def test_kernels_for_large_heads_that_ops_share(row):
     """All kernels of a direction, for many and few heads, with a fallback and without."""
     direction, arch = row["direction"], row["arch"]
     found, backward = compile_row(row, "split"), direction == "backward"
@@ -344,17 +326,6 @@ def check_gated_scan(row):
     assert found.parameters in [request.parameters for request in made]
     check_all(made, row)
     assert found.parameters["NUM_THREADS"] == (threads or found.parameters["NUM_THREADS"])
-
-
-@pytest.mark.parametrize("row", [*in_turn(GATED_SCAN_AXES), *in_turn(GATED_GROUP_AXES)], ids=name)
-def test_sample_of_the_gated_kernels_for_large_heads(row):
-    check_gated_scan(row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", [*whole_product(GATED_SCAN_AXES), *whole_product(GATED_GROUP_AXES)], ids=name)
-def test_every_combination_of_the_gated_kernels_for_large_heads(row):
-    check_gated_scan(row)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -410,7 +381,8 @@ def test_scan_has_a_kernel_for_every_number_of_threads(row):
     get_scan_of_threads(**row)
 
 
-def check_scan(row):
+@pytest.mark.parametrize("row", all_of(SCAN_AXES), ids=name)
+def test_kernels_for_large_heads(row):
     """All kernels of a direction, for many and few heads, and those of a number of threads."""
     try:
         found = compile_row(row, "split")
@@ -436,26 +408,6 @@ def check_scan(row):
     check_all(made, row)
 
 
-@pytest.mark.parametrize("row", in_turn(SCAN_AXES), ids=name)
-def test_sample_of_the_kernels_for_large_heads(row):
-    check_scan(row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", whole_product(SCAN_AXES), ids=name)
-def test_every_combination_of_the_kernels_for_large_heads(row):
-    check_scan(row)
-
-
-# Head and value size: slabs of channels that two groups share evenly and not, rows that come in blocks of 64 and 32.
-GROUP_ROWS = [
-    (sizes, (direction, few_heads))
-    for sizes in ((1, 129), (129, 129), (256, 256), (300, 65), (512, 512), (700, 64), (1024, 1024))
-    for direction in ("forward", "backward")
-    for few_heads in ((False, True) if sizes[0] <= 512 else (False,))
-]
-
-
 def log_of(request):
     return compiler._run(request.template.render(request.parameters), request.arch, request.parameters)[1]
 
@@ -463,93 +415,68 @@ def log_of(request):
 # What ptxas says of products that wait for each other though nothing of the source asks for it: C7510, C7514, C7520 ..
 # "wgmma.mma_async instructions are serialized", C7517 and C7519 "warpgroup.wait is injected".
 COMPLAINT = re.compile(r"\(C75\d\d\).*")
-
-
-@pytest.mark.parametrize(("head_size", "value_size", "direction", "few_heads", "dtype"), in_two_types(GROUP_ROWS))
-def test_products_of_warp_groups_do_not_wait_for_each_other(head_size, value_size, direction, few_heads, dtype):
-    given = problem(
-        "wkv7", dtype, head_size, value_size, backend="large", chunk_len=64, decay="sigmoid", types={"w": "fp32"},
-        few_heads=few_heads,
-    )  # fmt: skip
-    made = of_algorithm(direction, given)
-    assert "wkv7_group_scan" in {request.template.name for request in made}
-    for request in made:
-        assert request.arch == ("sm_90a" if request.template.name == "wkv7_group_scan" else "sm_90")
-        if request.arch == "sm_90a":
-            check_products(request)
-
-
-def check_products(request, entry=None):
-    log = log_of(request)
-    assert f"Compiling entry function '{entry or request.template.name}' for 'sm_90a'" in log
-    assert COMPLAINT.findall(log) == []
-
-
-CHUNKED_GROUP_ROWS = [(sizes, ()) for sizes in ((64, 64), (64, 128), (128, 128))]
-
-
-@pytest.mark.parametrize(("head_size", "value_size", "dtype"), in_two_types(CHUNKED_GROUP_ROWS))
-def test_products_of_the_group_backward_do_not_wait_for_each_other(head_size, value_size, dtype):
-    given = problem("wkv7", dtype, head_size, value_size, backend="chunked", chunk_len=32, types={"w": "fp32"})
-    check_products(requests("backward", given)["wkv7_group_backward"], "wkv7_backward")
-
-
-# Head and value size: slabs of channels that two groups share evenly and not, rows in blocks of 64 and 32, value rows
-# that end within a block and within a piece.
-GATED_GROUP_ROWS = [
+# Op, head and value size: slabs of channels that two groups share evenly and not, rows that come in blocks of 64 and
+# 32, value rows that end within a block and within a piece.
+LARGE_IN_GROUPS = [
     (sizes, (direction,))
     for sizes in (
-        ("wkv5", 256, 512), ("wkv6", 256, 512), ("wkv6", 129, 129), ("gla", 1, 129), ("gla", 256, 512),
-        ("gla", 300, 65), ("gla", 512, 512), ("gla", 1024, 1024), ("linear_attention", 256, 512),
-        ("linear_attention", 700, 64),
+        ("wkv7", 1, 129), ("wkv7", 129, 129), ("wkv7", 256, 256), ("wkv7", 300, 65), ("wkv7", 512, 512),
+        ("wkv7", 700, 64), ("wkv7", 1024, 1024), ("wkv5", 256, 512), ("wkv6", 256, 512), ("wkv6", 129, 129),
+        ("gla", 1, 129), ("gla", 256, 512), ("gla", 300, 65), ("gla", 512, 512), ("gla", 1024, 1024),
+        ("linear_attention", 256, 512), ("linear_attention", 700, 64),
     )
     for direction in ("forward", "backward")
 ]  # fmt: skip
+CHUNKED_IN_GROUPS = [
+    ("wkv7", 64, 64), ("wkv7", 64, 128), ("wkv7", 128, 128), ("linear_attention", 128, 128),
+    ("linear_attention", 72, 104), ("linear_attention", 96, 128), ("linear_attention", 120, 112),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "head_size", "value_size", "direction", "dtype"), in_two_types(GATED_GROUP_ROWS))
-def test_products_of_the_other_ops_do_not_wait_for_each_other(op, head_size, value_size, direction, dtype):
-    decay = "none" if op == "linear_attention" else "log"
+def check_products(made, entry=None):
+    for request in made:
+        log = log_of(request)
+        assert f"Compiling entry function '{entry or request.template.name}' for 'sm_90a'" in log
+        assert COMPLAINT.findall(log) == []
+
+
+@pytest.mark.parametrize(("op", "head_size", "value_size", "direction", "dtype"), in_two_types(LARGE_IN_GROUPS))
+def test_products_of_warp_groups_do_not_wait_for_each_other(op, head_size, value_size, direction, dtype):
+    decay = {"wkv7": "sigmoid", "linear_attention": "none"}.get(op, "log")
     made = of_algorithm(
         direction,
         *(
             problem(
                 op, dtype, head_size, value_size, backend="large", chunk_len=64, decay=decay, few_heads=few_heads,
-                has_fallback=has_fallback,
+                has_fallback=has_fallback, types={"w": "fp32"} if op == "wkv7" else (),
             )
             for few_heads in (False, True)
-            for has_fallback in (False, decay != "none")
+            for has_fallback in (False, decay == "log")
         ),
     )  # fmt: skip
-    assert {request.template.name for request in made} == {
-        "gla_group_scan", "gla_prepare" if direction == "forward" else "gla_group_key_gradients"
-    }  # fmt: skip
-    for request in made:
-        check_products(request)
-
-
-LINEAR_ROWS = [
-    (*sizes, dtype, layout)
-    for sizes in ((128, 128), (72, 104), (96, 128), (120, 112))
-    for dtype, layout in (("bf16", "kv"), ("fp16", "vk"))
-]
+    in_groups = [request for request in made if request.arch == "sm_90a"]
+    if op == "wkv7":
+        wanted = {"wkv7_group_scan"}
+    else:
+        wanted = {"gla_group_scan", "gla_prepare" if direction == "forward" else "gla_group_key_gradients"}
+        assert len(in_groups) == len(made)
+    assert {request.template.name for request in in_groups} == wanted
+    check_products(in_groups)
 
 
 @pytest.mark.parametrize(
-    ("head_size", "value_size", "dtype", "layout"),
-    [
-        pytest.param(*row, marks=pytest.mark.full if place in (1, 2, 5, 6) else ())
-        for place, row in enumerate(LINEAR_ROWS)
-    ],
+    ("op", "head_size", "value_size", "dtype"), in_two_types([(row, ()) for row in CHUNKED_IN_GROUPS])
 )
-def test_backward_of_linear_attention_with_warp_groups(head_size, value_size, dtype, layout):
+def test_products_of_the_chunked_backward_do_not_wait_for_each_other(op, head_size, value_size, dtype):
     given = problem(
-        "linear_attention", dtype, head_size, value_size, backend="chunked", chunk_len=32, state_layout=layout
-    )
-    forward, backward = requests("forward", given)["gla_scan"], requests("backward", given)["gla_group_backward"]
-    check_products(backward, "gla_backward")
-    for found in kernel.get_all([forward, backward]):
-        assert found.spill_bytes == 0
+        op, dtype, head_size, value_size, backend="chunked", chunk_len=32, types={"w": "fp32"} if op == "wkv7" else (),
+        state_layout="kv" if dtype == "bf16" else "vk",
+    )  # fmt: skip
+    stem = OPS[op].stem
+    backward = requests("backward", given)[f"{stem}_group_backward"]
+    check_products([backward], f"{stem}_backward")
+    for found in kernel.get_all([backward, *requests("forward", given).values()]):
+        assert found.spill_bytes == 0 or op == "wkv7"
         assert found.shared_bytes == found.parameters["SHARED_BYTES"]
 
 
@@ -611,6 +538,7 @@ def test_kernel_that_joins_segments(op, row):
 
 
 SEGMENT_AXES = {
+    "op": ("wkv7",),
     "sizes": ((1, 33), (7, 7), (40, 40), (64, 64), (64, 96), (100, 56), (96, 96), (128, 128)),
     "arch": CHUNKED_AXES["arch"],
     "dtype": ("bf16", "fp16"),
@@ -619,33 +547,26 @@ SEGMENT_AXES = {
     "chunk_len": (16, 32),
     "backward": (False, True),
 }
-
-
-@pytest.mark.parametrize("row", in_turn(SEGMENT_AXES), ids=name)
-def test_kernel_of_segments(row):
-    found = kernel.get(of_segments("wkv7_segment", "wkv7", row))
-    assert "wkv7_segment" in found.resources
-    assert 0 < found.registers <= 255
-    assert found.spill_bytes <= (0 if max(row["sizes"]) <= 64 else 640)
-    assert found.parameters["SHARED_BYTES"] <= Gpu(row["arch"]).shared_limit
-
-
-GATED_SEGMENT_AXES = {name: x for name, x in SEGMENT_AXES.items() if name != "chunk_len"} | {
+GATED_SEGMENT_AXES = SEGMENT_AXES | {
     "op": DIAGONAL,
     "sizes": (*SEGMENT_AXES["sizes"], (128, 64), (64, 20)),
+    "chunk_len": (16,),  # they have one of their own
 }
 
 
-@pytest.mark.parametrize("row", in_turn(GATED_SEGMENT_AXES), ids=name)
-def test_kernel_of_segments_of_the_other_ops(row):
-    found = kernel.get(of_segments("gla_segment", row["op"], row))
-    assert "gla_segment" in found.resources
+@pytest.mark.parametrize("row", [*in_turn(SEGMENT_AXES), *in_turn(GATED_SEGMENT_AXES)], ids=name)
+def test_kernel_of_segments(row):
+    template = f"{OPS[row['op']].stem}_segment"
+    found = kernel.get(of_segments(template, row["op"], row))
+    assert template in found.resources
     assert 0 < found.registers <= 255
-    assert found.spill_bytes <= (0 if row["sizes"] in ((64, 64), (128, 128)) else 128)
-    assert 0 < found.shared_bytes <= 48 * 1024
-    for parameter, value in VARIANTS[row["op"]].items():
-        line = f"constexpr {'auto' if '::' in value else 'bool'} {parameter} = {value};"
-        assert (line in found.source) == (parameter != "CONSTANT_DECAY")
+    if row["op"] == "wkv7":
+        assert found.spill_bytes <= (0 if max(row["sizes"]) <= 64 else 640)
+        assert found.parameters["SHARED_BYTES"] <= Gpu(row["arch"]).shared_limit
+    else:
+        assert found.spill_bytes <= (0 if row["sizes"] in ((64, 64), (128, 128)) else 128)
+        assert 0 < found.shared_bytes <= 48 * 1024
+        check_variant(found, row["op"], has_constant_decay=False)
 
 
 LOOK_AXES = {
