@@ -109,17 +109,9 @@ CALLS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
-@given(call=CALLS)
-def test_calls_ask_for_no_kernel_that_warm_does_not_list(call):
-    check(call)
-
-
-@pytest.mark.full
-@settings(max_examples=3000, deadline=None)
-@given(call=CALLS)
-def test_no_call_of_many_asks_for_a_kernel_that_warm_does_not_list(call):
-    check(call)
+@pytest.mark.parametrize("examples", [150, pytest.param(3000, marks=pytest.mark.full)])
+def test_calls_ask_for_no_kernel_that_warm_does_not_list(examples):
+    settings(max_examples=examples, deadline=None)(given(call=CALLS)(check))()
 
 
 def check(call):

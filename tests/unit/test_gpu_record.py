@@ -50,18 +50,13 @@ def _edit(path, change):
 
 def test_comments_and_docstrings_leave_the_digest(copied_sources):
     before = record.digest("wkv7")
-    _edit(
-        copied_sources / "kernel_templates/recurrent/wkv7_recurrent_forward.cu", lambda text: "// new words\n\n" + text
-    )
-    _edit(
-        copied_sources / "kernel_templates/recurrent/tile.cuh",
-        lambda text: text.replace("    ", "  ") + "/* more\n words */",
-    )
-    _edit(
-        copied_sources / "rwkv_jit/algorithms/recurrent.py",
-        lambda text: text.replace('"""The recurrent', '"""Other words: the recurrent'),
-    )
-    _edit(copied_sources / "rwkv_jit/reference.py", lambda text: text + "\nEXTRA = 1\n")
+    for path, change in (
+        ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", lambda text: "// new words\n\n" + text),
+        ("kernel_templates/recurrent/tile.cuh", lambda text: text.replace("    ", "  ") + "/* more\n words */"),
+        ("rwkv_jit/algorithms/recurrent.py", lambda text: text.replace('"""The recurrent', '"""Other: the recurrent')),
+        ("rwkv_jit/reference.py", lambda text: text + "\nEXTRA = 1\n"),
+    ):
+        _edit(copied_sources / path, change)
     assert record.digest("wkv7") == before
 
 
@@ -86,29 +81,19 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
     assert record.digest("wkv7") != before
 
 
-def test_an_op_is_stale_only_by_its_own_templates(copied_sources):
-    before = record.digest("wkv6")
-    _edit(
-        copied_sources / "kernel_templates/recurrent/wkv7_recurrent_forward.cu",
-        lambda text: text + "\nconstexpr int EXTRA = 1;\n",
-    )
-    assert record.digest("wkv6") == before
-
-
-@pytest.mark.parametrize("op", [op for op, stem in record.STEMS.items() if stem == "gla"])
-def test_ops_that_share_templates_are_stale_together(copied_sources, op):
-    before = record.digest(op)
-    _edit(
-        copied_sources / "kernel_templates/recurrent/gla_recurrent_backward.cu",
-        lambda text: text + "\nconstexpr int EXTRA = 1;\n",
-    )
-    assert record.digest(op) != before
-
-
-@pytest.mark.parametrize(("path", "ops"), [("ops/wkv5.py", {"wkv5"}), ("algorithms/timex_tiles.py", {"timex"})])
-def test_module_of_one_op_makes_no_other_stale(path, ops, copied_sources):
+@pytest.mark.parametrize(
+    ("path", "ops"),
+    [
+        ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", {"wkv7"}),
+        ("kernel_templates/recurrent/gla_recurrent_backward.cu", {op for op, x in record.STEMS.items() if x == "gla"}),
+        ("rwkv_jit/ops/wkv5.py", {"wkv5"}),
+        ("rwkv_jit/algorithms/timex_tiles.py", {"timex"}),
+    ],
+)
+def test_ops_are_stale_by_what_is_theirs_alone(path, ops, copied_sources):
     before = {op: record.digest(op) for op in record.OPS}
-    _edit(copied_sources / "rwkv_jit" / path, lambda text: text + "\nEXTRA = 1\n")
+    more = "\nEXTRA = 1\n" if path.endswith(".py") else "\nconstexpr int EXTRA = 1;\n"
+    _edit(copied_sources / path, lambda text: text + more)
     assert {op for op in record.OPS if record.digest(op) != before[op]} == ops
 
 

@@ -62,12 +62,15 @@ def run_made_up(root, tmp_path):
     return run_made_up
 
 
-def test_failures_say_the_seed_that_repeats_their_inputs(run_made_up):
+def test_failures_say_the_seed_that_repeats_their_inputs_and_runs_without_one_differ(run_made_up):
     seed, drawn = run_made_up()
     assert drawn.keys() == NAMES
     again, alone = run_made_up("gpu/made_up.py::test_fails[2]", "--seed", seed, failures=1)
     assert again == seed
     assert alone == {"number 2": drawn["number 2"]}
+    other, others = run_made_up("-k", "never", failures=1)  # without a seed
+    assert other != seed
+    assert others["setup"] != drawn["setup"]
 
 
 def test_workers_have_the_seed_of_the_run(run_made_up):
@@ -77,9 +80,3 @@ def test_workers_have_the_seed_of_the_run(run_made_up):
     again, fewer = run_made_up("-n", "2", "--seed", seed, left_out, failures=4)
     assert again == seed
     assert fewer == {name: numbers for name, numbers in drawn.items() if name != "number 0"}
-
-
-def test_runs_without_a_seed_differ(run_made_up):
-    (seed, drawn), (other, others) = (run_made_up("-k", "never", failures=1) for _ in range(2))
-    assert seed != other
-    assert drawn != others

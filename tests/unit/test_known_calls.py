@@ -747,33 +747,6 @@ def test_chunked_kernels_read_sixteen_bytes_where_rows_consist_of_them(size, shi
             assert (address != x.data_ptr()) == is_copied
 
 
-@pytest.mark.parametrize("op", RECURRENCES)
-def test_segments_are_read_in_place_or_from_copies(op, on_gpu):
-    """Of one signature, by where its tensors begin; and of another, between whose sequences there is memory."""
-    given = make_long(op, (2, 2048, H, 40), 40 if op == "wkv7" else 56)
-
-    def copies(now):
-        """Those that a kernel does not read where they are, and the strides for what finds out what segments do."""
-        on_gpu.take()
-        y, _ = run(op, now, **bounded(op, backend="split"))
-        assert y.shape == now["v"].shape
-        segment, _, chunks = (as_of_call(launch, True) for launch in on_gpu.launches)
-        at = places(now)
-        moved = {name for name in now for given in (segment, chunks) if given.get(name, at[name]) != at[name]}
-        return moved, {name: x for name, x in segment.items() if name.endswith("strides")}
-
-    nothing, strides = copies(given)
-    assert nothing == set()
-    for name, x in given.items():
-        shifted = torch.randn(x.numel() + 1).to(x.dtype)[1:].view(x.shape)
-        moved, again = copies({**given, name: shifted})
-        assert (name in moved, again) == (True, strides)
-    assert len(known_calls.calls) == 1
-    apart = torch.cat([given["k"]] * 2, 1)[:, : given["k"].shape[1]]
-    assert copies({**given, "k": apart}) == ({"k"}, strides)
-    assert len(known_calls.calls) == 2
-
-
 @pytest.mark.parametrize(("tokens", "stride", "copies"), [(2, 2**26, True), (2, 2**26 - 8, False), (1, 2**26, False)])
 def test_tokens_too_far_apart_for_offsets_of_32_bits_are_copied(tokens, stride, copies):
     x = torch.empty_strided((1, tokens, 3, 8), (tokens * stride, stride, 8, 1), dtype=HALF, device="meta")

@@ -9,7 +9,6 @@ import torch._decomp.decompositions_for_jvp  # noqa: F401, as it compiles functi
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import torch_op
 
 B, T, G, H, K, V = SIZES = 2, 5, 2, 4, 3, 6
 PACKED = [0, 3, 3, 11, 12]
@@ -126,22 +125,6 @@ def test_torch_accepts_the_op(bounds):
     torch.library.opcheck(BACKWARD, (dy, grad_final, *arguments, saved))
 
 
-def test_compiled_call_has_the_same_values_and_gradients():
-    given = made_up.make_inputs(grad=True)
-    state = made_up.make_state(given, B, grad=True)
-    leaves = [*given.values(), state]
-
-    def weighted(*given):
-        y, final = made_up.made_up(*given, output_final_state=True)
-        return y.square().sum() + final.square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(weighted, fullgraph=True, backend="aot_eager")
-    results = [torch.autograd.grad(function(*leaves), leaves) for function in (compiled, weighted)]
-    for grad, want in zip(*results, strict=True):
-        torch.testing.assert_close(grad, want)
-
-
 def test_fake_promises_what_the_forward_keeps():
     """Where a compiler traces a call of CUDA tensors, on a machine without a GPU too."""
     with FakeTensorMode():
@@ -162,16 +145,6 @@ def test_autocast_leaves_wide_inputs_alone(dtype):
     assert y.dtype == bare.dtype == dtype
     assert torch.equal(y, want)
     assert torch.equal(bare, want)
-
-
-def test_transforms_of_torch_func():
-    given = made_up.make_inputs()
-    *others, d = given.values()
-    dd = torch.randn_like(d)
-    tangents = torch.func.jvp(lambda d: made_up.made_up(*others, d)[0], (d,), (dd,))[1]
-    torch.testing.assert_close(tangents, dd[:, None] * given["v"])
-    grads = torch.vmap(torch.func.grad(lambda d: made_up.made_up(*others, d)[0].sum()))(torch.stack([d, dd]))
-    torch.testing.assert_close(grads, given["v"].sum((0, 1, 3)).expand(2, H))
 
 
 RANK = """
@@ -264,16 +237,6 @@ def test_every_argument_of_a_call_is_bound(bounds, on_gpu):
     buffers = {backward.named[name] for name in ("dq", "dk", "dd", "grad_states")}
     assert len(buffers) == 4
     assert 0 not in buffers
-
-
-def test_known_call_without_gradients_keeps_nothing(on_gpu, monkeypatch):
-    first, second = made_up.make_inputs(dtype=torch.float32), made_up.make_inputs(dtype=torch.float32)
-    run(first)
-    monkeypatch.setattr(torch_op, "check_tensors", None)  # known calls are not checked
-    y, final = run(second)
-    _, launch = on_gpu.launches
-    assert final is None
-    assert {name: x for name, x in launch.addresses.items() if x} == addresses({**second, "y": y})
 
 
 def test_states_of_16_bits_are_widened_around_the_backward(on_gpu):
