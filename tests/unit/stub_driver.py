@@ -68,10 +68,6 @@ class Launch(NamedTuple):
         """The pointers by their names."""
         return {name: x for name, x in self.named.items() if self.letters[name] == "Q"}
 
-    def may_write(self, name):
-        """Whether the kernel may write through a pointer."""
-        return not re.search(rf"\bconst \w+\* __restrict__ {name}\b", self.request.template.body)
-
 
 class Module(NamedTuple):
     """A loaded image."""

@@ -3,7 +3,6 @@
 import inspect
 import os
 import struct
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -46,16 +45,6 @@ def test_template_is_a_public_name_and_says_everything():
         assert all(f"{section}\n---" in text for section in ("Parameters", "Raises", "Examples"))
     text = inspect.getdoc(custom.OwnKernel.launch)
     assert all(name in text for name in inspect.signature(custom.OwnKernel.launch).parameters if name != "self")
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_headers_lie_beside_the_file_or_are_the_librarys_own(kind, tmp_path):
-    write(tmp_path / "more.cuh", '#include "nested.cuh"\n')
-    write(tmp_path / "nested.cuh", "// mine\n")
-    path = write(tmp_path / "mine.cu", '#include "more.cuh"\n#include "tile.cuh"\n')
-    read = custom.Template(kind(path))._template
-    assert read.name == "mine"
-    assert [name for name, _ in read.headers] == ["more.cuh", "nested.cuh", "sequence.cuh", "tile.cuh", "types.cuh"]
 
 
 @pytest.mark.parametrize(

@@ -87,29 +87,6 @@ def test_heads_need_key_heads():
     assert (y.shape, final.shape) == ((B, T, 0, V), (B, 0, V, K))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "text"),
-    [
-        ("q", torch.int64, "q: expected torch.float16 or torch.bfloat16 or torch.float32 or torch.float64, got"),
-        ("k", torch.float32, "k: expected torch.bfloat16 like q, got torch.float32"),
-        ("g", torch.float16, "g: expected torch.bfloat16 like q or torch.float32, got torch.float16"),
-        ("d", torch.float32, "d: expected torch.bfloat16, got torch.float32"),
-    ],
-)
-def test_wrong_types_are_named(name, dtype, text):
-    given = made_up.make_inputs(dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=text):
-        run({**given, name: given[name].to(dtype)})
-
-
-def test_wrong_options_are_named():
-    given = made_up.make_inputs()
-    with pytest.raises(TypeError, match=r"made_up\(\) got an unexpected keyword argument 'decay'; there are scale, st"):
-        run(given, decay="log")
-    with pytest.raises(UnsupportedConfigError, match="backend: 'recurrent' runs on CUDA tensors, got cpu"):
-        run(given, backend="recurrent")
-
-
 # ---- what torch does with an op ----------------------------------------------------------------------------------
 
 
@@ -237,21 +214,6 @@ def test_every_argument_of_a_call_is_bound(bounds, on_gpu):
     buffers = {backward.named[name] for name in ("dq", "dk", "dd", "grad_states")}
     assert len(buffers) == 4
     assert 0 not in buffers
-
-
-def test_states_of_16_bits_are_widened_around_the_backward(on_gpu):
-    given = made_up.make_inputs(dtype=torch.float32, grad=True)
-    state = made_up.make_state(given, B, torch.bfloat16, "kv", grad=True)
-    y, final = run(given, state, True, state_layout="kv")
-    leaves, weights = [*given.values(), state], (torch.ones_like(y), torch.ones_like(final))
-    *_, grad = torch.autograd.grad([y, final], leaves, weights)
-    forward, widen, backward, *sums, narrow = on_gpu.launches
-    assert forward.parameters["T_STATE"] == backward.parameters["T_STATE"] == "bf16"  # of the initial state
-    assert [x.template for x in (widen, *sums, narrow)] == ["copy_states", *["sum_rows"] * 3, "copy_states"]
-    assert widen.named["from"] == weights[1].data_ptr()
-    assert widen.named["to"] == backward.named["grad_final_state"]
-    assert narrow.named["from"] == backward.named["grad_initial_state"]
-    assert narrow.named["to"] == grad.data_ptr()
 
 
 def test_call_without_tokens_has_gradients(on_gpu):

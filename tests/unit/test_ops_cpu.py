@@ -308,42 +308,28 @@ def test_changed_packing_is_read_again_where_torch_cannot_see_the_change_too(dty
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph_forward_and_backward(op, dynamic, make_inputs, make_state):
+@pytest.mark.parametrize("kind", ["static", "dynamic", "packed"])
+def test_compiles_into_one_graph_forward_and_backward(op, kind, make_inputs, make_state):
     torch._dynamo.reset()  # all these tests compile one function, which may be done a few times only
 
-    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    def step(state, *arguments):
-        y, final = public(op)(*arguments, state, True)
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=kind == "dynamic")
+    def step(state, cu_seqlens, *arguments):
+        y, final = public(op)(*arguments, state, True, cu_seqlens)
         return y * 2, final
 
-    for tokens in (5, 7) if dynamic else (5,):
-        given, state = make_inputs(op, dtype=torch.float32, tokens=tokens), make_state(2, dtype=torch.float32)
-        y, final = step(state, *given.values())
-        want_y, want_final = reference(op)(*given.values(), state, True)
+    bounds = {"packed": ([0, 2, 5], [0, 4, 5]), "dynamic": (None, None), "static": (None,)}[kind]
+    for turn, ends in enumerate(bounds):
+        cu_seqlens, batch = (None, 2) if ends is None else (torch.tensor(ends), 1)
+        tokens = 7 if kind == "dynamic" and turn else 5
+        given = make_inputs(op, batch, tokens, dtype=torch.float32)
+        state = make_state(2, dtype=torch.float32)
+        y, final = step(state, cu_seqlens, *given.values())
+        want_y, want_final = reference(op)(*given.values(), state, True, cu_seqlens)
         assert_same((y, final), (want_y * 2, want_final))
         leaves = [*given.values(), state]
         assert_same(
             torch.autograd.grad(loss(y, final), leaves), torch.autograd.grad(loss(want_y * 2, want_final), leaves)
         )
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_compiles_with_packed_sequences(op, make_inputs):
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def step(cu_seqlens, *arguments):
-        return public(op)(*arguments, cu_seqlens=cu_seqlens)[0]
-
-    given = make_inputs(op, batch=1)
-    for bounds in ([0, 2, 5], [0, 4, 5]):
-        cu_seqlens = torch.tensor(bounds)
-        y = step(cu_seqlens, *given.values())
-        want = reference(op)(*given.values(), cu_seqlens=cu_seqlens)[0]
-        assert_same([y], [want])
-        leaves = list(given.values())
-        assert_same(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(want.sum(), leaves))
 
 
 # ---- what it says ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import rwkv_jit
 from rwkv_jit import rule, tensors, tuned
-from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, diagonal_large, parts, segments, whole
+from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, parts, segments, whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -135,7 +135,21 @@ TAKEN = {
         (MIXED, "sm_100", "large", 32),
         (MIXED, "compute_90", "large", 32),
         (LARGEST | RAW | bound(-4.0), "sm_90", "large", 64),
-        (LARGE | RAW | bound(-8.0), "sm_90", "large", 16),
+        # The chunk of warp groups, or one that keeps a promise.
+        (MIXED | RAW | bound(-2.0), "sm_90a", "large", 64),
+        (MIXED | RAW | bound(-2.1), "sm_90", "large", 32),
+        (MIXED | RAW | bound(-4.1), "sm_90", "large", 16),
+        (MIXED | RAW | bound(-8.0), "sm_90", "large", 16),
+        (MIXED | RAW | bound(-8.1), "sm_90", "large", 64),
+        (MIXED | RAW | bound(-1.0), "sm_80", "large", 32),
+        (MIXED | RAW | bound(-4.1), "sm_80", "large", 16),
+        (sizes(257, 512) | RAW | bound(-2.1), "sm_90", "large", 64),  # nothing else takes these keys
+        # With threads that warp groups do not have the state would spill in chunks of 64.
+        (MIXED | {"num_threads": 384}, "sm_90", "large", 64),
+        (MIXED | {"num_threads": 256}, "sm_90", "large", 32),
+        (MIXED | {"num_threads": 512} | RAW | bound(-2.0), "sm_90", "large", 32),
+        (MIXED | {"num_threads": 512} | RAW | bound(-4.1), "sm_100", "large", 16),
+        (MIXED | {"num_threads": 256, "chunk_len": 64}, "sm_90", "large", 64),
         (LARGE | {"chunk_len": 16}, "sm_90", "large", 16),
     ],
 }
@@ -451,42 +465,6 @@ def test_other_calls_of_the_other_ops_are_recurrent_and_say_why(changes, arch, o
 def test_chunks_of_the_other_ops_say_what_they_have_no_room_for(backend, changes, arch, message):
     with pytest.raises(UnsupportedConfigError, match=message):
         choose(backend, {"op": "gla"} | changes, arch)
-
-
-@pytest.mark.parametrize(
-    ("arch", "head_size", "decay", "least", "chunk_len"),
-    [
-        ("sm_90", 256, "none", None, 64),
-        ("sm_90", 256, "log", None, 64),
-        ("sm_90a", 256, "log", -2.0, 64),
-        ("sm_90", 256, "log", -2.1, 32),
-        ("sm_90", 256, "raw", -4.1, 16),
-        ("sm_90", 256, "direct", -8.1, 64),
-        ("sm_90", 257, "log", -2.1, 64),  # nothing else takes these keys
-        ("sm_90", 1024, "log", -8.0, 64),
-        ("sm_80", 256, "log", -1.0, 32),
-        ("sm_80", 256, "log", -4.1, 16),
-        ("sm_100", 256, "sigmoid", None, 32),
-        ("compute_90", 256, "sigmoid", None, 32),
-    ],
-)
-def test_chunk_of_large_heads_is_that_of_warp_groups_or_one_that_keeps_a_promise(
-    arch, head_size, decay, least, chunk_len
-):
-    case = case_of({"op": "gla", "decay": decay} | sizes(head_size, 512) | bound(least))
-    for threads in (None, 384):
-        assert diagonal_large.default_chunk_len(case._replace(num_threads=threads), Gpu(arch)) == chunk_len
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_threads_that_warp_groups_do_not_have_take_the_chunk_of_other_architectures(arch):
-    """Where the state would spill in chunks of 64."""
-    for threads, (decay, least, chunk_len) in itertools.product(
-        (256, 512), (("sigmoid", None, 32), ("log", None, 32), ("log", -2.0, 32), ("log", -4.1, 16))
-    ):
-        case = {"op": "gla", "decay": decay, "num_threads": threads} | MIXED | bound(least)
-        assert choose("auto", case, arch) == choose("split", case, arch) == ("large", chunk_len)
-        assert choose("auto", case | {"chunk_len": 64}, arch) == ("large", 64)
 
 
 # ---- measured geometries -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
+from rwkv_jit.ops.table import OPS
 
 # KiB of shared memory that a block may have at most, by the programming guide; PTX may run on the least of the newer.
 MOST_SHARED = {
@@ -21,14 +22,7 @@ MOST_SHARED = {
     "sm_90": 227, "sm_90a": 227, "sm_100": 227, "sm_120": 99,
 }  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# By op, the names of its inputs, those of them that have no tokens, and the maps of its decay.
-OPS = {
-    "wkv5": ("rkvwu", "wu", ("raw", "sigmoid", "log", "direct")),
-    "wkv6": ("rkvwu", "u", ("raw", "sigmoid", "log", "direct")),
-    "wkv7": ("rwkvab", "", ("raw", "sigmoid", "log", "direct")),
-    "gla": ("qkvg", "", ("raw", "sigmoid", "log", "direct")),
-    "linear_attention": ("qkv", "", ("none",)),
-}
+WITH_HEADS = [name for name, op in OPS.items() if op.has_heads]
 
 
 class Call(NamedTuple):
@@ -53,19 +47,19 @@ class Call(NamedTuple):
 
     def tensors(self, device):
         """The inputs in the order of the op, the initial state and cu_seqlens."""
-        names, fixed, _ = OPS[self.op]
-        inputs = []
-        for name in names:
-            size = self.value_size if name == "v" else self.head_size
-            shape = (self.heads, size) if name in fixed else (self.batch, self.tokens, self.heads, size)
-            inputs.append(torch.empty(shape, dtype=self.dtype, device=device, requires_grad=self.training))
+        sizes = {
+            "B": self.batch, "T": self.tokens, "H": self.heads, "K": self.head_size, "V": self.value_size,
+        }  # fmt: skip
+        inputs = [
+            torch.empty([sizes[dim] for dim in dims], dtype=self.dtype, device=device, requires_grad=self.training)
+            for dims in OPS[self.op].inputs.values()
+        ]
         sequences, state, bounds = self.batch, None, None
         if self.is_packed:
             sequences, bounds = 3, torch.empty(4, dtype=torch.int64, device=device)
         if self.has_state:
-            sizes = (self.value_size, self.head_size)
-            sizes = sizes if self.state_layout == "vk" else sizes[::-1]
-            state = torch.empty(sequences, self.heads, *sizes, device=device, requires_grad=self.training)
+            shape = [sequences, self.heads, *(sizes[dim] for dim in self.state_layout.upper())]
+            state = torch.empty(shape, device=device, requires_grad=self.training)
         return inputs, state, bounds
 
     def options(self):
@@ -85,12 +79,12 @@ class Call(NamedTuple):
 @st.composite
 def calls(draw, pinned=False):
     """Any call that the ops' pages allow; with `pinned` geometries that a caller chose, which may be refused."""
-    op, is_packed = draw(st.sampled_from(list(OPS))), draw(st.booleans())
+    op, is_packed = draw(st.sampled_from(WITH_HEADS)), draw(st.booleans())
     # Large and small ones by turns: a single range would be drawn from near its low end.
     sizes = st.sampled_from([64, 128, 256]) | st.integers(1, 136) | st.integers(137, 1100)
     tokens = st.integers(1, 100) | st.integers(1024, 9000)
     head_size = draw(sizes)
-    decay = draw(st.sampled_from(OPS[op][2]))
+    decay = "none" if OPS[op].decay == "none" else draw(st.sampled_from(["raw", "sigmoid", "log", "direct"]))
     has_bound = decay not in ("none", "sigmoid")
     return Call(
         op, draw(st.sampled_from(list(MOST_SHARED))), draw(st.sampled_from(DTYPES)), head_size,
@@ -107,7 +101,7 @@ def calls(draw, pinned=False):
 def pretended(gpus, nothing_known, monkeypatch):
     """Tensors without memory take the way of CUDA tensors, to a driver that takes notes; nothing is compiled.
 
-    All that this file knows of the package's modules is here.
+    All that this file knows of the package's modules is here, but for the table of ops.
     """
     from rwkv_jit import compiler, cuda, identity, signatures, tensors
     from rwkv_jit.cache import Compiled, Resources
@@ -197,9 +191,9 @@ def test_a_geometry_of_the_caller_fits_or_is_refused(pretended, call):
 @anything_goes
 @given(call=calls())
 def test_the_fake_promises_what_the_forward_returns_and_saves(pretended, call):
-    found = pretended.forward(call)
+    made = pretended.forward(call)
     with FakeTensorMode(), torch.no_grad():
         op = getattr(torch.ops.rwkv_jit, f"{call.op}_fwd")
         promised = op(*call.arguments("cpu"), decay_bound=call.decay_bound)
-    described = [[(tuple(x.shape), x.dtype, x.stride()) for x in results] for results in (found, promised)]
+    described = [[(tuple(x.shape), x.dtype, x.stride()) for x in results] for results in (made, promised)]
     assert described[0] == described[1]
