@@ -17,7 +17,7 @@ WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their ow
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache"]
-TAIL = [("initial_state", None), ("output_final_state", False), ("cu_seqlens", None)]
+OF_A_CALL = ("initial_state", "output_final_state", "cu_seqlens")
 OPTIONS = {
     "scale": 1.0, "decay": "raw", "decay_bound": None, "state_layout": "vk", "checkpoint_interval": 64,
     "chunk_len": None, "num_threads": None, "backend": "auto",
@@ -52,14 +52,7 @@ def test_the_public_functions_are_known():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_docstring_starts_with_one_sentence(name):
-    first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
-    assert first.endswith((".", ":"))
-    assert second == ""
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_docstring_has_the_sections_that_apply(name):
+def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
     wanted = {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
@@ -67,6 +60,8 @@ def test_docstring_has_the_sections_that_apply(name):
         wanted |= {"Raises", "Examples"}
     if name in (*OPS, *WITHOUT_HEADS):
         wanted |= {"Notes", "References"}
+    first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
+    assert (first[-1] in ".:", second) == (True, "")
     assert wanted <= set(sections(name))
     assert all(text.strip() for text in sections(name).values())
 
@@ -75,12 +70,12 @@ def test_docstring_has_the_sections_that_apply(name):
 def test_docstring_describes_every_parameter_once_and_in_order(name):
     listed = documented(name)
     assert sorted(listed) == sorted(parameters(name))
-    order = [parameter for parameter in parameters(name) if parameter in ("initial_state", *dict(TAIL))]
+    order = [parameter for parameter in parameters(name) if parameter in OF_A_CALL]
     assert [parameter for parameter in listed if parameter in order] == order
 
 
-@pytest.mark.parametrize("name", ["specialize", "warm"])
-def test_docstring_names_the_defaults_of_what_compiles(name):
+@pytest.mark.parametrize("name", ["specialize", "warm", "wkv4", "timex"])
+def test_docstring_names_the_defaults(name):
     text = sections(name)["Parameters"]
     for parameter in parameters(name).values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD or parameter.name == "head_size":
@@ -117,61 +112,31 @@ def test_options_have_the_defaults_that_are_documented(name):
         complete(table.OPS[name], {"chunk": 1}, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "inputs"),
-    [
-        ("wkv5", "r k v w u"),
-        ("wkv6", "r k v w u"),
-        ("wkv7", "r w k v a b"),
-        ("gla", "q k v g"),
-        ("linear_attention", "q k v"),
-    ],
-)
-def test_signature_of_an_op(name, inputs):
-    made = parameters(name).values()
-    wanted = [(x, inspect.Parameter.empty) for x in inputs.split()] + TAIL
-    wanted += [("normalize", False)] if name == "linear_attention" else []
-    assert [(x.name, x.default) for x in made][:-1] == wanted
-    assert [(x.name, x.kind) for x in made][-1] == ("options", inspect.Parameter.VAR_KEYWORD)
-
-
-def test_signature_of_wkv4():
-    found = [(parameter.name, parameter.default) for parameter in parameters("wkv4").values()]
-    assert [name for name, default in found if default is inspect.Parameter.empty] == ["w", "u", "k", "v"]
-    tail = [("initial_state", None), ("output_final_state", False), ("decay", "raw"), ("backend", "auto")]
-    assert found[4:] == tail
-    assert list(parameters("wkv4_ref").values()) == [
-        parameter.replace(annotation=parameters("wkv4_ref")[name].annotation)
-        for name, parameter in parameters("wkv4").items()
-        if name != "backend"
-    ]
-    assert list(parameters("wkv4_update")) == ["state", "w", "u", "k", "v", "decay"]
-    text = sections("wkv4")["Parameters"]
-    for name, default in tail:
-        line = re.search(rf"^({name} : .*)$", text, flags=re.MULTILINE)[1]
-        assert ("optional" in line) if default is None else re.search(rf'default "?{default}"?$', line)
-
-
-def test_signature_of_timex():
-    empty = inspect.Parameter.empty
-    found = [(parameter.name, parameter.default) for parameter in parameters("timex").values()]
-    assert found == [("w", empty), ("k", empty), ("eps", 0.0), ("backend", "auto")]
-    assert all(f"default {default}" in sections("timex")["Parameters"] for default in ("0.0", '"auto"'))
+OF_SEQUENCES = "initial_state=None, output_final_state=False, cu_seqlens=None"
+OF_RWKV = "scale=1.0, decay='raw', decay_bound=None, state_layout='vk'"
+SIGNATURES = {
+    "wkv5": f"r, k, v, w, u, {OF_SEQUENCES}, **options",
+    "wkv6": f"r, k, v, w, u, {OF_SEQUENCES}, **options",
+    "wkv7": f"r, w, k, v, a, b, {OF_SEQUENCES}, **options",
+    "gla": f"q, k, v, g, {OF_SEQUENCES}, **options",
+    "linear_attention": f"q, k, v, {OF_SEQUENCES}, normalize=False, **options",
+    "wkv4": "w, u, k, v, initial_state=None, output_final_state=False, decay='raw', backend='auto'",
+    "wkv4_update": "state, w, u, k, v, decay='raw'",
+    "timex": "w, k, eps=0.0, backend='auto'",
+    "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
+    "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
+    "wkv7_ref": f"r, w, k, v, a, b, {OF_SEQUENCES}, {OF_RWKV}",
+    "gla_ref": f"q, k, v, g, {OF_SEQUENCES}, scale=None, decay='log', decay_bound=None, state_layout='kv'",
+    "linear_attention_ref": f"q, k, v, {OF_SEQUENCES}, scale=None, state_layout='kv', normalize=False",
+    "wkv4_ref": "w, u, k, v, initial_state=None, output_final_state=False, decay='raw'",
+    "timex_ref": "w, k, eps=0.0",
+}
 
 
 @pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *REFERENCES])
-def test_no_parameter_but_options_is_keyword_only(name):
-    kinds = {x.kind for x in parameters(name).values() if x.name != "options"}
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-
-
-@pytest.mark.parametrize("name", [*OPS, "timex"])
-def test_reference_takes_the_arguments_of_its_op_by_the_same_names(name):
-    launching = ("checkpoint_interval", "chunk_len", "num_threads", "backend", "options")
-    named = options(name) if name in OPS else {}
-    of_op = {x.name: x.default for x in parameters(name).values()} | named
-    of_reference = {x.name: x.default for x in parameters(f"{name}_ref").values()}
-    assert of_reference == {key: default for key, default in of_op.items() if key not in launching}
+def test_signature(name):
+    plain = [x.replace(annotation=inspect.Parameter.empty) for x in parameters(name).values()]
+    assert str(inspect.Signature(plain)) == f"({SIGNATURES[name]})"
 
 
 @pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS])
