@@ -147,15 +147,6 @@ def test_child_of_a_process_that_left_cuda_alone_may_use_it(gpus):
 # ---- a stream beside another one ---------------------------------------------------------------------------------
 
 
-def test_stream_beside_another_waits_for_it_and_is_waited_for(gpus):
-    side = cuda.SideStream(7)
-    assert side.raw != 7
-    side.follow()
-    side.join()
-    assert gpus.order == [("wait", side.raw, 7), ("wait", 7, side.raw)]
-    assert gpus.events == ["destroyed"] * 2  # of one use, as other threads may record theirs
-
-
 def test_every_stream_has_one_beside_it(gpus, monkeypatch):
     current = [7]
     monkeypatch.setattr(tensors, "_sides", {})

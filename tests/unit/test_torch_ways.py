@@ -10,23 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rwkv_jit
 from rwkv_jit import tensors
+from rwkv_jit.ops import table
 
 OPS = ("wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex")
-B, T, H, K, V, C = 2, 5, 2, 3, 4, 6
-# Shapes of the inputs; those that streams of tokens have, which autocast casts.
+SIZES = {"B": 2, "T": 5, "H": 2, "K": 3, "V": 4, "C": 6}
+B, T, H, K, V, C = SIZES.values()
 SHAPES = {
-    "wkv4": {"w": (C,), "u": (C,), "k": (B, T, C), "v": (B, T, C)},
-    "timex": {"w": (C, T), "k": (B, C, T)},
-    **{
-        op: {n: (H, K) if n in fixed else (B, T, H, V if n == "v" else K) for n in names}
-        for op, names, fixed in (
-            ("wkv5", "rkvwu", "wu"),
-            ("wkv6", "rkvwu", "u"),
-            ("wkv7", "rwkvab", ""),
-            ("gla", "qkvg", ""),
-            ("linear_attention", "qkv", ""),
-        )
-    },
+    name: dict(zip(op.public_names, (tuple(SIZES[dim] for dim in dims) for dims in op.inputs.values()), strict=True))
+    for name, op in table.OPS.items()
 }
 
 
