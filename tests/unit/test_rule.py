@@ -85,6 +85,14 @@ TAKEN = {
         (RAW | bound(-8.0), "sm_90", "chunked", 16),
         (FEW, "sm_90", "segments", 32),
         (FEW | {"is_packed": True}, "sm_90", "chunked", 32),
+        (FEW | {"blocks": 67}, "sm_90", "chunked", 32),
+        (FEW | {"multiprocessors": None}, "sm_90", "chunked", 32),
+        (FEW | {"tokens": 1000}, "sm_90", "chunked", 32),
+        (FEW | RAW | bound(-8.0), "sm_90", "segments", 16),
+        (FEW | {"chunk_len": 16}, "sm_90", "segments", 16),
+        (FEW | sizes(1), "sm_90", "segments", 32),
+        (FEW | sizes(128), "sm_90", "segments", 32),
+        (FEW | sizes(129), "sm_90", "large", 64),
         (sizes(1), "sm_90", "chunked", 32),
         (sizes(128), "sm_90", "chunked", 32),
         (sizes(128, 33), "sm_90", "chunked", 32),
@@ -114,6 +122,7 @@ TAKEN = {
     ],
     DELTA: [
         (sizes(96) | {"training": False}, "sm_90", "chunked", 16),
+        (FEW | sizes(96) | {"training": False}, "sm_90", "segments", 16),
         (LARGE, "sm_80", "large", 64),
         (LARGE, "compute_80", "large", 64),
         (LARGE | {"num_threads": 128}, "sm_90", "large", 64),
@@ -126,6 +135,9 @@ TAKEN = {
         ({"chunk_len": 64}, "sm_90", "chunked", 64),
         (sizes(128), "sm_80", "chunked", 32),
         (sizes(128) | {"training": False}, "sm_90", "chunked", 32),
+        (FEW | {"chunk_len": 64}, "sm_90", "segments", 64),
+        (FEW | sizes(128, 32), "sm_90", "large", 64),
+        (FEW | sizes(128), "sm_89", "large", 32),
         (sizes(128), "sm_89", "large", 32),  # for which chunked kernels have no room
         (sizes(128) | {"chunk_len": 64}, "sm_90", "large", 64),
         (sizes(128, 32), "sm_90", "large", 64),
@@ -349,38 +361,12 @@ def test_segments_are_equal_and_end_where_chunks_do(family, blocks, tokens, coun
     assert [segments.segments(family, 1000, 4096, 132, least) for least in (1, 4)] == [1, 4]
 
 
-@pytest.mark.parametrize(
-    ("backend", "changes", "chosen"),
-    [
-        ("auto", RAW | bound(-8.0), ("segments", 16)),
-        ("chunked", {}, ("chunked", 32)),
-        ("recurrent", {}, ("recurrent", None)),
-        ("auto", {"blocks": 67}, ("chunked", 32)),
-        ("split", {"blocks": 67}, ("segments", 32)),
-        ("auto", {"multiprocessors": None}, ("chunked", 32)),
-        ("auto", {"tokens": 1000}, ("chunked", 32)),
-        ("auto", {"dtype": "fp32"}, ("recurrent", None)),
-    ],
-    ids=str,
-)
 @pytest.mark.parametrize("op", EVERY_OP)
-def test_few_heads_with_many_tokens_are_cut_into_segments(op, backend, changes, chosen):
-    assert choose(backend, {"op": op} | FEW | changes) == chosen
-
-
-@pytest.mark.parametrize("op", EVERY_OP)
-def test_segments_have_the_chunk_of_the_call_and_the_size_of_heads_that_a_block_holds(op):
-    few = {"op": op} | FEW
-    assert choose("auto", few | {"chunk_len": 16}) == ("segments", 16)
-    for size, algorithm in ((1, "segments"), (128, "segments"), (129, "large"), (256, "large")):
-        assert choose("split", few | sizes(size))[0] == algorithm
-    if op == "wkv7":
-        assert choose("auto", few | sizes(96) | {"training": False}) == ("segments", 16)
-    else:
-        assert choose("auto", few | {"chunk_len": 64}) == ("segments", 64)
-        # Heads that chunked kernels have no room for.
-        assert choose("auto", few | sizes(128), "sm_89")[0] == "large"
-        assert choose("split", few | sizes(128, 32))[0] == "large"
+def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
+    call = {"op": op} | FEW
+    assert choose("split", call | {"blocks": 67}) == ("segments", 32)
+    assert choose("chunked", call) == ("chunked", 32)
+    assert choose("auto", call | {"dtype": "fp32"}) == ("recurrent", None)
 
 
 @pytest.mark.parametrize(
