@@ -172,7 +172,7 @@ def test_torch_accepts_states_and_packed_sequences_with_gradients(op):
     given = make(op, torch.float32)
     given = [x[:1].transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x for x in given.values()]
     given = [x.requires_grad_() for x in given]
-    state = torch.randn(2, H, V, K, requires_grad=True)
+    state = torch.randn(2, H, V, K).bfloat16().requires_grad_()
     more = asked(op, torch.tensor([0, 2, T]), state)
     bound = {} if op == "linear_attention" else {"decay_bound": -3.0}
     torch.library.opcheck(torch_op(op, "fwd"), (*given, *more, True, False))
