@@ -46,11 +46,6 @@ def made_up(make_entry):
     return bundle.pack({name: data}), digest
 
 
-def test_nothing_is_installed_here():
-    assert installed.distributions() == []
-    assert [layer.origin for layer in cache.layers()] == ["disk"]
-
-
 def test_installed_bundle_serves_after_all_others(install, made_up, make_entry, tmp_path, monkeypatch):
     path = install(made_up[0])
     bundle.write(tmp_path / "more.bundle", [make_entry(2)[:2]])
@@ -63,20 +58,6 @@ def test_installed_bundle_serves_after_all_others(install, made_up, make_entry, 
     assert (stored.manifest["name"], stored.fault) == ("made_up", "")
     assert cache.clear() == 0
     assert path.exists()
-
-
-def test_no_kernel_is_read_where_the_cache_is_off(install, made_up, monkeypatch):
-    install(made_up[0])
-    monkeypatch.setenv("RWKVJIT_CACHE", "0")
-    assert cache.layers() == ()
-    assert cache.get("made_up", "sm_90a", made_up[1]) is None
-
-
-def test_work_that_must_compile_finds_none(install, made_up):
-    path = install(made_up[0])
-    with installed.left_aside():
-        assert installed.distributions() == []
-    assert [each.path for each in installed.distributions()] == [path]
 
 
 def test_kernel_of_the_users_directory_costs_no_look_at_distributions(install, made_up, make_entry, monkeypatch):

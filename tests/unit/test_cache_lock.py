@@ -53,18 +53,18 @@ def no_waiting(monkeypatch):
 # ---- held --------------------------------------------------------------------------------------------------------
 
 
-def test_lock_keeps_others_out_until_it_is_let_go():
+def test_lock_keeps_others_out_until_it_is_let_go(caplog, monkeypatch):
+    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
     with lock.held(DIGEST, "a kernel"):
         assert not is_free()
         assert is_free("ac")
     assert is_free()
-
-
-def test_lock_is_let_go_after_an_error():
     with pytest.raises(RuntimeError, match="broken"), lock.held(DIGEST, "a kernel"):
         raise RuntimeError("broken")
     assert is_free()
     assert lock._held == set()
+    assert stats.snapshot()["wait_seconds"] == 0
+    assert caplog.messages == []
 
 
 def test_threads_take_turns():
@@ -125,14 +125,6 @@ def test_wait_is_bounded_and_said_once(start, no_waiting, caplog):
     say(other)
     assert other.stdout.readline() == "let go\n"
     assert is_free()
-
-
-def test_quick_lock_is_neither_waited_for_nor_spoken_of(caplog, monkeypatch):
-    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
-    with lock.held(DIGEST, "a kernel"):
-        pass
-    assert stats.snapshot()["wait_seconds"] == 0
-    assert caplog.messages == []
 
 
 def test_long_wait_is_spoken_of_once(start, monkeypatch, caplog):
@@ -229,6 +221,13 @@ def cannot_lock(give_away, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_locks)
 
 
+def is_nowhere(give_away, monkeypatch):
+    def nowhere():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(lock.tempfile, "gettempdir", nowhere)
+
+
 @pytest.mark.parametrize("shared", ["0", "1"])
 @pytest.mark.parametrize(
     ("make_it_so", "said"),
@@ -240,6 +239,7 @@ def cannot_lock(give_away, monkeypatch):
         (is_on_a_network, r"is on a network file system \(nfs4\); name a disk of this node in TMPDIR"),
         (has_a_link_for_a_lock, "symbolic link"),
         (cannot_lock, "No locks available"),
+        (is_nowhere, "No usable temporary directory found"),
     ],
 )
 def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(
@@ -274,16 +274,6 @@ for _ in range(2):
     assert done.stdout == "0\n0\n"
     assert done.stderr.count("every process compiles for itself") == done.stderr.count("Permission denied") == 1
     assert list(lock.directory().iterdir()) == []
-
-
-def test_directory_for_temporary_files_that_is_not_there_gives_no_lock(monkeypatch, caplog):
-    def nowhere():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-
-    monkeypatch.setattr(lock.tempfile, "gettempdir", nowhere)
-    with lock.held(DIGEST, "a kernel"):
-        assert lock._held == set()
-    assert "No usable temporary directory" in caplog.text
 
 
 MOUNTS = """\
