@@ -240,6 +240,7 @@ def test_directory_in_the_place_of_an_entry_makes_way_if_it_is_empty(made, caplo
     assert get(made[3]) is None
     cache.put(*made[:2])
     assert get(made[3]) == (made[2].image, "disk")
+    assert caplog.messages == []
     path.unlink()
     path.mkdir(mode=0o700)
     (path / "mine.txt").touch()

@@ -137,14 +137,6 @@ def test_errors_of_a_command(error, code, said, monkeypatch, run):
     assert run("cache", "list") == (code, "", said)
 
 
-def test_wrong_level_of_messages_is_an_error_and_no_traceback(monkeypatch, run):
-    monkeypatch.setenv("RWKVJIT_LOG", "loud")
-    code, _, said = run("cache", "list")
-    assert code == 2
-    assert "RWKVJIT_LOG" in said
-    assert "'loud'" in said
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_reader_that_has_gone_is_no_traceback(unbuffered, fresh_service):
     put()
@@ -395,13 +387,6 @@ def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypa
     assert printed.endswith("4 kernels (disk 3, shared 1) read, 5 faults\n")
 
 
-def test_verify_names_kernels_that_are_not_to_be_trusted(run):
-    put().chmod(0o666)
-    code, printed, _ = run("cache", "verify")
-    assert code == 1
-    assert "can be written by others" in printed
-
-
 def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run, fresh_service):
     old, new, damaged, untrusted = put(1), put(2), put(3), put(4)
     cache.forget()  # what this process has stored would stay
@@ -418,19 +403,6 @@ def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run
     assert new.exists()
     assert untrusted.exists()
     assert run("cache", "prune", "--max-mb", 0)[1] == "0 damaged and 2 old kernels deleted; 0 are left, 0 bytes\n"
-
-
-def test_prune_goes_by_the_variable(data, monkeypatch):
-    put()
-    cache.forget()
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
-    assert data("cache", "prune")["evicted"] == 1
-
-
-def test_clear(run, data, fresh_service):
-    put(1), put(2)
-    assert run("cache", "clear") == (0, f"2 kernels (disk 2) deleted from {fresh_service}\n", "")
-    assert data("cache", "clear") == {"deleted": 0, "path": str(fresh_service)}
 
 
 def test_counts_agree_where_kernels_lie_in_a_bundle_too(run, tmp_path, fresh_service):
@@ -470,26 +442,6 @@ def test_export_and_import_go_around(run, data, tmp_path, fresh_service):
     assert data("cache", "import", file)["bundles"] == [{"path": str(file), "kernels": 1}]
 
 
-def test_export_to_where_nothing_can_be_written(run, tmp_path):
-    put()
-    code, printed, said = run("cache", "export", tmp_path / "none" / "x.bundle")
-    assert (code, printed) == (2, "")
-    assert said.startswith(f"rwkv-jit cache export: {tmp_path}/none/x.bundle cannot be written")
-
-
-@pytest.mark.parametrize("content", [b"", b"PK nothing", b"not a bundle at all"])
-def test_import_of_a_broken_bundle(content, run, tmp_path, fresh_service):
-    tmp_path.chmod(0o755)
-    file = tmp_path / "x.bundle"
-    file.write_bytes(content)
-    file.chmod(0o600)
-    code, printed, said = run("cache", "import", file)
-    assert (code, printed) == (2, "")
-    assert said.startswith(f"rwkv-jit cache import: {file} is not an intact rwkv_jit bundle")
-    assert said.count("\n") == 1
-    assert not (fresh_service / "bundles").exists()
-
-
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 HEAD = ("op", "head size", "state")
@@ -509,11 +461,6 @@ def test_plain_table(capsys):
         "  bytes  7\n"
         "  op  head size  state\n"
     )
-
-
-def test_plain_table_is_not_wrapped(capsys):
-    report.table(("a", "b"), [("x" * 100, "y" * 100)])
-    assert capsys.readouterr().out.splitlines()[1] == f"  {'x' * 100}  {'y' * 100}"
 
 
 class Terminal(io.StringIO):

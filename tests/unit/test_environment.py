@@ -14,7 +14,7 @@ import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cuda, env, errors, identity, stats
+from rwkv_jit import cache, cuda, env, errors, identity, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
@@ -78,38 +78,28 @@ def test_every_public_name_can_be_had_and_is_listed():
         rwkv_jit.wkv8  # noqa: B018
 
 
-def test_cpu_tensors_leave_cupy_and_the_disk_alone(child, tmp_path):
+@pytest.mark.parametrize("without_posix", [False, True])
+def test_cpu_tensors_leave_cupy_and_the_disk_alone(without_posix, child, tmp_path):
     code = CALL_ON_CPU + "import sys; assert 'cupy' not in sys.modules"
-    child(code, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
+    child(code, without_posix=without_posix, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
     assert not (tmp_path / "cache").exists()
-
-
-def test_cpu_tensors_without_the_posix_only_names(child):
-    child(CALL_ON_CPU, without_posix=True)
 
 
 # ---- CuPy and NVRTC ----------------------------------------------------------------------------------------------
 
 
-def test_without_cupy_a_kernel_is_an_error_with_the_command_and_cpu_tensors_work(child):
-    done = child(BLOCK_CUPY + HIDE_CUPY_WHEELS + SPECIALIZE + CALL_ON_CPU)
-    assert done.stdout == f"CuPy is not installed; CUDA kernels need it:\n    {INSTALL_12}\n"
-
-
-def test_without_cupy_everything_that_only_asks_still_answers(child):
-    done = child(
-        BLOCK_CUPY
-        + HIDE_CUPY_WHEELS
-        + """
-import rwkv_jit
+ASK = """
 report = rwkv_jit.env_report()
 assert report["cupy"] == []
 assert "pip install" in report["nvrtc"]
 assert rwkv_jit.is_available() is False
 print(rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache())
 """
-    )
-    assert done.stdout == "0 0\n"
+
+
+def test_without_cupy_a_kernel_is_an_error_with_the_command_and_all_else_works(child):
+    done = child(BLOCK_CUPY + HIDE_CUPY_WHEELS + SPECIALIZE + CALL_ON_CPU + ASK)
+    assert done.stdout == f"CuPy is not installed; CUDA kernels need it:\n    {INSTALL_12}\n0 0\n"
 
 
 def test_cupy_that_cannot_be_imported_says_why(child):
@@ -127,18 +117,9 @@ def test_cupy_that_cannot_be_imported_says_why(child):
 @pytest.mark.parametrize(
     ("installed", "command"),
     [
-        (
-            {"cupy-cuda12x": "14.0.1", "cupy-cuda13x": "14.2.0"},
-            f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
-        ),
-        (
-            {"cupy-cuda12x": "14.0.1", "cupy": "13.0.0"},
-            f"pip uninstall -y cupy-cuda12x cupy && {INSTALL_12}",
-        ),
-        (
-            {"cupy-cuda11x": "13.0.0", "cupy-cuda12x": "14.0.1"},
-            f"pip uninstall -y cupy-cuda11x cupy-cuda12x && {INSTALL_12}",
-        ),
+        ({"cupy-cuda12x": "14.0.1", "cupy-cuda13x": "14.2.0"}, INSTALL_13),
+        ({"cupy-cuda12x": "14.0.1", "cupy": "13.0.0"}, INSTALL_12),
+        ({"cupy-cuda11x": "13.0.0", "cupy-cuda12x": "14.0.1"}, INSTALL_12),
     ],
 )
 def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monkeypatch):
@@ -154,7 +135,7 @@ def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monke
     for name, number in installed.items():
         assert f"{name} {number}" in first
     assert "are both installed" in first
-    assert last == f"    {command}"
+    assert last == f"    pip uninstall -y {' '.join(installed)} && {command}"
 
 
 @pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
@@ -219,21 +200,19 @@ def test_switch_is_read_as_people_write_it(name, monkeypatch):
                 ask()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("RWKVJIT_CACHE_MAX_MB", value) for value in ("much", "-1", "nan", "inf", "1e308")] + [("RWKVJIT_LOG", "loud")],
-)
-def test_setting_that_cannot_be_is_found_by_the_check(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"^{name}: expected .*, got '{value}'$"):
-        env.check()
+@pytest.mark.parametrize(("text", "size"), [("", 512 * 2**20), ("0", 0), ("0.5", 2**19), ("1e300", int(1e300 * 2**20))])
+def test_bound_of_the_cache_is_in_megabytes(text, size, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
+    assert env.cache_max_bytes() == size
+    env.check()
 
 
-def test_a_large_size_is_one(monkeypatch):
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0.5")
-    assert env.cache_max_bytes() == 2**19
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "1e300")
-    assert env.cache_max_bytes() > 10**300
+@pytest.mark.parametrize("text", ["much", "512MB", "-1", "nan", "inf", "1e308", "1e999"])
+def test_bound_that_is_no_size_is_an_error_that_names_it(text, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
+    for ask in (env.check, rwkv_jit.cache_info, lambda: cache.put("sm_90/a.cubin", b"")):
+        with pytest.raises(ValueError, match=f"^RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got '{text}'$"):
+            ask()
 
 
 @pytest.mark.parametrize("found", ["relative", "none"])
@@ -253,7 +232,14 @@ def test_without_a_home_there_is_no_directory_and_the_cache_is_off(found, monkey
         env.cache_dir().mkdir(parents=True)
 
 
-def test_directories_of_the_variables(monkeypatch):
+def test_directories_of_the_variables(monkeypatch, tmp_path):
+    monkeypatch.delenv("RWKVJIT_CACHE_DIR")
+    assert env.cache_dir() == platformdirs.user_cache_path("rwkv_jit", appauthor=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~/kernels")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(["~/more", "", "/absolute"]))
+    assert env.cache_dir() == tmp_path / "kernels"
+    assert env.cache_path() == [tmp_path / "more", Path("/absolute")]
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
     assert not env.cache_is_on()
     assert env.cache_fault() == "RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not"
@@ -386,45 +372,33 @@ def test_messages_go_to_standard_error_from_the_level_asked_for(level, said, chi
     assert child(LOG, env={"RWKVJIT_LOG": level}).stderr == said
 
 
-def test_level_that_there_is_not_is_an_error_that_names_the_variable(child):
-    done = child(LOG, env={"RWKVJIT_LOG": "loud"}, check=False)
-    assert done.stderr.endswith("ValueError: RWKVJIT_LOG: expected debug, info, warning or error, got 'loud'\n")
+def test_level_that_there_is_not_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_LOG", "loud")
+    for ask in (env.check, stats.configure_logging):
+        with pytest.raises(ValueError, match="^RWKVJIT_LOG: expected debug, info, warning or error, got 'loud'$"):
+            ask()
 
 
 def test_hooks_are_called_in_order_until_they_are_taken_off():
-    events = []
-    remove = [stats.add_hook(lambda event, name=name: events.append((name, event["name"]))) for name in "ab"]
-    stats.tell({"origin": "disk", "name": "first"})
-    remove[0]()
-    remove[0]()
-    stats.tell({"origin": "disk", "name": "second"})
-    remove[1]()
-    stats.tell({"origin": "memory", "name": "third"})
-    assert events == [("a", "first"), ("b", "first"), ("b", "second")]
-    assert (stats.snapshot()["disk"], stats.snapshot()["memory"]) == (2, 1)
-
-
-def test_hook_that_takes_itself_off_spares_no_other():
+    """By themselves too, which spares no other one. A function that is hooked twice is called once less."""
     events = []
 
     def once(event):
         events.append("once")
-        remove()
+        remove_once()
 
-    remove = stats.add_hook(once)
-    stats.add_hook(lambda event: events.append("always"))
-    for _ in range(2):
-        stats.tell({"origin": "disk"})
-    assert events == ["once", "always", "always"]
-
-
-def test_one_function_hooked_twice_is_called_once_less_for_each_removal():
-    events = []
-    remove, _ = stats.add_hook(events.append), stats.add_hook(events.append)
-    remove()
-    remove()
+    remove_once = stats.add_hook(once)
+    first, second = stats.add_hook(events.append), stats.add_hook(events.append)
     stats.tell({"origin": "disk"})
-    assert len(events) == 1
+    assert events == ["once", {"origin": "disk"}, {"origin": "disk"}]
+    first()
+    first()
+    stats.tell({"origin": "disk"})
+    assert events[3:] == [{"origin": "disk"}]
+    second()
+    stats.tell({"origin": "memory"})
+    assert len(events) == 4
+    assert (stats.snapshot()["disk"], stats.snapshot()["memory"]) == (2, 1)
 
 
 def test_forked_child_counts_though_a_thread_of_its_parent_was_counting(child):
@@ -590,11 +564,6 @@ def own_imports(name):
 
 def test_every_module_has_its_place_in_the_order():
     assert set(MODULES) == set(LINES)
-
-
-def test_modules_that_are_packages_are_told_apart_from_what_is_in_them():
-    assert {"rwkv_jit.cache", "rwkv_jit.stats"} <= set(imports(MODULES["kernel"]))
-    assert {"rwkv_jit.cache.bundle", "rwkv_jit.cache.lock"} <= set(imports(MODULES["cache"]))
 
 
 @pytest.mark.parametrize("name", MODULES)
