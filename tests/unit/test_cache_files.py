@@ -274,6 +274,17 @@ def test_file_of_the_largest_size_is_read(tree):
         files.read(tree, NAME, most=4)
 
 
+@pytest.mark.parametrize("place", ["root", "folder", "file"])
+def test_nothing_is_deleted_through_a_link(tree, place):
+    path = places(tree)[place]
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.with_name("moved"))
+    with pytest.raises(files.UntrustedError, match=f"^{path} is a symbolic link"):
+        files.delete(tree, NAME)
+    assert (tree / NAME).read_bytes() == b"right"
+    assert path.is_symlink()
+
+
 # ---- a group -----------------------------------------------------------------------------------------------------
 
 
