@@ -183,30 +183,6 @@ def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
 
 
 @pytest.mark.usefixtures("checked_only")
-@pytest.mark.parametrize(
-    ("arch", "scan", "scans", "others"),
-    [
-        ("compute_80", "gla_scan", 2, {"gla_key_gradients"}),  # one in each direction
-        ("sm_90", "gla_group_scan", 4, {"gla_prepare", "gla_group_key_gradients"}),  # and with few heads
-    ],
-)
-def test_kernels_of_large_heads_of_the_other_ops(arch, scan, scans, others, build):
-    made = build("--op", "gla", "--head-size", "136", "--arch", arch)
-    names = [each["name"] for each in made["kernels"]]
-    assert set(names) == {scan, *others, "gla_recurrent_forward", "gla_recurrent_backward"}
-    assert names.count(scan) == scans
-
-
-@pytest.mark.usefixtures("checked_only")
-def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
-    made = build("--op", "wkv7", "--head-size", "136", "--arch", "compute_80", "--decay-bound", "-1")
-    assert {each["name"] for each in made["kernels"]} == {
-        "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients", "wkv7_recurrent_forward",
-        "wkv7_recurrent_backward",
-    }  # fmt: skip
-
-
-@pytest.mark.usefixtures("checked_only")
 def test_defaults_are_those_of_a_call(build):
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
     assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
@@ -334,22 +310,6 @@ def test_resources(run):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "arch", "name"),
-    [
-        ("wkv7", "sm_90", "wkv7_group_scan"),
-        ("wkv7", "sm_80", "wkv7_scan"),
-        ("gla", "sm_90", "gla_group_scan"),
-        ("gla", "sm_80", "gla_scan"),
-    ],
-)
-def test_resources_of_a_kernel_of_large_heads(op, arch, name, run):
-    arguments = ("show", op, "--head-size", 136, "--arch", arch, "--backend", "split")
-    data = json.loads(run(*arguments, "--direction", "backward", "--json")[1])
-    assert (data["name"], data["parameters"]["BACKWARD"]) == (name, True)
-    assert data["resources"][name]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
-
-
 @pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
     ("arguments", "name", "found"),
@@ -365,15 +325,6 @@ def test_ops_without_heads_are_shown(arguments, name, found, run):
     data = json.loads(printed)
     assert data["name"] == name
     assert found.items() <= data["parameters"].items()
-
-
-def test_resources_of_a_chunked_kernel(run):
-    arguments = ("show", "wkv7", "--head-size", 12, "--arch", "sm_90", "--backend", "chunked")
-    data = json.loads(run(*arguments, "--json")[1])
-    assert data["name"] == "wkv7_chunked_forward"
-    assert (
-        data["shared_bytes"] == data["resources"]["wkv7_forward"]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
-    )
 
 
 def test_source_ptx_and_options(run):

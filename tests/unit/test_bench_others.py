@@ -276,39 +276,30 @@ def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_pat
 # ---- suites ------------------------------------------------------------------------------------------------------
 
 
-def test_studies_are_the_published_shapes_and_those_of_models():
-    found = {(e.suite, e.case.op, tuple(e.case.shown), e.case.phase, e.case.kind) for e in suites.entries_of("studies")}
-    both = ("forward", "forward+backward")
-    usual, training, row = (8, 4096, 64, 64, 64), (8, 4096, 32, 128, 128), (1, 32768, 64, 64, 64)
-    prompts = [usual, (1, 4096, 32, 64, 64)]
-    wind = [usual, training, (8, 4096, 16, 256, 256), (1, 32768, 16, 256, 256)]
-    steps = [(1, 1, 32, 64, 64), (64, 1, 32, 64, 64)]
-    plain = {
-        *(("wind", "wkv7", shape, phase) for shape in wind for phase in both),
-        ("profile", "wkv6", (1, 54, 32, 64, 64), "forward"),
-        ("chunk_rwkv6", "wkv6", (1, 4096, 32, 64, 64), "prefill"),
-        *(("gla", "gla", shape, phase) for shape in ((32, 2048, 4, 256, 512), training) for phase in both),
-        *(("linear_attention", "linear_attention", training, phase) for phase in both),
-        *(("timex", "timex", (32, 768, 768), phase) for phase in ("forward", "backward")),
-        *(("wkv4", "wkv4", (8, 4096, 4096), phase) for phase in both),
-        *(("models", "wkv7", (1, 32768, 16, 64, 64), phase) for phase in both),
-        *(("models", "wkv6", shape, phase) for shape in prompts for phase in both),
-        ("models", "wkv6", (1, 54, 32, 64, 64), "forward"),
-        *(("models", "wkv5", usual, phase) for phase in both),
-        ("models", "timex", (8, 768, 8192), "forward"),
-        *(("decode", op, shape, "decode") for op in ("wkv7", "wkv6", "wkv5", "gla") for shape in steps),
-        *(("decode", "wkv4", (batch, 1, 2048), "decode") for batch in (1, 64)),
+def test_recorded_rows_are_of_the_suites_which_have_strong_decays_steps_and_packed_sequences_too():
+    everything = {
+        (entry.suite, entry.case.op, tuple(entry.case.shown), entry.case.phase, entry.case.kind)
+        for entry in suites.entries_of("studies")
     }
-    ops = ("wkv7", "wkv6", "gla")
-    assert found == {
-        *((*each, "usual") for each in plain),
-        *(("strong", op, usual, phase, kind) for op in ops for phase in both for kind in ("strong", "one-strong")),
-        *(("packed", op, row, phase, "packed") for op in ops for phase in both),
+    recorded = {
+        (row["suite"], row["op"], tuple(row["shape"]), row["phase"], row["inputs"])
+        for row in record.read(record.FILE)["rows"]
     }
+    assert recorded <= everything
+    both, three = ("forward", "forward+backward"), ("wkv7", "wkv6", "gla")
+    steps = [(batch, 1, 32, 64, 64) for batch in (1, 64)]
+    assert everything - recorded <= {
+        *(("strong", op, (8, 4096, 64, 64, 64), phase, kind)
+          for op in three for phase in both for kind in ("strong", "one-strong")),
+        *(("packed", op, (1, 32768, 64, 64, 64), phase, "packed") for op in three for phase in both),
+        *(("decode", op, shape, "decode", "usual") for op in (*three, "wkv5") for shape in steps),
+        *(("decode", "wkv4", (batch, 1, 2048), "decode", "usual") for batch in (1, 64)),
+    }  # fmt: skip
+    assert len(everything) == 58
     (profile,) = suites.entries_of("profile")
     assert (profile.case.dtype, profile.case.wide_decay) == (torch.float16, True)
     assert set(profile.backends) == {"auto", "recurrent", "chunked"}
-    assert {e.case.op for e in suites.entries_of("studies", ["gla", "timex"])} == {"gla", "timex"}
+    assert {entry.case.op for entry in suites.entries_of("studies", ["gla", "timex"])} == {"gla", "timex"}
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
@@ -367,9 +358,9 @@ def test_command_measures_what_it_is_asked_for(gpu, program):
     assert (gpu.tried, gpu.minutes) == ([entry], 3)
     assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows"}
     assert (found["format"], found["device"], found["copy_tb_per_s"]) == (2, "cuda", 4.25)
-
-
-def test_peers_are_left_out_on_demand(gpu, program):
+    assert set(found["sources"]) == set(bench.OPS)
+    gpu.entries.clear()
+    gpu.tried = None
     assert program("ops", "--suite", "chunk_rwkv6", "--no-peers")[0] == 0
     assert [with_peers for _, with_peers in gpu.entries] == [False]
     assert gpu.tried is None
@@ -432,14 +423,6 @@ def test_what_needs_a_gpu_says_so(program, arguments, message, monkeypatch):
     code, printed, said = program(*arguments)
     assert (code, printed) == (2, "")
     assert message in said
-
-
-def test_without_a_gpu_calls_run_on_the_cpu(program, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, printed, _ = program("ops", "--op", "wkv6", "--phase", "forward", "--json")
-    found = json.loads(printed)
-    assert (code, found["device"], found["copy_tb_per_s"]) == (0, "cpu", None)
-    assert set(found["sources"]) == set(bench.OPS)
 
 
 def test_sources_are_those_that_calls_take(own_templates):

@@ -418,13 +418,14 @@ def test_exported_kernels_are_found_in_another_cache(three, tmp_path, monkeypatc
     assert len(list(imported.parent.iterdir())) == 1
 
 
-def test_only_chosen_and_intact_kernels_are_exported(three, tmp_path, make_entry):
+def test_only_chosen_and_intact_kernels_are_exported(three, tmp_path, caplog):
     in_users(three)
     names = sorted(three)
     (env.cache_dir() / names[0]).write_bytes(b"damaged")
     path = tmp_path / "kernels.bundle"
     assert cache.export(path, chosen(names[:2]))[0] == 1
     assert Bundle(path).entries() == {names[1]: three[names[1]]}
+    assert caplog.messages == []
 
 
 def test_export_to_a_place_that_cannot_be_written_is_one_sentence(three, tmp_path):
