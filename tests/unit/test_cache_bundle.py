@@ -428,11 +428,15 @@ def test_only_chosen_and_intact_kernels_are_exported(three, tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_export_to_a_place_that_cannot_be_written_is_one_sentence(three, tmp_path):
+@pytest.mark.parametrize(
+    ("place", "said"), [("missing/kernels.bundle", "No such file or directory"), ("mine", "Is a directory")]
+)
+def test_export_to_a_place_that_cannot_be_written_is_one_sentence(place, said, three, tmp_path):
     in_users(three)
-    path = tmp_path / "missing" / "kernels.bundle"
-    with pytest.raises(CacheError, match=f"^{path} cannot be written: No such file or directory$"):
-        cache.export(path, cache.stored())
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(CacheError, match=f"^{tmp_path / place} cannot be written: {said}$"):
+        cache.export(tmp_path / place, cache.stored())
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_import_into_a_place_that_cannot_be_written_is_one_sentence(three, write, fresh_service):
@@ -483,13 +487,6 @@ def test_what_a_killed_export_left_beside_its_file_goes_after_an_hour(three, tmp
         os.utime(tmp_path / name, (time.time() - age, time.time() - age))
     bundle.write(tmp_path / "kernels.bundle", three.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*list(names)[1:], "kernels.bundle"])
-
-
-def test_empty_directory_is_not_replaced_by_a_bundle(three, tmp_path):
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(CacheError, match="mine cannot be written: Is a directory"):
-        bundle.write(tmp_path / "mine", three.items())
-    assert (tmp_path / "mine").is_dir()
 
 
 def test_clearing_deletes_imported_bundles_and_leaves_those_of_others(three, write, make_entry, monkeypatch):
