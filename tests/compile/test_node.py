@@ -379,31 +379,22 @@ extern "C" __global__ void fill(float* x) {
 # ---- bundles -----------------------------------------------------------------------------------------------------
 
 
-def test_process_with_a_bundle_needs_no_compiler(get, tiny, tmp_path, fresh_service):
+@pytest.mark.parametrize("maker", ["this compiler", "11.8 made elsewhere"])
+@pytest.mark.parametrize("origin", ["bundle", "shared"])
+def test_process_with_the_kernels_of_others_needs_no_compiler(origin, maker, get, tiny, tmp_path):
     made = kernel.get(tiny())
-    bundle.write(tmp_path / "kernels.bundle", [made.entry()])
+    made.compiler = made.compiler if maker == "this compiler" else maker
+    name, data = made.entry()
     cache.clear()
-    environment = {"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle")}
+    place = tmp_path / origin
+    if origin == "bundle":
+        bundle.write(place, [(name, data)])
+    else:
+        (place / name).parent.mkdir(parents=True)
+        (place / name).write_bytes(data)
+        (place / "nvrtc-0000000000000000.json").write_text(json.dumps({"identity": made.compiler}))
     for more in ({}, {"RWKVJIT_ASSERT_CACHED": "1"}):
-        told = get(code=BLOCK_CUPY + GET, env={**environment, **more})
-        assert (told["origin"], told["bundle"], told["compiled"]) == ("bundle", 1, 0)
+        told = get(code=BLOCK_CUPY + GET, env={"RWKVJIT_CACHE_PATH": str(place), **more})
+        assert (told["origin"], told[origin], told["compiled"], told["loaded"]) == (origin, 1, 0, [])
         assert (bytes.fromhex(told["code"]), told["warnings"]) == (made.cubin, [])
-    assert cache.entries() == []
-
-
-def test_bundle_of_another_compiler_serves(get, tiny, tmp_path):
-    made = kernel.get(tiny())
-    made.compiler = "11.8 made elsewhere"
-    bundle.write(tmp_path / "kernels.bundle", [made.entry()])
-    cache.clear()
-    for more in ({}, {"RWKVJIT_ASSERT_CACHED": "1"}):
-        told = get(env={"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle"), **more})
-        assert (told["origin"], told["loaded"]) == ("bundle", [])
-
-
-def test_directory_of_another_user_serves_without_the_compiler(get, tiny, tmp_path, fresh_service):
-    made = kernel.get(tiny())
-    fresh_service.rename(tmp_path / "of another")
-    told = get(env={"RWKVJIT_CACHE_PATH": str(tmp_path / "of another")})
-    assert (told["origin"], told["loaded"], bytes.fromhex(told["code"])) == ("shared", [], made.cubin)
     assert cache.entries() == []

@@ -44,18 +44,6 @@ def data(run):
     return data
 
 
-@pytest.fixture
-def program(fresh_service):
-    """Runs a command in a process of its own, without a GPU."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "rwkv_jit", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    return run
-
-
 # ---- the program -------------------------------------------------------------------------------------------------
 
 
@@ -250,16 +238,6 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
     assert lines[:2] == ["cache", f"  path             {fresh_service}"]
     words = ["environment", f"RWKVJIT_CACHE_DIR={fresh_service},", "RWKVJIT_LINEINFO=1"]
     assert words in [line.split() for line in lines]  # how wide the names are depends on whether NVRTC is there
-
-
-def test_bench_without_a_gpu_times_the_reference_and_says_so(program):
-    done = program("bench", "--op", "wkv6", "--phase", "forward")
-    assert done.returncode == 0
-    assert done.stderr.count("\n") <= 1  # the notice of an op that runs on the CPU
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("CPU reference; not the speed of the kernels.")
-    assert lines[-1] == "CPU reference; not the speed of the kernels."
-    assert [line.split()[:2] for line in lines if "rwkv_jit" in line] == [["rwkv_jit", "auto"]]
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------

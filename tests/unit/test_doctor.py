@@ -253,24 +253,20 @@ def test_kernels_are_counted(make_entry, tmp_path, monkeypatch, fresh_service):
     assert found(doctor._cache, "cache layer") == ("ok", f"{path}, 1 kernels", "")
 
 
-def test_cache_directory_that_others_can_write(fresh_service):
-    fresh_service.mkdir()
-    fresh_service.chmod(0o777)
-    assert found(doctor._cache) == [
-        (
-            "cache directory", "error", f"{fresh_service} can be written by others (mode 777)",
-            f"chmod go-w '{fresh_service}', or trust it: RWKVJIT_CACHE_SHARED=1",
-        )
-    ]  # fmt: skip
-
-
-def test_cache_directory_under_a_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "text", "mend"),
+    [
+        ("open", "{} can be written by others (mode 777)", "chmod go-w '{}', or trust it: RWKVJIT_CACHE_SHARED=1"),
+        ("file/cache", "{} cannot be written: Not a directory", "set RWKVJIT_CACHE_DIR to a directory of your own"),
+    ],
+)
+def test_cache_directory_that_cannot_be_used(place, text, mend, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    ((name, state, text, mend),) = found(doctor._cache)
-    assert (name, state) == ("cache directory", "error")
-    assert text == f"{tmp_path}/file/cache cannot be written: Not a directory"
-    assert "RWKVJIT_CACHE_DIR" in mend
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    path = tmp_path / place
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(path))
+    assert found(doctor._cache) == [("cache directory", "error", text.format(path), mend.format(path))]
 
 
 def test_network_file_systems(monkeypatch, fresh_service):
