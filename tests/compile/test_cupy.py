@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cuda
+from rwkv_jit import cuda, identity
 
 IMPORT_CUPY = """
 import os
@@ -101,4 +101,5 @@ def test_cupys_own_cache_setting_is_left_alone(child, tmp_path):
 def test_report_names_cupy_and_the_library_that_compiles():
     report = rwkv_jit.env_report()
     assert report["cupy"] == cuda.installed_cupy() != []
+    assert report["nvrtc"] == identity.identity()
     assert any("libnvrtc" in path for path in report["nvrtc_libraries"])

@@ -12,6 +12,7 @@ from hashlib import sha256
 
 import pytest
 
+import rwkv_jit
 from rwkv_jit import cache, cli, commands, env, listing, report, sass
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
@@ -82,7 +83,6 @@ def test_no_command_prints_the_commands(run):
         (["build", "--op", "timex", "--tokens", "16385", "--arch", "sm_90"], ["--tokens: ", "torch.fft", "nothing"]),
         (["build", "--op", "wkv7", "--head-size", "64,none"], ["--head-size", "whole number of at least 1", "'none'"]),
         (["build", "--op", "wkv7", "--head-size", "0"], ["--head-size", "at least 1", "'0'"]),
-        (["build", "--op", "wkv7", "--head-size", "-8"], ["--head-size", "at least 1", "'-8'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--dtype", "fp8"], ["--dtype", "bf16, fp16, fp32", "'fp8'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--w-dtype", "x"], ["--w-dtype", "bf16, fp16, fp32", "'x'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--direction", "up"], ["--direction", "'up'", "both"]),
@@ -91,7 +91,6 @@ def test_no_command_prints_the_commands(run):
         (["show", "wkv4", "--value-size", "8", "--arch", "sm_90"], ["show: --value-size: wkv4 has none, got 8"]),
         (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
         (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),
-        (["cache", "prune", "--max-mb", "1e308"], ["--max-mb", "at least 0", "'1e308'"]),
         (["cache", "prune", "--max-mb", "nan"], ["--max-mb", "at least 0", "'nan'"]),
         (["cache", "show", "nothing"], ["rwkv-jit cache show: name:", "'nothing'", "`rwkv-jit cache list`"]),
         (["cache", "export", "x.bundle"], ["rwkv-jit cache export: x.bundle", "no intact kernel", "`rwkv-jit build`"]),
@@ -234,6 +233,9 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
     found = data("info")
     assert found["cache"]["path"] == found["environment"]["cache"] == str(fresh_service)
     assert {"nvrtc", "torch", "cupy", "gpus", "python"} <= set(found["environment"])
+    assert found["environment"]["rwkv_jit"] == rwkv_jit.__version__
+    variables = {"RWKVJIT_CACHE_DIR": str(fresh_service), "RWKVJIT_LINEINFO": "1"}
+    assert found["environment"]["environment"] == variables
     lines = run("info")[1].splitlines()
     assert lines[:2] == ["cache", f"  path             {fresh_service}"]
     words = ["environment", f"RWKVJIT_CACHE_DIR={fresh_service},", "RWKVJIT_LINEINFO=1"]

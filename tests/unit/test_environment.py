@@ -13,7 +13,7 @@ import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cache, cuda, env, errors, identity, stats
+from rwkv_jit import cache, cuda, env, errors, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
@@ -282,21 +282,6 @@ def test_no_variable_is_taken_from_rwkv_lm(root):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call | ast.Subscript):
                 assert "'RWKV_JIT_" not in ast.unparse(node), path.name
-
-
-def test_report_has_what_a_bug_report_needs(monkeypatch, fresh_service):
-    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.2.0"])
-    monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")
-    monkeypatch.setattr(identity, "libraries", lambda: ["/somewhere/libnvrtc.so.12"])
-    monkeypatch.setenv("RWKVJIT_ARCH", "sm_90")
-    report = rwkv_jit.env_report()
-    assert report["rwkv_jit"] == rwkv_jit.__version__
-    assert report["cache"] == str(fresh_service)
-    assert report["environment"] == {"RWKVJIT_ARCH": "sm_90", "RWKVJIT_CACHE_DIR": str(fresh_service)}
-    assert report["cupy"] == ["cupy-cuda12x 14.2.0"]
-    assert report["nvrtc"] == "12.9 0123abcd"
-    assert report["nvrtc_libraries"] == ["/somewhere/libnvrtc.so.12"]
-    assert rwkv_jit.cache_info()["entries"] == 0
 
 
 def test_a_message_is_said_once_and_as_it_is(caplog):

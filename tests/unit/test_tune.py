@@ -335,29 +335,16 @@ def test_cache_that_is_off_has_no_choices(monkeypatch):
     assert tuned.listed() == []
 
 
+WRONG_FIELDS = [
+    {"more": 1}, {"gpu": 1}, {"chunk_len": "16"}, {"chunk_len": 16.0}, {"forward_blocks": True}, {"training": 1},
+    {"arch": "hopper"}, {"templates": None},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b"7",
-        b"null",
-        b"[" * 100_000,
-        b"\0" * 64,
-        {"gpu": GPU},
-        [7],
-        [OTHERS._asdict(), 7],
-        [{}],
-        [OTHERS._asdict() | {"more": 1}],
-        [OTHERS._asdict() | {"gpu": 1}],
-        [OTHERS._asdict() | {"chunk_len": "16"}],
-        [OTHERS._asdict() | {"chunk_len": 16.0}],
-        [OTHERS._asdict() | {"forward_blocks": True}],
-        [OTHERS._asdict() | {"training": 1}],
-        [OTHERS._asdict() | {"arch": "hopper"}],
-        [OTHERS._asdict() | {"templates": None}],
-    ],
+    [b"", b"{", b"\xff\xfe", b"7", b"null", b"[" * 100_000, b"\0" * 64, {"gpu": GPU}, [7], [{}], [OTHERS._asdict(), 7]]
+    + [[OTHERS._asdict() | change] for change in WRONG_FIELDS],
     ids=lambda data: str(data)[:40],
 )
 def test_file_that_cannot_be_understood_is_as_none_with_one_notice(data, caplog):
