@@ -106,20 +106,6 @@ def test_packed_inputs_are_sequences_of_unequal_lengths():
     assert len(set(ends.diff().tolist())) > 10
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("gla", SMALL, torch.float32, kind="packed"), Case("wkv4", SMALL, torch.float32, kind="strong"),
-        Case("wkv6", SMALL, torch.float32, kind="packed"), Case("timex", SMALL, torch.float32, "decode"),
-        Case("wkv6", (1, 20, 2, 4, 4), torch.float32, "decode", kind="packed"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_cases_that_an_op_does_not_have(case):
-    with pytest.raises(ValueError, match="^--"):
-        case.check()
-
-
 def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
     case = small("wkv6")
     size = cases.given_for(case).size()
@@ -593,6 +579,9 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(gpu, r
         (["--op", "timex", "--backend", "split"], "one of auto, tiles, transforms, fft for timex, got split"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
         (["--op", "timex", "--inputs", "strong"], "--inputs: timex has none that are strong"),
+        (["--op", "wkv4", "--inputs", "strong"], "--inputs: wkv4 has none that are strong"),
+        (["--op", "wkv6", "--inputs", "packed", "--phase", "decode"], "with 16 or more tokens, and no decode"),
+        (["--op", "wkv6", "--inputs", "packed", "--shape", "1,6,1,8"], "packed ones are a batch of 1 with 16 or more"),
         (["--op", "wkv6", "--inputs", "packed", "--shape", "2,32,1,8"], "packed ones are a batch of 1 with 16 or more"),
     ],
 )

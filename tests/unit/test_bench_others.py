@@ -10,7 +10,7 @@ import pytest
 import torch
 from filelock import FileLock, Timeout
 
-from bench import ROOT, peers, processes, record, service, suites
+from bench import peers, processes, record, service, suites
 from bench.__main__ import main
 from rwkv_jit import bench, machine, reference
 from rwkv_jit.bench import cases, measure, timing
@@ -210,40 +210,6 @@ def test_a_case_is_measured_by_a_process_with_those_that_can(children):
     children(program="import sys; print('x', file=sys.stderr); sys.exit('CUDA error: lost')")
     with pytest.raises(ChildProcessError, match="^ended its process with 1: CUDA error: lost$"):
         processes.rows_of(entry, 4.0, False, {})
-
-
-@pytest.mark.parametrize("has_tuner", [False, True])
-def test_process_answers_in_json(tmp_path, has_tuner):
-    """The real program, on the CPU."""
-    program = """
-import sys, types, torch
-tuner = sys.modules["triton.testing"] = TUNER
-from bench import processes
-from rwkv_jit.bench import cases, measure
-torch.cuda.synchronize = torch.cuda.empty_cache = lambda: print("noise")
-real = cases.given_for
-cases.given_for = lambda case: real(case, "cpu")
-measure.rows_of = lambda entry, copy, peers: [entry.suite, entry.case.op, copy, [peer.what for peer in peers]]
-processes.answer()
-assert "turn" not in sys.argv or tuner is None or tuner.do_bench is not print
-"""
-    program = program.replace("TUNER", "types.SimpleNamespace(do_bench=print)" if has_tuner else "None")
-    case = small("timex", "backward", wide_decay=True)
-    named = {**case._asdict(), "dtype": "float32"}
-
-    def ask(**asked):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *asked], input=json.dumps({"case": named, **asked}), cwd=ROOT,
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return json.loads(done.stdout)
-
-    turn = str(tmp_path / "turn")
-    assert ask(turn=turn, who="torch", what="fft") is None
-    assert ask(turn=turn, who="torch", what="missing") == "StopIteration"
-    if has_tuner:
-        asked = {"suite": "timex", "backends": ["auto"], "copy_tb_per_s": 4.0, "peers": [["torch", "fft"]]}
-        assert ask(**asked) == ["timex", "timex", 4.0, ["fft"]]
 
 
 def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_path):
@@ -509,16 +475,6 @@ def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):
     found = service.one_line_kernels()
     assert list(found) == ["there"]
     assert 0.1 < found["there"]["call_us"] < 1e3 * found["there"]["from_disk_ms"]  # the first of them is slower
-
-
-def test_calls_of_wkv7_are_those_of_a_model_that_learns(monkeypatch):
-    """The program that measures, on the CPU."""
-    variable, prepare, load = service._WKV7
-    prepare = prepare.replace("cuda.driver()", "torch.cuda.synchronize = lambda: None").replace('"cuda"', '"cpu"')
-    prepare = prepare.replace("(1, 64, 4, 64), torch.bfloat16", '(1, 2, 1, 4), torch.bfloat16, "cpu"')
-    monkeypatch.setattr(service, "_WKV7", (variable, prepare, load))
-    monkeypatch.setattr(service, "REPEATS", 1)
-    assert all(spent > 0 for spent in service.first_calls().values())
 
 
 def test_processes_of_the_service_say_nothing_of_their_caches(monkeypatch):

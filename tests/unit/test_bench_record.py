@@ -469,28 +469,20 @@ def test_a_row_that_is_there_twice_is_an_error():
             call()
 
 
-def test_other_conditions_are_said():
-    env = {"gpus": ["another GPU"], "torch": "2.11.0", "nvrtc": "12.9 0123abcd", "cache": "/elsewhere"}
-    other = result(env=env, commit=None, sources={"wkv7": "1" * 64, "wkv6": "3" * 64, "gla": "4" * 64})
-    assert record.compare(result(), other)["differs"] == [
-        {"what": "commit", "a": "c753463aaaaabbbbbccccc", "b": None},
-        {"what": "gpus", "a": ["NVIDIA H200, sm_90, 139 GiB"], "b": ["another GPU"]},
-        {"what": "nvrtc", "a": "13.0 0123abcd", "b": "12.9 0123abcd"},
-        {"what": "sources of wkv6", "a": "2" * 64, "b": "3" * 64},
-        {"what": "sources of gla", "a": None, "b": "4" * 64},
-    ]
-
-
 def test_a_comparison_in_print(capsys):
-    env = {"gpus": ["another GPU"], "torch": "2.11.0", "nvrtc": "13.0 0123abcd"}
+    env = {"gpus": ["another GPU"], "torch": "2.11.0", "nvrtc": "12.9 0123abcd", "cache": "/elsewhere"}
     a = result(rows=[row(), row("wkv6"), row("gla"), left_out(op="wkv5")])
     b = result(
         rows=[row(median=0.5), row("wkv6", median=1.5), left_out(op="wkv5"), row("timex", (32, 768, 768))], env=env
     )
-    record.show_comparison(record.compare(a, b | {"sources": {"wkv7": "3" * 64, "wkv6": "2" * 64}}))
+    sources = {"wkv7": "3" * 64, "wkv6": "2" * 64, "gla": "4" * 64}
+    record.show_comparison(record.compare(a, b | {"commit": None, "sources": sources}))
     assert capsys.readouterr().out == (
+        "commit: c753463aaaaabbbbbccccc before, unknown now\n"
         "gpus: NVIDIA H200, sm_90, 139 GiB before, another GPU now\n"
+        "nvrtc: 13.0 0123abcd before, 12.9 0123abcd now\n"
         "sources of wkv7: 1111111111 before, 3333333333 now\n"
+        "sources of gla: unknown before, 4444444444 now\n"
         "  case                                     by                before ms  now ms  now / before  verdict\n"
         "  wkv7 (8, 4096, 64, 64) bfloat16 forward  rwkv_jit chunked       1.00   0.500         0.500  faster\n"
         "  wkv6 (8, 4096, 64, 64) bfloat16 forward  rwkv_jit chunked       1.00    1.50         1.500  slower\n"
