@@ -1,6 +1,7 @@
 """The folder `bench`: peers and what they are given, processes of their own, suites, the service, and its program."""
 
 import csv
+import functools
 import json
 import subprocess
 import sys
@@ -274,17 +275,9 @@ ENVIRONMENT = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
 
 
 @pytest.fixture
-def program(capsys):
+def program(run_main):
     """Runs a command of `python -m bench` in this process; returns its exit code, what it printed and what it said."""
-
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(run_main, main)
 
 
 @pytest.fixture
