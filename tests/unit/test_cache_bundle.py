@@ -369,23 +369,6 @@ def test_bundle_that_is_swapped_once_it_has_been_opened_is_not_read(three, make_
 # ---- export, import, clear ---------------------------------------------------------------------------------------
 
 
-def test_exported_kernels_are_found_in_another_cache(three, tmp_path, monkeypatch, make_entry):
-    in_users(three)
-    path = tmp_path / "kernels.bundle"
-    assert cache.export(path, cache.stored()) == (3, path.stat().st_size)
-    assert path.read_bytes() == bundle.pack(three)
-    monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(tmp_path / "other cache"))
-    assert cache.import_bundle(path) == 3
-    (imported,) = (tmp_path / "other cache" / "bundles").iterdir()
-    assert imported.read_bytes() == path.read_bytes()
-    assert stat.S_IMODE(imported.parent.stat().st_mode) == 0o700
-    _, _, compiled, digest = make_entry(1)
-    found, origin = cache.get("made_up", "sm_90", digest)
-    assert (found.image, found.resources, origin) == (compiled.image, compiled.resources, "bundle")
-    assert cache.import_bundle(path) == 3
-    assert len(list(imported.parent.iterdir())) == 1
-
-
 def test_only_chosen_and_intact_kernels_are_exported(three, tmp_path, caplog):
     in_users(three)
     names = sorted(three)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -409,6 +410,11 @@ def test_export_and_import_go_around(run, data, tmp_path, fresh_service):
     assert stored.layer.origin == "bundle"
     assert stored.layer.read(stored.name) == entry
     assert data("cache", "import", file)["bundles"] == [{"path": str(file), "kernels": 1}]
+    (imported,) = (fresh_service / "bundles").iterdir()
+    assert imported.read_bytes() == file.read_bytes()
+    assert stat.S_IMODE(imported.parent.stat().st_mode) == 0o700
+    kernel, origin = cache.get(stored.manifest["name"], "sm_90", stored.manifest["key"])
+    assert (kernel.image, origin) == (b"\x7fELF code", "bundle")
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
