@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -25,30 +26,6 @@ x = torch.ones(1, 2, 1, 4, requires_grad=True)
 y, _ = rwkv_jit.wkv7(x, x, x, x, -x, x)
 y.sum().backward()
 assert y.shape == (1, 2, 1, 4) and x.grad.abs().sum() > 0
-"""
-BLOCK_CUPY = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cupy", "cupy_backends"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-sys.meta_path.insert(0, Blocker())
-"""
-HIDE_CUPY_WHEELS = """
-from importlib import metadata
-real = metadata.version
-def version(name):
-    if name.startswith("cupy"):
-        raise metadata.PackageNotFoundError(name)
-    return real(name)
-metadata.version = version
-"""
-SPECIALIZE = """
-import rwkv_jit
-try:
-    rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
-except rwkv_jit.NvrtcNotFoundError as error:
-    print(error)
 """
 
 
@@ -87,54 +64,52 @@ def test_cpu_tensors_leave_cupy_and_the_disk_alone(without_posix, child, tmp_pat
 # ---- CuPy and NVRTC ----------------------------------------------------------------------------------------------
 
 
-ASK = """
-report = rwkv_jit.env_report()
-assert report["cupy"] == []
-assert "pip install" in report["nvrtc"]
-assert rwkv_jit.is_available() is False
-print(rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache())
-"""
-
-
-def test_without_cupy_a_kernel_is_an_error_with_the_command_and_all_else_works(child):
-    done = child(BLOCK_CUPY + HIDE_CUPY_WHEELS + SPECIALIZE + CALL_ON_CPU + ASK)
-    assert done.stdout == f"CuPy is not installed; CUDA kernels need it:\n    {INSTALL_12}\n0 0\n"
-
-
-def test_cupy_that_cannot_be_imported_says_why(child):
-    installed = HIDE_CUPY_WHEELS.replace(
-        "raise metadata.PackageNotFoundError(name)",
-        'return {"cupy-cuda12x": "14.0.1"}[name] if name == "cupy-cuda12x" else real("no such distribution")',
-    )
-    done = child(BLOCK_CUPY + installed + SPECIALIZE)
-    assert done.stdout == (
-        "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy_backends'); "
-        f"CUDA kernels need it:\n    {INSTALL_12}\n"
-    )
+OVERWRITE = "are both installed and overwrite each other's files; keep one"
 
 
 @pytest.mark.parametrize(
-    ("installed", "command"),
+    ("installed", "said", "command"),
     [
-        ({"cupy-cuda12x": "14.0.1", "cupy-cuda13x": "14.2.0"}, INSTALL_13),
-        ({"cupy-cuda12x": "14.0.1", "cupy": "13.0.0"}, INSTALL_12),
-        ({"cupy-cuda11x": "13.0.0", "cupy-cuda12x": "14.0.1"}, INSTALL_12),
+        ([], "CuPy is not installed; CUDA kernels need it", INSTALL_12),
+        (["cupy-cuda12x 14.0.1"],
+         "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy_backends'); CUDA kernels need it", INSTALL_12),
+        (["cupy-cuda12x 14.0.1", "cupy-cuda13x 14.2.0"], f"cupy-cuda12x 14.0.1 and cupy-cuda13x 14.2.0 {OVERWRITE}",
+         f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {INSTALL_13}"),
+        (["cupy-cuda12x 14.0.1", "cupy 13.0.0"], f"cupy-cuda12x 14.0.1 and cupy 13.0.0 {OVERWRITE}",
+         f"pip uninstall -y cupy-cuda12x cupy && {INSTALL_12}"),
+        (["cupy-cuda11x 13.0.0", "cupy-cuda12x 14.0.1"], f"cupy-cuda11x 13.0.0 and cupy-cuda12x 14.0.1 {OVERWRITE}",
+         f"pip uninstall -y cupy-cuda11x cupy-cuda12x && {INSTALL_12}"),
     ],
-)
-def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monkeypatch):
+)  # fmt: skip
+def test_without_cupy_a_kernel_is_an_error_with_the_command_and_all_else_works(installed, said, command, monkeypatch):
+    numbers = dict(wheel.split() for wheel in installed)
+
     def version(name):
-        if name not in installed:
+        if name not in numbers:
             raise metadata.PackageNotFoundError(name)
-        return installed[name]
+        return numbers[name]
 
     monkeypatch.setattr(cuda.metadata, "version", version)
     with pytest.raises(NvrtcNotFoundError) as caught:
-        cuda.nvrtc()
-    first, last = str(caught.value).splitlines()
-    for name, number in installed.items():
-        assert f"{name} {number}" in first
-    assert "are both installed" in first
-    assert last == f"    pip uninstall -y {' '.join(installed)} && {command}"
+        rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
+    assert str(caught.value) == f"{said}:\n    {command}"
+    report = rwkv_jit.env_report()
+    assert report["cupy"] == installed
+    assert "pip install" in report["nvrtc"]
+    assert rwkv_jit.is_available() is False
+    assert (rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache()) == (0, 0)
+
+
+@pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
+def test_missing_nvrtc_names_what_goes_with_the_cupy_at_hand(wheel, command, monkeypatch):
+    def missing():
+        raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: [f"{wheel} 14.0.1"])
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", types.SimpleNamespace(getVersion=missing))
+    with pytest.raises(NvrtcNotFoundError) as caught:
+        rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
+    assert str(caught.value) == f"CuPy is there but NVRTC is not (libnvrtc.so not found):\n    {command}"
 
 
 @pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
@@ -145,23 +120,6 @@ def test_cupy_without_a_finder_is_too_old(wheel, command, monkeypatch):
     with pytest.raises(NvrtcNotFoundError) as caught:
         cuda.nvrtc_library()
     assert str(caught.value) == f"{wheel} 13.6.0 is too old:\n    {command}"
-
-
-@pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
-def test_missing_nvrtc_names_what_goes_with_the_cupy_at_hand(wheel, command, child):
-    done = child(
-        f"""
-import sys, types
-from rwkv_jit import cuda
-cuda.installed_cupy = lambda: ["{wheel} 14.0.1"]
-def missing():
-    raise RuntimeError("libnvrtc.so not found")
-nvrtc = types.SimpleNamespace(getVersion=missing)
-sys.modules["cupy_backends.cuda.libs.nvrtc"] = nvrtc
-"""
-        + SPECIALIZE
-    )
-    assert done.stdout == f"CuPy is there but NVRTC is not (libnvrtc.so not found):\n    {command}\n"
 
 
 @pytest.mark.parametrize(("extra", "command"), [("cuda12", INSTALL_12), ("cuda13", INSTALL_13)])
