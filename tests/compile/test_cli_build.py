@@ -140,18 +140,8 @@ def test_every_option_is_a_list(build):
 def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     """Head sizes are for wkv7, tokens for timex, and rows are told apart by what they show."""
     tmp_path.chmod(0o755)
-    options = (
-        "--op",
-        "wkv4,timex,wkv7",
-        "--head-size",
-        "8",
-        "--value-size",
-        "8,16",
-        "--tokens",
-        "250",
-        "--arch",
-        "sm_80",
-    )
+    sizes = ("--head-size", "8", "--value-size", "8,16", "--tokens", "250")
+    options = ("--op", "wkv4,timex,wkv7", *sizes, "--arch", "sm_80")
     made = build(*options, "--state-layout", "kv", "--decay-bound", "-1", "-o", tmp_path / "all.bundle")["kernels"]
     for name, count in (("wkv4_forward", 2), ("wkv4_backward", 2), ("timex_convolve", 6), ("timex_filter_gradient", 2)):
         assert [each["name"] for each in made].count(name) == count
