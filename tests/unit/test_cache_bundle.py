@@ -270,52 +270,29 @@ def test_bundle_that_nobody_could_read_is_not_written(three, tmp_path, monkeypat
 # ---- whose bundles -----------------------------------------------------------------------------------------------
 
 
-def others_may_write(path, give_away):
-    path.chmod(0o622)
-
-
-def belongs_to_another(path, give_away):
-    give_away(path)
-
-
-def others_may_replace(path, give_away):
-    path.parent.chmod(0o777)
-
-
-def is_in_anothers_folder(path, give_away):
-    give_away(path.parent)
-
-
-def is_in_anothers_sticky_folder(path, give_away):
-    path.parent.chmod(0o1777)
-    give_away(path.parent)
-
-
-def is_a_link(path, give_away):
+def link(path):
     path.rename(path.with_name("moved"))
     path.symlink_to(path.with_name("moved"))
 
 
-def is_in_a_link(path, give_away):
-    path.parent.rename(path.parent.with_name("moved"))
-    path.parent.symlink_to(path.parent.with_name("moved"))
+OPEN, OTHERS = r"can be written by others \(mode {}\); mend it: chmod go-w", "belongs to user 54321"
+LINK = "is a symbolic link; name what it leads to instead"
+UNTRUSTED = {
+    "others may write": (lambda path, give_away: path.chmod(0o622), OPEN.format(622), True),
+    "another's": (lambda path, give_away: give_away(path), OTHERS, True),
+    "others may replace": (lambda path, give_away: path.parent.chmod(0o777), OPEN.format(777), True),
+    "in another's folder": (lambda path, give_away: give_away(path.parent), OTHERS, True),
+    "in another's sticky folder": (
+        lambda path, give_away: (path.parent.chmod(0o1777), give_away(path.parent)), OTHERS, True,
+    ),
+    "a link": (lambda path, give_away: link(path), LINK, False),
+    "in a link": (lambda path, give_away: link(path.parent), LINK, False),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make_it_so", "said", "can_be_trusted"),
-    [
-        (others_may_write, r"can be written by others \(mode 622\); mend it: chmod go-w", True),
-        (belongs_to_another, "belongs to user 54321", True),
-        (others_may_replace, r"can be written by others \(mode 777\); mend it: chmod go-w", True),
-        (is_in_anothers_folder, "belongs to user 54321", True),
-        (is_in_anothers_sticky_folder, "belongs to user 54321", True),
-        (is_a_link, "is a symbolic link; name what it leads to instead", False),
-        (is_in_a_link, "is a symbolic link; name what it leads to instead", False),
-    ],
-)
-def test_bundle_that_others_may_have_written_is_not_read(
-    make_it_so, said, can_be_trusted, tmp_path, make_entry, give_away, monkeypatch, caplog
-):
+@pytest.mark.parametrize("why", UNTRUSTED)
+def test_bundle_that_others_may_have_written_is_not_read(why, tmp_path, make_entry, give_away, monkeypatch, caplog):
+    make_it_so, said, can_be_trusted = UNTRUSTED[why]
     name, data, _, digest = make_entry()
     path = tmp_path / "folder" / "kernels.bundle"
     path.parent.mkdir()

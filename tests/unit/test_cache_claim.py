@@ -105,23 +105,17 @@ def test_claim_that_another_node_has_taken_over_stays_its_own(of_another_node):
     assert path().read_bytes() == b"node1 1 2 0123\n"
 
 
-def in_a_file(folder):
-    folder.touch()
+PLACES = {
+    "a file": lambda folder: folder.touch(),
+    "a link": lambda folder: folder.symlink_to(folder.parent),
+    "others may write": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+}
 
 
-def in_a_link(folder):
-    folder.symlink_to(folder.parent)
-
-
-def where_others_may_write(folder):
-    folder.mkdir()
-    folder.chmod(0o777)
-
-
-@pytest.mark.parametrize("place", [in_a_file, in_a_link, where_others_may_write])
+@pytest.mark.parametrize("place", PLACES)
 def test_where_claims_cannot_be_made_every_node_compiles(place, caplog):
     files.make_directory(env.cache_dir())
-    place(path().parent)
+    PLACES[place](path().parent)
     assert not work()
     assert caplog.messages == []
 
