@@ -152,70 +152,46 @@ def test_there_are_256_locks_at_most_and_they_stay(tmp_path):
     assert {stat.S_IMODE(file.stat().st_mode) for file in lock.directory().iterdir()} == {0o600}
 
 
-def others_may_write(give_away, monkeypatch):
-    lock.directory().mkdir()
-    lock.directory().chmod(0o777)
+def fails(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
-def belongs_to_another(give_away, monkeypatch):
-    lock.directory().mkdir(mode=0o700)
-    give_away(lock.directory())
-
-
-def is_a_link(give_away, monkeypatch):
-    target = lock.directory().with_name("target")
-    target.mkdir(mode=0o700)
-    lock.directory().symlink_to(target)
-
-
-def is_a_file(give_away, monkeypatch):
-    lock.directory().touch()
-
-
-def is_on_a_network(give_away, monkeypatch):
-    monkeypatch.setattr(lock, "network_file_system", lambda _: "nfs4")
-
-
-def has_a_link_for_a_lock(give_away, monkeypatch):
-    lock.directory().mkdir(mode=0o700)
-    path().symlink_to("/etc/passwd")
-
-
-def cannot_lock(give_away, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-
-
-def is_nowhere(give_away, monkeypatch):
-    def nowhere():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-
-    monkeypatch.setattr(lock.tempfile, "gettempdir", nowhere)
+# What is done to the directory of locks, with the fixtures that it takes, and what is said then.
+UNUSABLE = {
+    "others may write": (lambda folder, *_: (folder.mkdir(), folder.chmod(0o777)), "can be written by others"),
+    "another's": (lambda folder, give_away, _: (folder.mkdir(0o700), give_away(folder)), "belongs to user 54321"),
+    "a link": (
+        lambda folder, *_: (folder.with_name("target").mkdir(0o700), folder.symlink_to("target")), "is a symbolic link",
+    ),
+    "a file": (lambda folder, *_: folder.touch(), "File exists"),
+    "on a network": (
+        lambda _, __, monkeypatch: monkeypatch.setattr(lock, "network_file_system", lambda _: "nfs4"),
+        r"is on a network file system \(nfs4\); name a disk of this node in TMPDIR",
+    ),
+    "a link for a lock": (
+        lambda folder, *_: (folder.mkdir(0o700), path().symlink_to("/etc/passwd")), "symbolic link",
+    ),
+    "no locks": (
+        lambda _, __, monkeypatch: monkeypatch.setattr(fcntl, "flock", fails(OSError(errno.ENOLCK, "No locks here"))),
+        "No locks here",
+    ),
+    "nowhere": (
+        lambda _, __, monkeypatch: monkeypatch.setattr(lock.tempfile, "gettempdir", fails(OSError("No usable place"))),
+        "No usable place",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])
-@pytest.mark.parametrize(
-    ("make_it_so", "said"),
-    [
-        (others_may_write, "can be written by others"),
-        (belongs_to_another, "belongs to user 54321"),
-        (is_a_link, "is a symbolic link"),
-        (is_a_file, "File exists"),
-        (is_on_a_network, r"is on a network file system \(nfs4\); name a disk of this node in TMPDIR"),
-        (has_a_link_for_a_lock, "symbolic link"),
-        (cannot_lock, "No locks available"),
-        (is_nowhere, "No usable temporary directory found"),
-    ],
-)
-def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(
-    make_it_so, said, shared, give_away, monkeypatch, caplog
-):
+@pytest.mark.parametrize("why", UNUSABLE)
+def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(why, shared, give_away, monkeypatch, caplog):
     """Sharing a cache is no reason to let others hold one's locks."""
     monkeypatch.setenv("RWKVJIT_CACHE_SHARED", shared)
-    folder = lock.directory()
-    make_it_so(give_away, monkeypatch)
+    folder, (make_it_so, said) = lock.directory(), UNUSABLE[why]
+    make_it_so(folder, give_away, monkeypatch)
     before = folder.lstat().st_mode if os.path.lexists(folder) else None
     handles = len(os.listdir("/proc/self/fd"))
     ran = []
