@@ -104,6 +104,8 @@ def test_packed_inputs_are_sequences_of_unequal_lengths():
         assert (int(ends[0]), int(ends[-1]), len(ends)) == (0, tokens, 17)
         assert bool((ends.diff() > 0).all())
     assert len(set(ends.diff().tolist())) > 10
+    with pytest.raises(ValueError, match="^--inputs: packed ones are a batch of 1 .* and no decode$"):
+        Case("wkv6", (1, 20, 1, 2, 2), torch.float32, "decode", kind="packed").check()
 
 
 def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
@@ -580,7 +582,6 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(gpu, r
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
         (["--op", "timex", "--inputs", "strong"], "--inputs: timex has none that are strong"),
         (["--op", "wkv4", "--inputs", "strong"], "--inputs: wkv4 has none that are strong"),
-        (["--op", "wkv6", "--inputs", "packed", "--phase", "decode"], "with 16 or more tokens, and no decode"),
         (["--op", "wkv6", "--inputs", "packed", "--shape", "1,6,1,8"], "packed ones are a batch of 1 with 16 or more"),
         (["--op", "wkv6", "--inputs", "packed", "--shape", "2,32,1,8"], "packed ones are a batch of 1 with 16 or more"),
     ],
