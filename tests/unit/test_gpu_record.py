@@ -129,6 +129,28 @@ def test_a_run_of_the_same_sources_mends_the_failures_alone():
     assert record.section("x", {"a": "passed"}, whole) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}
 
 
+@pytest.mark.parametrize(
+    ("ended", "is_written"),
+    [(pytest.ExitCode.OK, True), (pytest.ExitCode.TESTS_FAILED, True), (pytest.ExitCode.INTERRUPTED, False)],
+)
+def test_a_run_that_was_interrupted_writes_no_record(ended, is_written, root, tmp_path, monkeypatch):
+    from rwkv_jit import machine
+
+    spec = importlib.util.spec_from_file_location("gpu_conftest", root / "tests" / "gpu" / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    known = {"gpus": ["a GPU"], "torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}
+    monkeypatch.setattr(machine, "env_report", lambda: known)
+    monkeypatch.setattr(conftest, "_driver_version", lambda: "1")
+    monkeypatch.setattr(conftest, "HAS_GPU", True)
+    monkeypatch.setattr(conftest.record, "RECORD", tmp_path / "record.json")
+    conftest._outcomes["wkv4"]["a"] = "passed"
+    conftest.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace(getoption=lambda name: True)), ended)
+    assert conftest.record.RECORD.exists() == is_written
+    if is_written:
+        assert json.loads(conftest.record.RECORD.read_text(encoding="utf-8"))["ops"]["wkv4"]["passed"] == 1
+
+
 # ---- what a run says of this tier --------------------------------------------------------------------------------
 
 
