@@ -1,6 +1,7 @@
 """Options of the test run and what several tiers share."""
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -225,19 +226,26 @@ def give_away():
 
 
 @pytest.fixture
-def run(capsys):
-    """Runs a command of `rwkv-jit` in this process; returns its exit code, what it printed and what it said."""
-    from rwkv_jit import cli
+def run_main(capsys):
+    """Runs a program's main function in this process; returns its exit code, what it printed and what it said."""
 
-    def run(*arguments):
+    def run_main(main, *arguments):
         try:
-            code = cli.main([str(argument) for argument in arguments])
+            code = main([str(argument) for argument in arguments])
         except SystemExit as ended:
             code = ended.code
         printed, said = capsys.readouterr()
         return code, printed, said
 
-    return run
+    return run_main
+
+
+@pytest.fixture
+def run(run_main):
+    """Runs a command of `rwkv-jit` in this process; returns its exit code, what it printed and what it said."""
+    from rwkv_jit import cli
+
+    return functools.partial(run_main, cli.main)
 
 
 @pytest.fixture

@@ -140,18 +140,8 @@ def test_every_option_is_a_list(build):
 def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     """Head sizes are for wkv7, tokens for timex, and rows are told apart by what they show."""
     tmp_path.chmod(0o755)
-    options = (
-        "--op",
-        "wkv4,timex,wkv7",
-        "--head-size",
-        "8",
-        "--value-size",
-        "8,16",
-        "--tokens",
-        "250",
-        "--arch",
-        "sm_80",
-    )
+    sizes = ("--head-size", "8", "--value-size", "8,16", "--tokens", "250")
+    options = ("--op", "wkv4,timex,wkv7", *sizes, "--arch", "sm_80")
     made = build(*options, "--state-layout", "kv", "--decay-bound", "-1", "-o", tmp_path / "all.bundle")["kernels"]
     for name, count in (("wkv4_forward", 2), ("wkv4_backward", 2), ("timex_convolve", 6), ("timex_filter_gradient", 2)):
         assert [each["name"] for each in made].count(name) == count
@@ -172,48 +162,19 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
 
 
 @pytest.mark.usefixtures("checked_only")
-def test_bound_of_the_decay_brings_the_chunked_kernels_too(build):
-    made = build("--op", "wkv7", "--head-size", "8", "--arch", "compute_80", "--decay-bound", "-1")
-    assert {each["name"] for each in made["kernels"]} == {
-        "wkv7_join",
-        "wkv7_segment",
-        "copy_states",
-        *(f"wkv7_{backend}_{way}" for backend in ("recurrent", "chunked") for way in ("forward", "backward")),
-    }
-
-
-@pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
-    ("arch", "scan", "scans", "others"),
-    [
-        ("compute_80", "gla_scan", 2, {"gla_key_gradients"}),  # one in each direction
-        ("sm_90", "gla_group_scan", 4, {"gla_prepare", "gla_group_key_gradients"}),  # and with few heads
-    ],
+    ("bound", "dtypes"), [((), ["bf16"]), (("--decay-bound", "-1", "--dtype", "bf16,fp16"), ["bf16", "fp16"])]
 )
-def test_kernels_of_large_heads_of_the_other_ops(arch, scan, scans, others, build):
-    made = build("--op", "gla", "--head-size", "136", "--arch", arch)
-    names = [each["name"] for each in made["kernels"]]
-    assert set(names) == {scan, *others, "gla_recurrent_forward", "gla_recurrent_backward"}
-    assert names.count(scan) == scans
-
-
-@pytest.mark.usefixtures("checked_only")
-def test_bound_of_the_decay_brings_the_kernels_of_large_heads_too(build):
-    made = build("--op", "wkv7", "--head-size", "136", "--arch", "compute_80", "--decay-bound", "-1")
-    assert {each["name"] for each in made["kernels"]} == {
-        "wkv7_prepare", "wkv7_scan", "wkv7_token_gradients", "wkv7_key_gradients", "wkv7_recurrent_forward",
-        "wkv7_recurrent_backward",
-    }  # fmt: skip
-
-
-@pytest.mark.usefixtures("checked_only")
-def test_defaults_are_those_of_a_call(build):
-    made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward")
-    assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == {
-        *((name, "bf16", "bf16", "bf16", "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")),
-        ("gla_segment", "bf16", "bf16", None, "raw", None, None),
-        *((name, *[None] * 6) for name in ("gla_join", "copy_states", "combine_flags")),
-    }
+def test_defaults_are_those_of_a_call(bound, dtypes, build):
+    """A bound of the decay spares the kernel that looks at the decays."""
+    made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", *bound)
+    wanted = {("copy_states", *[None] * 6), ("gla_join", *[None] * 6)}
+    wanted |= set() if bound else {("combine_flags", *[None] * 6)}
+    for dtype in dtypes:
+        wanted |= {(name, *[dtype] * 3, "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")} | {
+            ("gla_segment", dtype, dtype, None, "raw", None, None)
+        }
+    assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == wanted
 
 
 @pytest.mark.parametrize(
@@ -246,30 +207,25 @@ def test_bad_input_is_told_before_anything_is_compiled(arguments, message, json_
     assert sorted(tmp_path.rglob("*.bundle")) == before == []
 
 
-def test_without_a_gpu_an_architecture_must_be_named(run, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, _, said = run("build", "--op", "wkv7", "--head-size", "16")
-    assert (code, said) == (
-        2, "rwkv-jit build: --arch: there is no GPU to take it from; pass one, e.g. --arch sm_90\n"
-    )  # fmt: skip
-
-
-def test_cache_that_is_off_cannot_be_filled(run, monkeypatch):
-    monkeypatch.setenv("RWKVJIT_CACHE", "0")
-    code, _, said = run("build", *SMALL)
-    assert (code, said) == (
-        2, "rwkv-jit build: RWKVJIT_CACHE=0 turns the cache off: unset it, or name a bundle with --output\n"
-    )  # fmt: skip
-
-
-def test_cache_that_others_can_write_is_not_filled(run, fresh_service):
+@pytest.mark.parametrize(
+    ("cache_is_on", "arguments", "message"),
+    [
+        ("1", SMALL[:4], "--arch: there is no GPU to take it from; pass one, e.g. --arch sm_90\n"),
+        ("0", SMALL, "RWKVJIT_CACHE=0 turns the cache off: unset it, or name a bundle with --output\n"),
+        ("1", SMALL, "{} can be written by others (mode 777); mend it: chmod go-w"),
+    ],
+    ids=["no GPU", "off", "others may write"],
+)
+def test_cache_that_cannot_be_filled_is_told_before_compiling(
+    cache_is_on, arguments, message, run, monkeypatch, fresh_service
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("RWKVJIT_CACHE", cache_is_on)
     fresh_service.mkdir()
     fresh_service.chmod(0o777)
-    code, _, said = run("build", *SMALL)
-    assert code == 2
-    assert said.startswith(f"rwkv-jit build: {fresh_service} can be written by others (mode 777); mend it: chmod go-w")
+    code, _, said = run("build", *arguments)
+    assert (code, stats.snapshot()["compiled"]) == (2, 0)
+    assert said.startswith(f"rwkv-jit build: {message.format(fresh_service)}")
 
 
 def test_directory_without_permission_to_write_is_told_before_compiling(child, read_only, tmp_path):
@@ -334,22 +290,6 @@ def test_resources(run):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "arch", "name"),
-    [
-        ("wkv7", "sm_90", "wkv7_group_scan"),
-        ("wkv7", "sm_80", "wkv7_scan"),
-        ("gla", "sm_90", "gla_group_scan"),
-        ("gla", "sm_80", "gla_scan"),
-    ],
-)
-def test_resources_of_a_kernel_of_large_heads(op, arch, name, run):
-    arguments = ("show", op, "--head-size", 136, "--arch", arch, "--backend", "split")
-    data = json.loads(run(*arguments, "--direction", "backward", "--json")[1])
-    assert (data["name"], data["parameters"]["BACKWARD"]) == (name, True)
-    assert data["resources"][name]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
-
-
 @pytest.mark.usefixtures("checked_only")
 @pytest.mark.parametrize(
     ("arguments", "name", "found"),
@@ -365,15 +305,6 @@ def test_ops_without_heads_are_shown(arguments, name, found, run):
     data = json.loads(printed)
     assert data["name"] == name
     assert found.items() <= data["parameters"].items()
-
-
-def test_resources_of_a_chunked_kernel(run):
-    arguments = ("show", "wkv7", "--head-size", 12, "--arch", "sm_90", "--backend", "chunked")
-    data = json.loads(run(*arguments, "--json")[1])
-    assert data["name"] == "wkv7_chunked_forward"
-    assert (
-        data["shared_bytes"] == data["resources"]["wkv7_forward"]["shared_bytes"] == data["parameters"]["SHARED_BYTES"]
-    )
 
 
 def test_source_ptx_and_options(run):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from rwkv_jit import ahead, cache, env, kernel, stats
-from rwkv_jit.cache import bundle, lock
+from rwkv_jit import ahead, cache, env, kernel
+from rwkv_jit.cache import bundle
 
 # Reads the template that is named, waits for a line if it shall, and tells where the kernel came from.
 GET = """
@@ -72,34 +72,30 @@ def get(child, path):
     return get
 
 
-# ---- one compile per node ----------------------------------------------------------------------------------------
-
-
-def test_one_of_sixteen_processes_that_start_together_compiles(start, path):
-    processes = [start(GET, path, 1, "wait") for _ in range(16)]
+def told_by(processes):
+    """Lets processes that are ready go on all at once; returns what each told, and what they said."""
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
         say(process)
-    told = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
-    assert sorted(each["origin"] for each in told) == ["compiled", *["disk"] * 15]
-    assert sum(each["compiled"] for each in told) == 1
-    assert {tuple(each["loaded"]) for each in told if each["origin"] == "disk"} == {()}
-    assert len({each["code"] for each in told}) == 1
-    assert sum(each["wait_seconds"] > 0 for each in told) > 0
+    told = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes)
+    return [json.loads(output) for output, _ in told], [line for _, errors in told for line in errors.splitlines()]
+
+
+# ---- one compile per node ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "without_posix"), [(16, False), (4, True)], ids=["flock", "without POSIX"])
+def test_one_of_many_processes_that_start_together_compiles(count, without_posix, start, path):
+    more = {"without_posix": without_posix, "env": {"USERNAME": "someone"}}
+    told, _ = told_by([start(GET, path, 1, "wait", **more) for _ in range(count)])
+    assert sorted(one["origin"] for one in told) == ["compiled", *["disk"] * (count - 1)]
+    assert sum(one["compiled"] for one in told) == 1
+    assert {tuple(one["loaded"]) for one in told if one["origin"] == "disk"} == {()}
+    assert len({one["code"] for one in told}) == 1
+    assert sum(one["wait_seconds"] > 0 for one in told) > 0
     assert len(cache.entries()) == 1
-    assert [process.returncode for process in processes] == [0] * 16
-
-
-def test_processes_that_want_different_kernels_compile_each_once(start, path):
-    processes = [start(GET, path, number % 3, "wait") for number in range(6)]
-    for process in processes:
-        process.stdout.readline()
-    for process in processes:
-        say(process)
-    told = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
-    assert sorted(each["origin"] for each in told) == ["compiled"] * 3 + ["disk"] * 3
-    assert len(cache.entries()) == 3
 
 
 def test_process_that_is_killed_while_it_compiles_is_succeeded_by_one_that_waits(start, get, path):
@@ -131,77 +127,6 @@ def test_process_that_is_killed_while_it_writes_leaves_nothing_that_counts(start
         os.utime(temporary, (time.time() - 3700, time.time() - 3700))
     assert get(2)["origin"] == "compiled"
     assert list(fresh_service.rglob(".*.tmp")) == []
-
-
-def test_process_that_waits_too_long_compiles_for_itself(start, path, tiny, monkeypatch, caplog):
-    holder = start(COMPILING, path, 1)
-    assert holder.stdout.readline() == "stopped\n"
-    monkeypatch.setattr(lock, "MAX_WAIT_SECONDS", 0.02)
-    assert kernel.get(tiny()).origin == "compiled"
-    assert caplog.messages == ["waited 0 s for the process that compiles tiny for sm_90: compiling it here too"]
-    assert stats.snapshot()["wait_seconds"] > 0.02
-
-
-def test_long_wait_is_one_line(start, path, tiny, monkeypatch, caplog):
-    holder = start(COMPILING, path, 1)
-    assert holder.stdout.readline() == "stopped\n"
-    monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.0)
-
-    really_sleep = time.sleep
-
-    def sleep(seconds):
-        if caplog.messages:
-            holder.kill()
-        really_sleep(seconds)
-
-    monkeypatch.setattr(lock.time, "sleep", sleep)
-    kernel.get(tiny())
-    assert caplog.messages[0] == "waiting for another process that compiles tiny for sm_90"
-
-
-@pytest.mark.parametrize("make", [
-    lambda path: path.mkdir(mode=0o777) or path.chmod(0o777),
-    lambda path: path.symlink_to(path.parent),
-    lambda path: path.touch(),
-], ids=["others may write", "a link", "a file"])  # fmt: skip
-def test_without_a_directory_for_locks_each_compiles_for_itself_and_says_so(make, get):
-    make(lock.directory())
-    for size in (1, 2):
-        told = get(size)
-        assert told["origin"] == "compiled"
-        (warning,) = told["warnings"]
-        assert warning.startswith("every process compiles for itself, as there is no directory for locks: ")
-
-
-def test_cache_that_is_off_has_no_locks(get):
-    told = get(env={"RWKVJIT_CACHE": "0"})
-    assert (told["origin"], told["warnings"], told["bytes_written"]) == ("compiled", [], 0)
-    assert not lock.directory().exists()
-    assert cache.entries() == []
-
-
-def test_one_of_several_processes_compiles_without_the_posix_only_names_too(start, path):
-    processes = [start(GET, path, 1, "wait", without_posix=True, env={"USERNAME": "someone"}) for _ in range(4)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        say(process)
-    told = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
-    assert sorted(each["origin"] for each in told) == ["compiled", *["disk"] * 3]
-
-
-@pytest.mark.parametrize("mode", [0o555, 0o000], ids=oct)
-def test_home_without_permission_costs_one_warning(mode, get, tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    home.chmod(mode)
-    told = get(unprivileged=True, env={"HOME": str(home)}, remove=["RWKVJIT_CACHE_DIR", "XDG_CACHE_HOME"])
-    home.chmod(0o755)
-    (warning,) = told["warnings"]
-    assert told["origin"] == "compiled"
-    assert "Permission denied" in warning
-    assert str(home / ".cache" / "rwkv_jit") in warning
-    assert list(home.iterdir()) == []
 
 
 # ---- many nodes --------------------------------------------------------------------------------------------------
@@ -240,16 +165,11 @@ def node(tmp_path):
 
 def run_ranks(start, node, code, *arguments, **options):
     """Runs the ranks of two nodes at once; returns what each told."""
-    ranks = [start(code, *arguments, env=node(*each), **options) for each in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    for rank in ranks:
-        assert rank.stdout.readline() == "ready\n"
-    for rank in ranks:
-        say(rank)
-    told = [rank.communicate(timeout=300) for rank in ranks]
+    ranks = [start(code, *arguments, env=node(*place), **options) for place in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    told, said = told_by(ranks)
     slow = ("waiting for another ", "compiling ")  # said where that takes a second
-    said = [line for _, errors in told for line in errors.splitlines() if not line.startswith(slow)]
-    assert ([rank.returncode for rank in ranks], said) == ([0] * 4, [])
-    return [json.loads(output) for output, _ in told]
+    assert [line for line in said if not line.startswith(slow)] == []
+    return told
 
 
 def test_nodes_that_share_a_folder_compile_each_kernel_once_in_all(start, node, path, fresh_service):
@@ -459,55 +379,22 @@ extern "C" __global__ void fill(float* x) {
 # ---- bundles -----------------------------------------------------------------------------------------------------
 
 
-def test_process_with_a_bundle_needs_no_compiler(get, tiny, tmp_path, fresh_service):
+@pytest.mark.parametrize("maker", ["this compiler", "11.8 made elsewhere"])
+@pytest.mark.parametrize("origin", ["bundle", "shared"])
+def test_process_with_the_kernels_of_others_needs_no_compiler(origin, maker, get, tiny, tmp_path):
     made = kernel.get(tiny())
-    bundle.write(tmp_path / "kernels.bundle", [made.entry()])
+    made.compiler = made.compiler if maker == "this compiler" else maker
+    name, data = made.entry()
     cache.clear()
-    environment = {"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle")}
+    place = tmp_path / origin
+    if origin == "bundle":
+        bundle.write(place, [(name, data)])
+    else:
+        (place / name).parent.mkdir(parents=True)
+        (place / name).write_bytes(data)
+        (place / "nvrtc-0000000000000000.json").write_text(json.dumps({"identity": made.compiler}))
     for more in ({}, {"RWKVJIT_ASSERT_CACHED": "1"}):
-        told = get(code=BLOCK_CUPY + GET, env={**environment, **more})
-        assert (told["origin"], told["bundle"], told["compiled"]) == ("bundle", 1, 0)
+        told = get(code=BLOCK_CUPY + GET, env={"RWKVJIT_CACHE_PATH": str(place), **more})
+        assert (told["origin"], told[origin], told["compiled"], told["loaded"]) == (origin, 1, 0, [])
         assert (bytes.fromhex(told["code"]), told["warnings"]) == (made.cubin, [])
     assert cache.entries() == []
-
-
-def test_imported_bundle_needs_no_compiler_and_outlives_eviction(get, tiny, tmp_path):
-    bundle.write(tmp_path / "kernels.bundle", [kernel.get(tiny()).entry()])
-    cache.clear()
-    assert cache.import_bundle(tmp_path / "kernels.bundle") == 1
-    told = get(2, env={"RWKVJIT_CACHE_MAX_MB": "0"})
-    assert told["origin"] == "compiled"
-    cache.prune(0)
-    told = get(code=BLOCK_CUPY + GET)
-    assert told["origin"] == "bundle"
-
-
-def test_bundle_of_another_compiler_serves(get, tiny, tmp_path):
-    made = kernel.get(tiny())
-    made.compiler = "11.8 made elsewhere"
-    bundle.write(tmp_path / "kernels.bundle", [made.entry()])
-    cache.clear()
-    for more in ({}, {"RWKVJIT_ASSERT_CACHED": "1"}):
-        told = get(env={"RWKVJIT_CACHE_PATH": str(tmp_path / "kernels.bundle"), **more})
-        assert (told["origin"], told["loaded"]) == ("bundle", [])
-
-
-def test_directory_of_another_user_serves_without_the_compiler(get, tiny, tmp_path, fresh_service):
-    made = kernel.get(tiny())
-    fresh_service.rename(tmp_path / "of another")
-    told = get(env={"RWKVJIT_CACHE_PATH": str(tmp_path / "of another")})
-    assert (told["origin"], told["loaded"], bytes.fromhex(told["code"])) == ("shared", [], made.cubin)
-    assert cache.entries() == []
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:-5], lambda data: data[:400] + b"?" + data[401:], lambda _: b""],
-                         ids=["cut", "changed", "empty"])  # fmt: skip
-def test_damaged_bundle_is_compiled_around_with_one_warning(damage, get, tiny, tmp_path):
-    made, path = kernel.get(tiny()), tmp_path / "kernels.bundle"
-    bundle.write(path, [made.entry()])
-    path.write_bytes(damage(path.read_bytes()))
-    cache.clear()
-    told = get(env={"RWKVJIT_CACHE_PATH": str(path)})
-    assert (told["origin"], bytes.fromhex(told["code"])) == ("compiled", made.cubin)
-    assert len(told["warnings"]) == 1
-    assert str(path) in told["warnings"][0]

@@ -1,5 +1,6 @@
 """What the service tells of itself: counters, hooks, messages, kept sources and line numbers."""
 
+import contextlib
 import logging
 import os
 import shlex
@@ -12,10 +13,12 @@ import pytest
 
 from rwkv_jit import cache, compiler, cuda, demo, identity, kernel, stats
 from rwkv_jit.cache import bundle
-from rwkv_jit.errors import CompileError
+from rwkv_jit.errors import CompileError, NvrtcNotFoundError
 from rwkv_jit.template import Template, read
 
 BROKEN = '#include "types.cuh"\nextern "C" __global__ void fill(float* x) {\n    *x = SIZE + missing;\n}\n'
+
+RULE = 'static_assert(SIZE > 9, "size must be more than 9");\n'
 
 
 def counts(*names):
@@ -107,21 +110,17 @@ def slow_compiler(monkeypatch, caplog):
     monkeypatch.setattr(compiler, "compile", slow)
 
 
-def test_slow_compile_is_one_line_that_says_where_the_kernel_will_be(slow_compiler, tiny, caplog, fresh_service):
-    kernel.get(tiny())
-    assert caplog.messages == [f"compiling tiny for sm_90; later processes find it in {fresh_service}"]
-
-
-def test_slow_compile_without_a_cache_says_so(slow_compiler, tiny, caplog, monkeypatch):
-    monkeypatch.setenv("RWKVJIT_CACHE", "0")
-    kernel.get(tiny())
-    assert caplog.messages == ["compiling tiny for sm_90; the cache on disk is off"]
-
-
-def test_slow_compile_in_a_temporary_cache_names_no_directory(slow_compiler, tiny, caplog):
-    with demo.empty_cache():
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("lasting", "; later processes find it in {}"), ("off", "; the cache on disk is off"), ("temporary", "")],
+)
+def test_slow_compile_is_one_line_that_says_where_the_kernel_will_be(
+    place, said, slow_compiler, tiny, caplog, monkeypatch, fresh_service
+):
+    monkeypatch.setenv("RWKVJIT_CACHE", "0" if place == "off" else "1")
+    with demo.empty_cache() if place == "temporary" else contextlib.nullcontext():
         kernel.get(tiny())
-    assert caplog.messages == ["compiling tiny for sm_90"]
+    assert caplog.messages == [f"compiling tiny for sm_90{said.format(fresh_service)}"]
 
 
 def test_quick_compile_is_silent_but_for_one_line_of_information(tiny, caplog, monkeypatch):
@@ -198,31 +197,29 @@ def calls(monkeypatch):
     return begun
 
 
-def test_failed_compile_is_remembered_until_its_text_changes(tiny, calls):
-    errors = []
-    for _ in range(2):
-        with pytest.raises(CompileError) as caught:
-            kernel.get(tiny(text=BROKEN))
-        errors.append(caught.value)
+@pytest.mark.parametrize(
+    ("text", "mended", "error", "message"),
+    [
+        (BROKEN, BROKEN.replace("missing", "1"), CompileError, "could not compile tiny for sm_90"),
+        (RULE, RULE.replace("> 9", "> 0"), ValueError, "^tiny: size must be more than 9; got SIZE=[12]$"),
+    ],
+    ids=["broken text", "rule that does not hold"],
+)
+def test_failed_compile_is_remembered_until_its_text_changes(text, mended, error, message, tiny, calls):
+    def fail(size=1):
+        with pytest.raises(error, match=message) as caught:
+            kernel.get(tiny(size, text=text))
+        return caught.value
+
+    assert fail() is fail()
     assert calls == ["tiny"]
-    assert errors[0] is errors[1]
-    with pytest.raises(CompileError):
-        kernel.get(tiny(2, text=BROKEN))
+    fail(size=2)
     assert len(calls) == 2
-    assert kernel.get(tiny(text=BROKEN.replace("missing", "1"))).origin == "compiled"
+    assert kernel.get(tiny(text=mended)).origin == "compiled"
     assert len(calls) == 3
     kernel.forget()
-    with pytest.raises(CompileError):
-        kernel.get(tiny(text=BROKEN))
+    fail()
     assert len(calls) == 4
-
-
-def test_rule_that_does_not_hold_is_remembered_too(tiny, calls):
-    text = 'static_assert(SIZE > 1, "size must be more than 1");\n'
-    for _ in range(2):
-        with pytest.raises(ValueError, match="^tiny: size must be more than 1; got SIZE=1$"):
-            kernel.get(tiny(text=text))
-    assert calls == ["tiny"]
 
 
 FAIL = """
@@ -301,12 +298,6 @@ def test_kernels_are_compiled_when_the_interpreter_ends(tiny, child, tmp_path):
 # ---- saved sources -----------------------------------------------------------------------------------------------
 
 
-def test_command_of_an_error_in_a_temporary_cache_lasts(tiny):
-    with demo.empty_cache(), pytest.raises(CompileError) as caught:
-        kernel.get(tiny(text=BROKEN))
-    assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
-
-
 @pytest.mark.parametrize("name", ['" + str(open("PWNED", "w")) + "', 'a"b', "new\nline", "back\\slash", "x{y}'"])
 def test_name_of_a_template_is_no_code(name, tmp_path, monkeypatch):
     path = tmp_path / f"{name}.cu"
@@ -323,18 +314,23 @@ def test_name_of_a_template_is_no_code(name, tmp_path, monkeypatch):
     assert not (tmp_path / "PWNED").exists()
 
 
-@pytest.mark.parametrize("trouble", ["a file in the way", "a folder of another", "the cache is off"])
+@pytest.mark.parametrize(
+    "trouble", ["a file in the way", "a folder of another", "the cache is off", "the cache is temporary"]
+)
 def test_what_failed_is_saved_among_temporary_files_where_the_cache_cannot_take_it(
     trouble, tiny, fresh_service, monkeypatch, give_away
 ):
-    if trouble == "the cache is off":
+    place = contextlib.nullcontext()
+    if trouble == "the cache is temporary":
+        place = demo.empty_cache()
+    elif trouble == "the cache is off":
         monkeypatch.setenv("RWKVJIT_CACHE", "0")
     elif trouble == "a file in the way":
         fresh_service.touch()
     else:
         (fresh_service / "failed").mkdir(parents=True)
         give_away(fresh_service / "failed")
-    with pytest.raises(CompileError) as caught:
+    with place, pytest.raises(CompileError) as caught:
         kernel.get(tiny(text=BROKEN))
     assert tempfile.gettempdir() in caught.value.command
     assert 'identifier "missing" is undefined' in run(caught.value.command).stderr
@@ -399,15 +395,22 @@ def test_failure_that_passes_is_not_remembered(log, is_remembered, tiny, calls, 
         assert kernel.get(tiny()).origin == "compiled"
 
 
-def test_program_that_cannot_be_made_is_an_error_of_ours(tiny, monkeypatch):
+def test_failure_of_the_compiler_is_none_of_the_kernel(tiny, monkeypatch):
     nvrtc = cuda.nvrtc()
 
-    def full(*_):
+    def is_full(*_):
         raise nvrtc.NVRTCError(1)
 
+    def is_missing():
+        raise NvrtcNotFoundError("not there")
+
     with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "createProgram", full)
+        patch.setattr(nvrtc, "createProgram", is_full)
         with pytest.raises(CompileError, match="NVRTC_ERROR_OUT_OF_MEMORY"):
+            kernel.get(tiny())
+        patch.setattr(identity, "identity", is_missing)
+        patch.setattr(cuda, "nvrtc", is_missing)
+        with pytest.raises(NvrtcNotFoundError, match="not there"):
             kernel.get(tiny())
     assert kernel.get(tiny()).origin == "compiled"
 
@@ -418,21 +421,6 @@ def test_long_values_and_lines_are_shown_in_part(tiny):
     with pytest.raises(CompileError, match=r"with LEVEL=y{200}\.\.\. .10000 characters., SIZE=1") as caught:
         kernel.get(request)
     assert len(str(caught.value)) < 30_000
-
-
-def test_missing_compiler_is_no_failure_of_the_kernel(tiny, monkeypatch):
-    from rwkv_jit import cuda
-    from rwkv_jit.errors import NvrtcNotFoundError
-
-    def missing():
-        raise NvrtcNotFoundError("not there")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(identity, "identity", missing)
-        patch.setattr(cuda, "nvrtc", missing)
-        with pytest.raises(NvrtcNotFoundError):
-            kernel.get(tiny())
-    assert kernel.get(tiny()).origin == "compiled"
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,3 @@ def test_kernel_compiles_from_an_editable_install(venv, root, tmp_path):
     python, _, packages = venv
     (packages / "_rwkv_jit.pth").write_text(str(root), encoding="utf-8")
     compile_in(python, root, tmp_path)
-
-
-def test_kernel_compiles_from_a_bare_checkout(root, tmp_path):
-    compile_in(sys.executable, root, tmp_path, PYTHONPATH=str(root))

@@ -104,27 +104,8 @@ def test_packed_inputs_are_sequences_of_unequal_lengths():
         assert (int(ends[0]), int(ends[-1]), len(ends)) == (0, tokens, 17)
         assert bool((ends.diff() > 0).all())
     assert len(set(ends.diff().tolist())) > 10
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("gla", SMALL, torch.float32, kind="packed"), Case("wkv4", SMALL, torch.float32, kind="strong"),
-        Case("wkv6", SMALL, torch.float32, kind="packed"), Case("timex", SMALL, torch.float32, "decode"),
-        Case("wkv6", (1, 20, 2, 4, 4), torch.float32, "decode", kind="packed"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_cases_that_an_op_does_not_have(case):
-    with pytest.raises(ValueError, match="^--"):
-        case.check()
-
-
-def test_decays_may_be_wider_than_the_rest():
-    given = cases.given_for(small("wkv6", dtype=torch.float16, wide_decay=True), "cpu")
-    dtypes = dict(zip(cases.names_of("wkv6"), (x.dtype for x in given.inputs), strict=True))
-    assert dtypes == {**dict.fromkeys("rkvu", torch.float16), "w": torch.float32}
-    assert given.inputs[3].is_leaf
+    with pytest.raises(ValueError, match="^--inputs: packed ones are a batch of 1 .* and no decode$"):
+        Case("wkv6", (1, 20, 1, 2, 2), torch.float32, "decode", kind="packed").check()
 
 
 def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
@@ -418,10 +399,16 @@ def test_rows_of_a_case(clock, own, phase):
     case = small("wkv6", phase)
     clock.peak = 3 << 20
     peers = [contestant(clock, "broken", 1.0, "fla", ValueError("no such shape\nx")),
-             contestant(clock, "off", 4.0, "fla", change=lambda y: 1.5 * y)]  # fmt: skip
+             contestant(clock, "off", 4.0, "fla", change=lambda y: 1.5 * y),
+             contestant(clock, "nan", 1.0, "fla", change=lambda y: y * float("nan"))]  # fmt: skip
     rows = measure.rows_of(Entry("made up", case, ["auto"]), 1e-6, peers)
-    ours, off, broken = rows
-    assert [row["what"] for row in rows] == ["chunked", "off", "broken"]
+    skipped = {row["what"]: row["skipped"] for row in rows if row["skipped"]}
+    assert skipped == {
+        "broken": "ValueError: no such shape",
+        "nan": "its results are not finite, so it has no speed",
+    }
+    ours, off = (row for row in rows if not row["skipped"])
+    assert [ours["what"], off["what"]] == ["chunked", "off"]
     assert list(ours) == list(measure.COLUMNS)
     assert (ours["suite"], ours["op"], ours["shape"], ours["dtype"]) == ("made up", "wkv6", list(SMALL), "float32")
     assert {(row["phase"], row["inputs"]) for row in rows} == {(phase, "usual")}
@@ -439,15 +426,7 @@ def test_rows_of_a_case(clock, own, phase):
     assert ours["error"] == max(ours["errors"].values()) < 2e-6
     assert (off["error"], off["other_error"]) == (pytest.approx(0.5, abs=1e-5), pytest.approx(0.5, abs=1e-5))
     assert (ours["other"], ours["other_error"]) == ("recurrent", 0.0)
-    assert (broken["skipped"], broken["median_ms"]) == ("ValueError: no such shape", None)
-    assert ours["skipped"] is None
-
-
-def test_what_is_not_finite_has_no_speed(clock, own):
-    nan = contestant(clock, "nan", 1.0, "fla", change=lambda y: y * float("nan"))
-    *_, skipped = measure.rows_of(Entry(None, small("wkv6", "forward+backward")), 1.0, [nan])
-    assert skipped["what"] == "nan"
-    assert (skipped["skipped"], skipped["median_ms"]) == ("its results are not finite, so it has no speed", None)
+    assert {row["median_ms"] for row in rows if row["skipped"]} == {None}
 
 
 def test_backends_that_cannot_are_rows_too(clock, monkeypatch):
@@ -602,6 +581,8 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(gpu, r
         (["--op", "timex", "--backend", "split"], "one of auto, tiles, transforms, fft for timex, got split"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
         (["--op", "timex", "--inputs", "strong"], "--inputs: timex has none that are strong"),
+        (["--op", "wkv4", "--inputs", "strong"], "--inputs: wkv4 has none that are strong"),
+        (["--op", "wkv6", "--inputs", "packed", "--shape", "1,6,1,8"], "packed ones are a batch of 1 with 16 or more"),
         (["--op", "wkv6", "--inputs", "packed", "--shape", "2,32,1,8"], "packed ones are a batch of 1 with 16 or more"),
     ],
 )
@@ -612,19 +593,27 @@ def test_arguments_that_do_not_go_together(gpu, run, arguments, message):
     assert gpu == []
 
 
-def test_gpu_without_a_compiler_is_one_sentence(run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine, "is_available", lambda: False)
-    sentence = "rwkv-jit bench: bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing\n"
-    assert run("bench", "--op", "wkv6") == (2, "", sentence)
-
-
 @pytest.fixture
 def no_gpu(monkeypatch):
     """Times are made up; what is called, is."""
     torch.manual_seed(0)  # so few channels that sums over the tokens of wkv4 nearly cancel once in 200 draws
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(timing, "cpu_ms", lambda function: [3.0, 1.0, 2.0] if function() is not None else [])
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "arguments", "message"),
+    [
+        (False, ["--backend", "chunked", "--op", "wkv6"],
+         "--backend: torch sees no GPU; expected auto for wkv6, got chunked"),
+        (False, ["--backend", "tiles"], "--backend: torch sees no GPU; expected auto or fft for timex, got tiles"),
+        (True, ["--op", "wkv6"], "bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing"),
+    ],
+)  # fmt: skip
+def test_what_the_machine_cannot_do_is_said(no_gpu, run, has_gpu, arguments, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(machine, "is_available", lambda: False)
+    assert run("bench", *arguments) == (2, "", f"rwkv-jit bench: {message}\n")
 
 
 def test_calls_on_the_cpu_are_no_kernels(no_gpu, run):
@@ -650,17 +639,6 @@ def test_the_cpu_measures_what_it_is_asked_for(no_gpu, run):
     text = run("bench", "--op", "wkv6", "--shape", "2,3,2,4", "--phase", "decode")[1]
     assert "wkv6 (2, 1, 2, 4, 4) bfloat16, decode\n" in text
     assert text.startswith("CPU reference; not the speed of the kernels.")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--backend", "chunked", "--op", "wkv6"], "--backend: torch sees no GPU; expected auto for wkv6, got chunked"),
-        (["--backend", "tiles"], "--backend: torch sees no GPU; expected auto or fft for timex, got tiles"),
-    ],
-)
-def test_what_the_cpu_cannot_do_is_said(no_gpu, run, arguments, message):
-    assert run("bench", *arguments) == (2, "", f"rwkv-jit bench: {message}\n")
 
 
 def test_names_of_the_command_line_are_those_of_the_bench():

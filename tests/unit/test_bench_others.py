@@ -1,6 +1,7 @@
 """The folder `bench`: peers and what they are given, processes of their own, suites, the service, and its program."""
 
 import csv
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 from filelock import FileLock, Timeout
 
-from bench import ROOT, peers, processes, record, service, suites
+from bench import peers, processes, record, service, suites
 from bench.__main__ import main
 from rwkv_jit import bench, machine, reference
 from rwkv_jit.bench import cases, measure, timing
@@ -212,40 +213,6 @@ def test_a_case_is_measured_by_a_process_with_those_that_can(children):
         processes.rows_of(entry, 4.0, False, {})
 
 
-@pytest.mark.parametrize("has_tuner", [False, True])
-def test_process_answers_in_json(tmp_path, has_tuner):
-    """The real program, on the CPU."""
-    program = """
-import sys, types, torch
-tuner = sys.modules["triton.testing"] = TUNER
-from bench import processes
-from rwkv_jit.bench import cases, measure
-torch.cuda.synchronize = torch.cuda.empty_cache = lambda: print("noise")
-real = cases.given_for
-cases.given_for = lambda case: real(case, "cpu")
-measure.rows_of = lambda entry, copy, peers: [entry.suite, entry.case.op, copy, [peer.what for peer in peers]]
-processes.answer()
-assert "turn" not in sys.argv or tuner is None or tuner.do_bench is not print
-"""
-    program = program.replace("TUNER", "types.SimpleNamespace(do_bench=print)" if has_tuner else "None")
-    case = small("timex", "backward", wide_decay=True)
-    named = {**case._asdict(), "dtype": "float32"}
-
-    def ask(**asked):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *asked], input=json.dumps({"case": named, **asked}), cwd=ROOT,
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return json.loads(done.stdout)
-
-    turn = str(tmp_path / "turn")
-    assert ask(turn=turn, who="torch", what="fft") is None
-    assert ask(turn=turn, who="torch", what="missing") == "StopIteration"
-    if has_tuner:
-        asked = {"suite": "timex", "backends": ["auto"], "copy_tb_per_s": 4.0, "peers": [["torch", "fft"]]}
-        assert ask(**asked) == ["timex", "timex", 4.0, ["fft"]]
-
-
 def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_path):
     turn, seen = str(tmp_path / "turn"), []
 
@@ -276,39 +243,30 @@ def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_pat
 # ---- suites ------------------------------------------------------------------------------------------------------
 
 
-def test_studies_are_the_published_shapes_and_those_of_models():
-    found = {(e.suite, e.case.op, tuple(e.case.shown), e.case.phase, e.case.kind) for e in suites.entries_of("studies")}
-    both = ("forward", "forward+backward")
-    usual, training, row = (8, 4096, 64, 64, 64), (8, 4096, 32, 128, 128), (1, 32768, 64, 64, 64)
-    prompts = [usual, (1, 4096, 32, 64, 64)]
-    wind = [usual, training, (8, 4096, 16, 256, 256), (1, 32768, 16, 256, 256)]
-    steps = [(1, 1, 32, 64, 64), (64, 1, 32, 64, 64)]
-    plain = {
-        *(("wind", "wkv7", shape, phase) for shape in wind for phase in both),
-        ("profile", "wkv6", (1, 54, 32, 64, 64), "forward"),
-        ("chunk_rwkv6", "wkv6", (1, 4096, 32, 64, 64), "prefill"),
-        *(("gla", "gla", shape, phase) for shape in ((32, 2048, 4, 256, 512), training) for phase in both),
-        *(("linear_attention", "linear_attention", training, phase) for phase in both),
-        *(("timex", "timex", (32, 768, 768), phase) for phase in ("forward", "backward")),
-        *(("wkv4", "wkv4", (8, 4096, 4096), phase) for phase in both),
-        *(("models", "wkv7", (1, 32768, 16, 64, 64), phase) for phase in both),
-        *(("models", "wkv6", shape, phase) for shape in prompts for phase in both),
-        ("models", "wkv6", (1, 54, 32, 64, 64), "forward"),
-        *(("models", "wkv5", usual, phase) for phase in both),
-        ("models", "timex", (8, 768, 8192), "forward"),
-        *(("decode", op, shape, "decode") for op in ("wkv7", "wkv6", "wkv5", "gla") for shape in steps),
-        *(("decode", "wkv4", (batch, 1, 2048), "decode") for batch in (1, 64)),
+def test_recorded_rows_are_of_the_suites_which_have_strong_decays_steps_and_packed_sequences_too():
+    everything = {
+        (entry.suite, entry.case.op, tuple(entry.case.shown), entry.case.phase, entry.case.kind)
+        for entry in suites.entries_of("studies")
     }
-    ops = ("wkv7", "wkv6", "gla")
-    assert found == {
-        *((*each, "usual") for each in plain),
-        *(("strong", op, usual, phase, kind) for op in ops for phase in both for kind in ("strong", "one-strong")),
-        *(("packed", op, row, phase, "packed") for op in ops for phase in both),
+    recorded = {
+        (row["suite"], row["op"], tuple(row["shape"]), row["phase"], row["inputs"])
+        for row in record.read(record.FILE)["rows"]
     }
+    assert recorded <= everything
+    both, three = ("forward", "forward+backward"), ("wkv7", "wkv6", "gla")
+    steps = [(batch, 1, 32, 64, 64) for batch in (1, 64)]
+    assert everything - recorded <= {
+        *(("strong", op, (8, 4096, 64, 64, 64), phase, kind)
+          for op in three for phase in both for kind in ("strong", "one-strong")),
+        *(("packed", op, (1, 32768, 64, 64, 64), phase, "packed") for op in three for phase in both),
+        *(("decode", op, shape, "decode", "usual") for op in (*three, "wkv5") for shape in steps),
+        *(("decode", "wkv4", (batch, 1, 2048), "decode", "usual") for batch in (1, 64)),
+    }  # fmt: skip
+    assert len(everything) == 58
     (profile,) = suites.entries_of("profile")
     assert (profile.case.dtype, profile.case.wide_decay) == (torch.float16, True)
     assert set(profile.backends) == {"auto", "recurrent", "chunked"}
-    assert {e.case.op for e in suites.entries_of("studies", ["gla", "timex"])} == {"gla", "timex"}
+    assert {entry.case.op for entry in suites.entries_of("studies", ["gla", "timex"])} == {"gla", "timex"}
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
@@ -317,17 +275,9 @@ ENVIRONMENT = {"gpus": ["a GPU"], "torch": "2.13", "nvrtc": "12.9 0123abcd"}
 
 
 @pytest.fixture
-def program(capsys):
+def program(run_main):
     """Runs a command of `python -m bench` in this process; returns its exit code, what it printed and what it said."""
-
-    def run(*arguments):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
+    return functools.partial(run_main, main)
 
 
 @pytest.fixture
@@ -367,9 +317,9 @@ def test_command_measures_what_it_is_asked_for(gpu, program):
     assert (gpu.tried, gpu.minutes) == ([entry], 3)
     assert set(found) == {"format", "env", "commit", "sources", "copy_tb_per_s", "device", "rows"}
     assert (found["format"], found["device"], found["copy_tb_per_s"]) == (2, "cuda", 4.25)
-
-
-def test_peers_are_left_out_on_demand(gpu, program):
+    assert set(found["sources"]) == set(bench.OPS)
+    gpu.entries.clear()
+    gpu.tried = None
     assert program("ops", "--suite", "chunk_rwkv6", "--no-peers")[0] == 0
     assert [with_peers for _, with_peers in gpu.entries] == [False]
     assert gpu.tried is None
@@ -432,14 +382,6 @@ def test_what_needs_a_gpu_says_so(program, arguments, message, monkeypatch):
     code, printed, said = program(*arguments)
     assert (code, printed) == (2, "")
     assert message in said
-
-
-def test_without_a_gpu_calls_run_on_the_cpu(program, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, printed, _ = program("ops", "--op", "wkv6", "--phase", "forward", "--json")
-    found = json.loads(printed)
-    assert (code, found["device"], found["copy_tb_per_s"]) == (0, "cpu", None)
-    assert set(found["sources"]) == set(bench.OPS)
 
 
 def test_sources_are_those_that_calls_take(own_templates):
@@ -526,16 +468,6 @@ def test_kernels_of_one_line_are_called_by_everyone_who_is_there(monkeypatch):
     found = service.one_line_kernels()
     assert list(found) == ["there"]
     assert 0.1 < found["there"]["call_us"] < 1e3 * found["there"]["from_disk_ms"]  # the first of them is slower
-
-
-def test_calls_of_wkv7_are_those_of_a_model_that_learns(monkeypatch):
-    """The program that measures, on the CPU."""
-    variable, prepare, load = service._WKV7
-    prepare = prepare.replace("cuda.driver()", "torch.cuda.synchronize = lambda: None").replace('"cuda"', '"cpu"')
-    prepare = prepare.replace("(1, 64, 4, 64), torch.bfloat16", '(1, 2, 1, 4), torch.bfloat16, "cpu"')
-    monkeypatch.setattr(service, "_WKV7", (variable, prepare, load))
-    monkeypatch.setattr(service, "REPEATS", 1)
-    assert all(spent > 0 for spent in service.first_calls().values())
 
 
 def test_processes_of_the_service_say_nothing_of_their_caches(monkeypatch):

@@ -70,17 +70,14 @@ def test_wait_is_bounded_and_the_dead_nodes_claim_taken_over(of_another_node, mo
     assert not path().exists()
 
 
-@pytest.mark.parametrize("age", [150, -150])
-def test_claim_that_is_older_than_any_compile_is_taken_over_at_once(age, of_another_node, monkeypatch):
-    monkeypatch.setattr(claim.time, "sleep", lambda _: pytest.fail("waited"))
-    of_another_node(age)
-    assert work()
-
-
-def test_claim_that_a_killed_process_of_this_node_left_is_taken_over_at_once(of_another_node, monkeypatch):
+@pytest.mark.parametrize(("age", "holder"), [(150, "node1 1 2"), (-150, "node1 1 2"), (0, "this node")])
+def test_claim_that_is_older_than_any_compile_or_of_this_node_is_taken_over_at_once(
+    age, holder, of_another_node, monkeypatch
+):
+    """This node's process has ended, as its lock is ours."""
     monkeypatch.setattr(claim.time, "sleep", lambda _: pytest.fail("waited"))
     files.make_directory(lock.directory())
-    of_another_node(text=f"{lock.domain()} 0123\n".encode())
+    of_another_node(age, f"{lock.domain() if holder == 'this node' else holder} 0123\n".encode())
     assert work()
 
 
@@ -108,23 +105,17 @@ def test_claim_that_another_node_has_taken_over_stays_its_own(of_another_node):
     assert path().read_bytes() == b"node1 1 2 0123\n"
 
 
-def in_a_file(folder):
-    folder.touch()
+PLACES = {
+    "a file": lambda folder: folder.touch(),
+    "a link": lambda folder: folder.symlink_to(folder.parent),
+    "others may write": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+}
 
 
-def in_a_link(folder):
-    folder.symlink_to(folder.parent)
-
-
-def where_others_may_write(folder):
-    folder.mkdir()
-    folder.chmod(0o777)
-
-
-@pytest.mark.parametrize("place", [in_a_file, in_a_link, where_others_may_write])
+@pytest.mark.parametrize("place", PLACES)
 def test_where_claims_cannot_be_made_every_node_compiles(place, caplog):
     files.make_directory(env.cache_dir())
-    place(path().parent)
+    PLACES[place](path().parent)
     assert not work()
     assert caplog.messages == []
 

@@ -46,11 +46,6 @@ def made_up(make_entry):
     return bundle.pack({name: data}), digest
 
 
-def test_nothing_is_installed_here():
-    assert installed.distributions() == []
-    assert [layer.origin for layer in cache.layers()] == ["disk"]
-
-
 def test_installed_bundle_serves_after_all_others(install, made_up, make_entry, tmp_path, monkeypatch):
     path = install(made_up[0])
     bundle.write(tmp_path / "more.bundle", [make_entry(2)[:2]])
@@ -63,20 +58,6 @@ def test_installed_bundle_serves_after_all_others(install, made_up, make_entry, 
     assert (stored.manifest["name"], stored.fault) == ("made_up", "")
     assert cache.clear() == 0
     assert path.exists()
-
-
-def test_no_kernel_is_read_where_the_cache_is_off(install, made_up, monkeypatch):
-    install(made_up[0])
-    monkeypatch.setenv("RWKVJIT_CACHE", "0")
-    assert cache.layers() == ()
-    assert cache.get("made_up", "sm_90a", made_up[1]) is None
-
-
-def test_work_that_must_compile_finds_none(install, made_up):
-    path = install(made_up[0])
-    with installed.left_aside():
-        assert installed.distributions() == []
-    assert [each.path for each in installed.distributions()] == [path]
 
 
 def test_kernel_of_the_users_directory_costs_no_look_at_distributions(install, made_up, make_entry, monkeypatch):
@@ -142,25 +123,21 @@ def own_code(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has no such modes")
 @pytest.mark.parametrize(
-    ("mode", "of_code", "read"),
-    [(0o644, 0o755, True), (0o664, 0o755, False), (0o664, 0o775, True), (0o666, 0o775, False), (0o666, 0o777, True)],
-)
-def test_bundle_counts_as_far_as_the_librarys_own_code_does(mode, of_code, read, install, made_up, own_code, caplog):
+    ("mode", "of_code", "group", "read"),
+    [(0o644, 0o755, None, True), (0o664, 0o755, None, False), (0o664, 0o775, None, True), (0o664, 0o775, 12345, False),
+     (0o666, 0o775, None, False), (0o666, 0o777, None, True)],
+)  # fmt: skip
+def test_bundle_counts_as_far_as_the_librarys_own_code_does(
+    mode, of_code, group, read, install, made_up, own_code, caplog
+):
     """With a umask of 002 pip makes both writable for the user's group."""
     path = install(made_up[0])
     path.chmod(mode)
-    own_code(of_code)
+    own_code(of_code, gid=group)
     assert (cache.get("made_up", "sm_90a", made_up[1]) is not None) == read
     assert len(caplog.messages) == (0 if read else 1)
     assert read or f"kernels of {NAME} are not read: {path} cannot be read: {path} can be written" in caplog.text
     assert list(cache.unreadable()) == ([] if read else [path])
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="Windows has no such modes")
-def test_bundle_of_another_group_is_not_excused(install, made_up, own_code):
-    install(made_up[0]).chmod(0o664)
-    own_code(0o775, gid=12345)
-    assert cache.get("made_up", "sm_90a", made_up[1]) is None
 
 
 def test_bundle_of_another_user_counts_where_the_library_is_his_too(install, made_up, own_code, give_away):

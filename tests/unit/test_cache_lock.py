@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from rwkv_jit import stats
-from rwkv_jit.cache import files, lock
+from rwkv_jit.cache import lock
 
 DIGEST = "ab" + 62 * "0"
 HOLD = """
@@ -45,26 +45,21 @@ def say(process, line=""):
     process.stdin.flush()
 
 
-@pytest.fixture
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(lock, "MAX_WAIT_SECONDS", 0.02)
-
-
 # ---- held --------------------------------------------------------------------------------------------------------
 
 
-def test_lock_keeps_others_out_until_it_is_let_go():
+def test_lock_keeps_others_out_until_it_is_let_go(caplog, monkeypatch):
+    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
     with lock.held(DIGEST, "a kernel"):
         assert not is_free()
         assert is_free("ac")
     assert is_free()
-
-
-def test_lock_is_let_go_after_an_error():
     with pytest.raises(RuntimeError, match="broken"), lock.held(DIGEST, "a kernel"):
         raise RuntimeError("broken")
     assert is_free()
     assert lock._held == set()
+    assert stats.snapshot()["wait_seconds"] == 0
+    assert caplog.messages == []
 
 
 def test_threads_take_turns():
@@ -106,44 +101,20 @@ def test_lock_of_another_process_is_waited_for(start):
     assert stats.snapshot()["wait_seconds"] > 0.05
 
 
-def test_killed_process_leaves_nothing_that_blocks(start):
-    other = start(HOLD, DIGEST)
-    assert other.stdout.readline() == "held 1\n"
-    assert not is_free()
-    other.kill()
-    other.wait()
-    assert is_free()
-
-
-def test_wait_is_bounded_and_said_once(start, no_waiting, caplog):
-    other = start(HOLD, DIGEST)
-    other.stdout.readline()
-    for _ in range(2):
-        with lock.held(DIGEST, "a kernel"):
-            assert lock._held == set()
-    assert caplog.messages == ["waited 0 s for the process that compiles a kernel: compiling it here too"]
-    say(other)
-    assert other.stdout.readline() == "let go\n"
-    assert is_free()
-
-
-def test_quick_lock_is_neither_waited_for_nor_spoken_of(caplog, monkeypatch):
-    monkeypatch.setattr(lock.time, "sleep", lambda _: pytest.fail("waited"))
-    with lock.held(DIGEST, "a kernel"):
-        pass
-    assert stats.snapshot()["wait_seconds"] == 0
-    assert caplog.messages == []
-
-
-def test_long_wait_is_spoken_of_once(start, monkeypatch, caplog):
+def test_wait_is_bounded_and_spoken_of(start, monkeypatch, caplog):
     monkeypatch.setattr(stats, "_QUIET_SECONDS", 0.01)
     monkeypatch.setattr(lock, "MAX_WAIT_SECONDS", 0.3)
     other = start(HOLD, DIGEST)
     other.stdout.readline()
-    with lock.held(DIGEST, "wkv7 for sm_90"):
-        pass
-    assert caplog.messages[0] == "waiting for another process that compiles wkv7 for sm_90"
-    assert len(caplog.messages) == 2
+    for _ in range(2):
+        with lock.held(DIGEST, "wkv7 for sm_90"):
+            assert lock._held == set()
+    waiting = "waiting for another process that compiles wkv7 for sm_90"
+    waited = "waited 0 s for the process that compiles wkv7 for sm_90: compiling it here too"
+    assert caplog.messages == [waiting, waited, waiting]
+    say(other)
+    assert other.stdout.readline() == "let go\n"
+    assert is_free()
 
 
 def test_lock_that_cannot_be_let_go_costs_one_warning_and_no_handle(monkeypatch, caplog):
@@ -157,24 +128,12 @@ def test_lock_that_cannot_be_let_go_costs_one_warning_and_no_handle(monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", flock)
         for _ in range(2):
-            with lock.held(DIGEST, "a kernel"):
-                pass
+            with pytest.raises(RuntimeError, match="broken"), lock.held(DIGEST, "a kernel"):
+                raise RuntimeError("broken")  # which is not hidden
     assert caplog.messages == [f"a lock in {lock.directory()} could not be let go: Stale file handle"]
     assert len(os.listdir("/proc/self/fd")) == handles
     assert lock._held == set()
     assert is_free()
-
-
-def test_error_of_the_work_is_not_hidden_by_a_lock_that_cannot_be_let_go(monkeypatch):
-    really_release = lock._release
-
-    def release(handle):
-        really_release(handle)
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(lock, "_release", release)
-    with pytest.raises(RuntimeError, match="broken"), lock.held(DIGEST, "a kernel"):
-        raise RuntimeError("broken")
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -193,61 +152,47 @@ def test_there_are_256_locks_at_most_and_they_stay(tmp_path):
     assert {stat.S_IMODE(file.stat().st_mode) for file in lock.directory().iterdir()} == {0o600}
 
 
-def others_may_write(give_away, monkeypatch):
-    lock.directory().mkdir()
-    lock.directory().chmod(0o777)
+def fails(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
-def belongs_to_another(give_away, monkeypatch):
-    lock.directory().mkdir(mode=0o700)
-    give_away(lock.directory())
-
-
-def is_a_link(give_away, monkeypatch):
-    target = lock.directory().with_name("target")
-    target.mkdir(mode=0o700)
-    lock.directory().symlink_to(target)
-
-
-def is_a_file(give_away, monkeypatch):
-    lock.directory().touch()
-
-
-def is_on_a_network(give_away, monkeypatch):
-    monkeypatch.setattr(lock, "network_file_system", lambda _: "nfs4")
-
-
-def has_a_link_for_a_lock(give_away, monkeypatch):
-    lock.directory().mkdir(mode=0o700)
-    path().symlink_to("/etc/passwd")
-
-
-def cannot_lock(give_away, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+# What is done to the directory of locks, with the fixtures that it takes, and what is said then.
+UNUSABLE = {
+    "others may write": (lambda folder, *_: (folder.mkdir(), folder.chmod(0o777)), "can be written by others"),
+    "another's": (lambda folder, give_away, _: (folder.mkdir(0o700), give_away(folder)), "belongs to user 54321"),
+    "a link": (
+        lambda folder, *_: (folder.with_name("target").mkdir(0o700), folder.symlink_to("target")), "is a symbolic link",
+    ),
+    "a file": (lambda folder, *_: folder.touch(), "File exists"),
+    "on a network": (
+        lambda _, __, monkeypatch: monkeypatch.setattr(lock, "network_file_system", lambda _: "nfs4"),
+        r"is on a network file system \(nfs4\); name a disk of this node in TMPDIR",
+    ),
+    "a link for a lock": (
+        lambda folder, *_: (folder.mkdir(0o700), path().symlink_to("/etc/passwd")), "symbolic link",
+    ),
+    "no locks": (
+        lambda _, __, monkeypatch: monkeypatch.setattr(fcntl, "flock", fails(OSError(errno.ENOLCK, "No locks here"))),
+        "No locks here",
+    ),
+    "nowhere": (
+        lambda _, __, monkeypatch: monkeypatch.setattr(lock.tempfile, "gettempdir", fails(OSError("No usable place"))),
+        "No usable place",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])
-@pytest.mark.parametrize(
-    ("make_it_so", "said"),
-    [
-        (others_may_write, "can be written by others"),
-        (belongs_to_another, "belongs to user 54321"),
-        (is_a_link, "is a symbolic link"),
-        (is_a_file, "File exists"),
-        (is_on_a_network, r"is on a network file system \(nfs4\); name a disk of this node in TMPDIR"),
-        (has_a_link_for_a_lock, "symbolic link"),
-        (cannot_lock, "No locks available"),
-    ],
-)
-def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(
-    make_it_so, said, shared, give_away, monkeypatch, caplog
-):
+@pytest.mark.parametrize("why", UNUSABLE)
+def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(why, shared, give_away, monkeypatch, caplog):
     """Sharing a cache is no reason to let others hold one's locks."""
     monkeypatch.setenv("RWKVJIT_CACHE_SHARED", shared)
-    make_it_so(give_away, monkeypatch)
+    folder, (make_it_so, said) = lock.directory(), UNUSABLE[why]
+    make_it_so(folder, give_away, monkeypatch)
+    before = folder.lstat().st_mode if os.path.lexists(folder) else None
     handles = len(os.listdir("/proc/self/fd"))
     ran = []
     for _ in range(2):
@@ -258,6 +203,7 @@ def test_without_a_directory_to_trust_there_is_no_lock_and_one_warning(
     (message,) = caplog.messages
     assert message.startswith("every process compiles for itself, as there is no directory for locks: ")
     assert re.search(said, message)
+    assert before is None or folder.lstat().st_mode == before  # it is not repaired
     assert len(os.listdir("/proc/self/fd")) == handles
 
 
@@ -274,16 +220,6 @@ for _ in range(2):
     assert done.stdout == "0\n0\n"
     assert done.stderr.count("every process compiles for itself") == done.stderr.count("Permission denied") == 1
     assert list(lock.directory().iterdir()) == []
-
-
-def test_directory_for_temporary_files_that_is_not_there_gives_no_lock(monkeypatch, caplog):
-    def nowhere():
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
-
-    monkeypatch.setattr(lock.tempfile, "gettempdir", nowhere)
-    with lock.held(DIGEST, "a kernel"):
-        assert lock._held == set()
-    assert "No usable temporary directory" in caplog.text
 
 
 MOUNTS = """\
@@ -399,12 +335,3 @@ def test_without_the_posix_only_names_locks_keep_others_out_too(start):
     assert holder.stdout.readline() == "let go\n"
     assert waiter.stdout.readline() == "held None\n", waiter.stderr.read()
     assert (lock.directory().parent / "rwkv_jit-someone").is_dir()
-
-
-def test_directory_that_is_there_is_not_repaired():
-    lock.directory().mkdir()
-    lock.directory().chmod(0o777)
-    with pytest.raises(files.UntrustedError):
-        lock._wait(DIGEST, "a kernel")
-    assert stat.S_IMODE(lock.directory().stat().st_mode) == 0o777
-    assert list(lock.directory().iterdir()) == []

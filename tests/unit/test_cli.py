@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from hashlib import sha256
 
 import pytest
 
+import rwkv_jit
 from rwkv_jit import cache, cli, commands, env, listing, report, sass
 from rwkv_jit.cache import Compiled, Resources, bundle
 from rwkv_jit.errors import RwkvJitError
@@ -42,18 +44,6 @@ def data(run):
         return json.loads(printed)
 
     return data
-
-
-@pytest.fixture
-def program(fresh_service):
-    """Runs a command in a process of its own, without a GPU."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "rwkv_jit", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    return run
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
@@ -94,7 +84,6 @@ def test_no_command_prints_the_commands(run):
         (["build", "--op", "timex", "--tokens", "16385", "--arch", "sm_90"], ["--tokens: ", "torch.fft", "nothing"]),
         (["build", "--op", "wkv7", "--head-size", "64,none"], ["--head-size", "whole number of at least 1", "'none'"]),
         (["build", "--op", "wkv7", "--head-size", "0"], ["--head-size", "at least 1", "'0'"]),
-        (["build", "--op", "wkv7", "--head-size", "-8"], ["--head-size", "at least 1", "'-8'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--dtype", "fp8"], ["--dtype", "bf16, fp16, fp32", "'fp8'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--w-dtype", "x"], ["--w-dtype", "bf16, fp16, fp32", "'x'"]),
         (["build", "--op", "wkv7", "--head-size", "8", "--direction", "up"], ["--direction", "'up'", "both"]),
@@ -103,7 +92,6 @@ def test_no_command_prints_the_commands(run):
         (["show", "wkv4", "--value-size", "8", "--arch", "sm_90"], ["show: --value-size: wkv4 has none, got 8"]),
         (["show", "wkv7", "--head-size", "8", "--ptx", "--sass"], ["--sass", "not allowed with", "--ptx"]),
         (["cache", "prune", "--max-mb", "-1"], ["--max-mb", "at least 0", "'-1'"]),
-        (["cache", "prune", "--max-mb", "1e308"], ["--max-mb", "at least 0", "'1e308'"]),
         (["cache", "prune", "--max-mb", "nan"], ["--max-mb", "at least 0", "'nan'"]),
         (["cache", "show", "nothing"], ["rwkv-jit cache show: name:", "'nothing'", "`rwkv-jit cache list`"]),
         (["cache", "export", "x.bundle"], ["rwkv-jit cache export: x.bundle", "no intact kernel", "`rwkv-jit build`"]),
@@ -135,14 +123,6 @@ def test_errors_of_a_command(error, code, said, monkeypatch, run):
 
     monkeypatch.setattr(commands, "cache_list", fail)
     assert run("cache", "list") == (code, "", said)
-
-
-def test_wrong_level_of_messages_is_an_error_and_no_traceback(monkeypatch, run):
-    monkeypatch.setenv("RWKVJIT_LOG", "loud")
-    code, _, said = run("cache", "list")
-    assert code == 2
-    assert "RWKVJIT_LOG" in said
-    assert "'loud'" in said
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -226,28 +206,22 @@ def test_tables_of_the_demo(capsys, monkeypatch):
         "limit": 3e-3, "first_call_ms": 812.0, "forward_ms": 0.5, "forward_backward_ms": 2.25,
     }  # fmt: skip
     result = {
-        "device": "a GPU",
-        "on_gpu": True,
-        "compiler": "NVRTC 12.9",
-        "missing": None,
-        "kernels": [kernel],
-        "calls": [call],
-        "checked_shape": (2, 128, 4),
-        "timed_shape": (8, 1024, 32),
+        "device": "a GPU", "on_gpu": True, "compiler": "NVRTC 12.9", "missing": None, "kernels": [kernel],
+        "calls": [call], "checked_shape": (2, 128, 4), "timed_shape": (8, 1024, 32), "passed": True,
         "cache": {"path": "/cache", "entries": 3, "bytes": 77},
-        "passed": True,
     }  # fmt: skip
     demo.show(result)
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        "  op    head size  direction  backend    compile ms  disk ms  memory ms  registers  spill B  shared B" in lines
-    )
-    assert (
-        "  wkv7         40  forward    recurrent         447     0.32      0.050        212        0     13824" in lines
-    )
-    assert "  op    head size  dtype     error y  error grads  limit  first call ms  forward ms  fwd + bwd ms" in lines
-    assert "  wkv7         40  bfloat16  1.6e-03      1.7e-03  3e-03            812       0.500         2.250" in lines
-    assert "Errors are within the limits." in lines
+    cells = [re.split("  +", line.strip()) for line in lines]
+    for row in (
+        ["op", "head size", "direction", "backend", "compile ms", "disk ms", "memory ms", "registers", "spill B",
+         "shared B"],
+        ["wkv7", "40", "forward", "recurrent", "447", "0.32", "0.050", "212", "0", "13824"],
+        ["op", "head size", "dtype", "error y", "error grads", "limit", "first call ms", "forward ms", "fwd + bwd ms"],
+        ["wkv7", "40", "bfloat16", "1.6e-03", "1.7e-03", "3e-03", "812", "0.500", "2.250"],
+        ["Errors are within the limits."],
+    ):  # fmt: skip
+        assert row in cells
     assert lines[-1] == "Your kernel cache was not touched: /cache, 3 kernels, 77 bytes."
     other = {name: 1.1 * x if isinstance(x, float) else x for name, x in call.items()} | {"op": "linear_attention"}
     narrow = shown(80, monkeypatch, lambda: demo.show(result | {"calls": [call, other]}))
@@ -260,20 +234,13 @@ def test_info_is_a_bug_report(data, run, fresh_service, monkeypatch):
     found = data("info")
     assert found["cache"]["path"] == found["environment"]["cache"] == str(fresh_service)
     assert {"nvrtc", "torch", "cupy", "gpus", "python"} <= set(found["environment"])
+    assert found["environment"]["rwkv_jit"] == rwkv_jit.__version__
+    variables = {"RWKVJIT_CACHE_DIR": str(fresh_service), "RWKVJIT_LINEINFO": "1"}
+    assert found["environment"]["environment"] == variables
     lines = run("info")[1].splitlines()
     assert lines[:2] == ["cache", f"  path             {fresh_service}"]
     words = ["environment", f"RWKVJIT_CACHE_DIR={fresh_service},", "RWKVJIT_LINEINFO=1"]
     assert words in [line.split() for line in lines]  # how wide the names are depends on whether NVRTC is there
-
-
-def test_bench_without_a_gpu_times_the_reference_and_says_so(program):
-    done = program("bench", "--op", "wkv6", "--phase", "forward")
-    assert done.returncode == 0
-    assert done.stderr.count("\n") <= 1  # the notice of an op that runs on the CPU
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("CPU reference; not the speed of the kernels.")
-    assert lines[-1] == "CPU reference; not the speed of the kernels."
-    assert [line.split()[:2] for line in lines if "rwkv_jit" in line] == [["rwkv_jit", "auto"]]
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------
@@ -315,6 +282,8 @@ def test_list(run, data, tmp_path, monkeypatch):
         "parameters": {"HEAD_SIZE": 8, "VALUE_SIZE": 8, "T_IO": "fp16"},
     }  # fmt: skip
     assert rows[3]["last_used"] is None
+    run("cache", "verify")
+    assert other.stat().st_mtime == used  # listing is no use
 
 
 def test_list_of_nothing(run, monkeypatch):
@@ -326,14 +295,6 @@ def test_list_of_nothing(run, monkeypatch):
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
     code, printed, _ = run("cache", "list")
     assert (code, printed) == (0, "RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not\n")
-
-
-def test_listing_does_not_count_as_use(run):
-    path = put()
-    os.utime(path, (1e9, 1e9))
-    for command in ("list", "verify"):
-        run("cache", command)
-    assert path.stat().st_mtime == 1e9
 
 
 def test_show_by_name_key_and_file(data, run, monkeypatch):
@@ -368,6 +329,7 @@ def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypa
     swapped = fresh_service / "sm_90" / f"wkv7_recurrent_forward-{'0' * 40}.cubin"
     swapped.write_bytes(intact.read_bytes())
     swapped.chmod(0o600)
+    swapped.with_name("foreign.cubin").write_bytes(b"")
     broken, missing = tmp_path / "broken.bundle", tmp_path / "missing"
     broken.write_bytes(b"PK nothing")
     broken.chmod(0o600)
@@ -395,13 +357,6 @@ def test_verify_names_what_is_damaged_in_any_layer(data, run, tmp_path, monkeypa
     assert printed.endswith("4 kernels (disk 3, shared 1) read, 5 faults\n")
 
 
-def test_verify_names_kernels_that_are_not_to_be_trusted(run):
-    put().chmod(0o666)
-    code, printed, _ = run("cache", "verify")
-    assert code == 1
-    assert "can be written by others" in printed
-
-
 def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run, fresh_service):
     old, new, damaged, untrusted = put(1), put(2), put(3), put(4)
     cache.forget()  # what this process has stored would stay
@@ -418,19 +373,6 @@ def test_prune_deletes_what_is_damaged_then_what_was_not_used_for_long(data, run
     assert new.exists()
     assert untrusted.exists()
     assert run("cache", "prune", "--max-mb", 0)[1] == "0 damaged and 2 old kernels deleted; 0 are left, 0 bytes\n"
-
-
-def test_prune_goes_by_the_variable(data, monkeypatch):
-    put()
-    cache.forget()
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0")
-    assert data("cache", "prune")["evicted"] == 1
-
-
-def test_clear(run, data, fresh_service):
-    put(1), put(2)
-    assert run("cache", "clear") == (0, f"2 kernels (disk 2) deleted from {fresh_service}\n", "")
-    assert data("cache", "clear") == {"deleted": 0, "path": str(fresh_service)}
 
 
 def test_counts_agree_where_kernels_lie_in_a_bundle_too(run, tmp_path, fresh_service):
@@ -468,26 +410,11 @@ def test_export_and_import_go_around(run, data, tmp_path, fresh_service):
     assert stored.layer.origin == "bundle"
     assert stored.layer.read(stored.name) == entry
     assert data("cache", "import", file)["bundles"] == [{"path": str(file), "kernels": 1}]
-
-
-def test_export_to_where_nothing_can_be_written(run, tmp_path):
-    put()
-    code, printed, said = run("cache", "export", tmp_path / "none" / "x.bundle")
-    assert (code, printed) == (2, "")
-    assert said.startswith(f"rwkv-jit cache export: {tmp_path}/none/x.bundle cannot be written")
-
-
-@pytest.mark.parametrize("content", [b"", b"PK nothing", b"not a bundle at all"])
-def test_import_of_a_broken_bundle(content, run, tmp_path, fresh_service):
-    tmp_path.chmod(0o755)
-    file = tmp_path / "x.bundle"
-    file.write_bytes(content)
-    file.chmod(0o600)
-    code, printed, said = run("cache", "import", file)
-    assert (code, printed) == (2, "")
-    assert said.startswith(f"rwkv-jit cache import: {file} is not an intact rwkv_jit bundle")
-    assert said.count("\n") == 1
-    assert not (fresh_service / "bundles").exists()
+    (imported,) = (fresh_service / "bundles").iterdir()
+    assert imported.read_bytes() == file.read_bytes()
+    assert stat.S_IMODE(imported.parent.stat().st_mode) == 0o700
+    kernel, origin = cache.get(stored.manifest["name"], "sm_90", stored.manifest["key"])
+    assert (kernel.image, origin) == (b"\x7fELF code", "bundle")
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
@@ -509,11 +436,6 @@ def test_plain_table(capsys):
         "  bytes  7\n"
         "  op  head size  state\n"
     )
-
-
-def test_plain_table_is_not_wrapped(capsys):
-    report.table(("a", "b"), [("x" * 100, "y" * 100)])
-    assert capsys.readouterr().out.splitlines()[1] == f"  {'x' * 100}  {'y' * 100}"
 
 
 class Terminal(io.StringIO):
@@ -569,6 +491,7 @@ def shown(columns, monkeypatch, show):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
+    shown(columns, monkeypatch, lambda: cli.main(["info"]))
     lines = shown(columns, monkeypatch, lambda: listing.show(KERNELS, COLUMNS))
     words = {word.strip(",.") for line in lines for word in line.split()}
     always = {"wkv7_recurrent_backward", "gla_scan", "gla_group_key_gradients", "backward", "forward", "sm_90a",
@@ -577,16 +500,6 @@ def test_table_fits_the_terminal_and_breaks_no_word(columns, monkeypatch):
     whole = {str(each[name]) for each in KERNELS for name in COLUMNS} | {"0", "-"}
     assert {word for word in words if re.search(r"\d|_", word)} <= whole | {"for_groups"}
     assert sum(line.lstrip().startswith("gla_scan") for line in lines) == 2
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_commands_fit_the_terminal(columns, fresh_service, monkeypatch):
-    put(48, T_STATE="fp32", NUM_THREADS=128), put(48, T_STATE="bf16", NUM_THREADS=128), put(136, arch="sm_90a")
-    for arguments in (["cache", "list"], ["cache", "show", "wkv7"], ["cache", "verify"], ["info"]):
-        lines = shown(columns, monkeypatch, lambda arguments=arguments: cli.main(arguments))
-        if arguments[1:] == ["list"]:
-            words = {word.strip(",.") for line in lines for word in line.split()}
-            assert {"wkv7_recurrent_forward", "sm_90a", "136", "48", "t_state", "fp32", "bf16"} <= words
 
 
 def test_what_all_rows_share_is_said_once_where_there_is_little_room(monkeypatch):

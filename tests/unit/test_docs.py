@@ -136,9 +136,9 @@ def test_limits_of_head_sizes_are_those_of_the_kernels():
         assert re.search(rf"\b1 to {backward}\b[\w ]* \({forward}\b", read("README.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_nobody_is_told_that_any_head_size_will_do(page):
-    assert "any head size" not in page.read_text(encoding="utf-8").lower() or name_of(page) == "CHANGELOG.md"
+def test_nobody_is_told_that_any_head_size_will_do():
+    pages = [name_of(page) for page in PAGES if "any head size" in page.read_text(encoding="utf-8").lower()]
+    assert set(pages) <= {"CHANGELOG.md"}
 
 
 def test_messages_that_are_explained_are_raised_somewhere():

@@ -1,12 +1,12 @@
 """What the package needs of a machine, what it says where that is missing, and which module may import which."""
 
 import ast
-import logging
 import os
 import re
 import sys
 import threading
 import time
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import platformdirs
 import pytest
 
 import rwkv_jit
-from rwkv_jit import cuda, env, errors, identity, stats
+from rwkv_jit import cache, cuda, env, errors, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 PACKAGE = Path(rwkv_jit.__file__).parent
@@ -26,30 +26,6 @@ x = torch.ones(1, 2, 1, 4, requires_grad=True)
 y, _ = rwkv_jit.wkv7(x, x, x, x, -x, x)
 y.sum().backward()
 assert y.shape == (1, 2, 1, 4) and x.grad.abs().sum() > 0
-"""
-BLOCK_CUPY = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cupy", "cupy_backends"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-sys.meta_path.insert(0, Blocker())
-"""
-HIDE_CUPY_WHEELS = """
-from importlib import metadata
-real = metadata.version
-def version(name):
-    if name.startswith("cupy"):
-        raise metadata.PackageNotFoundError(name)
-    return real(name)
-metadata.version = version
-"""
-SPECIALIZE = """
-import rwkv_jit
-try:
-    rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
-except rwkv_jit.NvrtcNotFoundError as error:
-    print(error)
 """
 
 
@@ -78,83 +54,62 @@ def test_every_public_name_can_be_had_and_is_listed():
         rwkv_jit.wkv8  # noqa: B018
 
 
-def test_cpu_tensors_leave_cupy_and_the_disk_alone(child, tmp_path):
+@pytest.mark.parametrize("without_posix", [False, True])
+def test_cpu_tensors_leave_cupy_and_the_disk_alone(without_posix, child, tmp_path):
     code = CALL_ON_CPU + "import sys; assert 'cupy' not in sys.modules"
-    child(code, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
+    child(code, without_posix=without_posix, env={"RWKVJIT_CACHE_DIR": str(tmp_path / "cache")})
     assert not (tmp_path / "cache").exists()
-
-
-def test_cpu_tensors_without_the_posix_only_names(child):
-    child(CALL_ON_CPU, without_posix=True)
 
 
 # ---- CuPy and NVRTC ----------------------------------------------------------------------------------------------
 
 
-def test_without_cupy_a_kernel_is_an_error_with_the_command_and_cpu_tensors_work(child):
-    done = child(BLOCK_CUPY + HIDE_CUPY_WHEELS + SPECIALIZE + CALL_ON_CPU)
-    assert done.stdout == f"CuPy is not installed; CUDA kernels need it:\n    {INSTALL_12}\n"
-
-
-def test_without_cupy_everything_that_only_asks_still_answers(child):
-    done = child(
-        BLOCK_CUPY
-        + HIDE_CUPY_WHEELS
-        + """
-import rwkv_jit
-report = rwkv_jit.env_report()
-assert report["cupy"] == []
-assert "pip install" in report["nvrtc"]
-assert rwkv_jit.is_available() is False
-print(rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache())
-"""
-    )
-    assert done.stdout == "0 0\n"
-
-
-def test_cupy_that_cannot_be_imported_says_why(child):
-    installed = HIDE_CUPY_WHEELS.replace(
-        "raise metadata.PackageNotFoundError(name)",
-        'return {"cupy-cuda12x": "14.0.1"}[name] if name == "cupy-cuda12x" else real("no such distribution")',
-    )
-    done = child(BLOCK_CUPY + installed + SPECIALIZE)
-    assert done.stdout == (
-        "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy_backends'); "
-        f"CUDA kernels need it:\n    {INSTALL_12}\n"
-    )
+OVERWRITE = "are both installed and overwrite each other's files; keep one"
 
 
 @pytest.mark.parametrize(
-    ("installed", "command"),
+    ("installed", "said", "command"),
     [
-        (
-            {"cupy-cuda12x": "14.0.1", "cupy-cuda13x": "14.2.0"},
-            f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
-        ),
-        (
-            {"cupy-cuda12x": "14.0.1", "cupy": "13.0.0"},
-            f"pip uninstall -y cupy-cuda12x cupy && {INSTALL_12}",
-        ),
-        (
-            {"cupy-cuda11x": "13.0.0", "cupy-cuda12x": "14.0.1"},
-            f"pip uninstall -y cupy-cuda11x cupy-cuda12x && {INSTALL_12}",
-        ),
+        ([], "CuPy is not installed; CUDA kernels need it", INSTALL_12),
+        (["cupy-cuda12x 14.0.1"],
+         "cupy-cuda12x 14.0.1 cannot be imported (No module named 'cupy_backends'); CUDA kernels need it", INSTALL_12),
+        (["cupy-cuda12x 14.0.1", "cupy-cuda13x 14.2.0"], f"cupy-cuda12x 14.0.1 and cupy-cuda13x 14.2.0 {OVERWRITE}",
+         f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {INSTALL_13}"),
+        (["cupy-cuda12x 14.0.1", "cupy 13.0.0"], f"cupy-cuda12x 14.0.1 and cupy 13.0.0 {OVERWRITE}",
+         f"pip uninstall -y cupy-cuda12x cupy && {INSTALL_12}"),
+        (["cupy-cuda11x 13.0.0", "cupy-cuda12x 14.0.1"], f"cupy-cuda11x 13.0.0 and cupy-cuda12x 14.0.1 {OVERWRITE}",
+         f"pip uninstall -y cupy-cuda11x cupy-cuda12x && {INSTALL_12}"),
     ],
-)
-def test_two_cupy_wheels_are_an_error_with_the_command(installed, command, monkeypatch):
+)  # fmt: skip
+def test_without_cupy_a_kernel_is_an_error_with_the_command_and_all_else_works(installed, said, command, monkeypatch):
+    numbers = dict(wheel.split() for wheel in installed)
+
     def version(name):
-        if name not in installed:
+        if name not in numbers:
             raise metadata.PackageNotFoundError(name)
-        return installed[name]
+        return numbers[name]
 
     monkeypatch.setattr(cuda.metadata, "version", version)
     with pytest.raises(NvrtcNotFoundError) as caught:
-        cuda.nvrtc()
-    first, last = str(caught.value).splitlines()
-    for name, number in installed.items():
-        assert f"{name} {number}" in first
-    assert "are both installed" in first
-    assert last == f"    {command}"
+        rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
+    assert str(caught.value) == f"{said}:\n    {command}"
+    report = rwkv_jit.env_report()
+    assert report["cupy"] == installed
+    assert "pip install" in report["nvrtc"]
+    assert rwkv_jit.is_available() is False
+    assert (rwkv_jit.cache_info()["entries"], rwkv_jit.clear_cache()) == (0, 0)
+
+
+@pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
+def test_missing_nvrtc_names_what_goes_with_the_cupy_at_hand(wheel, command, monkeypatch):
+    def missing():
+        raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(cuda, "installed_cupy", lambda: [f"{wheel} 14.0.1"])
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.nvrtc", types.SimpleNamespace(getVersion=missing))
+    with pytest.raises(NvrtcNotFoundError) as caught:
+        rwkv_jit.specialize("wkv7", head_size=64, arch="sm_90")
+    assert str(caught.value) == f"CuPy is there but NVRTC is not (libnvrtc.so not found):\n    {command}"
 
 
 @pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
@@ -165,23 +120,6 @@ def test_cupy_without_a_finder_is_too_old(wheel, command, monkeypatch):
     with pytest.raises(NvrtcNotFoundError) as caught:
         cuda.nvrtc_library()
     assert str(caught.value) == f"{wheel} 13.6.0 is too old:\n    {command}"
-
-
-@pytest.mark.parametrize(("wheel", "command"), [("cupy-cuda12x", INSTALL_12), ("cupy-cuda13x", INSTALL_13)])
-def test_missing_nvrtc_names_what_goes_with_the_cupy_at_hand(wheel, command, child):
-    done = child(
-        f"""
-import sys, types
-from rwkv_jit import cuda
-cuda.installed_cupy = lambda: ["{wheel} 14.0.1"]
-def missing():
-    raise RuntimeError("libnvrtc.so not found")
-nvrtc = types.SimpleNamespace(getVersion=missing)
-sys.modules["cupy_backends.cuda.libs.nvrtc"] = nvrtc
-"""
-        + SPECIALIZE
-    )
-    assert done.stdout == f"CuPy is there but NVRTC is not (libnvrtc.so not found):\n    {command}\n"
 
 
 @pytest.mark.parametrize(("extra", "command"), [("cuda12", INSTALL_12), ("cuda13", INSTALL_13)])
@@ -219,21 +157,19 @@ def test_switch_is_read_as_people_write_it(name, monkeypatch):
                 ask()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("RWKVJIT_CACHE_MAX_MB", value) for value in ("much", "-1", "nan", "inf", "1e308")] + [("RWKVJIT_LOG", "loud")],
-)
-def test_setting_that_cannot_be_is_found_by_the_check(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"^{name}: expected .*, got '{value}'$"):
-        env.check()
+@pytest.mark.parametrize(("text", "size"), [("", 512 * 2**20), ("0", 0), ("0.5", 2**19), ("1e300", int(1e300 * 2**20))])
+def test_bound_of_the_cache_is_in_megabytes(text, size, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
+    assert env.cache_max_bytes() == size
+    env.check()
 
 
-def test_a_large_size_is_one(monkeypatch):
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "0.5")
-    assert env.cache_max_bytes() == 2**19
-    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", "1e300")
-    assert env.cache_max_bytes() > 10**300
+@pytest.mark.parametrize("text", ["much", "512MB", "-1", "nan", "inf", "1e308", "1e999"])
+def test_bound_that_is_no_size_is_an_error_that_names_it(text, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CACHE_MAX_MB", text)
+    for ask in (env.check, rwkv_jit.cache_info, lambda: cache.put("sm_90/a.cubin", b"")):
+        with pytest.raises(ValueError, match=f"^RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got '{text}'$"):
+            ask()
 
 
 @pytest.mark.parametrize("found", ["relative", "none"])
@@ -253,7 +189,14 @@ def test_without_a_home_there_is_no_directory_and_the_cache_is_off(found, monkey
         env.cache_dir().mkdir(parents=True)
 
 
-def test_directories_of_the_variables(monkeypatch):
+def test_directories_of_the_variables(monkeypatch, tmp_path):
+    monkeypatch.delenv("RWKVJIT_CACHE_DIR")
+    assert env.cache_dir() == platformdirs.user_cache_path("rwkv_jit", appauthor=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~/kernels")
+    monkeypatch.setenv("RWKVJIT_CACHE_PATH", os.pathsep.join(["~/more", "", "/absolute"]))
+    assert env.cache_dir() == tmp_path / "kernels"
+    assert env.cache_path() == [tmp_path / "more", Path("/absolute")]
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", "~nosuchuser/x")
     assert not env.cache_is_on()
     assert env.cache_fault() == "RWKVJIT_CACHE_DIR='~nosuchuser/x' names a home directory that there is not"
@@ -299,34 +242,12 @@ def test_no_variable_is_taken_from_rwkv_lm(root):
                 assert "'RWKV_JIT_" not in ast.unparse(node), path.name
 
 
-def test_report_has_what_a_bug_report_needs(monkeypatch, fresh_service):
-    monkeypatch.setattr(cuda, "installed_cupy", lambda: ["cupy-cuda12x 14.2.0"])
-    monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")
-    monkeypatch.setattr(identity, "libraries", lambda: ["/somewhere/libnvrtc.so.12"])
-    monkeypatch.setenv("RWKVJIT_ARCH", "sm_90")
-    report = rwkv_jit.env_report()
-    assert report["rwkv_jit"] == rwkv_jit.__version__
-    assert report["cache"] == str(fresh_service)
-    assert report["environment"] == {"RWKVJIT_ARCH": "sm_90", "RWKVJIT_CACHE_DIR": str(fresh_service)}
-    assert report["cupy"] == ["cupy-cuda12x 14.2.0"]
-    assert report["nvrtc"] == "12.9 0123abcd"
-    assert report["nvrtc_libraries"] == ["/somewhere/libnvrtc.so.12"]
-    assert rwkv_jit.cache_info()["entries"] == 0
-
-
-def test_a_message_is_said_once(caplog):
-    stats.say_once("first")
-    stats.say_once("first")
-    stats.say_once("second", key="first")
-    stats.say_once("third")
-    assert [record.getMessage() for record in caplog.records] == ["first", "third"]
-
-
-@pytest.mark.parametrize("message", ["100 % full", "%s %d", "{braces}"])
-def test_a_message_with_formatting_characters_is_said_as_it_is(message, caplog):
-    with caplog.at_level(logging.WARNING, logger="rwkv_jit"):
+def test_a_message_is_said_once_and_as_it_is(caplog):
+    messages = ["first", "100 % full", "%s %d", "{braces}"]
+    for message in (*messages, *messages):
         stats.say_once(message)
-    assert caplog.messages == [message]
+    stats.say_once("second", key="first")
+    assert caplog.messages == messages
 
 
 def test_only_slow_work_is_spoken_of(monkeypatch, caplog):
@@ -386,45 +307,33 @@ def test_messages_go_to_standard_error_from_the_level_asked_for(level, said, chi
     assert child(LOG, env={"RWKVJIT_LOG": level}).stderr == said
 
 
-def test_level_that_there_is_not_is_an_error_that_names_the_variable(child):
-    done = child(LOG, env={"RWKVJIT_LOG": "loud"}, check=False)
-    assert done.stderr.endswith("ValueError: RWKVJIT_LOG: expected debug, info, warning or error, got 'loud'\n")
+def test_level_that_there_is_not_is_an_error_that_names_the_variable(monkeypatch):
+    monkeypatch.setenv("RWKVJIT_LOG", "loud")
+    for ask in (env.check, stats.configure_logging):
+        with pytest.raises(ValueError, match="^RWKVJIT_LOG: expected debug, info, warning or error, got 'loud'$"):
+            ask()
 
 
 def test_hooks_are_called_in_order_until_they_are_taken_off():
-    events = []
-    remove = [stats.add_hook(lambda event, name=name: events.append((name, event["name"]))) for name in "ab"]
-    stats.tell({"origin": "disk", "name": "first"})
-    remove[0]()
-    remove[0]()
-    stats.tell({"origin": "disk", "name": "second"})
-    remove[1]()
-    stats.tell({"origin": "memory", "name": "third"})
-    assert events == [("a", "first"), ("b", "first"), ("b", "second")]
-    assert (stats.snapshot()["disk"], stats.snapshot()["memory"]) == (2, 1)
-
-
-def test_hook_that_takes_itself_off_spares_no_other():
+    """By themselves too, which spares no other one. A function that is hooked twice is called once less."""
     events = []
 
     def once(event):
         events.append("once")
-        remove()
+        remove_once()
 
-    remove = stats.add_hook(once)
-    stats.add_hook(lambda event: events.append("always"))
-    for _ in range(2):
-        stats.tell({"origin": "disk"})
-    assert events == ["once", "always", "always"]
-
-
-def test_one_function_hooked_twice_is_called_once_less_for_each_removal():
-    events = []
-    remove, _ = stats.add_hook(events.append), stats.add_hook(events.append)
-    remove()
-    remove()
+    remove_once = stats.add_hook(once)
+    first, second = stats.add_hook(events.append), stats.add_hook(events.append)
     stats.tell({"origin": "disk"})
-    assert len(events) == 1
+    assert events == ["once", {"origin": "disk"}, {"origin": "disk"}]
+    first()
+    first()
+    stats.tell({"origin": "disk"})
+    assert events[3:] == [{"origin": "disk"}]
+    second()
+    stats.tell({"origin": "memory"})
+    assert len(events) == 4
+    assert (stats.snapshot()["disk"], stats.snapshot()["memory"]) == (2, 1)
 
 
 def test_forked_child_counts_though_a_thread_of_its_parent_was_counting(child):
@@ -590,11 +499,6 @@ def own_imports(name):
 
 def test_every_module_has_its_place_in_the_order():
     assert set(MODULES) == set(LINES)
-
-
-def test_modules_that_are_packages_are_told_apart_from_what_is_in_them():
-    assert {"rwkv_jit.cache", "rwkv_jit.stats"} <= set(imports(MODULES["kernel"]))
-    assert {"rwkv_jit.cache.bundle", "rwkv_jit.cache.lock"} <= set(imports(MODULES["cache"]))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -16,7 +16,7 @@ import rwkv_jit
 from rwkv_jit import ahead, bench, cuda, kernel, report, template, tensors, tune, tuned
 from rwkv_jit.algorithms import diagonal_chunked
 from rwkv_jit.algorithms.parts import LARGEST_DECAY, Candidate, Case
-from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import checks, torch_op
 from rwkv_jit.ops.table import OPS
@@ -114,11 +114,9 @@ def test_argument_goes_before_the_users_choice_before_the_shipped_one_before_the
     assert resolved(chunk_len=32) == ("chunked", RULE)
     assert resolved(chunk_len=16) == ("chunked", Geometry(16, None, None, None))
     assert resolved(num_threads=128) == ("chunked", Geometry(32, 128, None, None))
-
-
-def test_users_choice_that_cannot_be_used_leaves_the_shipped_one(monkeypatch):
     monkeypatch.setattr(tuned, "SHIPPED", (make(),))
-    store(make(chunk_len=8))
+    store(make(chunk_len=8))  # which cannot be used
+    forget()
     assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
     assert tuned.shipped(make().key) == make()
     assert tuned.shipped(make(training=False).key) is None
@@ -147,18 +145,18 @@ def test_choice_is_for_its_head_size_and_purpose(call, is_taken):
     assert resolved(**call)[0] == "chunked"
 
 
-@pytest.mark.parametrize("changes", [{"gpu": "another GPU"}, {"arch": "sm_100"}])
-def test_choice_is_for_its_gpu(changes):
-    store(make(**changes))
-    assert resolved() == ("chunked", RULE)
-
-
 def test_calls_that_the_recurrent_kernels_serve_take_none():
     store(make())
     assert resolved(inputs=given(dtype=torch.float32)) == ("recurrent", Geometry())
     assert resolved(inputs=given(tokens=31)) == ("recurrent", Geometry())
     assert resolved(backend="reference") == ("reference", Geometry())
     assert resolved(backend="recurrent", chunk_len=4, num_threads=64) == ("recurrent", Geometry(4, 64))
+
+
+@pytest.mark.parametrize("changes", [{"gpu": "another GPU"}, {"arch": "sm_100"}])
+def test_choice_is_for_its_gpu(changes):
+    store(make(**changes))
+    assert resolved() == ("chunked", RULE)
 
 
 @pytest.mark.parametrize("op", DIAGONAL)
@@ -231,24 +229,35 @@ def asked_for(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
-def test_compiled_call_takes_the_choice_when_it_runs(op, asked_for):
-    store(make(training=False, op=op))
+class Module(torch.nn.Module):
+    """A call of an op without gradients."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, *inputs):
+        return getattr(rwkv_jit, self.op)(*inputs, decay="sigmoid")[0]
+
+
+def compiled(module, inputs):
     torch._dynamo.reset()
-    function = torch.compile(getattr(rwkv_jit, op), fullgraph=True, backend="eager", dynamic=True)
-    name = "wkv7_chunked_forward" if op == "wkv7" else "gla_scan"
-    assert asked_for(lambda: function(*of(op), decay="sigmoid")) == [(name, 16, 256, 2)]
+    return torch.compile(module, fullgraph=True, backend="eager", dynamic=True)
 
 
-def test_exported_call_takes_the_choice_when_it_runs(asked_for):
-    store(make(training=False))
+def exported(module, inputs):
+    return torch.export.export(module, tuple(inputs)).module()
 
-    class Module(torch.nn.Module):
-        def forward(self, *inputs):
-            return rwkv_jit.wkv7(*inputs, decay="sigmoid")[0]
 
-    exported = torch.export.export(Module(), tuple(given()))
-    assert asked_for(lambda: exported.module()(*given())) == [("wkv7_chunked_forward", 16, 256, 2)]
+@pytest.mark.parametrize(
+    ("way", "op", "name"),
+    [(compiled, "wkv7", "wkv7_chunked_forward"), (compiled, "wkv6", "gla_scan"),
+     (exported, "wkv7", "wkv7_chunked_forward")],
+)  # fmt: skip
+def test_traced_call_takes_the_choice_when_it_runs(way, op, name, asked_for):
+    store(make(training=False, op=op))
+    function = way(Module(op), of(op))
+    assert asked_for(lambda: function(*of(op))) == [(name, 16, 256, 2)]
 
 
 def test_both_kernels_of_a_call_are_those_of_the_choice(asked_for):
@@ -274,8 +283,13 @@ def requests(arch, op="wkv7"):
 
 def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):
     """For this GPU its choices alone; for a named architecture those of every GPU of it, and for those without."""
-    store(make(), make(gpu="another GPU", forward_blocks=1))
+    store(make(), make(gpu="another GPU", forward_blocks=1), make(op="wkv6", chunk_len=64, backward_blocks=1))
     rule = {(32, 128, 4)}
+    assert [geometries(each) for each in requests("sm_90", "wkv6")] == [
+        rule | {(64, 256, 2)},
+        {(32, 128, 2), (64, 128, 1)},
+    ]
+    assert [geometries(each) for each in requests("sm_90", "wkv5")] == [rule, {(32, 128, 2)}]
     assert geometries(requests("sm_90")[0]) == geometries(requests("sm_90a")[0]) == rule | {(16, 256, 2), (16, 256, 1)}
     assert geometries(requests("sm_90")[1]) == {(32, 128, 2), (16, 128, 3)}
     assert geometries(requests("sm_100")[0]) == rule
@@ -288,14 +302,6 @@ def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):
     assert rwkv_jit.specialize("wkv7", **ask) == {(16, 256, 2)}
     assert rwkv_jit.specialize("wkv7", **ask, blocks_per_sm=1) == {(16, 256, 1)}
     assert rwkv_jit.specialize("wkv7", **ask, arch="sm_90") == rule
-
-
-def test_what_is_compiled_ahead_of_the_other_ops_is_what_calls_take():
-    store(make(op="wkv6", chunk_len=64, backward_blocks=1), make(op="gla"))
-    forward, backward = [geometries(each) for each in requests("sm_90", "wkv6")]
-    assert forward == {(32, 128, 4), (64, 256, 2)}
-    assert backward == {(32, 128, 2), (64, 128, 1)}
-    assert [geometries(each) for each in requests("sm_90", "wkv5")] == [{(32, 128, 4)}, {(32, 128, 2)}]
 
 
 # ---- the file ----------------------------------------------------------------------------------------------------
@@ -329,28 +335,16 @@ def test_cache_that_is_off_has_no_choices(monkeypatch):
     assert tuned.listed() == []
 
 
+WRONG_FIELDS = [
+    {"more": 1}, {"gpu": 1}, {"chunk_len": "16"}, {"chunk_len": 16.0}, {"forward_blocks": True}, {"training": 1},
+    {"arch": "hopper"}, {"templates": None},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "data",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe",
-        b"7",
-        b"null",
-        b"[" * 100_000,
-        b"\0" * 64,
-        {"gpu": GPU},
-        [7],
-        [{}],
-        [OTHERS._asdict() | {"more": 1}],
-        [OTHERS._asdict() | {"gpu": 1}],
-        [OTHERS._asdict() | {"chunk_len": "16"}],
-        [OTHERS._asdict() | {"chunk_len": 16.0}],
-        [OTHERS._asdict() | {"forward_blocks": True}],
-        [OTHERS._asdict() | {"training": 1}],
-        [OTHERS._asdict() | {"arch": "hopper"}],
-        [OTHERS._asdict() | {"templates": None}],
-    ],
+    [b"", b"{", b"\xff\xfe", b"7", b"null", b"[" * 100_000, b"\0" * 64, {"gpu": GPU}, [7], [{}], [OTHERS._asdict(), 7]]
+    + [[OTHERS._asdict() | change] for change in WRONG_FIELDS],
     ids=lambda data: str(data)[:40],
 )
 def test_file_that_cannot_be_understood_is_as_none_with_one_notice(data, caplog):
@@ -375,99 +369,48 @@ def test_file_of_wkv7_alone_is_read_and_keeps_its_choices_beside_those_of_other_
     assert json.loads(tuned.path().read_bytes()) == [record, make(op="wkv6")._asdict()]
 
 
-def test_one_record_that_is_none_spoils_the_file(caplog):
-    write([make()._asdict(), 7])
-    assert tuned.on_device(0) == ()
-    assert len(caplog.messages) == 1
-
-
-@pytest.mark.parametrize("place", ["file", "root"])
-def test_choices_of_another_user_are_not_used(place, give_away, caplog):
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_choices_that_others_may_have_written_are_not_used(place, caplog):
     store(make())
-    give_away(tuned.path() if place == "file" else tuned.path().parent)
+    path = tuned.path() if place == "file" else tuned.path().parent
+    path.chmod(0o777)
     assert resolved() == ("chunked", RULE)
-    (said,) = caplog.messages
-    assert "belongs to user 54321" in said
+    (message,) = caplog.messages
+    assert f"chmod go-w '{path}'" in message
 
 
-def test_choices_that_others_may_write_are_not_used(caplog):
-    store(make())
-    tuned.path().chmod(0o666)
-    assert resolved() == ("chunked", RULE)
-    (said,) = caplog.messages
-    assert f"chmod go-w '{tuned.path()}'" in said
-
-
-def test_file_that_is_a_link_is_not_followed(tmp_path, caplog):
-    store(make())
-    tuned.path().rename(tmp_path / "elsewhere")
-    tuned.path().symlink_to(tmp_path / "elsewhere")
-    assert resolved() == ("chunked", RULE)
-    assert "is a symbolic link" in caplog.text
+# Of all ops, of wkv7 and of the others.
+ILLEGAL = [
+    {"chunk_len": 8}, {"num_threads": 32}, {"forward_blocks": 0}, {"backward_blocks": None}, {"head_size": 160},
+    {"training": False, "backward_blocks": 3}, {"arch": "sm_75"},
+]  # fmt: skip
+ILLEGAL_OF_WKV7 = [
+    {"chunk_len": 64}, {"num_threads": 100}, {"num_threads": 1024}, {"forward_blocks": -1}, {"forward_blocks": 9},
+    {"backward_blocks": 9}, {"head_size": 63}, {"head_size": 0}, {"head_size": -64}, {"op": "../wkv7"}, {"op": "wkv4"},
+]  # fmt: skip
+ILLEGAL_OF_OTHERS = [
+    {"head_size": 128, "chunk_len": 64},  # for which there is no shared memory
+    {"num_threads": 96}, {"num_threads": 512}, {"forward_blocks": 3}, {"backward_blocks": 1},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunk_len": 8},
-        {"chunk_len": 64},
-        {"num_threads": 32},
-        {"num_threads": 100},
-        {"num_threads": 1024},
-        {"forward_blocks": 0},
-        {"forward_blocks": -1},
-        {"forward_blocks": 9},
-        {"backward_blocks": 9},
-        {"backward_blocks": None},
-        {"training": False, "backward_blocks": 3},
-        {"head_size": 63},
-        {"head_size": 0},
-        {"head_size": -64},
-        {"head_size": 160},
-        {"op": "../wkv7"},
-        {"op": "wkv4"},
-        {"arch": "sm_75"},
-    ],
+    ("op", "changes"),
+    [(op, changes) for op in CHUNKS for changes in ILLEGAL]
+    + [("wkv7", changes) for changes in ILLEGAL_OF_WKV7]
+    + [(op, changes) for op in DIAGONAL for changes in ILLEGAL_OF_OTHERS],
     ids=str,
 )
-def test_illegal_choice_is_listed_and_not_used(changes, monkeypatch, caplog):
-    store(make()._replace(**changes), make(32, num_threads=64, forward_blocks=4, backward_blocks=6))
+def test_illegal_choice_is_listed_and_not_used(op, changes, monkeypatch, caplog):
+    store(make(op=op)._replace(**changes), make(32, num_threads=64, forward_blocks=4, backward_blocks=6))
     monkeypatch.setattr(tuned, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
-    assert [each.fault for each in tuned.listed()] == ["not legal", ""]
-    assert resolved() == resolved(training=False) == ("chunked", RULE)
+    assert sorted(listed.fault for listed in tuned.listed()) == ["", "not legal"]
+    assert resolved(op) == resolved(op, training=False) == ("chunked", RULE)
     # Of one that no call here would take nothing is said.
     is_told = changes.keys().isdisjoint(("op", "head_size", "chunk_len"))
     assert caplog.messages == ["a tuned geometry is not legal and not used; `rwkv-jit tune` measures anew"] * is_told
     if "arch" not in changes:
         assert resolved(inputs=given(32)) == ("chunked", Geometry(16, 64, 4, 6))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"chunk_len": 8},
-        {"head_size": 128, "chunk_len": 64},  # for which there is no shared memory
-        {"num_threads": 32},
-        {"num_threads": 96},
-        {"num_threads": 512},
-        {"forward_blocks": 0},
-        {"forward_blocks": 3},
-        {"backward_blocks": 1},
-        {"backward_blocks": None},
-        {"training": False},
-        {"head_size": 160},
-        {"arch": "sm_75"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("op", DIAGONAL)
-def test_illegal_choice_of_another_op_is_not_used(op, changes, monkeypatch):
-    store(make(op=op)._replace(**changes))
-    monkeypatch.setattr(tuned, "gpu", lambda device: (GPU, changes.get("arch", ARCH)))
-    assert [each.fault for each in tuned.listed()] == ["not legal"]
-    assert not any(tuned.is_sound(0, place) for place in range(len(tuned.on_device(0))))
-    store(make(op=op))
-    assert make(op=op) in [each.choice for each in tuned.listed() if not each.fault]
 
 
 @pytest.mark.parametrize("op", CHUNKS)
@@ -479,29 +422,23 @@ def test_choice_for_a_gpu_without_these_kernels_is_not_legal(op):
         assert tuned._fault(choice) == ("not legal" if arch == "sm_75" else "")
 
 
-@pytest.mark.parametrize("file", ["gla_scan.cu", "gla_chunked_backward.cu", "gla_key_side.cuh", "wkv7_chunk.cuh"])
-@pytest.mark.parametrize("op", DIAGONAL)
-def test_choice_is_measured_with_the_kernels_of_its_op(op, file, own_templates):
+@pytest.mark.parametrize(
+    ("op", "file", "is_used"),
+    [("wkv7", file, False) for file in ("wkv7_chunked_forward.cu", "wkv7_chunked_backward.cu", "wkv7_chunk.cuh")]
+    + [(op, file, False) for op in DIAGONAL for file in ("gla_scan.cu", "gla_chunked_backward.cu", "gla_key_side.cuh")]
+    + [(op, "wkv7_chunk.cuh", True) for op in DIAGONAL],
+)
+def test_choice_that_was_measured_with_other_kernels_of_its_op_is_not_used(op, file, is_used, own_templates, caplog):
     store(make(op=op))
+    assert resolved(op) == ("chunked", Geometry(16, 256, 2, 3))
     path = template.path_of(file)
     path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
     forget()
-    (listed,) = tuned.listed()
-    assert listed.fault == ("" if file.startswith("wkv7") else "measured with other kernels")
-    store(make(op="wkv6", templates=tuned.templates_of("wkv7")))
-    assert [each.fault for each in tuned.listed() if each.choice.op == "wkv6"] == ["measured with other kernels"]
-
-
-@pytest.mark.parametrize("file", ["wkv7_chunked_forward.cu", "wkv7_chunked_backward.cu", "wkv7_chunk.cuh"])
-def test_choice_that_was_measured_with_other_kernels_is_not_used(file, own_templates, caplog):
-    store(make())
-    assert resolved() == ("chunked", Geometry(16, 256, 2, 3))
-    path = template.path_of(file)
-    path.write_text(path.read_text(encoding="utf-8") + "\nconstexpr int MORE = 1;\n", encoding="utf-8")
-    forget()
-    assert resolved() == ("chunked", RULE)
-    assert [each.fault for each in tuned.listed()] == ["measured with other kernels"]
-    assert "measured with other kernels" in caplog.text
+    fault = "" if is_used else "measured with other kernels"
+    assert resolved(op) == ("chunked", Geometry(16, 256, 2, 3) if is_used else RULE)
+    assert [listed.fault for listed in tuned.listed()] == [fault]
+    assert bool(caplog.text) != is_used
+    assert fault in caplog.text
 
 
 def test_shipped_choices_can_be_used():
@@ -656,7 +593,6 @@ def test_by_default_all_ops_are_measured_at_the_shapes_that_this_gpu_has_kernels
     assert run("tune", "--dry-run")[0] == 0
     shapes = [shape for shape in tune.SHAPES if shape[3] in sizes]
     assert measuring.made == [(op, shape, training) for op in CHUNKS for shape in shapes for training in (True, False)]
-    assert set(CHUNKS) == set(CHUNKS)
 
 
 def test_progress_says_what_is_measured(measuring, monkeypatch):
@@ -793,32 +729,23 @@ def test_shape_that_does_not_fit_is_told_before_anything_is_compiled(shape, mess
     assert run("tune", "--shape", "1,64,1,64", "--shape", shape) == (2, "", f"rwkv-jit tune: {message}\n")
 
 
-def test_shape_that_one_of_the_ops_has_no_kernels_for_is_told(measuring, refuse, monkeypatch):
-    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_89")
-    for op in ("wkv7", "gla"):
-        with pytest.raises(UnsupportedConfigError, match=rf"shape: the chunked backend of {op} needs \d+ bytes"):
-            measure("1,64,1,64", "1,64,1,128", ops=[op])
-
-
-def test_op_that_there_is_not_is_told(refuse, run):
-    code, _, said = run("tune", "--op", "wkv4")
-    assert code == 2
-    assert "--op: invalid choice: 'wkv4'" in said
-
-
-def test_two_shapes_of_one_choice_are_told(measuring, refuse, run):
-    _, _, said = run("tune", "--shape", "1,64,1,64", "--shape", "2,64,1,40")
-    assert said == (
-        "rwkv-jit tune: --shape: expected one for each head size in steps of 32, "
-        "got (1, 64, 1, 64) and (2, 64, 1, 40)\n"
-    )
-
-
-def test_gpu_without_chunked_kernels_is_told(measuring, refuse, monkeypatch, run):
-    monkeypatch.setattr(tensors, "_capability", lambda device: "sm_75")
-    assert run("tune")[2].endswith("needs an architecture from sm_80 on, got sm_75\n")
-    with pytest.raises(UnsupportedConfigError, match="needs an architecture from sm_80 on, got sm_75"):
-        measure()
+@pytest.mark.parametrize(
+    ("arch", "options", "message"),
+    [
+        ("sm_90", ["--op", "wkv4"], "--op: invalid choice: 'wkv4'"),
+        ("sm_90", ["--shape", "1,64,1,64", "--shape", "2,64,1,40"],
+         "--shape: expected one for each head size in steps of 32, got (1, 64, 1, 64) and (2, 64, 1, 40)\n"),
+        ("sm_89", ["--op", "wkv7", "--shape", "1,64,1,128"], "shape: the chunked backend of wkv7 needs "),
+        ("sm_89", ["--op", "gla", "--shape", "1,64,1,128"], "shape: the chunked backend of gla needs "),
+        ("sm_75", [], "needs an architecture from sm_80 on, got sm_75\n"),
+        ("sm_75", ["--shape", "1,64,1,64"], "needs an architecture from sm_80 on, got sm_75\n"),
+    ],
+)  # fmt: skip
+def test_what_there_are_no_kernels_for_is_told(arch, options, message, measuring, refuse, monkeypatch, run):
+    monkeypatch.setattr(tensors, "_capability", lambda device: arch)
+    code, printed, said = run("tune", *options)
+    assert (code, printed) == (2, "")
+    assert message in said
 
 
 def test_without_a_gpu_the_error_says_so(refuse, monkeypatch, run):
@@ -899,9 +826,3 @@ def test_only_one_of_show_forget_and_dry_run(options, run):
     code, _, said = run("tune", *options)
     assert code == 2
     assert "not allowed with argument" in said
-
-
-def test_kernels_are_cleared_and_choices_stay():
-    store(make())
-    rwkv_jit.clear_cache()
-    assert stored() == [make()]
