@@ -133,7 +133,7 @@ def linear_attention(
             q, k, v = cast
             return linear_attention(q, k, v, initial_state, output_final_state, cu_seqlens, True, **options)
     tail = complete(OP.op, options, q)
-    checks.check_options(OP.decays, *tail)
+    checks.check_options(OP.op, *tail)
     state, z = _pair(initial_state)
     layout = tail.state_layout
     (q, k, v), state, cu_seqlens = checks.check_tensors(OP.op, (q, k, v), state, cu_seqlens, layout, tail.backend)

@@ -21,13 +21,13 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import known_calls, plain, recording, registry, sharding
-from rwkv_jit.ops.checks import check_flag, check_options, check_tensors, decays_of, is_for_kernels
+from rwkv_jit.ops.checks import check_flag, check_options, check_tensors, is_for_kernels
 from rwkv_jit.ops.known_calls import Known
 from rwkv_jit.ops.options import Tail, complete
 from rwkv_jit.problem import Op, Problem
 from rwkv_jit.schedule import floats
 
-_NO_GPU = Gpu("")  # of the recurrent kernels, which leave the same whatever it is
+_NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurrent ones, and all without heads
 
 
 class Options(NamedTuple):
@@ -57,11 +57,6 @@ class TorchOp:
     forward: Any  # the torch op
     known: Callable[..., tuple[Tensor, Tensor | None]]  # a known call with gradients
 
-    @property
-    def decays(self) -> tuple[str, ...]:
-        """Return the legal maps from w to the per-step factor."""
-        return decays_of(self.op)
-
 
 # ---- the public call ---------------------------------------------------------------------------------------------
 
@@ -83,7 +78,7 @@ def call(
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
     asked = (op.name, output_final_state, tuple(options.items()), torch.is_grad_enabled())
-    known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens)
+    known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     if known is None:
         tail = complete(op, options, arrays[0])
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
@@ -96,7 +91,7 @@ def call(
             result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, tail)
             if result is not None:
                 return result
-        check_options(torch_op.decays, *tail)
+        check_options(op, *tail)
         decay_bound, to_run = tail.decay_bound, asked_options(tail)
         checked = check_tensors(op, arrays, initial_state, cu_seqlens, tail.state_layout, tail.backend)
         arrays, initial_state, cu_seqlens = checked
@@ -110,7 +105,7 @@ def call(
                     op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, asked_geometry
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
-        sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)
 
     if known is None:
@@ -129,12 +124,12 @@ def _distributed(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run a call of DTensors."""
     op = torch_op.op
-    roles = {"H": "heads"} if cu_seqlens is not None else {"B": "batch", "H": "heads"}  # packed sequences stay whole
 
     def role_dims(dims: str) -> dict[str, int]:
-        return {role: dims.index(dim) for dim, role in roles.items() if dim in dims}
+        roles = sharding.roles(dims)
+        return roles if cu_seqlens is None else {role: dim for role, dim in roles.items() if role != "batch"}
 
-    states = role_dims("BH" + op.state[1:])
+    states = role_dims("B" + op.state)
     given = {
         public: (x, role_dims(dims))
         for public, dims, x in zip(op.public_names, op.inputs.values(), arrays, strict=True)
@@ -147,7 +142,7 @@ def _distributed(
         *inputs, state, bounds = local
         return call(torch_op, inputs, state, output_final_state, bounds, options, in_parts)
 
-    y, final = sharding.run(run, given, (role_dims(op.output), states))
+    y, final = sharding.run(run, given, op.public_names[op.lead], (role_dims(op.output), states))
     return y, final
 
 
@@ -186,6 +181,8 @@ def chosen(
         return options
     if not is_for_kernels(options.backend, arrays[0]):
         return options._replace(backend="reference", has_fallback=False)
+    if not op.has_heads:  # its schedules choose, by the GPU
+        return options._replace(has_fallback=False)
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
@@ -223,7 +220,7 @@ def asked_options(tail: Tail) -> Options:
 
 def _sizes(op: Op, arrays: Sequence[Tensor]) -> dict[str, Any]:
     """Return the sizes of the dimensions by their letters."""
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = dict(op.sizes)
     for dims, x in zip(op.inputs.values(), arrays, strict=True):
         sizes.update(zip(dims, x.shape, strict=True))
     return sizes
@@ -286,7 +283,7 @@ def _prepare(
             state = state.expand(problem.N, *state.shape)
         return Known(problem, (*arrays, state, cu_seqlens), geometry)
 
-    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare)
+    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead)
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -306,28 +303,15 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
-    def loop(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Run the reference, which derivatives of every kind go through."""
-        scale, map_of_w, layout = arguments[count + 2 : count + 5]
-        cu_seqlens = arguments[count + 1]
+    def run_plainly(arguments: Sequence[Any], by_blocks: bool) -> tuple[Tensor, Tensor]:
+        """Compute a call in plain torch: `by_blocks` differentiable once backwards, else in every way."""
+        given, (state, cu_seqlens), options = parts(arguments)
         if cu_seqlens is not None:
-            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
-        has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
-        with tensors.exactly(arguments[0]):
-            result: tuple[Tensor, Tensor] = reference(
-                *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
-            )
-        return result
-
-    def run_plainly(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Compute a call in plain torch, differentiable once backwards."""
-        if op.family not in plain.FAMILIES:
-            return loop(arguments)
-        scale, map_of_w, layout = arguments[count + 2 : count + 5]
-        cu_seqlens = arguments[count + 1]
-        if cu_seqlens is not None:
-            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
-        return plain.run(name, reference, arguments[:count], arguments[count], cu_seqlens, scale, map_of_w, layout)
+            cu_seqlens = tensors.packing(cu_seqlens, given[0].shape[1])
+        rest = state, cu_seqlens, options.scale, options.decay, options.state_layout
+        if by_blocks and op.family in plain.FAMILIES:
+            return plain.run(name, reference, given, *rest)
+        return plain.loop(reference, given, *rest)
 
     def forward(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
@@ -343,15 +327,14 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
             y = results[0]
             final = results[1] if output_final_state else y.new_empty(0)
             return y, final, results[-1] if save else y.new_empty(0)
-        if not arguments[0].is_cuda:
-            stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
-        y, final = run_plainly(arguments)
+        say_reference(name, given[0])
+        y, final = run_plainly(arguments, by_blocks=True)
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
     def forward_fake(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
-        first, sizes = given[0], _sizes(op, given)
+        first, sizes = given[op.lead], _sizes(op, given)
         y = first.new_empty([sizes[dim] for dim in op.output])
         final, saved = first.new_empty(0), first.new_empty(0)
         if output_final_state:
@@ -368,7 +351,8 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         decay_bound: float | None,
     ) -> Problem:  # fmt: skip
         options = chosen(op, given, cu_seqlens, decay_bound, options, training=True)
-        gpu = _NO_GPU if options.backend == "recurrent" else tensors.gpu(given[0].device.index)
+        leaves_the_same = options.backend == "recurrent" or not op.has_heads
+        gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
         return problem_of(op, given, state, cu_seqlens, options, False, True, gpu)
 
     def kept_floats(*call_arguments: Any) -> Any:
@@ -397,7 +381,7 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         state = arguments[count]
         with recording.plain_torch(), tensors.exactly(arguments[0]):
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
-            outputs = run_plainly((*leaves, *arguments[count + 1 :]))
+            outputs = run_plainly((*leaves, *arguments[count + 1 :]), by_blocks=True)
             grads = recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None])
         return (*grads, *([] if state is not None else [arguments[0].new_empty(0)]))
 
@@ -440,7 +424,7 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
     def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if is_for_kernels(arguments[count + 2 + Options._fields.index("backend")], arguments[0]):
             recording.refuse_forward_mode(name)
-        y, final = loop(arguments)
+        y, final = run_plainly(arguments, by_blocks=False)
         return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
 
     def cast(*arguments: Any) -> Sequence[Any]:
@@ -459,6 +443,12 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
     registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
     return TorchOp(op, forward_op, known_calls.recorded(differentiate_known))
+
+
+def say_reference(name: str, x: Tensor) -> None:
+    """Say once that a call on CPU tensors runs no kernel."""
+    if not x.is_cuda:
+        stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
 
 
 def _options_of(p: Problem) -> Options:

@@ -36,7 +36,7 @@ def in_parts(
     if not _may_be_in_parts(arrays[0], tail.chunk_len, tail.num_threads, tail.backend):
         return None
     op = wide_op.op
-    checks.check_options(wide_op.decays, *tail)
+    checks.check_options(op, *tail)
     backend, layout = tail.backend, tail.state_layout
     given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
     options = torch_op.asked_options(tail)

@@ -51,7 +51,7 @@ WRONG_TENSORS = {
     "dtype of w": (
         {"w": zeros(*X, dtype=torch.bfloat16)},
         TypeError,
-        "w: expected torch.float32 like r or torch.float32, got torch.bfloat16",
+        "w: expected torch.float32 like r, got torch.bfloat16",
     ),
     "device of k": ({"k": zeros(*X, device="meta")}, ValueError, "k: expected device cpu like r, got meta"),
     "device of v": ({"v": zeros(2, 5, 3, 6, device="meta")}, ValueError, "v: expected device cpu like r, got meta"),
@@ -82,9 +82,9 @@ WRONG_FIXED = {
     "dtype of u": (
         {"u": zeros(3, 4, dtype=torch.float16)},
         TypeError,
-        "u: expected torch.float32 or torch.float32, got torch.float16",
+        "u: expected torch.float32 like r, got torch.float16",
     ),
-    "device of u": ({"u": zeros(3, 4, device="meta")}, ValueError, "u: expected device cpu, got meta"),
+    "device of u": ({"u": zeros(3, 4, device="meta")}, ValueError, "u: expected device cpu like r, got meta"),
 }
 STATE_SHAPES = "initial_state: expected shape [2, 3, 6, 4] or [3, 6, 4], got "
 WRONG_OPTIONS = {
@@ -229,7 +229,7 @@ OF_OTHERS = {
     ),
     "dtype of g": (
         "gla", {"g": zeros(*X, dtype=torch.bfloat16)}, TypeError,
-        "g: expected torch.float32 like q or torch.float32, got torch.bfloat16",
+        "g: expected torch.float32 like q, got torch.bfloat16",
     ),
     "tokens of g": (
         "gla", {"g": zeros(2, 6, 3, 4)}, ValueError, "g: expected shape [2, 5, 3, 4] like q, got [2, 6, 3, 4]",
@@ -239,7 +239,7 @@ OF_OTHERS = {
     ),
     "dtype of w": (
         "wkv5", {"w": zeros(3, 4, dtype=torch.float16)}, TypeError,
-        "w: expected torch.float32 or torch.float32, got torch.float16",
+        "w: expected torch.float32 like r, got torch.float16",
     ),
     "none for gla": (
         "gla", {"decay": "none"}, ValueError, "decay: expected one of raw, sigmoid, log, direct, got 'none'",
