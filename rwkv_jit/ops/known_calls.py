@@ -196,7 +196,8 @@ def find(
         latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
             are_alike, known, training = latest
-            if are_alike(*_present(arrays, initial_state, cu_seqlens)):
+            is_bare = initial_state is None and cu_seqlens is None
+            if are_alike(*(arrays if is_bare else _present(arrays, initial_state, cu_seqlens))):
                 return known, training
     except (AttributeError, TypeError, RuntimeError):  # no dense array, or an option that cannot be one and has no hash
         pass
@@ -231,8 +232,6 @@ def find_or_keep(
 
 
 def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:
-    if initial_state is None and cu_seqlens is None:
-        return arrays
     return [x for x in (*arrays, initial_state, cu_seqlens) if x is not None]
 
 

@@ -22,19 +22,6 @@ _OPTIONS = (
 )
 # The promise about the decays is asked for where nothing is chosen yet: where `has_fallback` is None.
 _PROMISE = "*, float? decay_bound=None"
-
-
-def _schemas(op: Op) -> dict[str, str]:
-    """Return the schemas of both directions of an op with states."""
-    given = ", ".join(f"Tensor {name}" for name in op.public_names)
-    given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
-    results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
-    return {
-        f"{op.name}_fwd": f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)",
-        f"{op.name}_bwd": f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})",
-    }
-
-
 _OF_OTHERS = {
     "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
     "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
@@ -133,8 +120,13 @@ def _register(name: str, schema: str) -> None:
 
 def register(op: Op) -> None:
     """Register the torch ops of an op with states; `torch_op.define` says who runs them."""
-    for name, schema in _schemas(op).items():
-        _register(name, schema)
+    given = ", ".join(f"Tensor {name}" for name in op.public_names)
+    given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
+    results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
+    forward = f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)"
+    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})"
+    _register(f"{op.name}_fwd", forward)
+    _register(f"{op.name}_bwd", backward)
 
 
 for _op in OPS.values():

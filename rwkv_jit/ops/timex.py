@@ -40,8 +40,8 @@ def _transform_length(tokens: int) -> int:
 
 
 def _spectrum(x: Tensor) -> Tensor:
-    found: Tensor = torch.fft.rfft(x.float(), n=_transform_length(x.shape[-1]))
-    return found
+    spectrum: Tensor = torch.fft.rfft(x.float(), n=_transform_length(x.shape[-1]))
+    return spectrum
 
 
 def _mirrored(x: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ def _mirrored(x: Tensor) -> Tensor:
 
 
 def _signal(spectrum: Tensor, tokens: int) -> Tensor:
-    found: Tensor = torch.fft.irfft(spectrum, n=_transform_length(tokens))
-    return found[..., :tokens]
+    signal: Tensor = torch.fft.irfft(spectrum, n=_transform_length(tokens))
+    return signal[..., :tokens]
 
 
 def _fft_forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -86,8 +86,7 @@ def _reference_backward(
     g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients as convolutions: of g backwards in time, and of k with g as the filter of each row."""
-    wide = torch.promote_types(w.dtype, k.dtype)
-    wide = torch.promote_types(wide, torch.float32)
+    wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
     gw = gk = None
     if want_w:
         flat = (k.shape[0] * k.shape[1], k.shape[2])
@@ -227,8 +226,10 @@ def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def _forward(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> Tensor:
-    """Run a backend; the kernels of the one that will run the backward compile beside its own."""
+def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
+    """Choose by the device and run; the kernels of the one that will run the backward compile beside its own."""
+    backward = _taken(backend, k, "backward") if save else None
+    backend = _taken(backend, k, "forward")
     if backend in _OWN and k.numel():
         return _prepare(("timex_fwd", eps, backend, backward), w, k, eps, backend, backward).run(w, k)
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
@@ -244,6 +245,7 @@ def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
+    backend = _taken(backend, k, "backward")
     gw: Tensor | None = None
     gk: Tensor | None = None
     if backend in _OWN and k.numel():
@@ -256,16 +258,6 @@ def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_
         with tensors.exactly(k):
             gw, gk = differentiate(g, w, k, want_w, want_k)
     return w.new_empty(0) if gw is None else _in_order(gw), k.new_empty(0) if gk is None else _in_order(gk)
-
-
-def _run_forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
-    """Run the torch op: choose by the device, as `timex` does."""
-    backward = _taken(backend, k, "backward") if save else None
-    return _forward(w, k, eps, _taken(backend, k, "forward"), backward)
-
-
-def _run_backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
-    return _backward(g, w, k, _taken(backend, k, "backward"), want_w, want_k)
 
 
 def _forward_fake(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
@@ -310,18 +302,17 @@ def _in_context(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 registry.implement(
     "timex_fwd",
-    _run_forward,
+    _forward,
     _forward_fake,
     recording.forward(
         _forward_op,
-        saving=lambda arguments: (*arguments[:-1], True),
         setup=lambda ctx, arguments, _, out: _keep(ctx, arguments[0], arguments[1], arguments[3]),
         backward=_in_context,
         plainly=_in_forward_mode,
     ),
     lambda w, k, *rest: (*(torch_op.under_autocast(_OP, (w, k)) or (w, k)), *rest),
 )
-registry.implement("timex_bwd", _run_backward, _backward_fake, _record_backward)
+registry.implement("timex_bwd", _backward, _backward_fake, _record_backward)
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------

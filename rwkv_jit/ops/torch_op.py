@@ -8,7 +8,7 @@ when it runs, by the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ def call(
     initial_state: Any,
     output_final_state: bool,
     cu_seqlens: Any,
-    options: Mapping[str, Any],
+    options: tuple[tuple[str, Any], ...],
     in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks.
@@ -77,10 +77,10 @@ def call(
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
-    asked = (op.name, output_final_state, tuple(options.items()), torch.is_grad_enabled())
+    asked = (op.name, output_final_state, options, torch.is_grad_enabled())
     known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     if known is None:
-        tail = complete(op, options, arrays[0])
+        tail = complete(op, dict(options), arrays[0])
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
             return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, in_parts)
         cast = under_autocast(op, arrays)
@@ -100,9 +100,8 @@ def call(
             if is_direct or tail.backend != "auto":  # a backend that was named is one for this device
                 to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
             if is_direct:
-                asked_geometry = {"chunk_len": tail.chunk_len, "num_threads": tail.num_threads}
                 known = _prepare(
-                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, asked_geometry
+                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
         sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -120,7 +119,7 @@ def call(
 
 def _distributed(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
-    options: Mapping[str, Any], in_parts: Any,
+    options: tuple[tuple[str, Any], ...], in_parts: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run a call of DTensors."""
     op = torch_op.op
@@ -152,10 +151,8 @@ def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
     Decays and u stay float32 where they are: the kernels take them so.
     """
     dtype = tensors.autocast_dtype(tensors.from_any(op.public_names[0], arrays[0]))
-    return None if dtype is None else _cast(op, arrays, dtype)
-
-
-def _cast(op: Op, arrays: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    if dtype is None:
+        return None
     given = zip(op.names, op.public_names, arrays, strict=True)
     return [tensors.under_autocast(tensors.from_any(public, x), dtype, name in op.wide) for name, public, x in given]
 
@@ -186,11 +183,7 @@ def chosen(
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    scale, decay, layout, interval, *_ = options
-    return Options(
-        scale, decay, layout, interval, made.chunk_len, made.num_threads, made.backend, made.forward_blocks,
-        made.backward_blocks, made.has_fallback,
-    )  # fmt: skip
+    return options._replace(**made._asdict())
 
 
 def case_of(
@@ -240,16 +233,7 @@ def problem_of(
         training=training,
         has_initial_state=state is not None,
         has_final_state=output_final_state,
-        scale=options.scale,
-        decay=options.decay,
-        state_layout=options.state_layout,
-        checkpoint_interval=options.checkpoint_interval,
-        backend=options.backend,
-        chunk_len=options.chunk_len or 0,
-        num_threads=options.num_threads,
-        forward_blocks=options.forward_blocks,
-        backward_blocks=options.backward_blocks,
-        has_fallback=bool(options.has_fallback),
+        **{**options._asdict(), "chunk_len": options.chunk_len or 0, "has_fallback": bool(options.has_fallback)},
         **sizes,
     )  # fmt: skip
 
@@ -263,12 +247,13 @@ def _prepare(
     options: Options,
     output_final_state: bool,
     training: bool,
-    asked_geometry: dict[str, int | None],
+    asked_geometry: Tail | Options,
     decay_bound: float | None = None,
 ) -> Known:
     """Return the call of tensors that have been checked.
 
-    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
+    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones. Of
+    `asked_geometry` chunk_len and num_threads count, as the caller chose them.
     """
 
     def prepare() -> Known:
@@ -277,7 +262,8 @@ def _prepare(
         problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
-        geometry = {name: value for name, value in asked_geometry.items() if value is not None}
+        geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
+        geometry = {name: value for name, value in geometry.items() if value is not None}
         state = initial_state
         if state is not None and state.dim() == len(op.state):
             state = state.expand(problem.N, *state.shape)
@@ -319,10 +305,9 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         if is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
             asked = f"{name}_fwd", output_final_state, decay_bound, options
-            asked_geometry = {"chunk_len": options.chunk_len, "num_threads": options.num_threads}
             known = _prepare(
-                op, given, state, cu_seqlens, asked, options, output_final_state, save, asked_geometry, decay_bound
-            )  # fmt: skip
+                op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound
+            )
             results = known.run(given, state, cu_seqlens)
             y = results[0]
             final = results[1] if output_final_state else y.new_empty(0)
@@ -343,7 +328,8 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
             dims = op.state_dims(options.state_layout)
             final = first.new_empty([sequences, *(sizes[dim] for dim in dims)], dtype=dtype)
         if save and is_for_kernels(options.backend, first):
-            saved = first.new_empty(kept_floats(given, state, cu_seqlens, options, decay_bound), dtype=torch.float32)
+            kept = whole.kept(training_problem(given, state, cu_seqlens, options, decay_bound))
+            saved = first.new_empty(floats(kept), dtype=torch.float32)  # symbolic while a compiler traces
         return y, final, saved
 
     def training_problem(
@@ -355,9 +341,9 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
         return problem_of(op, given, state, cu_seqlens, options, False, True, gpu)
 
-    def kept_floats(*call_arguments: Any) -> Any:
-        """Return how many floats the forward of a call keeps; symbolic while a compiler traces."""
-        return floats(whole.kept(training_problem(*call_arguments)))
+    def with_initial(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return gradients as the op does: of the initial state an empty one where there is none."""
+        return tuple(grads) if len(grads) > count else (*grads, grads[0].new_empty(0))
 
     def backward(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
@@ -374,31 +360,20 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
                 raise RwkvJitError(
                     f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
                 )
-        grads = known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final)
-        return (*grads, *([] if state is not None else [given[0].new_empty(0)]))
+        return with_initial(known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final))
 
     def backward_plainly(dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         state = arguments[count]
         with recording.plain_torch(), tensors.exactly(arguments[0]):
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
             outputs = run_plainly((*leaves, *arguments[count + 1 :]), by_blocks=True)
-            grads = recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None])
-        return (*grads, *([] if state is not None else [arguments[0].new_empty(0)]))
+            return with_initial(recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None]))
 
     def backward_fake(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
     ) -> tuple[Tensor, ...]:
-        state = arguments[count]
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:count]]
-        initial = (
-            arguments[0].new_empty(0)
-            if state is None
-            else torch.empty_like(state, memory_format=torch.contiguous_format)
-        )
-        return (*grads, initial)
-
-    def saving(arguments: Sequence[Any]) -> Sequence[Any]:
-        return (*arguments[:-1], True)
+        given = [x for x in arguments[: count + 1] if x is not None]
+        return with_initial([torch.empty_like(x, memory_format=torch.contiguous_format) for x in given])
 
     def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
         _, final, saved = results
@@ -422,14 +397,15 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         return (*grads, *[None] * (len(ctx.options) + 2))
 
     def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if is_for_kernels(arguments[count + 2 + Options._fields.index("backend")], arguments[0]):
+        given, _, options = parts(arguments)
+        if is_for_kernels(options.backend, given[0]):
             recording.refuse_forward_mode(name)
         y, final = run_plainly(arguments, by_blocks=False)
         return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
 
     def cast(*arguments: Any) -> Sequence[Any]:
-        dtype = tensors.autocast_dtype(arguments[0])
-        return arguments if dtype is None else (*_cast(op, arguments[:count], dtype), *arguments[count:])
+        inputs = arguments[:count]
+        return *(under_autocast(op, inputs) or inputs), *arguments[count:]
 
     def differentiate_known(
         problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
@@ -438,7 +414,7 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         grads = differentiate(saved, _options_of(problem), dy, grad_final)
         return grads[: count + problem.has_initial_state]
 
-    record = recording.forward(forward_op, saving, setup, in_context, plainly)
+    record = recording.forward(forward_op, setup, in_context, plainly)
     record_backward, run_backward = recording.backward(backward_op, name)
     registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
@@ -453,7 +429,4 @@ def say_reference(name: str, x: Tensor) -> None:
 
 def _options_of(p: Problem) -> Options:
     """Return the options of a call whose algorithm is chosen."""
-    return Options(
-        p.scale, p.decay, p.state_layout, p.checkpoint_interval, p.chunk_len or None, p.num_threads, p.backend,
-        p.forward_blocks, p.backward_blocks, p.has_fallback,
-    )  # fmt: skip
+    return Options(*[getattr(p, name) for name in Options._fields])._replace(chunk_len=p.chunk_len or None)

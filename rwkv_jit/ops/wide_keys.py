@@ -55,7 +55,7 @@ def in_parts(
     parts = [(x,) * len(sizes) if i == value else x.split(sizes, -1) for i, x in enumerate(given)]
     states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, key_dim)]
     results = [
-        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, asked)
+        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()))
         for *part, part_state in zip(*parts, states, strict=True)
     ]
     dtype = given[value].dtype

@@ -118,7 +118,7 @@ def wkv4(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 96]), torch.Size([2, 3, 96]))
     """
-    options = {"decay": decay, "backend": backend}
+    options = ("decay", decay), ("backend", backend)
     return torch_op.call(OP, (w, u, k, v), initial_state, output_final_state, None, options)
 
 
