@@ -15,7 +15,7 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, known_calls, timex, wide_keys, wkv4
+from rwkv_jit.ops import checks, known_calls, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES
 from rwkv_jit.problem import Op, Problem
@@ -474,8 +474,8 @@ def _wkv4_problem(
 ) -> Problem:  # fmt: skip
     """Return the problem of calls of wkv4, of one channel."""
     _check_choice("direction", direction, DIRECTIONS)
-    _check_choice("backend", backend, tuple(name for name in wkv4.BACKENDS if name != "reference"))
-    _check_choice("decay", decay or "raw", wkv4.DECAYS)
+    _check_choice("backend", backend, tuple(name for name in OPS["wkv4"].backends if name != "reference"))
+    _check_choice("decay", decay or "raw", OPS["wkv4"].decays)
     gpu = Gpu(*tensors.targets(arch), multiprocessors)
     return Problem(
         OPS["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
@@ -493,7 +493,7 @@ def _timex_problem(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
     _check_choice("direction", direction, DIRECTIONS)
-    _check_choice("backend", backend, timex.BACKENDS)
+    _check_choice("backend", backend, OPS["timex"].backends)
     gpu = Gpu(*tensors.targets(arch))
     taken = timex.choose(backend, DTYPES[types["k"]], batch, tokens, lambda: gpu, direction)
     return Problem(OPS["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=taken)
@@ -512,8 +512,7 @@ def _checked(
     _check_choice("direction", direction, DIRECTIONS)
     decay = entry.decay if decay is None else decay
     state_layout = entry.state_layout if state_layout is None else state_layout
-    legal = checks.decays_of(entry)
-    checks.check_options(legal, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
+    checks.check_options(entry, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
     if backend == "reference":
         raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
     if head_size is None:
