@@ -109,14 +109,14 @@ def specialize(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch,
         parameters,
     )  # fmt: skip
-    asked = {"chunk_len": chunk_len, "num_threads": num_threads}
-    asked_geometry = {name: value for name, value in asked.items() if value is not None}
     try:
         return kernel.get(made.request)
     except UnsupportedConfigError as error:
-        if not asked_geometry:
+        geometry = {"chunk_len": chunk_len, "num_threads": num_threads}
+        asked = {name: value for name, value in geometry.items() if value is not None}
+        if not asked:
             raise
-        raise known_calls.with_nearest(error, made.problem, made.schedule, asked_geometry) from error
+        raise known_calls.with_nearest(error, made.problem, made.schedule, asked) from error
 
 
 def compile_async(
@@ -233,11 +233,9 @@ def warm(
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
     """
     cases = product(
-        _several(arch, str) or [None],
-        *([None] if given is None else _several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
-        _several(dtypes, torch.dtype),
-        DIRECTIONS if backward else DIRECTIONS[:1],
-    )
+        _several(arch, str), *(_several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
+        _several(dtypes, torch.dtype), DIRECTIONS if backward else DIRECTIONS[:1],
+    )  # fmt: skip
     requests = [
         request
         for target, head_size, value_size, count, batch, dtype, direction in cases
@@ -271,7 +269,8 @@ def compile_all(
 
 
 def _several(given: Any, one: type) -> list[Any]:
-    return [] if given is None else [given] if isinstance(given, one) else list(given)
+    """Return what was given as a list; None stands for a default of its own."""
+    return [given] if given is None or isinstance(given, one) else list(given)
 
 
 # ---- the kernels of all calls ------------------------------------------------------------------------------------
@@ -301,9 +300,7 @@ class _Calls(NamedTuple):
         )  # fmt: skip
         return of_one._replace(blocks=1, multiprocessors=lambda: _MULTIPROCESSORS) if few_heads else of_one
 
-    def problem(
-        self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True
-    ) -> Problem:  # fmt: skip
+    def problem(self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True) -> Problem:
         """Return the problem of one of them, by the rule of calls; states at both ends take the most kernels."""
         gpu = self.gpu._replace(multiprocessors=_MULTIPROCESSORS if few_heads else None)
         made = rule.chosen(self.backend, self.case(tokens, few_heads, training), lambda: gpu, lambda: known)
@@ -345,38 +342,32 @@ def call_requests(
     Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
     _check_choice("op", op, tuple(OPS))
-    for name, kind in (("dtype", dtype), ("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
-        if kind not in tensors.STORAGE:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {kind}")
-    types = _types(OPS[op], dtype) | {name: tensors.STORAGE[w_dtype or dtype] for name in _wide(OPS[op])}
-    if not OPS[op].has_heads and state_dtype != torch.float32:
-        whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
-        raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
-    if op != "timex":
-        _refuse_lengths(op, tokens, batch)
-    if not OPS[op].has_heads:
-        unwanted = {"value_size": value_size, "state_layout": state_layout, "decay_bound": decay_bound}
-        _refuse(op, head_size=head_size, **unwanted)
-    if op == "timex":
-        _refuse(op, decay=decay)
-        problems = [
-            _timex_problem(types, arch, direction, "auto", tokens, rows)
-            for rows in (_BATCHES if batch is None else [batch])
-        ]
-    elif op == "wkv4":
-        problems = [
-            _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
-            # Without tokens the state's gradient passes through another kernel.
-            for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
-        ]
-    else:
+    entry, w_dtype = OPS[op], w_dtype or dtype
+    types = _types(entry, dtype) | dict.fromkeys(_wide(entry), _storage("w_dtype", w_dtype))
+    state_type = _storage("state_dtype", state_dtype)
+    _refuse_lengths(op, tokens, batch)
+    if entry.has_heads:
         if head_size is None:
             raise TypeError(f"head_sizes: {op} needs some, got None")
         calls = _checked(
             op, head_size, value_size, dtype, arch, direction, "auto", decay, decay_bound, state_layout, None, None
         )
-        calls = calls._replace(types=types, state_type=tensors.STORAGE[state_dtype])
-        problems = calls.problems(direction, _known(arch))
+        problems = calls._replace(types=types, state_type=state_type).problems(direction, _known(arch))
+    else:
+        if state_dtype != torch.float32:
+            whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
+            raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
+        _refuse(op, head_size=head_size, value_size=value_size, state_layout=state_layout, decay_bound=decay_bound)
+        if op == "timex":
+            _refuse(op, decay=decay)
+            batches = _BATCHES if batch is None else [batch]
+            problems = [_timex_problem(types, arch, direction, "auto", tokens, rows) for rows in batches]
+        else:
+            problems = [
+                _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
+                # Without tokens the state's gradient passes through another kernel.
+                for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
+            ]
     return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
 
 
@@ -407,8 +398,7 @@ def named(
     """Check everything and return the kernel of the arguments of `specialize`, before it is found or compiled."""
     _check_choice("op", op, tuple(OPS))
     entry = OPS[op]
-    if op != "timex":
-        _refuse_lengths(op, tokens, batch)
+    _refuse_lengths(op, tokens, batch)
     if entry.has_heads:
         layout = parameters.get("state_layout")
         calls = _checked(
@@ -416,8 +406,7 @@ def named(
             None if layout is None else str(layout), chunk_len, num_threads,
         )  # fmt: skip
         types, others = _with_parameters(entry, calls.types, parameters)
-        state_type = others.get("T_STATE")
-        if state_type in STORAGE_TYPES:
+        if others.get("T_STATE") in STORAGE_TYPES:
             calls = calls._replace(state_type=str(others.pop("T_STATE")))
         calls = calls._replace(types=types)
         others.pop("STATE_LAYOUT", None)
@@ -426,13 +415,11 @@ def named(
         problem = calls.problem(_known(arch)[0])
     else:
         _refuse(op, head_size=head_size, value_size=value_size, chunk_len=chunk_len, num_threads=num_threads)
-        _check_choice("dtype", dtype, tuple(tensors.STORAGE))
         types, others = _with_parameters(entry, _types(entry, dtype), parameters)
-        if op == "timex":
-            _check_choice("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
         if op == "wkv4":
             problem = _wkv4_problem(types, arch, direction, backend, decay)
         else:
+            _check_choice("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
             _refuse(op, decay=decay)
             problem = _timex_problem(types, arch, direction, backend, tokens, _BATCHES[-1] if batch is None else batch)
             if problem.backend == "fft":
@@ -489,9 +476,7 @@ def _timex_problem(
     """Return the problem of calls of timex with contiguous inputs, of one channel."""
     if tokens is None:
         raise TypeError("tokens: the kernels of timex go by them, got None")
-    for name, value in (("tokens", tokens), ("batch", batch)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+    _check_sizes(tokens=tokens, batch=batch)
     _check_choice("direction", direction, DIRECTIONS)
     _check_choice("backend", backend, timex.BACKENDS)
     gpu = Gpu(*tensors.targets(arch))
@@ -512,18 +497,15 @@ def _checked(
     _check_choice("direction", direction, DIRECTIONS)
     decay = entry.decay if decay is None else decay
     state_layout = entry.state_layout if state_layout is None else state_layout
-    legal = checks.decays_of(entry)
-    checks.check_options(legal, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
+    checks.check_options(
+        checks.decays_of(entry), 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend
+    )  # fmt: skip
     if backend == "reference":
         raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
     if head_size is None:
         raise TypeError(f"head_size: {op} needs one, got None")
     value_size = head_size if value_size is None else value_size
-    for name, size in (("head_size", head_size), ("value_size", value_size)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
-    if dtype not in tensors.STORAGE:
-        raise TypeError(f"dtype: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
+    _check_sizes(head_size=head_size, value_size=value_size)
     return _Calls(
         entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), head_size, value_size, "fp32", state_layout, decay,
         decay_bound, backend, chunk_len, num_threads,
@@ -532,7 +514,13 @@ def _checked(
 
 def _types(op: Op, dtype: torch.dtype) -> dict[str, str]:
     """Return the storage types of inputs that are all of one dtype."""
-    return dict.fromkeys(op.names, tensors.STORAGE[dtype])
+    return dict.fromkeys(op.names, _storage("dtype", dtype))
+
+
+def _storage(name: str, dtype: torch.dtype) -> str:
+    if dtype not in tensors.STORAGE:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
+    return tensors.STORAGE[dtype]
 
 
 def _wide(op: Op) -> list[str]:
@@ -548,8 +536,14 @@ def _refuse(op: str, **unwanted: Any) -> None:
 
 def _refuse_lengths(op: str, tokens: int | None, batch: int | None) -> None:
     for name, value in (("tokens", tokens), ("batch", batch)):
-        if value is not None:
+        if op != "timex" and value is not None:
             raise ValueError(f"{name}: goes with timex alone, the kernels of {op} take any; got {value!r}")
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
 
 
 def _check_choice(name: str, value: Any, legal: Sequence[Any]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import string
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 _STYLES = {"error": "red", "warning": "yellow", "ok": "green"}
 _INDENT = _GAP = "  "
@@ -39,6 +41,27 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence
         return
     for line in _lines(columns, [max(map(len, column)) for column in columns]):
         print(line)
+
+
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        return "-" if value is None else str(super().format_field(value, spec))
+
+
+def records(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], spare: Sequence[str] = ()) -> None:
+    """Print a table of records; a "-" stands for None.
+
+    Parameters
+    ----------
+    columns : mapping
+        The form of the cells, like "{compile_ms:.0f}", by the name of the column.
+    rows : sequence of mapping
+        The records.
+    spare : sequence of str, optional
+        As in `table`.
+    """
+    form = _Formatter().vformat
+    table(list(columns), [[form(cell, (), row) for cell in columns.values()] for row in rows], spare)
 
 
 def say(text: str) -> None:
