@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -218,8 +217,7 @@ def _write_fault(folder: Path, is_private: bool = False) -> str:
     """Write a small file, as the cache would, and delete it; return what is wrong."""
     try:
         files.make_directory(folder, is_private)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"rwkv_jit")
+        files.check_writable(folder)
     except files.UntrustedError as error:
         return str(error)
     except OSError as error:

@@ -160,16 +160,35 @@ def _pickled(path: Path) -> dict[str, _Tensor]:
 _OF_LAYER = re.compile(r"(?:^|\.)(?:blocks|layers)\.\d+\.(?:att|attn|attention)\.(.+)")
 
 
+class _Kind(NamedTuple):
+    """What attention is known by: a tensor [heads, head size], and another one whose name begins so."""
+
+    op: str
+    sizes: str
+    other: str
+    keys: str  # the projection, which has the dtype
+    values: str = ""  # where values can have another size
+    decays: tuple[str | None, ...] = (None,)
+    state_layout: str | None = None
+
+
+_KINDS = (
+    _Kind("wkv7", "r_k", "k_proj.weight", "k_proj.weight", "v_proj.weight", ("log",), "kv"),  # FLA's
+    _Kind("wkv7", "r_k", "", "key.weight", decays=("raw", "sigmoid")),
+    _Kind("wkv6", "time_faaaa", "time_maa_", "key.weight"),
+    _Kind("wkv6", "bonus", "", "k_proj.linear.weight", "v_proj.linear.weight", ("log",), "kv"),  # FLA's
+)
+
+
 def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
     """Return what the attention of the first layer that has one says: RWKV's names, or those of FLA."""
     layer: dict[str, _Tensor] = {}
     for name, tensor in tensors.items():
         if match := _OF_LAYER.search(name):
             layer.setdefault(match[1], tensor)
-    for find in (_rwkv7, _rwkv6, _fla_rwkv6, _rwkv5, _rwkv4):
-        model = find(layer)
-        if model is not None:
-            return model
+    model = _of_layer(layer)
+    if model is not None:
+        return model
     names = list(layer) or list(tensors)
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     raise UnsupportedConfigError(
@@ -178,62 +197,29 @@ def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
     )
 
 
-def _rwkv7(layer: Mapping[str, _Tensor]) -> Model | None:
-    sizes = _shape(layer, "r_k", 2)
-    if sizes is None:
-        return None
-    if "k_proj.weight" in layer:  # FLA's
-        value_size = _columns(layer, "v_proj.weight", sizes[0])
-        return Model("wkv7", sizes[1], value_size or sizes[1], _dtype(layer, "k_proj.weight"), ("log",), "kv")
-    return Model("wkv7", sizes[1], sizes[1], _dtype(layer, "key.weight"), ("raw", "sigmoid"))
+def _of_layer(layer: Mapping[str, _Tensor]) -> Model | None:
+    def shape_of(name: str) -> tuple[int, ...]:
+        return layer[name].shape if name in layer else ()
 
+    def dtype_of(name: str) -> str | None:
+        return _kernels_dtype(layer[name].dtype) if name in layer else None
 
-def _rwkv6(layer: Mapping[str, _Tensor]) -> Model | None:
-    sizes = _shape(layer, "time_faaaa", 2)
-    if sizes is None or not any(name.startswith("time_maa_") for name in layer):
-        return None
-    return Model("wkv6", sizes[1], sizes[1], _dtype(layer, "key.weight"))
-
-
-def _fla_rwkv6(layer: Mapping[str, _Tensor]) -> Model | None:
-    sizes = _shape(layer, "bonus", 2)
-    if sizes is None:
-        return None
-    value_size = _columns(layer, "v_proj.linear.weight", sizes[0])
-    return Model("wkv6", sizes[1], value_size or sizes[1], _dtype(layer, "k_proj.linear.weight"), ("log",), "kv")
-
-
-def _rwkv5(layer: Mapping[str, _Tensor]) -> Model | None:
-    """RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head."""
-    decay, key = layer.get("time_decay"), layer.get("key.weight")
-    if decay is None or key is None or "ln_x.weight" not in layer or not decay.shape or not key.shape:
-        return None
-    heads = decay.shape[0]
-    if heads < 1 or key.shape[0] % heads:
-        return None
-    return Model("wkv5", key.shape[0] // heads, key.shape[0] // heads, _dtype(layer, "key.weight"))
-
-
-def _rwkv4(layer: Mapping[str, _Tensor]) -> Model | None:
-    decay, first = layer.get("time_decay"), layer.get("time_first")
-    if decay is None or first is None or math.prod(decay.shape) != math.prod(first.shape):
-        return None
-    return Model("wkv4", None, None, _dtype(layer, "key.weight"))
-
-
-def _shape(layer: Mapping[str, _Tensor], name: str, dimensions: int) -> tuple[int, ...] | None:
-    found = layer.get(name)
-    return found.shape if found is not None and len(found.shape) == dimensions and min(found.shape) > 0 else None
-
-
-def _columns(layer: Mapping[str, _Tensor], name: str, heads: int) -> int | None:
-    """Return the size of a head in the result of a projection."""
-    found = _shape(layer, name, 2)
-    return found[0] // heads if found is not None and found[0] % heads == 0 else None
-
-
-def _dtype(layer: Mapping[str, _Tensor], name: str) -> str | None:
-    return _kernels_dtype(layer[name].dtype) if name in layer else None
+    for kind in _KINDS:
+        sizes = shape_of(kind.sizes)
+        if len(sizes) == 2 and min(sizes) > 0 and any(name.startswith(kind.other) for name in layer):
+            heads, head_size = sizes
+            values = shape_of(kind.values)
+            value_size = values[0] // heads if len(values) == 2 and values[0] % heads == 0 else 0
+            return Model(
+                kind.op, head_size, value_size or head_size, dtype_of(kind.keys), kind.decays, kind.state_layout
+            )
+    decay, first, keys = map(shape_of, ("time_decay", "time_first", "key.weight"))
+    # RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head.
+    if decay and keys and "ln_x.weight" in layer and decay[0] > 0 and keys[0] % decay[0] == 0:
+        return Model("wkv5", keys[0] // decay[0], keys[0] // decay[0], dtype_of("key.weight"))
+    if "time_decay" in layer and "time_first" in layer and math.prod(decay) == math.prod(first):
+        return Model("wkv4", None, None, dtype_of("key.weight"))
+    return None
 
 
 def _kernels_dtype(name: object) -> str | None:

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 from rwkv_jit import bench, machine, report, template
 from rwkv_jit.bench import cases, measure
 from rwkv_jit.bench.cases import Case
+from rwkv_jit.cache import files
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.ops import table
 
@@ -132,8 +133,7 @@ def _folder(asked: str | None) -> Path | None:
     folder = Path(asked)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        files.check_writable(folder)
     except OSError as error:
         raise ValueError(f"--trace: expected a folder that can be written, got {asked} ({error.strerror})") from None
     return folder

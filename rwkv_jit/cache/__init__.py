@@ -312,6 +312,11 @@ class Stored(NamedTuple):
     manifest: dict[str, Any]
     fault: str
 
+    @property
+    def path(self) -> Path:
+        """Return its file, or where it would lie in a bundle."""
+        return self.layer.path / self.name
+
 
 def stored() -> Iterator[Stored]:
     """Yield every entry of every layer, read and checked."""

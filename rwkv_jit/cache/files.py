@@ -189,6 +189,18 @@ def make_directory(path: Path, is_private: bool = False) -> None:
     check_directory(path, is_private=is_private)
 
 
+def check_writable(folder: Path) -> None:
+    """Write a small file into a directory, and delete it.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"rwkv_jit")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder of a directory, as `make_directory` does; in a shared one with the modes of that directory."""
     _make(path, stat.S_IMODE(path.parent.stat().st_mode) | 0o700 if env.cache_is_shared() else 0o700)
