@@ -8,8 +8,9 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def target_for(arch: str, newer: bool = True) -> str:
     if number in known:
         return arch
     if newer and number > min(max(known), _NEWEST_THAT_ALL_KNOW):
-        target = f"compute_{max(each for each in known if each < number)}"
+        target = f"compute_{max(older for older in known if older < number)}"
         stats.say_once(
             f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}, from which the driver "
             "makes the machine code"
@@ -98,7 +99,7 @@ def target_for(arch: str, newer: bool = True) -> str:
         needed = "the CUDA 12 compiler and no NVRTC 13 beside it, which a torch for CUDA 13 brings"
         mend = f"; older GPUs need {needed}: {cuda.INSTALL[12]}"
     raise UnsupportedConfigError(
-        f"arch: NVRTC {version()} compiles for {', '.join(f'sm_{each}' for each in known)}, got {arch}{mend}"
+        f"arch: NVRTC {version()} compiles for {', '.join(f'sm_{number}' for number in known)}, got {arch}{mend}"
     )
 
 
@@ -114,7 +115,7 @@ def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) 
     """
     target = target_for(arch)
     image, log, seconds = _run(rendered, target, parameters)
-    dynamic = parameters.get("SHARED_BYTES", 0)
+    dynamic = parameters.get("SHARED_BYTES")
     return Compiled(image, target, _parse_resources(log, dynamic if isinstance(dynamic, int) else 0), seconds)
 
 
@@ -174,10 +175,10 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
     place = _PLACE.search(log)
     excerpt = _excerpt(rendered, place[1], int(place[2])) if place else ""
     command = _save_failure(rendered, target)
+    once_more = f"\nonce more: {command}" if command else ""
     error = CompileError(
         f"NVRTC {version()} could not compile {rendered.name} for {target} with {values}\n"
-        f"options: {' '.join(options(target))}\n{excerpt}{log[:_MOST_OF_A_LOG]}"
-        + (f"\nonce more: {command}" if command else "")
+        f"options: {' '.join(options(target))}\n{excerpt}{log[:_MOST_OF_A_LOG]}{once_more}"
     )
     error.command = command
     error.is_lasting = _OF_SOURCE.search(log) is not None
@@ -186,16 +187,13 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
 
 def _save_failure(rendered: Rendered, target: str) -> str:
     """Save what did not compile, in a cache directory that lasts or else a folder of its own; return the command."""
+    folders: list[Callable[[], str | Path]] = [partial(tempfile.mkdtemp, prefix="rwkv_jit-")]
     if env.cache_is_lasting():
+        folders.insert(0, partial(cache.source_folder, "failed"))
+    for make in folders:
         with suppress(OSError):
-            return _repeat(cache.source_folder("failed"), rendered, target)
-    with suppress(OSError):
-        return _repeat(Path(tempfile.mkdtemp(prefix="rwkv_jit-")), rendered, target)
+            return shlex.join([sys.executable, str(save_source(Path(make()), rendered, target))])
     return ""
-
-
-def _repeat(folder: Path, rendered: Rendered, target: str) -> str:
-    return shlex.join([sys.executable, str(save_source(folder, rendered, target))])
 
 
 def save_source(folder: Path, rendered: Rendered, target: str) -> Path:
@@ -242,13 +240,12 @@ def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
     """Numbered lines around an error; the template's own numbers start after the `#line 1` of the rendering."""
     head, body = rendered.source.split("#line 1", 1)
     texts = {**dict(rendered.headers), _HEAD: head, f"{rendered.name}.cu": body.split("\n", 1)[1]}
-    text = texts.get(file, "")
-    lines = [each[:_MOST_OF_A_LINE] for each in text.splitlines()]
-    first = max(line - around, 1)
-    numbered = (
-        f"{'>' if n == line else ' '}{n:5} | {lines[n - 1]}" for n in range(first, min(line + around, len(lines)) + 1)
-    )
-    return f"{file}:\n" + "\n".join(numbered) + "\n"
+    numbered = [
+        f"{'>' if number == line else ' '}{number:5} | {text[:_MOST_OF_A_LINE]}\n"
+        for number, text in enumerate(texts.get(file, "").splitlines(), 1)
+        if abs(number - line) <= around
+    ]
+    return f"{file}:\n{''.join(numbered)}"
 
 
 def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:

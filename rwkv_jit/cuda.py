@@ -9,8 +9,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from importlib import import_module, metadata
 from typing import Any
 
@@ -28,25 +28,19 @@ INSTALL = {
 
 def installed_cupy() -> list[str]:
     """Return the CuPy distributions of this environment, e.g. ``["cupy-cuda12x 14.2.0"]``."""
-    found = []
+    wheels = []
     for name in CUPY_WHEELS:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            wheels.append(f"{name} {metadata.version(name)}")
+    return wheels
 
 
 @cache
 def _layer(name: str) -> Any:
-    """Import one of CuPy's thin layers over CUDA, or say which command installs it.
+    """Import one of CuPy's thin layers over CUDA, or say which command installs it: NvrtcNotFoundError.
 
-    CuPy as a whole takes ten times as long, and only its finder of NVRTC imports that.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        No CuPy, two CuPy wheels (they overwrite each other's files), or one that cannot be imported.
+    CuPy as a whole takes ten times as long, and only its finder of NVRTC imports that. Of two CuPy wheels each
+    overwrites files of the other.
     """
     wheels = installed_cupy()
     if len(wheels) > 1:
@@ -97,15 +91,11 @@ def _private_folder() -> str:
     except OSError:
         return os.path.abspath(os.sep)  # is there, and the system's own; the import asks for no more
 
-    def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def keep() -> None:
-        atexit.unregister(remove)
-
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(remove)
     if hasattr(os, "register_at_fork"):
         # A forked child may live longer, and somebody else could take the name.
+        keep = partial(atexit.unregister, remove)
         os.register_at_fork(after_in_parent=keep, after_in_child=keep)
     return folder
 

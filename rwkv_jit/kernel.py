@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from rwkv_jit import cache, compiler, cuda, env, identity, stats
-from rwkv_jit.cache import Compiled
+from rwkv_jit.cache import Compiled, Resources
 from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError, brief
 from rwkv_jit.template import Parameter, Rendered, Template
 
@@ -38,6 +38,9 @@ class Kernel:
         or "bundle".
     compiler : str
         The NVRTC that made it: version and build-ids.
+    registers, spill_bytes, shared_bytes : int
+        Registers and bytes of spill stores and loads of a thread, shared memory of a block (static, or what a parameter
+        SHARED_BYTES names): each the maximum over the kernels, 0 where the driver makes the machine code from PTX.
     """
 
     def __init__(self, request: Request, rendered: Rendered, compiled: Compiled, origin: str, compiler_name: str):
@@ -48,6 +51,10 @@ class Kernel:
         self.origin = origin
         self.compiler = compiler_name
         self.resources = compiled.resources
+        every = [Resources(), *compiled.resources.values()]
+        self.registers = max(used.registers for used in every)
+        self.spill_bytes = max(used.spill_bytes for used in every)
+        self.shared_bytes = max(used.shared_bytes for used in every)
         self.target = compiled.target
         self.compile_seconds = compiled.seconds
         self._rendered = rendered
@@ -66,24 +73,6 @@ class Kernel:
         if self.target.startswith("compute_"):
             return self._image.decode()
         return compiler.ptx(self._rendered, self.arch, self.parameters)
-
-    def _most(self, resource: str) -> int:
-        return max((getattr(used, resource) for used in self.resources.values()), default=0)
-
-    @property
-    def registers(self) -> int:
-        """Registers per thread, the maximum over the kernels."""
-        return self._most("registers")
-
-    @property
-    def spill_bytes(self) -> int:
-        """Bytes of spill stores and loads, the maximum over the kernels."""
-        return self._most("spill_bytes")
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory per block, the maximum over the kernels: static, or what a parameter SHARED_BYTES names."""
-        return self._most("shared_bytes")
 
     def is_loaded(self, device: int) -> bool:
         """Return whether the kernel can be launched on a device without loading anything."""
@@ -120,15 +109,9 @@ class Kernel:
         )
 
     def _repr_html_(self) -> str:
-        rows = {
-            **self.parameters,
-            "arch": self.arch,
-            "origin": self.origin,
-            "registers": self.registers,
-            "spill bytes": self.spill_bytes,
-            "shared bytes": self.shared_bytes,
-            "cubin bytes": len(self.cubin),
-        }
+        names = ("arch", "origin", "registers", "spill_bytes", "shared_bytes")
+        about = {name.replace("_", " "): getattr(self, name) for name in names}
+        rows = {**self.parameters, **about, "cubin bytes": len(self.cubin)}
         cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items())
         return f"<table><caption>{self.name}</caption>{cells}</table>"
 
@@ -202,9 +185,9 @@ def get(request: Request) -> Kernel:
     ValueError
         A variable of the environment is set to something it cannot be.
     """
-    found = _serve(request, may_compile=True)
-    assert found is not None
-    return found
+    served = _serve(request, may_compile=True)
+    assert served is not None
+    return served
 
 
 def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[Kernel]:
@@ -309,19 +292,17 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
     The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
     """
     env.check()
-    digest = cache.key(rendered, compiler.key_options(request.arch), request.arch, "")
+    digest, what = cache.key(rendered, compiler.key_options(request.arch), request.arch, ""), _called(request)
     failure = _process.failures.get(digest)
     if failure is not None:
         raise failure.with_traceback(None)
-    with cache.one_at_a_time(digest, f"{rendered.name} for {request.arch}"):
+    with cache.one_at_a_time(digest, what):
         found = _stored(request, rendered, _known_compilers()) or _stored_by_loaded_compiler(request, rendered)
         if found is not None:
             return found
         if env.assert_cached():
-            raise CompileError(
-                f"RWKVJIT_ASSERT_CACHED is set and {rendered.name} for {request.arch} with "
-                f"{brief(dict(request.parameters), 2000)} is not in the cache"
-            )
+            values = brief(dict(request.parameters), 2000)
+            raise CompileError(f"RWKVJIT_ASSERT_CACHED is set and {what} with {values} is not in the cache")
         try:
             compiled = _compile(request, rendered)
         except (CompileError, UnsupportedConfigError) as error:
@@ -329,6 +310,10 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
                 _process.failures[digest] = error
             raise
         return _keep(request, rendered, compiled)
+
+
+def _called(request: Request) -> str:
+    return f"{request.template.name} for {request.arch}"
 
 
 def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel | None:
@@ -342,10 +327,13 @@ def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel |
 
 def _compile(request: Request, rendered: Rendered) -> Compiled:
     request.template.check(request.parameters)
-    with stats.say_if_slow(f"compiling {rendered.name} for {request.arch}{_where_kept()}"):
+    where = "" if env.cache_is_on() else "; the cache on disk is off"
+    if env.cache_is_lasting():
+        where = f"; later processes find it in {env.cache_dir()}"
+    with stats.say_if_slow(f"compiling {_called(request)}{where}"):
         compiled = compiler.compile(rendered, request.arch, request.parameters)
     stats.count("compile_seconds", compiled.seconds)
-    stats.logger.info("compiled %s for %s in %.0f ms", rendered.name, request.arch, 1e3 * compiled.seconds)
+    stats.logger.info("compiled %s in %.0f ms", _called(request), 1e3 * compiled.seconds)
     return compiled
 
 
@@ -361,9 +349,3 @@ def _keep(request: Request, rendered: Rendered, compiled: Compiled) -> Kernel:
         except OSError as error:
             stats.say_once(f"sources are not kept: {error}", key="sources")
     return kernel
-
-
-def _where_kept() -> str:
-    if env.cache_is_lasting():
-        return f"; later processes find it in {env.cache_dir()}"
-    return "" if env.cache_is_on() else "; the cache on disk is off"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.errors import UnsupportedConfigError, reason
 
 _MOST_JSON = 100 << 20  # bytes, as safetensors has it
 _NAMES_SHOWN = 12
@@ -85,7 +85,7 @@ def read(path: Path) -> Model:
     try:
         return _read(path / "config.json" if path.is_dir() else path)
     except OSError as error:
-        raise ValueError(f"--model: {path} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"--model: {path} cannot be read: {reason(error)}") from error
 
 
 def _read(path: Path) -> Model:

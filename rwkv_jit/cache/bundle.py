@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from rwkv_jit import stats
 from rwkv_jit.cache import entry, files
-from rwkv_jit.errors import CacheError
+from rwkv_jit.errors import CacheError, reason
 
 _ABOUT = "bundle.json"
 _FORMAT = "rwkv_jit bundle 1"
@@ -73,7 +73,7 @@ class Bundle:
         except CacheError:
             raise
         except OSError as error:
-            raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CacheError(f"{path} cannot be read: {reason(error)}") from error
         except Exception as error:  # zipfile raises a dozen kinds on damaged files
             raise CacheError(f"{path} is not an intact rwkv_jit bundle: {str(error).strip(chr(34))}") from error
 
@@ -188,7 +188,7 @@ def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
         _sweep(path.parent)
         files.write(path, data, mode=0o644)
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise CacheError(f"{path} cannot be written: {reason(error)}") from error
     return len(data)
 
 
