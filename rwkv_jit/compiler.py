@@ -58,10 +58,8 @@ def key_options(target: str) -> tuple[str, ...]:
 def check_arch(arch: str) -> str:
     """Return `arch` if it is written like one.
 
-    Raises
-    ------
-    ValueError
-        It is not of the form sm_90, sm_90a or compute_90, or GPUs so old have no code of their kind alone.
+    Raises ValueError where it is not of the form sm_90, sm_90a or compute_90, or GPUs so old have no code of their
+    kind alone.
     """
     match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
     if match is None:
@@ -76,10 +74,7 @@ def target_for(arch: str, newer: bool = True) -> str:
 
     An NVRTC may know a GPU of a larger number and not this one: sm_103 came after sm_120.
 
-    Raises
-    ------
-    UnsupportedConfigError
-        NVRTC cannot compile for it.
+    Raises UnsupportedConfigError where NVRTC cannot compile for it.
     """
     match = _ARCH.fullmatch(check_arch(arch))
     assert match is not None
@@ -106,12 +101,8 @@ def target_for(arch: str, newer: bool = True) -> str:
 def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) -> Compiled:
     """Compile a rendered template.
 
-    Raises
-    ------
-    UnsupportedConfigError
-        A ``static_assert`` of the template failed: its text is the message.
-    CompileError
-        Anything else that NVRTC refused.
+    Raises UnsupportedConfigError where a ``static_assert`` of the template failed: its text is the message;
+    CompileError for anything else that NVRTC refused.
     """
     target = target_for(arch)
     image, log, seconds = _run(rendered, target, parameters)

@@ -102,13 +102,7 @@ def _private_folder() -> str:
 
 @cache
 def nvrtc() -> Any:
-    """Return CuPy's NVRTC module with the library loaded.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        The library is not there.
-    """
+    """Return CuPy's NVRTC module with the library loaded. Raises NvrtcNotFoundError where the library is not there."""
     module = _layer("libs.nvrtc")
     try:
         with forks.held_back(), _folder_for_cupy():
@@ -131,10 +125,7 @@ def nvrtc_library() -> str:
     CuPy takes what its finder finds, whatever CUDA CuPy is for: a library that is loaded already, else an installed
     one, and of several the newest. The finder remembers what it found.
 
-    Raises
-    ------
-    NvrtcNotFoundError
-        The library is not there, or CuPy is older than the finder.
+    Raises NvrtcNotFoundError where the library is not there, or CuPy is older than the finder.
     """
     nvrtc()
     try:
@@ -193,10 +184,7 @@ class SideStream:
 def load_module(image: bytes, what: str, made_by: str) -> int:
     """Load a cubin or PTX into the current context, and return the driver's handle of the module.
 
-    Raises
-    ------
-    RwkvJitError
-        The driver refuses it: an older driver than the compiler, or another GPU.
+    Raises RwkvJitError where the driver refuses it: an older driver than the compiler, or another GPU.
     """
     try:
         module: int = driver().moduleLoadData(image)
@@ -209,13 +197,7 @@ def load_module(image: bytes, what: str, made_by: str) -> int:
 
 
 def function(module: int, entry: str) -> int:
-    """Return the driver's handle of a kernel in a module.
-
-    Raises
-    ------
-    RwkvJitError
-        There is no kernel of that name.
-    """
+    """Return the driver's handle of a kernel in a module. Raises RwkvJitError where there is no kernel of that name."""
     try:
         handle: int = driver().moduleGetFunction(module, entry)
     except driver().CUDADriverError as error:
@@ -226,10 +208,7 @@ def function(module: int, entry: str) -> int:
 def allow_shared_bytes(function: int, count: int) -> None:
     """Let a kernel have so much dynamic shared memory; it keeps what it was allowed before.
 
-    Raises
-    ------
-    RwkvJitError
-        The GPU does not have as much.
+    Raises RwkvJitError where the GPU does not have as much.
     """
     api = driver()
     try:

@@ -39,10 +39,7 @@ _NOWHERE = Path(os.devnull) / "rwkv_jit"  # can neither be read nor made
 def check() -> None:
     """Check the variables that are read after a kernel has been compiled, before one is.
 
-    Raises
-    ------
-    ValueError
-        Naming a variable that is set to something it cannot be.
+    Raises ValueError naming a variable that is set to something it cannot be.
     """
     for read in (cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, cache_max_bytes, log_level):
         read()
@@ -118,10 +115,7 @@ def cache_is_on() -> bool:
 def cache_max_bytes() -> int:
     """Return the size that the user's directory is kept below.
 
-    Raises
-    ------
-    ValueError
-        It is set to something else than a number of at least 0.
+    Raises ValueError where it is set to something else than a number of at least 0.
     """
     text = os.environ.get("RWKVJIT_CACHE_MAX_MB") or "512"
     try:
@@ -161,10 +155,7 @@ def keep_source() -> bool:
 def log_level() -> str | None:
     """Return the level asked for, in logging's capitals.
 
-    Raises
-    ------
-    ValueError
-        It is set to something else than a level.
+    Raises ValueError where it is set to something else than a level.
     """
     text = os.environ.get("RWKVJIT_LOG")
     if not text:

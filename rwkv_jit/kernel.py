@@ -81,10 +81,8 @@ class Kernel:
     def function(self, device: int, entry: str) -> int:
         """Return the driver's handle of a kernel. `device` must be current. Modules are never unloaded.
 
-        Raises
-        ------
-        RwkvJitError
-            The driver cannot load it, there is no such kernel, or CUDA was in use before this process was forked.
+        Raises RwkvJitError where the driver cannot load it, there is no such kernel, or CUDA was in use before
+        this process was forked.
         """
         check_not_forked()
         with _process.load_lock:
@@ -148,13 +146,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_not_forked() -> None:
-    """Check that CUDA can be used here.
-
-    Raises
-    ------
-    RwkvJitError
-        The process was forked from one that had used it.
-    """
+    """Check that CUDA can be used here. Raises RwkvJitError where the process was forked from one that had used it."""
     if _process.forked_from_cuda:
         raise RwkvJitError(
             "CUDA was in use before this process was forked, and does not survive a fork; start processes with "
@@ -176,14 +168,9 @@ def forget() -> None:
 def get(request: Request) -> Kernel:
     """Return the kernel for a request.
 
-    Raises
-    ------
-    UnsupportedConfigError
-        A constraint of the template does not hold.
-    CompileError, NvrtcNotFoundError
-        The kernel is nowhere and cannot be compiled.
-    ValueError
-        A variable of the environment is set to something it cannot be.
+    Raises UnsupportedConfigError where a constraint of the template does not hold, CompileError or
+    NvrtcNotFoundError where the kernel is nowhere and cannot be compiled, and ValueError where a variable of the
+    environment is set to something it cannot be.
     """
     served = _serve(request, may_compile=True)
     assert served is not None

@@ -46,12 +46,8 @@ class _Tensor(NamedTuple):
 def fill(asked: argparse.Namespace) -> None:
     """Fill in what a command line asks for by `--model` alone; what it says of the calls goes before the model.
 
-    Raises
-    ------
-    TypeError, ValueError
-        It says twice what the model is, or the model's dtype is none that kernels have.
-    UnsupportedConfigError
-        As `read`.
+    Raises TypeError or ValueError where it says twice what the model is, or the model's dtype is none that kernels
+    have; UnsupportedConfigError as `read`.
     """
     for name in ("head_size", "value_size"):
         if getattr(asked, name):

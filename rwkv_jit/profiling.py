@@ -37,10 +37,7 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # of a trace's events
 def case_of(arguments: argparse.Namespace) -> Case:
     """Return what a command line names; a decode takes one token, whatever the shape says.
 
-    Raises
-    ------
-    ValueError
-        The shape cannot be read, or the op has no such phase or inputs.
+    Raises ValueError where the shape cannot be read, or the op has no such phase or inputs.
     """
     sizes = cases.shape_of(arguments.op, arguments.shape)
     if arguments.phase == "decode":
@@ -308,10 +305,7 @@ def ncu_command(arguments: argparse.Namespace) -> str:
 
     Clocks stay as they are found, the code carries line numbers, and what runs before the phase is not counted.
 
-    Raises
-    ------
-    ValueError
-        The shape cannot be read, or there is no such kernel.
+    Raises ValueError where the shape cannot be read, or there is no such kernel.
     """
     case_of(arguments)
     kernel, known = arguments.ncu.strip(), _names_of(arguments.op)

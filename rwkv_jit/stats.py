@@ -107,10 +107,7 @@ def say_if_slow(message: str) -> Iterator[None]:
 def configure_logging() -> None:
     """Send messages to standard error where RWKVJIT_LOG asks for it; otherwise the application decides.
 
-    Raises
-    ------
-    ValueError
-        It is set to something else than a level.
+    Raises ValueError where it is set to something else than a level.
     """
     level = env.log_level()
     if level and not logger.handlers:

@@ -142,10 +142,7 @@ def _measure(
 ) -> tuple[dict[Candidate, list[float]], dict[Candidate, float]]:
     """Return a median per round of every kernel that agrees with the default, and the errors of the others.
 
-    Raises
-    ------
-    RwkvJitError
-        The default's results are no numbers: there is nothing to compare with.
+    Raises RwkvJitError where the default's results are no numbers: there is nothing to compare with.
     """
     candidates = [each for kernel in default for each in CHUNKS[op].candidates(kernel.direction, shape[3], Gpu(arch))]
     what = f"{op} {shape}, {_purpose(training)}"

@@ -221,10 +221,7 @@ def _choice(record: Any) -> Choice:
 def store(measured: Mapping[Key, Choice | None]) -> None:
     """Write what was measured into the user's file: a choice for a key, or None where there shall be none.
 
-    Raises
-    ------
-    CacheError
-        The file cannot be written.
+    Raises CacheError where the file cannot be written.
     """
     root = env.cache_dir()
     try:
@@ -239,13 +236,7 @@ def store(measured: Mapping[Key, Choice | None]) -> None:
 
 
 def delete() -> bool:
-    """Delete the user's file; return whether there was one.
-
-    Raises
-    ------
-    CacheError
-        It cannot be deleted.
-    """
+    """Delete the user's file; return whether there was one. Raises CacheError where it cannot be deleted."""
     try:
         files.delete(env.cache_dir(), FILE)
     except FileNotFoundError:

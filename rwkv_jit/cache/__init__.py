@@ -226,10 +226,7 @@ def _say(error: OSError, root: Path, untrusted: str, otherwise: str) -> None:
 def source_folder(kind: str) -> Path:
     """Return a folder for sources in the user's directory.
 
-    Raises
-    ------
-    OSError
-        There is none to write to, or not to be trusted.
+    Raises OSError where there is none to write to, or not to be trusted.
     """
     if not env.cache_is_on():
         raise FileNotFoundError("the cache is off")
@@ -359,10 +356,7 @@ def prune(max_bytes: int) -> int:
 
     Kernels that serve this process stay, and so do bundles. A reader that has opened a file keeps what it reads.
 
-    Raises
-    ------
-    CacheError
-        It is too large, and not a directory to delete in.
+    Raises CacheError where it is too large, and not a directory to delete in.
     """
     root, now = env.cache_dir(), time.time()
     refusal = _refusal(root)
@@ -409,10 +403,7 @@ def delete_damaged() -> int:
 
     What is merely not to be trusted may be whole.
 
-    Raises
-    ------
-    CacheError
-        One of them cannot be deleted.
+    Raises CacheError where one of them cannot be deleted.
     """
     damaged = []
     for kernel in stored():
@@ -431,10 +422,7 @@ def clear() -> int:
 
     That is kernels, imported bundles, notes and sources.
 
-    Raises
-    ------
-    CacheError
-        One of them cannot be deleted, or it is not a directory to delete in.
+    Raises CacheError where one of them cannot be deleted, or it is not a directory to delete in.
     """
     root = env.cache_dir()
     kernels = owned.find(root, owned.ENTRY)
@@ -472,10 +460,7 @@ def _delete(root: Path, names: list[str]) -> None:
 def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
     """Write entries into a bundle; return how many and its bytes. Those that are gone by now are left out, and told of.
 
-    Raises
-    ------
-    CacheError
-        There is none, or the file cannot be written.
+    Raises CacheError where there is no entry, or the file cannot be written.
     """
     entries: dict[str, bytes] = {}
     gone = 0
@@ -500,10 +485,7 @@ def import_bundle(path: Path, digest: str | None = None) -> int:
 
     With a `digest`, its SHA-256, no other one is looked at.
 
-    Raises
-    ------
-    CacheError
-        It is not an intact bundle, or the directory cannot be written.
+    Raises CacheError where it is not an intact bundle, or the directory cannot be written.
     """
     found = Bundle(path, digest=digest).entries()
     if not env.cache_is_on():

@@ -113,13 +113,7 @@ class Bundle:
         return self._compilers
 
     def entries(self) -> dict[str, bytes]:
-        """Return all entries, each checked.
-
-        Raises
-        ------
-        CacheError
-            One of them is not intact.
-        """
+        """Return all entries, each checked. Raises CacheError where one of them is not intact."""
         found = {}
         for name in self.names():
             data = self.read(name)
@@ -174,10 +168,7 @@ def _check_member(member: zipfile.ZipInfo) -> None:
 def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
     """Write a bundle and return its size; the whole file appears at once.
 
-    Raises
-    ------
-    CacheError
-        It cannot be written.
+    Raises CacheError where it cannot be written.
     """
     data = pack(dict(entries))
     try:

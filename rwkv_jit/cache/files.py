@@ -38,10 +38,7 @@ def check(
 
     Those who may write what is `like` are trusted with this too.
 
-    Raises
-    ------
-    UntrustedError
-        Others own it or can write to it.
+    Raises UntrustedError where others own it or can write to it.
     """
     if not _HAS_MODES:
         return
@@ -88,12 +85,8 @@ def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTE
     `name` is a file, or a folder and a file. With `used`, a time in seconds, the file is stamped as used then, at most
     once an hour. An empty folder in the place of a file is none: `publish` puts the file there.
 
-    Raises
-    ------
-    UntrustedError
-        It is there, but not to be trusted.
-    OSError
-        It is there and cannot be read, or has more bytes than `most`.
+    Raises UntrustedError where it is there, but not to be trusted; OSError where it is there and cannot be read, or
+    has more bytes than `most`.
     """
     if not _HAS_MODES:
         return _read_by_name(root / name, used, most)
@@ -134,12 +127,8 @@ def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
 def delete(root: Path, name: str) -> None:
     """Delete a file of a directory; nothing through a symbolic link, and no link.
 
-    Raises
-    ------
-    FileNotFoundError
-        It is not there.
-    OSError
-        It cannot be deleted: it is no file, or it or what it lies in is not to be trusted.
+    Raises FileNotFoundError where it is not there, and OSError where it cannot be deleted: it is no file, or it or
+    what it lies in is not to be trusted.
     """
     _remove(root, name, os.unlink)
 
@@ -165,12 +154,8 @@ def check_directory(
 ) -> None:
     """Check a directory by its name: one that is to be written to, or whose files must not be replaced.
 
-    Raises
-    ------
-    UntrustedError
-        It is a symbolic link, or others own it or can write to it.
-    OSError
-        It is not there, or not a directory.
+    Raises UntrustedError where it is a symbolic link, or others own it or can write to it; OSError where it is not
+    there, or not a directory.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -190,13 +175,7 @@ def make_directory(path: Path, is_private: bool = False) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Write a small file into a directory, and delete it.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    """
+    """Write a small file into a directory, and delete it. Raises OSError where it cannot be written."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"rwkv_jit")
 
@@ -227,10 +206,7 @@ def _file_mode(folder: Path) -> int:
 def write(path: Path, data: bytes, mode: int | None = None) -> None:
     """Write a file into a directory that is there: readers see the whole file or none.
 
-    Raises
-    ------
-    OSError
-        It cannot be written; nothing of it is left behind.
+    Raises OSError where it cannot be written; nothing of it is left behind.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rwkvjit-", suffix=".tmp")
     try:
@@ -247,10 +223,7 @@ def write(path: Path, data: bytes, mode: int | None = None) -> None:
 def publish(path: Path, data: bytes) -> None:
     """Write a file into the cache, as `write` does; an empty directory in its place makes way.
 
-    Raises
-    ------
-    OSError
-        It cannot be written; nothing of it is left behind.
+    Raises OSError where it cannot be written; nothing of it is left behind.
     """
     if path.is_dir() and not path.is_symlink():
         try:
@@ -263,12 +236,7 @@ def publish(path: Path, data: bytes) -> None:
 def create(path: Path, data: bytes) -> None:
     """Write a file where there is none; of several processes that try, one does it.
 
-    Raises
-    ------
-    FileExistsError
-        There is one.
-    OSError
-        It cannot be written.
+    Raises FileExistsError where there is one, and OSError where it cannot be written.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -63,9 +63,6 @@ def _distribution(point: metadata.EntryPoint) -> Distribution | None:
 def bundle(distribution: Distribution) -> Bundle:
     """Open the bundle of a distribution. Those who may write this library's own code are trusted with it too.
 
-    Raises
-    ------
-    CacheError
-        It is not there, or not to be trusted, or not intact.
+    Raises CacheError where it is not there, or not to be trusted, or not intact.
     """
     return Bundle(distribution.path, like=os.stat(Path(__file__).parent))

@@ -56,10 +56,7 @@ def links(root: Path) -> list[str]:
 def adopt(root: Path) -> bool:
     """Mark a directory that is empty or holds nothing but what this library writes; return whether it is marked.
 
-    Raises
-    ------
-    OSError
-        It is not to be trusted, or cannot be written.
+    Raises OSError where it is not to be trusted, or cannot be written.
     """
     if files.read(root, MARKER) is not None:
         return True
