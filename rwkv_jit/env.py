@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from rwkv_jit.errors import brief
@@ -55,6 +55,19 @@ def _is_on(name: str, default: bool = False) -> bool:
     return is_on
 
 
+# Whether directories and files that others own or may write are trusted, a compile is an error, kernels carry line
+# numbers, and the source of compiled kernels is kept.
+cache_is_shared = partial(_is_on, "RWKVJIT_CACHE_SHARED")
+assert_cached = partial(_is_on, "RWKVJIT_ASSERT_CACHED")
+lineinfo = partial(_is_on, "RWKVJIT_LINEINFO")
+keep_source = partial(_is_on, "RWKVJIT_KEEP_SOURCE")
+
+
+def arch() -> str | None:
+    """Return the architecture that replaces the GPU's own."""
+    return os.environ.get("RWKVJIT_ARCH") or None
+
+
 def cache_dir() -> Path:
     """Return the user's directory, which holds one folder of kernels per architecture.
 
@@ -97,14 +110,9 @@ def cache_is_lasting() -> bool:
 
 def cache_path() -> list[Path]:
     """Return the directories and bundles that kernels are read from after the user's directory."""
+    # Of a user that there is not, "~name" stays as it is: reading it says that it is not there.
     parts = os.environ.get("RWKVJIT_CACHE_PATH", "").split(os.pathsep)
-    return [_expanded(part) for part in parts if part]
-
-
-def _expanded(part: str) -> Path:
-    with suppress(RuntimeError):  # of a user that there is not; reading it says that it is not there
-        return Path(part).expanduser()
-    return Path(part)
+    return [Path(os.path.expanduser(part)) for part in parts if part]
 
 
 def cache_is_on() -> bool:
@@ -125,31 +133,6 @@ def cache_max_bytes() -> int:
     if not 0 <= size < float("inf"):
         raise ValueError(f"RWKVJIT_CACHE_MAX_MB: expected a number of at least 0, got {brief(text)}")
     return int(size)
-
-
-def cache_is_shared() -> bool:
-    """Return whether directories and files that others own or may write are trusted."""
-    return _is_on("RWKVJIT_CACHE_SHARED")
-
-
-def arch() -> str | None:
-    """Return the architecture that replaces the GPU's own."""
-    return os.environ.get("RWKVJIT_ARCH") or None
-
-
-def assert_cached() -> bool:
-    """Return whether a compile is an error."""
-    return _is_on("RWKVJIT_ASSERT_CACHED")
-
-
-def lineinfo() -> bool:
-    """Return whether kernels carry line numbers."""
-    return _is_on("RWKVJIT_LINEINFO")
-
-
-def keep_source() -> bool:
-    """Return whether the source of compiled kernels is kept."""
-    return _is_on("RWKVJIT_KEEP_SOURCE")
 
 
 def log_level() -> str | None:
@@ -184,16 +167,19 @@ def set_variables() -> dict[str, str]:
 
 def spans_nodes() -> bool:
     """Return whether torchrun, which sets these two variables, has started ranks on other nodes too."""
-    try:
-        return int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return False
+    ranks, of_node = _numbers("WORLD_SIZE", "LOCAL_WORLD_SIZE") or (0, 0)
+    return ranks > of_node
 
 
 def place_among_ranks() -> float:
     """Return where this process stands among those that torchrun started on its node, from 0 to less than 1."""
-    try:
-        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return 0.0
+    rank, ranks = _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE") or (0, 0)
     return rank / ranks if 0 <= rank < ranks else 0.0
+
+
+def _numbers(*names: str) -> list[int] | None:
+    """Return what variables that are not ours hold, or None where one of them is no number."""
+    try:
+        return [int(os.environ[name]) for name in names]
+    except (KeyError, ValueError):
+        return None

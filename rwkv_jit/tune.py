@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -166,17 +166,15 @@ def _measure(
 
 def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Callable[[int, int], None] | None) -> None:
     """Compile side by side what would be compiled one after another when it is launched."""
-    futures = [
-        ahead.compile_async(
-            op, size, dtype=DTYPES[DTYPE], direction=each.direction, backend="chunked", decay=bench.decay_of(op),
-            chunk_len=each.chunk_len, num_threads=each.num_threads, blocks_per_sm=each.blocks,
+    dtype, decay = DTYPES[DTYPE], bench.decay_of(op)
+    asked = [
+        ahead.named(
+            op, size, None, dtype, None, each.direction, "chunked", decay, each.chunk_len, each.num_threads, None, None,
+            {"blocks_per_sm": each.blocks},
         )
         for each in candidates
     ]  # fmt: skip
-    for done, future in enumerate(futures):
-        future.result()
-        if progress:
-            progress(done + 1, len(futures))
+    ahead.compile_all([named.request for named in asked], progress)
 
 
 class _Kernels:
@@ -208,15 +206,14 @@ class _Kernels:
         return {f"d{name}": x for name, x in zip(OPS[self._op].public_names, gradients, strict=False)}
 
     def _forward(self, geometry: Geometry) -> Sequence[Tensor]:
-        run = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
-        found: Sequence[Tensor] = run(*self._inputs, None, None, *_options(self._op, geometry), True, self._training)
-        return found
+        run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
+        results = run(*self._inputs, None, None, *_options(self._op, geometry), True, self._training)
+        return cast("Sequence[Tensor]", results)
 
     def _backward(self, geometry: Geometry, saved: Tensor) -> Sequence[Tensor]:
-        run = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
-        found = run(self._dy, None, *self._inputs, None, None, *_options(self._op, geometry), saved)
-        gradients: Sequence[Tensor] = found[: len(self._inputs)]
-        return gradients
+        run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
+        results = run(self._dy, None, *self._inputs, None, None, *_options(self._op, geometry), saved)
+        return cast("Sequence[Tensor]", results[: len(self._inputs)])
 
 
 def _options(op: str, geometry: Geometry) -> Options:
@@ -295,8 +292,11 @@ def _purpose(training: bool) -> str:
 
 def _shown(timed: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return a geometry, its time and its spread."""
-    geometry = ", ".join(str(timed[name]) for name in Geometry._fields if timed[name] is not None)
-    return geometry, f"{timed['ms']:.4f}", f"{timed['spread']:.1%}"
+    return _listed(timed[name] for name in Geometry._fields), f"{timed['ms']:.4f}", f"{timed['spread']:.1%}"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in values if value is not None)
 
 
 def listed() -> dict[str, Any]:
@@ -310,15 +310,16 @@ def show_listed(result: dict[str, Any]) -> None:
     if not result["choices"]:
         print("no choices: every call takes the default")
         return
-    report.table(
-        ("GPU", "arch", "op", "head size", "for", "chunk_len", "threads", "blocks", "origin", "state"),
-        [
-            (
-                each["gpu"], each["arch"], each["op"], each["head_size"], _purpose(each["training"]),
-                each["chunk_len"], each["num_threads"],
-                ", ".join(str(each[name]) for name in ("forward_blocks", "backward_blocks") if each[name] is not None),
-                each["origin"], each["state"],
-            )
-            for each in result["choices"]
-        ],
-    )  # fmt: skip
+    report.records(_CHOICES, [
+        choice
+        | {"purpose": _purpose(choice["training"])}
+        | {"blocks": _listed(choice[name] for name in ("forward_blocks", "backward_blocks"))}
+        for choice in result["choices"]
+    ])  # fmt: skip
+
+
+_CHOICES = {
+    "GPU": "{gpu}", "arch": "{arch}", "op": "{op}", "head size": "{head_size}", "for": "{purpose}",
+    "chunk_len": "{chunk_len}", "threads": "{num_threads}", "blocks": "{blocks}", "origin": "{origin}",
+    "state": "{state}",
+}  # fmt: skip

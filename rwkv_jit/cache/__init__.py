@@ -394,7 +394,7 @@ def _sweep(root: Path, now: float) -> None:
     """Delete what killed processes left of their work."""
     for name in owned.find(root, owned.TRACE):
         with contextlib.suppress(OSError):
-            if files.is_abandoned((root / name).lstat(), now):
+            if files.is_stale((root / name).lstat(), now):
                 files.delete(root, name)
 
 

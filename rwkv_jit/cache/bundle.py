@@ -189,5 +189,5 @@ def _sweep(folder: Path) -> None:
     for path in files.find(folder, ".rwkvjit-*.tmp"):
         with contextlib.suppress(OSError):
             status, is_ours = path.lstat(), re.fullmatch(files.TEMPORARY, path.name)
-            if is_ours and stat.S_ISREG(status.st_mode) and files.is_abandoned(status, now):
+            if is_ours and stat.S_ISREG(status.st_mode) and files.is_stale(status, now):
                 path.unlink()

@@ -98,8 +98,7 @@ def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTE
                 raise UntrustedError(f"{root / name} is not a file; mend it: rm -r '{root / name}'")
             _check_size(status, most)
             data = os.read(handle, status.st_size + 1)
-            # A stamp of the future, from a clock that was wrong, would make a file the last one to be evicted.
-            if used is not None and not -3600 <= used - status.st_mtime <= 3600:
+            if used is not None and is_stale(status, used):
                 with contextlib.suppress(OSError):  # of another's file a writer may say "now", and nothing else
                     os.utime(handle, (used, used) if status.st_uid == os.getuid() else None)
             return data
@@ -114,12 +113,13 @@ def _check_size(status: os.stat_result, most: int) -> None:
 
 def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
     try:
-        _check_size(path.stat(), most)
+        status = path.stat()
+        _check_size(status, most)
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    with contextlib.suppress(OSError):
-        if used is not None and not -3600 <= used - path.stat().st_mtime <= 3600:
+    if used is not None and is_stale(status, used):
+        with contextlib.suppress(OSError):
             os.utime(path, (used, used))
     return data
 
@@ -209,15 +209,10 @@ def write(path: Path, data: bytes, mode: int | None = None) -> None:
     Raises OSError where it cannot be written; nothing of it is left behind.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rwkvjit-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+    with _removed_after_an_error(temporary):
+        _fill(handle, data)
         os.chmod(temporary, _file_mode(path.parent) if mode is None else mode)
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def publish(path: Path, data: bytes) -> None:
@@ -239,10 +234,20 @@ def create(path: Path, data: bytes) -> None:
     Raises FileExistsError where there is one, and OSError where it cannot be written.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+    with _removed_after_an_error(path):
+        _fill(handle, data)
         os.chmod(path, _file_mode(path.parent))
+
+
+def _fill(handle: int, data: bytes) -> None:
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _removed_after_an_error(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -257,6 +262,10 @@ def find(root: Path, *patterns: str) -> list[Path]:
         return []
 
 
-def is_abandoned(status: os.stat_result, now: float) -> bool:
-    """Return whether a file that is being written has not been touched for an hour, or bears a stamp of the future."""
+def is_stale(status: os.stat_result, now: float) -> bool:
+    """Return whether a file has not been touched for an hour, or bears a stamp of the future.
+
+    Such a stamp, from a clock that was wrong, would make a kernel the last one to be evicted, and keep what is left of
+    a write for ever.
+    """
     return not -3600 <= now - status.st_mtime <= 3600
