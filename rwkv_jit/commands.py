@@ -277,7 +277,7 @@ def _row(each: cache.Stored) -> dict[str, Any]:
         "last_used": used,
         "registers": max((used["registers"] for used in resources), default=None),
         "spill_bytes": max((used["spill_bytes"] for used in resources), default=None),
-        "state": each.fault or "ok",
+        "state": each.state,
         "path": str(path),
         "parameters": parameters,
     }
@@ -302,16 +302,16 @@ def _counted(layers: Sequence[str]) -> str:
 
 def cache_show(parsed: argparse.Namespace) -> Outcome:
     """Return the manifests of the entries that are meant."""
-    found = [each for each in cache.stored() if _is_meant(each, parsed.name)]
-    if not found:
+    entries = [
+        {"path": str(kernel.path), "layer": kernel.layer.origin, "state": kernel.state, "manifest": kernel.manifest}
+        for kernel in cache.stored()
+        if _is_meant(kernel, parsed.name)
+    ]
+    if not entries:
         raise CacheError(
             f"name: expected the beginning of a kernel's name, key or file, got {parsed.name!r}; "
             "`rwkv-jit cache list` shows what there is"
         )
-    entries = [
-        {"path": str(each.path), "layer": each.layer.origin, "state": each.fault or "ok", "manifest": each.manifest}
-        for each in found
-    ]
     return {"entries": entries}, _show_manifests
 
 

@@ -54,16 +54,16 @@ def run() -> dict[str, Any]:
     """
     device = "cuda" if machine.is_available() else "cpu"
     compiled_by = missing = None
-    compiles: list[list[Job]] = []
+    groups: list[list[Job]] = []
     try:
         compiled_by = f"NVRTC {identity.version()}"
-        compiles = _compiles(default_arch())
+        groups = _compiles(default_arch())
     except NvrtcNotFoundError as error:
         missing = str(error)
-    calls: list[Job] = [
-        partial(_call, op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES
-    ]
-    groups, results = [*compiles, calls], list[list[dict[str, Any]]]()
+    groups.append(
+        [partial(_call, op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES]
+    )
+    results: list[list[dict[str, Any]]] = []
     finished, total = 0, sum(map(len, groups))
     with report.progress("compiling, then calling") as tell:
         for jobs in groups:

@@ -101,12 +101,12 @@ def _read(path: Path) -> Model:
 
 def _json(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        held = json.loads(data)
+        if not isinstance(held, dict):
+            raise ValueError(f"expected a JSON object, got {type(held).__name__}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--model: {path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"--model: {path} is damaged: expected a JSON object, got {type(found).__name__}")
-    return found
+    return held
 
 
 def _safetensors(path: Path) -> dict[str, _Tensor]:
@@ -135,20 +135,18 @@ def _pickled(path: Path) -> dict[str, _Tensor]:
     with path.open("rb") as file:
         can_be_mapped = file.read(4) == b"PK\3\4"
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
     except OSError:
         raise
     except Exception as error:  # the unpickler raises a dozen kinds, and its texts ask to trust the file
         raise ValueError(
             f"--model: {path} is damaged, or holds more than tensors: torch.load(weights_only=True) refuses it"
         ) from error
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise ValueError(f"--model: {path}: expected tensors by their names, got {type(found).__name__}")
-    return {
-        str(name): _Tensor(tuple(x.shape), str(x.dtype)) for name, x in found.items() if isinstance(x, torch.Tensor)
-    }
+    if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
+        held = held["state_dict"]
+    if not isinstance(held, Mapping):
+        raise ValueError(f"--model: {path}: expected tensors by their names, got {type(held).__name__}")
+    return {str(name): _Tensor(tuple(x.shape), str(x.dtype)) for name, x in held.items() if isinstance(x, torch.Tensor)}
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -241,7 +239,7 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
     if op == "wkv4":
         return Model(op, None, None, dtype)
     if "head_size" in config:  # RWKV's own; FLA's descriptions have none
-        size = _whole(path, config, "head_size")
+        size = _number(path, config, "head_size")
         return Model(op, size, size, dtype, ("raw", "sigmoid") if op == "wkv7" else (None,))
     of_fla: dict[str, Any] = {"decays": ("log",), "state_layout": "kv"} if op in ("wkv6", "wkv7") else {}
     of_op = ("head_dim",) if op == "wkv7" else ("num_heads", "expand_k", "expand_v")
@@ -251,29 +249,25 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
             f"--model: {path}: expected head_size, or hidden_size, {', '.join(of_op)}, which FLA's {kind} have; there "
             f"is no {', '.join(missing)} among {', '.join(sorted(config))}"
         )
-    hidden = _whole(path, config, "hidden_size")
+    hidden = _number(path, config, "hidden_size")
     if op == "wkv7":
-        keys, heads = _whole(path, config, "head_dim"), hidden // _whole(path, config, "head_dim")
+        keys = _number(path, config, "head_dim")
         of_layers = config.get("value_dim")  # of all heads, and of each layer where it is a list
         value_dim = (of_layers[0] if isinstance(of_layers, list) and of_layers else of_layers) or hidden
-        values = _whole(path, {"value_dim": value_dim}, "value_dim") // max(heads, 1)
+        values = _number(path, {"value_dim": value_dim}, "value_dim") // max(hidden // keys, 1)
     else:
-        heads = _whole(path, config, "num_heads")
-        keys, values = (int(hidden * _factor(path, config, name)) // heads for name in ("expand_k", "expand_v"))
+        heads = _number(path, config, "num_heads")
+        factors = (_number(path, config, name, is_whole=False) for name in ("expand_k", "expand_v"))
+        keys, values = (int(hidden * factor) // heads for factor in factors)
     if min(keys, values) < 1:
         raise ValueError(f"--model: {path}: its heads have a size of {keys} and, for v, of {values}")
     return Model(op, keys, values, dtype, **of_fla)
 
 
-def _whole(path: Path, config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"--model: {path}: expected a whole number of at least 1 as {name}, got {value!r}")
-    return value
-
-
-def _factor(path: Path, config: Mapping[str, Any], name: str) -> float:
-    value = config.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"--model: {path}: expected a number above 0 as {name}, got {value!r}")
-    return value
+def _number(path: Path, config: Mapping[str, Any], name: str, is_whole: bool = True) -> Any:
+    value: Any = config.get(name)
+    is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+    if is_number and 0 < value < math.inf:
+        return value
+    expected = "a whole number of at least 1" if is_whole else "a number above 0"
+    raise ValueError(f"--model: {path}: expected {expected} as {name}, got {value!r}")

@@ -296,6 +296,11 @@ class Stored(NamedTuple):
         """Return its file, or where it would lie in a bundle."""
         return self.layer.path / self.name
 
+    @property
+    def state(self) -> str:
+        """Return what is wrong with it, or "ok"."""
+        return self.fault or "ok"
+
 
 def stored() -> Iterator[Stored]:
     """Yield every entry of every layer, read and checked."""
