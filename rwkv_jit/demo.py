@@ -206,12 +206,12 @@ def _call(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> di
 def _inputs(
     op: str, sizes: tuple[int, int, int], head_size: int | None, dtype: torch.dtype, device: str
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the arguments of an op as leaves, and dy: like a model's, and the same in every run."""
+    """Return the arguments of an op as leaves, and dy: like a model's, and the same in every run on any machine."""
     size = head_size or HEAD_SIZES[0]  # of an op without heads, the channels of as many
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        given = cases.given_for(cases.Case(op, (*sizes, size, size), dtype), device)
-    return given.inputs, given.dy
+        given = cases.given_for(cases.Case(op, (*sizes, size, size), dtype), "cpu")
+    return [x.detach().to(device).requires_grad_() for x in given.inputs], given.dy.to(device)
 
 
 def _run_both_ways(function: Callable[..., Any], inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
