@@ -254,17 +254,17 @@ def compile_all(
 
     The ranks of a node begin at different ones: each compiles some, and reads those that others have compiled.
     """
-    different = list({kernel.memory_key(request): request for request in requests}.values())
-    begin = int(env.place_among_ranks() * len(different))
-    futures = [kernel.get_async(request) for request in (*different[begin:], *different[:begin])]
-    futures = [*futures[len(different) - begin :], *futures[: len(different) - begin]]  # as they were asked for
+    different = {kernel.memory_key(request): request for request in requests}
+    keys = list(different)
+    begin = int(env.place_among_ranks() * len(keys))
+    futures = {key: kernel.get_async(different[key]) for key in (*keys[begin:], *keys[:begin])}
     try:
-        for done, _ in enumerate(chain([None], as_completed(futures))):
+        for done, _ in enumerate(chain([None], as_completed(futures.values()))):
             if progress:
                 progress(done, len(futures))
-        return [future.result() for future in futures]
+        return [futures[key].result() for key in keys]
     finally:
-        for future in futures:
+        for future in futures.values():
             future.cancel()
 
 

@@ -75,7 +75,7 @@ def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[st
 
     def option(match: re.Match[str]) -> str:
         flag = f"--{match[1].replace('_', '-')}"
-        is_option = getattr(parsed, match[1], "") is None or any(each.split("=")[0] == flag for each in arguments)
+        is_option = getattr(parsed, match[1], "") is None or any(given.split("=")[0] == flag for given in arguments)
         value = f" {match[2]}" if match.lastindex == 2 else ""
         return flag + value if is_option else match[0]
 

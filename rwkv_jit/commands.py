@@ -75,9 +75,9 @@ def info(parsed: argparse.Namespace) -> Outcome:
     """Return what belongs in a bug report."""
     from rwkv_jit import kernel_wheels, machine
 
-    found = {"cache": machine.cache_info(), "environment": machine.env_report()}
+    about = {"cache": machine.cache_info(), "environment": machine.env_report()}
     wheels = {wheel.name: wheel.text for wheel in (kernel_wheels.listed() if env.cache_is_on() else ())}
-    return found | ({"wheels of kernels": wheels} if wheels else {}), _show_sections
+    return about | ({"wheels of kernels": wheels} if wheels else {}), _show_sections
 
 
 def _show_sections(result: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _show_sections(result: dict[str, Any]) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}={each}" for name, each in value.items()) or "none"
+        return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)
@@ -258,26 +258,26 @@ def cache_path(parsed: argparse.Namespace) -> Outcome:
 
 def cache_list(parsed: argparse.Namespace) -> Outcome:
     """Return what is stored."""
-    return {"on": env.cache_is_on(), "entries": [_row(each) for each in cache.stored()]}, _show_list
+    return {"on": env.cache_is_on(), "entries": [_row(kernel) for kernel in cache.stored()]}, _show_list
 
 
-def _row(each: cache.Stored) -> dict[str, Any]:
-    manifest, path = each.manifest, each.path
+def _row(kernel: cache.Stored) -> dict[str, Any]:
+    manifest, path = kernel.manifest, kernel.path
     name, parameters = path.stem.rpartition("-")[0], manifest.get("parameters", {})
     resources = manifest.get("resources", {}).values()
     used = None  # only the user's directory keeps account of it
-    if each.layer.origin == "disk" and path.exists():
+    if kernel.layer.origin == "disk" and path.exists():
         used = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
     return {
-        "layer": each.layer.origin,
-        "arch": each.name.split("/")[0],
+        "layer": kernel.layer.origin,
+        "arch": kernel.name.split("/")[0],
         "name": name,
         **listing.described(name, parameters),
-        "bytes": each.bytes,
+        "bytes": kernel.bytes,
         "last_used": used,
         "registers": max((used["registers"] for used in resources), default=None),
         "spill_bytes": max((used["spill_bytes"] for used in resources), default=None),
-        "state": each.state,
+        "state": kernel.state,
         "path": str(path),
         "parameters": parameters,
     }
@@ -291,7 +291,7 @@ def _show_list(result: dict[str, Any]) -> None:
     else:
         known = ("layer", "bytes", "last_used", "registers", "spill_bytes", "state")
         listing.show(result["entries"], ("name", "arch", *listing.NAMED, *known))
-        report.say(f"\n{_counted([each['layer'] for each in result['entries']])}")
+        report.say(f"\n{_counted([row['layer'] for row in result['entries']])}")
 
 
 def _counted(layers: Sequence[str]) -> str:
@@ -315,9 +315,9 @@ def cache_show(parsed: argparse.Namespace) -> Outcome:
     return {"entries": entries}, _show_manifests
 
 
-def _is_meant(each: cache.Stored, given: str) -> bool:
-    path = each.path
-    names = (path.name, each.name, str(path), each.manifest.get("key") or path.stem.rpartition("-")[2])
+def _is_meant(kernel: cache.Stored, given: str) -> bool:
+    path = kernel.path
+    names = (path.name, kernel.name, str(path), kernel.manifest.get("key") or path.stem.rpartition("-")[2])
     return str(path) == os.path.abspath(given) or any(name.startswith(given) for name in names)
 
 
@@ -331,9 +331,9 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
     """Read everything, and say what is damaged or cannot be read."""
     entries = list(cache.stored())
     faults = list(cache.unreadable().items()) if env.cache_is_on() else []
-    faults += [(each.path, each.fault) for each in entries if each.fault]
+    faults += [(kernel.path, kernel.fault) for kernel in entries if kernel.fault]
     damaged = [{"path": str(path), "fault": fault} for path, fault in faults]
-    layers = [each.layer.origin for each in entries]
+    layers = [kernel.layer.origin for kernel in entries]
     lines = [*("{path}: {fault}".format(**row) for row in damaged), f"{_counted(layers)} read, {len(faults)} faults"]
     result = {"checked": len(entries), "layers": layers, "damaged": damaged, "passed": not faults}
     return result, lambda _: report.say("\n".join(lines))
@@ -358,7 +358,9 @@ def cache_clear(parsed: argparse.Namespace) -> Outcome:
 
 def cache_export(parsed: argparse.Namespace) -> Outcome:
     """Write a bundle of what is stored."""
-    chosen = [each for each in cache.stored() if not each.fault and _is_chosen(each.manifest, parsed.op, parsed.arch)]
+    chosen = [
+        kernel for kernel in cache.stored() if not kernel.fault and _is_chosen(kernel.manifest, parsed.op, parsed.arch)
+    ]
     if not chosen and (parsed.op or parsed.arch):
         given = (("--op", parsed.op), ("--arch", parsed.arch))
         wanted = " and ".join(f"{name} {','.join(values)}" for name, values in given if values)

@@ -73,7 +73,6 @@ def target_for(arch: str, newer: bool = True) -> str:
     """Return what the NVRTC at hand compiles for `arch`: itself, or with `newer` PTX where the GPU is newer than NVRTC.
 
     An NVRTC may know a GPU of a larger number and not this one: sm_103 came after sm_120.
-
     Raises UnsupportedConfigError where NVRTC cannot compile for it.
     """
     match = _ARCH.fullmatch(check_arch(arch))
@@ -244,7 +243,7 @@ def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
 
     It knows static shared memory only; `dynamic` is what a kernel without any is launched with.
     """
-    found: dict[str, Resources] = {}
+    resources: dict[str, Resources] = {}
     entry, spills = "", 0
     for line in log.splitlines():
         if match := _ENTRY.search(line):
@@ -253,5 +252,5 @@ def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
             spills = int(match[1]) + int(match[2])
         elif match := _REGISTERS.search(line):
             shared = _SHARED.search(line)
-            found[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else dynamic)
-    return found
+            resources[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else dynamic)
+    return resources

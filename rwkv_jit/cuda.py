@@ -124,7 +124,6 @@ def nvrtc_library() -> str:
 
     CuPy takes what its finder finds, whatever CUDA CuPy is for: a library that is loaded already, else an installed
     one, and of several the newest. The finder remembers what it found.
-
     Raises NvrtcNotFoundError where the library is not there, or CuPy is older than the finder.
     """
     nvrtc()

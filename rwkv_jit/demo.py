@@ -140,8 +140,8 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
 
     def ask() -> tuple[kernel.Kernel, float]:
         started = time.perf_counter()
-        found = kernel.get(named.request)
-        return found, 1e3 * (time.perf_counter() - started)
+        made = kernel.get(named.request)
+        return made, 1e3 * (time.perf_counter() - started)
 
     compiled, compile_ms = ask()
     kernel.forget()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rwkv_jit import cuda, env
 from rwkv_jit.cache import read_note, write_note
@@ -45,19 +45,15 @@ def assumed_identity() -> str | None:
     root = env.cache_dir()
     if root not in _assumed:
         note = read_note(root, _note_name())
-        if not _is_current(note):
+        libraries = note.get("libraries", {})
+        try:
+            is_current = bool(libraries) and all(_stamp(path) == stamp for path, stamp in libraries.items())
+        except OSError:  # a library is gone
+            is_current = False
+        if not (is_current and note.get("identity")):
             return None
-        _assumed[root] = str(note["identity"])
+        _assumed[root] = note["identity"]
     return _assumed[root]
-
-
-def _is_current(note: dict[str, Any]) -> bool:
-    try:
-        return bool(note["identity"] and note["libraries"]) and all(
-            _stamp(path) == stamp for path, stamp in note["libraries"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def _stamp(path: str) -> list[int]:

@@ -238,21 +238,21 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
     with _process.registry_lock:
         lock = _process.locks.setdefault(key, threading.Lock())
     with lock:
-        found = _process.kernels.get(key)
-        if found is not None:
-            found = copy.copy(found)  # the same module; only where this request was served from differs
-            found.origin = "memory"
+        served = _process.kernels.get(key)
+        if served is not None:
+            served = copy.copy(served)  # the same module; only where this request was served from differs
+            served.origin = "memory"
         else:
             rendered = request.template.render(request.parameters)
-            found = _stored(request, rendered, _known_compilers())
-            if found is None and may_compile:
-                found = _compile_once(request, rendered)
-            if found is not None:
-                _process.kernels[key] = found
-    if found is not None:
-        event = {name: getattr(found, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
+            served = _stored(request, rendered, _known_compilers())
+            if served is None and may_compile:
+                served = _compile_once(request, rendered)
+            if served is not None:
+                _process.kernels[key] = served
+    if served is not None:
+        event = {name: getattr(served, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
         stats.tell(event)
-    return found
+    return served
 
 
 def _known_compilers() -> Iterator[str]:
@@ -267,9 +267,9 @@ def _stored(request: Request, rendered: Rendered, compilers: Iterator[str] | tup
     for compiler_name in compilers:
         for arch in (request.arch, *request.also):
             digest = cache.key(rendered, compiler.key_options(arch), compiler.check_arch(arch), compiler_name)
-            found = cache.get(rendered.name, arch, digest)
-            if found is not None:
-                return Kernel(request._replace(arch=arch), rendered, *found, compiler_name)
+            stored = cache.get(rendered.name, arch, digest)
+            if stored is not None:
+                return Kernel(request._replace(arch=arch), rendered, *stored, compiler_name)
     return None
 
 
@@ -284,9 +284,9 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
     if failure is not None:
         raise failure.with_traceback(None)
     with cache.one_at_a_time(digest, what):
-        found = _stored(request, rendered, _known_compilers()) or _stored_by_loaded_compiler(request, rendered)
-        if found is not None:
-            return found
+        stored = _stored(request, rendered, _known_compilers()) or _stored_by_loaded_compiler(request, rendered)
+        if stored is not None:
+            return stored
         if env.assert_cached():
             values = brief(dict(request.parameters), 2000)
             raise CompileError(f"RWKVJIT_ASSERT_CACHED is set and {what} with {values} is not in the cache")

@@ -295,7 +295,6 @@ def ncu_command(arguments: argparse.Namespace) -> str:
     """Return the command line by which Nsight Compute measures the first launch of a kernel in a phase.
 
     Clocks stay as they are found, the code carries line numbers, and what runs before the phase is not counted.
-
     Raises ValueError where the shape cannot be read, or there is no such kernel.
     """
     case_of(arguments)

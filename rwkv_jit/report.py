@@ -154,7 +154,7 @@ def _narrowed(columns: Sequence[Column], spare: Sequence[str], room: int) -> tup
     for name in spare:
         if _widths(left, room) is not None:
             break
-        gone += [each for each, *_ in left if each == name]
+        gone += [title for title, *_ in left if title == name]
         left = [column for column in left if column[0] != name]
     if _widths(left, room) is None:
         return whole, notes

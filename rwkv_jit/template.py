@@ -79,7 +79,6 @@ class Template:
         """Check that the template has all these parameters: words it uses and does not define itself.
 
         Not part of `render`, as a kernel that is found in the cache has passed it.
-
         Raises ValueError naming the parameter it does not have.
         """
         text = "\n".join([self.body, *(text for _, text in self.headers)])
@@ -129,7 +128,6 @@ def read(path: Path) -> Template:
 
     NVRTC compiles these texts, and the key in the cache covers them. A file that it opened by itself would not be
     covered, and an old kernel would be served when that file changes. So every include is found here or refused.
-
     Raises OSError where the file or one of its headers cannot be read, and ValueError where a header's name cannot
     be one, it is not text in UTF-8, or a text may read a file that is not named there.
     """

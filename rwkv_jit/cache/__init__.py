@@ -360,7 +360,6 @@ def prune(max_bytes: int) -> int:
     """Delete the least recently used kernels of the user's directory until it is small enough; return how many.
 
     Kernels that serve this process stay, and so do bundles. A reader that has opened a file keeps what it reads.
-
     Raises CacheError where it is too large, and not a directory to delete in.
     """
     root, now = env.cache_dir(), time.time()
@@ -407,7 +406,6 @@ def delete_damaged() -> int:
     """Delete the entries of the user's directory that can be read, but are none; return how many there were.
 
     What is merely not to be trusted may be whole.
-
     Raises CacheError where one of them cannot be deleted.
     """
     damaged = []
@@ -417,7 +415,8 @@ def delete_damaged() -> int:
                 is_there = files.read(kernel.layer.path, kernel.name) is not None
             except OSError as error:
                 is_there = error.errno == errno.EFBIG
-            damaged += [kernel.name] * is_there
+            if is_there:
+                damaged.append(kernel.name)
     _delete(env.cache_dir(), damaged)
     return len(damaged)
 
@@ -426,7 +425,6 @@ def clear() -> int:
     """Delete what this library wrote into the user's directory, but choices; return how many kernels there were.
 
     That is kernels, imported bundles, notes and sources.
-
     Raises CacheError where one of them cannot be deleted, or it is not a directory to delete in.
     """
     root = env.cache_dir()
@@ -489,13 +487,12 @@ def import_bundle(path: Path, digest: str | None = None) -> int:
     """Copy a bundle into the user's directory once all of it has been checked; return how many kernels it holds.
 
     With a `digest`, its SHA-256, no other one is looked at.
-
     Raises CacheError where it is not an intact bundle, or the directory cannot be written.
     """
-    found = Bundle(path, digest=digest).entries()
+    entries = Bundle(path, digest=digest).entries()
     if not env.cache_is_on():
         raise CacheError("RWKVJIT_CACHE=0 turns the cache off: unset it to import a bundle")
-    data = bundle.pack(found)
+    data = bundle.pack(entries)
     target = env.cache_dir() / _BUNDLES / f"{sha256(data).hexdigest()[:40]}.bundle"
     try:
         files.make_folder(_root() / _BUNDLES)
@@ -503,7 +500,7 @@ def import_bundle(path: Path, digest: str | None = None) -> int:
     except OSError as error:
         raise CacheError(f"{target.parent} cannot be written: {reason(error)}") from error
     forget()
-    return len(found)
+    return len(entries)
 
 
 def forget() -> None:

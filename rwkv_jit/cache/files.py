@@ -32,18 +32,17 @@ def check(
     status: os.stat_result,
     sticky_is_safe: bool = False,
     is_private: bool = False,
-    like: os.stat_result | None = None,
+    trusted: os.stat_result | None = None,
 ) -> None:
     """Check owner and mode of what was opened; RWKVJIT_CACHE_SHARED does not reach what `is_private`.
 
-    Those who may write what is `like` are trusted with this too.
-
+    Those who may write what is `trusted` are trusted with this too.
     Raises UntrustedError where others own it or can write to it.
     """
     if not _HAS_MODES:
         return
-    is_own = status.st_uid in (os.getuid(), 0) or (like is not None and status.st_uid == like.st_uid)
-    known_writers = like.st_mode if like is not None and status.st_gid == like.st_gid else 0
+    is_own = status.st_uid in (os.getuid(), 0) or (trusted is not None and status.st_uid == trusted.st_uid)
+    known_writers = trusted.st_mode if trusted is not None and status.st_gid == trusted.st_gid else 0
     # In a directory like /tmp nobody can replace what another user put there.
     others_write = status.st_mode & ~known_writers & 0o022 and not (sticky_is_safe and status.st_mode & stat.S_ISVTX)
     if (is_own and not others_write) or (env.cache_is_shared() and not is_private):
@@ -84,7 +83,6 @@ def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTE
 
     `name` is a file, or a folder and a file. With `used`, a time in seconds, the file is stamped as used then, at most
     once an hour. An empty folder in the place of a file is none: `publish` puts the file there.
-
     Raises UntrustedError where it is there, but not to be trusted; OSError where it is there and cannot be read, or
     has more bytes than `most`.
     """
@@ -150,7 +148,7 @@ def _remove(root: Path, name: str, how: Callable[..., None]) -> None:
 
 
 def check_directory(
-    path: Path, sticky_is_safe: bool = False, is_private: bool = False, like: os.stat_result | None = None
+    path: Path, sticky_is_safe: bool = False, is_private: bool = False, trusted: os.stat_result | None = None
 ) -> None:
     """Check a directory by its name: one that is to be written to, or whose files must not be replaced.
 
@@ -162,7 +160,7 @@ def check_directory(
         raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead")
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
-    check(path, status, sticky_is_safe, is_private, like)
+    check(path, status, sticky_is_safe, is_private, trusted)
 
 
 def make_directory(path: Path, is_private: bool = False) -> None:

@@ -35,11 +35,10 @@ def distributions() -> list[Distribution]:
         return []
     try:
         points = metadata.entry_points(group=GROUP)
-        found = {each for point in points if (each := _distribution(point)) is not None}
+        return sorted({wheel for point in points if (wheel := _distribution(point)) is not None})
     except Exception as error:  # whatever is wrong with a distribution that has nothing to do with this one
         stats.say_once(f"kernels that pip installed are not read: {type(error).__name__}: {error}", key=GROUP)
         return []
-    return sorted(found)
 
 
 @contextmanager
@@ -65,4 +64,4 @@ def bundle(distribution: Distribution) -> Bundle:
 
     Raises CacheError where it is not there, or not to be trusted, or not intact.
     """
-    return Bundle(distribution.path, like=os.stat(Path(__file__).parent))
+    return Bundle(distribution.path, trusted=os.stat(Path(__file__).parent))
