@@ -516,7 +516,7 @@ def test_without_rows_gradients_are_sums_of_nothing(on_gpu):
         ({"chunk_len": 16}, ValueError, "chunk_len: wkv4 has none, got 16"),
         ({"decay": "sigmoid"}, ValueError, "decay: expected one of raw, log, got 'sigmoid'"),
         ({"backend": "chunked"}, ValueError, "backend: expected one of auto, recurrent, split, got 'chunked'"),
-        ({"dtype": torch.float64}, ValueError, "dtype: expected one of .*, got torch.float64"),
+        ({"dtype": torch.float64}, TypeError, "dtype: expected .*, got torch.float64"),
         ({"direction": "both"}, ValueError, "direction: expected one of forward, backward, got 'both'"),
     ],
     ids=str,
