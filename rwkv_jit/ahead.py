@@ -15,7 +15,7 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, known_calls, timex, wide_keys, wkv4
+from rwkv_jit.ops import checks, known_calls, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES
 from rwkv_jit.problem import Op, Problem
@@ -109,14 +109,14 @@ def specialize(
         op, head_size, value_size, dtype, arch, direction, backend, decay, chunk_len, num_threads, tokens, batch,
         parameters,
     )  # fmt: skip
-    asked = {"chunk_len": chunk_len, "num_threads": num_threads}
-    asked_geometry = {name: value for name, value in asked.items() if value is not None}
     try:
         return kernel.get(made.request)
     except UnsupportedConfigError as error:
-        if not asked_geometry:
+        geometry = {"chunk_len": chunk_len, "num_threads": num_threads}
+        asked = {name: value for name, value in geometry.items() if value is not None}
+        if not asked:
             raise
-        raise known_calls.with_nearest(error, made.problem, made.schedule, asked_geometry) from error
+        raise known_calls.with_nearest(error, made.problem, made.schedule, asked) from error
 
 
 def compile_async(
@@ -233,11 +233,9 @@ def warm(
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
     """
     cases = product(
-        _several(arch, str) or [None],
-        *([None] if given is None else _several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
-        _several(dtypes, torch.dtype),
-        DIRECTIONS if backward else DIRECTIONS[:1],
-    )
+        _several(arch, str), *(_several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
+        _several(dtypes, torch.dtype), DIRECTIONS if backward else DIRECTIONS[:1],
+    )  # fmt: skip
     requests = [
         request
         for target, head_size, value_size, count, batch, dtype, direction in cases
@@ -256,22 +254,23 @@ def compile_all(
 
     The ranks of a node begin at different ones: each compiles some, and reads those that others have compiled.
     """
-    different = list({kernel.memory_key(request): request for request in requests}.values())
-    begin = int(env.place_among_ranks() * len(different))
-    futures = [kernel.get_async(request) for request in (*different[begin:], *different[:begin])]
-    futures = [*futures[len(different) - begin :], *futures[: len(different) - begin]]  # as they were asked for
+    different = {kernel.memory_key(request): request for request in requests}
+    keys = list(different)
+    begin = int(env.place_among_ranks() * len(keys))
+    futures = {key: kernel.get_async(different[key]) for key in (*keys[begin:], *keys[:begin])}
     try:
-        for done, _ in enumerate(chain([None], as_completed(futures))):
+        for done, _ in enumerate(chain([None], as_completed(futures.values()))):
             if progress:
                 progress(done, len(futures))
-        return [future.result() for future in futures]
+        return [futures[key].result() for key in keys]
     finally:
-        for future in futures:
+        for future in futures.values():
             future.cancel()
 
 
 def _several(given: Any, one: type) -> list[Any]:
-    return [] if given is None else [given] if isinstance(given, one) else list(given)
+    """Return what was given as a list; None stands for a default of its own."""
+    return [given] if given is None or isinstance(given, one) else list(given)
 
 
 # ---- the kernels of all calls ------------------------------------------------------------------------------------
@@ -280,38 +279,25 @@ def _several(given: Any, one: type) -> list[Any]:
 class _Calls(NamedTuple):
     """Calls of an op that differ in their lengths, in the number of their heads, and in whether they have gradients."""
 
-    op: Op
-    gpu: Gpu
-    types: Mapping[str, str]  # by input
-    head_size: int
-    value_size: int
-    state_type: str
-    state_layout: str
-    decay: str
-    decay_bound: float | None = None
-    backend: str = "auto"
-    chunk_len: int | None = None
-    num_threads: int | None = None
+    asked: Problem  # whose backend and geometry are not chosen yet; states at both ends take the most kernels
+    decay_bound: float | None
+    chunk_len: int | None
 
     def case(self, tokens: int = _LONG, few_heads: bool = False, training: bool = True) -> Case:
         """Return what the rule looks at of one of them."""
+        p = self.asked
         of_one = Case(
-            self.op, self.types["v"], self.head_size, self.value_size, tokens, self.decay, self.decay_bound,
-            self.chunk_len, self.num_threads, training,
-        )  # fmt: skip
+            p.op, p.types["v"], p.K, p.V, tokens, p.decay, self.decay_bound, self.chunk_len, p.num_threads, training
+        )
         return of_one._replace(blocks=1, multiprocessors=lambda: _MULTIPROCESSORS) if few_heads else of_one
 
-    def problem(
-        self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True
-    ) -> Problem:  # fmt: skip
-        """Return the problem of one of them, by the rule of calls; states at both ends take the most kernels."""
-        gpu = self.gpu._replace(multiprocessors=_MULTIPROCESSORS if few_heads else None)
-        made = rule.chosen(self.backend, self.case(tokens, few_heads, training), lambda: gpu, lambda: known)
-        return Problem(
-            self.op, gpu, self.types, T=tokens, G=1, K=self.head_size, V=self.value_size, state_type=self.state_type,
-            training=training, has_initial_state=True, has_final_state=True, decay=self.decay,
-            state_layout=self.state_layout, **{**made._asdict(), "chunk_len": made.chunk_len or 0},
-        )  # fmt: skip
+    def problem(self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True) -> Problem:
+        """Return the problem of one of them, by the rule of calls."""
+        gpu = self.asked.gpu._replace(multiprocessors=_MULTIPROCESSORS if few_heads else None)
+        case = self.case(tokens, few_heads, training)
+        made = rule.chosen(self.asked.backend, case, lambda: gpu, lambda: known)._asdict()
+        made["chunk_len"] = made["chunk_len"] or 0
+        return self.asked._replace(gpu=gpu, T=tokens, training=training, **made)
 
     def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for all of them: calls may know one of several."""
@@ -325,10 +311,10 @@ class _Calls(NamedTuple):
 
     def in_parts(self, tokens: int) -> list[_Calls]:
         """Return the calls that are made of one of these, where its keys go in parts."""
-        if self.op.family != "diagonal":
+        if self.asked.op.family != "diagonal":
             return [self]
-        sizes = wide_keys.part_sizes(self.backend, self.case(tokens), lambda: self.gpu)
-        return [self._replace(head_size=size) for size in dict.fromkeys(sizes)]
+        sizes = wide_keys.part_sizes(self.asked.backend, self.case(tokens), lambda: self.asked.gpu)
+        return [self._replace(asked=self.asked._replace(K=size)) for size in dict.fromkeys(sizes)]
 
 
 def _schedule(problem: Problem, direction: str) -> Schedule:
@@ -344,39 +330,34 @@ def call_requests(
 
     Long and short ones, with many and few heads, for gradients and not; some of the kernels may be equal.
     """
-    _check_choice("op", op, tuple(OPS))
-    for name, kind in (("dtype", dtype), ("w_dtype", w_dtype or dtype), ("state_dtype", state_dtype)):
-        if kind not in tensors.STORAGE:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {kind}")
-    types = _types(OPS[op], dtype) | {name: tensors.STORAGE[w_dtype or dtype] for name in _wide(OPS[op])}
-    if not OPS[op].has_heads and state_dtype != torch.float32:
-        whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
-        raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
-    if op != "timex":
-        _refuse_lengths(op, tokens, batch)
-    if not OPS[op].has_heads:
-        unwanted = {"value_size": value_size, "state_layout": state_layout, "decay_bound": decay_bound}
-        _refuse(op, head_size=head_size, **unwanted)
-    if op == "timex":
-        _refuse(op, decay=decay)
-        problems = [
-            _timex_problem(types, arch, direction, "auto", tokens, rows)
-            for rows in (_BATCHES if batch is None else [batch])
-        ]
-    elif op == "wkv4":
-        problems = [
-            _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
-            # Without tokens the state's gradient passes through another kernel.
-            for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
-        ]
-    else:
+    checks.check_name("op", op, tuple(OPS))
+    entry, w_dtype = OPS[op], w_dtype or dtype
+    types = _types(entry, dtype) | dict.fromkeys(_wide(entry), _storage("w_dtype", w_dtype))
+    state_type = _storage("state_dtype", state_dtype)
+    _refuse_lengths(op, tokens, batch)
+    if entry.has_heads:
         if head_size is None:
             raise TypeError(f"head_sizes: {op} needs some, got None")
         calls = _checked(
             op, head_size, value_size, dtype, arch, direction, "auto", decay, decay_bound, state_layout, None, None
         )
-        calls = calls._replace(types=types, state_type=tensors.STORAGE[state_dtype])
+        calls = calls._replace(asked=calls.asked._replace(types=types, state_type=state_type))
         problems = calls.problems(direction, _known(arch))
+    else:
+        if state_dtype != torch.float32:
+            whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
+            raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
+        _refuse(op, head_size=head_size, value_size=value_size, state_layout=state_layout, decay_bound=decay_bound)
+        if op == "timex":
+            _refuse(op, decay=decay)
+            batches = _BATCHES if batch is None else [batch]
+            problems = [_timex_problem(types, arch, direction, "auto", tokens, rows) for rows in batches]
+        else:
+            problems = [
+                _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
+                # Without tokens the state's gradient passes through another kernel.
+                for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
+            ]
     return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
 
 
@@ -405,34 +386,32 @@ def named(
     batch: int | None, parameters: Mapping[str, Parameter],
 ) -> Named:  # fmt: skip
     """Check everything and return the kernel of the arguments of `specialize`, before it is found or compiled."""
-    _check_choice("op", op, tuple(OPS))
+    checks.check_name("op", op, tuple(OPS))
     entry = OPS[op]
-    if op != "timex":
-        _refuse_lengths(op, tokens, batch)
+    _refuse_lengths(op, tokens, batch)
     if entry.has_heads:
         layout = parameters.get("state_layout")
         calls = _checked(
             op, head_size, value_size, dtype, arch, direction, backend, decay, None,
             None if layout is None else str(layout), chunk_len, num_threads,
         )  # fmt: skip
-        types, others = _with_parameters(entry, calls.types, parameters)
-        state_type = others.get("T_STATE")
-        if state_type in STORAGE_TYPES:
-            calls = calls._replace(state_type=str(others.pop("T_STATE")))
-        calls = calls._replace(types=types)
+        asked = calls.asked
+        types, others = _with_parameters(entry, asked.types, parameters)
+        asked = asked._replace(types=types)
+        if others.get("T_STATE") in STORAGE_TYPES:
+            asked = asked._replace(state_type=str(others.pop("T_STATE")))
         others.pop("STATE_LAYOUT", None)
-        if backend == "split" and rule.is_held_by_blocks(calls.case(), lambda: calls.gpu):
-            calls = calls._replace(backend="chunked")  # the same kernels
+        calls = calls._replace(asked=asked)
+        if backend == "split" and rule.is_held_by_blocks(calls.case(), lambda: asked.gpu):
+            calls = calls._replace(asked=asked._replace(backend="chunked"))  # the same kernels
         problem = calls.problem(_known(arch)[0])
     else:
         _refuse(op, head_size=head_size, value_size=value_size, chunk_len=chunk_len, num_threads=num_threads)
-        _check_choice("dtype", dtype, tuple(tensors.STORAGE))
         types, others = _with_parameters(entry, _types(entry, dtype), parameters)
-        if op == "timex":
-            _check_choice("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
         if op == "wkv4":
             problem = _wkv4_problem(types, arch, direction, backend, decay)
         else:
+            checks.check_name("t_w", parameters.get("t_w", types["w"]), STORAGE_TYPES)
             _refuse(op, decay=decay)
             problem = _timex_problem(types, arch, direction, backend, tokens, _BATCHES[-1] if batch is None else batch)
             if problem.backend == "fft":
@@ -473,9 +452,9 @@ def _wkv4_problem(
     multiprocessors: int | None = None, tokens: int = _LONG,
 ) -> Problem:  # fmt: skip
     """Return the problem of calls of wkv4, of one channel."""
-    _check_choice("direction", direction, DIRECTIONS)
-    _check_choice("backend", backend, tuple(name for name in wkv4.BACKENDS if name != "reference"))
-    _check_choice("decay", decay or "raw", wkv4.DECAYS)
+    checks.check_name("direction", direction, DIRECTIONS)
+    checks.check_name("backend", backend, tuple(name for name in OPS["wkv4"].backends if name != "reference"))
+    checks.check_name("decay", decay or "raw", OPS["wkv4"].decays)
     gpu = Gpu(*tensors.targets(arch), multiprocessors)
     return Problem(
         OPS["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
@@ -489,11 +468,9 @@ def _timex_problem(
     """Return the problem of calls of timex with contiguous inputs, of one channel."""
     if tokens is None:
         raise TypeError("tokens: the kernels of timex go by them, got None")
-    for name, value in (("tokens", tokens), ("batch", batch)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
-    _check_choice("direction", direction, DIRECTIONS)
-    _check_choice("backend", backend, timex.BACKENDS)
+    _check_sizes(tokens=tokens, batch=batch)
+    checks.check_name("direction", direction, DIRECTIONS)
+    checks.check_name("backend", backend, OPS["timex"].backends)
     gpu = Gpu(*tensors.targets(arch))
     taken = timex.choose(backend, DTYPES[types["k"]], batch, tokens, lambda: gpu, direction)
     return Problem(OPS["timex"], gpu, types, B=batch, T=tokens, C=1, N=batch, training=True, backend=taken)
@@ -509,30 +486,33 @@ def _checked(
 ) -> _Calls:  # fmt: skip
     """Check everything and return calls whose inputs are all of one type."""
     entry = OPS[op]
-    _check_choice("direction", direction, DIRECTIONS)
+    checks.check_name("direction", direction, DIRECTIONS)
     decay = entry.decay if decay is None else decay
     state_layout = entry.state_layout if state_layout is None else state_layout
-    legal = checks.decays_of(entry)
-    checks.check_options(legal, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
+    checks.check_options(entry, 1.0, decay, decay_bound, state_layout, 1, chunk_len, num_threads, backend)
     if backend == "reference":
         raise UnsupportedConfigError("backend: the reference is plain torch and has no kernel")
     if head_size is None:
         raise TypeError(f"head_size: {op} needs one, got None")
     value_size = head_size if value_size is None else value_size
-    for name, size in (("head_size", head_size), ("value_size", value_size)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
-    if dtype not in tensors.STORAGE:
-        raise TypeError(f"dtype: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
-    return _Calls(
-        entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), head_size, value_size, "fp32", state_layout, decay,
-        decay_bound, backend, chunk_len, num_threads,
+    _check_sizes(head_size=head_size, value_size=value_size)
+    asked = Problem(
+        entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), K=head_size, V=value_size, G=1, decay=decay,
+        state_layout=state_layout, backend=backend, num_threads=num_threads, has_initial_state=True,
+        has_final_state=True,
     )  # fmt: skip
+    return _Calls(asked, decay_bound, chunk_len)
 
 
 def _types(op: Op, dtype: torch.dtype) -> dict[str, str]:
     """Return the storage types of inputs that are all of one dtype."""
-    return dict.fromkeys(op.names, tensors.STORAGE[dtype])
+    return dict.fromkeys(op.names, _storage("dtype", dtype))
+
+
+def _storage(name: str, dtype: torch.dtype) -> str:
+    if dtype not in tensors.STORAGE:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, tensors.STORAGE))}, got {dtype}")
+    return tensors.STORAGE[dtype]
 
 
 def _wide(op: Op) -> list[str]:
@@ -548,10 +528,11 @@ def _refuse(op: str, **unwanted: Any) -> None:
 
 def _refuse_lengths(op: str, tokens: int | None, batch: int | None) -> None:
     for name, value in (("tokens", tokens), ("batch", batch)):
-        if value is not None:
+        if op != "timex" and value is not None:
             raise ValueError(f"{name}: goes with timex alone, the kernels of {op} take any; got {value!r}")
 
 
-def _check_choice(name: str, value: Any, legal: Sequence[Any]) -> None:
-    if value not in legal:
-        raise ValueError(f"{name}: expected one of {', '.join(map(str, legal))}, got {value!r}")
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")

@@ -75,7 +75,7 @@ def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[st
 
     def option(match: re.Match[str]) -> str:
         flag = f"--{match[1].replace('_', '-')}"
-        is_option = getattr(parsed, match[1], "") is None or any(each.split("=")[0] == flag for each in arguments)
+        is_option = getattr(parsed, match[1], "") is None or any(given.split("=")[0] == flag for given in arguments)
         value = f" {match[2]}" if match.lastindex == 2 else ""
         return flag + value if is_option else match[0]
 
@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "demo", "compile the ops, run them, compare them with float64 and time them")
     _add(commands, "doctor", "check what kernels need of this machine, and say how to mend what is missing")
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
-    _add_bench(_add(commands, "bench", "measure the speed of the ops, beside torch"))
+    bench = _add(commands, "bench", "measure the speed of the ops, beside torch")
+    bench.epilog = "`python -m bench` in a checkout measures other libraries too, in suites, and compares results."
+    add_cases(bench)
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))
     build = _add(commands, "build", "compile kernels without a GPU, into the cache or into a bundle")
@@ -119,11 +121,6 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     function = "_".join(parser.prog.split()[1:])
     parser.set_defaults(function=function, program=parser.prog)
     return parser
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    add_cases(parser)
-    parser.epilog = "`python -m bench` in a checkout measures other libraries too, in suites, and compares results."
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:
@@ -235,21 +232,24 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [kind(part.strip()) for part in text.split(",")]
 
 
+def _check(holds: bool, expected: str, text: str) -> None:
+    if not holds:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+
+
 def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    _check(text.isdecimal() and int(text) >= 1, "a whole number of at least 1", text)
     return int(text)
 
 
 def _dtype(text: str) -> str:
-    if text not in _DTYPES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
+    _check(text in _DTYPES, f"one of {', '.join(_DTYPES)}", text)
     return text
 
 
 def _sha256(text: str) -> str:
-    if len(text) != 64 or not set(text.lower()) <= set("0123456789abcdef"):
-        raise argparse.ArgumentTypeError(f"expected the 64 hexadecimal digits that --digest printed, got {text!r}")
+    is_digest = re.fullmatch("[0-9a-f]{64}", text.lower()) is not None
+    _check(is_digest, "the 64 hexadecimal digits that --digest printed", text)
     return text.lower()
 
 
@@ -258,6 +258,5 @@ def _megabytes(text: str) -> float:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number * 2**20 < float("inf"):  # in bytes
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    _check(0 <= number * 2**20 < float("inf"), "a number of at least 0", text)  # in bytes
     return number

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -76,9 +75,9 @@ def info(parsed: argparse.Namespace) -> Outcome:
     """Return what belongs in a bug report."""
     from rwkv_jit import kernel_wheels, machine
 
-    found = {"cache": machine.cache_info(), "environment": machine.env_report()}
+    about = {"cache": machine.cache_info(), "environment": machine.env_report()}
     wheels = {wheel.name: wheel.text for wheel in (kernel_wheels.listed() if env.cache_is_on() else ())}
-    return found | ({"wheels of kernels": wheels} if wheels else {}), _show_sections
+    return about | ({"wheels of kernels": wheels} if wheels else {}), _show_sections
 
 
 def _show_sections(result: dict[str, Any]) -> None:
@@ -89,7 +88,7 @@ def _show_sections(result: dict[str, Any]) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}={each}" for name, each in value.items()) or "none"
+        return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)
@@ -128,34 +127,29 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     from rwkv_jit import ahead, tensors
     from rwkv_jit.ops.table import OPS
 
-    dtypes: dict[str | None, Any] = {name: dtype for dtype, name in tensors.STORAGE.items()}
+    dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
+    defaults = {"dtype": "bf16", "state_dtype": "fp32"}
+    names = ("head_size", "value_size", "tokens", "batch", "dtype", "arch", "direction", "decay", "state_layout",
+             "decay_bound", "w_dtype", "state_dtype")  # fmt: skip
 
-    def values(op: str, name: str, default: str | None = None) -> list[Any]:
-        given, own = getattr(parsed, name), name in ahead.OPTIONS.get(op, (name,))
-        is_for_others = not own and any(name in ahead.OPTIONS.get(other, ()) for other in parsed.op)
-        if given is None or is_for_others:
-            return [default]
-        return given if isinstance(given, list) else [given]
+    def values(op: str, name: str) -> list[Any]:
+        given, own = getattr(parsed, name), ahead.OPTIONS[op] if op in OPS else names
+        if name not in own and any(name in ahead.OPTIONS.get(other, ()) for other in parsed.op):
+            given = None
+        if given is None:
+            given = defaults.get(name)
+        several = given if isinstance(given, list) else [given]
+        return [dtypes.get(value) for value in several] if name.endswith("dtype") else several
 
-    found = []
+    if parsed.direction == "both":
+        parsed.direction = list(ahead.DIRECTIONS)
+    requests: list[Request] = []
     for op in parsed.op:
         if op in OPS and OPS[op].has_heads and parsed.head_size is None:
             raise ValueError(f"--head-size: {op} needs some, got none")
-        cases = product(
-            *(values(op, name) for name in ("head_size", "value_size", "tokens", "batch")),
-            parsed.dtype or ["bf16"],
-            parsed.arch or [None],
-            ahead.DIRECTIONS if parsed.direction == "both" else [parsed.direction],
-            *(values(op, name) for name in ("decay", "state_layout", "decay_bound")),
-            parsed.w_dtype or [None],
-            values(op, "state_dtype", "fp32"),
-        )
-        for head_size, value_size, tokens, batch, dtype, arch, direction, decay, layout, bound, w_dtype, state in cases:
-            found += ahead.call_requests(
-                op, head_size, dtypes[dtype], arch, direction, decay, layout, dtypes.get(w_dtype), dtypes[state], bound,
-                value_size, tokens, batch,
-            )  # fmt: skip
-    return found
+        for case in product(*(values(op, name) for name in names)):
+            requests += ahead.call_requests(op, **dict(zip(names, case, strict=True)))
+    return requests
 
 
 def warm(parsed: argparse.Namespace) -> Outcome:
@@ -175,8 +169,7 @@ def _check_writable(output: str | None, otherwise: str) -> None:
             files.make_directory(folder)
         elif Path(output).is_dir():
             raise IsADirectoryError(None, "it is a directory")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        files.check_writable(folder)
     except files.UntrustedError:
         raise
     except OSError as error:
@@ -209,9 +202,8 @@ def _show_built(result: dict[str, Any]) -> None:
     resources = ("registers", "spill_bytes", "shared_bytes")
     listing.show(result["kernels"], ("name", "arch", *listing.NAMED, *resources, "origin"))
     size = "" if result["bytes"] is None else f", {result['bytes']} bytes"
-    report.say(
-        f"\n{len(result['kernels'])} kernels in {result['path']}{size}, by NVRTC {result['compiler'].split()[0]}"
-    )
+    where, compiled_by = f"{result['path']}{size}", result["compiler"].split()[0]
+    report.say(f"\n{len(result['kernels'])} kernels in {where}, by NVRTC {compiled_by}")
     _show_digest(result)
 
 
@@ -230,18 +222,11 @@ def show(parsed: argparse.Namespace) -> Outcome:
 
     from rwkv_jit import ahead, sass, tensors
 
+    dtype = next(dtype for dtype, name in tensors.STORAGE.items() if name == parsed.dtype)
     kernel = ahead.specialize(
-        parsed.op,
-        parsed.head_size,
-        parsed.value_size,
-        next(dtype for dtype, name in tensors.STORAGE.items() if name == parsed.dtype),
-        parsed.arch,
-        parsed.direction,
-        parsed.backend,
-        parsed.decay,
-        tokens=parsed.tokens,
-        batch=parsed.batch,
-    )
+        parsed.op, parsed.head_size, parsed.value_size, dtype, parsed.arch, parsed.direction, parsed.backend,
+        parsed.decay, tokens=parsed.tokens, batch=parsed.batch,
+    )  # fmt: skip
     result = _about(kernel) | {"resources": {name: asdict(used) for name, used in kernel.resources.items()}}
     if parsed.part == "resources":
         return result, _show_resources
@@ -273,33 +258,29 @@ def cache_path(parsed: argparse.Namespace) -> Outcome:
 
 def cache_list(parsed: argparse.Namespace) -> Outcome:
     """Return what is stored."""
-    return {"on": env.cache_is_on(), "entries": [_row(each) for each in cache.stored()]}, _show_list
+    return {"on": env.cache_is_on(), "entries": [_row(kernel) for kernel in cache.stored()]}, _show_list
 
 
-def _row(each: cache.Stored) -> dict[str, Any]:
-    manifest, path = each.manifest, _path(each)
+def _row(kernel: cache.Stored) -> dict[str, Any]:
+    manifest, path = kernel.manifest, kernel.path
     name, parameters = path.stem.rpartition("-")[0], manifest.get("parameters", {})
     resources = manifest.get("resources", {}).values()
     used = None  # only the user's directory keeps account of it
-    if each.layer.origin == "disk" and path.exists():
+    if kernel.layer.origin == "disk" and path.exists():
         used = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
     return {
-        "layer": each.layer.origin,
-        "arch": each.name.split("/")[0],
+        "layer": kernel.layer.origin,
+        "arch": kernel.name.split("/")[0],
         "name": name,
         **listing.described(name, parameters),
-        "bytes": each.bytes,
+        "bytes": kernel.bytes,
         "last_used": used,
         "registers": max((used["registers"] for used in resources), default=None),
         "spill_bytes": max((used["spill_bytes"] for used in resources), default=None),
-        "state": each.fault or "ok",
+        "state": kernel.state,
         "path": str(path),
         "parameters": parameters,
     }
-
-
-def _path(each: cache.Stored) -> Path:
-    return each.layer.path / each.name
 
 
 def _show_list(result: dict[str, Any]) -> None:
@@ -310,7 +291,7 @@ def _show_list(result: dict[str, Any]) -> None:
     else:
         known = ("layer", "bytes", "last_used", "registers", "spill_bytes", "state")
         listing.show(result["entries"], ("name", "arch", *listing.NAMED, *known))
-        report.say(f"\n{_counted([each['layer'] for each in result['entries']])}")
+        report.say(f"\n{_counted([row['layer'] for row in result['entries']])}")
 
 
 def _counted(layers: Sequence[str]) -> str:
@@ -321,25 +302,23 @@ def _counted(layers: Sequence[str]) -> str:
 
 def cache_show(parsed: argparse.Namespace) -> Outcome:
     """Return the manifests of the entries that are meant."""
-    found = [each for each in cache.stored() if _is_meant(each, parsed.name)]
-    if not found:
+    entries = [
+        {"path": str(kernel.path), "layer": kernel.layer.origin, "state": kernel.state, "manifest": kernel.manifest}
+        for kernel in cache.stored()
+        if _is_meant(kernel, parsed.name)
+    ]
+    if not entries:
         raise CacheError(
             f"name: expected the beginning of a kernel's name, key or file, got {parsed.name!r}; "
             "`rwkv-jit cache list` shows what there is"
         )
-    entries = [
-        {"path": str(_path(each)), "layer": each.layer.origin, "state": each.fault or "ok", "manifest": each.manifest}
-        for each in found
-    ]
     return {"entries": entries}, _show_manifests
 
 
-def _is_meant(each: cache.Stored, given: str) -> bool:
-    path = _path(each)
-    key = each.manifest.get("key") or path.stem.rpartition("-")[2]
-    return str(path) == os.path.abspath(given) or any(
-        name.startswith(given) for name in (path.name, each.name, str(path), key)
-    )
+def _is_meant(kernel: cache.Stored, given: str) -> bool:
+    path = kernel.path
+    names = (path.name, kernel.name, str(path), kernel.manifest.get("key") or path.stem.rpartition("-")[2])
+    return str(path) == os.path.abspath(given) or any(name.startswith(given) for name in names)
 
 
 def _show_manifests(result: dict[str, Any]) -> None:
@@ -352,32 +331,21 @@ def cache_verify(parsed: argparse.Namespace) -> Outcome:
     """Read everything, and say what is damaged or cannot be read."""
     entries = list(cache.stored())
     faults = list(cache.unreadable().items()) if env.cache_is_on() else []
-    faults += [(_path(each), each.fault) for each in entries if each.fault]
-    return {
-        "checked": len(entries),
-        "layers": [each.layer.origin for each in entries],
-        "damaged": [{"path": str(path), "fault": fault} for path, fault in faults],
-        "passed": not faults,
-    }, _show_verified
-
-
-def _show_verified(result: dict[str, Any]) -> None:
-    for each in result["damaged"]:
-        report.say(f"{each['path']}: {each['fault']}")
-    report.say(f"{_counted(result['layers'])} read, {len(result['damaged'])} faults")
+    faults += [(kernel.path, kernel.fault) for kernel in entries if kernel.fault]
+    damaged = [{"path": str(path), "fault": fault} for path, fault in faults]
+    layers = [kernel.layer.origin for kernel in entries]
+    lines = [*("{path}: {fault}".format(**row) for row in damaged), f"{_counted(layers)} read, {len(faults)} faults"]
+    result = {"checked": len(entries), "layers": layers, "damaged": damaged, "passed": not faults}
+    return result, lambda _: report.say("\n".join(lines))
 
 
 def cache_prune(parsed: argparse.Namespace) -> Outcome:
     """Delete damaged entries of the user's directory, and old ones until it is small enough."""
     most = env.cache_max_bytes() if parsed.max_mb is None else int(parsed.max_mb * 2**20)
-    return {
-        "damaged": cache.delete_damaged(),
-        "evicted": cache.prune(most),
-        "entries": len(cache.entries()),
-        "bytes": cache.size(),
-    }, lambda result: report.say(
-        "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes".format(**result)
-    )
+    result = {"damaged": cache.delete_damaged(), "evicted": cache.prune(most)}
+    result |= {"entries": len(cache.entries()), "bytes": cache.size()}
+    text = "{damaged} damaged and {evicted} old kernels deleted; {entries} are left, {bytes} bytes"
+    return result, lambda _: report.say(text.format(**result))
 
 
 def cache_clear(parsed: argparse.Namespace) -> Outcome:
@@ -390,7 +358,9 @@ def cache_clear(parsed: argparse.Namespace) -> Outcome:
 
 def cache_export(parsed: argparse.Namespace) -> Outcome:
     """Write a bundle of what is stored."""
-    chosen = [each for each in cache.stored() if not each.fault and _is_chosen(each.manifest, parsed.op, parsed.arch)]
+    chosen = [
+        kernel for kernel in cache.stored() if not kernel.fault and _is_chosen(kernel.manifest, parsed.op, parsed.arch)
+    ]
     if not chosen and (parsed.op or parsed.arch):
         given = (("--op", parsed.op), ("--arch", parsed.arch))
         wanted = " and ".join(f"{name} {','.join(values)}" for name, values in given if values)
@@ -425,9 +395,6 @@ def cache_import(parsed: argparse.Namespace) -> Outcome:
     if parsed.digest and len(parsed.files) > 1:
         raise ValueError(f"--digest: is that of one bundle, got {len(parsed.files)} files")
     imported = [{"path": file, "kernels": cache.import_bundle(Path(file), parsed.digest)} for file in parsed.files]
-    return {"path": str(env.cache_dir()), "bundles": imported}, _show_imported
-
-
-def _show_imported(result: dict[str, Any]) -> None:
-    for each in result["bundles"]:
-        report.say(f"{each['kernels']} kernels of {each['path']} copied into {result['path']}")
+    into = str(env.cache_dir())
+    lines = [f"{row['kernels']} kernels of {row['path']} copied into {into}" for row in imported]
+    return {"path": into, "bundles": imported}, lambda _: report.say("\n".join(lines))

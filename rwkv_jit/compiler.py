@@ -8,8 +8,9 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -57,10 +58,8 @@ def key_options(target: str) -> tuple[str, ...]:
 def check_arch(arch: str) -> str:
     """Return `arch` if it is written like one.
 
-    Raises
-    ------
-    ValueError
-        It is not of the form sm_90, sm_90a or compute_90, or GPUs so old have no code of their kind alone.
+    Raises ValueError where it is not of the form sm_90, sm_90a or compute_90, or GPUs so old have no code of their
+    kind alone.
     """
     match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
     if match is None:
@@ -74,11 +73,7 @@ def target_for(arch: str, newer: bool = True) -> str:
     """Return what the NVRTC at hand compiles for `arch`: itself, or with `newer` PTX where the GPU is newer than NVRTC.
 
     An NVRTC may know a GPU of a larger number and not this one: sm_103 came after sm_120.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        NVRTC cannot compile for it.
+    Raises UnsupportedConfigError where NVRTC cannot compile for it.
     """
     match = _ARCH.fullmatch(check_arch(arch))
     assert match is not None
@@ -87,7 +82,7 @@ def target_for(arch: str, newer: bool = True) -> str:
     if number in known:
         return arch
     if newer and number > min(max(known), _NEWEST_THAT_ALL_KNOW):
-        target = f"compute_{max(each for each in known if each < number)}"
+        target = f"compute_{max(older for older in known if older < number)}"
         stats.say_once(
             f"{arch} is newer than this NVRTC ({version()}): compiling PTX for {target}, from which the driver "
             "makes the machine code"
@@ -98,23 +93,19 @@ def target_for(arch: str, newer: bool = True) -> str:
         needed = "the CUDA 12 compiler and no NVRTC 13 beside it, which a torch for CUDA 13 brings"
         mend = f"; older GPUs need {needed}: {cuda.INSTALL[12]}"
     raise UnsupportedConfigError(
-        f"arch: NVRTC {version()} compiles for {', '.join(f'sm_{each}' for each in known)}, got {arch}{mend}"
+        f"arch: NVRTC {version()} compiles for {', '.join(f'sm_{number}' for number in known)}, got {arch}{mend}"
     )
 
 
 def compile(rendered: Rendered, arch: str, parameters: Mapping[str, Parameter]) -> Compiled:
     """Compile a rendered template.
 
-    Raises
-    ------
-    UnsupportedConfigError
-        A ``static_assert`` of the template failed: its text is the message.
-    CompileError
-        Anything else that NVRTC refused.
+    Raises UnsupportedConfigError where a ``static_assert`` of the template failed: its text is the message;
+    CompileError for anything else that NVRTC refused.
     """
     target = target_for(arch)
     image, log, seconds = _run(rendered, target, parameters)
-    dynamic = parameters.get("SHARED_BYTES", 0)
+    dynamic = parameters.get("SHARED_BYTES")
     return Compiled(image, target, _parse_resources(log, dynamic if isinstance(dynamic, int) else 0), seconds)
 
 
@@ -174,10 +165,10 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
     place = _PLACE.search(log)
     excerpt = _excerpt(rendered, place[1], int(place[2])) if place else ""
     command = _save_failure(rendered, target)
+    once_more = f"\nonce more: {command}" if command else ""
     error = CompileError(
         f"NVRTC {version()} could not compile {rendered.name} for {target} with {values}\n"
-        f"options: {' '.join(options(target))}\n{excerpt}{log[:_MOST_OF_A_LOG]}"
-        + (f"\nonce more: {command}" if command else "")
+        f"options: {' '.join(options(target))}\n{excerpt}{log[:_MOST_OF_A_LOG]}{once_more}"
     )
     error.command = command
     error.is_lasting = _OF_SOURCE.search(log) is not None
@@ -186,16 +177,13 @@ def _explain(rendered: Rendered, target: str, parameters: Mapping[str, Parameter
 
 def _save_failure(rendered: Rendered, target: str) -> str:
     """Save what did not compile, in a cache directory that lasts or else a folder of its own; return the command."""
+    folders: list[Callable[[], str | Path]] = [partial(tempfile.mkdtemp, prefix="rwkv_jit-")]
     if env.cache_is_lasting():
+        folders.insert(0, partial(cache.source_folder, "failed"))
+    for make in folders:
         with suppress(OSError):
-            return _repeat(cache.source_folder("failed"), rendered, target)
-    with suppress(OSError):
-        return _repeat(Path(tempfile.mkdtemp(prefix="rwkv_jit-")), rendered, target)
+            return shlex.join([sys.executable, str(save_source(Path(make()), rendered, target))])
     return ""
-
-
-def _repeat(folder: Path, rendered: Rendered, target: str) -> str:
-    return shlex.join([sys.executable, str(save_source(folder, rendered, target))])
 
 
 def save_source(folder: Path, rendered: Rendered, target: str) -> Path:
@@ -242,13 +230,12 @@ def _excerpt(rendered: Rendered, file: str, line: int, around: int = 4) -> str:
     """Numbered lines around an error; the template's own numbers start after the `#line 1` of the rendering."""
     head, body = rendered.source.split("#line 1", 1)
     texts = {**dict(rendered.headers), _HEAD: head, f"{rendered.name}.cu": body.split("\n", 1)[1]}
-    text = texts.get(file, "")
-    lines = [each[:_MOST_OF_A_LINE] for each in text.splitlines()]
-    first = max(line - around, 1)
-    numbered = (
-        f"{'>' if n == line else ' '}{n:5} | {lines[n - 1]}" for n in range(first, min(line + around, len(lines)) + 1)
-    )
-    return f"{file}:\n" + "\n".join(numbered) + "\n"
+    numbered = [
+        f"{'>' if number == line else ' '}{number:5} | {text[:_MOST_OF_A_LINE]}\n"
+        for number, text in enumerate(texts.get(file, "").splitlines(), 1)
+        if abs(number - line) <= around
+    ]
+    return f"{file}:\n{''.join(numbered)}"
 
 
 def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
@@ -256,7 +243,7 @@ def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
 
     It knows static shared memory only; `dynamic` is what a kernel without any is launched with.
     """
-    found: dict[str, Resources] = {}
+    resources: dict[str, Resources] = {}
     entry, spills = "", 0
     for line in log.splitlines():
         if match := _ENTRY.search(line):
@@ -265,5 +252,5 @@ def _parse_resources(log: str, dynamic: int) -> dict[str, Resources]:
             spills = int(match[1]) + int(match[2])
         elif match := _REGISTERS.search(line):
             shared = _SHARED.search(line)
-            found[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else dynamic)
-    return found
+            resources[entry] = Resources(int(match[1]), spills, int(shared[1]) if shared else dynamic)
+    return resources

@@ -9,8 +9,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from importlib import import_module, metadata
 from typing import Any
 
@@ -28,25 +28,19 @@ INSTALL = {
 
 def installed_cupy() -> list[str]:
     """Return the CuPy distributions of this environment, e.g. ``["cupy-cuda12x 14.2.0"]``."""
-    found = []
+    wheels = []
     for name in CUPY_WHEELS:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            wheels.append(f"{name} {metadata.version(name)}")
+    return wheels
 
 
 @cache
 def _layer(name: str) -> Any:
-    """Import one of CuPy's thin layers over CUDA, or say which command installs it.
+    """Import one of CuPy's thin layers over CUDA, or say which command installs it: NvrtcNotFoundError.
 
-    CuPy as a whole takes ten times as long, and only its finder of NVRTC imports that.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        No CuPy, two CuPy wheels (they overwrite each other's files), or one that cannot be imported.
+    CuPy as a whole takes ten times as long, and only its finder of NVRTC imports that. Of two CuPy wheels each
+    overwrites files of the other.
     """
     wheels = installed_cupy()
     if len(wheels) > 1:
@@ -97,28 +91,18 @@ def _private_folder() -> str:
     except OSError:
         return os.path.abspath(os.sep)  # is there, and the system's own; the import asks for no more
 
-    def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def keep() -> None:
-        atexit.unregister(remove)
-
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(remove)
     if hasattr(os, "register_at_fork"):
         # A forked child may live longer, and somebody else could take the name.
+        keep = partial(atexit.unregister, remove)
         os.register_at_fork(after_in_parent=keep, after_in_child=keep)
     return folder
 
 
 @cache
 def nvrtc() -> Any:
-    """Return CuPy's NVRTC module with the library loaded.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        The library is not there.
-    """
+    """Return CuPy's NVRTC module with the library loaded. Raises NvrtcNotFoundError where the library is not there."""
     module = _layer("libs.nvrtc")
     try:
         with forks.held_back(), _folder_for_cupy():
@@ -140,11 +124,7 @@ def nvrtc_library() -> str:
 
     CuPy takes what its finder finds, whatever CUDA CuPy is for: a library that is loaded already, else an installed
     one, and of several the newest. The finder remembers what it found.
-
-    Raises
-    ------
-    NvrtcNotFoundError
-        The library is not there, or CuPy is older than the finder.
+    Raises NvrtcNotFoundError where the library is not there, or CuPy is older than the finder.
     """
     nvrtc()
     try:
@@ -203,10 +183,7 @@ class SideStream:
 def load_module(image: bytes, what: str, made_by: str) -> int:
     """Load a cubin or PTX into the current context, and return the driver's handle of the module.
 
-    Raises
-    ------
-    RwkvJitError
-        The driver refuses it: an older driver than the compiler, or another GPU.
+    Raises RwkvJitError where the driver refuses it: an older driver than the compiler, or another GPU.
     """
     try:
         module: int = driver().moduleLoadData(image)
@@ -219,13 +196,7 @@ def load_module(image: bytes, what: str, made_by: str) -> int:
 
 
 def function(module: int, entry: str) -> int:
-    """Return the driver's handle of a kernel in a module.
-
-    Raises
-    ------
-    RwkvJitError
-        There is no kernel of that name.
-    """
+    """Return the driver's handle of a kernel in a module. Raises RwkvJitError where there is no kernel of that name."""
     try:
         handle: int = driver().moduleGetFunction(module, entry)
     except driver().CUDADriverError as error:
@@ -236,10 +207,7 @@ def function(module: int, entry: str) -> int:
 def allow_shared_bytes(function: int, count: int) -> None:
     """Let a kernel have so much dynamic shared memory; it keeps what it was allowed before.
 
-    Raises
-    ------
-    RwkvJitError
-        The GPU does not have as much.
+    Raises RwkvJitError where the GPU does not have as much.
     """
     api = driver()
     try:

@@ -220,8 +220,8 @@ class OwnKernel(kernel.Kernel):
         except TypeError:  # a grid that cannot be one may have no hash
             launch = None
         if launch is None:
-            prepared = self._prepare(grid, block, kinds, arguments, device, entry, shared_bytes, names)
-            launch = _launches.keep(key, prepared)
+            launch = self._prepare(grid, block, kinds, arguments, device, entry, shared_bytes, names)
+            launch = _launches.keep(key, launch)
         try:
             if stream is None:
                 tensors.launch(launch, values)
@@ -255,8 +255,9 @@ class OwnKernel(kernel.Kernel):
         letters = [_LETTERS.get(kind, "Q") for kind in kinds]
         places = list(range(len(kinds)))
         if names:
-            places = self._places(entry, names)
-            letters = self._declared_letters(entry, letters, kinds, names)
+            types = self._declared(entry, names)
+            places = [names.index(name) for name in types]
+            letters = [_as_declared(*x) for x in zip(letters, kinds, map(types.get, names), strict=True)]
         with torch.cuda.device(device):
             if tensors.capturing() and not self.is_loaded(device.index):
                 raise RwkvJitError(
@@ -269,40 +270,25 @@ class OwnKernel(kernel.Kernel):
             values = [(letters[place], Value(place)) for place in places]
             return Launch(self, entry, device.index, blocks, threads, values, shared_bytes)
 
-    def _places(self, entry: str, names: Sequence[str]) -> list[int]:
-        """Return where the kernel's arguments, in its order, are among named ones."""
+    def _declared(self, entry: str, names: Sequence[str]) -> dict[str, str]:
+        """Return the types of the kernel's arguments, in its order, by their names, which are those that were given."""
         declared = self._template.arguments(entry)
         if declared is None:
             raise TypeError(f"{entry}: its arguments cannot be read from the template; pass them in the kernel's order")
-        wanted = [argument.name for argument in declared]
-        missing = [name for name in wanted if name not in names]
-        unknown = [name for name in names if name not in wanted]
-        if missing or unknown:
-            listed = ", ".join(f"{argument.type} {argument.name}" for argument in declared)
-            faults = [*(f"{name} is missing" for name in missing), *(f"{name} is not one of them" for name in unknown)]
+        types = {argument.name: argument.type for argument in declared}
+        faults = [f"{name} is missing" for name in types if name not in names]
+        faults += [f"{name} is not one of them" for name in names if name not in types]
+        if faults:
+            listed = ", ".join(f"{kind} {name}" for name, kind in types.items())
             raise TypeError(f"{entry}: expected arguments named {listed}; {'; '.join(map(short, faults))}")
-        return [names.index(name) for name in wanted]
-
-    def _declared_letters(
-        self, entry: str, letters: Sequence[str], kinds: Sequence[Any], names: Sequence[str]
-    ) -> list[str]:
-        """Return the letters that pass plain numbers as what the kernel declares, and others as what they are."""
-        types = {argument.name: argument.type for argument in self._template.arguments(entry) or ()}
-        changed = []
-        for letter, kind, name in zip(letters, kinds, names, strict=True):
-            declared = LETTERS.get(types[name], "")
-            is_number = kind in (int, float) and (
-                declared in ("f", "d") or (kind is int and declared in ("q", "i", "I"))
-            )
-            changed.append(declared if is_number else letter)
-        return changed
+        return types
 
     def _entry_named(self, entry: str | None) -> str:
-        found = list(self.resources) or _ENTRY.findall(self.ptx)  # the compiler tells no resources of PTX
-        named = [name for name in found if not name.startswith("_Z")]
+        entries = list(self.resources) or _ENTRY.findall(self.ptx)  # the compiler tells no resources of PTX
+        named = [name for name in entries if not name.startswith("_Z")]
         if entry is None and len(named) == 1:
             return named[0]
-        if entry is not None and entry in found:
+        if entry is not None and entry in entries:
             return entry
         got = "none is named" if entry is None else f"got {brief(entry)}"
         raise ValueError(f'entry: expected one of the extern "C" kernels of {self.name}, {", ".join(named)}; {got}')
@@ -315,6 +301,13 @@ def _parameter(name: str, value: Any) -> Any:
     return value.item() if isinstance(value, numpy.generic) else value
 
 
+def _as_declared(letter: str, kind: Any, declared_type: str | None) -> str:
+    """Return the letter that passes a plain number as what the kernel declares, and all else as what it is."""
+    declared = LETTERS.get(declared_type or "", "")
+    legal = {int: "qiIfd", float: "fd"}.get(kind, "")
+    return declared if declared and declared in legal else letter
+
+
 def _called(place: int, names: Sequence[str]) -> str:
     """Return what messages call an argument."""
     return names[place] if names else f"argument {place + 1}"
@@ -322,11 +315,10 @@ def _called(place: int, names: Sequence[str]) -> str:
 
 def _out_of_range(arguments: Sequence[Any], names: Sequence[str]) -> ValueError:
     """Return the error for an int that has no room where it is to go."""
-    for place, x in enumerate(arguments):
-        if type(x) is int and not -(2**63) <= x < 2**63:
-            return ValueError(f"{_called(place, names)}: expected an int of 64 bits, got {brief(x)}")
-    wide = [place for place, x in enumerate(arguments) if type(x) is int and not -(2**31) <= x < 2**31]
-    return ValueError(f"{_called(wide[0], names)}: expected an int of 32 bits, got {brief(arguments[wide[0]])}")
+    ints = [(place, x) for place, x in enumerate(arguments) if type(x) is int]
+    bits = 64 if any(not -(2**63) <= x < 2**63 for _, x in ints) else 32
+    place, x = next((place, x) for place, x in ints if not -(2 ** (bits - 1)) <= x < 2 ** (bits - 1))
+    return ValueError(f"{_called(place, names)}: expected an int of {bits} bits, got {brief(x)}")
 
 
 def _as_tensor(called: str, x: Any) -> Tensor:
@@ -379,10 +371,10 @@ def _passed_as(x: Any) -> str:
 
 
 def _raw_stream(stream: Any) -> int:
-    for name in ("cuda_stream", "ptr"):
-        if hasattr(stream, name):
-            return int(getattr(stream, name))
-    if isinstance(stream, int):
-        return stream
-    got = type(stream).__name__
-    raise TypeError(f"stream: expected a torch.cuda.Stream, an object with cuda_stream or ptr, or an int, got {got}")
+    raw = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
+    if raw is stream and not isinstance(stream, int):
+        got = type(stream).__name__
+        raise TypeError(
+            f"stream: expected a torch.cuda.Stream, an object with cuda_stream or ptr, or an int, got {got}"
+        )
+    return int(raw)

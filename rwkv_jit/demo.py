@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, softplus
 
 from rwkv_jit import ahead, bench, env, identity, kernel, machine, report
+from rwkv_jit.bench import cases, timing
 from rwkv_jit.cache import installed
 from rwkv_jit.errors import NvrtcNotFoundError
 from rwkv_jit.ops import table
@@ -54,19 +54,19 @@ def run() -> dict[str, Any]:
     """
     device = "cuda" if machine.is_available() else "cpu"
     compiled_by = missing = None
-    compiles: list[list[Job]] = []
+    groups: list[list[Job]] = []
     try:
         compiled_by = f"NVRTC {identity.version()}"
-        compiles = _compiles(default_arch())
+        groups = _compiles(default_arch())
     except NvrtcNotFoundError as error:
         missing = str(error)
-    calls: list[Job] = [
-        partial(_call, op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES
-    ]
+    groups.append(
+        [partial(_call, op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES]
+    )
     results: list[list[dict[str, Any]]] = []
+    finished, total = 0, sum(map(len, groups))
     with report.progress("compiling, then calling") as tell:
-        finished, total = 0, sum(map(len, [*compiles, calls]))
-        for jobs in [*compiles, calls]:
+        for jobs in groups:
             results.append([])
             with empty_cache():  # wkv5 and wkv6 share a kernel
                 for job in jobs:
@@ -128,38 +128,35 @@ def _compiles(arch: str | None) -> list[list[Job]]:
 
 
 def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -> dict[str, Any]:
-    """Ask for the kernel of a direction; those of timex go by batch and tokens, and are those of the timed calls."""
+    """Ask for the kernel of a direction three times: it is compiled, read from disk, found in memory.
+
+    Those of timex go by batch and tokens, and are those of the timed calls.
+    """
     decay = bench.OPTIONS.get(op, {}).get("decay")
     batch, tokens = TIMED_SHAPES["cuda"][:2] if op == "timex" else (None, None)
-    made = ahead.named(
+    named = ahead.named(
         op, head_size, None, torch.bfloat16, arch, direction, "auto", decay, None, None, tokens, batch, {}
     )
-    return _ask_for(made.request, op=op, head_size=head_size, direction=direction, backend=made.problem.backend)
-
-
-def _ask_for(request: kernel.Request, **known: Any) -> dict[str, Any]:
-    """Ask for one kernel three times: it is compiled, read from disk, found in memory."""
 
     def ask() -> tuple[kernel.Kernel, float]:
         started = time.perf_counter()
-        found = kernel.get(request)
-        return found, 1e3 * (time.perf_counter() - started)
+        made = kernel.get(named.request)
+        return made, 1e3 * (time.perf_counter() - started)
 
     compiled, compile_ms = ask()
     kernel.forget()
     from_disk, disk_ms = ask()
     from_memory, memory_ms = ask()
     return {
-        **known,
-        "arch": compiled.arch,
-        "target": compiled.target,
+        "op": op,
+        "head_size": head_size,
+        "direction": direction,
+        "backend": named.problem.backend,
         "origins": [compiled.origin, from_disk.origin, from_memory.origin],
         "compile_ms": compile_ms,
         "disk_ms": disk_ms,
         "memory_ms": memory_ms,
-        "registers": compiled.registers,
-        "spill_bytes": compiled.spill_bytes,
-        "shared_bytes": compiled.shared_bytes,
+        **{name: getattr(compiled, name) for name in ("arch", "target", "registers", "spill_bytes", "shared_bytes")},
     }
 
 
@@ -195,45 +192,26 @@ def _call(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> di
     function, _ = OPS[op]
     inputs, dy = _inputs(op, TIMED_SHAPES[device], head_size, dtype, device)
     constants = [x.detach() for x in inputs]
+    median_ms = timing.median_ms if device == "cuda" else lambda call: statistics.median(timing.cpu_ms(call, 3))
     return {
         "op": op,
         "head_size": head_size,
         "dtype": str(dtype).removeprefix("torch."),
         **checked,
-        "forward_ms": _median_ms(lambda: function(*constants), device),
-        "forward_backward_ms": _median_ms(lambda: _run_both_ways(function, inputs, dy), device),
+        "forward_ms": median_ms(lambda: function(*constants)),
+        "forward_backward_ms": median_ms(lambda: _run_both_ways(function, inputs, dy)),
     }
 
 
 def _inputs(
-    op: str, shape: tuple[int, int, int], head_size: int | None, dtype: torch.dtype, device: str
+    op: str, sizes: tuple[int, int, int], head_size: int | None, dtype: torch.dtype, device: str
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the arguments of an op as leaves, with decays and a correction like a trained model's, and dy."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator)
-
-    if head_size is None:  # channels of as many heads
-        batch, tokens, channels = *shape[:2], shape[2] * HEAD_SIZES[0]
-        k, v, dy = (normal(batch, tokens, channels) for _ in range(3))
-        without_heads = (torch.linspace(-6, 1, channels), normal(channels), k, v)
-        return [x.to(device, dtype).requires_grad_() for x in without_heads], dy.to(device, dtype)
-    if op == "timex":
-        batch, tokens, heads = shape
-        sizes = (heads * head_size, tokens), (batch, heads * head_size, tokens)
-        w, k, dy = normal(*sizes[0]), normal(*sizes[1]), normal(*sizes[1])
-        return [x.to(device, dtype).requires_grad_() for x in (w, k)], dy.to(device, dtype)
-    r, k, v, x, direction, rate, dy = (normal(*shape, head_size) for _ in range(7))
-    kk = normalize(direction, dim=-1)
-    given = {
-        "wkv5": (r, k, v, -softplus(-x[0, 0]) - 0.5, normal(shape[2], head_size)),
-        "wkv6": (r, k, v, -softplus(-x) - 0.5, normal(shape[2], head_size)),
-        "wkv7": (r, x, k, v, -kk, kk * torch.sigmoid(rate)),
-        "gla": (r, k, v, logsigmoid(x) / 16),
-        "linear_attention": (r, k, v),
-    }[op]
-    return [x.to(device, dtype).requires_grad_() for x in given], dy.to(device, dtype)
+    """Return the arguments of an op as leaves, and dy: like a model's, and the same in every run on any machine."""
+    size = head_size or HEAD_SIZES[0]  # of an op without heads, the channels of as many
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        given = cases.given_for(cases.Case(op, (*sizes, size, size), dtype), "cpu")
+    return [x.detach().to(device).requires_grad_() for x in given.inputs], given.dy.to(device)
 
 
 def _run_both_ways(function: Callable[..., Any], inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
@@ -246,27 +224,16 @@ def _relative_error(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
 
 
-def _median_ms(function: Callable[[], object], device: str) -> float:
-    if device == "cpu":
-        return statistics.median(_wall_ms(function) for _ in range(3))
-    for _ in range(3):
-        function()
-    spans = []
-    for _ in range(20):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    times: list[float] = [begin.elapsed_time(end) for begin, end in spans]
-    return statistics.median(times)
-
-
-def _wall_ms(function: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - started)
+_KERNELS = {
+    "op": "{op}", "head size": "{head_size}", "direction": "{direction}", "backend": "{backend}",
+    "compile ms": "{compile_ms:.0f}", "disk ms": "{disk_ms:.2f}", "memory ms": "{memory_ms:.3f}",
+    "registers": "{registers}", "spill B": "{spill_bytes}", "shared B": "{shared_bytes}",
+}  # fmt: skip
+_CALLS = {
+    "op": "{op}", "head size": "{head_size}", "dtype": "{dtype}", "error y": "{error:.1e}",
+    "error grads": "{gradient_error:.1e}", "limit": "{limit:.0e}", "first call ms": "{first_call_ms:.0f}",
+    "forward ms": "{forward_ms:.3f}", "fwd + bwd ms": "{forward_backward_ms:.3f}",
+}  # fmt: skip
 
 
 def show(result: dict[str, Any]) -> None:
@@ -280,21 +247,7 @@ def show(result: dict[str, Any]) -> None:
             report.say("(the driver makes the machine code from PTX, so its registers are not known here)")
         if not result["on_gpu"]:
             report.say("(there is no GPU here: they are compiled, not run)")
-        report.table(
-            (
-                "op", "head size", "direction", "backend", "compile ms", "disk ms", "memory ms", "registers", "spill B",
-                "shared B",
-            ),
-            [
-                (
-                    record["op"], record["head_size"] or "-", record["direction"], record["backend"],
-                    f"{record['compile_ms']:.0f}", f"{record['disk_ms']:.2f}", f"{record['memory_ms']:.3f}",
-                    record["registers"], record["spill_bytes"], record["shared_bytes"],
-                )
-                for record in result["kernels"]
-            ],
-            ("shared B", "spill B", "registers"),
-        )  # fmt: skip
+        report.records(_KERNELS, result["kernels"], ("shared B", "spill B", "registers"))
         print()
     else:
         report.say(f"No CUDA kernel can be compiled here: {result['missing']}\n")
@@ -304,25 +257,10 @@ def show(result: dict[str, Any]) -> None:
     report.say(f"Calls run {ran}.")
     report.say(f"Relative L2 error against float64 at {checked}; median time of a call at {timed}")
     # On the CPU a first call compiles nothing, so its time would say nothing.
-    first_call = ("first call ms",) if result["on_gpu"] else ()
-    report.table(
-        ("op", "head size", "dtype", "error y", "error grads", "limit", *first_call, "forward ms", "fwd + bwd ms"),
-        [
-            (
-                call["op"], call["head_size"] or "-", call["dtype"], f"{call['error']:.1e}",
-                f"{call['gradient_error']:.1e}", f"{call['limit']:.0e}",
-                *[f"{call['first_call_ms']:.0f}" for _ in first_call], f"{call['forward_ms']:.3f}",
-                f"{call['forward_backward_ms']:.3f}",
-            )
-            for call in result["calls"]
-        ],
-        ("limit",),
-    )  # fmt: skip
+    columns = {title: form for title, form in _CALLS.items() if result["on_gpu"] or title != "first call ms"}
+    report.records(columns, result["calls"], ("limit",))
     print()
-    if first_call:
+    if result["on_gpu"]:
         report.say("A first call compiles forward and backward side by side, loads them and runs both.")
     report.say(f"Errors are {'within' if result['passed'] else 'ABOVE'} the limits.")
-    cache = result["cache"]
-    report.say(
-        f"Your kernel cache was not touched: {cache['path']}, {cache['entries']} kernels, {cache['bytes']} bytes."
-    )
+    report.say("Your kernel cache was not touched: {path}, {entries} kernels, {bytes} bytes.".format(**result["cache"]))

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import shutil
-import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rwkv_jit import __version__, cache, compiler, cuda, env, identity, kernel, kernel_wheels, report
 from rwkv_jit.cache import files, lock
-from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
+from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError, reason
 
 HEAD_SIZE, TOKENS, BATCH = 16, 256, 8  # compile fast
 OLDEST_TORCH = (2, 6)  # the bound of the package
@@ -38,22 +38,24 @@ def run() -> dict[str, Any]:
     dict
         findings: dicts of name, state, text and mend; passed: whether none is an error.
     """
-    findings = [finding for check in _CHECKS for finding in _guarded(check)]
-    return {
-        "findings": [finding._asdict() for finding in findings],
-        "passed": all(finding.state != "error" for finding in findings),
-    }
+    findings = [finding._asdict() for check in _CHECKS for finding in _guarded(check)]
+    return {"findings": findings, "passed": all(finding["state"] != "error" for finding in findings)}
 
 
 def show(result: dict[str, Any]) -> None:
     """Print what `run` returned; commands stand on lines of their own, to be copied."""
-    findings = [Finding(**finding) for finding in result["findings"]]
-    report.table(("check", "state", "found"), [finding[:3] for finding in findings])
+    findings = result["findings"]
+    report.records({"check": "{name}", "state": "{state}", "found": "{text}"}, findings)
     for finding in findings:
-        if finding.mend:
-            print(f"\n{finding.name}: {finding.text}\n    {finding.mend}")
-    counts = [sum(finding.state == state for finding in findings) for state in ("error", "warning")]
-    print(f"\nErrors: {counts[0]}, warnings: {counts[1]}.")
+        if finding["mend"]:
+            print("\n{name}: {text}\n    {mend}".format(**finding))
+    states = Counter(finding["state"] for finding in findings)
+    print(f"\nErrors: {states['error']}, warnings: {states['warning']}.")
+
+
+def _finding(name: str, text: str, mend: str = "") -> Finding:
+    """Return what is well, or a warning where there is something to mend."""
+    return Finding(name, "warning" if mend else "ok", text, mend)
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -67,7 +69,7 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def _package() -> Iterator[Finding]:
-    yield Finding("package", "ok", f"rwkv_jit {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield _finding("package", f"rwkv_jit {__version__}, Python {platform.python_version()}, {platform.platform()}")
 
 
 def _gpus() -> Iterator[Finding]:
@@ -79,18 +81,16 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("torch", "error", text, f'pip install --upgrade "torch>={oldest}"')
     elif torch.version.cuda is None:
         mend = "to run kernels, install a torch with CUDA: https://pytorch.org/get-started/locally"
-        yield Finding("torch", "warning", f"{torch.__version__}, without CUDA", mend)
+        yield _finding("torch", f"{torch.__version__}, without CUDA", mend)
     else:
-        yield Finding("torch", "ok", f"{torch.__version__}, for CUDA {torch.version.cuda}")
+        yield _finding("torch", f"{torch.__version__}, for CUDA {torch.version.cuda}")
     for index in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(index).total_memory >> 30
-        name = f"{torch.cuda.get_device_name(index)}, {_arch_of(index)}, {memory} GiB"
-        yield Finding(f"GPU {index}", "ok", name)
+        yield _finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_arch_of(index)}, {memory} GiB")
     if not torch.cuda.device_count():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        text = "torch sees none: kernels can be compiled here, but not run"
-        mend = "see what nvidia-smi says" if visible is None else "unset CUDA_VISIBLE_DEVICES"
-        yield Finding("GPU", "warning", text, mend)
+        is_hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+        mend = "unset CUDA_VISIBLE_DEVICES" if is_hidden else "see what nvidia-smi says"
+        yield _finding("GPU", "torch sees none: kernels can be compiled here, but not run", mend)
 
 
 def _arch_of(index: int) -> str:
@@ -109,14 +109,14 @@ def _compiler() -> Iterator[Finding]:
 
     wheels = cuda.installed_cupy()
     cuda.nvrtc()
-    yield Finding("CuPy", "ok", ", ".join(wheels) or "not from a wheel")
+    yield _finding("CuPy", ", ".join(wheels) or "not from a wheel")
     built_for = re.search(r"cuda(\d+)x", " ".join(wheels))
     if built_for and torch.version.cuda:
         text = f"CUDA {built_for[1]} and CUDA {torch.version.cuda.split('.')[0]}"
         share = "; they need not agree: one primary context serves both, and cubins go through the driver"
-        yield Finding("CuPy and torch", "ok", text + share)
+        yield _finding("CuPy and torch", text + share)
     yield _nvrtc()
-    yield from (Finding("NVRTC library", "ok", path) for path in identity.libraries())
+    yield from (_finding("NVRTC library", path) for path in identity.libraries())
     yield from _driver()
     yield from map(_arch, _archs())
 
@@ -126,7 +126,7 @@ def _nvrtc() -> Finding:
 
     version, oldest = identity.version(), ".".join(map(str, cuda.OLDEST_NVRTC))
     if not _is_too_old(version):
-        return Finding("NVRTC", "ok", identity.identity())
+        return _finding("NVRTC", identity.identity())
     mend = f"{cuda.INSTALL[12]} --upgrade"
     if torch.version.cuda and _numbers(torch.version.cuda) == _numbers(version):
         mend = 'pip install --upgrade "torch>={}.{}"'.format(*OLDEST_TORCH)  # which brings its own
@@ -150,15 +150,15 @@ def _instead(major: int) -> str:
 def _driver() -> Iterator[Finding]:
     driver, nvrtc = cuda.driver_version(), identity.version()
     if driver == "none":
-        yield Finding("driver", "warning", "there is no NVIDIA driver", "to run kernels, install NVIDIA's driver")
+        yield _finding("driver", "there is no NVIDIA driver", "to run kernels, install NVIDIA's driver")
         return
-    yield Finding("driver", "ok", f"supports CUDA {driver}")
+    yield _finding("driver", f"supports CUDA {driver}")
     needed = int(nvrtc.split(".")[0])
     if needed > int(driver.split(".")[0]):
         text = f"cubins of NVRTC {nvrtc} need a driver for CUDA {needed}, this one is for {driver}"
-        yield Finding("NVRTC and driver", "warning", text, _instead(12))
+        yield _finding("NVRTC and driver", text, _instead(12))
     else:
-        yield Finding("NVRTC and driver", "ok", f"the driver loads cubins of NVRTC {nvrtc}")
+        yield _finding("NVRTC and driver", f"the driver loads cubins of NVRTC {nvrtc}")
 
 
 def _archs() -> list[str]:
@@ -177,39 +177,33 @@ def _arch(arch: str) -> Finding:
     except ValueError as error:
         return Finding("architecture", "error", *_text_and_mend(str(error), "unset RWKVJIT_ARCH"))
     if target == arch:
-        return Finding("architecture", "ok", f"NVRTC compiles for {arch}")
+        return _finding("architecture", f"NVRTC compiles for {arch}")
     text = f"NVRTC {identity.version()} does not know {arch}: the driver makes its code from PTX of {target}"
-    return Finding("architecture", "warning", text, _instead(13))
+    return _finding("architecture", text, _instead(13))
 
 
 def _cache() -> Iterator[Finding]:
-    if env.cache_fault():
-        fault, mend = _text_and_mend(env.cache_fault(), "unset RWKVJIT_CACHE_DIR")
-        yield Finding("cache", "warning", f"off, {fault}: every process compiles its kernels", mend)
-        return
     if not env.cache_is_on():
-        yield Finding("cache", "warning", "off: every process compiles its kernels", "unset RWKVJIT_CACHE")
+        fault = f", {env.cache_fault()}" if env.cache_fault() else ""
+        text, mend = _text_and_mend(f"off{fault}", f"unset RWKVJIT_CACHE{'_DIR' if fault else ''}")
+        yield _finding("cache", f"{text}: every process compiles its kernels", mend)
         return
     root = env.cache_dir()
     fault = _write_fault(root)
     if fault:
-        yield Finding(
-            "cache directory", "error", *_text_and_mend(fault, "set RWKVJIT_CACHE_DIR to a directory of your own")
-        )
+        mend = "set RWKVJIT_CACHE_DIR to a directory of your own"
+        yield Finding("cache directory", "error", *_text_and_mend(fault, mend))
         return
     size, free, most = cache.size(), shutil.disk_usage(root).free, env.cache_max_bytes()
-    yield Finding("cache directory", "ok", f"{root}, {len(cache.entries())} kernels, {size >> 20} MiB")
+    yield _finding("cache directory", f"{root}, {len(cache.entries())} kernels, {size >> 20} MiB")
     kind = lock.network_file_system(root)
     if kind:
         text = f"{root} is on a network file system ({kind}): it works, but slower"
-        yield Finding("cache file system", "warning", text, "set RWKVJIT_CACHE_DIR to a directory of this node")
+        yield _finding("cache file system", text, "set RWKVJIT_CACHE_DIR to a directory of this node")
     else:
-        yield Finding("cache file system", "ok", "a disk of this node")
+        yield _finding("cache file system", "a disk of this node")
     text = f"{free >> 20} MiB free; kernels may take {most >> 20} MiB"
-    if free + size < most:
-        yield Finding("cache space", "warning", text, "free some, or set RWKVJIT_CACHE_MAX_MB to less")
-    else:
-        yield Finding("cache space", "ok", text)
+    yield _finding("cache space", text, "free some, or set RWKVJIT_CACHE_MAX_MB to less" if free + size < most else "")
     yield from _layers()
     yield from _locks()
 
@@ -218,12 +212,11 @@ def _write_fault(folder: Path, is_private: bool = False) -> str:
     """Write a small file, as the cache would, and delete it; return what is wrong."""
     try:
         files.make_directory(folder, is_private)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"rwkv_jit")
+        files.check_writable(folder)
     except files.UntrustedError as error:
         return str(error)
     except OSError as error:
-        return f"{folder} cannot be written: {error.strerror or error}"
+        return f"{folder} cannot be written: {reason(error)}"
     return ""
 
 
@@ -241,11 +234,11 @@ def _layers() -> Iterator[Finding]:
     wheels = kernel_wheels.listed()
     for layer in cache.layers()[1:]:
         if layer.path not in faults and layer.path not in {wheel.path for wheel in wheels}:
-            yield Finding("cache layer", "ok", f"{layer.path}, {len(layer.names())} kernels")
+            yield _finding("cache layer", f"{layer.path}, {len(layer.names())} kernels")
     for wheel in wheels:
         if wheel.path not in faults:
             mend = "" if wheel.usable else f"install the {wheel.name} of rwkv_jit {__version__}"
-            yield Finding("kernel wheel", "warning" if mend else "ok", f"{wheel.name} {wheel.text}", mend)
+            yield _finding("kernel wheel", f"{wheel.name} {wheel.text}", mend)
 
 
 def _locks() -> Iterator[Finding]:
@@ -254,19 +247,19 @@ def _locks() -> Iterator[Finding]:
     fault = f"{folder} is on a network file system ({kind})" if kind else _write_fault(folder, is_private=True)
     if fault:
         text, mend = _text_and_mend(fault, "set TMPDIR to a directory of this node")
-        yield Finding("locks", "warning", f"{text}: every process compiles for itself", mend)
+        yield _finding("locks", f"{text}: every process compiles for itself", mend)
     else:
-        yield Finding("locks", "ok", str(folder))
+        yield _finding("locks", str(folder))
 
 
 def _variables() -> Iterator[Finding]:
     for name, value in env.set_variables().items():
-        yield Finding("setting", "ok", f"{name}={value}: {env.DESCRIPTIONS[name]}")
+        yield _finding("setting", f"{name}={value}: {env.DESCRIPTIONS[name]}")
     for name in sorted(os.environ):
         if name.startswith("RWKVJIT_") and name not in env.DESCRIPTIONS:
             near = difflib.get_close_matches(name, env.DESCRIPTIONS, n=1)
             mend = f"is {near[0]} meant?" if near else f"there are: {', '.join(env.DESCRIPTIONS)}"
-            yield Finding("setting", "warning", f"{name} is no variable of rwkv_jit and does nothing", mend)
+            yield _finding("setting", f"{name} is no variable of rwkv_jit and does nothing", mend)
 
 
 def _ops() -> Iterator[Finding]:
@@ -284,7 +277,7 @@ def _ops() -> Iterator[Finding]:
                 yield Finding(f"compile {name}", "error", str(error))
                 continue
             text = f"{made.target}: {made.registers} registers, {made.spill_bytes} bytes spilled"
-            yield Finding(f"compile {name}", "ok", f"{text}, {1e3 * made.compile_seconds:.0f} ms")
+            yield _finding(f"compile {name}", f"{text}, {1e3 * made.compile_seconds:.0f} ms")
         if torch.cuda.is_available():
             yield from (_run_op(op) for op in demo.OPS)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from rwkv_jit.errors import brief
@@ -39,10 +39,7 @@ _NOWHERE = Path(os.devnull) / "rwkv_jit"  # can neither be read nor made
 def check() -> None:
     """Check the variables that are read after a kernel has been compiled, before one is.
 
-    Raises
-    ------
-    ValueError
-        Naming a variable that is set to something it cannot be.
+    Raises ValueError naming a variable that is set to something it cannot be.
     """
     for read in (cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, cache_max_bytes, log_level):
         read()
@@ -56,6 +53,19 @@ def _is_on(name: str, default: bool = False) -> bool:
     if is_on is None:
         raise ValueError(f"{name}: expected 0 or 1 (or false, no, off; true, yes, on), got {brief(text)}")
     return is_on
+
+
+# Whether directories and files that others own or may write are trusted, a compile is an error, kernels carry line
+# numbers, and the source of compiled kernels is kept.
+cache_is_shared = partial(_is_on, "RWKVJIT_CACHE_SHARED")
+assert_cached = partial(_is_on, "RWKVJIT_ASSERT_CACHED")
+lineinfo = partial(_is_on, "RWKVJIT_LINEINFO")
+keep_source = partial(_is_on, "RWKVJIT_KEEP_SOURCE")
+
+
+def arch() -> str | None:
+    """Return the architecture that replaces the GPU's own."""
+    return os.environ.get("RWKVJIT_ARCH") or None
 
 
 def cache_dir() -> Path:
@@ -100,14 +110,9 @@ def cache_is_lasting() -> bool:
 
 def cache_path() -> list[Path]:
     """Return the directories and bundles that kernels are read from after the user's directory."""
+    # Of a user that there is not, "~name" stays as it is: reading it says that it is not there.
     parts = os.environ.get("RWKVJIT_CACHE_PATH", "").split(os.pathsep)
-    return [_expanded(part) for part in parts if part]
-
-
-def _expanded(part: str) -> Path:
-    with suppress(RuntimeError):  # of a user that there is not; reading it says that it is not there
-        return Path(part).expanduser()
-    return Path(part)
+    return [Path(os.path.expanduser(part)) for part in parts if part]
 
 
 def cache_is_on() -> bool:
@@ -118,10 +123,7 @@ def cache_is_on() -> bool:
 def cache_max_bytes() -> int:
     """Return the size that the user's directory is kept below.
 
-    Raises
-    ------
-    ValueError
-        It is set to something else than a number of at least 0.
+    Raises ValueError where it is set to something else than a number of at least 0.
     """
     text = os.environ.get("RWKVJIT_CACHE_MAX_MB") or "512"
     try:
@@ -133,38 +135,10 @@ def cache_max_bytes() -> int:
     return int(size)
 
 
-def cache_is_shared() -> bool:
-    """Return whether directories and files that others own or may write are trusted."""
-    return _is_on("RWKVJIT_CACHE_SHARED")
-
-
-def arch() -> str | None:
-    """Return the architecture that replaces the GPU's own."""
-    return os.environ.get("RWKVJIT_ARCH") or None
-
-
-def assert_cached() -> bool:
-    """Return whether a compile is an error."""
-    return _is_on("RWKVJIT_ASSERT_CACHED")
-
-
-def lineinfo() -> bool:
-    """Return whether kernels carry line numbers."""
-    return _is_on("RWKVJIT_LINEINFO")
-
-
-def keep_source() -> bool:
-    """Return whether the source of compiled kernels is kept."""
-    return _is_on("RWKVJIT_KEEP_SOURCE")
-
-
 def log_level() -> str | None:
     """Return the level asked for, in logging's capitals.
 
-    Raises
-    ------
-    ValueError
-        It is set to something else than a level.
+    Raises ValueError where it is set to something else than a level.
     """
     text = os.environ.get("RWKVJIT_LOG")
     if not text:
@@ -193,16 +167,19 @@ def set_variables() -> dict[str, str]:
 
 def spans_nodes() -> bool:
     """Return whether torchrun, which sets these two variables, has started ranks on other nodes too."""
-    try:
-        return int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return False
+    ranks, of_node = _numbers("WORLD_SIZE", "LOCAL_WORLD_SIZE") or (0, 0)
+    return ranks > of_node
 
 
 def place_among_ranks() -> float:
     """Return where this process stands among those that torchrun started on its node, from 0 to less than 1."""
-    try:
-        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return 0.0
+    rank, ranks = _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE") or (0, 0)
     return rank / ranks if 0 <= rank < ranks else 0.0
+
+
+def _numbers(*names: str) -> list[int] | None:
+    """Return what variables that are not ours hold, or None where one of them is no number."""
+    try:
+        return [int(os.environ[name]) for name in names]
+    except (KeyError, ValueError):
+        return None

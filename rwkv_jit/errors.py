@@ -21,6 +21,11 @@ def brief(value: object, most: int = 200) -> str:
         return f"a value of type {type(value).__name__} that cannot be printed"
 
 
+def reason(error: OSError) -> str:
+    """Return what the system says of an error, without number and path."""
+    return error.strerror or str(error)
+
+
 class RwkvJitError(RuntimeError):
     """Base of all errors of this package."""
 

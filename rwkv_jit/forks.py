@@ -65,14 +65,6 @@ def held_back() -> Iterator[None]:
         _gate.leave()  # in a child that the work itself has forked, another one
 
 
-def _before() -> None:
-    _gate.shut()
-
-
-def _after_in_parent() -> None:
-    _gate.open()
-
-
 def _after_in_child() -> None:
     """Begin anew: whoever else waited at the gate or was inside does not exist here."""
     global _gate
@@ -83,4 +75,7 @@ def _after_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+    # The names are looked up at the fork: in a child there is another gate.
+    os.register_at_fork(
+        before=lambda: _gate.shut(), after_in_parent=lambda: _gate.open(), after_in_child=_after_in_child
+    )

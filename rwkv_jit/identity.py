@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from rwkv_jit import cuda, env
 from rwkv_jit.cache import read_note, write_note
@@ -45,19 +45,15 @@ def assumed_identity() -> str | None:
     root = env.cache_dir()
     if root not in _assumed:
         note = read_note(root, _note_name())
-        if not _is_current(note):
+        libraries = note.get("libraries", {})
+        try:
+            is_current = bool(libraries) and all(_stamp(path) == stamp for path, stamp in libraries.items())
+        except OSError:  # a library is gone
+            is_current = False
+        if not (is_current and note.get("identity")):
             return None
-        _assumed[root] = str(note["identity"])
+        _assumed[root] = note["identity"]
     return _assumed[root]
-
-
-def _is_current(note: dict[str, Any]) -> bool:
-    try:
-        return bool(note["identity"] and note["libraries"]) and all(
-            _stamp(path) == stamp for path, stamp in note["libraries"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def _stamp(path: str) -> list[int]:
@@ -73,7 +69,7 @@ def _note_name() -> str:
 def _build_id(path: str) -> str:
     """Return the GNU build-id of a 64-bit ELF library; where it carries none, the hash of the file."""
     with open(path, "rb") as file:
-        for kind, name, text in _elf_notes(file.read(64), file):
+        for kind, name, text in _elf_notes(file):
             if kind == 3 and name == b"GNU\0":
                 return text.hex()
         file.seek(0)
@@ -83,21 +79,20 @@ def _build_id(path: str) -> str:
         return digest.hexdigest()
 
 
-def _elf_notes(header: bytes, file: object) -> Iterator[tuple[int, bytes, bytes]]:
+def _elf_notes(file: BinaryIO) -> Iterator[tuple[int, bytes, bytes]]:
+    header = file.read(64)
     if header[:5] != b"\x7fELF\x02":
         return
     table, entry_size, count = struct.unpack_from("<32xQ14xHH", header)
     for index in range(count):
-        file.seek(table + index * entry_size)  # type: ignore[attr-defined]
-        kind, offset, size = struct.unpack("<I4xQ16xQ", file.read(40))  # type: ignore[attr-defined]
+        file.seek(table + index * entry_size)
+        kind, offset, size = struct.unpack("<I4xQ16xQ", file.read(40))
         if kind != 4:  # PT_NOTE
             continue
-        file.seek(offset)  # type: ignore[attr-defined]
-        notes = file.read(size)  # type: ignore[attr-defined]
-        at = 0
+        file.seek(offset)
+        notes, at = file.read(size), 0
         while at + 12 <= len(notes):
             name_size, text_size, note_kind = struct.unpack_from("<III", notes, at)
-            name_end = at + 12 + name_size
             text_start = at + 12 + (name_size + 3) // 4 * 4
-            yield note_kind, notes[at + 12 : name_end], notes[text_start : text_start + text_size]
+            yield note_kind, notes[at + 12 :][:name_size], notes[text_start:][:text_size]
             at = text_start + (text_size + 3) // 4 * 4

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from rwkv_jit import cache, compiler, cuda, env, identity, stats
-from rwkv_jit.cache import Compiled
+from rwkv_jit.cache import Compiled, Resources
 from rwkv_jit.errors import CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError, brief
 from rwkv_jit.template import Parameter, Rendered, Template
 
@@ -38,6 +38,9 @@ class Kernel:
         or "bundle".
     compiler : str
         The NVRTC that made it: version and build-ids.
+    registers, spill_bytes, shared_bytes : int
+        Registers and bytes of spill stores and loads of a thread, shared memory of a block (static, or what a parameter
+        SHARED_BYTES names): each the maximum over the kernels, 0 where the driver makes the machine code from PTX.
     """
 
     def __init__(self, request: Request, rendered: Rendered, compiled: Compiled, origin: str, compiler_name: str):
@@ -48,6 +51,10 @@ class Kernel:
         self.origin = origin
         self.compiler = compiler_name
         self.resources = compiled.resources
+        every = [Resources(), *compiled.resources.values()]
+        self.registers = max(used.registers for used in every)
+        self.spill_bytes = max(used.spill_bytes for used in every)
+        self.shared_bytes = max(used.shared_bytes for used in every)
         self.target = compiled.target
         self.compile_seconds = compiled.seconds
         self._rendered = rendered
@@ -67,24 +74,6 @@ class Kernel:
             return self._image.decode()
         return compiler.ptx(self._rendered, self.arch, self.parameters)
 
-    def _most(self, resource: str) -> int:
-        return max((getattr(used, resource) for used in self.resources.values()), default=0)
-
-    @property
-    def registers(self) -> int:
-        """Registers per thread, the maximum over the kernels."""
-        return self._most("registers")
-
-    @property
-    def spill_bytes(self) -> int:
-        """Bytes of spill stores and loads, the maximum over the kernels."""
-        return self._most("spill_bytes")
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory per block, the maximum over the kernels: static, or what a parameter SHARED_BYTES names."""
-        return self._most("shared_bytes")
-
     def is_loaded(self, device: int) -> bool:
         """Return whether the kernel can be launched on a device without loading anything."""
         return device in self._modules
@@ -92,10 +81,8 @@ class Kernel:
     def function(self, device: int, entry: str) -> int:
         """Return the driver's handle of a kernel. `device` must be current. Modules are never unloaded.
 
-        Raises
-        ------
-        RwkvJitError
-            The driver cannot load it, there is no such kernel, or CUDA was in use before this process was forked.
+        Raises RwkvJitError where the driver cannot load it, there is no such kernel, or CUDA was in use before
+        this process was forked.
         """
         check_not_forked()
         with _process.load_lock:
@@ -120,15 +107,9 @@ class Kernel:
         )
 
     def _repr_html_(self) -> str:
-        rows = {
-            **self.parameters,
-            "arch": self.arch,
-            "origin": self.origin,
-            "registers": self.registers,
-            "spill bytes": self.spill_bytes,
-            "shared bytes": self.shared_bytes,
-            "cubin bytes": len(self.cubin),
-        }
+        names = ("arch", "origin", "registers", "spill_bytes", "shared_bytes")
+        about = {name.replace("_", " "): getattr(self, name) for name in names}
+        rows = {**self.parameters, **about, "cubin bytes": len(self.cubin)}
         cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items())
         return f"<table><caption>{self.name}</caption>{cells}</table>"
 
@@ -165,13 +146,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_not_forked() -> None:
-    """Check that CUDA can be used here.
-
-    Raises
-    ------
-    RwkvJitError
-        The process was forked from one that had used it.
-    """
+    """Check that CUDA can be used here. Raises RwkvJitError where the process was forked from one that had used it."""
     if _process.forked_from_cuda:
         raise RwkvJitError(
             "CUDA was in use before this process was forked, and does not survive a fork; start processes with "
@@ -193,18 +168,13 @@ def forget() -> None:
 def get(request: Request) -> Kernel:
     """Return the kernel for a request.
 
-    Raises
-    ------
-    UnsupportedConfigError
-        A constraint of the template does not hold.
-    CompileError, NvrtcNotFoundError
-        The kernel is nowhere and cannot be compiled.
-    ValueError
-        A variable of the environment is set to something it cannot be.
+    Raises UnsupportedConfigError where a constraint of the template does not hold, CompileError or
+    NvrtcNotFoundError where the kernel is nowhere and cannot be compiled, and ValueError where a variable of the
+    environment is set to something it cannot be.
     """
-    found = _serve(request, may_compile=True)
-    assert found is not None
-    return found
+    served = _serve(request, may_compile=True)
+    assert served is not None
+    return served
 
 
 def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[Kernel]:
@@ -268,21 +238,21 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
     with _process.registry_lock:
         lock = _process.locks.setdefault(key, threading.Lock())
     with lock:
-        found = _process.kernels.get(key)
-        if found is not None:
-            found = copy.copy(found)  # the same module; only where this request was served from differs
-            found.origin = "memory"
+        served = _process.kernels.get(key)
+        if served is not None:
+            served = copy.copy(served)  # the same module; only where this request was served from differs
+            served.origin = "memory"
         else:
             rendered = request.template.render(request.parameters)
-            found = _stored(request, rendered, _known_compilers())
-            if found is None and may_compile:
-                found = _compile_once(request, rendered)
-            if found is not None:
-                _process.kernels[key] = found
-    if found is not None:
-        event = {name: getattr(found, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
+            served = _stored(request, rendered, _known_compilers())
+            if served is None and may_compile:
+                served = _compile_once(request, rendered)
+            if served is not None:
+                _process.kernels[key] = served
+    if served is not None:
+        event = {name: getattr(served, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
         stats.tell(event)
-    return found
+    return served
 
 
 def _known_compilers() -> Iterator[str]:
@@ -297,9 +267,9 @@ def _stored(request: Request, rendered: Rendered, compilers: Iterator[str] | tup
     for compiler_name in compilers:
         for arch in (request.arch, *request.also):
             digest = cache.key(rendered, compiler.key_options(arch), compiler.check_arch(arch), compiler_name)
-            found = cache.get(rendered.name, arch, digest)
-            if found is not None:
-                return Kernel(request._replace(arch=arch), rendered, *found, compiler_name)
+            stored = cache.get(rendered.name, arch, digest)
+            if stored is not None:
+                return Kernel(request._replace(arch=arch), rendered, *stored, compiler_name)
     return None
 
 
@@ -309,19 +279,17 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
     The lock goes by everything of the key but the compiler, so that those who wait need not load NVRTC.
     """
     env.check()
-    digest = cache.key(rendered, compiler.key_options(request.arch), request.arch, "")
+    digest, what = cache.key(rendered, compiler.key_options(request.arch), request.arch, ""), _called(request)
     failure = _process.failures.get(digest)
     if failure is not None:
         raise failure.with_traceback(None)
-    with cache.one_at_a_time(digest, f"{rendered.name} for {request.arch}"):
-        found = _stored(request, rendered, _known_compilers()) or _stored_by_loaded_compiler(request, rendered)
-        if found is not None:
-            return found
+    with cache.one_at_a_time(digest, what):
+        stored = _stored(request, rendered, _known_compilers()) or _stored_by_loaded_compiler(request, rendered)
+        if stored is not None:
+            return stored
         if env.assert_cached():
-            raise CompileError(
-                f"RWKVJIT_ASSERT_CACHED is set and {rendered.name} for {request.arch} with "
-                f"{brief(dict(request.parameters), 2000)} is not in the cache"
-            )
+            values = brief(dict(request.parameters), 2000)
+            raise CompileError(f"RWKVJIT_ASSERT_CACHED is set and {what} with {values} is not in the cache")
         try:
             compiled = _compile(request, rendered)
         except (CompileError, UnsupportedConfigError) as error:
@@ -329,6 +297,10 @@ def _compile_once(request: Request, rendered: Rendered) -> Kernel:
                 _process.failures[digest] = error
             raise
         return _keep(request, rendered, compiled)
+
+
+def _called(request: Request) -> str:
+    return f"{request.template.name} for {request.arch}"
 
 
 def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel | None:
@@ -342,10 +314,13 @@ def _stored_by_loaded_compiler(request: Request, rendered: Rendered) -> Kernel |
 
 def _compile(request: Request, rendered: Rendered) -> Compiled:
     request.template.check(request.parameters)
-    with stats.say_if_slow(f"compiling {rendered.name} for {request.arch}{_where_kept()}"):
+    where = "" if env.cache_is_on() else "; the cache on disk is off"
+    if env.cache_is_lasting():
+        where = f"; later processes find it in {env.cache_dir()}"
+    with stats.say_if_slow(f"compiling {_called(request)}{where}"):
         compiled = compiler.compile(rendered, request.arch, request.parameters)
     stats.count("compile_seconds", compiled.seconds)
-    stats.logger.info("compiled %s for %s in %.0f ms", rendered.name, request.arch, 1e3 * compiled.seconds)
+    stats.logger.info("compiled %s in %.0f ms", _called(request), 1e3 * compiled.seconds)
     return compiled
 
 
@@ -361,9 +336,3 @@ def _keep(request: Request, rendered: Rendered, compiled: Compiled) -> Kernel:
         except OSError as error:
             stats.say_once(f"sources are not kept: {error}", key="sources")
     return kernel
-
-
-def _where_kept() -> str:
-    if env.cache_is_lasting():
-        return f"; later processes find it in {env.cache_dir()}"
-    return "" if env.cache_is_on() else "; the cache on disk is off"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from rwkv_jit import report, template
@@ -22,7 +23,7 @@ def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     parameters : mapping
         Of the template.
     """
-    sizes = [str(parameters[each]) for each in ("HEAD_SIZE", "VALUE_SIZE") if each in parameters]
+    sizes = [str(parameters[size]) for size in ("HEAD_SIZE", "VALUE_SIZE") if size in parameters]
     return {
         "direction": _direction(name, parameters) if parameters and name in _library() else None,
         "head_size": "x".join(dict.fromkeys(sizes)) or None,
@@ -55,27 +56,21 @@ def show(kernels: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     columns : sequence of str
         What the table shows of them.
     """
-    telling = [name for name in columns if name in ("layer", "arch", "name", *NAMED)]
-    alike: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
-    for each in kernels:
-        alike.setdefault(tuple(each[name] for name in telling), []).append(each["parameters"])
-    more = [_differences(each["parameters"], alike[tuple(each[name] for name in telling)]) for each in kernels]
-    report.table(
-        [*map(_title, columns), *["with"] * any(more)],
-        [
-            [*("-" if each[name] is None else each[name] for name in columns), *[others or "-"] * any(more)]
-            for each, others in zip(kernels, more, strict=True)
-        ],
-        list(map(_title, SPARE)),
-    )
+    telling = itemgetter(*(name for name in columns if name in ("layer", "arch", "name", *NAMED)))
+    alike: dict[object, list[Mapping[str, Any]]] = {}
+    for kernel in kernels:
+        alike.setdefault(telling(kernel), []).append(kernel["parameters"])
+    rows = [{**kernel, "with": _differences(kernel["parameters"], alike[telling(kernel)])} for kernel in kernels]
+    if any(row["with"] for row in rows):
+        columns = [*columns, "with"]
+    report.records({_title(name): f"{{{name}}}" for name in columns}, rows, list(map(_title, SPARE)))
 
 
-def _differences(own: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> str:
+def _differences(own: Mapping[str, Any], alike: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the parameters of a kernel that are not those of all others of the same row."""
     names = sorted({name for parameters in alike for name in parameters})
-    return ", ".join(
-        f"{name.lower()} {own.get(name)}" for name in names if any(own.get(name) != other.get(name) for other in alike)
-    )
+    differing = [name for name in names if any(own.get(name) != other.get(name) for other in alike)]
+    return ", ".join(f"{name.lower()} {own.get(name)}" for name in differing) or None
 
 
 def _title(column: str) -> str:

@@ -75,8 +75,10 @@ def env_report() -> dict[str, Any]:
         package, python, platform, torch, torch_cuda, cupy, nvrtc, nvrtc_libraries, gpus, cache and the RWKVJIT_*
         variables that are set. `nvrtc` is the library that really compiles.
     """
+    from rwkv_jit import __version__
+
     report: dict[str, Any] = {
-        "rwkv_jit": _version(),
+        "rwkv_jit": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -92,12 +94,6 @@ def env_report() -> dict[str, Any]:
     report["cache"] = str(env.cache_dir())
     report["environment"] = env.set_variables()
     return report
-
-
-def _version() -> str:
-    from rwkv_jit import __version__
-
-    return __version__
 
 
 def _gpu(index: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.errors import UnsupportedConfigError, reason
 
 _MOST_JSON = 100 << 20  # bytes, as safetensors has it
 _NAMES_SHOWN = 12
@@ -46,12 +46,8 @@ class _Tensor(NamedTuple):
 def fill(asked: argparse.Namespace) -> None:
     """Fill in what a command line asks for by `--model` alone; what it says of the calls goes before the model.
 
-    Raises
-    ------
-    TypeError, ValueError
-        It says twice what the model is, or the model's dtype is none that kernels have.
-    UnsupportedConfigError
-        As `read`.
+    Raises TypeError or ValueError where it says twice what the model is, or the model's dtype is none that kernels
+    have; UnsupportedConfigError as `read`.
     """
     for name in ("head_size", "value_size"):
         if getattr(asked, name):
@@ -85,7 +81,7 @@ def read(path: Path) -> Model:
     try:
         return _read(path / "config.json" if path.is_dir() else path)
     except OSError as error:
-        raise ValueError(f"--model: {path} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"--model: {path} cannot be read: {reason(error)}") from error
 
 
 def _read(path: Path) -> Model:
@@ -105,12 +101,12 @@ def _read(path: Path) -> Model:
 
 def _json(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        held = json.loads(data)
+        if not isinstance(held, dict):
+            raise ValueError(f"expected a JSON object, got {type(held).__name__}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--model: {path} is damaged: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"--model: {path} is damaged: expected a JSON object, got {type(found).__name__}")
-    return found
+    return held
 
 
 def _safetensors(path: Path) -> dict[str, _Tensor]:
@@ -139,25 +135,43 @@ def _pickled(path: Path) -> dict[str, _Tensor]:
     with path.open("rb") as file:
         can_be_mapped = file.read(4) == b"PK\3\4"
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
     except OSError:
         raise
     except Exception as error:  # the unpickler raises a dozen kinds, and its texts ask to trust the file
         raise ValueError(
             f"--model: {path} is damaged, or holds more than tensors: torch.load(weights_only=True) refuses it"
         ) from error
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise ValueError(f"--model: {path}: expected tensors by their names, got {type(found).__name__}")
-    return {
-        str(name): _Tensor(tuple(x.shape), str(x.dtype)) for name, x in found.items() if isinstance(x, torch.Tensor)
-    }
+    if isinstance(held, Mapping) and isinstance(held.get("state_dict"), Mapping):
+        held = held["state_dict"]
+    if not isinstance(held, Mapping):
+        raise ValueError(f"--model: {path}: expected tensors by their names, got {type(held).__name__}")
+    return {str(name): _Tensor(tuple(x.shape), str(x.dtype)) for name, x in held.items() if isinstance(x, torch.Tensor)}
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------
 
 _OF_LAYER = re.compile(r"(?:^|\.)(?:blocks|layers)\.\d+\.(?:att|attn|attention)\.(.+)")
+
+
+class _Kind(NamedTuple):
+    """What attention is known by: a tensor [heads, head size], and another one whose name begins so."""
+
+    op: str
+    sizes: str
+    other: str
+    keys: str  # the projection, which has the dtype
+    values: str = ""  # where values can have another size
+    decays: tuple[str | None, ...] = (None,)
+    state_layout: str | None = None
+
+
+_KINDS = (
+    _Kind("wkv7", "r_k", "k_proj.weight", "k_proj.weight", "v_proj.weight", ("log",), "kv"),  # FLA's
+    _Kind("wkv7", "r_k", "", "key.weight", decays=("raw", "sigmoid")),
+    _Kind("wkv6", "time_faaaa", "time_maa_", "key.weight"),
+    _Kind("wkv6", "bonus", "", "k_proj.linear.weight", "v_proj.linear.weight", ("log",), "kv"),  # FLA's
+)
 
 
 def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
@@ -166,10 +180,9 @@ def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
     for name, tensor in tensors.items():
         if match := _OF_LAYER.search(name):
             layer.setdefault(match[1], tensor)
-    for find in (_rwkv7, _rwkv6, _fla_rwkv6, _rwkv5, _rwkv4):
-        model = find(layer)
-        if model is not None:
-            return model
+    model = _of_layer(layer)
+    if model is not None:
+        return model
     names = list(layer) or list(tensors)
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     raise UnsupportedConfigError(
@@ -178,62 +191,29 @@ def _of_tensors(path: Path, tensors: Mapping[str, _Tensor]) -> Model:
     )
 
 
-def _rwkv7(layer: Mapping[str, _Tensor]) -> Model | None:
-    sizes = _shape(layer, "r_k", 2)
-    if sizes is None:
-        return None
-    if "k_proj.weight" in layer:  # FLA's
-        value_size = _columns(layer, "v_proj.weight", sizes[0])
-        return Model("wkv7", sizes[1], value_size or sizes[1], _dtype(layer, "k_proj.weight"), ("log",), "kv")
-    return Model("wkv7", sizes[1], sizes[1], _dtype(layer, "key.weight"), ("raw", "sigmoid"))
+def _of_layer(layer: Mapping[str, _Tensor]) -> Model | None:
+    def shape_of(name: str) -> tuple[int, ...]:
+        return layer[name].shape if name in layer else ()
 
+    def dtype_of(name: str) -> str | None:
+        return _kernels_dtype(layer[name].dtype) if name in layer else None
 
-def _rwkv6(layer: Mapping[str, _Tensor]) -> Model | None:
-    sizes = _shape(layer, "time_faaaa", 2)
-    if sizes is None or not any(name.startswith("time_maa_") for name in layer):
-        return None
-    return Model("wkv6", sizes[1], sizes[1], _dtype(layer, "key.weight"))
-
-
-def _fla_rwkv6(layer: Mapping[str, _Tensor]) -> Model | None:
-    sizes = _shape(layer, "bonus", 2)
-    if sizes is None:
-        return None
-    value_size = _columns(layer, "v_proj.linear.weight", sizes[0])
-    return Model("wkv6", sizes[1], value_size or sizes[1], _dtype(layer, "k_proj.linear.weight"), ("log",), "kv")
-
-
-def _rwkv5(layer: Mapping[str, _Tensor]) -> Model | None:
-    """RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head."""
-    decay, key = layer.get("time_decay"), layer.get("key.weight")
-    if decay is None or key is None or "ln_x.weight" not in layer or not decay.shape or not key.shape:
-        return None
-    heads = decay.shape[0]
-    if heads < 1 or key.shape[0] % heads:
-        return None
-    return Model("wkv5", key.shape[0] // heads, key.shape[0] // heads, _dtype(layer, "key.weight"))
-
-
-def _rwkv4(layer: Mapping[str, _Tensor]) -> Model | None:
-    decay, first = layer.get("time_decay"), layer.get("time_first")
-    if decay is None or first is None or math.prod(decay.shape) != math.prod(first.shape):
-        return None
-    return Model("wkv4", None, None, _dtype(layer, "key.weight"))
-
-
-def _shape(layer: Mapping[str, _Tensor], name: str, dimensions: int) -> tuple[int, ...] | None:
-    found = layer.get(name)
-    return found.shape if found is not None and len(found.shape) == dimensions and min(found.shape) > 0 else None
-
-
-def _columns(layer: Mapping[str, _Tensor], name: str, heads: int) -> int | None:
-    """Return the size of a head in the result of a projection."""
-    found = _shape(layer, name, 2)
-    return found[0] // heads if found is not None and found[0] % heads == 0 else None
-
-
-def _dtype(layer: Mapping[str, _Tensor], name: str) -> str | None:
-    return _kernels_dtype(layer[name].dtype) if name in layer else None
+    for kind in _KINDS:
+        sizes = shape_of(kind.sizes)
+        if len(sizes) == 2 and min(sizes) > 0 and any(name.startswith(kind.other) for name in layer):
+            heads, head_size = sizes
+            values = shape_of(kind.values)
+            value_size = values[0] // heads if len(values) == 2 and values[0] % heads == 0 else 0
+            return Model(
+                kind.op, head_size, value_size or head_size, dtype_of(kind.keys), kind.decays, kind.state_layout
+            )
+    decay, first, keys = map(shape_of, ("time_decay", "time_first", "key.weight"))
+    # RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head.
+    if decay and keys and "ln_x.weight" in layer and decay[0] > 0 and keys[0] % decay[0] == 0:
+        return Model("wkv5", keys[0] // decay[0], keys[0] // decay[0], dtype_of("key.weight"))
+    if "time_decay" in layer and "time_first" in layer and math.prod(decay) == math.prod(first):
+        return Model("wkv4", None, None, dtype_of("key.weight"))
+    return None
 
 
 def _kernels_dtype(name: object) -> str | None:
@@ -259,7 +239,7 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
     if op == "wkv4":
         return Model(op, None, None, dtype)
     if "head_size" in config:  # RWKV's own; FLA's descriptions have none
-        size = _whole(path, config, "head_size")
+        size = _number(path, config, "head_size")
         return Model(op, size, size, dtype, ("raw", "sigmoid") if op == "wkv7" else (None,))
     of_fla: dict[str, Any] = {"decays": ("log",), "state_layout": "kv"} if op in ("wkv6", "wkv7") else {}
     of_op = ("head_dim",) if op == "wkv7" else ("num_heads", "expand_k", "expand_v")
@@ -269,29 +249,25 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
             f"--model: {path}: expected head_size, or hidden_size, {', '.join(of_op)}, which FLA's {kind} have; there "
             f"is no {', '.join(missing)} among {', '.join(sorted(config))}"
         )
-    hidden = _whole(path, config, "hidden_size")
+    hidden = _number(path, config, "hidden_size")
     if op == "wkv7":
-        keys, heads = _whole(path, config, "head_dim"), hidden // _whole(path, config, "head_dim")
+        keys = _number(path, config, "head_dim")
         of_layers = config.get("value_dim")  # of all heads, and of each layer where it is a list
         value_dim = (of_layers[0] if isinstance(of_layers, list) and of_layers else of_layers) or hidden
-        values = _whole(path, {"value_dim": value_dim}, "value_dim") // max(heads, 1)
+        values = _number(path, {"value_dim": value_dim}, "value_dim") // max(hidden // keys, 1)
     else:
-        heads = _whole(path, config, "num_heads")
-        keys, values = (int(hidden * _factor(path, config, name)) // heads for name in ("expand_k", "expand_v"))
+        heads = _number(path, config, "num_heads")
+        factors = (_number(path, config, name, is_whole=False) for name in ("expand_k", "expand_v"))
+        keys, values = (int(hidden * factor) // heads for factor in factors)
     if min(keys, values) < 1:
         raise ValueError(f"--model: {path}: its heads have a size of {keys} and, for v, of {values}")
     return Model(op, keys, values, dtype, **of_fla)
 
 
-def _whole(path: Path, config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"--model: {path}: expected a whole number of at least 1 as {name}, got {value!r}")
-    return value
-
-
-def _factor(path: Path, config: Mapping[str, Any], name: str) -> float:
-    value = config.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"--model: {path}: expected a number above 0 as {name}, got {value!r}")
-    return value
+def _number(path: Path, config: Mapping[str, Any], name: str, is_whole: bool = True) -> Any:
+    value: Any = config.get(name)
+    is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+    if is_number and 0 < value < math.inf:
+        return value
+    expected = "a whole number of at least 1" if is_whole else "a number above 0"
+    raise ValueError(f"--model: {path}: expected {expected} as {name}, got {value!r}")

@@ -33,11 +33,21 @@ class Op:
     public : tuple of str
         What callers call the inputs, where that differs.
     state : str
-        The dimensions of a state behind the sequences, in its default layout: "HVK" or "HKV".
+        The dimensions of a state behind the sequences, in its default layout: "HVK" or "HKV"; none without states.
+    state_types : tuple of str
+        The storage types of states.
+    sizes : mapping
+        Sizes of dimensions that no input has.
     output : str
         The dimensions of y.
+    lead : int
+        The place of the input that says a call's batch, dtype and device.
     decay : str
         The map of w by default; "none" where there is no decay to choose.
+    decays : tuple of str
+        The legal maps, where there is a choice.
+    backends : tuple of str
+        The legal backends.
     scale : float or None
         The factor of y by default; None is K^-0.5.
     wide : tuple of str
@@ -52,8 +62,13 @@ class Op:
     stem: str = ""
     public: tuple[str, ...] = ()
     state: str = "HVK"
+    state_types: tuple[str, ...] = ("fp16", "bf16", "fp32")
+    sizes: Mapping[str, int] = field(default_factory=dict)
     output: str = "BTHV"
+    lead: int = 0
     decay: str = "raw"
+    decays: tuple[str, ...] = ("raw", "sigmoid", "log", "direct")
+    backends: tuple[str, ...] = ("auto", "recurrent", "chunked", "split", "reference")
     scale: float | None = 1.0
     wide: tuple[str, ...] = ("w", "u")
     constants: Mapping[str, Parameter] = field(default_factory=dict)
@@ -98,7 +113,7 @@ class Problem(NamedTuple):
     """All that decides about the kernels of a call. Sizes may be symbolic where a compiler traces.
 
     B is the batch, T the tokens, H the heads, G those of shared inputs, K and V the head sizes of keys and values, N
-    the sequences: B, or those that are packed. An op without heads has C channels.
+    the sequences: B, or those that are packed. An op without heads has C channels, and S numbers in a state of each.
     """
 
     op: Op
@@ -112,6 +127,7 @@ class Problem(NamedTuple):
     N: Any = 1
     G: Any = 0
     C: Any = 0
+    S: Any = 0
     state_type: str = "fp32"
     is_packed: bool = False
     training: bool = False  # the forward keeps what the backward needs

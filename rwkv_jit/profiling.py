@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 from rwkv_jit import bench, machine, report, template
 from rwkv_jit.bench import cases, measure
 from rwkv_jit.bench.cases import Case
+from rwkv_jit.cache import files
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.ops import table
 
@@ -36,10 +37,7 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # of a trace's events
 def case_of(arguments: argparse.Namespace) -> Case:
     """Return what a command line names; a decode takes one token, whatever the shape says.
 
-    Raises
-    ------
-    ValueError
-        The shape cannot be read, or the op has no such phase or inputs.
+    Raises ValueError where the shape cannot be read, or the op has no such phase or inputs.
     """
     sizes = cases.shape_of(arguments.op, arguments.shape)
     if arguments.phase == "decode":
@@ -105,9 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         The profiler saw nothing.
     """
     case, folder = case_of(arguments), _folder(arguments.trace)
-    _check_gpu()
-    call = prepare(case, arguments.backend)
-    _warm_up(call)
+    call = _warm_call(case, arguments.backend)
     name = f"{arguments.op}_{arguments.phase.replace('+', '_')}"
     with tempfile.TemporaryDirectory() as temporary:
         written = record(call, folder or Path(temporary), name)
@@ -132,16 +128,10 @@ def _folder(asked: str | None) -> Path | None:
     folder = Path(asked)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        files.check_writable(folder)
     except OSError as error:
         raise ValueError(f"--trace: expected a folder that can be written, got {asked} ({error.strerror})") from None
     return folder
-
-
-def _check_gpu() -> None:
-    if not machine.is_available():
-        raise ValueError("kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing")
 
 
 def _about(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -149,11 +139,15 @@ def _about(arguments: argparse.Namespace, case: Case) -> dict[str, Any]:
     return {"shape": case.shown} | {option: getattr(arguments, option) for option in options}
 
 
-def _warm_up(call: Callable[[], Any]) -> None:
-    """Run a few times, so that nothing is compiled or loaded later."""
+def _warm_call(case: Case, backend: str) -> Callable[[], Any]:
+    """Return a case that has run a few times, so that nothing is compiled or loaded later."""
+    if not machine.is_available():
+        raise ValueError("kernels run on a GPU, by CuPy and NVRTC; `rwkv-jit info` shows what is missing")
+    call = prepare(case, backend)
     for _ in range(WARM_UP):
         call()
     torch.cuda.synchronize()
+    return call
 
 
 def record(call: Callable[[], Any], folder: Path, name: str) -> Path:
@@ -222,22 +216,23 @@ def _bytes(events: Sequence[Mapping[str, Any]], runs: int) -> float | None:
     return sum(known) / runs if known else None
 
 
+_COLUMNS = {
+    "kernel": "{name}", "launches": "{launches:g}", "self us": "{self_us:.2f}", "share %": "{percent:.1f}",
+    "median us": "{median_us:.2f}", "bytes": "{bytes:.0f}", "registers": "{registers}", "shared B": "{shared_bytes}",
+    "grid": "{grid}", "block": "{block}",
+}  # fmt: skip
+
+
 def show(result: dict[str, Any]) -> None:
     """Print a profile."""
     shape = ", ".join(map(str, result["shape"]))
     report.say(f"{bench.machine(result['env'])}\n\n{result['op']} ({shape}) {result['dtype']}, {result['phase']}")
-    report.table(
-        ("kernel", "launches", "self us", "share %", "median us", "bytes", "registers", "shared B", "grid", "block"),
-        [
-            (
-                kernel["name"], f"{kernel['launches']:g}", f"{kernel['self_us']:.2f}", f"{100 * kernel['share']:.1f}",
-                f"{kernel['median_us']:.2f}", "-" if kernel["bytes"] is None else f"{kernel['bytes']:.0f}",
-                *("-" if kernel[name] is None else kernel[name] for name in ("registers", "shared_bytes")),
-                *(_sizes(kernel[name]) for name in ("grid", "block")),
-            )
-            for kernel in result["kernels"]
-        ],
-    )  # fmt: skip
+    report.records(_COLUMNS, [
+        kernel
+        | {"percent": 100 * kernel["share"]}
+        | {name: kernel[name] and "x".join(map(str, kernel[name])) for name in ("grid", "block")}
+        for kernel in result["kernels"]
+    ])  # fmt: skip
     total, least = result["total_us"], result["least_bytes"]
     report.say(
         f"\nPer run, of {result['runs']}: {total:.2f} us of kernels, copies and fills; inputs and results have "
@@ -245,12 +240,8 @@ def show(result: dict[str, Any]) -> None:
     )
     report.say("Bytes are known of copies and fills; `--ncu KERNEL` says how to count those of a kernel.")
     if result["trace"] is not None:
-        report.say(f"{result['trace']['chrome']}: for chrome://tracing or ui.perfetto.dev")
-        report.say(f"{result['trace']['tensorboard']}: for TensorBoard, with --logdir and its folder")
-
-
-def _sizes(given: Sequence[int] | None) -> str:
-    return "-" if given is None else "x".join(map(str, given))
+        report.say("{chrome}: for chrome://tracing or ui.perfetto.dev".format(**result["trace"]))
+        report.say("{tensorboard}: for TensorBoard, with --logdir and its folder".format(**result["trace"]))
 
 
 # ---- NVIDIA's profilers ------------------------------------------------------------------------------------------
@@ -270,9 +261,7 @@ def run_bare(arguments: argparse.Namespace) -> dict[str, Any]:
         As `run`.
     """
     case = case_of(arguments)
-    _check_gpu()
-    call = prepare(case, arguments.backend)
-    _warm_up(call)
+    call = _warm_call(case, arguments.backend)
     with torch.cuda.profiler.profile():
         call()
         torch.cuda.synchronize()
@@ -281,9 +270,8 @@ def run_bare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_bare(result: dict[str, Any]) -> None:
     """Print what was run."""
-    report.say(
-        "{op} {shape} {dtype}, {phase}: ran once between cudaProfilerStart and cudaProfilerStop".format(**result)
-    )
+    text = "{op} {shape} {dtype}, {phase}: ran once between cudaProfilerStart and cudaProfilerStop"
+    report.say(text.format(**result))
 
 
 _ENTRY = re.compile(r"__global__ void .*\b(\w+)\($", re.MULTILINE)
@@ -307,11 +295,7 @@ def ncu_command(arguments: argparse.Namespace) -> str:
     """Return the command line by which Nsight Compute measures the first launch of a kernel in a phase.
 
     Clocks stay as they are found, the code carries line numbers, and what runs before the phase is not counted.
-
-    Raises
-    ------
-    ValueError
-        The shape cannot be read, or there is no such kernel.
+    Raises ValueError where the shape cannot be read, or there is no such kernel.
     """
     case_of(arguments)
     kernel, known = arguments.ncu.strip(), _names_of(arguments.op)

@@ -31,12 +31,12 @@ def decay_factor(w: Tensor, decay: str) -> Tensor:
 
 
 def starting_states(
-    initial_state: Tensor | None, sequences: int, heads: int, value_size: int, head_size: int, like: Tensor, layout: str
+    initial_state: Tensor | None, sequences: int, heads: int, value_size: int, head_size: int, zero: Tensor, layout: str
 ) -> Tensor:
-    """Return the states [sequences, heads, V, K] to start from, in the dtype of the arithmetic."""
+    """Return the states [sequences, heads, V, K] to start from, in the dtype of the arithmetic, that of `zero`."""
     if initial_state is None:
-        return like.new_zeros(sequences, heads, value_size, head_size)
-    state = initial_state.to(like.dtype)
+        return zero.new_zeros(sequences, heads, value_size, head_size)
+    state = initial_state.to(zero.dtype)
     state = state.transpose(-1, -2) if layout == "kv" else state
     return state.expand(sequences, heads, value_size, head_size)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import string
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 _STYLES = {"error": "red", "warning": "yellow", "ok": "green"}
 _INDENT = _GAP = "  "
@@ -41,23 +43,44 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence
         print(line)
 
 
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        return "-" if value is None else str(super().format_field(value, spec))
+
+
+def records(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], spare: Sequence[str] = ()) -> None:
+    """Print a table of records; a "-" stands for None.
+
+    Parameters
+    ----------
+    columns : mapping
+        The form of the cells, like "{compile_ms:.0f}", by the name of the column.
+    rows : sequence of mapping
+        The records.
+    spare : sequence of str, optional
+        As in `table`.
+    """
+    form = _Formatter().vformat
+    table(list(columns), [[form(cell, (), row) for cell in columns.values()] for row in rows], spare)
+
+
 def say(text: str) -> None:
     """Print sentences, on a terminal in lines that it need not break."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        text = "\n".join(line for given in text.split("\n") for line in _sentences(given, width))
-    print(text)
-
-
-def _sentences(line: str, width: int) -> list[str]:
-    """Return a line broken; a command stands on one of its own, with spaces before it, and stays whole."""
-    return [line] if line.startswith(" ") else broken(line, width)
+    for line in text.split("\n"):
+        # A command stands on a line of its own, with spaces before it, and stays whole.
+        is_whole = line.startswith(" ") or not sys.stdout.isatty()
+        print(line if is_whole else "\n".join(broken(line, shutil.get_terminal_size().columns)))
 
 
 def broken(text: str, width: int) -> list[str]:
     """Break a text between words, and behind the slashes of a path; a longer word has a line of its own."""
+    return _filled(_PIECE.findall(text), width)
+
+
+def _filled(pieces: Iterable[str], width: int) -> list[str]:
+    """Return lines of pieces; one that is longer than a line has a line of its own."""
     lines = [""]
-    for piece in _PIECE.findall(text):
+    for piece in pieces:
         if lines[-1] and len(lines[-1]) + len(piece) > width:
             lines.append("")
         lines[-1] += piece if lines[-1] else piece.lstrip()
@@ -131,7 +154,7 @@ def _narrowed(columns: Sequence[Column], spare: Sequence[str], room: int) -> tup
     for name in spare:
         if _widths(left, room) is not None:
             break
-        gone += [each for each, *_ in left if each == name]
+        gone += [title for title, *_ in left if title == name]
         left = [column for column in left if column[0] != name]
     if _widths(left, room) is None:
         return whole, notes
@@ -143,23 +166,13 @@ def _records(columns: Sequence[Column], room: int) -> Iterator[str]:
     names, *rows = zip(*columns, strict=True)
     for first, *others in rows:
         yield from broken(first, room)
-        pairs = [
-            f"{name} {cell}".strip() for name, cell in zip(names[1:], others, strict=True) if cell not in ("", "-")
-        ]
-        for line in _packed(pairs, room - len(_INDENT)):
+        known = [(name, cell) for name, cell in zip(names[1:], others, strict=True) if cell not in ("", "-")]
+        pairs = [f" {name} {cell}," for name, cell in known]
+        pairs[-1:] = [pair.removesuffix(",") for pair in pairs[-1:]]
+        width = room - len(_INDENT)
+        # A pair is broken only where it is wider than a line.
+        for line in (part for whole in _filled(pairs, width) for part in broken(whole, width)):
             yield _INDENT + line
-
-
-def _packed(pairs: Sequence[str], width: int) -> Iterator[str]:
-    """Yield lines of pairs with commas between them; a pair is broken only where it is wider than a line."""
-    lines = [""]
-    for place, pair in enumerate(pairs, 1):
-        text = pair if place == len(pairs) else f"{pair},"
-        if lines[-1] and len(lines[-1]) + 1 + len(text) > width:
-            lines.append("")
-        lines[-1] += f" {text}" if lines[-1] else text
-    for line in lines:
-        yield from broken(line, width)
 
 
 def _print_styled(lines: Sequence[str]) -> None:

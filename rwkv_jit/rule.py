@@ -13,7 +13,6 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.tuned import Choice, Geometry
 
-NAMES = ("auto", "recurrent", "chunked", "split", "reference")
 # Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
 LEAST_TOKENS = 32
 

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rwkv_jit import env
@@ -18,35 +17,24 @@ _hooks: dict[object, Callable[[dict[str, Any]], None]] = {}
 _QUIET_SECONDS = 1.0
 
 
-@dataclass
-class Counters:
-    """Kernels by where they came from, and what they cost."""
-
-    memory: int = 0
-    disk: int = 0
-    shared: int = 0
-    bundle: int = 0
-    compiled: int = 0
-    compile_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    evictions: int = 0
-
-
-_counters = Counters()
+# Kernels by where they came from, and what they cost.
+COUNTERS = {
+    "memory": 0, "disk": 0, "shared": 0, "bundle": 0, "compiled": 0, "compile_seconds": 0.0, "wait_seconds": 0.0,
+    "bytes_read": 0, "bytes_written": 0, "evictions": 0,
+}  # fmt: skip
+_counters = dict(COUNTERS)
 
 
 def count(name: str, amount: float = 1) -> None:
     """Add to a counter."""
     with _lock:
-        setattr(_counters, name, getattr(_counters, name) + amount)
+        _counters[name] += amount
 
 
 def snapshot() -> dict[str, float]:
     """Return the counters of this process."""
     with _lock:
-        return asdict(_counters)
+        return dict(_counters)
 
 
 def add_hook(hook: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
@@ -107,10 +95,7 @@ def say_if_slow(message: str) -> Iterator[None]:
 def configure_logging() -> None:
     """Send messages to standard error where RWKVJIT_LOG asks for it; otherwise the application decides.
 
-    Raises
-    ------
-    ValueError
-        It is set to something else than a level.
+    Raises ValueError where it is set to something else than a level.
     """
     level = env.log_level()
     if level and not logger.handlers:

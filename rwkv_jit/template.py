@@ -62,10 +62,7 @@ class Template:
     def render(self, parameters: Mapping[str, Parameter]) -> Rendered:
         """Write `parameters` as typed constants above the text.
 
-        Raises
-        ------
-        ValueError, TypeError
-            A value that cannot be a parameter.
+        Raises ValueError or TypeError for a value that cannot be a parameter.
         """
         lines = [_line(parameter, parameters[parameter]) for parameter in sorted(parameters)]
         head = "\n".join(['#include "types.cuh"', *lines, f'#line 1 "{self.name}.cu"'])
@@ -82,11 +79,7 @@ class Template:
         """Check that the template has all these parameters: words it uses and does not define itself.
 
         Not part of `render`, as a kernel that is found in the cache has passed it.
-
-        Raises
-        ------
-        ValueError
-            Naming the parameter it does not have.
+        Raises ValueError naming the parameter it does not have.
         """
         text = "\n".join([self.body, *(text for _, text in self.headers)])
         code = _code(text, with_strings=False)
@@ -123,13 +116,7 @@ def names() -> list[str]:
 
 @cache
 def library(name: str) -> Template:
-    """Return one of the library's own templates.
-
-    Raises
-    ------
-    UnsupportedConfigError
-        There is no such template.
-    """
+    """Return one of the library's own templates. Raises UnsupportedConfigError where there is no such template."""
     path = path_of(f"{name}.cu")
     if not path.is_file():
         raise UnsupportedConfigError(f"no kernel template {brief(name)}; there are: {', '.join(names())}")
@@ -141,13 +128,8 @@ def read(path: Path) -> Template:
 
     NVRTC compiles these texts, and the key in the cache covers them. A file that it opened by itself would not be
     covered, and an old kernel would be served when that file changes. So every include is found here or refused.
-
-    Raises
-    ------
-    OSError
-        The file or one of its headers cannot be read.
-    ValueError
-        A header's name cannot be one, or it is not text in UTF-8; or a text may read a file that is not named there.
+    Raises OSError where the file or one of its headers cannot be read, and ValueError where a header's name cannot
+    be one, it is not text in UTF-8, or a text may read a file that is not named there.
     """
     body = path.read_text(encoding="utf-8")
     texts: dict[str, str] = {}
@@ -180,10 +162,7 @@ def _header(name: str, includer: str, path: Path) -> str:
 def _includes(text: str, name: str) -> list[tuple[str, str]]:
     """Return the headers that a text includes in quotes, each with the name of the text; comments do not count.
 
-    Raises
-    ------
-    ValueError
-        The text may read a file that is not known by its words.
+    Raises ValueError where the text may read a file that is not known by its words.
     """
     plain = []
     is_plain = not ("\\" in text and "%:" in text)  # which is another # and may stand before a word on two lines

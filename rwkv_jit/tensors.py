@@ -118,9 +118,9 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def _check_bounds(values: Tensor, tokens: int) -> None:
-    found = values.tolist()
-    if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:], strict=False)):
-        raise ValueError(f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {found[:20]}")
+    bounds = values.tolist()
+    if bounds[0] != 0 or bounds[-1] != tokens or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {bounds[:20]}")
 
 
 def readable_packing(cu_seqlens: Tensor) -> Tensor:
@@ -157,20 +157,20 @@ def has_dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
-def autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """Return what autocast casts tensors of a device to; None where it is off."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast casts tensors of the device of `x` to; None where it is off."""
     if not (_any_autocast() or torch.compiler.is_compiling()):
         return None
-    kind = like.device.type
+    kind = x.device.type
     try:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     except RuntimeError:  # a device that has no autocast, like meta
         return None
 
 
-def exactly(like: Tensor) -> torch.autocast:
-    """Do what follows without autocast, in the dtypes that are there."""
-    return torch.autocast(like.device.type, enabled=False)
+def exactly(x: Tensor) -> torch.autocast:
+    """Do what follows on the device of `x` without autocast, in the dtypes that are there."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def under_autocast(x: Tensor, dtype: torch.dtype, keep: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "op": op, "shape": list(shape), "training": training, "chosen": is_chosen,
             "default": _geometry(default)._asdict() | _summary(totals[default]),
             "fastest": _geometry(fastest)._asdict() | _summary(totals[fastest]),
-            "measured": [each._asdict() | _summary(times[each]) for each in times],
-            "dropped": [each._asdict() | {"error": errors[each]} for each in errors],
+            "measured": [candidate._asdict() | _summary(times[candidate]) for candidate in times],
+            "dropped": [candidate._asdict() | {"error": errors[candidate]} for candidate in errors],
         })  # fmt: skip
     if not arguments.dry_run:
         tuned.store(chosen)
@@ -87,12 +87,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return each op with each shape that was asked for, or with those of SHAPES that this GPU has kernels for."""
-    found: list[tuple[str, tuple[int, ...]]] = []
+    cases: list[tuple[str, tuple[int, ...]]] = []
     for op, shape in itertools.product(dict.fromkeys(ops), asked or SHAPES):
         obstacle = CHUNKS[op].why_not(_case(op, shape[3], True), lambda: Gpu(arch))
         if obstacle is None:
-            found.append((op, shape))
-        elif asked or not found:
+            cases.append((op, shape))
+        elif asked or not cases:
             text, *values = obstacle
             raise UnsupportedConfigError(f"shape: the chunked backend of {op} {text.format(*values)}")
     seen: dict[int, tuple[int, ...]] = {}
@@ -102,7 +102,7 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
             both = f"{seen[size]} and {shape}"
             raise ValueError(f"shape: expected one for each head size in steps of 32, got {both}")
         seen[size] = shape
-    return found
+    return cases
 
 
 def _case(op: str, size: int, training: bool) -> Case:
@@ -142,26 +142,27 @@ def _measure(
 ) -> tuple[dict[Candidate, list[float]], dict[Candidate, float]]:
     """Return a median per round of every kernel that agrees with the default, and the errors of the others.
 
-    Raises
-    ------
-    RwkvJitError
-        The default's results are no numbers: there is nothing to compare with.
+    Raises RwkvJitError where the default's results are no numbers: there is nothing to compare with.
     """
-    candidates = [each for kernel in default for each in CHUNKS[op].candidates(kernel.direction, shape[3], Gpu(arch))]
+    candidates = [
+        candidate for kernel in default for candidate in CHUNKS[op].candidates(kernel.direction, shape[3], Gpu(arch))
+    ]
     what = f"{op} {shape}, {_purpose(training)}"
     with report.progress(f"{what}: compiling") as progress:
         _compile(op, candidates, shape[3], progress)
     kernels = _Kernels(op, shape, training)
     wanted = {kernel.direction: kernels.results(kernel) for kernel in default}
-    errors = {each: _error(op, kernels.results(each), wanted[each.direction]) for each in candidates}
-    wrong = {each: error for each, error in errors.items() if not error <= LARGEST_ERROR}  # NaN is wrong too
+    errors = {
+        candidate: _error(op, kernels.results(candidate), wanted[candidate.direction]) for candidate in candidates
+    }
+    wrong = {candidate: error for candidate, error in errors.items() if not error <= LARGEST_ERROR}  # NaN is wrong too
     if not wrong.keys().isdisjoint(default):
         raise RwkvJitError(f"the default's results of {op} are not finite at {shape}: {default}")
-    times: dict[Candidate, list[float]] = {each: [] for each in candidates if each not in wrong}
+    times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates if candidate not in wrong}
     with report.progress(f"{what}: measuring") as progress:
         for done in range(ROUNDS):  # over all of them, as what slows the GPU down shall slow all down
-            for each, medians in times.items():
-                medians.append(bench.median_ms(functools.partial(kernels.launch, each), REPEATS))
+            for candidate, medians in times.items():
+                medians.append(bench.median_ms(functools.partial(kernels.launch, candidate), REPEATS))
             if progress:
                 progress(done + 1, ROUNDS)
     return times, wrong
@@ -169,17 +170,15 @@ def _measure(
 
 def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Callable[[int, int], None] | None) -> None:
     """Compile side by side what would be compiled one after another when it is launched."""
-    futures = [
-        ahead.compile_async(
-            op, size, dtype=DTYPES[DTYPE], direction=each.direction, backend="chunked", decay=bench.decay_of(op),
-            chunk_len=each.chunk_len, num_threads=each.num_threads, blocks_per_sm=each.blocks,
+    dtype, decay = DTYPES[DTYPE], bench.decay_of(op)
+    asked = [
+        ahead.named(
+            op, size, None, dtype, None, direction, "chunked", decay, chunk_len, num_threads, None, None,
+            {"blocks_per_sm": blocks},
         )
-        for each in candidates
+        for direction, chunk_len, num_threads, blocks in candidates
     ]  # fmt: skip
-    for done, future in enumerate(futures):
-        future.result()
-        if progress:
-            progress(done + 1, len(futures))
+    ahead.compile_all([named.request for named in asked], progress)
 
 
 class _Kernels:
@@ -191,35 +190,34 @@ class _Kernels:
         self._dy = torch.randn_like(self._inputs[0])
         self._saved: dict[int, Tensor] = {}  # by chunk_len
 
-    def launch(self, each: Candidate) -> Sequence[Tensor]:
+    def launch(self, kernel: Candidate) -> Sequence[Tensor]:
         """Launch one kernel; return y, the final state and what is saved, or the gradients of the inputs."""
-        if each.direction == "forward":
-            return self._forward(Geometry(each.chunk_len, each.num_threads, each.blocks))
-        if each.chunk_len not in self._saved:
-            self._saved[each.chunk_len] = self._forward(Geometry(each.chunk_len))[2]
-        return self._backward(Geometry(each.chunk_len, backward_blocks=each.blocks), self._saved[each.chunk_len])
+        if kernel.direction == "forward":
+            return self._forward(Geometry(kernel.chunk_len, kernel.num_threads, kernel.blocks))
+        if kernel.chunk_len not in self._saved:
+            self._saved[kernel.chunk_len] = self._forward(Geometry(kernel.chunk_len))[2]
+        return self._backward(Geometry(kernel.chunk_len, backward_blocks=kernel.blocks), self._saved[kernel.chunk_len])
 
-    def results(self, each: Candidate) -> dict[str, Tensor]:
+    def results(self, kernel: Candidate) -> dict[str, Tensor]:
         """Return what a kernel finds: for what it saves, the gradients that the rule's backward finds with it."""
-        if each.direction == "backward":
-            return self._named(self.launch(each))
-        y, final, saved = self.launch(each)
-        gradients = self._backward(Geometry(each.chunk_len), saved) if self._training else ()
+        if kernel.direction == "backward":
+            return self._named(self.launch(kernel))
+        y, final, saved = self.launch(kernel)
+        gradients = self._backward(Geometry(kernel.chunk_len), saved) if self._training else ()
         return {"y": y, "final_state": final, **self._named(gradients)}
 
     def _named(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         return {f"d{name}": x for name, x in zip(OPS[self._op].public_names, gradients, strict=False)}
 
     def _forward(self, geometry: Geometry) -> Sequence[Tensor]:
-        run = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
-        found: Sequence[Tensor] = run(*self._inputs, None, None, *_options(self._op, geometry), True, self._training)
-        return found
+        run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_fwd")
+        results = run(*self._inputs, None, None, *_options(self._op, geometry), True, self._training)
+        return cast("Sequence[Tensor]", results)
 
     def _backward(self, geometry: Geometry, saved: Tensor) -> Sequence[Tensor]:
-        run = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
-        found = run(self._dy, None, *self._inputs, None, None, *_options(self._op, geometry), saved)
-        gradients: Sequence[Tensor] = found[: len(self._inputs)]
-        return gradients
+        run: Any = getattr(torch.ops.rwkv_jit, f"{self._op}_bwd")
+        results = run(self._dy, None, *self._inputs, None, None, *_options(self._op, geometry), saved)
+        return cast("Sequence[Tensor]", results[: len(self._inputs)])
 
 
 def _options(op: str, geometry: Geometry) -> Options:
@@ -232,10 +230,10 @@ def _options(op: str, geometry: Geometry) -> Options:
     )  # fmt: skip
 
 
-def _error(op: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+def _error(op: str, results: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Return the largest relative L2 error; NaN where one of them is."""
     errors = [
-        (found[name].float() - want.float()).norm() / (SUMMED.get((op, name), 1.0) * want.float().norm())
+        (results[name].float() - want.float()).norm() / (SUMMED.get((op, name), 1.0) * want.float().norm())
         for name, want in wanted.items()
     ]
     return float(torch.stack(errors).max())
@@ -246,10 +244,10 @@ def _error(op: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
 
 def _totals(times: Mapping[Candidate, list[float]], training: bool) -> dict[Call, list[float]]:
     """Return the times of whole calls: with gradients a forward and a backward of one chunk_len, in the same round."""
-    forwards = [each for each in times if each.direction == "forward"]
+    forwards = [kernel for kernel in times if kernel.direction == "forward"]
     if not training:
-        return {(each,): times[each] for each in forwards}
-    backwards = [each for each in times if each.direction == "backward"]
+        return {(kernel,): times[kernel] for kernel in forwards}
+    backwards = [kernel for kernel in times if kernel.direction == "backward"]
     return {
         (ahead, back): [sum(pair) for pair in zip(times[ahead], times[back], strict=True)]
         for ahead, back in itertools.product(forwards, backwards)
@@ -284,10 +282,10 @@ def show(result: dict[str, Any]) -> None:
     )  # fmt: skip
     report.say("\nA geometry is chunk_len, threads of the forward, blocks of a multiprocessor (forward, backward).")
     for row in result["rows"]:
-        for each in row["dropped"]:
-            geometry = f"{each['chunk_len']}, {each['num_threads']}, {each['blocks']}"
-            kernel = f"{row['op']} at {row['shape']}: {each['direction']} {geometry}"
-            report.say(f"Dropped: {kernel}, {each['error']:.1e} from the default.")
+        for candidate in row["dropped"]:
+            geometry = f"{candidate['chunk_len']}, {candidate['num_threads']}, {candidate['blocks']}"
+            kernel = f"{row['op']} at {row['shape']}: {candidate['direction']} {geometry}"
+            report.say(f"Dropped: {kernel}, {candidate['error']:.1e} from the default.")
     where = "not stored" if result["path"] is None else f"stored in {result['path']}, for processes that start from now"
     report.say(f"{sum(row['chosen'] for row in result['rows'])} choices, {where}.")
 
@@ -298,14 +296,17 @@ def _purpose(training: bool) -> str:
 
 def _shown(timed: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return a geometry, its time and its spread."""
-    geometry = ", ".join(str(timed[name]) for name in Geometry._fields if timed[name] is not None)
-    return geometry, f"{timed['ms']:.4f}", f"{timed['spread']:.1%}"
+    return _listed(timed[name] for name in Geometry._fields), f"{timed['ms']:.4f}", f"{timed['spread']:.1%}"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in values if value is not None)
 
 
 def listed() -> dict[str, Any]:
     """Return the choices for all GPUs, tuned and shipped, and the user's file."""
-    found = [each.choice._asdict() | {"origin": each.origin, "state": each.fault or "ok"} for each in tuned.listed()]
-    return {"path": str(tuned.path()), "choices": found}
+    choices = [row.choice._asdict() | {"origin": row.origin, "state": row.fault or "ok"} for row in tuned.listed()]
+    return {"path": str(tuned.path()), "choices": choices}
 
 
 def show_listed(result: dict[str, Any]) -> None:
@@ -313,15 +314,16 @@ def show_listed(result: dict[str, Any]) -> None:
     if not result["choices"]:
         print("no choices: every call takes the default")
         return
-    report.table(
-        ("GPU", "arch", "op", "head size", "for", "chunk_len", "threads", "blocks", "origin", "state"),
-        [
-            (
-                each["gpu"], each["arch"], each["op"], each["head_size"], _purpose(each["training"]),
-                each["chunk_len"], each["num_threads"],
-                ", ".join(str(each[name]) for name in ("forward_blocks", "backward_blocks") if each[name] is not None),
-                each["origin"], each["state"],
-            )
-            for each in result["choices"]
-        ],
-    )  # fmt: skip
+    report.records(_CHOICES, [
+        choice
+        | {"purpose": _purpose(choice["training"])}
+        | {"blocks": _listed(choice[name] for name in ("forward_blocks", "backward_blocks"))}
+        for choice in result["choices"]
+    ])  # fmt: skip
+
+
+_CHOICES = {
+    "GPU": "{gpu}", "arch": "{arch}", "op": "{op}", "head size": "{head_size}", "for": "{purpose}",
+    "chunk_len": "{chunk_len}", "threads": "{num_threads}", "blocks": "{blocks}", "origin": "{origin}",
+    "state": "{state}",
+}  # fmt: skip

@@ -20,7 +20,7 @@ from rwkv_jit import cache, compiler, env, stats, template, tensors
 from rwkv_jit.algorithms.parts import Candidate, Case, padded
 from rwkv_jit.algorithms.whole import ALGORITHMS
 from rwkv_jit.cache import files
-from rwkv_jit.errors import CacheError
+from rwkv_jit.errors import CacheError, reason
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops.table import OPS
 
@@ -221,10 +221,7 @@ def _choice(record: Any) -> Choice:
 def store(measured: Mapping[Key, Choice | None]) -> None:
     """Write what was measured into the user's file: a choice for a key, or None where there shall be none.
 
-    Raises
-    ------
-    CacheError
-        The file cannot be written.
+    Raises CacheError where the file cannot be written.
     """
     root = env.cache_dir()
     try:
@@ -235,21 +232,15 @@ def store(measured: Mapping[Key, Choice | None]) -> None:
             choices = [*others, *(choice for choice in measured.values() if choice is not None)]
             files.write(root / FILE, json.dumps([choice._asdict() for choice in choices], indent=1).encode())
     except OSError as error:
-        raise CacheError(f"{root / FILE} cannot be written: {error.strerror or error}") from error
+        raise CacheError(f"{root / FILE} cannot be written: {reason(error)}") from error
 
 
 def delete() -> bool:
-    """Delete the user's file; return whether there was one.
-
-    Raises
-    ------
-    CacheError
-        It cannot be deleted.
-    """
+    """Delete the user's file; return whether there was one. Raises CacheError where it cannot be deleted."""
     try:
         files.delete(env.cache_dir(), FILE)
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise CacheError(f"{path()} cannot be deleted: {error.strerror or error}") from error
+        raise CacheError(f"{path()} cannot be deleted: {reason(error)}") from error
     return True

@@ -107,7 +107,7 @@ def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(cache_dir))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(stats, "_counters", stats.Counters())
+    monkeypatch.setattr(stats, "_counters", dict(stats.COUNTERS))
     monkeypatch.setattr(stats, "_hooks", {})
     monkeypatch.setattr(installed, "_left_aside", True)  # whatever wheels of kernels this environment has
 

@@ -28,7 +28,7 @@ THREADS = tuple(range(32, 1025, 32))  # that a block may have
 
 def made_up(q, k, v, g, d, initial_state=None, output_final_state=False, cu_seqlens=None, **options):
     """Return y and the final state, if it is wanted; options are those of `options.CallOptions`."""
-    return torch_op.call(OP, (q, k, v, g, d), initial_state, output_final_state, cu_seqlens, options)
+    return torch_op.call(OP, (q, k, v, g, d), initial_state, output_final_state, cu_seqlens, tuple(options.items()))
 
 
 def made_up_ref(q, k, v, g, d, initial_state, output_final_state, cu_seqlens, scale, state_layout):

@@ -6,8 +6,9 @@
 //
 // Without cu_seqlens a group has group_rows rows. With it a sequence begins at row (its first token) / chunk_len + (its
 // number), which leaves room for a chunk that is not full.
-// Grid (width / COLUMNS, groups); a block has COLUMNS columns, and NUM_THREADS / COLUMNS threads for each. A thread adds
-// up every so many rows; then the first one adds up what the others have, in the order of threads. All fp32.
+// Grid (width / (COLUMNS VECTOR), groups); a block has COLUMNS times VECTOR neighbouring columns, which a thread reads at
+// once, and NUM_THREADS / COLUMNS threads for each. A thread adds up every so many rows; then the first one adds up what
+// the others have, in the order of threads. All fp32. The width is a multiple of VECTOR.
 #include "types.cuh"
 
 constexpr int THREADS = NUM_THREADS / COLUMNS;  // of a column
@@ -16,23 +17,32 @@ static_assert(THREADS * COLUMNS == NUM_THREADS, "columns must divide the threads
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) sum_rows(
     const float* __restrict__ rows, const i64* __restrict__ cu_seqlens, T_OUT* __restrict__ sums, i64 group_rows, i64 width,
     i64 tokens, int chunk_len) {
-    __shared__ float parts[THREADS][COLUMNS];
-    const i64 group = blockIdx.y, column = i64(blockIdx.x) * COLUMNS + threadIdx.x % COLUMNS;
+    using Floats = Pack<float, VECTOR>;
+    __shared__ Floats parts[THREADS][COLUMNS];
+    const i64 group = blockIdx.y, column = (i64(blockIdx.x) * COLUMNS + threadIdx.x % COLUMNS) * VECTOR;
     const int thread = threadIdx.x / COLUMNS;
     // Bounds are clamped, so that a wrong cu_seqlens can give wrong values but never a stray access.
     const auto first = [&](i64 g) {
         return cu_seqlens == nullptr ? g * group_rows : min(max(cu_seqlens[g], i64(0)), tokens) / chunk_len + g;
     };
+    const auto add = [](Floats& sum, const Floats& x) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum.at[i] += x.at[i];
+    };
     const i64 end = first(group + 1);
-    float sum = 0.0f;
+    Floats sum = {};
     if (column < width) {
 #pragma unroll 8
-        for (i64 row = first(group) + thread; row < end; row += THREADS) sum += rows[row * width + column];
+        for (i64 row = first(group) + thread; row < end; row += THREADS)
+            add(sum, *reinterpret_cast<const Floats*>(rows + row * width + column));
     }
     parts[thread][threadIdx.x % COLUMNS] = sum;
     __syncthreads();  // all parts are there
     if (thread != 0 || column >= width) return;
 #pragma unroll
-    for (int other = 1; other < THREADS; ++other) sum += parts[other][threadIdx.x];
-    sums[group * width + column] = from_float<T_OUT>(sum);
+    for (int other = 1; other < THREADS; ++other) add(sum, parts[other][threadIdx.x]);
+    Pack<T_OUT, VECTOR> rounded;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) rounded.at[i] = from_float<T_OUT>(sum.at[i]);
+    *reinterpret_cast<Pack<T_OUT, VECTOR>*>(sums + group * width + column) = rounded;
 }

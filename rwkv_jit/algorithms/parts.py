@@ -18,7 +18,7 @@ LARGEST_HEAD = 128  # that a block holds
 # The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
 # of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
 LARGEST_DECAY = 64
-SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
+_SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
 _COPY_THREADS, _COPY_TILE = 256, 32
 _FLAG_THREADS = 256
 
@@ -219,19 +219,22 @@ def sum_segments(p: Problem, segments: int) -> list[Step]:
 
 def sum_rows(
     rows: str, sums: str, groups: Any, group_rows: Any, width: Any, storage: str, packed_chunk_len: int = 0,
-    tokens: Any = 0, columns: int = _SUM_COLUMNS,
+    tokens: Any = 0, are_few: bool = False,
 ) -> Step:  # fmt: skip
     """Return the step that adds up rows of floats, group by group in a fixed order.
 
-    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be. The fewer
-    `columns` a block has, the more of its `SUM_THREADS` threads share a column.
+    Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be. Threads share a
+    column; but where the rows `are_few` and long, a thread has four of them.
     """
-    parameters: dict[str, Parameter] = {"T_OUT": storage, "NUM_THREADS": SUM_THREADS, "COLUMNS": columns}
+    columns, vector = (_SUM_THREADS, 1 if width % 4 else 4) if are_few else (_SUM_COLUMNS, 1)
+    parameters: dict[str, Parameter] = {
+        "T_OUT": storage, "NUM_THREADS": _SUM_THREADS, "COLUMNS": columns, "VECTOR": vector,
+    }  # fmt: skip
     bind = {
         "rows": rows, "sums": sums, "cu_seqlens": "cu_seqlens" if packed_chunk_len else None, "group_rows": group_rows,
         "width": width, "chunk_len": packed_chunk_len, "tokens": tokens,
     }  # fmt: skip
-    return Step("sum_rows", "sum_rows", parameters, (-(-width // columns), groups, 1), bind)
+    return Step("sum_rows", "sum_rows", parameters, (-(-width // (columns * vector)), groups, 1), bind)
 
 
 def copy_states(

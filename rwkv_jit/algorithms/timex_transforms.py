@@ -87,9 +87,7 @@ def backward(p: Problem) -> Schedule:
         steps.append(_step("timex_transform_gradient", parameters, blocks, bind))
         if not is_sum:
             scratch["sums"] = 4 * groups * p.C * p.T
-            # There are few rows, and columns enough for all threads.
-            columns = parts.SUM_THREADS
-            steps.append(parts.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], columns=columns))
+            steps.append(parts.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], are_few=True))
     if "k" in wanted:
         steps += _convolve(p, "dy", "dk")
         scratch |= _factors(p)

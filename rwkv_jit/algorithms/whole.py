@@ -25,7 +25,7 @@ from rwkv_jit.schedule import Schedule, Step, Zero, renamed
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "delta": {"recurrent": recurrent, "chunked": delta_chunked, "segments": segments, "large": delta_large},
     "diagonal": {"recurrent": recurrent, "chunked": diagonal_chunked, "segments": segments, "large": diagonal_large},
-    "wkv4": {"recurrent": wkv4, "split": wkv4},
+    "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
     "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
 }
 

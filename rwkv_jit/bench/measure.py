@@ -17,12 +17,10 @@ from rwkv_jit.algorithms.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.bench import cases, timing
 from rwkv_jit.bench.cases import OPS, REFERENCES, Case, Given
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.ops import table, wkv4
+from rwkv_jit.ops import table
 from rwkv_jit.ops import timex as timex_module
 
 OURS = "rwkv_jit"
-BACKENDS = [name for name in rule.NAMES if name != "reference"]
-_OWN_BACKENDS = {"wkv4": wkv4.BACKENDS, "timex": timex_module.BACKENDS}
 MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
 BUDGET_MS = 4000.0  # of the rounds of a case
 CPU_SHAPE = (1, 32, 2, 16, 16)  # where none is asked for
@@ -65,7 +63,7 @@ class Contestant(NamedTuple):
 
 def backends_of(op: str) -> list[str]:
     """Return the backends that calls of an op can ask for, "auto" first."""
-    return [name for name in _OWN_BACKENDS.get(op, BACKENDS) if name != "reference"]
+    return [name for name in table.OPS[op].backends if name != "reference"]
 
 
 def backend_of(case: Case, asked: str) -> str:

@@ -11,38 +11,22 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rwkv_jit import env, stats
 from rwkv_jit.cache import bundle, claim, entry, files, installed, lock, owned
 from rwkv_jit.cache.bundle import Bundle
 from rwkv_jit.cache.entry import Compiled, Resources, file_name, key, pack
-from rwkv_jit.errors import CacheError
+from rwkv_jit.errors import CacheError, reason
 
 __all__ = ["Compiled", "Resources", "file_name", "key", "pack"]
 _BUNDLES = "bundles"  # imported ones; never evicted
 _NOTE_BYTES = 1 << 20  # at most
 _used: set[Path] = set()  # files that serve this process
-
-
-class Layer(Protocol):
-    """A place to read entries from."""
-
-    path: Path
-    origin: str
-
-    def read(self, name: str) -> bytes | None:
-        """Return an entry's bytes, or None."""
-
-    def names(self) -> list[str]:
-        """Return the names of all entries."""
-
-    def compilers(self) -> list[str]:
-        """Return identities of compilers whose kernels may be served without having that compiler."""
 
 
 class Directory:
@@ -57,12 +41,9 @@ class Directory:
         """Return an entry's bytes; it counts as used now."""
         try:
             data = files.read(self.path, name, used=time.time() if self.is_users else None)
-        except files.UntrustedError as error:
-            stats.say_once(f"kernels are not read from the cache: {error}", key=str(error).split(";")[0])
-            return None
         except OSError as error:
-            reason = error.strerror or error
-            stats.say_once(f"cache entry {self.path / name} cannot be read: {reason}", key=f"{self.path}: {reason}")
+            text = f"cache entry {self.path / name} cannot be read: {reason(error)}"
+            _say(error, self.path, "kernels are not read from the cache", text)
             return None
         if data is not None and self.is_users:
             _used.add(self.path / name)
@@ -80,6 +61,9 @@ class Directory:
         return [note["identity"] for note in notes if "identity" in note]
 
 
+Layer = Directory | Bundle  # a place to read entries from
+
+
 def layers() -> tuple[Layer, ...]:
     """Return the places to read from, in order."""
     return tuple(_in_turn())
@@ -94,47 +78,45 @@ def _in_turn() -> Iterator[Layer]:
 
 @cache
 def _layers(users: Path, more: tuple[Path, ...]) -> tuple[Layer, ...]:
-    found: list[Layer] = [Directory(users, is_users=True)]
+    layers: list[Layer] = [Directory(users, is_users=True)]
     for path in (*_imported(users), *more):
-        if os.path.isdir(path):
-            found.append(Directory(path, is_users=False))
-            continue
         try:
-            found.append(Bundle(path))
+            layers.append(_opened(path))
         except CacheError as error:
             stats.say_once(f"kernels are not read from a part of the cache: {error}")
-    return tuple(found)
+    return tuple(layers)
+
+
+def _opened(path: Path) -> Layer:
+    return Directory(path, is_users=False) if os.path.isdir(path) else Bundle(path)
 
 
 @cache
 def _installed() -> tuple[Layer, ...]:
-    found = []
+    bundles = []
     for distribution in installed.distributions():
         try:
-            found.append(installed.bundle(distribution))
+            bundles.append(installed.bundle(distribution))
         except CacheError as error:
             stats.say_once(f"kernels of {distribution.name} are not read: {error}")
-    return tuple(found)
+    return tuple(bundles)
 
 
 def unreadable() -> dict[Path, str]:
     """Return the bundles and directories that should be read from but cannot be, and why."""
-    found = {}
-    for distribution in installed.distributions():
+    openings: list[tuple[Path, Callable[[], Layer]]] = [
+        *((wheel.path, partial(installed.bundle, wheel)) for wheel in installed.distributions()),
+        *((path, partial(_opened, path)) for path in (*_imported(env.cache_dir()), *env.cache_path())),
+    ]
+    faults = {}
+    for path, opening in openings:
         try:
-            installed.bundle(distribution)
-        except CacheError as error:
-            found[distribution.path] = str(error)
-    for path in (*_imported(env.cache_dir()), *env.cache_path()):
-        try:
-            if os.path.isdir(path):
+            if isinstance(opening(), Directory):
                 files.check_directory(path)
                 os.listdir(path)
-            else:
-                Bundle(path)
         except (CacheError, OSError) as error:
-            found[path] = str(error)
-    return found
+            faults[path] = str(error)
+    return faults
 
 
 def _imported(users: Path) -> list[Path]:
@@ -149,12 +131,11 @@ def _imported(users: Path) -> list[Path]:
 
 def compilers() -> Iterator[str]:
     """Yield the compilers that bundles and shared directories announce, each once."""
-    found: set[str] = set()
-    for layer in _in_turn():
-        for name in layer.compilers():
-            if name not in found:
-                found.add(name)
-                yield name
+    seen: set[str] = set()
+    for name in (name for layer in _in_turn() for name in layer.compilers()):
+        if name not in seen:
+            seen.add(name)
+            yield name
 
 
 def get(name: str, arch: str, digest: str) -> tuple[Compiled, str] | None:
@@ -214,10 +195,7 @@ def _can_be_written() -> bool:
 def _root() -> Path:
     """Return the user's directory, which is made, or marked as our own where it can be, for something to be written.
 
-    Raises
-    ------
-    OSError
-        It cannot be made, or is not to be trusted.
+    Raises OSError where it cannot be made, or is not to be trusted.
     """
     root = env.cache_dir()
     files.make_directory(root)
@@ -227,27 +205,28 @@ def _root() -> Path:
 
 
 def _publish(path: Path, data: bytes) -> bool:
-    root = env.cache_dir()
     try:
         files.make_folder(_root() / path.parent.name)
         files.publish(path, data)
-    except files.UntrustedError as error:
-        stats.say_once(f"kernels are not kept in the cache: {error}", key=str(error).split(";")[0])
     except OSError as error:
-        reason = error.strerror or error
-        stats.say_once(f"kernels are not kept: {path.parent} cannot be written ({reason})", key=f"{root}: {reason}")
+        text = f"kernels are not kept: {path.parent} cannot be written ({reason(error)})"
+        _say(error, env.cache_dir(), "kernels are not kept in the cache", text)
+        return False
+    return True
+
+
+def _say(error: OSError, root: Path, untrusted: str, otherwise: str) -> None:
+    """Warn once of a directory that is not to be trusted, and once of every other trouble with it."""
+    if isinstance(error, files.UntrustedError):
+        stats.say_once(f"{untrusted}: {error}", key=str(error).split(";")[0])
     else:
-        return True
-    return False
+        stats.say_once(otherwise, key=f"{root}: {reason(error)}")
 
 
 def source_folder(kind: str) -> Path:
     """Return a folder for sources in the user's directory.
 
-    Raises
-    ------
-    OSError
-        There is none to write to, or not to be trusted.
+    Raises OSError where there is none to write to, or not to be trusted.
     """
     if not env.cache_is_on():
         raise FileNotFoundError("the cache is off")
@@ -266,7 +245,7 @@ def read_note(root: Path, name: str) -> dict[str, Any]:
     except files.UntrustedError:
         return {}  # reading an entry says what is wrong
     except OSError as error:
-        stats.say_once(f"note {root / name} cannot be read: {error.strerror or error}", key=f"{root}: {error.strerror}")
+        stats.say_once(f"note {root / name} cannot be read: {reason(error)}", key=f"{root}: {error.strerror}")
         return {}
     try:
         note = {} if data is None else json.loads(data)
@@ -312,37 +291,38 @@ class Stored(NamedTuple):
     manifest: dict[str, Any]
     fault: str
 
+    @property
+    def path(self) -> Path:
+        """Return its file, or where it would lie in a bundle."""
+        return self.layer.path / self.name
+
+    @property
+    def state(self) -> str:
+        """Return what is wrong with it, or "ok"."""
+        return self.fault or "ok"
+
 
 def stored() -> Iterator[Stored]:
     """Yield every entry of every layer, read and checked."""
     for layer in layers():
         for name in layer.names():
-            yield _look(layer, name)
+            manifest: dict[str, Any] = {}
+            try:
+                data = _bytes(layer, name)
+                _, manifest = entry.unpack(data)
+                entry.check_name(name, manifest)
+            except (OSError, ValueError) as error:
+                yield Stored(layer, name, _size(layer.path / name), manifest, str(error))
+            else:
+                yield Stored(layer, name, len(data), manifest, "")
 
 
 def _bytes(layer: Layer, name: str) -> bytes:
-    """Return what is stored, without counting that as a use.
-
-    Raises
-    ------
-    OSError, ValueError
-        It cannot be read, or is not to be trusted.
-    """
+    """Return what is stored, without counting that as a use; raises OSError or ValueError where it cannot be read."""
     data = files.read(layer.path, name) if isinstance(layer, Directory) else layer.read(name)
     if data is None:
         raise ValueError("unreadable")
     return data
-
-
-def _look(layer: Layer, name: str) -> Stored:
-    manifest: dict[str, Any] = {}
-    try:
-        data = _bytes(layer, name)
-        _, manifest = entry.unpack(data)
-        entry.check_name(name, manifest)
-    except (OSError, ValueError) as error:
-        return Stored(layer, name, _size(layer.path / name), manifest, str(error))
-    return Stored(layer, name, len(data), manifest, "")
 
 
 def _size(path: Path) -> int:
@@ -369,7 +349,7 @@ def _refusal(root: Path) -> str:
         if owned.adopt(root):
             return ""
     except OSError as error:
-        return f"nothing in {root} is deleted: {error.strerror or error}"
+        return f"nothing in {root} is deleted: {reason(error)}"
     return (
         f"{root} holds files that rwkv_jit did not write, so it deletes nothing there; name a directory for the cache "
         f"alone in RWKVJIT_CACHE_DIR, or let it delete its own files here: touch '{root / owned.MARKER}'"
@@ -380,11 +360,7 @@ def prune(max_bytes: int) -> int:
     """Delete the least recently used kernels of the user's directory until it is small enough; return how many.
 
     Kernels that serve this process stay, and so do bundles. A reader that has opened a file keeps what it reads.
-
-    Raises
-    ------
-    CacheError
-        It is too large, and not a directory to delete in.
+    Raises CacheError where it is too large, and not a directory to delete in.
     """
     root, now = env.cache_dir(), time.time()
     refusal = _refusal(root)
@@ -422,7 +398,7 @@ def _sweep(root: Path, now: float) -> None:
     """Delete what killed processes left of their work."""
     for name in owned.find(root, owned.TRACE):
         with contextlib.suppress(OSError):
-            if files.is_abandoned((root / name).lstat(), now):
+            if files.is_stale((root / name).lstat(), now):
                 files.delete(root, name)
 
 
@@ -430,41 +406,34 @@ def delete_damaged() -> int:
     """Delete the entries of the user's directory that can be read, but are none; return how many there were.
 
     What is merely not to be trusted may be whole.
-
-    Raises
-    ------
-    CacheError
-        One of them cannot be deleted.
+    Raises CacheError where one of them cannot be deleted.
     """
-    damaged = [each.name for each in stored() if each.layer.origin == "disk" and _is_damaged(each)]
+    damaged = []
+    for kernel in stored():
+        if kernel.layer.origin == "disk" and kernel.fault:
+            try:
+                is_there = files.read(kernel.layer.path, kernel.name) is not None
+            except OSError as error:
+                is_there = error.errno == errno.EFBIG
+            if is_there:
+                damaged.append(kernel.name)
     _delete(env.cache_dir(), damaged)
     return len(damaged)
-
-
-def _is_damaged(each: Stored) -> bool:
-    try:
-        return bool(each.fault) and files.read(each.layer.path, each.name) is not None
-    except OSError as error:
-        return error.errno == errno.EFBIG
 
 
 def clear() -> int:
     """Delete what this library wrote into the user's directory, but choices; return how many kernels there were.
 
     That is kernels, imported bundles, notes and sources.
-
-    Raises
-    ------
-    CacheError
-        One of them cannot be deleted, or it is not a directory to delete in.
+    Raises CacheError where one of them cannot be deleted, or it is not a directory to delete in.
     """
     root = env.cache_dir()
-    found = owned.find(root, owned.ENTRY)
+    kernels = owned.find(root, owned.ENTRY)
     bundles = owned.find(root, owned.BUNDLE)
     paths = {root / name for name in bundles}
-    count = len(found) + sum(len(layer.names()) for layer in layers() if layer.path in paths)
+    count = len(kernels) + sum(len(layer.names()) for layer in layers() if layer.path in paths)
     try:
-        _delete(root, [*found, *bundles, *owned.find(root, owned.NOTE, owned.SOURCE)])
+        _delete(root, [*kernels, *bundles, *owned.find(root, owned.NOTE, owned.SOURCE)])
         if not _refusal(root):
             _sweep(root, time.time())
             for name in owned.folders_of_sources(root):
@@ -478,13 +447,7 @@ def clear() -> int:
 
 
 def _delete(root: Path, names: list[str]) -> None:
-    """Delete files that this library wrote.
-
-    Raises
-    ------
-    CacheError
-        One of them cannot be deleted, or it is not a directory to delete in.
-    """
+    """Delete files that this library wrote; raises like `clear`."""
     refusal = _refusal(root) if names else ""
     if refusal:
         raise CacheError(refusal)
@@ -494,57 +457,50 @@ def _delete(root: Path, names: list[str]) -> None:
         except FileNotFoundError:
             pass  # another process has deleted it
         except OSError as error:
-            raise CacheError(f"{root / name} cannot be deleted: {error.strerror or error}") from error
+            raise CacheError(f"{root / name} cannot be deleted: {reason(error)}") from error
 
 
 def export(path: Path, chosen: Iterable[Stored]) -> tuple[int, int]:
     """Write entries into a bundle; return how many and its bytes. Those that are gone by now are left out, and told of.
 
-    Raises
-    ------
-    CacheError
-        There is none, or the file cannot be written.
+    Raises CacheError where there is no entry, or the file cannot be written.
     """
-    found: dict[str, bytes] = {}
-    gone = []
-    for each in chosen:
-        if not each.fault and each.name not in found:
+    entries: dict[str, bytes] = {}
+    gone = 0
+    for kernel in chosen:
+        if not kernel.fault and kernel.name not in entries:
             try:
-                data = _bytes(each.layer, each.name)
+                data = _bytes(kernel.layer, kernel.name)
                 entry.unpack(data)
             except (OSError, ValueError):
-                gone.append(each.name)
+                gone += 1
             else:
-                found[each.name] = data
+                entries[kernel.name] = data
     if gone:
-        stats.say_once(f"{len(gone)} kernels were deleted while they were exported and are not in {path}")
-    if not found:
+        stats.say_once(f"{gone} kernels were deleted while they were exported and are not in {path}")
+    if not entries:
         raise CacheError(f"{path} is not written: there is no intact kernel to export; `rwkv-jit build` compiles some")
-    return len(found), bundle.write(path, found.items())
+    return len(entries), bundle.write(path, entries.items())
 
 
 def import_bundle(path: Path, digest: str | None = None) -> int:
     """Copy a bundle into the user's directory once all of it has been checked; return how many kernels it holds.
 
     With a `digest`, its SHA-256, no other one is looked at.
-
-    Raises
-    ------
-    CacheError
-        It is not an intact bundle, or the directory cannot be written.
+    Raises CacheError where it is not an intact bundle, or the directory cannot be written.
     """
-    found = Bundle(path, digest=digest).entries()
+    entries = Bundle(path, digest=digest).entries()
     if not env.cache_is_on():
         raise CacheError("RWKVJIT_CACHE=0 turns the cache off: unset it to import a bundle")
-    data = bundle.pack(found)
+    data = bundle.pack(entries)
     target = env.cache_dir() / _BUNDLES / f"{sha256(data).hexdigest()[:40]}.bundle"
     try:
         files.make_folder(_root() / _BUNDLES)
         files.publish(target, data)
     except OSError as error:
-        raise CacheError(f"{target.parent} cannot be written: {error.strerror or error}") from error
+        raise CacheError(f"{target.parent} cannot be written: {reason(error)}") from error
     forget()
-    return len(found)
+    return len(entries)
 
 
 def forget() -> None:

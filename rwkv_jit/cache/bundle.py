@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from rwkv_jit import stats
 from rwkv_jit.cache import entry, files
-from rwkv_jit.errors import CacheError
+from rwkv_jit.errors import CacheError, reason
 
 _ABOUT = "bundle.json"
 _FORMAT = "rwkv_jit bundle 1"
@@ -48,20 +48,19 @@ def pack(entries: Mapping[str, bytes]) -> bytes:
 class Bundle:
     """One bundle as a layer of the cache; opened when it is made, and read as it was then.
 
-    Those who may write what is `like` are trusted with the bundle too. With a `digest`, which is that of `digest`,
+    Those who may write what is `trusted` are trusted with the bundle too. With a `digest`, which is that of `digest`,
     nothing of any other file is looked at.
     """
 
     origin = "bundle"
 
-    def __init__(self, path: Path, like: os.stat_result | None = None, digest: str | None = None):
+    def __init__(self, path: Path, trusted: os.stat_result | None = None, digest: str | None = None):
         self.path = path
-        self._like = like
         try:
-            file = self._open()
-            found = digest and _sha256(file)
-            if found != digest:
-                raise CacheError(f"{path} is another bundle: expected one of SHA-256 {digest}, it has {found}")
+            file = self._open(trusted)
+            own = digest and _sha256(file)
+            if own != digest:
+                raise CacheError(f"{path} is another bundle: expected one of SHA-256 {digest}, it has {own}")
             _check_table(file)
             self._archive = zipfile.ZipFile(file)
             for member in self._archive.infolist():
@@ -73,20 +72,20 @@ class Bundle:
         except CacheError:
             raise
         except OSError as error:
-            raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CacheError(f"{path} cannot be read: {reason(error)}") from error
         except Exception as error:  # zipfile raises a dozen kinds on damaged files
             raise CacheError(f"{path} is not an intact rwkv_jit bundle: {str(error).strip(chr(34))}") from error
 
-    def _open(self) -> io.BufferedReader:
+    def _open(self, trusted: os.stat_result | None) -> io.BufferedReader:
         names = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
         flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in names)
         if self.path.is_symlink():
             raise files.UntrustedError(f"{self.path} is a symbolic link; name what it leads to instead")
-        files.check_directory(self.path.parent, sticky_is_safe=True, like=self._like)
+        files.check_directory(self.path.parent, sticky_is_safe=True, trusted=trusted)
         handle = os.open(self.path, flags)
         try:
             status = os.fstat(handle)
-            files.check(self.path, status, like=self._like)
+            files.check(self.path, status, trusted=trusted)
             if not stat.S_ISREG(status.st_mode):
                 raise files.UntrustedError(f"{self.path} is not a file")
             return os.fdopen(handle, "rb")
@@ -113,14 +112,8 @@ class Bundle:
         return self._compilers
 
     def entries(self) -> dict[str, bytes]:
-        """Return all entries, each checked.
-
-        Raises
-        ------
-        CacheError
-            One of them is not intact.
-        """
-        found = {}
+        """Return all entries, each checked. Raises CacheError where one of them is not intact."""
+        entries = {}
         for name in self.names():
             data = self.read(name)
             try:
@@ -129,8 +122,8 @@ class Bundle:
                 entry.check_name(name, entry.unpack(data)[1])
             except ValueError as error:
                 raise CacheError(f"{self.path} is not an intact rwkv_jit bundle: {name} is {error}") from error
-            found[name] = data
-        return found
+            entries[name] = data
+        return entries
 
 
 def digest(path: Path) -> str:
@@ -140,11 +133,11 @@ def digest(path: Path) -> str:
 
 
 def _sha256(file: BinaryIO) -> str:
-    found = sha256()
+    digest = sha256()
     while block := file.read(1 << 20):
-        found.update(block)
+        digest.update(block)
     file.seek(0)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _check_table(file: BinaryIO) -> None:
@@ -174,10 +167,7 @@ def _check_member(member: zipfile.ZipInfo) -> None:
 def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
     """Write a bundle and return its size; the whole file appears at once.
 
-    Raises
-    ------
-    CacheError
-        It cannot be written.
+    Raises CacheError where it cannot be written.
     """
     data = pack(dict(entries))
     try:
@@ -188,7 +178,7 @@ def write(path: Path, entries: Iterable[tuple[str, bytes]]) -> int:
         _sweep(path.parent)
         files.write(path, data, mode=0o644)
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise CacheError(f"{path} cannot be written: {reason(error)}") from error
     return len(data)
 
 
@@ -198,5 +188,5 @@ def _sweep(folder: Path) -> None:
     for path in files.find(folder, ".rwkvjit-*.tmp"):
         with contextlib.suppress(OSError):
             status, is_ours = path.lstat(), re.fullmatch(files.TEMPORARY, path.name)
-            if is_ours and stat.S_ISREG(status.st_mode) and files.is_abandoned(status, now):
+            if is_ours and stat.S_ISREG(status.st_mode) and files.is_stale(status, now):
                 path.unlink()

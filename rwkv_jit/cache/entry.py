@@ -81,10 +81,7 @@ def pack(digest: str, compiled: Compiled, about: dict[str, Any]) -> bytes:
 def unpack(data: bytes, digest: str | None = None) -> tuple[Compiled, dict[str, Any]]:
     """Read an entry back, with its manifest; `digest` is the key it must have, if one is known.
 
-    Raises
-    ------
-    ValueError
-        The bytes are not an intact entry, or another kernel's.
+    Raises ValueError where the bytes are not an intact entry, or another kernel's.
     """
     end = len(data) - _CHECKSUM_BYTES
     if end < _HEAD.size or sha256(memoryview(data)[:end]).digest() != data[end:]:
@@ -134,12 +131,6 @@ def _is_parameter(value: Any) -> bool:
 
 
 def check_name(name: str, manifest: dict[str, Any]) -> None:
-    """Check that an entry lies where its manifest says.
-
-    Raises
-    ------
-    ValueError
-        It is another kernel's.
-    """
+    """Check that an entry lies where its manifest says. Raises ValueError where it is another kernel's."""
     if name != file_name(manifest["name"], manifest["arch"], manifest["key"]):
         raise ValueError("another kernel's")

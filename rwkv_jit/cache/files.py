@@ -32,21 +32,17 @@ def check(
     status: os.stat_result,
     sticky_is_safe: bool = False,
     is_private: bool = False,
-    like: os.stat_result | None = None,
+    trusted: os.stat_result | None = None,
 ) -> None:
     """Check owner and mode of what was opened; RWKVJIT_CACHE_SHARED does not reach what `is_private`.
 
-    Those who may write what is `like` are trusted with this too.
-
-    Raises
-    ------
-    UntrustedError
-        Others own it or can write to it.
+    Those who may write what is `trusted` are trusted with this too.
+    Raises UntrustedError where others own it or can write to it.
     """
     if not _HAS_MODES:
         return
-    is_own = status.st_uid in (os.getuid(), 0) or (like is not None and status.st_uid == like.st_uid)
-    known_writers = like.st_mode if like is not None and status.st_gid == like.st_gid else 0
+    is_own = status.st_uid in (os.getuid(), 0) or (trusted is not None and status.st_uid == trusted.st_uid)
+    known_writers = trusted.st_mode if trusted is not None and status.st_gid == trusted.st_gid else 0
     # In a directory like /tmp nobody can replace what another user put there.
     others_write = status.st_mode & ~known_writers & 0o022 and not (sticky_is_safe and status.st_mode & stat.S_ISVTX)
     if (is_own and not others_write) or (env.cache_is_shared() and not is_private):
@@ -87,13 +83,8 @@ def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTE
 
     `name` is a file, or a folder and a file. With `used`, a time in seconds, the file is stamped as used then, at most
     once an hour. An empty folder in the place of a file is none: `publish` puts the file there.
-
-    Raises
-    ------
-    UntrustedError
-        It is there, but not to be trusted.
-    OSError
-        It is there and cannot be read, or has more bytes than `most`.
+    Raises UntrustedError where it is there, but not to be trusted; OSError where it is there and cannot be read, or
+    has more bytes than `most`.
     """
     if not _HAS_MODES:
         return _read_by_name(root / name, used, most)
@@ -105,8 +96,7 @@ def read(root: Path, name: str, used: float | None = None, most: int = MOST_BYTE
                 raise UntrustedError(f"{root / name} is not a file; mend it: rm -r '{root / name}'")
             _check_size(status, most)
             data = os.read(handle, status.st_size + 1)
-            # A stamp of the future, from a clock that was wrong, would make a file the last one to be evicted.
-            if used is not None and not -3600 <= used - status.st_mtime <= 3600:
+            if used is not None and is_stale(status, used):
                 with contextlib.suppress(OSError):  # of another's file a writer may say "now", and nothing else
                     os.utime(handle, (used, used) if status.st_uid == os.getuid() else None)
             return data
@@ -121,12 +111,13 @@ def _check_size(status: os.stat_result, most: int) -> None:
 
 def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
     try:
-        _check_size(path.stat(), most)
+        status = path.stat()
+        _check_size(status, most)
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    with contextlib.suppress(OSError):
-        if used is not None and not -3600 <= used - path.stat().st_mtime <= 3600:
+    if used is not None and is_stale(status, used):
+        with contextlib.suppress(OSError):
             os.utime(path, (used, used))
     return data
 
@@ -134,12 +125,8 @@ def _read_by_name(path: Path, used: float | None, most: int) -> bytes | None:
 def delete(root: Path, name: str) -> None:
     """Delete a file of a directory; nothing through a symbolic link, and no link.
 
-    Raises
-    ------
-    FileNotFoundError
-        It is not there.
-    OSError
-        It cannot be deleted: it is no file, or it or what it lies in is not to be trusted.
+    Raises FileNotFoundError where it is not there, and OSError where it cannot be deleted: it is no file, or it or
+    what it lies in is not to be trusted.
     """
     _remove(root, name, os.unlink)
 
@@ -161,23 +148,19 @@ def _remove(root: Path, name: str, how: Callable[..., None]) -> None:
 
 
 def check_directory(
-    path: Path, sticky_is_safe: bool = False, is_private: bool = False, like: os.stat_result | None = None
+    path: Path, sticky_is_safe: bool = False, is_private: bool = False, trusted: os.stat_result | None = None
 ) -> None:
     """Check a directory by its name: one that is to be written to, or whose files must not be replaced.
 
-    Raises
-    ------
-    UntrustedError
-        It is a symbolic link, or others own it or can write to it.
-    OSError
-        It is not there, or not a directory.
+    Raises UntrustedError where it is a symbolic link, or others own it or can write to it; OSError where it is not
+    there, or not a directory.
     """
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
         raise UntrustedError(f"{path} is a symbolic link; name what it leads to instead")
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
-    check(path, status, sticky_is_safe, is_private, like)
+    check(path, status, sticky_is_safe, is_private, trusted)
 
 
 def make_directory(path: Path, is_private: bool = False) -> None:
@@ -187,6 +170,12 @@ def make_directory(path: Path, is_private: bool = False) -> None:
     """
     _make(path, 0o2770 if env.cache_is_shared() and not is_private else 0o700)
     check_directory(path, is_private=is_private)
+
+
+def check_writable(folder: Path) -> None:
+    """Write a small file into a directory, and delete it. Raises OSError where it cannot be written."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"rwkv_jit")
 
 
 def make_folder(path: Path) -> None:
@@ -215,30 +204,19 @@ def _file_mode(folder: Path) -> int:
 def write(path: Path, data: bytes, mode: int | None = None) -> None:
     """Write a file into a directory that is there: readers see the whole file or none.
 
-    Raises
-    ------
-    OSError
-        It cannot be written; nothing of it is left behind.
+    Raises OSError where it cannot be written; nothing of it is left behind.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rwkvjit-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+    with _removed_after_an_error(temporary):
+        _fill(handle, data)
         os.chmod(temporary, _file_mode(path.parent) if mode is None else mode)
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def publish(path: Path, data: bytes) -> None:
     """Write a file into the cache, as `write` does; an empty directory in its place makes way.
 
-    Raises
-    ------
-    OSError
-        It cannot be written; nothing of it is left behind.
+    Raises OSError where it cannot be written; nothing of it is left behind.
     """
     if path.is_dir() and not path.is_symlink():
         try:
@@ -251,18 +229,23 @@ def publish(path: Path, data: bytes) -> None:
 def create(path: Path, data: bytes) -> None:
     """Write a file where there is none; of several processes that try, one does it.
 
-    Raises
-    ------
-    FileExistsError
-        There is one.
-    OSError
-        It cannot be written.
+    Raises FileExistsError where there is one, and OSError where it cannot be written.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+    with _removed_after_an_error(path):
+        _fill(handle, data)
         os.chmod(path, _file_mode(path.parent))
+
+
+def _fill(handle: int, data: bytes) -> None:
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _removed_after_an_error(path: str | Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -277,6 +260,10 @@ def find(root: Path, *patterns: str) -> list[Path]:
         return []
 
 
-def is_abandoned(status: os.stat_result, now: float) -> bool:
-    """Return whether a file that is being written has not been touched for an hour, or bears a stamp of the future."""
+def is_stale(status: os.stat_result, now: float) -> bool:
+    """Return whether a file has not been touched for an hour, or bears a stamp of the future.
+
+    Such a stamp, from a clock that was wrong, would make a kernel the last one to be evicted, and keep what is left of
+    a write for ever.
+    """
     return not -3600 <= now - status.st_mtime <= 3600

@@ -35,11 +35,10 @@ def distributions() -> list[Distribution]:
         return []
     try:
         points = metadata.entry_points(group=GROUP)
-        found = {each for point in points if (each := _distribution(point)) is not None}
+        return sorted({wheel for point in points if (wheel := _distribution(point)) is not None})
     except Exception as error:  # whatever is wrong with a distribution that has nothing to do with this one
         stats.say_once(f"kernels that pip installed are not read: {type(error).__name__}: {error}", key=GROUP)
         return []
-    return sorted(found)
 
 
 @contextmanager
@@ -63,9 +62,6 @@ def _distribution(point: metadata.EntryPoint) -> Distribution | None:
 def bundle(distribution: Distribution) -> Bundle:
     """Open the bundle of a distribution. Those who may write this library's own code are trusted with it too.
 
-    Raises
-    ------
-    CacheError
-        It is not there, or not to be trusted, or not intact.
+    Raises CacheError where it is not there, or not to be trusted, or not intact.
     """
-    return Bundle(distribution.path, like=os.stat(Path(__file__).parent))
+    return Bundle(distribution.path, trusted=os.stat(Path(__file__).parent))

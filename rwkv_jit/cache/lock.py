@@ -18,6 +18,7 @@ from typing import Any
 
 from rwkv_jit import stats
 from rwkv_jit.cache import files
+from rwkv_jit.errors import reason
 
 MAX_WAIT_SECONDS = 60.0
 _PAUSE_SECONDS = 0.004
@@ -80,7 +81,7 @@ def held(digest: str, what: str) -> Iterator[bool]:
             try:
                 _release(handle)
             except OSError as error:  # what the lock was for is done
-                stats.say_once(f"a lock in {directory()} could not be let go: {error.strerror or error}", key="unlock")
+                stats.say_once(f"a lock in {directory()} could not be let go: {reason(error)}", key="unlock")
 
 
 def _wait(digest: str, what: str) -> Any:

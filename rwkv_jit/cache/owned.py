@@ -56,10 +56,7 @@ def links(root: Path) -> list[str]:
 def adopt(root: Path) -> bool:
     """Mark a directory that is empty or holds nothing but what this library writes; return whether it is marked.
 
-    Raises
-    ------
-    OSError
-        It is not to be trusted, or cannot be written.
+    Raises OSError where it is not to be trusted, or cannot be written.
     """
     if files.read(root, MARKER) is not None:
         return True
@@ -80,17 +77,17 @@ def _look(root: Path, folder: str = "") -> Iterator[tuple[str, str]]:
     """
     try:
         with os.scandir(root / folder) as scanned:
-            found = list(scanned)
+            entries = list(scanned)
     except OSError:
         yield folder.rstrip("/"), "other"
         return
-    for each in found:
-        name = folder + each.name
-        if each.is_symlink():
+    for entry in entries:
+        name = folder + entry.name
+        if entry.is_symlink():
             yield name, "link"
-        elif each.is_file():
+        elif entry.is_file():
             yield name, "file"
-        elif each.is_dir() and _FOLDER.fullmatch(name):
+        elif entry.is_dir() and _FOLDER.fullmatch(name):
             yield from _look(root, f"{name}/")
             yield name, "folder"
         else:

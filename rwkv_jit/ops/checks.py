@@ -9,27 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import rule, tensors
+from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.problem import Op
 
-DECAYS = ("raw", "sigmoid", "log", "direct")
 STATE_LAYOUTS = ("vk", "kv")
 _LARGEST = sys.float_info.max
 # What messages call the dimensions of inputs.
-_DIMENSIONS = {"K": "head size", "V": "value size", "G": "key heads"}
+_DIMENSIONS = {"K": "head size", "V": "value size", "G": "key heads", "C": "channels"}
 
 
 # ---- options -----------------------------------------------------------------------------------------------------
 
 
-def decays_of(op: Op) -> tuple[str, ...]:
-    """Return the legal maps from w to the per-step factor."""
-    return ("none",) if op.decay == "none" else DECAYS
-
-
 def check_options(
-    decays: tuple[str, ...],
+    op: Op,
     scale: float,
     decay: str,
     decay_bound: float | None,
@@ -47,9 +41,9 @@ def check_options(
         Naming the argument, what was expected and what came.
     """
     for name, value, legal in (
-        ("decay", decay, decays),
+        ("decay", decay, ("none",) if op.decay == "none" else op.decays),
         ("state_layout", state_layout, STATE_LAYOUTS),
-        ("backend", backend, rule.NAMES),
+        ("backend", backend, op.backends),
     ):
         check_name(name, value, legal)
     check_number("scale", scale)
@@ -117,81 +111,79 @@ def check_tensors(
     TypeError, ValueError
         Naming the argument, what was expected and what came.
     """
-    given = [tensors.from_any(name, x) for name, x in zip(op.public_names, arrays, strict=True)]
-    first = given[0]
-    on_gpu = is_for_kernels(backend, first)
-    sizes = _check_inputs(op, given, wide=not on_gpu)
-    sequences = first.shape[0]
+    given = as_tensors(op, arrays)
+    lead = given[op.lead]
+    wide = not is_for_kernels(backend, lead)
+    sizes = check_inputs(op, given, wide)
+    sequences = sizes["B"]
     if cu_seqlens is not None:
         cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
-        _check_packing(cu_seqlens, first)
+        _check_packing(cu_seqlens, lead)
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         initial_state = tensors.from_any("initial_state", initial_state)
         shape = (sequences, *(sizes[dim] for dim in op.state_dims(state_layout)))
-        _check_state(initial_state, shape, first, wide=not on_gpu)
+        check_state(op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
     return given, initial_state, cu_seqlens
 
 
-def _check_inputs(op: Op, given: Sequence[Tensor], wide: bool) -> dict[str, int]:
+def as_tensors(op: Op, arrays: Sequence[Any]) -> list[Tensor]:
+    """Return the inputs of a call as tensors."""
+    return [tensors.from_any(name, x) for name, x in zip(op.public_names, arrays, strict=True)]
+
+
+def check_inputs(op: Op, given: Sequence[Tensor], wide: bool) -> dict[str, int]:
     """Check the inputs by their dimensions, and return the sizes of these; `wide` admits float64 for plain torch."""
-    first, first_name = given[0], op.public_names[0]
+    lead, lead_name = given[op.lead], op.public_names[op.lead]
     dtypes = [*tensors.STORAGE, torch.float64] if wide else list(tensors.STORAGE)
-    rows = list(zip(op.public_names, op.names, given, strict=True))
-    sizes: dict[str, int] = {}
-    for name, own_name, x in [row for row in rows if row[1] in op.streamed]:
-        dims = op.inputs[own_name]
-        if x.dim() != len(dims):
+    rows = list(zip(op.public_names, op.names, op.inputs.values(), given, strict=True))
+    streamed, fixed = [row for row in rows if "T" in row[2]], [row for row in rows if "T" not in row[2]]
+    sizes = dict(op.sizes)
+    for name, own_name, dims, x in (rows[op.lead], *streamed, *fixed):
+        is_known = all(dim in sizes for dim in dims)
+        if x.dim() != len(dims) and not is_known:
             listed = ", ".join("head size" if dim in "KV" else dim for dim in dims)
             raise ValueError(f"{name}: expected {len(dims)} dimensions [{listed}], got shape {tuple(x.shape)}")
-        if x.device != first.device:
-            raise ValueError(f"{name}: expected device {first.device} like {first_name}, got {x.device}")
-        if x.dtype not in dtypes:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
-        may_be_wide = own_name in op.wide
-        if x.dtype != first.dtype and not (may_be_wide and x.dtype == torch.float32):
-            also = " or torch.float32" if may_be_wide else ""
-            raise TypeError(f"{name}: expected {first.dtype} like {first_name}{also}, got {x.dtype}")
-        if any(dim in sizes and sizes[dim] != size for dim, size in zip(dims, x.shape, strict=True)):
-            want = [str(sizes.get(dim, _DIMENSIONS.get(dim, dim))) for dim in dims]
-            raise ValueError(f"{name}: expected shape [{', '.join(want)}] like {first_name}, got {list(x.shape)}")
+        if x.dim() != len(dims) or any(sizes.get(dim, size) != size for dim, size in zip(dims, x.shape, strict=True)):
+            want = ", ".join(str(sizes.get(dim, _DIMENSIONS.get(dim, dim))) for dim in dims)
+            listed = ", ".join("heads" if dim == "H" else _DIMENSIONS.get(dim, dim) for dim in dims)
+            whose = f"like {lead_name}" if "B" in dims else f"[{listed}]"
+            raise ValueError(f"{name}: expected shape [{want}] {whose}, got {list(x.shape)}")
         sizes.update(zip(dims, x.shape, strict=True))
         if dims[-1] in "KV" and x.shape[-1] < 1:
             raise ValueError(f"{name}: expected a head size of at least 1, got shape {list(x.shape)}")
-    for name, own_name, x in [row for row in rows if row[1] in op.fixed]:
-        dims = op.inputs[own_name]
-        shape = [sizes[dim] for dim in dims]
-        if list(x.shape) != shape:
-            listed = ", ".join("heads" if dim == "H" else _DIMENSIONS.get(dim, dim) for dim in dims)
-            raise ValueError(f"{name}: expected shape {shape} [{listed}], got {list(x.shape)}")
-        if x.dtype != first.dtype and not (own_name in op.wide and x.dtype == torch.float32):
-            also = " or torch.float32" if own_name in op.wide else ""
-            raise TypeError(f"{name}: expected {first.dtype}{also}, got {x.dtype}")
-        if x.device != first.device:
-            raise ValueError(f"{name}: expected device {first.device}, got {x.device}")
+        if x.device != lead.device:
+            raise ValueError(f"{name}: expected device {lead.device} like {lead_name}, got {x.device}")
+        if x.dtype not in dtypes:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+        may_be_float32 = own_name in op.wide and lead.dtype != torch.float32
+        if x.dtype != lead.dtype and not (may_be_float32 and x.dtype == torch.float32):
+            also = " or torch.float32" if may_be_float32 else ""
+            raise TypeError(f"{name}: expected {lead.dtype} like {lead_name}{also}, got {x.dtype}")
     if "G" in sizes and (sizes["H"] % sizes["G"] if sizes["G"] else sizes["H"]):
-        raise ValueError(f"{first_name}: expected key heads that divide the {sizes['H']} heads, got {sizes['G']}")
+        raise ValueError(f"{lead_name}: expected key heads that divide the {sizes['H']} heads, got {sizes['G']}")
     return sizes
 
 
-def _check_state(state: Tensor, shape: tuple[int, ...], first: Tensor, wide: bool) -> None:
-    """Check an initial state [N, H, ...] or [H, ...]."""
-    if tuple(state.shape) not in (shape, shape[1:]):
-        want = f"{list(shape)} or {list(shape[1:])}"
-        raise ValueError(f"initial_state: expected shape {want}, got {list(state.shape)}")
-    if state.device != first.device:
-        raise ValueError(f"initial_state: expected device {first.device}, got {state.device}")
-    if state.dtype not in tensors.STORAGE and not (wide and state.dtype == torch.float64):
-        raise TypeError(f"initial_state: expected {' or '.join(map(str, tensors.STORAGE))}, got {state.dtype}")
+def check_state(op: Op, name: str, state: Tensor, shapes: Sequence[tuple[int, ...]], lead: Tensor, wide: bool) -> None:
+    """Check a state that may have any of these shapes; `wide` admits float64 for plain torch."""
+    if tuple(state.shape) not in shapes:
+        legal = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name}: expected shape {legal}, got {list(state.shape)}")
+    if state.device != lead.device:
+        raise ValueError(f"{name}: expected device {lead.device}, got {state.device}")
+    dtypes = [dtype for dtype, storage in tensors.STORAGE.items() if storage in op.state_types]
+    if state.dtype not in dtypes and not (wide and state.dtype == torch.float64):
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {state.dtype}")
 
 
-def _check_packing(cu_seqlens: Tensor, first: Tensor) -> None:
+def _check_packing(cu_seqlens: Tensor, lead: Tensor) -> None:
     """Check what can be said of cu_seqlens without reading its values."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected shape [sequences + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected torch.int32 or torch.int64, got {cu_seqlens.dtype}")
-    if first.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected a batch of 1 with packed sequences, got a batch of {first.shape[0]}")
-    if cu_seqlens.device != first.device:
-        raise ValueError(f"cu_seqlens: expected device {first.device}, got {cu_seqlens.device}")
+    if lead.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected a batch of 1 with packed sequences, got a batch of {lead.shape[0]}")
+    if cu_seqlens.device != lead.device:
+        raise ValueError(f"cu_seqlens: expected device {lead.device}, got {cu_seqlens.device}")

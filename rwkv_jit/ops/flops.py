@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from rwkv_jit.ops.registry import recurrences
+from rwkv_jit.ops.table import OPS
 
 Formula = Callable[..., int]
 
@@ -23,8 +23,8 @@ _PRODUCTS = {"wkv5": 2, "wkv6": 2, "wkv7": 4, "gla": 2, "linear_attention": 2}
 
 
 def _register_all() -> None:
-    for op, names in recurrences().items():
-        forward, backward = _of_recurrence(_PRODUCTS[op], names.index("v"))
+    for op, products in _PRODUCTS.items():
+        forward, backward = _of_recurrence(products, OPS[op].names.index("v"))
         _register(f"{op}_fwd", forward)
         _register(f"{op}_bwd", backward)
     # The two sums gain a term each; the output is made of the sums and a term more of each.

@@ -111,4 +111,6 @@ def gla(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 48, 96]))
     """
-    return torch_op.call(OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, options, wide_keys.in_parts)
+    return torch_op.call(
+        OP, (q, k, v, g), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
+    )

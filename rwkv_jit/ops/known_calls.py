@@ -162,7 +162,7 @@ def _zeros(problem: Problem, kept: Tensor | None) -> Tensor:
     """Return the gradient of a y that nothing was made of."""
     assert kept is not None
     shape = tuple(getattr(problem, dim) for dim in problem.op.output)
-    return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[0]]], device=kept.device)
+    return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[problem.op.lead]]], device=kept.device)
 
 
 def with_nearest(
@@ -184,19 +184,20 @@ _latest: BySignature[tuple[Callable[..., bool], Known, bool]] = BySignature()
 
 
 def find(
-    asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any
+    asked: tuple[Any, ...], arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any, lead: int = 0
 ) -> tuple[Known | None, bool]:
     """Return a call that has come before, None for others, and whether gradients are wanted.
 
-    `asked` is all of a call but its arrays, and at its end whether gradients are recorded.
+    `asked` is all of a call but its arrays, and at its end whether gradients are recorded; `lead` is `Op.lead`.
     """
     if not tensors.is_eager():
         return None, asked[-1] and _any_requires_grad(arrays, initial_state)
     try:
-        latest = _latest.get((asked, arrays[0].shape, initial_state is None, cu_seqlens is None))
+        latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
             are_alike, known, training = latest
-            if are_alike(*_present(arrays, initial_state, cu_seqlens)):
+            is_bare = initial_state is None and cu_seqlens is None
+            if are_alike(*(arrays if is_bare else _present(arrays, initial_state, cu_seqlens))):
                 return known, training
     except (AttributeError, TypeError, RuntimeError):  # no dense array, or an option that cannot be one and has no hash
         pass
@@ -217,6 +218,7 @@ def find_or_keep(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     prepare: Callable[[], Known],
+    lead: int = 0,
 ) -> Known:
     """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time."""
     signature = asked, training, tensors.signature((*arrays, initial_state, cu_seqlens))
@@ -224,14 +226,12 @@ def find_or_keep(
     if known is None:
         known = calls.keep(signature, prepare())
         are_alike = tensors.likeness(_present(arrays, initial_state, cu_seqlens))
-        alike = asked, arrays[0].shape, initial_state is None, cu_seqlens is None
+        alike = asked, arrays[lead].shape, initial_state is None, cu_seqlens is None
         _latest.keep(alike, (are_alike, known, training))
     return known
 
 
 def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:
-    if initial_state is None and cu_seqlens is None:
-        return arrays
     return [x for x in (*arrays, initial_state, cu_seqlens) if x is not None]
 
 

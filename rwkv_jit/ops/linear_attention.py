@@ -122,7 +122,7 @@ def linear_attention(
     """
     if not checks.check_flag("normalize", normalize):
         return torch_op.call(
-            OP, (q, k, v), initial_state, output_final_state, cu_seqlens, options, wide_keys.in_parts
+            OP, (q, k, v), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
         )  # fmt: skip
 
     if sharding.any_distributed((q, k, v)):
@@ -133,7 +133,7 @@ def linear_attention(
             q, k, v = cast
             return linear_attention(q, k, v, initial_state, output_final_state, cu_seqlens, True, **options)
     tail = complete(OP.op, options, q)
-    checks.check_options(OP.decays, *tail)
+    checks.check_options(OP.op, *tail)
     state, z = _pair(initial_state)
     layout = tail.state_layout
     (q, k, v), state, cu_seqlens = checks.check_tensors(OP.op, (q, k, v), state, cu_seqlens, layout, tail.backend)
@@ -142,7 +142,7 @@ def linear_attention(
         state = _with_total(state, _checked_z(z, state, value_dim), value_dim)
     wide = _with_total(v, torch.ones_like(v[..., 0]), -1)
     y, final = torch_op.call(
-        OP, (q, k, wide), state, output_final_state, cu_seqlens, options, wide_keys.in_parts
+        OP, (q, k, wide), state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
     )  # fmt: skip
     exact = y.to(torch.promote_types(y.dtype, torch.float32))
     y = (exact[..., :size] / (exact[..., size : size + 1] + 1e-10)).to(v.dtype)

@@ -104,10 +104,7 @@ def complete(op: Op, options: Mapping[str, Any], first: Any) -> Tail:
             raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}; there are {', '.join(legal)}")
     tail = {**defaults, **options}
     if tail["scale"] is None and op.scale is None:
-        tail["scale"] = _key_scale(op, first)
+        # An input without a head size is left for the checks to refuse.
+        sizes = tensors.from_any(op.public_names[0], first).shape
+        tail["scale"] = float(max((1, *sizes[-1:])) ** -0.5)
     return Tail(**tail)
-
-
-def _key_scale(op: Op, first: Any) -> float:
-    """Return K^-0.5. An input without a head size is left for the checks to refuse."""
-    return float(max((1, *tensors.from_any(op.public_names[0], first).shape[-1:])) ** -0.5)

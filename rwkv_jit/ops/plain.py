@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import reference, tensors
-from rwkv_jit.reference import decay_factor
+from rwkv_jit import tensors
+from rwkv_jit.reference import decay_factor, final_states, starting_states
 
 FAMILIES = ("delta", "diagonal")  # that it knows
 CHUNK_LEN = 32  # tokens between states
@@ -250,9 +250,24 @@ def _grows(w: Tensor, decay: str) -> bool:
     return bool((decay_factor(w.detach(), decay).abs() > LARGEST_FACTOR).any())
 
 
+def loop(
+    reference: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    decay: str,
+    state_layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Return y and the final state of a call that has been checked, by the op's reference."""
+    own_decay = {} if decay == "none" else {"decay": decay}
+    with tensors.exactly(inputs[0]):
+        return reference(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **own_decay)
+
+
 def run(
     name: str,
-    loop: Callable[..., tuple[Tensor, Tensor]],
+    reference: Callable[..., tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor],
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -262,7 +277,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Return y and the final state of a call that has been checked, differentiable once.
 
-    `loop`, the op's reference, runs the rest: a few tokens, CUDA tensors, which may be in the capture of a graph, and
+    The op's reference runs the rest: a few tokens, CUDA tensors, which may be in the capture of a graph, and
     factors of the state that are so large that their products overflow.
     """
     v = inputs[3 if name == "wkv7" else 2]
@@ -270,8 +285,7 @@ def run(
     with tensors.exactly(v):
         is_small = v.shape[1] < FEWEST_TOKENS or v.numel() == 0
         if is_small or v.is_cuda or (w is not None and _grows(w, decay)):
-            decay_option = {} if w is None else {"decay": decay}
-            return loop(*inputs, initial_state, True, cu_seqlens, scale, state_layout=state_layout, **decay_option)
+            return loop(reference, inputs, initial_state, cu_seqlens, scale, decay, state_layout)
         block = functools.partial(_wkv7 if name == "wkv7" else _gated, decay, scale)
         if cu_seqlens is not None and w is not None and w.dim() == 2:
             w = w.expand(inputs[0].shape)  # where a sequence is over, its state does not decay
@@ -282,12 +296,10 @@ def run(
         sequences = batch if bounds is None else len(bounds) - 1
         dtype = torch.promote_types(inputs[0].dtype, torch.float32)
         accumulator = v.new_empty(0, dtype=dtype)
-        starts = reference.starting_states(
-            initial_state, sequences, heads, v.shape[3], head_size, accumulator, state_layout
-        )
+        starts = starting_states(initial_state, sequences, heads, v.shape[3], head_size, accumulator, state_layout)
         if bounds is None:
             y, final = _walk(block, starts, streams, fixed)
         else:
             fillers = [NO_DECAY[decay] if x is w else 0.0 for x in streams]
             y, final = _walk_packed(block, starts, streams, fixed, fillers, bounds)
-        return y, reference.final_states(final, initial_state, state_layout)
+        return y, final_states(final, initial_state, state_layout)

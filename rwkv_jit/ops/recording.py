@@ -20,7 +20,6 @@ from rwkv_jit import tensors
 
 def forward(
     op: Any,
-    saving: Callable[[Sequence[Any]], Sequence[Any]],
     setup: Callable[[Any, Sequence[Any], dict[str, Any], Any], None],
     backward: Callable[..., Sequence[Tensor | None]],
     plainly: Callable[..., Any],
@@ -30,9 +29,7 @@ def forward(
     Parameters
     ----------
     op : torch.ops.OpOverload
-        The op.
-    saving : callable
-        Returns its arguments so that it keeps what the backward needs.
+        The op. Its last argument is whether it keeps what the backward needs.
     setup : callable
         Keeps in the context, its first argument, what the backward takes, from the arguments and the results.
     backward : callable
@@ -45,7 +42,7 @@ def forward(
         @staticmethod
         def forward(ctx: Any, keys: Any, named: dict[str, Any], *arguments: Any) -> Any:
             with _outer_levels():
-                results = _below(op, keys, saving(arguments), named)
+                results = _below(op, keys, (*arguments[:-1], True), named)
             ctx.set_materialize_grads(False)
             setup(ctx, arguments, named, results)
             return results

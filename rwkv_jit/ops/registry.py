@@ -22,30 +22,7 @@ _OPTIONS = (
 )
 # The promise about the decays is asked for where nothing is chosen yet: where `has_fallback` is None.
 _PROMISE = "*, float? decay_bound=None"
-_OF_WKV4 = "Tensor w, Tensor u, Tensor k, Tensor v, Tensor? initial_state, str decay, str backend"
-
-
-def recurrences() -> dict[str, tuple[str, ...]]:
-    """Return the inputs of the ops with heads, by op: all of these are called alike."""
-    return {op.name: op.public_names for op in OPS.values() if "H" in op.output}
-
-
-def _schemas(op: Op) -> dict[str, str]:
-    """Return the schemas of both directions of an op with heads."""
-    given = ", ".join(f"Tensor {name}" for name in op.public_names)
-    given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
-    results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
-    return {
-        f"{op.name}_fwd": f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)",
-        f"{op.name}_bwd": f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})",
-    }
-
-
 _OF_OTHERS = {
-    "wkv4_fwd": f"({_OF_WKV4}, bool output_final_state, bool save) -> (Tensor, Tensor, Tensor)",
-    "wkv4_bwd": (
-        f"(Tensor? dy, Tensor? grad_final, {_OF_WKV4}, Tensor saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
     "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
     "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
     "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
@@ -142,13 +119,18 @@ def _register(name: str, schema: str) -> None:
 
 
 def register(op: Op) -> None:
-    """Register the torch ops of an op with heads; `torch_op.define` says who runs them."""
-    for name, schema in _schemas(op).items():
-        _register(name, schema)
+    """Register the torch ops of an op with states; `torch_op.define` says who runs them."""
+    given = ", ".join(f"Tensor {name}" for name in op.public_names)
+    given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
+    results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
+    forward = f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)"
+    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})"
+    _register(f"{op.name}_fwd", forward)
+    _register(f"{op.name}_bwd", backward)
 
 
 for _op in OPS.values():
-    if "H" in _op.output:
+    if _op.state:
         register(_op)
 for _name, _schema in _OF_OTHERS.items():
     _register(_name, _schema)

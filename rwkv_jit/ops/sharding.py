@@ -19,6 +19,14 @@ from rwkv_jit import tensors
 Roles = Mapping[str, int]  # which dimension of a tensor is the batch, and which are heads or channels
 
 
+_ROLES = {"B": "batch", "H": "heads", "C": "channels"}
+
+
+def roles(dims: str) -> dict[str, int]:
+    """Return which dimensions, given by their letters, are the batch and heads or channels."""
+    return {role: dims.index(dim) for dim, role in _ROLES.items() if dim in dims}
+
+
 def any_distributed(arrays: Sequence[Any]) -> bool:
     """Return whether one of these is a DTensor."""
     if tensors.are_plain(arrays) or "torch.distributed.tensor" not in sys.modules:
@@ -29,6 +37,7 @@ def any_distributed(arrays: Sequence[Any]) -> bool:
 def run(
     function: Callable[..., Sequence[Tensor | None]],
     given: Mapping[str, tuple[Any, Roles]],
+    first_name: str,
     results: Sequence[Roles],
 ) -> list[Any]:
     """Run a function of tensors on the part that this rank holds, and return its results as DTensors.
@@ -38,7 +47,9 @@ def run(
     function : callable
         Takes the tensors in their order.
     given : dict
-        The tensors by the names of the arguments, and what their dimensions are. The first one says how all are cut.
+        The tensors by the names of the arguments, and what their dimensions are.
+    first_name : str
+        The one that says how all are cut.
     results : sequence of dict
         What the dimensions of the results are.
 
@@ -48,7 +59,7 @@ def run(
         A tensor is no DTensor, or is not placed like the first.
     """
     module = _dtensor()
-    first_name, (first, roles) = next(iter(given.items()))
+    first, roles = given[first_name]
     if not isinstance(first, module.DTensor):
         raise TypeError(f"{first_name}: expected a DTensor like another argument, got {type(first).__name__}")
     mesh, cuts = first.device_mesh, [_cut(first_name, placement, roles) for placement in first.placements]

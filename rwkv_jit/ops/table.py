@@ -17,7 +17,11 @@ _NO_W: dict[str, Parameter] = {"DECAY": "none", "T_W": "fp32"}
 OPS = {
     op.name: op
     for op in (
-        Op("wkv4", dict(w="C", u="C", k="BTC", v="BTC"), "wkv4", "wkv4", output="BTC"),
+        Op(
+            "wkv4", dict(w="C", u="C", k="BTC", v="BTC"), "wkv4", "wkv4", state="SC", state_types=("fp32",),
+            sizes={"S": 3}, output="BTC", lead=2, decays=("raw", "log"),
+            backends=("auto", "recurrent", "split", "reference"),
+        ),
         Op(
             "wkv5", dict(r=_KEY, k=_KEY, v=_VALUE, w="HK", u="HK"), "diagonal", "gla",
             constants={"BONUS": True}, backward_constants={"CONSTANT_DECAY": True},
@@ -35,7 +39,10 @@ OPS = {
             "linear_attention", dict(r=_KEY, k=_KEY, v=_VALUE), "diagonal", "gla", ("q", "k", "v"), "HKV",
             decay="none", scale=None, constants=_NO_U | _NO_W, backward_constants={"CONSTANT_DECAY": False},
         ),
-        Op("timex", dict(w="CT", k="BCT"), "timex", "timex", output="BCT", decay="none", wide=("w",)),
+        Op(
+            "timex", dict(w="CT", k="BCT"), "timex", "timex", state="", output="BCT", lead=1, decay="none",
+            wide=("w",), backends=("auto", "tiles", "transforms", "fft", "reference"),
+        ),
     )
 }  # fmt: skip
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rwkv_jit import stats, tensors
+from rwkv_jit import tensors
 from rwkv_jit.algorithms import timex_tiles, timex_transforms, whole
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import known_calls, recording, registry, sharding
-from rwkv_jit.ops.checks import check_name, check_number
+from rwkv_jit.ops import checks, known_calls, recording, registry, sharding, torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Problem
@@ -22,7 +21,6 @@ from rwkv_jit.reference import timex_ref
 from rwkv_jit.signatures import BySignature, forget_with
 
 _OP = OPS["timex"]
-BACKENDS = ("auto", "tiles", "transforms", "fft", "reference")
 _OWN = whole.ALGORITHMS["timex"]  # the backends that are kernels of this library
 # Tokens up to which tiles are faster than transforms of a length on an H200, by direction and the bytes of a number,
 # for eight rows of a channel or more. The work of tiles grows with T^2, that of transforms with their length.
@@ -42,8 +40,8 @@ def _transform_length(tokens: int) -> int:
 
 
 def _spectrum(x: Tensor) -> Tensor:
-    found: Tensor = torch.fft.rfft(x.float(), n=_transform_length(x.shape[-1]))
-    return found
+    spectrum: Tensor = torch.fft.rfft(x.float(), n=_transform_length(x.shape[-1]))
+    return spectrum
 
 
 def _mirrored(x: Tensor) -> Tensor:
@@ -55,8 +53,8 @@ def _mirrored(x: Tensor) -> Tensor:
 
 
 def _signal(spectrum: Tensor, tokens: int) -> Tensor:
-    found: Tensor = torch.fft.irfft(spectrum, n=_transform_length(tokens))
-    return found[..., :tokens]
+    signal: Tensor = torch.fft.irfft(spectrum, n=_transform_length(tokens))
+    return signal[..., :tokens]
 
 
 def _fft_forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
@@ -88,8 +86,7 @@ def _reference_backward(
     g: Tensor, w: Tensor, k: Tensor, want_w: bool, want_k: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients as convolutions: of g backwards in time, and of k with g as the filter of each row."""
-    wide = torch.promote_types(w.dtype, k.dtype)
-    wide = torch.promote_types(wide, torch.float32)
+    wide = torch.promote_types(torch.promote_types(w.dtype, k.dtype), torch.float32)
     gw = gk = None
     if want_w:
         flat = (k.shape[0] * k.shape[1], k.shape[2])
@@ -219,7 +216,7 @@ def _prepare(asked: tuple[Any, ...], w: Tensor, k: Tensor, eps: float, backend: 
     def prepare() -> Any:
         return _Known(eps, backend, backward)
 
-    return cast("_Known", known_calls.find_or_keep(asked, backward is not None, (k, w), None, None, prepare))
+    return cast("_Known", known_calls.find_or_keep(asked, backward is not None, (w, k), None, None, prepare, _OP.lead))
 
 
 def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
@@ -229,15 +226,16 @@ def _wanted(want_w: bool, want_k: bool) -> tuple[str, ...]:
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def _forward(w: Tensor, k: Tensor, eps: float, backend: str, backward: str | None) -> Tensor:
-    """Run a backend; the kernels of the one that will run the backward compile beside its own."""
+def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
+    """Choose by the device and run; the kernels of the one that will run the backward compile beside its own."""
+    backward = _taken(backend, k, "backward") if save else None
+    backend = _taken(backend, k, "forward")
     if backend in _OWN and k.numel():
         return _prepare(("timex_fwd", eps, backend, backward), w, k, eps, backend, backward).run(w, k)
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
         with tensors.exactly(k):
             return _fft_forward(w, k, eps)
-    if not k.is_cuda:
-        stats.say_once("timex: CPU tensors run the reference in plain torch", key="cpu")
+    torch_op.say_reference("timex", k)
     return _plainly(w, k, eps)
 
 
@@ -247,6 +245,7 @@ def _plainly(w: Tensor, k: Tensor, eps: float) -> Tensor:
 
 
 def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
+    backend = _taken(backend, k, "backward")
     gw: Tensor | None = None
     gk: Tensor | None = None
     if backend in _OWN and k.numel():
@@ -259,16 +258,6 @@ def _backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_
         with tensors.exactly(k):
             gw, gk = differentiate(g, w, k, want_w, want_k)
     return w.new_empty(0) if gw is None else _in_order(gw), k.new_empty(0) if gk is None else _in_order(gk)
-
-
-def _run_forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
-    """Run the torch op: choose by the device, as `timex` does."""
-    backward = _taken(backend, k, "backward") if save else None
-    return _forward(w, k, eps, _taken(backend, k, "forward"), backward)
-
-
-def _run_backward(g: Tensor, w: Tensor, k: Tensor, backend: str, want_w: bool, want_k: bool) -> tuple[Tensor, Tensor]:
-    return _backward(g, w, k, _taken(backend, k, "backward"), want_w, want_k)
 
 
 def _forward_fake(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tensor:
@@ -311,29 +300,19 @@ def _in_context(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return *_gradients(g, w, k, ctx.backend, want_w, want_k), None, None, None
 
 
-def _cast(w: Any, k: Any, *rest: Any) -> tuple[Any, ...] | None:
-    """Return the arguments as torch's own ops take them under autocast; None where that is off."""
-    dtype = tensors.autocast_dtype(k if isinstance(k, Tensor) else tensors.from_any("k", k))
-    if dtype is None:
-        return None
-    w, k = tensors.from_any("w", w), tensors.from_any("k", k)
-    return tensors.under_autocast(w, dtype, keep=True), tensors.under_autocast(k, dtype), *rest
-
-
 registry.implement(
     "timex_fwd",
-    _run_forward,
+    _forward,
     _forward_fake,
     recording.forward(
         _forward_op,
-        saving=lambda arguments: (*arguments[:-1], True),
         setup=lambda ctx, arguments, _, out: _keep(ctx, arguments[0], arguments[1], arguments[3]),
         backward=_in_context,
         plainly=_in_forward_mode,
     ),
-    lambda *arguments: _cast(*arguments) or arguments,
+    lambda w, k, *rest: (*(torch_op.under_autocast(_OP, (w, k)) or (w, k)), *rest),
 )
-registry.implement("timex_bwd", _run_backward, _backward_fake, _record_backward)
+registry.implement("timex_bwd", _backward, _backward_fake, _record_backward)
 
 
 # ---- the public call ---------------------------------------------------------------------------------------------
@@ -371,27 +350,15 @@ def _taken(backend: str, k: Tensor, direction: str) -> str:
 
 
 def _check(w: Any, k: Any, eps: float, backend: str) -> tuple[Tensor, Tensor]:
-    check_name("backend", backend, BACKENDS)
-    check_number("eps", eps)
-    w, k = tensors.from_any("w", w), tensors.from_any("k", k)
-    if k.dim() != 3:
-        raise ValueError(f"k: expected 3 dimensions [B, C, T], got shape {tuple(k.shape)}")
-    if w.shape != k.shape[1:]:
-        raise ValueError(f"w: expected shape {list(k.shape[1:])} [C, T] like k, got {list(w.shape)}")
-    if w.device != k.device:
-        raise ValueError(f"w: expected device {k.device} like k, got {w.device}")
+    checks.check_name("backend", backend, _OP.backends)
+    checks.check_number("eps", eps)
+    w, k = checks.as_tensors(_OP, (w, k))
     on_gpu = k.device.type == "cuda"
     if backend in _OWN and not on_gpu:
         raise UnsupportedConfigError(
             f"backend: {backend!r} runs on CUDA tensors, got {k.device}; use 'auto', 'fft' or 'reference'"
         )
-    plain = backend == "reference" or (backend == "auto" and not on_gpu)
-    legal = [*tensors.STORAGE, torch.float64] if plain else [*tensors.STORAGE]
-    if k.dtype not in legal:
-        raise TypeError(f"k: expected {' or '.join(map(str, legal))}, got {k.dtype}")
-    if w.dtype not in (k.dtype, torch.float32) or (w.dtype == torch.float32 and k.dtype == torch.float64):
-        also = "" if k.dtype in (torch.float32, torch.float64) else " or torch.float32"
-        raise TypeError(f"w: expected {k.dtype} like k{also}, got {w.dtype}")
+    checks.check_inputs(_OP, (w, k), wide=backend == "reference" or (backend == "auto" and not on_gpu))
     return w, k
 
 
@@ -474,17 +441,19 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     torch.Size([4, 96, 1000])
     """
     asked = ("timex", eps, backend, torch.is_grad_enabled())
-    before, training = known_calls.find(asked, (k, w), None, None)
+    before, training = known_calls.find(asked, (w, k), None, None, _OP.lead)
     known = cast("_Known | None", before)
     if known is None:
         if sharding.any_distributed((w, k)):
-            of_k, of_w = {"batch": 0, "channels": 1}, {"channels": 0}
-            (out,) = sharding.run(lambda k, w: (timex(w, k, eps, backend),), {"k": (k, of_k), "w": (w, of_w)}, (of_k,))
+            of_w, of_k = map(sharding.roles, _OP.inputs.values())
+            given = {"w": (w, of_w), "k": (k, of_k)}
+            (out,) = sharding.run(lambda w, k: (timex(w, k, eps, backend),), given, "k", (of_k,))
             return out  # type: ignore[no-any-return]
-        given = _cast(w, k, eps, backend)
-        if given is not None:
-            with tensors.exactly(given[1]):
-                return timex(*given)
+        cast_arrays = torch_op.under_autocast(_OP, (w, k))
+        if cast_arrays is not None:
+            w, k = cast_arrays
+            with tensors.exactly(k):
+                return timex(w, k, eps, backend)
         w, k = _check(w, k, eps, backend)
         if tensors.is_eager() and tensors.are_plain((w, k)) and k.is_cuda and k.numel():
             forward, backward = (_taken(backend, k, direction) for direction in ("forward", "backward"))

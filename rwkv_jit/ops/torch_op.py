@@ -8,7 +8,7 @@ when it runs, by the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import known_calls, plain, recording, registry, sharding
-from rwkv_jit.ops.checks import check_flag, check_options, check_tensors, decays_of, is_for_kernels
+from rwkv_jit.ops.checks import check_flag, check_options, check_tensors, is_for_kernels
 from rwkv_jit.ops.known_calls import Known
 from rwkv_jit.ops.options import Tail, complete
 from rwkv_jit.problem import Op, Problem
 from rwkv_jit.schedule import floats
 
-_NO_GPU = Gpu("")  # of the recurrent kernels, which leave the same whatever it is
+_NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurrent ones, and all without heads
 
 
 class Options(NamedTuple):
@@ -57,11 +57,6 @@ class TorchOp:
     forward: Any  # the torch op
     known: Callable[..., tuple[Tensor, Tensor | None]]  # a known call with gradients
 
-    @property
-    def decays(self) -> tuple[str, ...]:
-        """Return the legal maps from w to the per-step factor."""
-        return decays_of(self.op)
-
 
 # ---- the public call ---------------------------------------------------------------------------------------------
 
@@ -72,7 +67,7 @@ def call(
     initial_state: Any,
     output_final_state: bool,
     cu_seqlens: Any,
-    options: Mapping[str, Any],
+    options: tuple[tuple[str, Any], ...],
     in_parts: Callable[..., tuple[Tensor, Tensor | None] | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an op with or without gradients: at once where the call is known, else after all checks.
@@ -82,10 +77,10 @@ def call(
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
-    asked = (op.name, output_final_state, tuple(options.items()), torch.is_grad_enabled())
-    known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens)
+    asked = (op.name, output_final_state, options, torch.is_grad_enabled())
+    known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     if known is None:
-        tail = complete(op, options, arrays[0])
+        tail = complete(op, dict(options), arrays[0])
         if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):
             return _distributed(torch_op, arrays, initial_state, output_final_state, cu_seqlens, options, in_parts)
         cast = under_autocast(op, arrays)
@@ -96,7 +91,7 @@ def call(
             result = in_parts(torch_op, arrays, initial_state, output_final_state, cu_seqlens, tail)
             if result is not None:
                 return result
-        check_options(torch_op.decays, *tail)
+        check_options(op, *tail)
         decay_bound, to_run = tail.decay_bound, asked_options(tail)
         checked = check_tensors(op, arrays, initial_state, cu_seqlens, tail.state_layout, tail.backend)
         arrays, initial_state, cu_seqlens = checked
@@ -105,12 +100,11 @@ def call(
             if is_direct or tail.backend != "auto":  # a backend that was named is one for this device
                 to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
             if is_direct:
-                asked_geometry = {"chunk_len": tail.chunk_len, "num_threads": tail.num_threads}
                 known = _prepare(
-                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, asked_geometry
+                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
-        sequences = arrays[0].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         initial_state = initial_state.expand(sequences, *initial_state.shape)
 
     if known is None:
@@ -125,16 +119,16 @@ def call(
 
 def _distributed(
     torch_op: TorchOp, arrays: Sequence[Any], initial_state: Any, output_final_state: bool, cu_seqlens: Any,
-    options: Mapping[str, Any], in_parts: Any,
+    options: tuple[tuple[str, Any], ...], in_parts: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run a call of DTensors."""
     op = torch_op.op
-    roles = {"H": "heads"} if cu_seqlens is not None else {"B": "batch", "H": "heads"}  # packed sequences stay whole
 
     def role_dims(dims: str) -> dict[str, int]:
-        return {role: dims.index(dim) for dim, role in roles.items() if dim in dims}
+        roles = sharding.roles(dims)
+        return roles if cu_seqlens is None else {role: dim for role, dim in roles.items() if role != "batch"}
 
-    states = role_dims("BH" + op.state[1:])
+    states = role_dims("B" + op.state)
     given = {
         public: (x, role_dims(dims))
         for public, dims, x in zip(op.public_names, op.inputs.values(), arrays, strict=True)
@@ -147,7 +141,7 @@ def _distributed(
         *inputs, state, bounds = local
         return call(torch_op, inputs, state, output_final_state, bounds, options, in_parts)
 
-    y, final = sharding.run(run, given, (role_dims(op.output), states))
+    y, final = sharding.run(run, given, op.public_names[op.lead], (role_dims(op.output), states))
     return y, final
 
 
@@ -157,10 +151,8 @@ def under_autocast(op: Op, arrays: Sequence[Any]) -> list[Tensor] | None:
     Decays and u stay float32 where they are: the kernels take them so.
     """
     dtype = tensors.autocast_dtype(tensors.from_any(op.public_names[0], arrays[0]))
-    return None if dtype is None else _cast(op, arrays, dtype)
-
-
-def _cast(op: Op, arrays: Sequence[Any], dtype: torch.dtype) -> list[Tensor]:
+    if dtype is None:
+        return None
     given = zip(op.names, op.public_names, arrays, strict=True)
     return [tensors.under_autocast(tensors.from_any(public, x), dtype, name in op.wide) for name, public, x in given]
 
@@ -186,14 +178,12 @@ def chosen(
         return options
     if not is_for_kernels(options.backend, arrays[0]):
         return options._replace(backend="reference", has_fallback=False)
+    if not op.has_heads:  # its schedules choose, by the GPU
+        return options._replace(has_fallback=False)
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    scale, decay, layout, interval, *_ = options
-    return Options(
-        scale, decay, layout, interval, made.chunk_len, made.num_threads, made.backend, made.forward_blocks,
-        made.backward_blocks, made.has_fallback,
-    )  # fmt: skip
+    return options._replace(**made._asdict())
 
 
 def case_of(
@@ -223,7 +213,7 @@ def asked_options(tail: Tail) -> Options:
 
 def _sizes(op: Op, arrays: Sequence[Tensor]) -> dict[str, Any]:
     """Return the sizes of the dimensions by their letters."""
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = dict(op.sizes)
     for dims, x in zip(op.inputs.values(), arrays, strict=True):
         sizes.update(zip(dims, x.shape, strict=True))
     return sizes
@@ -243,16 +233,7 @@ def problem_of(
         training=training,
         has_initial_state=state is not None,
         has_final_state=output_final_state,
-        scale=options.scale,
-        decay=options.decay,
-        state_layout=options.state_layout,
-        checkpoint_interval=options.checkpoint_interval,
-        backend=options.backend,
-        chunk_len=options.chunk_len or 0,
-        num_threads=options.num_threads,
-        forward_blocks=options.forward_blocks,
-        backward_blocks=options.backward_blocks,
-        has_fallback=bool(options.has_fallback),
+        **{**options._asdict(), "chunk_len": options.chunk_len or 0, "has_fallback": bool(options.has_fallback)},
         **sizes,
     )  # fmt: skip
 
@@ -266,12 +247,13 @@ def _prepare(
     options: Options,
     output_final_state: bool,
     training: bool,
-    asked_geometry: dict[str, int | None],
+    asked_geometry: Tail | Options,
     decay_bound: float | None = None,
 ) -> Known:
     """Return the call of tensors that have been checked.
 
-    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones.
+    `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones. Of
+    `asked_geometry` chunk_len and num_threads count, as the caller chose them.
     """
 
     def prepare() -> Known:
@@ -280,13 +262,14 @@ def _prepare(
         problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
-        geometry = {name: value for name, value in asked_geometry.items() if value is not None}
+        geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
+        geometry = {name: value for name, value in geometry.items() if value is not None}
         state = initial_state
         if state is not None and state.dim() == len(op.state):
             state = state.expand(problem.N, *state.shape)
         return Known(problem, (*arrays, state, cu_seqlens), geometry)
 
-    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare)
+    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead)
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -306,28 +289,15 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         """Return the inputs; the state and cu_seqlens; the options."""
         return arguments[:count], arguments[count : count + 2], Options(*arguments[count + 2 : end])
 
-    def loop(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Run the reference, which derivatives of every kind go through."""
-        scale, map_of_w, layout = arguments[count + 2 : count + 5]
-        cu_seqlens = arguments[count + 1]
+    def run_plainly(arguments: Sequence[Any], by_blocks: bool) -> tuple[Tensor, Tensor]:
+        """Compute a call in plain torch: `by_blocks` differentiable once backwards, else in every way."""
+        given, (state, cu_seqlens), options = parts(arguments)
         if cu_seqlens is not None:
-            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
-        has_decay = {} if map_of_w == "none" else {"decay": map_of_w}
-        with tensors.exactly(arguments[0]):
-            result: tuple[Tensor, Tensor] = reference(
-                *arguments[:count], arguments[count], True, cu_seqlens, scale, state_layout=layout, **has_decay
-            )
-        return result
-
-    def run_plainly(arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Compute a call in plain torch, differentiable once backwards."""
-        if op.family not in plain.FAMILIES:
-            return loop(arguments)
-        scale, map_of_w, layout = arguments[count + 2 : count + 5]
-        cu_seqlens = arguments[count + 1]
-        if cu_seqlens is not None:
-            cu_seqlens = tensors.packing(cu_seqlens, arguments[0].shape[1])
-        return plain.run(name, reference, arguments[:count], arguments[count], cu_seqlens, scale, map_of_w, layout)
+            cu_seqlens = tensors.packing(cu_seqlens, given[0].shape[1])
+        rest = state, cu_seqlens, options.scale, options.decay, options.state_layout
+        if by_blocks and op.family in plain.FAMILIES:
+            return plain.run(name, reference, given, *rest)
+        return plain.loop(reference, given, *rest)
 
     def forward(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
@@ -335,23 +305,21 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         if is_for_kernels(options.backend, given[0]):
             # The public call has checked these options, so what is known of it is no public call's.
             asked = f"{name}_fwd", output_final_state, decay_bound, options
-            asked_geometry = {"chunk_len": options.chunk_len, "num_threads": options.num_threads}
             known = _prepare(
-                op, given, state, cu_seqlens, asked, options, output_final_state, save, asked_geometry, decay_bound
-            )  # fmt: skip
+                op, given, state, cu_seqlens, asked, options, output_final_state, save, options, decay_bound
+            )
             results = known.run(given, state, cu_seqlens)
             y = results[0]
             final = results[1] if output_final_state else y.new_empty(0)
             return y, final, results[-1] if save else y.new_empty(0)
-        if not arguments[0].is_cuda:
-            stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
-        y, final = run_plainly(arguments)
+        say_reference(name, given[0])
+        y, final = run_plainly(arguments, by_blocks=True)
         return y, final if output_final_state else y.new_empty(0), y.new_empty(0)
 
     def forward_fake(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
-        first, sizes = given[0], _sizes(op, given)
+        first, sizes = given[op.lead], _sizes(op, given)
         y = first.new_empty([sizes[dim] for dim in op.output])
         final, saved = first.new_empty(0), first.new_empty(0)
         if output_final_state:
@@ -360,7 +328,8 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
             dims = op.state_dims(options.state_layout)
             final = first.new_empty([sequences, *(sizes[dim] for dim in dims)], dtype=dtype)
         if save and is_for_kernels(options.backend, first):
-            saved = first.new_empty(kept_floats(given, state, cu_seqlens, options, decay_bound), dtype=torch.float32)
+            kept = whole.kept(training_problem(given, state, cu_seqlens, options, decay_bound))
+            saved = first.new_empty(floats(kept), dtype=torch.float32)  # symbolic while a compiler traces
         return y, final, saved
 
     def training_problem(
@@ -368,12 +337,13 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         decay_bound: float | None,
     ) -> Problem:  # fmt: skip
         options = chosen(op, given, cu_seqlens, decay_bound, options, training=True)
-        gpu = _NO_GPU if options.backend == "recurrent" else tensors.gpu(given[0].device.index)
+        leaves_the_same = options.backend == "recurrent" or not op.has_heads
+        gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
         return problem_of(op, given, state, cu_seqlens, options, False, True, gpu)
 
-    def kept_floats(*call_arguments: Any) -> Any:
-        """Return how many floats the forward of a call keeps; symbolic while a compiler traces."""
-        return floats(whole.kept(training_problem(*call_arguments)))
+    def with_initial(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return gradients as the op does: of the initial state an empty one where there is none."""
+        return tuple(grads) if len(grads) > count else (*grads, grads[0].new_empty(0))
 
     def backward(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
@@ -390,31 +360,20 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
                 raise RwkvJitError(
                     f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
                 )
-        grads = known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final)
-        return (*grads, *([] if state is not None else [given[0].new_empty(0)]))
+        return with_initial(known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final))
 
     def backward_plainly(dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         state = arguments[count]
         with recording.plain_torch(), tensors.exactly(arguments[0]):
             leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
-            outputs = run_plainly((*leaves, *arguments[count + 1 :]))
-            grads = recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None])
-        return (*grads, *([] if state is not None else [arguments[0].new_empty(0)]))
+            outputs = run_plainly((*leaves, *arguments[count + 1 :]), by_blocks=True)
+            return with_initial(recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None]))
 
     def backward_fake(
         dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
     ) -> tuple[Tensor, ...]:
-        state = arguments[count]
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[:count]]
-        initial = (
-            arguments[0].new_empty(0)
-            if state is None
-            else torch.empty_like(state, memory_format=torch.contiguous_format)
-        )
-        return (*grads, initial)
-
-    def saving(arguments: Sequence[Any]) -> Sequence[Any]:
-        return (*arguments[:-1], True)
+        given = [x for x in arguments[: count + 1] if x is not None]
+        return with_initial([torch.empty_like(x, memory_format=torch.contiguous_format) for x in given])
 
     def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
         _, final, saved = results
@@ -438,14 +397,15 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         return (*grads, *[None] * (len(ctx.options) + 2))
 
     def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if is_for_kernels(arguments[count + 2 + Options._fields.index("backend")], arguments[0]):
+        given, _, options = parts(arguments)
+        if is_for_kernels(options.backend, given[0]):
             recording.refuse_forward_mode(name)
-        y, final = loop(arguments)
+        y, final = run_plainly(arguments, by_blocks=False)
         return y, final if arguments[end] else y.new_empty(0), y.new_empty(0)
 
     def cast(*arguments: Any) -> Sequence[Any]:
-        dtype = tensors.autocast_dtype(arguments[0])
-        return arguments if dtype is None else (*_cast(op, arguments[:count], dtype), *arguments[count:])
+        inputs = arguments[:count]
+        return *(under_autocast(op, inputs) or inputs), *arguments[count:]
 
     def differentiate_known(
         problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
@@ -454,16 +414,19 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         grads = differentiate(saved, _options_of(problem), dy, grad_final)
         return grads[: count + problem.has_initial_state]
 
-    record = recording.forward(forward_op, saving, setup, in_context, plainly)
+    record = recording.forward(forward_op, setup, in_context, plainly)
     record_backward, run_backward = recording.backward(backward_op, name)
     registry.implement(f"{name}_fwd", forward, forward_fake, record, cast)
     registry.implement(f"{name}_bwd", backward, backward_fake, record_backward)
     return TorchOp(op, forward_op, known_calls.recorded(differentiate_known))
 
 
+def say_reference(name: str, x: Tensor) -> None:
+    """Say once that a call on CPU tensors runs no kernel."""
+    if not x.is_cuda:
+        stats.say_once(f"{name}: CPU tensors run the reference in plain torch", key="cpu")
+
+
 def _options_of(p: Problem) -> Options:
     """Return the options of a call whose algorithm is chosen."""
-    return Options(
-        p.scale, p.decay, p.state_layout, p.checkpoint_interval, p.chunk_len or None, p.num_threads, p.backend,
-        p.forward_blocks, p.backward_blocks, p.has_fallback,
-    )  # fmt: skip
+    return Options(*[getattr(p, name) for name in Options._fields])._replace(chunk_len=p.chunk_len or None)

@@ -36,7 +36,7 @@ def in_parts(
     if not _may_be_in_parts(arrays[0], tail.chunk_len, tail.num_threads, tail.backend):
         return None
     op = wide_op.op
-    checks.check_options(wide_op.decays, *tail)
+    checks.check_options(op, *tail)
     backend, layout = tail.backend, tail.state_layout
     given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
     options = torch_op.asked_options(tail)
@@ -55,7 +55,7 @@ def in_parts(
     parts = [(x,) * len(sizes) if i == value else x.split(sizes, -1) for i, x in enumerate(given)]
     states = [None] * len(sizes) if state is None else [x.contiguous() for x in state.split(sizes, key_dim)]
     results = [
-        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, asked)
+        torch_op.call(wide_op, part, part_state, output_final_state, cu_seqlens, tuple(asked.items()))
         for *part, part_state in zip(*parts, states, strict=True)
     ]
     dtype = given[value].dtype

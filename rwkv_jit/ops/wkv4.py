@@ -3,328 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import stats, tensors
-from rwkv_jit.algorithms.wkv4 import backend_of, kept
-from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import known_calls, recording, registry, sharding
-from rwkv_jit.ops.checks import check_flag, check_name
+from rwkv_jit import tensors
+from rwkv_jit.ops import checks, known_calls, recording, registry, sharding, torch_op
 from rwkv_jit.ops.known_calls import Known
+from rwkv_jit.ops.options import complete
 from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import Problem
 from rwkv_jit.reference import wkv4_ref
-from rwkv_jit.schedule import floats
-
-_OP = OPS["wkv4"]
-_NO_GRADIENT = "changes the state in place and has no gradient; use wkv4, or torch.no_grad()"
-DECAYS = ("raw", "log")
-BACKENDS = ("auto", "recurrent", "split", "reference")
-
-# ---- calls that kernels run --------------------------------------------------------------------------------------
 
 
-def _is_for_kernels(backend: str, like: Tensor) -> bool:
-    """Return whether kernels run a call: CUDA tensors take them, all others plain torch."""
-    return backend != "reference" and like.is_cuda
+def _reference(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: None, scale: float, state_layout: str, decay: str,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run the reference, which has no options but the decay."""
+    return wkv4_ref(w, u, k, v, initial_state, output_final_state, decay)
 
 
-def _problem(
-    arrays: Sequence[Tensor], state: Tensor | None, decay: str, backend: str, output_final_state: bool, training: bool,
-    in_place: bool = False,
-) -> Problem:  # fmt: skip
-    """Return the problem of a call on CUDA tensors that has been checked."""
-    batch, tokens, channels = arrays[2].shape
-    gpu = tensors.gpu(arrays[2].device.index)
-    return Problem(
-        _OP, gpu, {name: tensors.STORAGE[x.dtype] for name, x in zip(_OP.names, arrays, strict=True)},
-        B=batch,
-        T=tokens,
-        C=channels,
-        N=batch,
-        training=training,
-        has_initial_state=state is not None,
-        has_final_state=output_final_state,
-        decay=decay,
-        backend=backend_of(backend, batch * channels, tokens, gpu.multiprocessors or 0),
-        in_place=in_place,
-    )  # fmt: skip
-
-
-def _prepare(
-    asked: tuple[Any, ...], arrays: Sequence[Tensor], state: Tensor | None, decay: str, backend: str,
-    output_final_state: bool, training: bool,
-) -> Known:  # fmt: skip
-    """Return the call of tensors that have been checked; `asked` is what else tells calls apart, as it came."""
-
-    def prepare() -> Known:
-        problem = _problem(arrays, state, decay, backend, output_final_state, training)
-        return Known(problem, (*arrays, _for_all_rows(state, arrays[2]), None), {})
-
-    return known_calls.find_or_keep(asked, training, _key(*arrays), state, None, prepare)
-
-
-def _prepare_step(
-    asked: tuple[Any, ...], state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str
-) -> Known:
-    """Return the call of a token whose final state takes the place of the initial one."""
-
-    def prepare() -> Known:
-        arrays = (w, u, k.unsqueeze(1), v.unsqueeze(1))
-        problem = _problem(arrays, state, decay, "recurrent", True, False, in_place=True)
-        return Known(problem, (*arrays, state, None), {})
-
-    return known_calls.find_or_keep(asked, False, _key(w, u, k, v), state, None, prepare)
-
-
-def _run_step(known: Known, state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    own = state.contiguous()
-    y = known.run((w, u, k.unsqueeze(1), v.unsqueeze(1)), own, None)[0]
-    if own is not state:
-        state.copy_(own)
-    return y.squeeze(1)
-
-
-def _key(w: Any, u: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """Return the arrays as known calls are looked for: by the shape of the first one."""
-    return k, v, w, u
-
-
-def _for_all_rows(state: Tensor | None, k: Tensor) -> Tensor | None:
-    return state if state is None or state.dim() == 3 else state.expand(k.shape[0], *state.shape)
-
-
-def _differentiate_known(
-    problem: Problem, saved: Sequence[Tensor | None], dy: Tensor | None, grad_final: Tensor | None
-) -> list[Tensor | None]:
-    """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
-    *given, _, states = saved
-    assert states is not None
-    grads = _gradients(given, (problem.decay, problem.backend), states, dy, grad_final)
-    return grads[: len(_OP.inputs) + problem.has_initial_state]
-
-
-_run_known = known_calls.recorded(_differentiate_known)
-
-
-# ---- the torch op ------------------------------------------------------------------------------------------------
-
-
-def _present(x: Tensor | None, like: Tensor) -> Tensor:
-    """Return what an op returns for a tensor that is not there."""
-    return like.new_empty(0) if x is None else x
-
-
-def _say_reference(like: Tensor) -> None:
-    if not like.is_cuda:
-        stats.say_once("wkv4: CPU tensors run the reference in plain torch", key="cpu")
-
-
-def _forward(
-    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
-    output_final_state: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _is_for_kernels(backend, k):
-        arrays, asked = (w, u, k, v), ("wkv4_fwd", decay, backend, output_final_state)
-        known = _prepare(asked, arrays, state, decay, backend, output_final_state, save)
-        results = known.run(arrays, state, None)
-        y = results[0]
-        return y, results[1] if output_final_state else y.new_empty(0), results[-1] if save else y.new_empty(0)
-    _say_reference(k)
-    return _plainly(w, u, k, v, state, decay, backend, output_final_state, save)
-
-
-def _plainly(
-    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
-    output_final_state: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return what `_forward` does, in plain torch."""
-    if _is_for_kernels(backend, k):
-        recording.refuse_forward_mode("wkv4")
-    with tensors.exactly(k):
-        y, final = wkv4_ref(w, u, k, v, state, output_final_state, decay)
-    return y, _present(final, y), y.new_empty(0)
-
-
-def _forward_fake(
-    w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None, decay: str, backend: str,
-    output_final_state: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, tokens, channels = k.shape
-    y, final, saved = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(0), v.new_empty(0)
-    if output_final_state:
-        dtype = torch.promote_types(v.dtype, torch.float32) if state is None else state.dtype
-        final = v.new_empty((batch, 3, channels), dtype=dtype)
-    if save and _is_for_kernels(backend, k):  # whatever the GPU, and in however many parts
-        saved = v.new_empty(floats(kept(Problem(_OP, Gpu(""), {}, B=batch, T=tokens, C=channels))), dtype=torch.float32)
-    return y, final, saved
-
-
-def _backward(
-    dy: Tensor | None, grad_final: Tensor | None, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None,
-    decay: str, backend: str, saved: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    if _is_for_kernels(backend, k):
-        problem = _problem((w, u, k, v), state, decay, backend, False, True)
-        grads = known_calls.differentiate(problem, (w, u, k, v, state, None, saved), dy, grad_final)
-    else:
-        with recording.plain_torch():
-            leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (w, u, k, v, state)]
-            given: tuple[Any, ...] = (*leaves, decay, backend, True, False)
-            y, final, _ = _plainly(*given)
-            grads = recording.gradients((y, final), (dy, grad_final), [x for x in leaves if x is not None])
-    return (*grads, *([] if state is not None else [k.new_empty(0)]))
-
-
-def _backward_fake(
-    dy: Tensor | None, grad_final: Tensor | None, w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (w, u, k, v)]
-    of_state = k.new_empty(0) if state is None else torch.empty_like(state, memory_format=torch.contiguous_format)
-    return (*grads, of_state)
-
-
-def _step(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
-    if k.is_cuda:
-        known = _prepare_step(("wkv4_step", decay), state, w, u, k, v, decay)
-        return _run_step(known, state, w, u, k, v)
-    _say_reference(k)
-    y, final, _ = _plainly(w, u, k.unsqueeze(1), v.unsqueeze(1), state, decay, "reference", True, False)
-    state.copy_(final)
-    return y.squeeze(1)
-
-
-def _step_fake(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-_forward_op, _backward_op, _step_op = map(registry.find, ("wkv4_fwd", "wkv4_bwd", "wkv4_step"))
-_record_backward, _run_backward = recording.backward(_backward_op, "wkv4")
-
-
-def _keep(ctx: Any, arguments: Sequence[Any], final: Tensor, saved: Tensor) -> None:
-    """Keep what the backward takes."""
-    ctx.save_for_backward(*arguments[:5], saved)
-    ctx.options, ctx.has_final_state = arguments[5:7], arguments[7]
-    ctx.mark_non_differentiable(*([saved] if ctx.has_final_state else [final, saved]))
-
-
-def _in_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
-    *given, saved = ctx.saved_tensors
-    # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
-    grad_final = grad_final if ctx.has_final_state else None
-    return *_gradients(given, ctx.options, saved, dy, grad_final), None, None, None, None
-
-
-def _gradients(
-    given: Sequence[Tensor | None], options: Sequence[str], saved: Tensor, dy: Tensor | None, grad_final: Tensor | None
-) -> list[Tensor | None]:
-    """Return the gradients of w, u, k, v and the initial state, by the torch op."""
-    *grads, of_state = _run_backward(dy, grad_final, *given, *options, saved)
-    return [*grads, None if given[-1] is None else of_state]
-
-
-def _cast(w: Any, u: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, ...] | None:
-    """Return the arguments as torch's own ops take them under autocast; None where that is off."""
-    dtype = tensors.autocast_dtype(k if isinstance(k, Tensor) else tensors.from_any("k", k))
-    if dtype is None:
-        return None
-    fixed = [tensors.under_autocast(tensors.from_any(n, x), dtype, keep=True) for n, x in (("w", w), ("u", u))]
-    return (*fixed, *[tensors.under_autocast(tensors.from_any(n, x), dtype) for n, x in (("k", k), ("v", v))], *rest)
-
-
-registry.implement(
-    "wkv4_fwd",
-    _forward,
-    _forward_fake,
-    recording.forward(
-        _forward_op,
-        saving=lambda arguments: (*arguments[:-1], True),
-        setup=lambda ctx, arguments, _, results: _keep(ctx, arguments, *results[1:]),
-        backward=_in_context,
-        plainly=_plainly,
-    ),
-    lambda *arguments: _cast(*arguments) or arguments,
-)
-registry.implement("wkv4_bwd", _backward, _backward_fake, _record_backward)
-registry.implement(
-    "wkv4_step",
-    _step,
-    _step_fake,
-    recording.nothing(_step_op, "wkv4_update", _NO_GRADIENT),
-    lambda state, *arguments: (state, *(_cast(*arguments) or arguments)),
-)
-
-
-# ---- the public calls --------------------------------------------------------------------------------------------
-
-
-def _as_checked(
-    name: str, w: Any, u: Any, k: Any, v: Any, state: Any, decay: str, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the arguments of a call as tensors.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the argument, what was expected and what came.
-    """
-    for option, value, legal in (("decay", decay, DECAYS), ("backend", backend, BACKENDS)):
-        check_name(option, value, legal)
-    w, u, k, v = (tensors.from_any(n, x) for n, x in (("w", w), ("u", u), ("k", k), ("v", v)))
-    if backend not in ("auto", "reference") and not _is_for_kernels(backend, k):
-        raise UnsupportedConfigError(
-            f"backend: {backend!r} runs on CUDA tensors, got {k.device}; use 'auto' or 'reference'"
-        )
-    sizes = "[B, T, C]" if name == "wkv4" else "[B, C]"
-    if k.dim() != sizes.count(",") + 1:
-        raise ValueError(f"k: expected {sizes.count(',') + 1} dimensions {sizes}, got shape {list(k.shape)}")
-    dtypes = [*tensors.STORAGE] if _is_for_kernels(backend, k) else [*tensors.STORAGE, torch.float64]
-    if k.dtype not in dtypes:
-        raise TypeError(f"k: expected {' or '.join(map(str, dtypes))}, got {k.dtype}")
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected shape {list(k.shape)} like k, got {list(v.shape)}")
-    if v.dtype != k.dtype:
-        raise TypeError(f"v: expected {k.dtype} like k, got {v.dtype}")
-    channels = k.shape[-1]
-    for n, x in (("w", w), ("u", u)):
-        if tuple(x.shape) != (channels,):
-            raise ValueError(f"{n}: expected shape [{channels}] (channels), got {list(x.shape)}")
-        if x.dtype not in (k.dtype, torch.float32):
-            raise TypeError(f"{n}: expected {k.dtype} like k or torch.float32, got {x.dtype}")
-    if state is not None:
-        n = "initial_state" if name == "wkv4" else "state"
-        state = tensors.from_any(n, state, in_place=name == "wkv4_update")
-        want = (k.shape[0], 3, channels)
-        shapes = [want, want[1:]] if name == "wkv4" else [want]
-        if tuple(state.shape) not in shapes:
-            raise ValueError(f"{n}: expected shape {' or '.join(str([*s]) for s in shapes)}, got {list(state.shape)}")
-        if state.dtype != torch.float32 and (state.dtype not in dtypes[3:]):
-            raise TypeError(f"{n}: expected torch.float32{' or torch.float64' * len(dtypes[3:])}, got {state.dtype}")
-    for n, x in (("w", w), ("u", u), ("v", v), ("initial_state" if name == "wkv4" else "state", state)):
-        if x is not None and x.device != k.device:
-            raise ValueError(f"{n}: expected device {k.device} like k, got {x.device}")
-    return w, u, k, v, state
-
-
-def _distributed(w: Any, u: Any, k: Any, v: Any, state: Any, *options: Any) -> tuple[Tensor, Tensor | None]:
-    """Run a call of DTensors."""
-    streamed, fixed = {"batch": 0, "channels": 2}, {"channels": 0}
-    of_state = {"channels": 1} if state is not None and state.dim() == 2 else streamed
-    given = {
-        "k": (k, streamed),
-        "v": (v, streamed),
-        "w": (w, fixed),
-        "u": (u, fixed),
-        "initial_state": (state, of_state),
-    }
-    y, final = sharding.run(lambda k, v, w, u, state: wkv4(w, u, k, v, state, *options), given, (streamed, streamed))
-    return y, final
+OP = torch_op.define(OPS["wkv4"], _reference)
 
 
 def wkv4(
@@ -417,29 +118,14 @@ def wkv4(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 96]), torch.Size([2, 3, 96]))
     """
-    if output_final_state is not True and output_final_state is not False:
-        output_final_state = check_flag("output_final_state", output_final_state)
-    asked = ("wkv4", output_final_state, decay, backend, torch.is_grad_enabled())
-    known, training = known_calls.find(asked, _key(w, u, k, v), initial_state, None)
-    if known is None:
-        if sharding.any_distributed((w, u, k, v, initial_state)):
-            return _distributed(w, u, k, v, initial_state, output_final_state, decay, backend)
-        cast = _cast(w, u, k, v, initial_state, output_final_state, decay, backend)
-        if cast is not None:
-            with tensors.exactly(cast[2]):
-                return wkv4(*cast)
-        w, u, k, v, initial_state = _as_checked("wkv4", w, u, k, v, initial_state, decay, backend)
-        is_direct = tensors.is_eager() and tensors.are_plain((w, u, k, v, initial_state))
-        if is_direct and _is_for_kernels(backend, k):
-            known = _prepare(asked, (w, u, k, v), initial_state, decay, backend, output_final_state, training)
-    state = _for_all_rows(initial_state, k)
-    if known is None:
-        y, final, _ = _forward_op(w, u, k, v, state, decay, backend, output_final_state, False)
-        return y, final if output_final_state else None
-    if training:
-        return _run_known(known, w, u, k, v, state, None)
-    results = known.run((w, u, k, v), state, None)
-    return results[0], results[1] if output_final_state else None
+    options = ("decay", decay), ("backend", backend)
+    return torch_op.call(OP, (w, u, k, v), initial_state, output_final_state, None, options)
+
+
+# ---- one token ---------------------------------------------------------------------------------------------------
+
+_TOKEN = replace(OP.op, inputs=dict(w="C", u="C", k="BC", v="BC"))
+_NO_GRADIENT = "changes the state in place and has no gradient; use wkv4, or torch.no_grad()"
 
 
 def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") -> Tensor:
@@ -486,19 +172,79 @@ def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") 
     >>> y.shape
     torch.Size([2, 96])
     """
+    arrays = w, u, k, v
     asked = ("wkv4_update", decay, torch.is_grad_enabled())
-    known, _ = known_calls.find(asked, _key(w, u, k, v), state, None)
+    known, _ = known_calls.find(asked, arrays, state, None, _TOKEN.lead)
     if known is not None:
-        return _run_step(known, state, w, u, k, v)
-    if sharding.any_distributed((state, w, u, k, v)):
+        return _run_step(known, state, arrays)
+    if sharding.any_distributed((state, *arrays)):
         raise TypeError("state: wkv4_update changes it in place and takes no DTensors; pass to_local() of each")
-    cast = _cast(w, u, k, v, decay)
+    cast = torch_op.under_autocast(_TOKEN, arrays)
     if cast is not None:
-        with tensors.exactly(cast[2]):
-            return wkv4_update(state, *cast)
-    w, u, k, v, state = _as_checked("wkv4_update", w, u, k, v, state, decay, "auto")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (state, w, u, k, v)):
+        w, u, k, v = cast
+        with tensors.exactly(k):
+            return wkv4_update(state, w, u, k, v, decay)
+    checks.check_name("decay", decay, _TOKEN.decays)
+    given = checks.as_tensors(_TOKEN, arrays)
+    lead = given[_TOKEN.lead]
+    sizes = checks.check_inputs(_TOKEN, given, wide=not lead.is_cuda)
+    state = tensors.from_any("state", state, in_place=True)
+    shape = (sizes["B"], *(sizes[dim] for dim in _TOKEN.state))
+    checks.check_state(_TOKEN, "state", state, [shape], lead, wide=not lead.is_cuda)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (state, *given)):
         raise RuntimeError(f"wkv4_update: {_NO_GRADIENT}")
-    if k.is_cuda and tensors.is_eager() and tensors.are_plain((w, u, k, v, state)):
-        return _run_step(_prepare_step(asked, state, w, u, k, v, decay), state, w, u, k, v)
-    return _step_op(state, w, u, k, v, decay)  # type: ignore[no-any-return]
+    if lead.is_cuda and tensors.is_eager() and tensors.are_plain((state, *given)):
+        return _run_step(_prepare_step(asked, state, given, decay), state, given)
+    return _step_op(state, *given, decay)  # type: ignore[no-any-return]
+
+
+def _prepare_step(asked: tuple[Any, ...], state: Tensor, arrays: Sequence[Tensor], decay: str) -> Known:
+    """Return the call of a token whose final state takes the place of the initial one."""
+
+    def prepare() -> Known:
+        options = torch_op.asked_options(complete(OP.op, {"decay": decay, "backend": "recurrent"}, None))
+        rows, gpu = _as_rows(arrays), tensors.gpu(state.device.index)
+        problem = torch_op.problem_of(OP.op, rows, state, None, options, True, False, gpu)
+        return Known(problem._replace(in_place=True), (*rows, state, None), {})
+
+    return known_calls.find_or_keep(asked, False, arrays, state, None, prepare, _TOKEN.lead)
+
+
+def _run_step(known: Known, state: Tensor, arrays: Sequence[Tensor]) -> Tensor:
+    own = state.contiguous()
+    y = known.run(_as_rows(arrays), own, None)[0]
+    if own is not state:
+        state.copy_(own)
+    return y.squeeze(1)
+
+
+def _as_rows(arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the inputs of a token as those of a sequence."""
+    w, u, k, v = arrays
+    return w, u, k.unsqueeze(1), v.unsqueeze(1)
+
+
+def _step(state: Tensor, *arguments: Any) -> Tensor:
+    *arrays, decay = arguments
+    if arrays[0].is_cuda:
+        return _run_step(_prepare_step(("wkv4_step", decay), state, arrays, decay), state, arrays)
+    torch_op.say_reference("wkv4", arrays[0])
+    with tensors.exactly(arrays[0]):
+        y, final = wkv4_ref(*_as_rows(arrays), state, True, decay)
+    assert final is not None
+    state.copy_(final)
+    return y.squeeze(1)
+
+
+def _step_fake(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def _cast_step(state: Tensor, *arguments: Any) -> tuple[Any, ...]:
+    *arrays, decay = arguments
+    return state, *(torch_op.under_autocast(_TOKEN, arrays) or arrays), decay
+
+
+_step_op = registry.find("wkv4_step")
+_record_step = recording.nothing(_step_op, "wkv4_update", _NO_GRADIENT)
+registry.implement("wkv4_step", _step, _step_fake, _record_step, _cast_step)

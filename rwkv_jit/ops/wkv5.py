@@ -117,5 +117,5 @@ def wkv5(
     (torch.Size([2, 128, 4, 96]), torch.Size([2, 4, 96, 48]))
     """
     return torch_op.call(
-        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, options, wide_keys.in_parts
+        OP, (r, k, v, w, u), initial_state, output_final_state, cu_seqlens, tuple(options.items()), wide_keys.in_parts
     )

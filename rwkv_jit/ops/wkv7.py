@@ -114,4 +114,4 @@ def wkv7(
     >>> y.shape, state.shape
     (torch.Size([2, 128, 4, 40]), torch.Size([2, 4, 40, 40]))
     """
-    return torch_op.call(OP, (r, w, k, v, a, b), initial_state, output_final_state, cu_seqlens, options)
+    return torch_op.call(OP, (r, w, k, v, a, b), initial_state, output_final_state, cu_seqlens, tuple(options.items()))

@@ -12,7 +12,7 @@ import rwkv_jit
 from rwkv_jit import ahead, kernel, signatures, tensors, tuned
 from rwkv_jit.algorithms import whole
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, timex, torch_op, wide_keys, wkv4
+from rwkv_jit.ops import checks, timex, torch_op, wide_keys
 from rwkv_jit.ops.table import OPS
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
@@ -67,10 +67,8 @@ def called(arch, multiprocessors, choices, is_eager, call):
         patch.setattr(tuned, "is_sound", lambda device, place: True)
         for module in (checks, torch_op):
             patch.setattr(module, "is_for_kernels", lambda backend, x: backend != "reference")
-        patch.setattr(wkv4, "_is_for_kernels", lambda backend, x: backend != "reference")
         patch.setattr(wide_keys, "_may_be_in_parts", lambda *_: True)
-        for module in (torch_op, wkv4):
-            patch.setattr(module, "Known", Recorder)
+        patch.setattr(torch_op, "Known", Recorder)
         if not is_eager:
             patch.setattr(tensors, "is_eager", lambda: False)
         signatures.forget()  # no call has come before

@@ -37,7 +37,7 @@ WRONG_TENSORS = {
     ),
     "dtype of w": (
         {"w": zeros(*X, dtype=torch.bfloat16)}, TypeError,
-        "w: expected torch.float32 like r or torch.float32, got torch.bfloat16",
+        "w: expected torch.float32 like r, got torch.bfloat16",
     ),
     "device of k": ({"k": zeros(*X, device="meta")}, ValueError, "k: expected device cpu like r, got meta"),
     "batch": ({"k": zeros(1, 5, 3, 4)}, ValueError, "k: expected shape [2, 5, 3, 4] like r, got [1, 5, 3, 4]"),
@@ -138,9 +138,9 @@ OF_ONE_OP = {
     "size of u": ("wkv6", {"u": zeros(3, 6)}, ValueError, FIXED + "[3, 6]"),
     "dtype of u": (
         "wkv6", {"u": zeros(3, 4, dtype=torch.float16)}, TypeError,
-        "u: expected torch.float32 or torch.float32, got torch.float16",
+        "u: expected torch.float32 like r, got torch.float16",
     ),
-    "device of u": ("wkv6", {"u": zeros(3, 4, device="meta")}, ValueError, "u: expected device cpu, got meta"),
+    "device of u": ("wkv6", {"u": zeros(3, 4, device="meta")}, ValueError, "u: expected device cpu like r, got meta"),
     "tokens in w": (
         "wkv5", {"w": zeros(*X)}, ValueError, "w: expected shape [3, 4] [heads, head size], got [2, 5, 3, 4]",
     ),

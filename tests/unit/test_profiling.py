@@ -246,7 +246,7 @@ def test_bad_input_is_told_in_one_line(given, message, run):
 
 def test_trace_that_cannot_be_written_is_told_before_anything_runs(run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(profiling, "_check_gpu", lambda: pytest.fail("the folder is checked first"))
+    monkeypatch.setattr(profiling, "_warm_call", lambda *_: pytest.fail("the folder is checked first"))
     code, printed, said = run("profile", "wkv7", "--trace", tmp_path / "file")
     assert (code, printed) == (2, "")
     assert f"--trace: expected a folder that can be written, got {tmp_path / 'file'} (File exists)" in said

@@ -48,8 +48,6 @@ def asked(op, packed=None, state=None):
     """What the torch op takes behind the inputs."""
     if op == "timex":
         return (0.5, "auto")
-    if op == "wkv4":
-        return (state, "raw", "auto")
     decay = {"linear_attention": "none", "gla": "log"}.get(op, "raw")
     return (state, packed, 1.0, decay, "vk", 64, None, None, "auto", None, None, None)
 
