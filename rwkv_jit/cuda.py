@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
 from importlib import import_module, metadata
 from typing import Any
 
@@ -39,8 +34,8 @@ def installed_cupy() -> list[str]:
 def _layer(name: str) -> Any:
     """Import one of CuPy's thin layers over CUDA, or say which command installs it: NvrtcNotFoundError.
 
-    CuPy as a whole takes ten times as long, and only its finder of NVRTC imports that. Of two CuPy wheels each
-    overwrites files of the other.
+    CuPy as a whole takes ten times as long, and nothing here needs it. Of two CuPy wheels each overwrites files of the
+    other.
     """
     wheels = installed_cupy()
     if len(wheels) > 1:
@@ -51,53 +46,23 @@ def _layer(name: str) -> Any:
         )
     try:
         with forks.held_back():
+            _spare_the_log()
             return import_module(f"cupy_backends.cuda.{name}")
     except (ImportError, OSError) as error:
         cause = "CuPy is not installed" if not wheels else f"{wheels[0]} cannot be imported ({error})"
         raise NvrtcNotFoundError(f"{cause}; CUDA kernels need it:\n    {INSTALL[12]}") from error
 
 
-@contextmanager
-def _folder_for_cupy() -> Iterator[None]:
-    """Let CuPy have a folder for its cache: its finder of NVRTC imports all of it, which makes one or fails.
+@cache
+def _spare_the_log() -> None:
+    """Keep CuPy's loader of libraries from importing all of CuPy for lines of a log that nobody asked for.
 
-    We never use that cache, but other code of the process may, and it loads machine code from there. So the folder is
-    the usual one, or where that cannot be had a private one for this process alone; children are not told of it.
+    That import takes 0.1 s, and makes a folder in the home.
     """
-    if "CUPY_CACHE_DIR" in os.environ or "cupy" in sys.modules or _is_made(os.path.expanduser("~/.cupy/kernel_cache")):
-        yield
-        return
-    os.environ["CUPY_CACHE_DIR"] = _private_folder()
-    try:
-        yield
-    finally:
-        os.environ.pop("CUPY_CACHE_DIR", None)
-
-
-def _is_made(folder: str) -> bool:
-    """Make a folder, as CuPy would, and return whether it can be used."""
-    if not os.path.isabs(folder):  # the home is not known
-        return False
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _private_folder() -> str:
-    try:
-        folder = tempfile.mkdtemp(prefix="rwkv_jit-cupy-")
-    except OSError:
-        return os.path.abspath(os.sep)  # is there, and the system's own; the import asks for no more
-
-    remove = partial(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(remove)
-    if hasattr(os, "register_at_fork"):
-        # A forked child may live longer, and somebody else could take the name.
-        keep = partial(atexit.unregister, remove)
-        os.register_at_fork(after_in_parent=keep, after_in_child=keep)
-    return folder
+    if os.environ.get("CUPY_DEBUG_LIBRARY_LOAD") != "1":
+        with suppress(ImportError):  # the layer's own import says what is missing
+            loader: Any = import_module("cupy_backends.cuda._softlink")
+            loader._log = lambda message: None
 
 
 @cache
@@ -105,7 +70,7 @@ def nvrtc() -> Any:
     """Return CuPy's NVRTC module with the library loaded. Raises NvrtcNotFoundError where the library is not there."""
     module = _layer("libs.nvrtc")
     try:
-        with forks.held_back(), _folder_for_cupy():
+        with forks.held_back():
             module.getVersion()
     except Exception as error:  # CuPy raises differently by version; each means that the library did not load
         raise NvrtcNotFoundError(

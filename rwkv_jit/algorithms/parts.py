@@ -219,14 +219,14 @@ def sum_segments(p: Problem, segments: int) -> list[Step]:
 
 def sum_rows(
     rows: str, sums: str, groups: Any, group_rows: Any, width: Any, storage: str, packed_chunk_len: int = 0,
-    tokens: Any = 0, are_few: bool = False,
+    tokens: Any = 0, thread_columns: int = 0,
 ) -> Step:  # fmt: skip
     """Return the step that adds up rows of floats, group by group in a fixed order.
 
     Groups have `group_rows` each, or where sequences are packed a row for each chunk that there can be. Threads share a
-    column; but where the rows `are_few` and long, a thread has four of them.
+    column; but where rows are few and long, a thread has `thread_columns`, which divide the width.
     """
-    columns, vector = (_SUM_THREADS, 1 if width % 4 else 4) if are_few else (_SUM_COLUMNS, 1)
+    columns, vector = (_SUM_THREADS, thread_columns) if thread_columns else (_SUM_COLUMNS, 1)
     parameters: dict[str, Parameter] = {
         "T_OUT": storage, "NUM_THREADS": _SUM_THREADS, "COLUMNS": columns, "VECTOR": vector,
     }  # fmt: skip

@@ -87,7 +87,8 @@ def backward(p: Problem) -> Schedule:
         steps.append(_step("timex_transform_gradient", parameters, blocks, bind))
         if not is_sum:
             scratch["sums"] = 4 * groups * p.C * p.T
-            steps.append(parts.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], are_few=True))
+            columns = 1 if p.T % 4 else 4  # not by C, which calls ahead of time do not know
+            steps.append(parts.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], thread_columns=columns))
     if "k" in wanted:
         steps += _convolve(p, "dy", "dk")
         scratch |= _factors(p)
