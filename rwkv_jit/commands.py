@@ -129,11 +129,12 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
 
     dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
+    asked = vars(parsed) | ({"direction": list(ahead.DIRECTIONS)} if parsed.direction == "both" else {})
     names = ("head_size", "value_size", "tokens", "batch", "dtype", "arch", "direction", "decay", "state_layout",
              "decay_bound", "w_dtype", "state_dtype")  # fmt: skip
 
     def values(op: str, name: str) -> list[Any]:
-        given, own = getattr(parsed, name), ahead.OPTIONS[op] if op in OPS else names
+        given, own = asked[name], ahead.OPTIONS[op] if op in OPS else names
         if name not in own and any(name in ahead.OPTIONS.get(other, ()) for other in parsed.op):
             given = None
         if given is None:
@@ -141,8 +142,6 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
         several = given if isinstance(given, list) else [given]
         return [dtypes.get(value) for value in several] if name.endswith("dtype") else several
 
-    if parsed.direction == "both":
-        parsed.direction = list(ahead.DIRECTIONS)
     requests: list[Request] = []
     for op in parsed.op:
         if op in OPS and OPS[op].has_heads and parsed.head_size is None:

@@ -4,7 +4,7 @@ import rwkv_jit
 from rwkv_jit import cuda, identity
 
 LOAD_LIBRARIES = """
-import os, sys
+import sys
 from rwkv_jit import cuda
 cuda.driver()
 assert cuda.nvrtc().getVersion() >= (12, 0)
