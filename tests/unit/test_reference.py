@@ -258,6 +258,21 @@ def test_gradients_of_the_normalized_reference_agree_with_finite_differences(mak
     assert torch.autograd.gradcheck(call, [*given.values(), state, z], eps=1e-6, atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "roundings"),
+    [(rwkv_jit.linear_attention_ref, 1), (rwkv_jit.linear_attention, 3)],  # the op rounds both sums too
+)
+def test_normalized_values_of_narrow_inputs_are_as_precise_as_said(function, roundings, dtype, make_inputs):
+    narrow = [x.detach().abs().to(dtype) for x in make_inputs("linear_attention", tokens=40).values()]
+    y, sums = function(*narrow, None, True, normalize=True)
+    want_y, want_sums = rwkv_jit.linear_attention_ref(*[x.double() for x in narrow], None, True, normalize=True)
+    assert [y.dtype, *(x.dtype for x in sums)] == [dtype, torch.float32, torch.float32]
+    torch.testing.assert_close(y.double(), want_y, rtol=0.55 * roundings * torch.finfo(dtype).eps, atol=1e-6)
+    for x, want in zip(sums, want_sums, strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("function", [rwkv_jit.linear_attention, rwkv_jit.linear_attention_ref])
 def test_normalized_sequences_packed_and_in_parts(function, make_inputs):
     q, k, v = (x.detach().abs() for x in make_inputs("linear_attention", batch=1, tokens=7).values())
