@@ -32,8 +32,8 @@ def _studies() -> dict[str, list[Entry]]:
     billion parameters. gla: gated linear attention with long keys and values, and at head size 128. linear_attention:
     the same without gates. timex: a convolution of 768 channels over 768 tokens, forward and backward apart. wkv4:
     RWKV-4 in training. models: what the studies leave out: RWKV-5 and 6 in training, one long sequence, a prompt as the
-    op's caller has it, and a filter of many tokens. strong: decays that chunks do not bear, of one head in 512 and of
-    all. decode: one token of one sequence, and of many. packed: 16 sequences of unequal lengths in one row.
+    op's caller has it, and a filter of many tokens. strong: decays out of the range of chunks, of one head in 512 and
+    of all. decode: one token of one sequence, and of many. packed: 16 sequences of unequal lengths in one row.
     """
     long, training, usual = (1, 32768, 16, 256), (8, 4096, 32, 128), (8, 4096, 64, 64)
     row, steps = (1, 32768, 64, 64), [(1, 1, 32, 64), (64, 1, 32, 64)]

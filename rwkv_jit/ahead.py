@@ -82,7 +82,7 @@ def specialize(
     **parameters
         Any other parameter of the template in lower case: t_w and t_state ("fp16", "bf16", "fp32"), t_u (wkv5, wkv6),
         state_layout ("vk", "kv"); lanes_per_row, rows_per_thread (recurrent), blocks_per_sm,
-        and for the forward largest_decay (chunked): 0 is for calls with a `decay_bound`.
+        and largest_decay (on the tensor cores): 0 leaves out the code for decays that are out of a chunk's range.
 
     Returns
     -------
@@ -206,7 +206,7 @@ def warm(
     progress : callable, optional
         Called with the numbers of finished and of all kernels, before the first and after each.
     decay_bound : float, optional
-        The promise that calls will give: it can make chunks shorter, and kernels then need not look at the decays.
+        The hint that calls will give: it can make chunks shorter.
     value_sizes : int or iterable of int, optional
         V; by default that of each head size.
     tokens : int or iterable of int, optional

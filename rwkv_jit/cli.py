@@ -180,7 +180,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
     parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
     add("--decay", "raw, sigmoid, log, direct (default: the op's)")
-    parser.add_argument("--decay-bound", type=float, metavar="X", help="what calls will promise, e.g. -1")
+    parser.add_argument("--decay-bound", type=float, metavar="X", help="as calls will give it, e.g. -1")
     add("--state-layout", "vk, kv (default: the op's)")
     add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of the initial state (default: fp32)", _dtype)

@@ -265,10 +265,11 @@ def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> N
 def _grid(step: Step, own: kernel.Kernel, device: int) -> tuple[int, int, int]:
     if not step.is_resident:
         return step.grid
-    per_multiprocessor = cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
+    # As many as its registers were given out for; where nobody has said that, as the driver finds.
+    per_multiprocessor = own.parameters.get("BLOCKS_PER_SM") or cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
         own.function(device, step.entry), int(own.parameters["NUM_THREADS"]), 0
     )
-    return min(step.grid[0], per_multiprocessor * tensors.multiprocessors(device)), *step.grid[1:]
+    return min(step.grid[0], int(per_multiprocessor) * tensors.multiprocessors(device)), *step.grid[1:]
 
 
 def _needs_copy(x: Tensor, dims: str, vector: int, segments: int) -> bool:

@@ -109,6 +109,10 @@ class Op:
         return self.state[:-2] + layout.upper() if self.state.endswith(("VK", "KV")) else self.state
 
 
+# Maps of decays that no chunk's frame is too narrow for: none at all, and log d of -0.61 at least.
+MILD_DECAYS = ("none", "sigmoid")
+
+
 class Problem(NamedTuple):
     """All that decides about the kernels of a call. Sizes may be symbolic where a compiler traces.
 
@@ -142,13 +146,17 @@ class Problem(NamedTuple):
     num_threads: int | None = None
     forward_blocks: int | None = None  # of a multiprocessor, where they were tuned
     backward_blocks: int | None = None
-    has_fallback: bool = False  # the recurrent kernels compute heads whose decays leave the range of chunks
     in_place: bool = False  # the final state takes the place of the initial one
     eps: float = 0.0  # what timex adds to every output
     # How many neighbours of each input, and behind these of dy, can be read at once, where kernels go by that; without
     # it as many as of contiguous ones.
     vectors: tuple[int, ...] = ()
     wanted: tuple[str, ...] = ()  # inputs whose gradients the backward makes, where these are not all
+
+    @property
+    def has_halves(self) -> bool:
+        """Return whether kernels take chunks by halves whose decays leave the range of the chunk's frame."""
+        return self.decay not in MILD_DECAYS
 
     def slots(self, length: int) -> Any:
         """Return how many pieces of so many tokens there can be; packed sequences fit whatever their lengths are."""

@@ -37,11 +37,10 @@ class Chosen(NamedTuple):
     num_threads: int | None
     forward_blocks: int | None
     backward_blocks: int | None
-    has_fallback: bool
 
 
 def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[], Known]) -> Chosen:
-    """Return the algorithm of a call on CUDA tensors, its geometry, and whether it has a fallback.
+    """Return the algorithm of a call on CUDA tensors, and its geometry.
 
     Raises
     ------
@@ -50,10 +49,7 @@ def chosen(backend: str, case: Case, gpu: Callable[[], Gpu], known: Callable[[],
     """
     algorithm, chunk_len = choose(backend, case, gpu)
     cut = geometry(algorithm, chunk_len, case, gpu, known)
-    return Chosen(
-        algorithm, cut.chunk_len, cut.num_threads, cut.forward_blocks, cut.backward_blocks,
-        has_fallback(algorithm, cut.chunk_len, case.decay, case.decay_bound),
-    )  # fmt: skip
+    return Chosen(algorithm, *cut)
 
 
 def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int | None]:
@@ -75,8 +71,8 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     recurrent everything else
     ========= ==========================================================================================
 
-    All but the recurrent kernels need decays whose size times chunk_len / 2 is at most 64: none, decay="sigmoid", or
-    a `decay_bound` of -2, -4 or -8 at 64, 32 or 16. For any others they have a fallback.
+    All of them take any decay. The chunks of the tensor cores are fastest where half a chunk decays by e^-64 at most:
+    with no decay, with decay="sigmoid", or above a `decay_bound` of -2, -4 or -8 at 64, 32 or 16.
 
     Raises
     ------
@@ -123,21 +119,11 @@ def is_held_by_blocks(case: Case, gpu: Callable[[], Gpu]) -> bool:
 
 
 def _chunk_len(case: Case, gpu: Gpu) -> int:
-    """Return the rule's chunk, or a shorter one where that keeps a promise about the decays."""
+    """Return the rule's chunk, or a shorter one where the bound of the decays asks for it."""
     chunked = ALGORITHMS[case.op.family]["chunked"]
     length: int = chunked.default_chunk_len(case, gpu)
     bounded = [n for n in (length, *chunked.CHUNK_LENS) if parts.is_bounded(case.decay, case.decay_bound, n)]
     return bounded[0] if bounded else length
-
-
-def has_fallback(backend: str, chunk_len: int | None, decay: str, decay_bound: float | None) -> bool:
-    """Return whether a call's decays may leave the range of its kernels."""
-    if backend in ("recurrent", "reference") or chunk_len is None:
-        return False
-    # A compiler may trace the bound as a symbol; a branch makes a plain answer of it, which the torch op needs.
-    if parts.is_bounded(decay, decay_bound, chunk_len):  # noqa: SIM103
-        return False
-    return True
 
 
 def geometry(

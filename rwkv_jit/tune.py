@@ -106,7 +106,7 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
 
 
 def _case(op: str, size: int, training: bool) -> Case:
-    """Return what the rule looks at of calls that promise nothing about their decays."""
+    """Return what the rule looks at of calls that give no bound of their decays."""
     return Case(OPS[op], DTYPE, size, size, rule.LEAST_TOKENS, bench.decay_of(op), None, None, training=training)
 
 
@@ -221,13 +221,10 @@ class _Kernels:
 
 
 def _options(op: str, geometry: Geometry) -> Options:
-    """Return those of a call that promises nothing about its decays."""
+    """Return those of a call that gives no bound of its decays."""
     chunk_len, num_threads, forward_blocks, backward_blocks = geometry
     decay, layout = bench.decay_of(op), OPS[op].state_layout
-    has_fallback = rule.has_fallback("chunked", chunk_len, decay, None)
-    return Options(
-        1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks, has_fallback
-    )  # fmt: skip
+    return Options(1.0, decay, layout, 64, chunk_len, num_threads, "chunked", forward_blocks, backward_blocks)
 
 
 def _error(op: str, results: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:

@@ -65,11 +65,6 @@ def default_chunk_len(case, gpu):
     return 0
 
 
-def takes_any_decay(p):
-    """Return that the results are right for any decay."""
-    return True
-
-
 def kept(p):
     """Return what the forward keeps: the state after every token."""
     return {"states": 4 * p.B * p.T * p.H * p.V * p.K}

@@ -23,7 +23,15 @@ def problem(
     return given._replace(**changes)
 
 
-def requests(direction, given):
-    """Return the kernels of a direction of a problem by the names of their templates."""
+def is_by_halves(template, parameters):
+    """Return whether a kernel takes what has left its frame, as another launch of the same template does not."""
+    return bool(parameters.get("BY_HALVES")) or template.endswith("by_halves")
+
+
+def requests(direction, given, by_halves=False):
+    """Return the kernels of a direction of a problem, in frames or by halves, by the names of their templates."""
     schedule = whole.forward(given) if direction == "forward" else whole.backward(given)
-    return {request.template.name: request for request in schedule.requests(given.gpu)}
+    return {
+        request.template.name: request for request in schedule.requests(given.gpu)
+        if is_by_halves(request.template.name, request.parameters) == by_halves
+    }  # fmt: skip

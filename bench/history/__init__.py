@@ -74,7 +74,7 @@ def _addresses(arrays: Sequence[Tensor]) -> list[tuple[str, Value]]:
 
 # ---- wkv5 --------------------------------------------------------------------------------------------------------
 
-_LEAST_LOG_DECAY = -1.0  # of a step, which is the bound that the op's calls promise
+_LEAST_LOG_DECAY = -1.0  # of a step, which is the bound that the op's calls give
 
 
 def _wkv5_inputs(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
@@ -123,7 +123,7 @@ def _wkv5_of_template(compiled: kernel.Kernel, given: Sequence[Tensor]) -> Form:
 def _wkv5_of_backend(backend: str, given: Sequence[Tensor]) -> Form:
     """Return what calls of the op run: the forward alone as they prepare it, and a call with gradients."""
     op, gpu = OPS["wkv5"], tensors.gpu(given[0].device.index)
-    options = torch_op.Options(1.0, op.decay, op.state_layout, 64, None, None, backend, has_fallback=None)
+    options = torch_op.Options(1.0, op.decay, op.state_layout, 64, None, None, backend, is_chosen=False)
     options = torch_op.chosen(op, given, None, _LEAST_LOG_DECAY, options, training=False)
     problem = torch_op.problem_of(op, given, None, None, options, False, False, gpu)
     known = Known(problem, (*given, None, None), {})

@@ -16,6 +16,8 @@
 constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
 constexpr bool DECAYS_COME_IN_PARTS = false;
 #include "chunk_decay.cuh"
+#include "chunk_rows.cuh"
+#include "halves.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 16 || CHUNK_LEN == 32, "chunk_len must be 16 or 32");
@@ -193,4 +195,117 @@ __device__ inline void write_token_matrices(TokenMatrices& matrices, const Opera
             if (!is_a) store_block(tile_of(matrices.rb), 16 * p, 16 * q, to_fragment(with_b[0], with_b[1]));
         }
     }
+}
+
+// A thread's rows of a chunk by halves, and a warp's token matrices.
+struct LevelMatrices {
+    enum { AB, AK, RB, RK, COUNT };
+    static constexpr int SHARE = ceil_div(COUNT, WARPS);  // of a warp
+    BlockDecays decays;
+    TokenRows r, a, k, b;
+    DiagonalBlocks sums[SHARE] = {};
+    Fragment below = {};  // of Aab
+
+    static constexpr bool HAS_ALL = SEGMENTS * PAIRS == NUM_THREADS;  // threads
+    __device__ static bool has_tokens() { return HAS_ALL || threadIdx.x / PAIRS < SEGMENTS; }
+    __device__ static int token(int i) { return threadIdx.x / PAIRS * SEGMENT_LEN + i; }
+    __device__ static float2 read(const T_IO (&rows)[CHUNK_LEN][CHANNELS], int i) {
+        return unpack(*reinterpret_cast<const unsigned*>(&rows[token(i)][threadIdx.x % PAIRS * 2]));
+    }
+    template <typename Tile> __device__ static void write(Tile& tile, int i, float2 x) {
+        *word_of(tile, token(i), threadIdx.x % PAIRS) = pack(x.x, x.y);
+    }
+    __device__ static TokenTile& target(TokenMatrices& matrices, int matrix) {
+        return matrix == AK ? matrices.ak : matrix == RB ? matrices.rb : matrices.rk;
+    }
+    // What the outputs see of a token itself, which does not decay, as sums over half-warps.
+    using OwnTerms = float[2][PAIRS / 16][CHUNK_LEN];
+    __device__ void load(OwnTerms& own, const RawKeys& raw, float scale) {
+        if (!has_tokens()) return;
+        float with_b[SEGMENT_LEN], with_k[SEGMENT_LEN];
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            const float2 x = read(raw.r, i), decay = decays.at[i];
+            a[i] = read(raw.a, i), k[i] = read(raw.k, i), b[i] = read(raw.b, i), r[i] = {scale * x.x, scale * x.y};
+            with_b[i] = r[i].x * b[i].x + r[i].y * b[i].y, with_k[i] = r[i].x * k[i].x + r[i].y * k[i].y;
+            r[i] = product(r[i], decay);
+        }
+        write_own_terms(own[0], with_b), write_own_terms(own[1], with_k);
+    }
+    // A level after another, R and K in one tile and A and B in another. Their rows are written while slower warps may
+    // read those of the last level, but not those before.
+    template <int LEVEL, typename Tile>
+    __device__ void add_levels(TokenMatrices& matrices, const OwnTerms& own, Tile& with_r, Tile& with_a, Tile& next_r,
+                               Tile& next_a, const float2 (&totals)[SEGMENTS][PAIRS]) {
+        if (has_tokens())
+#pragma unroll
+            for (int i = 0; i < SEGMENT_LEN; ++i) {
+                const bool later = is_later_token<LEVEL>(i);
+                write(with_r, i, later ? r[i] : k[i]), write(with_a, i, later ? a[i] : b[i]);
+            }
+        __syncthreads();  // the rows are there
+        if (has_tokens()) {
+            double_blocks<LEVEL>(r, k, decays, totals), double_blocks<LEVEL>(a, b, decays, totals);
+            double_blocks<LEVEL>(decays);
+        }
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) {
+            const int matrix = warp_id() + i * WARPS;
+            if (matrix >= COUNT) break;
+            const auto left = tile_of(matrix == AB || matrix == AK ? with_a : with_r);
+            const auto right = tile_of(matrix == AB || matrix == RB ? with_a : with_r);
+            if constexpr (LEVEL < 16) {
+                add_level(sums[i], left, right, LEVEL);
+            } else {  // the one block below the diagonal
+                const Fragment whole = pair_block(left, right, 1, 0);
+                if (matrix == AB) below = whole;
+                else store_block(tile_of(target(matrices, matrix)), 16, 0, whole);
+            }
+            if (LEVEL == 1 && matrix >= RB)
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) add_own_terms(sums[i][p], own[matrix - RB], 16 * p);
+        }
+        if constexpr (2 * LEVEL < CHUNK_LEN)
+            add_levels<2 * LEVEL>(matrices, own, next_r, next_a, with_r, with_a, totals);
+    }
+};
+
+// All four by halves, for decays that leave the range of the operands. Their tiles hold a level's rows in turns, R and
+// K in one tile and A and B in another; a warp makes a whole matrix. At the end they hold R with e^(c_t), A with
+// e^(c_(t-1)), and K and B with e^(D - c_t), all at most 1, for the state as it is at the chunk's start and at its end.
+// Returns e^D for the thread's pair of channels; `kept` takes the tokens' decays. All threads have to come, and a
+// barrier has to follow.
+template <bool KEEPS_DECAYS, int PITCH, typename Operands>
+__device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, Operands& operands, const RawKeys& raw,
+                                                  const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
+                                                  float scale, float (*kept)[PITCH]) {
+    using Level = LevelMatrices;
+    static_assert(sizeof(Level::OwnTerms) <= sizeof(TokenTile), "own terms have the place of Tm for a while");
+    auto& own = reinterpret_cast<Level::OwnTerms&>(matrices.tm);
+    Level level;
+    begin_blocks<KEEPS_DECAYS>(level.decays, totals, decays, steps, kept);
+    level.load(own, raw, scale);
+    level.add_levels<1>(matrices, own, operands.r, operands.a, operands.k, operands.b, totals);
+#pragma unroll
+    for (int i = 0; i < Level::SHARE; ++i) {
+        const int matrix = warp_id() + i * WARPS;
+        if (matrix >= Level::COUNT) break;
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p) {
+            Accumulator(&sum)[2] = level.sums[i][p];
+            if (matrix == Level::AB) write_lower(matrices, p, sum);
+            else store_block(tile_of(Level::target(matrices, matrix)), 16 * p, 16 * p, to_fragment(sum[0], sum[1]));
+        }
+        if (matrix != Level::AB) continue;
+        __syncwarp();
+        solve_lower(matrices, level.below);
+    }
+    __syncthreads();  // nobody reads the last level's rows any more
+    if (Level::has_tokens())
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            Level::write(operands.r, i, level.r[i]), Level::write(operands.a, i, level.a[i]);
+            Level::write(operands.k, i, level.k[i]), Level::write(operands.b, i, level.b[i]);
+        }
+    return multiply_segments<SEGMENTS>(totals, 0);
 }

@@ -15,15 +15,19 @@
 // from the rounded operands and the unrounded dR .. dB, so that what belongs to pairs of tokens on one side of t
 // cancels exactly, as both of its places hold the same products.
 //
-//   r w k v a b, cu_seqlens, checkpoints   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
+//   r w k v a b, cu_seqlens, checkpoints, framed   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
+//   carried  [sequences, heads], as the states  in, by halves out: E before the chunks that are taken by halves
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
 //
 // Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV
-// for them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time.
+// for them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time. The
+// chunks of a head behind those in frames come first, in a launch of its own with BY_HALVES: as in the forward S' and
+// E' are S and E then, and the gradients of the keys' side are those of wkv7_halves.cuh.
 #include "wkv7_key_side.cuh"
 #include "wkv7_value_side.cuh"
+#include "wkv7_halves.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
@@ -35,7 +39,7 @@ struct Smem {
     Operands operands;
     union {
         TokenMatrices matrices;
-        struct { TokenTile rk, rb, ak, ab; } d;
+        PairGradients<TokenTile> d;
     };
     RawKeys raw;
     ValueTile v, dy, u, dx;
@@ -44,7 +48,8 @@ struct Smem {
         ValueTile dv;                    // later
     };
     StateTile state, e;                       // S' and E'
-    float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
+    // e^(c_t - m), the row before the first token first, or by halves the tokens' decays; later dL/dc
+    float growth[CHUNK_LEN + 1][GROWTH_PITCH];
     float state_terms[WARPS][CHANNELS];       // z, a part for each WARP_ROWS of value rows
     float factor[CHANNELS];
 };
@@ -53,8 +58,9 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_backward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
-    const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ checkpoints,
-    const float* __restrict__ grad_final_state, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
+    const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ checkpoints, const int* __restrict__ framed,
+    float* __restrict__ carried, const float* __restrict__ grad_final_state, T_IO* __restrict__ dr,
+    T_W* __restrict__ dw, T_IO* __restrict__ dk,
     T_IO* __restrict__ dv, T_IO* __restrict__ da, T_IO* __restrict__ db, float* __restrict__ grad_initial_state,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
     Strides dy_strides, i64 tokens, i64 heads, float scale) {
@@ -64,6 +70,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int warp = warp_id(), first_value = WARP_ROWS * warp;
 
+    // those that are walked over end and begin there
+    i64 chunks = (span.length + CHUNK_LEN - 1) / CHUNK_LEN, first = 0;
+    bool has_rest = false;                                              // behind them, that was taken by halves
+    if constexpr (LARGEST_DECAY > 0) {
+        const i64 in_frames = framed[sequence * heads + head];
+        if (BY_HALVES && in_frames >= chunks) return;
+        has_rest = in_frames < chunks;
+        (BY_HALVES ? first : chunks) = in_frames;
+    }
+    first *= CHUNK_LEN;
+    const i64 last = chunks * CHUNK_LEN - CHUNK_LEN;
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
     v += start(v_strides), dy += start(dy_strides);
@@ -103,14 +120,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
     __syncthreads();
-    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
     RawDecays next_w;
-    if (last >= 0) {
+    if (last >= first) {
         copy_keys(last), commit_copies();
-        next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
+        next_w.load(w + last * w_strides.token, w_strides.token,
+                    static_cast<int>(min(span.length - last, i64(CHUNK_LEN))));
     }
     StateRows e[TILES];
-    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
+    const float* const from = has_rest && !BY_HALVES ? carried : grad_final_state;
+    read_state<STATE_LAYOUT>(e, from ? from + state_offset : nullptr, first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
@@ -118,34 +136,46 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const TokenTiles matrices = tiles_of(smem.matrices);
     const auto d_rk = tile_of(smem.d.rk), d_rb = tile_of(smem.d.rb);
     const auto d_ak = tile_of(smem.d.ak), d_ab = tile_of(smem.d.ab);
+    const PairGradients<Tile<TOKEN_PITCH>> d_tiles = {d_rk, d_rb, d_ak, d_ab};
     const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.u),
                tile_dx = tile_of(smem.dx);
     const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
     const ValueTiles<Tile<VALUE_PITCH>> value_tiles = {tile_v, tile_dy, tile_u, tile_dx, tile_of(smem.dv)};
 
     float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
-    for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
+    for (i64 token = last; token >= first; token -= CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
         const i64 next = token - CHUNK_LEN;
         RateSums sums;
-        sum_rates(sums, smem.totals, next_w, steps);
+        if constexpr (!BY_HALVES) sum_rates(sums, smem.totals, next_w, steps);
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(token), commit_copies();
         load_state(token);
-        const Frame frame =
-            write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
-        write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
-                                   pending_exponent.y + frame.end.y - frame.middle.y});
-        pending_exponent = frame.middle;
-        __syncthreads();  // the operands are there
-        if (next >= 0) copy_keys(next);
-        commit_copies();
+        if constexpr (BY_HALVES) {
+            const float2 factor = write_matrices_by_halves<true>(smem.matrices, smem.operands, smem.raw, next_w, steps,
+                                                                 smem.totals, scale, smem.growth);
+            write_decay(smem.factor, factor);
+        } else {
+            const Frame frame =
+                write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
+            write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
+                                       pending_exponent.y + frame.end.y - frame.middle.y});
+            pending_exponent = frame.middle;
+        }
+        __syncthreads();  // the operands are there, and by halves the matrices
+        const auto copy_next = [&] {
+            if (next >= first) copy_keys(next);
+            commit_copies();
+        };
+        if constexpr (!BY_HALVES) copy_next();
 
         // Accumulators [value, token]: U and dX before they are solved, and dV.
         Accumulator u[TILES][CHUNK_LEN / 8] = {}, dx[TILES][CHUNK_LEN / 8] = {}, d_value[TILES][CHUNK_LEN / 8] = {};
-        write_token_matrices(smem.matrices, smem.operands);
-        scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
+        if constexpr (!BY_HALVES) {
+            write_token_matrices(smem.matrices, smem.operands);
+            scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
+        }
         Fragment e_rows[TILES][CHANNELS / 16];
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
@@ -159,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         for (int c = 0; c < CHANNELS / 16; ++c)  // U <- A S'^T   dX <- B E'^T   dV <- K E'^T
             add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows),
                         full(d_value, operand_k, e_rows));
-        wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
+        wait_for_copies<BY_HALVES ? 0 : 1>();  // V and dY; the next chunk's keys may still be on their way
         if constexpr (!is_bf16<T_IO>) {
             __syncthreads();
             for (int i = threadIdx.x; i < CHUNK_LEN * VALUES; i += NUM_THREADS) {
@@ -192,13 +222,38 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             store_block(is_x ? (is_u ? d_ab : d_ak) : (is_u ? d_rb : d_rk), 16 * p, 16 * q,
                         to_fragment(sum[0], sum[1]));
         }
+        if constexpr (BY_HALVES) {
+            write_state_terms(smem.state_terms[warp], state_rows, e);
+            scale_columns<1>(e, smem.factor);
+        }
         add_outer(e, outer(dy_rows, operand_r), outer(dx_rows, operand_a));  // E' <- E' + dY^T R + dX^T A
-        write_state_terms(smem.state_terms[warp], state_rows, e);
+        if constexpr (!BY_HALVES) write_state_terms(smem.state_terms[warp], state_rows, e);
         __syncthreads();  // the gradients of the token matrices are there
 
-        if (next >= 0) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+        if (next >= first) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
 #pragma unroll 1
         for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
+            if constexpr (BY_HALVES) {
+                float terms[2] = {};
+#pragma unroll
+                for (int i = 0; i < WARPS; ++i)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) terms[j] += smem.state_terms[i][column + group() + 8 * j];
+                const auto own_pair = [&](int t) {
+                    return float2{to_float(smem.d.rk[t][t]), to_float(smem.d.rb[t][t])};
+                };
+                const auto begin_r = [&](RowGradients& grads) {
+                    multiply_end<VALUES>(grads.left, tile_state, tile_dy, column);
+                    multiply_end<VALUES>(grads.right, tile_e, tile_v, column);
+                };
+                const auto begin_a = [&](RowGradients& grads) {
+                    multiply_end<VALUES>(grads.left, tile_state, tile_dx, column);
+                    multiply_end<VALUES>(grads.right, tile_e, tile_u, column);
+                };
+                write_key_gradients_by_halves(tiles, smem.raw, d_tiles, begin_r, begin_a, own_pair, smem.growth, terms,
+                                              column, scale);
+                continue;
+            }
             TokenSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // [channel, token]
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
@@ -235,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         raw_w.load(w + token * w_strides.token, w_strides.token, steps);
         __syncthreads();  // the gradients are there
 
+        if constexpr (BY_HALVES) copy_next();  // nobody reads the raw keys any more
         const auto write = [&](T_IO* target, const KeyTile& tile) {
             write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
                 target + token * key_stride, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, HEAD_SIZE,
@@ -245,13 +301,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         raw_w.write_slopes(dw + token * key_stride, static_cast<unsigned>(key_stride), smem.growth, steps);
     }
     wait_for_copies<0>();
-    if (grad_initial_state == nullptr) return;
+    float* const to = BY_HALVES ? carried : grad_initial_state;
+    if (to == nullptr) return;
     __syncthreads();
     write_factor(smem.factor, pending_exponent);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         scale_columns(e[i], smem.factor);
-        write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e[i], first_value + 16 * i);
+        write_state<STATE_LAYOUT>(to + state_offset, e[i], first_value + 16 * i);
     }
 }

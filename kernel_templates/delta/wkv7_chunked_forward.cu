@@ -7,9 +7,14 @@
 //   v, y     [batch, tokens, heads, V]  T_IO   in, out
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads]  out or null: S' of every chunk
-//   leaves  [sequences, heads]  out: 1 where some |c_t - m| is above LARGEST_DECAY (in units of 1, not of log 2) or no
-//           number, so that operands and what is made of them leave the range of bfloat16; else 0. For a LARGEST_DECAY
-//           of 0 nothing is looked at and nothing written.
+//   framed  [sequences, heads]  out: how many chunks of a head, from its first on, are in frames. Behind them is one
+//           with some |c_t - m| above LARGEST_DECAY (in units of 1, not of log 2), or no number, so that operands would
+//           leave the range of bfloat16. For a LARGEST_DECAY of 0 nothing is looked at and nothing written.
+//   carried  [sequences, heads], as the states but fp32  out: the state behind those chunks, where it is not the last
+//
+// With BY_HALVES the kernel does the rest of such heads, from what the first launch left in `framed` and `carried`.
+// Then S' is S, the factor e^D lies between the outputs' product and the state's, and the token matrices and the
+// operands are as write_matrices_by_halves of wkv7_chunk.cuh makes them.
 //
 // Grid (sequences, heads). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
@@ -29,31 +34,37 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-__device__ inline bool in_range(float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; }
+constexpr bool MAY_LEAVE_FRAMES = LARGEST_DECAY > 0 && !BY_HALVES;
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_forward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    Checkpoint* __restrict__ checkpoints, int* __restrict__ leaves, Strides r_strides, Strides w_strides,
-    Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, float scale) {
+    Checkpoint* __restrict__ checkpoints, int* __restrict__ framed, float* __restrict__ carried,
+    Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
+    i64 tokens, i64 heads, float scale) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
+    const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
+    const int first = BY_HALVES ? framed[sequence * heads + head] : 0;
+    if (BY_HALVES && first >= chunks) return;
+    const i64 done = i64(first) * CHUNK_LEN;
     const int first_value = warp_id() * WARP_ROWS;
     const int width = WARPS * WARP_ROWS == VALUE_SIZE ? WARP_ROWS : max(min(WARP_ROWS, VALUE_SIZE - first_value), 0);
     const bool has_values = WARPS * WARP_ROWS == VALUES || first_value < VALUES;
 
-    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    const auto start = [&](Strides s) { return span.batch * s.batch + (span.begin + done) * s.token + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides), a += start(a_strides), b += start(b_strides);
     v += start(v_strides) + first_value;
     const i64 y_stride = heads * VALUE_SIZE;
-    y += (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
+    y += (span.batch * tokens + span.begin + done) * y_stride + head * VALUE_SIZE + first_value;
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     if (checkpoints != nullptr)
-        checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+        checkpoints += (first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) + done / CHUNK_LEN) * heads + head;
 
     using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>;
     KeyCursor from_r(r, r_strides.token, threadIdx.x), from_a(a, a_strides.token, threadIdx.x);
@@ -74,12 +85,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
     __syncthreads();
     RawDecays next_w;
-    const int first_steps = static_cast<int>(min(span.length, i64(CHUNK_LEN)));
+    const int first_steps = static_cast<int>(min(span.length - done, i64(CHUNK_LEN)));
     copy_keys(first_steps), commit_copies();
     copy_values(first_steps), commit_copies();
     if (first_steps > 0) from_w.load(next_w, first_steps);
     StateRows state[TILES];
-    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
+    if constexpr (BY_HALVES) read_state<STATE_LAYOUT>(state, carried + state_offset, first_value);
+    else read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
@@ -88,33 +100,44 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const auto values = tile_of(smem.v), outputs = tile_of(smem.y);
 
     float2 pending_exponent = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
-    bool leaves_range = false;
-    for (i64 left = span.length; left > 0; left -= CHUNK_LEN) {
-        const int steps = static_cast<int>(min(left, i64(CHUNK_LEN)));
-        const int next_steps = static_cast<int>(min(left - CHUNK_LEN, i64(CHUNK_LEN)));  // below 1 at the last
+    int left = chunks - first;
+    for (; left > 0; --left) {
+        const int steps = left > 1 ? CHUNK_LEN : last_steps;
+        // below 1 at the last
+        const int next_steps = left > 2 ? CHUNK_LEN : left > 1 ? last_steps : last_steps - CHUNK_LEN;
         if (steps < CHUNK_LEN) clear_decays(next_w, steps);
-        RateSums rates;
-        sum_rates(rates, smem.totals, next_w, CHUNK_LEN);
-        from_w.load(next_w, next_steps);
-        wait_for_copies<1>();
-        __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
-        const Frame frame =
-            write_operands<false, CHANNELS>(rates, smem.totals, smem.raw, smem.operands, scale, nullptr);
-        write_factor(smem.factor, {pending_exponent.x + frame.middle.x, pending_exponent.y + frame.middle.y});
-        pending_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
-        if constexpr (LARGEST_DECAY > 0) {
-            leaves_range |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
-            leaves_range |= !(in_range(pending_exponent.x) && in_range(pending_exponent.y));
-            if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_range |= !in_range(frame.farthest);
+        if constexpr (BY_HALVES) {
+            wait_for_copies<1>();
+            __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
+            const float2 factor = write_matrices_by_halves<false, CHANNELS>(
+                smem.matrices, smem.operands, smem.raw, next_w, CHUNK_LEN, smem.totals, scale, nullptr);
+            write_decay(smem.factor, factor);
+            from_w.load(next_w, next_steps);
+            __syncthreads();  // the operands, the matrices and the factor are there
+        } else {
+            RateSums rates;
+            sum_rates(rates, smem.totals, next_w, CHUNK_LEN);
+            from_w.load(next_w, next_steps);
+            wait_for_copies<1>();
+            __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
+            const Frame frame =
+                write_operands<false, CHANNELS>(rates, smem.totals, smem.raw, smem.operands, scale, nullptr);
+            write_factor(smem.factor, {pending_exponent.x + frame.middle.x, pending_exponent.y + frame.middle.y});
+            if constexpr (MAY_LEAVE_FRAMES) {
+                // the operands are of no use
+                if (__syncthreads_or(leaves_range(frame, steps) || is_steep(rates))) break;
+            } else {
+                __syncthreads();  // the operands are there
+            }
+            pending_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         }
-        __syncthreads();  // the operands are there
 
         copy_keys(next_steps), commit_copies();
-        write_token_matrices(smem.matrices, smem.operands);
+        if constexpr (!BY_HALVES) write_token_matrices(smem.matrices, smem.operands);
 
         Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
         if (has_values) {
-            scale_columns(state, smem.factor);
+            if constexpr (!BY_HALVES) scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
@@ -125,10 +148,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
                 }
                 // U <- A S'^T   Y <- R S'^T
                 add_columns(16 * c, full(u, operand_a, start_rows), full(out, operand_r, start_rows));
+                if constexpr (BY_HALVES) scale_columns<1>(state, smem.factor, c);
             }
             if (checkpoints != nullptr) checkpoints += heads;
         }
-        __syncthreads();  // the token matrices are there
+        if constexpr (!BY_HALVES) __syncthreads();  // the token matrices are there
         wait_for_copies<1>();  // the values, which a warp reads that has copied them
         __syncwarp();
         if constexpr (!is_bf16<T_IO>) {
@@ -160,11 +184,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();
-    if constexpr (LARGEST_DECAY > 0) {
-        const bool found = __syncthreads_or(leaves_range);
-        if (threadIdx.x == 0) leaves[sequence * heads + head] = found;
-    }
-    if (final_state == nullptr) return;
+    if (MAY_LEAVE_FRAMES && threadIdx.x == 0)
+        framed[sequence * heads + head] = chunks - left;
+    const bool has_left = MAY_LEAVE_FRAMES && left > 0;
+    if (final_state == nullptr && !has_left) return;
     __syncthreads();
     write_factor(smem.factor, pending_exponent);
     __syncthreads();
@@ -173,6 +196,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     for (int i = 0; i < TILES; ++i) {
         scale_columns(state[i], smem.factor);
         // The row is worked out again: kept, it would be a register more in the loop.
-        write_state<STATE_LAYOUT>(final_state + state_offset, state[i], warp_id() * WARP_ROWS + 16 * i);
+        const int row = warp_id() * WARP_ROWS + 16 * i;
+        if (has_left) write_state<STATE_LAYOUT>(carried + state_offset, state[i], row);
+        else write_state<STATE_LAYOUT>(final_state + state_offset, state[i], row);
     }
 }

@@ -161,8 +161,9 @@ __device__ inline void write_dw(T_W* target, unsigned stride, const float (&grad
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_backward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
-    const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ checkpoints,
-    const float* __restrict__ grad_final_state, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
+    const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ checkpoints, const int* __restrict__ framed,
+    const float* __restrict__ carried, const float* __restrict__ grad_final_state, T_IO* __restrict__ dr,
+    T_W* __restrict__ dw, T_IO* __restrict__ dk,
     T_IO* __restrict__ dv, T_IO* __restrict__ da, T_IO* __restrict__ db, float* __restrict__ grad_initial_state,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
     Strides dy_strides, i64 tokens, i64 heads, float scale) {
@@ -174,7 +175,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const int warp = warp_id(), first_value = 16 * warp;
     static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+    i64 chunks = (span.length + CHUNK_LEN - 1) / CHUNK_LEN;
+    bool has_rest = false;  // behind them, that was taken by halves
+    if constexpr (LARGEST_DECAY > 0) {
+        const i64 in_frames = framed[sequence * heads + head];
+        has_rest = in_frames < chunks, chunks = in_frames;
+    }
+    const i64 last = chunks * CHUNK_LEN - CHUNK_LEN;
     const auto start = [&](Strides s, i64 token) {
         return span.batch * s.batch + (span.begin + token) * s.token + head * s.head;
     };
@@ -212,13 +219,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     __syncthreads();
     RawDecays next_w;
     if (last >= 0) {
-        copy_keys(static_cast<int>(span.length - last)), commit_copies();
-        next_w.load(w + last * w_strides.token, w_strides.token, static_cast<int>(span.length - last));
-        clear_decays(next_w, static_cast<int>(span.length - last));
+        const int steps = static_cast<int>(min(span.length - last, i64(CHUNK_LEN)));
+        copy_keys(steps), commit_copies();
+        next_w.load(w + last * w_strides.token, w_strides.token, steps), clear_decays(next_w, steps);
     }
     StateRows all_e[1];
     StateRows& e = all_e[0];
-    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
+    const float* const from = has_rest ? carried : grad_final_state;
+    read_state<STATE_LAYOUT>(e, from ? from + state_offset : nullptr, first_value);
 
     OperandTwins operands = {twin_of(smem.r_a, 0), twin_of(smem.r_a, 1), twin_of(smem.b_k, 0), twin_of(smem.b_k, 1)};
     const TwinTile operand_r = tile_of(operands.r), operand_a = tile_of(operands.a);

@@ -47,7 +47,8 @@ static_assert(sizeof(Triangle[TAKEN]) <= sizeof(Slab<CHUNK_LEN>[2]), "the token 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, 1) wkv7_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
-    T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states, T_STATE* __restrict__ last,
+    const int* __restrict__ halved, T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states,
+    T_STATE* __restrict__ last,
     float4* __restrict__ carried, Strides input_strides, i64 tokens, i64 heads, Walk walk) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -124,13 +125,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             const unsigned block = row * gridDim.x + blockIdx.x;
             return carried + block * (sizeof(state) / sizeof(float4) * CONSUMERS) + threadIdx.x;
         };
+        const auto load_begin = [&](int n) {
+            if (n >= end) return;
+            exponents.load(exponents.begins, frame(n), part, false);
+            exponents.load_halved(halved + place_of_chunk(n) * SLABS, part);
+        };
         const bool goes_on = begin > 0;
-        if (begin < end) exponents.load(exponents.begins, frame(begin), part, false);
+        if (goes_on) exponents.load_pending(frame(begin - 1), halved + place_of_chunk(begin - 1) * SLABS, part);
+        load_begin(begin);
         load_values(begin);
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
             x = present && first != nullptr && !goes_on ? to_float(first[state_offset + place]) : 0.0f;
         });
-        if (goes_on) exponents.load(exponents.pending_exponent, frame(begin - 1), part, true);
         const float4* const carried_in = carried_state();
         for_each_accumulator(state, [&](Accumulator& x, int i) { load_if(goes_on, x, carried_in + i * CONSUMERS); });
         const i64 out_stride = heads * VALUE_SIZE;
@@ -146,7 +152,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             }
             exponents.scale(state, false);
             write_image(smem.state, state, part);
-            if (n + 1 < end) exponents.load(exponents.begins, frame(n + 1), part, false);
+            exponents.pass(state);
+            load_begin(n + 1);
             wait_for_copies<0>();
             rows_of_values.convert(smem.values[n % 2]);
             publish_writes();

@@ -16,6 +16,7 @@
 //   r w k v a b  [batch, tokens, heads, K or V]  in         dy  [batch, tokens, heads, V]  T_IO  in
 //   u dx         [batch, tokens, heads, V]  bf16  in        states e  [slots, heads, SLABS, VALUES] rows  bf16  in
 //   gradients    [slots, heads, 4] triangles  in: dArk dArb dAak dAab
+//   halved       [slots, heads, SLABS]  in: the slabs that are left to wkv7_key_gradients_by_halves
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K]  out
 //
 // Grid (chunks x slabs of 64 channels, heads, sequences), a block per chunk, head and slab. It goes over the values in
@@ -23,6 +24,7 @@
 // each. These sums meet in shared memory, and a thread finishes a pair of channels over a segment of tokens, as it made
 // the operands.
 #include "wkv7_operands.cuh"
+#include "pair_rows.cuh"
 
 constexpr int VALUE_STEP = 32;
 constexpr int VALUE_STEPS = ceil_div(VALUE_SIZE, VALUE_STEP);
@@ -55,32 +57,13 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
-// A pair of channels, rounded, and to a row in global memory as one store, where it can be: spelt out, as write_global
-// is.
-template <typename T> __device__ inline Words<T, 2> rounded(float2 x) {
-    if constexpr (sizeof(T) == 4) return {{__float_as_uint(x.x), __float_as_uint(x.y)}};
-    else return {{pack_as<T>(x.x, x.y)}};
-}
-template <typename T> __device__ inline void write_pair(T* row, int channel, const Words<T, 2>& pair) {
-    T* const target = row + channel;
-    if constexpr (HEAD_SIZE % 2 != 0) {
-        const T(&both)[2] = reinterpret_cast<const T(&)[2]>(pair);
-        if (has_channel(channel)) target[0] = both[0];
-        if (has_channel(channel + 1)) target[1] = both[1];
-    } else if (has_channel(channel)) {
-        if constexpr (sizeof(T) == 4)
-            asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(pair.word[0]), "r"(pair.word[1])
-                         : "memory");
-        else asm volatile("st.global.b32 [%0], %1;" ::"l"(target), "r"(pair.word[0]) : "memory");
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_key_gradients(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
     const i64* __restrict__ cu_seqlens, const bf16* __restrict__ u, const bf16* __restrict__ dx,
     const uint4* __restrict__ states, const uint4* __restrict__ e, const uint4* __restrict__ gradients,
-    T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk, T_IO* __restrict__ da, T_IO* __restrict__ db,
+    const int* __restrict__ halved, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
+    T_IO* __restrict__ da, T_IO* __restrict__ db,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
     Strides dy_strides, i64 tokens, i64 heads, i64 sequences, float scale, int first_chunk) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that what all threads share evenly needs no test
@@ -90,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     const int slab = blockIdx.x % SLABS, first_channel = slab * TILE_COLUMNS;
     const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
     if (chunk.steps == 0 || !has_channel(first_channel)) return;
+    if (LARGEST_DECAY > 0 && halved[(slot * heads + head) * SLABS + slab]) return;
     const int steps = chunk.steps;
     const unsigned warp = warp_id();  // unsigned, so that quotients and remainders are shifts
     const i64 token = chunk.span.begin + chunk.token;

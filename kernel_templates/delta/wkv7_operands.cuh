@@ -1,17 +1,12 @@
 // R, A, K and B of wkv7_chunk.cuh for 64 of a head's channels at a time, in tiles of 64 columns.
 //
-// Channels stand in their own order, or, for kernels that write gradients, in the order of lanes: within every 32,
-// column 8 n + 2 t + e is channel 8 t + 2 n + e, so that lane t of an accumulator's rows has eight neighbouring
-// channels in four accumulators side by side. States that wkv7_scan stores, 16 bytes a lane, come in that order by
-// themselves.
-//
 // Needs what wkv7_slab.cuh needs.
 #pragma once
 #include "wkv7_slab.cuh"
 
 constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
 constexpr bool DECAYS_COME_IN_PARTS = true;
-#include "chunk_decay.cuh"
+#include "chunk_rows.cuh"
 
 struct Operands { Slab<CHUNK_LEN> a, r, b, k; };  // A R B K
 struct RawKeys {

@@ -19,6 +19,7 @@
 // the state in fp32 for the whole sequence; KEY_WARPS warps have the same rows and add up their X and Y. The operands
 // come in stages, 64 channels of two of them for each of these warps, STAGES - 1 stages ahead. Between two chunks the
 // state lacks the factor that ends a chunk; it gets it together with the one that begins the next.
+#include "levels.cuh"
 #include "wkv7_slab.cuh"
 
 constexpr int ROW_WARPS = WARPS / KEY_WARPS, VALUE_ROWS = 16 * ROW_WARPS;
@@ -63,7 +64,8 @@ template <typename Visit> __device__ inline void for_each_element(StateRows& sta
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
-    T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states, T_STATE* __restrict__ last,
+    const int* __restrict__ halved, T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states,
+    T_STATE* __restrict__ last,
     Strides input_strides, i64 tokens, i64 heads) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -115,12 +117,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     // Factors: 2^x of the thread's channels, from the frame of the chunk to come and what the last one left behind.
     float pending_exponent[FRAME_CHANNELS] = {}, begins[FRAME_CHANNELS], ends[FRAME_CHANNELS];
     const auto load_frame = [&](int n) {
-        const float* const frame = frames + place_of_chunk(n) * (2 * CHANNELS);
+        const i64 place = place_of_chunk(n);
+        const float* const frame = frames + place * (2 * CHANNELS);
 #pragma unroll
         for (int i = 0; i < FRAME_CHANNELS; ++i) {
             const int channel = min(static_cast<int>(threadIdx.x) + i * NUM_THREADS, CHANNELS - 1);
-            begins[i] = frame[(BACKWARD ? CHANNELS : 0) + channel],
-            ends[i] = frame[(BACKWARD ? 0 : CHANNELS) + channel];
+            const bool has_frame = LARGEST_DECAY == 0 || !halved[place * SLABS + channel / TILE_COLUMNS];
+            begins[i] = has_frame ? frame[(BACKWARD ? CHANNELS : 0) + channel] : 0.0f;
+            ends[i] = has_frame ? frame[(BACKWARD ? 0 : CHANNELS) + channel] : 0.0f;
         }
     };
     const auto write_factor = [&](bool is_last) {
@@ -140,6 +144,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
 #pragma unroll
             for (int i = 0; i < FACTOR_STEPS; ++i)
                 state[n][0] *= f.x, state[n][1] *= f.y, state[n][2] *= f.x, state[n][3] *= f.y;
+        }
+    };
+    // A slab that was taken by halves has no frame: what is in the state passes the chunk's decay, which stands in its
+    // place.
+    const auto pass_slab = [&](int chunk, int slab) {
+        const i64 place = place_of_chunk(chunk);
+        if (!halved[place * SLABS + first_channel / TILE_COLUMNS + slab]) return;
+        const float* const decays = frames + place * (2 * CHANNELS) + first_channel + 2 * quad_lane();
+#pragma unroll
+        for (int n = 8 * slab; n < 8 * slab + 8; ++n) {
+            const float2 f = *reinterpret_cast<const float2*>(&decays[8 * n]);
+            state[n][0] *= f.x, state[n][1] *= f.y, state[n][2] *= f.x, state[n][3] *= f.y;
         }
     };
 
@@ -199,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
                         multiply_add(&out[2 * p], rows[i], load_right_transposed(for_out, 16 * p, 16 * (c + i)));
                     }
             }
+            if constexpr (LARGEST_DECAY > 0) pass_slab(n, slab);
         }
 
         Fragment x_rows[BLOCKS], value_rows[BLOCKS];

@@ -33,6 +33,19 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 
+constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
+
+// As in wkv7_chunked_forward.cu.
+__device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_stride, float scale) {
+    RawDecays raw;
+    raw.load(w, w_stride, CHUNK_LEN);
+    const float2 factor =
+        write_matrices_by_halves<false, CHANNELS>(smem.matrices, smem.operands, smem.raw, raw, CHUNK_LEN, smem.totals,
+                                                  scale, nullptr);
+    write_decay(smem.factor, factor);
+    __syncthreads();  // the operands, the matrices and the factor are there
+}
+
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ a, const T_IO* __restrict__ b,
     const T_IO* __restrict__ values, float* __restrict__ additions, float* __restrict__ transitions,
@@ -97,12 +110,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
         write_factor(smem.factor, {pending_exponent.x + start_exponent.x, pending_exponent.y + start_exponent.y});
-        pending_exponent = BACKWARD ? frame.middle : end_exponent;
         if constexpr (!is_bf16<T_IO>) {
             round_columns<WARP_ROWS>(smem.input, own_row, has_rows);
             __syncwarp();
         }
-        __syncthreads();  // the operands are there
+        bool by_halves = false;
+        if constexpr (HAS_HALVES) {
+            // the operands are there, unless they are of no use
+            by_halves = __syncthreads_or(leaves_range(frame, CHUNK_LEN));
+            if (by_halves) {
+                write_factor(smem.factor, pending_exponent);
+                __syncthreads();  // the factor is there
+                if (has_rows) scale_columns(state, smem.factor);
+                __syncthreads();  // nobody reads it any more
+                prepare_by_halves(smem, w + token * w_strides.token, w_strides.token, scale);
+            }
+        } else {
+            __syncthreads();  // the operands are there
+        }
+        pending_exponent = by_halves ? float2{0.0f, 0.0f} : BACKWARD ? frame.middle : end_exponent;
 
         Fragment value_rows[TILES][BLOCKS];
         Accumulator sum[TILES][CHUNK_LEN / 8] = {};
@@ -112,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         }
         if (left > CHUNK_LEN) copy(next);
         commit_copies();
-        if (warp_id() == 0) {
+        if (by_halves) {
+        } else if (warp_id() == 0) {
             invert(smem.matrices, smem.operands);
         } else {
             for (int task = warp_id() - 1; task < BLOCKS * (BLOCKS + 1) / 2; task += WARPS - 1) {
@@ -126,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         }
 
         if (has_rows) {
-            scale_columns(state, smem.factor);
+            if (!by_halves) scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c)
 #pragma unroll
@@ -134,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
                     const Fragment start_rows = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
                     add_columns(16 * c, full(sum[i], with_state, start_rows));  // U <- A S'^T, or dX <- B E'^T
                 }
+            if (by_halves) scale_columns<1>(state, smem.factor);  // what is in the state passes the chunk's decay
         }
         __syncthreads();  // the token matrices are there
         if (!has_rows) continue;

@@ -2,8 +2,7 @@
 //
 // A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
 // 8. Eight neighbouring rows of a column then lie in different banks, and a tile has the same bytes in shared memory as
-// in the tensors that pass it from kernel to kernel. A matrix of tokens x tokens is lower triangular; of it only the 16
-// x 16 blocks that are not zero are kept, one after another, four 8 x 8 matrices each.
+// in the tensors that pass it from kernel to kernel.
 //
 // Needs HEAD_SIZE, VALUE_SIZE, CHANNELS, CHUNK_LEN, NUM_THREADS, T_IO, T_W, DECAY.
 #pragma once
@@ -14,7 +13,7 @@
 constexpr int SLABS = CHANNELS / TILE_COLUMNS;
 constexpr int WARPS = NUM_THREADS / 32;
 constexpr int BLOCKS = CHUNK_LEN / 16;  // of 16 tokens
-constexpr int TRIANGLE = BLOCKS * (BLOCKS + 1) / 2;
+#include "wkv7_layouts.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the split kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 32 || CHUNK_LEN == 64, "chunk_len must be 32 or 64");
@@ -23,46 +22,9 @@ static_assert(CHANNELS % TILE_COLUMNS == 0 && CHANNELS >= HEAD_SIZE,
 
 constexpr int SLAB_UNITS = CHUNK_LEN * 8;  // of a tile with a row per token
 
-enum class Order { channels, lanes };
-
-// Where a pair of channels stands, as a pair of columns; and the other way.
-template <Order ORDER> __device__ inline int column_pair(int pair) {
-    return ORDER == Order::channels ? pair : (pair & ~15) | (pair & 3) << 2 | (pair >> 2 & 3);
-}
-template <Order ORDER> __device__ inline int channel_of_column(int column) {
-    return 2 * column_pair<ORDER>(column / 2) + column % 2;
-}
-
-struct Triangle { uint4 units[TRIANGLE][32]; };
-constexpr int TRIANGLE_UNITS = TRIANGLE * 32;
 // Those that pass from wkv7_prepare to wkv7_scan, in this order: TA, M, Tm, G.
 constexpr int MATRICES = 4;
-struct TriangleTile {
-    unsigned start;
-    __device__ unsigned block(int p, int q) const { return start + 512 * (p * (p + 1) / 2 + q); }
-    // Lane addresses for the four 8 x 8 matrices of a block: down first, or across first.
-    __device__ unsigned address(int p, int q) const { return block(p, q) + 16 * lane_id(); }
-    __device__ unsigned address_across(int p, int q) const {
-        return block(p, q) + 16 * (lane_id() % 8 + lane_id() / 8 % 2 * 16 + lane_id() / 16 * 8);
-    }
-};
-__device__ inline TriangleTile tile_of(const Triangle& triangle) { return {shared_address(&triangle.units[0][0])}; }
 
-__device__ inline Fragment load_left(TriangleTile tile, int p, int q) { return load_matrices(tile.address(p, q)); }
-__device__ inline Fragment load_left_transposed(TriangleTile tile, int p, int q) {
-    return load_matrices_transposed(tile.address_across(p, q));
-}
-__device__ inline Right load_right(TriangleTile tile, int p, int q) {
-    const Fragment f = load_matrices_transposed(tile.address(p, q));
-    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
-}
-__device__ inline Right load_right_transposed(TriangleTile tile, int p, int q) {
-    const Fragment f = load_matrices(tile.address_across(p, q));
-    return {{f.at[0], f.at[1], f.at[2], f.at[3]}};
-}
-__device__ inline void store_block(TriangleTile tile, int p, int q, const Fragment& f) {
-    store_matrices(tile.address(p, q), f, [&](int i) { return tile.block(p, q) + 128 * i + 4 * lane_id(); });
-}
 // Products over slabs that give a triangle.
 // A warp has rows of blocks BLOCKS - 1 - HALF and HALF of one triangle, so that all have equally many blocks:
 // visit(index, p, q) for each.

@@ -14,6 +14,8 @@
 constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
 constexpr bool DECAYS_COME_IN_PARTS = false;
 #include "chunk_decay.cuh"
+#include "chunk_rows.cuh"
+#include "halves.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 16 || CHUNK_LEN == 32 || CHUNK_LEN == 64, "chunk_len must be 16, 32 or 64");
@@ -32,7 +34,7 @@ __device__ inline Frame write_pair(const RateSums& sums, const float2 (&totals)[
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
     Frame frame = {};  // as frame_of makes it, but in this order: with another one some kernels spill
     float2 before = {0.0f, 0.0f};
-    if constexpr (HAS_DECAY)
+    if constexpr (HAS_DECAY) {
 #pragma unroll
         for (int s = 0; s < SEGMENTS; ++s) {
             const float2 total = totals[s][index];
@@ -40,6 +42,7 @@ __device__ inline Frame write_pair(const RateSums& sums, const float2 (&totals)[
             if (s < SEGMENTS / 2) frame.middle.x += total.x, frame.middle.y += total.y;
             frame.end.x += total.x, frame.end.y += total.y;
         }
+    }
     const float2 origin = {RATE_UNIT * (before.x - frame.middle.x), RATE_UNIT * (before.y - frame.middle.y)};
     frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
     if (segment >= SEGMENTS) return frame;
@@ -68,49 +71,6 @@ __device__ inline void sum_decays(RateSums& sums, float2 (&totals)[SEGMENTS][PAI
     if constexpr (HAS_DECAY) sum_rates(sums, totals, raw, steps);
 }
 
-// Sums of x over half-warps, COUNT of them: each exchange halves what a lane keeps, until one is left; `first` is its
-// place.
-template <int COUNT, int WIDTH, int SIZE> __device__ inline void sum_half_warps(float (&x)[SIZE], int& first) {
-    const bool upper = lane_id() & WIDTH;
-    if constexpr (COUNT > 1) {
-#pragma unroll
-        for (int i = 0; i < COUNT / 2; ++i) {
-            const float low = x[i], high = x[COUNT / 2 + i];
-            x[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, WIDTH);
-        }
-        if (upper) first += COUNT / 2;
-    } else {
-        x[0] += __shfl_xor_sync(0xffffffffu, x[0], WIDTH);
-    }
-    if constexpr (WIDTH > 1) sum_half_warps<(COUNT > 1 ? COUNT / 2 : 1), WIDTH / 2>(x, first);
-}
-
-// Sums over half-warps of a thread's tokens, to a row per 16 pairs of channels: `reduced[g][t]`.
-__device__ inline void write_bonus_terms(float (&reduced)[PAIRS / 16][CHUNK_LEN], float (&bonus_terms)[SEGMENT_LEN]) {
-    const int segment = threadIdx.x / PAIRS;
-    if (segment >= SEGMENTS) return;
-    int first = 0;
-    sum_half_warps<SEGMENT_LEN, 8>(bonus_terms, first);
-    constexpr int LEFT = SEGMENT_LEN > 16 ? SEGMENT_LEN / 16 : 1;
-    constexpr int COPIES = SEGMENT_LEN < 16 ? 16 / SEGMENT_LEN : 1;  // lanes that hold the same
-    if (lane_id() % COPIES == 0) {
-#pragma unroll
-        for (int i = 0; i < LEFT; ++i)
-            reduced[threadIdx.x % PAIRS / 16][segment * SEGMENT_LEN + first + i] = bonus_terms[i];
-    }
-}
-
-// Adds the bonus to the diagonal of a block of P whose rows begin at `row`.
-__device__ inline void add_bonus_terms(Accumulator (&sum)[2], const float (&reduced)[PAIRS / 16][CHUNK_LEN], int row) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int at = group() + i % 4 / 2 * 8, column = i / 4 * 8 + 2 * quad_lane() + i % 2;
-        if (at != column) continue;
-#pragma unroll
-        for (int g = 0; g < PAIRS / 16; ++g) sum[i / 4][i % 4] += reduced[g][row + at];
-    }
-}
-
 // P by all warps, a block of 16 x 16 at a time.
 __device__ inline void write_pairs(TokenTile& target, const PairOperands& operands,
                                    const float (&reduced)[PAIRS / 16][CHUNK_LEN]) {
@@ -124,8 +84,90 @@ __device__ inline void write_pairs(TokenTile& target, const PairOperands& operan
         multiply_rows(sum, rows, k_tile, q);
         if (q == p) {
             keep_lower(sum, BONUS);
-            if (BONUS) add_bonus_terms(sum, reduced, 16 * p);
+            if (BONUS) add_own_terms(sum, reduced, 16 * p);
         }
         store_block(tile_of(target), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
     }
+}
+
+// A thread's rows of a chunk by halves, and a warp's blocks of P.
+struct LevelPairs {
+    BlockDecays decays;
+    TokenRows q, k;
+    // A warp has blocks on the diagonal, and sums their pairs up over the levels.
+    static constexpr int SHARE = ceil_div(BLOCKS, WARPS);
+    Accumulator sums[SHARE][2] = {};
+
+    static constexpr bool HAS_ALL = SEGMENTS * PAIRS == NUM_THREADS;  // threads
+    __device__ static bool has_tokens() { return HAS_ALL || threadIdx.x / PAIRS < SEGMENTS; }
+    __device__ static void write(KeyTile& tile, int i, float2 x) {
+        *word_of(tile, threadIdx.x / PAIRS * SEGMENT_LEN + i, threadIdx.x % PAIRS) = pack(x.x, x.y);
+    }
+    // A level after another. Their rows are written while slower warps may read those of the last one, but not those
+    // before.
+    template <int LEVEL>
+    __device__ void add_levels(TokenTile& target, KeyTile& tile, KeyTile& other,
+                               const float2 (&totals)[SEGMENTS][PAIRS]) {
+        if (has_tokens())
+#pragma unroll
+            for (int i = 0; i < SEGMENT_LEN; ++i) write(tile, i, is_later_token<LEVEL>(i) ? q[i] : k[i]);
+        __syncthreads();  // the rows are there
+        if (has_tokens()) double_blocks<LEVEL>(q, k, decays, totals), double_blocks<LEVEL>(decays);
+        const auto rows = tile_of(tile);
+        if constexpr (LEVEL < 16) {
+#pragma unroll
+            for (int i = 0; i < SHARE; ++i)
+                if (warp_id() + i * WARPS < BLOCKS)
+                    add_pairs(sums[i], rows, rows, warp_id() + i * WARPS,
+                              [](int row, int column) { return is_of_level(row, column, LEVEL); });
+        } else {  // blocks below the diagonal, which are of one level as a whole
+            constexpr int LENGTH = LEVEL / 16, SQUARE = LENGTH * LENGTH;
+            for (int task = WARPS - 1 - warp_id(); task < BLOCKS / 2 * LENGTH; task += WARPS) {
+                const int corner = task / SQUARE * 2 * LENGTH;
+                const int p = corner + LENGTH + task % SQUARE / LENGTH, column = corner + task % LENGTH;
+                store_block(tile_of(target), 16 * p, 16 * column, pair_block(rows, rows, p, column));
+            }
+        }
+        if constexpr (2 * LEVEL < CHUNK_LEN) add_levels<2 * LEVEL>(target, other, tile, totals);
+    }
+};
+
+// P by halves, for decays that leave the range of Q and K; their tiles hold a level's operands in turns, and then Q
+// with e^(e_t) and K with e^(D - c_t), both at most 1, for the state as it is at the chunk's start and at its end.
+// Returns e^D for the thread's pair of channels. `bonus` are its pair of scale u, or without the bonus of the scale;
+// `kept` takes the tokens' decays. All threads have to come, and a barrier has to follow.
+template <bool KEEPS_DECAYS, int PITCH>
+__device__ inline float2 write_pairs_by_halves(TokenTile& target, PairOperands& operands, const RawPair& raw,
+                                               const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
+                                               float scale, float2 bonus, float (&reduced)[PAIRS / 16][CHUNK_LEN],
+                                               float (*kept)[PITCH]) {
+    LevelPairs pairs;
+    begin_blocks<KEEPS_DECAYS>(pairs.decays, totals, decays, steps, kept);
+    if (LevelPairs::has_tokens()) {
+        float own_terms[SEGMENT_LEN];  // of a token with itself, which does not decay
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            const int token = threadIdx.x / PAIRS * SEGMENT_LEN + i, channel = threadIdx.x % PAIRS * 2;
+            const float2 q = unpack(*reinterpret_cast<const unsigned*>(&raw.q[token][channel]));
+            const float2 k = unpack(*reinterpret_cast<const unsigned*>(&raw.k[token][channel]));
+            const float2 decay = BONUS ? float2{1.0f, 1.0f} : pairs.decays.at[i];
+            own_terms[i] = q.x * k.x * bonus.x + q.y * k.y * bonus.y;
+            pairs.q[i] = {q.x * scale * decay.x, q.y * scale * decay.y}, pairs.k[i] = k;
+        }
+        write_own_terms(reduced, own_terms);
+    }
+    pairs.add_levels<1>(target, operands.q, operands.k, totals);
+#pragma unroll
+    for (int i = 0; i < LevelPairs::SHARE; ++i) {
+        const int row = 16 * (warp_id() + i * WARPS);
+        if (row >= CHUNK_LEN) break;
+        add_own_terms(pairs.sums[i], reduced, row);
+        store_block(tile_of(target), row, row, to_fragment(pairs.sums[i][0], pairs.sums[i][1]));
+    }
+    __syncthreads();  // nobody reads the last level's rows any more
+    if (LevelPairs::has_tokens())
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i)
+            LevelPairs::write(operands.q, i, pairs.q[i]), LevelPairs::write(operands.k, i, pairs.k[i]);
+    return multiply_segments<SEGMENTS>(totals, 0);
 }

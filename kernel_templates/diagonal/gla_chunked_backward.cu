@@ -9,7 +9,7 @@
 // the rounded operands and the unrounded dQ, dK as in wkv7_chunked_backward.cu. The bonus adds scale (dy_t . v_t) u k_t
 // to dq_t, the same with q_t to dk_t, and with q_t k_t to du.
 //
-//   q k w v u, cu_seqlens, checkpoints   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
+//   q k w v u, cu_seqlens, checkpoints, framed   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
 //   dq dk  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
 //   du  [sequences, heads, K]  fp32  out, of the bonus; dw  the same, of a constant decay
@@ -17,7 +17,7 @@
 //
 // Grid (sequences, heads).
 #include "gla_chunk.cuh"
-#include "gla_key_side.cuh"
+#include "gla_halves.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;
@@ -33,109 +33,104 @@ struct Smem {
     ValueTile v, dy, dv;
     float2 totals[SEGMENTS][PAIRS];
     StateTile state, e;
-    float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
+    // e^(c_t - m), the row before the first token first, or by halves the tokens' decays; later dL/dc
+    float growth[CHUNK_LEN + 1][GROWTH_PITCH];
     float state_terms[WARPS][CHANNELS];
     float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN], diagonal[CHUNK_LEN];  // dy_t . v_t
     float sums[2][4][CHANNELS];  // du and of a constant log-decay, a part for each of four lanes
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 constexpr bool NEEDS_W = HAS_DECAY && !CONSTANT_DECAY && DECAY != Decay::log;  // for slopes
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_backward(
-    const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
-    const T_U* __restrict__ u, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
-    const Checkpoint* __restrict__ checkpoints, const float* __restrict__ grad_final_state, T_IO* __restrict__ dq,
-    T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_DW* __restrict__ dw, float* __restrict__ du,
-    float* __restrict__ grad_initial_state, Strides q_strides, Strides k_strides, Strides v_strides, Strides w_strides,
-    Strides dy_strides, i64 tokens, i64 heads, float scale) {
-    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, head = blockIdx.y;
-    const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const int warp = warp_id(), first_value = WARP_ROWS * warp;
-
-    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
-    q += start(q_strides), k += start(k_strides), w += start(w_strides), v += start(v_strides), dy += start(dy_strides);
-    const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;
-    const i64 out_row = (span.batch * tokens + span.begin) * heads + head;
-    dq += out_row * HEAD_SIZE, dk += out_row * HEAD_SIZE, dv += out_row * VALUE_SIZE;
-    if (!CONSTANT_DECAY) dw += out_row * HEAD_SIZE;
-    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
-    checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
-
-    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+// What a block walks over, a chunk back with every copy.
+struct Head {
     using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS, -1>;
     using ValueCursor = RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS, -1>;
-    KeyCursor from_q(q + last * q_strides.token, q_strides.token, threadIdx.x);
-    KeyCursor from_k(k + last * k_strides.token, k_strides.token, threadIdx.x);
-    ValueCursor from_v(v + last * v_strides.token, v_strides.token, threadIdx.x);
-    ValueCursor from_dy(dy + last * dy_strides.token, dy_strides.token, threadIdx.x);
-    DecayCursor<-1> from_w(w + last * w_strides.token, w_strides.token);
-    const auto copy_keys = [&](int present) {
+    KeyCursor from_q, from_k;
+    ValueCursor from_v, from_dy;
+    DecayCursor<-1> from_w;
+    const T_W* w;  // of the first token, as what follows
+    const T_U* u;
+    const Checkpoint* checkpoints;
+    T_IO *dq, *dk, *dv;
+    T_DW* dw;
+    i64 length, w_stride, key_stride, value_stride, checkpoint_stride;
+    float2 bonus;  // of the thread's pair of channels, with the scale
+    float scale;
+
+    __device__ int steps_from(i64 token) const { return static_cast<int>(min(length - token, i64(CHUNK_LEN))); }
+    __device__ void copy_keys(Smem& smem, int present) {
         from_q.copy(smem.raw.q[0], present, HEAD_SIZE, threadIdx.x);
         from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
-    };
-    const auto copy_values = [&](int present) {
+    }
+    __device__ void copy_values(Smem& smem, int present) {
         from_v.copy(reinterpret_cast<T_IO*>(smem.v[0]), present, VALUE_SIZE, threadIdx.x);
         from_dy.copy(reinterpret_cast<T_IO*>(smem.dy[0]), present, VALUE_SIZE, threadIdx.x);
-    };
-    Fragment state_rows[TILES][CHANNELS / 16];  // S'
-    const auto load_state = [&](i64 token) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int c = 0; c < CHANNELS / 16; ++c)
-                state_rows[i][c] = read_early(checkpoints + token / CHUNK_LEN * heads, first_value + 16 * i, c);
-    };
-
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
-    __syncthreads();
-    RawDecays next_w;
-    if (last >= 0) {
-        const int steps = static_cast<int>(span.length - last);
-        copy_keys(steps), commit_copies();
-        if constexpr (HAS_DECAY) from_w.load(next_w, steps), clear_decays(next_w, steps);
     }
-    float2 bonus = {0.0f, 0.0f};
-    if constexpr (BONUS) {
-        const int channel = threadIdx.x % PAIRS * 2;
-        if (channel < HEAD_SIZE) bonus.x = scale * to_float(u[head * HEAD_SIZE + channel]);
-        if (channel + 1 < HEAD_SIZE) bonus.y = scale * to_float(u[head * HEAD_SIZE + channel + 1]);
-    }
-    StateRows e[TILES];
-    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
+};
 
+// Walks back over the chunks from that of `token` on, whose keys are on their way, down to that of `end`.
+template <bool BY_HALVES>
+__device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float2& pending_exponent, i64 token,
+                            i64 end) {
+    const int warp = warp_id(), first_value = WARP_ROWS * warp;
     const auto operand_q = tile_of(smem.operands.q), operand_k = tile_of(smem.operands.k);
     const auto pairs = tile_of(smem.pairs), d_pairs = tile_of(smem.d_pairs);
     const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_dv = tile_of(smem.dv);
     const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
-
-    float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
-    for (i64 token = last; token >= 0; token -= CHUNK_LEN) {
-        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
+    RawDecays next_w;
+    const auto load_decays = [&](i64 token) {
+        const int steps = head.steps_from(token);
+        if constexpr (HAS_DECAY) {
+            head.from_w.load(next_w, steps);
+            if (steps < CHUNK_LEN) clear_decays(next_w, steps);
+        }
+    };
+    if (token >= end) load_decays(token);
+    for (; token >= end; token -= CHUNK_LEN) {
+        const int steps = head.steps_from(token);
         const i64 next = token - CHUNK_LEN;
-        load_state(token);
-        RateSums sums;
-        sum_decays(sums, smem.totals, next_w, CHUNK_LEN);
-        wait_for_copies<0>();
-        __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
-        copy_values(steps), commit_copies();
-        float bonus_terms[SEGMENT_LEN];
-        const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale,
-                                                                bonus, bonus_terms, smem.growth);
-        if constexpr (BONUS) write_bonus_terms(smem.bonus_terms, bonus_terms);
-        write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
-                                   pending_exponent.y + frame.end.y - frame.middle.y});
-        pending_exponent = frame.middle;
-        __syncthreads();  // the operands are there
-        if (next >= 0) copy_keys(CHUNK_LEN);
-        commit_copies();
+        Fragment state_rows[TILES][CHANNELS / 16];  // S'
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c)
+                state_rows[i][c] =
+                    read_early(head.checkpoints + token / CHUNK_LEN * head.checkpoint_stride, first_value + 16 * i, c);
+        if constexpr (BY_HALVES) {
+            wait_for_copies<0>();
+            __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
+            head.copy_values(smem, steps), commit_copies();
+            commit_copies();  // the keys stay until the end
+            const float2 bonus = BONUS ? head.bonus : float2{head.scale, head.scale};
+            const float2 factor =
+                write_pairs_by_halves<true>(smem.pairs, smem.operands, smem.raw, next_w, CHUNK_LEN, smem.totals,
+                                            head.scale,
+                                            bonus, smem.bonus_terms, smem.growth);
+            write_decay(smem.factor, factor);
+            __syncthreads();  // the operands are there
+        } else {
+            RateSums sums;
+            sum_decays(sums, smem.totals, next_w, CHUNK_LEN);
+            wait_for_copies<0>();
+            __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
+            head.copy_values(smem, steps), commit_copies();
+            float bonus_terms[SEGMENT_LEN];
+            const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(
+                sums, smem.totals, smem.raw, smem.operands, head.scale, head.bonus, bonus_terms, smem.growth);
+            if constexpr (BONUS) write_own_terms(smem.bonus_terms, bonus_terms);
+            write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
+                                       pending_exponent.y + frame.end.y - frame.middle.y});
+            pending_exponent = frame.middle;
+            __syncthreads();  // the operands are there
+            if (next >= 0) head.copy_keys(smem, CHUNK_LEN);
+            commit_copies();
+            write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
+            scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
+        }
 
         Accumulator d_value[TILES][CHUNK_LEN / 8] = {};  // dV, [value, token]
-        write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
-        scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
 #pragma unroll
         for (int c = 0; c < CHANNELS / 16; ++c) {
             Fragment e_rows[TILES];
@@ -194,47 +189,72 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
             }
             store_block(d_pairs, 16 * p, 16 * j, to_fragment(sum[0], sum[1]));
         }
+        if constexpr (BY_HALVES) {
+            write_state_terms(smem.state_terms[warp], state_rows, e);
+            scale_columns<1>(e, smem.factor);
+        }
         add_outer(e, outer(dy_rows, operand_q));  // E' <- E' + dY^T Q
-        write_state_terms(smem.state_terms[warp], state_rows, e);
+        if constexpr (!BY_HALVES) write_state_terms(smem.state_terms[warp], state_rows, e);
         __syncthreads();  // dP, dV and z are there
 
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
-            dv + token * value_stride, value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps, VALUE_SIZE,
+            head.dv + token * head.value_stride, head.value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps,
+            VALUE_SIZE,
             threadIdx.x);
-        if (HAS_DECAY && next >= 0) from_w.load(next_w, CHUNK_LEN);
+        if (next >= end) load_decays(next);
         ChunkDecays<CHANNELS> raw_w;
-        if constexpr (NEEDS_W) raw_w.load<true>(w + token * w_strides.token, w_strides.token, steps);
+        if constexpr (NEEDS_W) raw_w.load<true>(head.w + token * head.w_stride, head.w_stride, steps);
 #pragma unroll 1
         for (int column = 16 * warp; column < CHANNELS; column += 16 * WARPS) {
             TokenSums d_q = {}, d_k = {};  // [channel, token]
+            if constexpr (!BY_HALVES) {
 #pragma unroll
-            for (int c = 0; c < VALUES; c += 16) {
-                const Fragment with_state = load_left_transposed(tile_state, c, column);
-                const Fragment with_e = load_left_transposed(tile_e, c, column);
+                for (int c = 0; c < VALUES; c += 16) {
+                    const Fragment with_state = load_left_transposed(tile_state, c, column);
+                    const Fragment with_e = load_left_transposed(tile_e, c, column);
 #pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {  // dQ <- dY S'   dK <- V E'
-                    multiply_add(&d_q[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
-                    multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
+                    for (int p = 0; p < BLOCKS; ++p) {  // dQ <- dY S'   dK <- V E'
+                        multiply_add(&d_q[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
+                        multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
+                    }
                 }
             }
-            const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);
-            // dQ <- dQ + dP K   dK <- dK + dP^T Q
-#pragma unroll
-            for (int p = 0; p < BLOCKS; ++p)
-#pragma unroll
-                for (int j = 0; j <= p; ++j) {
-                    multiply_add(&d_q[2 * p], k_rows.at[j], load_right_transposed(d_pairs, 16 * p, 16 * j));
-                    multiply_add(&d_k[2 * j], q_rows.at[p], load_right(d_pairs, 16 * p, 16 * j));
-                }
-            float left[2] = {}, scaled_bonus[2];
+            float left[2] = {}, bonus[2];
 #pragma unroll
             for (int i = 0; i < WARPS; ++i)
 #pragma unroll
                 for (int j = 0; j < 2; ++j) left[j] += smem.state_terms[i][column + group() + 8 * j];
-            read_bonus(scaled_bonus, u + head * HEAD_SIZE, scale, column);
+            read_bonus(bonus, head.u, head.scale, column);
             ChannelSums channel_sums = {};
-            write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal,
-                                 scaled_bonus, scale, column, steps, channel_sums);
+            if constexpr (BY_HALVES) {
+                const auto add_end = [&](TokenSums& sums, bool is_start) {  // dY S or V E
+                    const auto of_state = is_start ? tile_state : tile_e;
+                    const auto values = is_start ? tile_dy : tile_v;
+#pragma unroll
+                    for (int c = 0; c < VALUES; c += 16) {
+                        const Fragment rows = load_left_transposed(of_state, c, column);
+#pragma unroll
+                        for (int p = 0; p < BLOCKS; ++p)
+                            multiply_add(&sums[2 * p], rows, load_right_transposed(values, 16 * p, c));
+                    }
+                };
+                const auto own_product = [&](int t) { return BONUS ? smem.diagonal[t] : to_float(smem.d_pairs[t][t]); };
+                write_pair_gradients_by_halves(add_end, left, smem.operands.q, smem.operands.k, smem.raw.q, smem.raw.k,
+                                               smem.growth, d_pairs, own_product, bonus, head.scale, column, steps,
+                                               channel_sums);
+            } else {
+                const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);
+                // dQ <- dQ + dP K   dK <- dK + dP^T Q
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p)
+#pragma unroll
+                    for (int j = 0; j <= p; ++j) {
+                        multiply_add(&d_q[2 * p], k_rows.at[j], load_right_transposed(d_pairs, 16 * p, 16 * j));
+                        multiply_add(&d_k[2 * j], q_rows.at[p], load_right(d_pairs, 16 * p, 16 * j));
+                    }
+                write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal,
+                                     bonus, head.scale, column, steps, channel_sums);
+            }
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int channel = column + group() + 8 * j;
@@ -243,21 +263,101 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
             }
         }
         __syncthreads();  // the gradients are there
+        if constexpr (BY_HALVES) {
+            if (next >= 0) head.copy_keys(smem, CHUNK_LEN);
+            commit_copies();
+        }
 
         const auto write = [&](T_IO* target, const KeyTile& tile) {
             write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
-                target + token * key_stride, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, HEAD_SIZE,
+                target + token * head.key_stride, head.key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps,
+                HEAD_SIZE,
                 threadIdx.x);
         };
-        write(dq, smem.operands.q), write(dk, smem.operands.k);
+        write(head.dq, smem.operands.q), write(head.dk, smem.operands.k);
         if constexpr (HAS_DECAY && !CONSTANT_DECAY)
-            raw_w.write_slopes(dw + token * key_stride, static_cast<unsigned>(key_stride), smem.growth, steps);
+            raw_w.write_slopes(head.dw + token * head.key_stride, static_cast<unsigned>(head.key_stride), smem.growth,
+                               steps);
     }
+}
+
+// All that is not in frames: a function that is called, so that the walk in frames keeps its registers. What it is
+// given lies in memory.
+__device__ __noinline__ void walk_by_halves(Smem& smem, Head& given, StateRows (&kept)[TILES], i64 token, i64 end) {
+    Head head = given;
+    StateRows e[TILES];
+    copy_state(e, kept);
+    float2 no_exponent = {0.0f, 0.0f};
+    walk<true>(smem, head, e, no_exponent, token, end);
+    copy_state(kept, e);
+    given = head;
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_backward(
+    const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
+    const T_U* __restrict__ u, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
+    const Checkpoint* __restrict__ checkpoints, const int* __restrict__ framed,
+    const float* __restrict__ grad_final_state, T_IO* __restrict__ dq,
+    T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_DW* __restrict__ dw, float* __restrict__ du,
+    float* __restrict__ grad_initial_state, Strides q_strides, Strides k_strides, Strides v_strides, Strides w_strides,
+    Strides dy_strides, i64 tokens, i64 heads, float scale) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, number = blockIdx.y;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int first_value = WARP_ROWS * warp_id();
+    const i64 last = (span.length + CHUNK_LEN - 1) / CHUNK_LEN * CHUNK_LEN - CHUNK_LEN;
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + number * s.head; };
+    const auto end = [&](Strides s) { return start(s) + last * s.token; };
+    const i64 key_stride = heads * HEAD_SIZE, value_stride = heads * VALUE_SIZE;
+    const i64 out_row = (span.batch * tokens + span.begin) * heads + number;
+    const i64 state_offset = (sequence * heads + number) * (VALUE_SIZE * HEAD_SIZE);
+    w += start(w_strides);
+    Head head = {
+        Head::KeyCursor(q + end(q_strides), q_strides.token, threadIdx.x),
+        Head::KeyCursor(k + end(k_strides), k_strides.token, threadIdx.x),
+        Head::ValueCursor(v + end(v_strides), v_strides.token, threadIdx.x),
+        Head::ValueCursor(dy + end(dy_strides), dy_strides.token, threadIdx.x),
+        DecayCursor<-1>(w + last * w_strides.token, w_strides.token),
+        w, u + number * HEAD_SIZE,
+        checkpoints + first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + number,
+        dq + out_row * HEAD_SIZE, dk + out_row * HEAD_SIZE, dv + out_row * VALUE_SIZE,
+        CONSTANT_DECAY ? dw : dw + out_row * HEAD_SIZE,
+        span.length, w_strides.token, key_stride, value_stride, heads, {0.0f, 0.0f}, scale};
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    __syncthreads();
+    if (last >= 0) head.copy_keys(smem, head.steps_from(last)), commit_copies();
+    if constexpr (BONUS) {
+        const int channel = threadIdx.x % PAIRS * 2;
+        if (channel < HEAD_SIZE) head.bonus.x = scale * to_float(head.u[channel]);
+        if (channel + 1 < HEAD_SIZE) head.bonus.y = scale * to_float(head.u[channel + 1]);
+    }
+    StateRows e[TILES];
+    read_state<STATE_LAYOUT>(e, grad_final_state ? grad_final_state + state_offset : nullptr, first_value);
+
+    i64 token = last;
+    if constexpr (HAS_HALVES) {
+        const i64 end = i64(framed[sequence * heads + number]) * CHUNK_LEN;
+        if (token >= end) {
+            Head given = head;
+            StateRows kept[TILES];
+            copy_state(kept, e);
+            walk_by_halves(smem, given, kept, token, end);
+            copy_state(e, kept);
+            head = given;
+            token = end - CHUNK_LEN;
+        }
+    }
+    float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
+    walk<false>(smem, head, e, pending_exponent, token, 0);
     wait_for_copies<0>();
     __syncthreads();
     if constexpr (BONUS || CONSTANT_DECAY)
         for (int channel = threadIdx.x; channel < HEAD_SIZE; channel += NUM_THREADS) {
-            const i64 at = (sequence * heads + head) * HEAD_SIZE + channel;
+            const i64 at = (sequence * heads + number) * HEAD_SIZE + channel;
             float totals[2] = {};
 #pragma unroll
             for (int i = 0; i < 4; ++i) totals[0] += smem.sums[0][i][channel], totals[1] += smem.sums[1][i][channel];

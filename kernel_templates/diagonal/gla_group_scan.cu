@@ -13,7 +13,8 @@
 //
 //   input, output  [batch, tokens, heads, V]  T_IO   V and Y; dY and dV
 //   first, last    [sequences, heads] states  T_STATE  or null: S at the start and the end; E at the end and the start
-//   operands, pairs, frames   in, of gla_prepare
+//   operands, pairs, frames, halved   in, of gla_prepare; where a slab was taken by halves, the state has no frame, and
+//                             what is in it passes all of the chunk's decay before what is added
 //   states         [slots, heads, SLABS, VALUES] rows of 64 channels  bf16  out or null: S', E'
 //
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
@@ -42,7 +43,8 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ pairs, const float* __restrict__ frames,
-    T_IO* __restrict__ output, uint4* __restrict__ states, T_STATE* __restrict__ last, Strides input_strides,
+    const int* __restrict__ halved, T_IO* __restrict__ output, uint4* __restrict__ states, T_STATE* __restrict__ last,
+    Strides input_strides,
     i64 tokens, i64 heads) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -103,7 +105,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
         const auto frame = [&](int n) { return frames + place_of_chunk(n) * (2 * CHANNELS); };
         StateSlab state[OWN_SLABS];
         const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
-        if (chunks > 0) exponents.load(exponents.begins, frame(0), part, false);
+        const auto load_begin = [&](int n) {
+            if (n >= chunks) return;
+            exponents.load(exponents.begins, frame(n), part, false);
+            exponents.load_halved(halved + place_of_chunk(n) * SLABS, part);
+        };
+        load_begin(0);
         load_values(0);
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
             x = present && first != nullptr ? to_float(first[state_offset + place]) : 0.0f;
@@ -124,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
                 synchronize_threads(2 + group_of_warps, GROUP_THREADS);
             }
             write_image(image, state, part);
-            if (n + 1 < chunks) exponents.load(exponents.begins, frame(n + 1), part, false);
+            exponents.pass(state);
+            load_begin(n + 1);
             wait_for_copies<0>();
             rows_of_values.convert(smem.values[n % 2]);
             publish_writes();

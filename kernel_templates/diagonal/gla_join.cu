@@ -3,7 +3,7 @@
 //     S_(j+1) = S_j diag(e^(D_j)) + Q_j;   for gradients, from the last segment to the first,
 //     E_j = E_(j+1) diag(e^(D_j)) + Q_j
 //
-//   exponents  [sequences, segments, heads, K]  fp32  in: D to the base 2
+//   decays     [sequences, segments, heads, K]  fp32  in: e^D
 //   additions  [sequences, segments, heads, V, K]  fp32  in: Q
 //   first      [sequences, heads, V, K]  fp32  in or null: S of the first segment, or E after the last one
 //   states     [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
@@ -17,7 +17,7 @@ constexpr int AHEAD = 8;
 static_assert(ROWS * HEAD_SIZE <= NUM_THREADS, "num_threads must be enough for the rows");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_join(
-    const float* __restrict__ exponents, const float* __restrict__ additions, const float* __restrict__ first,
+    const float* __restrict__ decays, const float* __restrict__ additions, const float* __restrict__ first,
     float* __restrict__ states, float* __restrict__ last, i64 heads, i64 segments) {
     const i64 sequence = blockIdx.x, head = blockIdx.y;
     const int row = threadIdx.x / HEAD_SIZE, channel = threadIdx.x % HEAD_SIZE, value = blockIdx.z * ROWS + row;
@@ -29,18 +29,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_join(
     float state = first != nullptr ? first[whole] : 0.0f;
     for (i64 left = segments; left > 0; left -= AHEAD) {
         const int count = static_cast<int>(min(left, i64(AHEAD)));
-        float exponent[AHEAD], added[AHEAD];
+        float decay[AHEAD], added[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const i64 at = item + min(i, count - 1) * step;
-            exponent[i] = exponents[at * HEAD_SIZE + channel];
+            decay[i] = decays[at * HEAD_SIZE + channel];
             added[i] = additions[at * stride + place_in_state];
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i, item += step)
             if (i < count) {
                 states[item * stride + place_in_state] = state;
-                state = state * exp2f(exponent[i]) + added[i];
+                state = state * decay[i] + added[i];
             }
     }
     if (last != nullptr) last[whole] = state;

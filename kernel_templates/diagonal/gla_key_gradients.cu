@@ -6,13 +6,13 @@
 //
 // and dq, dk, dw, du from these as in gla_chunked_backward.cu.
 //
-//   q k w v u dy, cu_seqlens   as there     states, e  [slots, heads]  in: S' and E'
+//   q k w v u dy, cu_seqlens   as there     states, e  [slots, heads]  in: S' and E'     framed  as there
 //   dq dk  T_IO, dw  T_W  [batch, tokens, heads, K]  out
 //   du, dw_sums  [slots, heads, K]  fp32  out, of the bonus and of a constant decay: sums of a chunk
 //
 // Grid (slots x blocks of channels, heads). A warp has 16 channels and all tokens of the chunk.
 #include "chunk.cuh"
-#include "gla_key_side.cuh"
+#include "gla_halves.cuh"
 #include "slots.cuh"
 
 constexpr int BLOCK_CHANNELS = 16 * WARPS, CHANNEL_BLOCKS = ceil_div(CHANNELS, BLOCK_CHANNELS);  // channels of a block
@@ -52,7 +52,8 @@ __device__ inline Fragment turned(const uint4& lane) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key_gradients(
     const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_U* __restrict__ u, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
-    const Checkpoint* __restrict__ states, const Checkpoint* __restrict__ e, T_IO* __restrict__ dq,
+    const Checkpoint* __restrict__ states, const Checkpoint* __restrict__ e, const int* __restrict__ framed,
+    T_IO* __restrict__ dq,
     T_IO* __restrict__ dk, T_DW* __restrict__ dw, float* __restrict__ du, Strides q_strides,
     Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens, i64 heads, i64 sequences,
     float scale) {
@@ -73,15 +74,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     dq += out + first_channel, dk += out + first_channel;
     if (!CONSTANT_DECAY) dw += out;
     states += slot * heads + head, e += slot * heads + head;
+    // A chunk by halves: then `growth` holds the tokens' decays, and S and E have no frame.
+    const bool by_halves = LARGEST_DECAY > 0 && chunk.token / CHUNK_LEN >= framed[chunk.sequence * heads + head];
 
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
         reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;
     __syncthreads();
-    copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
-        smem.raw.q[0], q, q_strides.token, steps, width, threadIdx.x);
-    copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
-        smem.raw.k[0], k, k_strides.token, steps, width, threadIdx.x);
-    commit_copies();
+    const auto copy_keys = [&] {
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
+            smem.raw.q[0], q, q_strides.token, steps, width, threadIdx.x);
+        copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
+            smem.raw.k[0], k, k_strides.token, steps, width, threadIdx.x);
+        commit_copies();
+    };
+    copy_keys();
 
     // Operands: a thread prepares a pair of channels over TOKENS tokens.
     const int index = threadIdx.x % BLOCK_PAIRS, part = threadIdx.x / BLOCK_PAIRS;
@@ -89,12 +95,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
         const int row = part * TOKENS + i;
-        const auto rate = [&](int j) {
+        const auto at = [&](int j) {
             return HAS_DECAY && row < steps && 2 * index + j < width
-                       ? decay_rate<DECAY>(to_float(w[row * w_strides.token + first_channel + 2 * index + j]))
-                       : 0.0f;
+                       ? to_float(w[row * w_strides.token + first_channel + 2 * index + j])
+                       : NO_DECAY;
         };
-        sum.x += rate(0), sum.y += rate(1), sums[i] = sum;
+        const float2 both = {at(0), at(1)};
+        if constexpr (HAS_DECAY) sum.x += decay_rate<DECAY>(both.x), sum.y += decay_rate<DECAY>(both.y);
+        sums[i] = sum;
+        if (HAS_DECAY && by_halves && part < PARTS)
+            *reinterpret_cast<float2*>(&smem.growth[row][2 * index]) = {token_decay<DECAY>(both.x),
+                                                                        token_decay<DECAY>(both.y)};
     }
     if (part < PARTS) smem.totals[part][index] = sum;
     wait_for_copies<0>();
@@ -106,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         if (s < part) before.x += total.x, before.y += total.y;
         if (s < PARTS / 2) middle.x += total.x, middle.y += total.y;
     }
-    if (part < PARTS) {
+    if (!by_halves && part < PARTS) {
         const float2 origin = {RATE_UNIT * (before.x - middle.x), RATE_UNIT * (before.y - middle.y)};
         float2 grown = {exp2_fast(origin.x), exp2_fast(origin.y)};
         if (part == 0) *reinterpret_cast<float2*>(&smem.growth[0][2 * index]) = grown;
@@ -209,30 +220,42 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     ChunkDecays<BLOCK_CHANNELS> raw_w;
     if constexpr (HAS_DECAY && !CONSTANT_DECAY) raw_w.load(w, w_strides.token, steps, first_channel);
     __syncthreads();  // dP is there
-    if (has_channels) {
+    // What four lanes of a group hold for columns, a lane for its rows.
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int delta = 4; delta < 32; delta *= 2) overlap[j] += __shfl_xor_sync(0xffffffffu, overlap[j], delta);
+    float left[2], bonus[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const float even = __shfl_sync(0xffffffffu, overlap[2 * j], group() / 2);
+        const float odd = __shfl_sync(0xffffffffu, overlap[2 * j + 1], group() / 2);
+        left[j] = group() % 2 ? odd : even;
+    }
+    read_bonus(bonus, u + head * HEAD_SIZE, scale, first_channel + column);
+    ChannelSums channel_sums = {};
+    if (by_halves) {
+        copy_keys(), wait_for_copies<0>();
+        __syncthreads();  // the raw rows are there again
+        const auto own_product = [&](int t) { return BONUS ? smem.diagonal[t] : to_float(smem.d_pairs[t][t]); };
+        if (has_channels)
+            write_pair_gradients_by_halves(Ends{d_q, d_k}, left, smem.q, smem.k, smem.raw.q, smem.raw.k, smem.growth,
+                                           d_pairs,
+                                           own_product, bonus, scale, column, steps, channel_sums);
+    } else if (has_channels) {
         const auto operand_q = tile_of(smem.q), operand_k = tile_of(smem.k);
         const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);
-        float left[2], bonus[2];
-        sum_products(left, q_rows, d_q);
-        // What four lanes of a group hold for columns, a lane for its rows.
+        float products[2];
+        sum_products(products, q_rows, d_q);
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int delta = 4; delta < 32; delta *= 2) overlap[j] += __shfl_xor_sync(0xffffffffu, overlap[j], delta);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float even = __shfl_sync(0xffffffffu, overlap[2 * j], group() / 2);
-            const float odd = __shfl_sync(0xffffffffu, overlap[2 * j + 1], group() / 2);
-            left[j] += group() % 2 ? odd : even;
-        }
+        for (int j = 0; j < 2; ++j) left[j] += products[j];
         add_triangles(lower(d_q, d_pairs, k_rows.at));  // dQ <- dQ + dP K
         add_triangles(upper(d_k, d_pairs, q_rows.at));  // dK <- dK + dP^T Q
-        read_bonus(bonus, u + head * HEAD_SIZE, scale, first_channel + column);
-        ChannelSums channel_sums = {};
         write_pair_gradients(d_q, d_k, q_rows, k_rows, operand_q, operand_k, smem.growth, left, smem.diagonal, bonus,
                              scale, column, steps, channel_sums);
-        write_channel_sums(channel_sums, du, dw, (slot * heads + head) * HEAD_SIZE, w, first_channel + column);
     }
+    if (has_channels)
+        write_channel_sums(channel_sums, du, dw, (slot * heads + head) * HEAD_SIZE, w, first_channel + column);
     __syncthreads();  // the gradients are there
 
     const auto write = [&](T_IO* target, const BlockTile& tile) {

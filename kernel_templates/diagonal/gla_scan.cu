@@ -13,7 +13,11 @@
 //   first, last    S or E  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints    [slots, heads]  out or null: S' or E' of every chunk; FOR_GROUPS, without decays, S of every 64th
 //                  token, as gla_group_backward.cu reads it
-//   leaves         as in wkv7_chunked_forward.cu
+//   framed         [sequences, heads]  out of the forward, in of the backward, or null: how many chunks of a head, from
+//                  its first on, are in frames; the others are by halves (levels.cuh)
+//
+// Where decays leave the range of a chunk's frame, the rest of the head goes by halves: then S' is S, the factor e^D
+// lies between Y's product and the state's, and P, Q and K are as write_pairs_by_halves of gla_chunk.cuh makes them.
 //
 // Grid (sequences, heads, value rows / ROWS). A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
 #include "gla_chunk.cuh"
@@ -37,199 +41,108 @@ static_assert(ROWS % WARP_ROWS == 0, "rows must be a multiple of those of a warp
 static_assert(!FOR_GROUPS || (!BACKWARD && !HAS_DECAY && CHECKPOINT_LEN % CHUNK_LEN == 0),
               "a forward for groups must have no decay and chunks of up to 64");
 
-// Forwards, where decays may leave the range of a chunk's frame.
-constexpr bool RESCANS = LARGEST_DECAY > 0 && !BACKWARD;
+// Where decays may leave the range of a chunk's frame.
+constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 
-// A chunk one token after another in fp32, which any decay allows; what Y is goes to `output`. The state is as it is at
-// the chunk's start. A lane has two rows of 16 and a quarter of the channels.
-__device__ inline void scan_tokens(StateRows (&state)[TILES], Smem& smem, const T_W* w, i64 w_stride, const T_U* u,
-                                   int own_row, bool has_values, int steps, float scale) {
-    for (int t = 0; t < steps; ++t) {
-        __syncthreads();  // nobody reads the last token's factor any more
-        if (threadIdx.x < CHANNELS)
-            smem.factor[threadIdx.x] =
-                threadIdx.x < HEAD_SIZE ? decay_factor<DECAY>(to_float(w[t * w_stride + threadIdx.x])) : 1.0f;
-        __syncthreads();  // the factor is there
-        if (!has_values) continue;
-        float values[TILES][2], sums[TILES][2] = {}, bonus_terms = 0.0f;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) values[i][h] = to_float(smem.input[t][own_row + 16 * i + group() + 8 * h]);
-#pragma unroll
-        for (int n = 0; n < CHANNELS / 8; ++n) {
-            const int channel = 8 * n + 2 * quad_lane();
-            const float2 of_q = unpack(*reinterpret_cast<const unsigned*>(&smem.raw.q[t][channel]));
-            const float2 of_k = unpack(*reinterpret_cast<const unsigned*>(&smem.raw.k[t][channel]));
-            const float2 factor = *reinterpret_cast<const float2*>(&smem.factor[channel]);
-            if constexpr (BONUS) {
-                if (channel < HEAD_SIZE) bonus_terms += to_float(u[channel]) * of_q.x * of_k.x;
-                if (channel + 1 < HEAD_SIZE) bonus_terms += to_float(u[channel + 1]) * of_q.y * of_k.y;
-            }
-#pragma unroll
-            for (int i = 0; i < TILES; ++i)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float &x = state[i][n][2 * h], &y = state[i][n][2 * h + 1];
-                    if (BONUS) sums[i][h] += x * of_q.x + y * of_q.y;
-                    x = x * factor.x + values[i][h] * of_k.x, y = y * factor.y + values[i][h] * of_k.y;
-                    if (!BONUS) sums[i][h] += x * of_q.x + y * of_q.y;
-                }
-        }
-#pragma unroll
-        for (int delta = 1; delta < 4; delta *= 2) bonus_terms += __shfl_xor_sync(0xffffffffu, bonus_terms, delta);
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float sum = sums[i][h];
-#pragma unroll
-                for (int delta = 1; delta < 4; delta *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, delta);
-                T_IO* const target = reinterpret_cast<T_IO*>(&smem.output[t][own_row + 16 * i + group() + 8 * h]);
-                if (quad_lane() == 0) *target = from_float<T_IO>(scale * (sum + bonus_terms * values[i][h]));
-            }
-    }
-    __syncthreads();  // nobody reads the rows any more
-}
+// What a block walks over: rows of its head, from its sequence's first token on.
+struct Head {
+    const T_IO *q, *k, *input;  // input and output from the warp's first value on
+    const T_W* w;
+    T_IO* output;
+    Checkpoint* checkpoints;  // the state's at the first chunk, or null
+    i64 length, q_stride, k_stride, input_stride, w_stride, output_stride, checkpoint_stride;
+    float2 bonus;  // of the thread's pair of channels, with the scale
+    float scale;
+    int own_row, first_value, width;  // value rows of the warp
+    bool has_values;
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_scan(
-    const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ input, const T_W* __restrict__ w,
-    const T_U* __restrict__ u, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
-    T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
-    int* __restrict__ leaves, Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides,
-    i64 tokens, i64 heads, float scale) {
-    extern __shared__ __align__(16) unsigned char shared_bytes[];
-    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, head = blockIdx.y;
-    const Span span = sequence_span(cu_seqlens, sequence, tokens);
-    const int own_row = warp_id() * WARP_ROWS, first_value = blockIdx.z * ROWS + own_row;
-    const bool has_values = own_row < ROWS && first_value < VALUES;
-    const int width = has_values ? max(min(WARP_ROWS, VALUE_SIZE - first_value), 0) : 0;
-
-    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
-    q += start(q_strides), k += start(k_strides), w += start(w_strides), input += start(input_strides) + first_value;
-    const i64 out_stride = heads * VALUE_SIZE;
-    output += (span.batch * tokens + span.begin) * out_stride + head * VALUE_SIZE + first_value;
-    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
-    if (checkpoints != nullptr)
-        checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHECKPOINT_LEN) * heads + head;
-
-    const auto copy = [&](i64 token) {
-        const i64 steps = span.length - token;
+    static constexpr int STEP = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
+    __device__ bool exists(i64 token) const { return BACKWARD ? token >= 0 : token < length; }
+    __device__ int steps_from(i64 token) const { return static_cast<int>(min(length - token, i64(CHUNK_LEN))); }
+    __device__ void copy(Smem& smem, i64 token) const {
+        const i64 steps = length - token;
         const auto copy_keys = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
             copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
                 rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
         };
-        copy_keys(smem.raw.q, q, q_strides.token), copy_keys(smem.raw.k, k, k_strides.token);
+        copy_keys(smem.raw.q, q, q_stride), copy_keys(smem.raw.k, k, k_stride);
         copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(  // a warp reads what it has copied itself
-            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), input + token * input_strides.token, input_strides.token,
-            steps, width, lane_id());
+            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), input + token * input_stride, input_stride, steps, width,
+            lane_id());
         commit_copies();
-    };
-
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
-    __syncthreads();
-    constexpr int STEP = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
-    const i64 last_chunk = (span.length - 1) / CHUNK_LEN * CHUNK_LEN, first_token = BACKWARD ? last_chunk : 0;
-    const auto exists = [&](i64 token) { return BACKWARD ? token >= 0 : token < span.length; };
-    const auto load_decays = [&](RawDecays& decays, i64 token) {
-        if constexpr (HAS_DECAY)
-            decays.load(w + token * w_strides.token, w_strides.token,
-                        static_cast<int>(min(span.length - token, i64(CHUNK_LEN))));
-    };
-    RawDecays next_w;
-    if (span.length > 0) copy(first_token), load_decays(next_w, first_token);
-    float2 bonus = {0.0f, 0.0f};
-    if constexpr (BONUS) {
-        const int channel = threadIdx.x % PAIRS * 2;
-        if (channel < HEAD_SIZE) bonus.x = scale * to_float(u[head * HEAD_SIZE + channel]);
-        if (channel + 1 < HEAD_SIZE) bonus.y = scale * to_float(u[head * HEAD_SIZE + channel + 1]);
     }
-    StateRows state[TILES];
-    read_state<STATE_LAYOUT>(state, first ? first + state_offset : nullptr, first_value);
+    __device__ void load(RawDecays& decays, i64 token) const {
+        if constexpr (HAS_DECAY) decays.load(w + token * w_stride, w_stride, steps_from(token));
+    }
+};
 
+// Walks over chunks, from that of `token` on, whose rows are on their way, as long as `goes_on` holds. In frames a
+// forward stops at a chunk that leaves them. Returns the first token of the chunk that comes next.
+template <bool BY_HALVES, typename GoesOn>
+__device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILES], i64 token, GoesOn goes_on) {
     const auto with_state = tile_of(BACKWARD ? smem.operands.k : smem.operands.q);
     const auto with_input = tile_of(BACKWARD ? smem.operands.q : smem.operands.k);
     const auto pairs = tile_of(smem.pairs);
     const auto inputs = tile_of(smem.input), outputs = tile_of(smem.output);
-
     // the factor that the state lacks, which threads below PAIRS write
     float2& pending_exponent = smem.pending_exponent[threadIdx.x % PAIRS];
-    bool leaves_range = false;
-    if (checkpoints != nullptr) checkpoints += first_token / CHECKPOINT_LEN * heads;
+    Checkpoint* checkpoint = head.checkpoints;
+    if (checkpoint != nullptr) checkpoint += token / CHECKPOINT_LEN * head.checkpoint_stride;
     const auto is_kept = [&](i64 token) {
-        return checkpoints != nullptr && (!FOR_GROUPS || token % CHECKPOINT_LEN == 0);
+        return checkpoint != nullptr && (!FOR_GROUPS || token % CHECKPOINT_LEN == 0);
     };
-    for (i64 token = first_token; exists(token) && span.length > 0; token += STEP) {
-        const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
-        RateSums sums;
-        sum_decays(sums, smem.totals, next_w, steps);
-        const i64 next = token + STEP;
-        if (exists(next)) load_decays(next_w, next);
-        wait_for_copies<0>();
-        __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
-        float bonus_terms[SEGMENT_LEN];
-        const Frame frame =
-            write_pair<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, scale, bonus, bonus_terms, nullptr);
-        if constexpr (BONUS) write_bonus_terms(smem.bonus_terms, bonus_terms);
-        const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
-        const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
-        if constexpr (HAS_DECAY)
-            write_factor(smem.factor, {pending_exponent.x + start_exponent.x, pending_exponent.y + start_exponent.y});
-        bool leaves_here = false;
-        if constexpr (LARGEST_DECAY > 0) {
-            const auto in_range = [](float exponent) { return fabsf(exponent) <= LARGEST_DECAY * LOG2_E; };
-            leaves_here |= !(in_range(frame.middle.x) && in_range(frame.middle.y));
-            leaves_here |= !(in_range(end_exponent.x) && in_range(end_exponent.y));
-            if constexpr (DECAY == Decay::log || DECAY == Decay::direct) leaves_here |= !in_range(frame.farthest);
+    RawDecays next_w;
+    if (goes_on(token)) head.load(next_w, token);
+    for (; goes_on(token); token += Head::STEP) {
+        const int steps = head.steps_from(token);
+        const i64 next = token + Head::STEP;
+        if constexpr (BY_HALVES) {
+            wait_for_copies<0>();
+            __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
+            const float2 bonus = BONUS ? head.bonus : float2{head.scale, head.scale};
+            const float2 factor = write_pairs_by_halves<false, CHANNELS>(
+                smem.pairs, smem.operands, smem.raw, next_w, steps, smem.totals, head.scale, bonus, smem.bonus_terms,
+                nullptr);
+            if (goes_on(next)) head.load(next_w, next);
+            write_decay(smem.factor, factor);
+        } else {
+            RateSums sums;
+            sum_decays(sums, smem.totals, next_w, steps);
+            if (goes_on(next)) head.load(next_w, next);
+            wait_for_copies<0>();
+            __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
+            float bonus_terms[SEGMENT_LEN];
+            const Frame frame = write_pair<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, head.scale,
+                                                            head.bonus, bonus_terms, nullptr);
+            if constexpr (BONUS) write_own_terms(smem.bonus_terms, bonus_terms);
+            const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
+            const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
+            if constexpr (HAS_DECAY)
+                write_factor(smem.factor,
+                             {pending_exponent.x + start_exponent.x, pending_exponent.y + start_exponent.y});
+            if constexpr (HAS_HALVES && !BACKWARD)
+                if (__syncthreads_or(leaves_range(frame, steps) || is_steep(sums))) return token;
+            if (HAS_DECAY && threadIdx.x < PAIRS) pending_exponent = BACKWARD ? frame.middle : end_exponent;
         }
         if constexpr (!is_bf16<T_IO>) {
-            round_columns<WARP_ROWS>(smem.input, own_row, has_values);
+            round_columns<WARP_ROWS>(smem.input, head.own_row, head.has_values);
             __syncwarp();
         }
-        if constexpr (RESCANS) {
-            if (__syncthreads_or(leaves_here)) {  // the operands are there, but they are of no use
-                leaves_range = true;
-                if (threadIdx.x < PAIRS) write_factor(smem.factor, pending_exponent), pending_exponent = {0.0f, 0.0f};
-                __syncthreads();  // the factor is there
-                if (has_values) scale_columns(state, smem.factor);
-                scan_tokens(state, smem, w + token * w_strides.token, w_strides.token, u + head * HEAD_SIZE, own_row,
-                            has_values, steps, scale);
-                if (has_values)
-                    write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
-                        output + token * out_stride, out_stride,
-                        reinterpret_cast<const T_IO*>(&smem.output[0][own_row]), steps, width, lane_id());
-                if (is_kept(token)) {  // nobody needs this one, but it shall not be what memory held before
-                    if (has_values)
-#pragma unroll
-                        for (int i = 0; i < TILES; ++i)
-                            for (int c = 0; c < CHANNELS / 16; ++c)
-                                write_checkpoint(checkpoints, first_value + 16 * i, c, {});
-                    checkpoints += heads;
-                }
-                if (exists(next)) copy(next);
-                continue;
-            }
-        } else {
-            leaves_range |= leaves_here;
-            __syncthreads();  // the operands are there
-        }
-        if (HAS_DECAY && threadIdx.x < PAIRS) pending_exponent = BACKWARD ? frame.middle : end_exponent;
+        if (BY_HALVES || !HAS_HALVES || BACKWARD) __syncthreads();  // the operands are there
 
         Checkpoint* own_checkpoint = nullptr;  // from the warp's rows on, so that what it writes has constant offsets
-        if (FOR_GROUPS && checkpoints != nullptr)
-            own_checkpoint = reinterpret_cast<Checkpoint*>(&checkpoints->lanes[first_value / 16]);
+        if (FOR_GROUPS && checkpoint != nullptr)
+            own_checkpoint = reinterpret_cast<Checkpoint*>(&checkpoint->lanes[head.first_value / 16]);
         Fragment input_rows[TILES][BLOCKS];
         Accumulator out[TILES][CHUNK_LEN / 8] = {};
-        if (has_values) {
-            load_rows(input_rows, inputs, own_row);
+        if (head.has_values) {
+            load_rows(input_rows, inputs, head.own_row);
             __syncwarp();
         }
-        if (exists(next)) copy(next);
-        write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
-        if (has_values) {
-            if constexpr (HAS_DECAY) scale_columns(state, smem.factor);
+        if (head.exists(next)) head.copy(smem, next);
+        if constexpr (!BY_HALVES) write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
+        if (head.has_values) {
+            if (HAS_DECAY && !BY_HALVES) scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
@@ -238,36 +151,112 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
                     start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
                     if (!is_kept(token)) continue;
                     if constexpr (FOR_GROUPS) write_matrices(own_checkpoint, 16 * i, c, start_rows[i]);
-                    else write_checkpoint(checkpoints, first_value + 16 * i, c, start_rows[i]);
+                    else write_checkpoint(checkpoint, head.first_value + 16 * i, c, start_rows[i]);
                 }
-                add_columns(16 * c, full(out, with_state, start_rows));     // Y <- Q S'^T, or dV <- K E'^T
+                add_columns(16 * c, full(out, with_state, start_rows));  // Y <- Q S'^T, or dV <- K E'^T
+                if constexpr (BY_HALVES) scale_columns<1>(state, smem.factor, c);
                 // S' <- S' + V^T K, or E' <- E' + dY^T Q, of these channels, which nobody needs any more as they were
                 add_outer(c, state, outer(input_rows, with_input));
             }
         }
-        if (is_kept(token)) checkpoints += BACKWARD ? -heads : heads;
+        if (is_kept(token)) checkpoint += BACKWARD ? -head.checkpoint_stride : head.checkpoint_stride;
         __syncthreads();  // the pairs are there
-        if (!has_values) continue;
+        if (!head.has_values) continue;
         add_triangles(triangle<BACKWARD>(out, pairs, input_rows));  // Y <- Y + P V, or dV <- dV + P^T dY
-        store_sums<T_IO>(outputs, own_row, out);
+        store_sums<T_IO>(outputs, head.own_row, out);
         __syncwarp();
         write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
-            output + token * out_stride, out_stride, reinterpret_cast<const T_IO*>(&smem.output[0][own_row]), steps,
-            width, lane_id());
+            head.output + token * head.output_stride, head.output_stride,
+            reinterpret_cast<const T_IO*>(&smem.output[0][head.own_row]), steps, head.width, lane_id());
+    }
+    return token;
+}
+
+// All chunks up to `end`, or backwards down to it, by halves: a function that is called, so that the walk in frames
+// keeps its registers. What it is given lies in memory.
+__device__ __noinline__ void walk_by_halves(Smem& smem, const Head& given, StateRows (&kept)[TILES], i64 token,
+                                            i64 end) {
+    const Head head = given;
+    StateRows state[TILES];
+    copy_state(state, kept);
+    walk<true>(smem, head, state, token, [&](i64 token) { return BACKWARD ? token >= end : token < end; });
+    copy_state(kept, state);
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_scan(
+    const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ input, const T_W* __restrict__ w,
+    const T_U* __restrict__ u, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
+    T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
+    int* __restrict__ framed,
+    Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides, i64 tokens, i64 heads,
+    float scale) {
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, number = blockIdx.y;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + number * s.head; };
+    const i64 output_stride = heads * VALUE_SIZE;
+    const i64 state_offset = (sequence * heads + number) * (VALUE_SIZE * HEAD_SIZE);
+    Head head = {q + start(q_strides), k + start(k_strides), input + start(input_strides), w + start(w_strides)};
+    head.own_row = warp_id() * WARP_ROWS, head.first_value = blockIdx.z * ROWS + head.own_row;
+    head.has_values = head.own_row < ROWS && head.first_value < VALUES;
+    head.width = head.has_values ? max(min(WARP_ROWS, VALUE_SIZE - head.first_value), 0) : 0;
+    head.input += head.first_value;
+    head.output = output + (span.batch * tokens + span.begin) * output_stride + number * VALUE_SIZE + head.first_value;
+    head.checkpoints = checkpoints;
+    if (checkpoints != nullptr)
+        head.checkpoints += first_checkpoint(cu_seqlens, sequence, span, CHECKPOINT_LEN) * heads + number;
+    head.length = span.length, head.scale = scale, head.checkpoint_stride = heads, head.output_stride = output_stride;
+    head.q_stride = q_strides.token, head.k_stride = k_strides.token, head.w_stride = w_strides.token;
+    head.input_stride = input_strides.token;
+
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
+        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    __syncthreads();
+    i64 token = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
+    const bool has_tokens = span.length > 0;
+    if (has_tokens) head.copy(smem, token);
+    head.bonus = {0.0f, 0.0f};
+    if constexpr (BONUS) {
+        const int channel = threadIdx.x % PAIRS * 2;
+        if (channel < HEAD_SIZE) head.bonus.x = scale * to_float(u[number * HEAD_SIZE + channel]);
+        if (channel + 1 < HEAD_SIZE) head.bonus.y = scale * to_float(u[number * HEAD_SIZE + channel + 1]);
+    }
+    StateRows state[TILES];
+    read_state<STATE_LAYOUT>(state, first ? first + state_offset : nullptr, head.first_value);
+
+    float2& pending_exponent = smem.pending_exponent[threadIdx.x % PAIRS];
+    const auto leave_frames = [&](i64 end) {
+        if (threadIdx.x < PAIRS) write_factor(smem.factor, pending_exponent), pending_exponent = {0.0f, 0.0f};
+        __syncthreads();  // the factor is there
+        if (head.has_values) scale_columns(state, smem.factor);
+        __syncthreads();  // nobody reads it any more
+        const Head given = head;
+        StateRows kept[TILES];
+        copy_state(kept, state);
+        walk_by_halves(smem, given, kept, token, end);
+        copy_state(state, kept);
+    };
+    int* const own_framed = framed == nullptr ? nullptr : &framed[sequence * heads + number];
+    if constexpr (HAS_HALVES && BACKWARD) {
+        const i64 end = i64(*own_framed) * CHUNK_LEN;
+        if (has_tokens && token >= end) leave_frames(end), token = end - CHUNK_LEN;
+    }
+    if (has_tokens) token = walk<false>(smem, head, state, token, [&](i64 token) { return head.exists(token); });
+    if constexpr (HAS_HALVES && !BACKWARD) {
+        if (own_framed != nullptr && threadIdx.x == 0 && blockIdx.z == 0)
+            *own_framed = static_cast<int>(token / CHUNK_LEN);
+        if (has_tokens && token < span.length) leave_frames(span.length);
     }
     wait_for_copies<0>();
-    if constexpr (LARGEST_DECAY > 0) {
-        const bool found = __syncthreads_or(leaves_range);
-        if (leaves != nullptr && threadIdx.x == 0 && blockIdx.z == 0) leaves[sequence * heads + head] = found;
-    }
     if (last == nullptr) return;
     __syncthreads();
     write_factor(smem.factor, pending_exponent);
     __syncthreads();
-    if (!has_values) return;
+    if (!head.has_values) return;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         if constexpr (HAS_DECAY) scale_columns(state[i], smem.factor);
-        write_state<STATE_LAYOUT>(last + state_offset, state[i], first_value + 16 * i);
+        write_state<STATE_LAYOUT>(last + state_offset, state[i], head.first_value + 16 * i);
     }
 }

@@ -10,12 +10,12 @@
 //     E <- E diag(e^D) + dY^T Q;   Q = scale q e^(e_t), with e_t as in gla_chunk.cuh
 //
 // Tokens do not meet here, so keys are taken to the end of the chunk and queries to its start, not to its middle, by
-// sums of the decays in between alone: nothing grows, no decay is too strong, and what has decayed is zero.
+// products of the decays in between alone: where tokens decay nothing grows, and what has decayed is zero.
 //
 //   keys       k, backwards q  [segments, tokens, heads, K]  T_IO  in     w  the same shape, or [heads, K]  T_W  in
 //   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions  [segments, heads, V, K]  fp32  out: Q
-//   exponents  [segments, heads, K]  fp32  out: D to the base 2, of the forward alone
+//   decays     [segments, heads, K]  fp32  out: e^D, of the forward alone
 //
 // Grid (segments, heads). Tokens are a multiple of CHUNK_LEN. A warp holds 16 value rows of the state in fp32. Rows and
 // columns of padding may hold anything: they go to no others.
@@ -38,7 +38,7 @@ struct alignas(16) Smem {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ values,
-    float* __restrict__ additions, float* __restrict__ exponents, Strides key_strides, Strides w_strides,
+    float* __restrict__ additions, float* __restrict__ decays, Strides key_strides, Strides w_strides,
     Strides value_strides, i64 tokens, i64 heads, float scale) {
     __shared__ Smem smem;
     const i64 segment = blockIdx.x, head = blockIdx.y, item = segment * heads + head;
@@ -61,20 +61,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
     i64 token = BACKWARD ? tokens - CHUNK_LEN : 0;
     fetch(token, 0);
     StateRows state[1] = {};
-    float2 exponent = {0.0f, 0.0f};  // of the thread's pair of channels, over all chunks
+    const auto product = [](float2 x, float2 y) { return float2{x.x * y.x, x.y * y.y}; };
+    float2 decay = {1.0f, 1.0f};  // of the thread's pair of channels, over all chunks
     int stage = 0;
     for (i64 left = tokens; left > 0; left -= CHUNK_LEN) {
-        float2 kept[SEGMENT_LEN], sum = {0.0f, 0.0f};  // what the thread's tokens leave of a token's key
+        float2 kept[SEGMENT_LEN], total = {1.0f, 1.0f};  // what the thread's tokens leave of a token's key
         if constexpr (HAS_DECAY) {
 #pragma unroll
             for (int n = 0; n < SEGMENT_LEN; ++n) {
                 const int i = BACKWARD ? n : SEGMENT_LEN - 1 - n;
-                const float2 before = sum;
-                sum.x += decay_rate<DECAY>(next_w.at(i, 0)), sum.y += decay_rate<DECAY>(next_w.at(i, 1));
-                const float2 seen = BACKWARD && !BONUS ? sum : before;
-                kept[i] = {exp2_fast(RATE_UNIT * seen.x), exp2_fast(RATE_UNIT * seen.y)};
+                const float2 before = total;
+                total = product(total, {token_decay<DECAY>(next_w.at(i, 0)), token_decay<DECAY>(next_w.at(i, 1))});
+                kept[i] = BACKWARD && !BONUS ? total : before;
             }
-            if (share < SEGMENTS) smem.totals[share][index] = sum;
+            if (share < SEGMENTS) smem.totals[share][index] = total;
         }
         wait_for_copies<0>();
         __syncthreads();  // totals and rows are there, and nobody reads the last chunk any more
@@ -83,17 +83,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
 
         float2 factor = {1.0f, 1.0f};  // what tokens of other threads leave
         if constexpr (HAS_DECAY) {
-            float2 beyond = {0.0f, 0.0f}, all = {0.0f, 0.0f};
+            float2 all = {1.0f, 1.0f};
 #pragma unroll
             for (int s = 0; s < SEGMENTS; ++s) {
-                const float2 total = smem.totals[s][index];
-                if (BACKWARD ? s < share : s > share) beyond.x += total.x, beyond.y += total.y;
-                all.x += total.x, all.y += total.y;
+                const float2 one = smem.totals[s][index];
+                if (BACKWARD ? s < share : s > share) factor = product(factor, one);
+                all = product(all, one);
             }
-            factor = {exp2_fast(RATE_UNIT * beyond.x), exp2_fast(RATE_UNIT * beyond.y)};
-            all.x *= RATE_UNIT, all.y *= RATE_UNIT;
-            exponent.x += all.x, exponent.y += all.y;
-            write_factor(smem.factor, all);
+            decay = product(decay, all);
+            if (threadIdx.x < PAIRS) *reinterpret_cast<float2*>(&smem.factor[2 * index]) = all;
         }
         if (BACKWARD) factor.x *= scale, factor.y *= scale;
         if (share < SEGMENTS) {
@@ -116,12 +114,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
 
         TokenFragments rows[1];
         load_rows(rows, tile_of(smem.values[stage]), own_row);
-        if constexpr (HAS_DECAY) scale_columns(state, smem.factor);
+        if constexpr (HAS_DECAY) scale_columns<1>(state, smem.factor);
         add_outer(state, outer(rows, tile_of(smem.keys)));  // S <- S diag(e^D) + V^T K, or E <- E diag(e^D) + dY^T Q
         stage = 1 - stage;
     }
     write_state<StateLayout::vk>(additions + item * (VALUE_SIZE * HEAD_SIZE), state[0], own_row);
     if (BACKWARD || threadIdx.x >= PAIRS) return;
-    if (2 * index < HEAD_SIZE) exponents[item * HEAD_SIZE + 2 * index] = exponent.x;
-    if (2 * index + 1 < HEAD_SIZE) exponents[item * HEAD_SIZE + 2 * index + 1] = exponent.y;
+    if (2 * index < HEAD_SIZE) decays[item * HEAD_SIZE + 2 * index] = decay.x;
+    if (2 * index + 1 < HEAD_SIZE) decays[item * HEAD_SIZE + 2 * index + 1] = decay.y;
 }

@@ -9,8 +9,6 @@
 //   w that is the same for every token has strides of 0; null with Decay::none, where d = 1. u is null without BONUS.
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads, V, K]  fp32  out or null: the state before every `interval`-th token
-//   leaves  [sequences, heads]  int  in or null: only heads that are not 0 are computed, those whose decays leave the
-//           range of the chunked kernels
 //
 // Grid (sequences * heads, ROW_BLOCKS): value rows do not depend on each other, so any split of them is exact.
 // Shared memory holds CHUNK_LEN tokens as floats, the decay already mapped; the next chunk waits in registers.
@@ -27,10 +25,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_forward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_U* __restrict__ u, const T_STATE* __restrict__ initial_state, const i64* __restrict__ cu_seqlens,
     T_IO* __restrict__ y, T_STATE* __restrict__ final_state, float* __restrict__ checkpoints,
-    const int* __restrict__ leaves, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
-    i64 tokens, i64 heads, int interval, float scale) {
+    Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides, i64 tokens, i64 heads,
+    int interval, float scale) {
     __shared__ alignas(16) Smem smem;
-    if (leaves != nullptr && leaves[blockIdx.x] == 0) return;
     const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
     const int block_row = blockIdx.y * BLOCK_ROWS;
     const int width = min(BLOCK_ROWS, VALUE_SIZE - block_row);

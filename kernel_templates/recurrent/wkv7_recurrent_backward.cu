@@ -9,7 +9,6 @@
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
-//   leaves  as in the forward
 //   scratch  [gridDim.x, scratch_stride]  fp32
 //
 // The states are recomputed forward, never by dividing by the decay, so any decay is safe. From the checkpoint at
@@ -59,10 +58,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
     const T_IO* __restrict__ dy_all, const i64* __restrict__ cu_seqlens, const float* __restrict__ checkpoints,
     const float* __restrict__ sa_all, const float* __restrict__ grad_final_state, T_IO* __restrict__ dr_all,
     T_W* __restrict__ dw_all, T_IO* __restrict__ dk_all, T_IO* __restrict__ dv_all, T_IO* __restrict__ da_all,
-    T_IO* __restrict__ db_all, float* __restrict__ grad_initial_state, const int* __restrict__ leaves,
-    float* __restrict__ scratch_all, Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides,
-    Strides a_strides, Strides b_strides, Strides dy_strides, i64 tokens, i64 heads, i64 sequences, i64 scratch_stride,
-    int interval, float scale) {
+    T_IO* __restrict__ db_all, float* __restrict__ grad_initial_state, float* __restrict__ scratch_all,
+    Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
+    Strides dy_strides, i64 tokens, i64 heads, i64 sequences, i64 scratch_stride, int interval, float scale) {
     __shared__ alignas(16) Smem smem;
     clear_shared(reinterpret_cast<float*>(&smem), sizeof(Smem) / sizeof(float));
 
@@ -74,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
     const i64 sa_stride = heads * VALUE_SIZE;
 
     for (i64 item = blockIdx.x; item < sequences * heads; item += gridDim.x) {
-        if (leaves != nullptr && leaves[item] == 0) continue;
         const i64 sequence = item / heads, head = item % heads;
         const Span span = sequence_span(cu_seqlens, sequence, tokens);
         const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };

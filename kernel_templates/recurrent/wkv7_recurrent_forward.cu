@@ -7,8 +7,6 @@
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads, V, K]  fp32  out or null: the state before every `interval`-th token
 //   sa  [batch, tokens, heads, V]  fp32  out or null: for the backward
-//   leaves  [sequences, heads]  int  in or null: only heads that are not 0 are computed, those whose decays leave the
-//           range of the chunked kernels
 //
 // Grid (sequences * heads, ROW_BLOCKS): value rows do not depend on each other, so any split of them is exact.
 // Shared memory holds CHUNK_LEN tokens as floats, the decay already mapped; the next chunk waits in registers.
@@ -26,12 +24,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    float* __restrict__ checkpoints, float* __restrict__ sa, const int* __restrict__ leaves, Strides r_strides,
-    Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens,
-    i64 heads, int interval, float scale) {
+    float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, Strides w_strides,
+    Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, int interval,
+    float scale) {
     __shared__ alignas(16) Smem smem;
     const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
-    if (leaves != nullptr && leaves[blockIdx.x] == 0) return;
     const int block_row = blockIdx.y * BLOCK_ROWS;
     const int width = min(BLOCK_ROWS, VALUE_SIZE - block_row);
     const Span span = sequence_span(cu_seqlens, sequence, tokens);

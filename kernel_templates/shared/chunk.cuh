@@ -277,19 +277,40 @@ __device__ inline void read_state(StateRows (&state)[TILES], const T* source, in
 #pragma unroll
     for (int i = 0; i < TILES; ++i) read_state<LAYOUT>(state[i], source, row + 16 * i);
 }
-// Multiplies column by column by the power of two that `write_factor` got.
+// A copy of it, for a function that is called: what that is given lies in memory, and the copy alone.
+template <int TILES> __device__ inline void copy_state(StateRows (&to)[TILES], const StateRows (&from)[TILES]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int n = 0; n < CHANNELS / 8; ++n)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) to[i][n][j] = from[i][n][j];
+}
+// Multiplies column by column by the power of two that `write_factor` got, in its STEPS, or once by what `write_decay`
+// got: columns [8 n, 8 n + 8).
+template <int STEPS = FACTOR_STEPS>
+__device__ inline void scale_columns(Accumulator& columns, const float (&factor)[CHANNELS], int n) {
+    const float2 f = *reinterpret_cast<const float2*>(&factor[8 * n + 2 * quad_lane()]);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) columns[0] *= f.x, columns[1] *= f.y, columns[2] *= f.x, columns[3] *= f.y;
+}
+template <int STEPS = FACTOR_STEPS>
 __device__ inline void scale_columns(StateRows& state, const float (&factor)[CHANNELS]) {
 #pragma unroll
-    for (int n = 0; n < CHANNELS / 8; ++n) {
-        const float2 f = *reinterpret_cast<const float2*>(&factor[8 * n + 2 * quad_lane()]);
-#pragma unroll
-        for (int i = 0; i < FACTOR_STEPS; ++i)
-            state[n][0] *= f.x, state[n][1] *= f.y, state[n][2] *= f.x, state[n][3] *= f.y;
-    }
+    for (int n = 0; n < CHANNELS / 8; ++n) scale_columns<STEPS>(state[n], factor, n);
 }
-template <int TILES> __device__ inline void scale_columns(StateRows (&state)[TILES], const float (&factor)[CHANNELS]) {
+// Those of channels [16 c, 16 c + 16).
+template <int STEPS = FACTOR_STEPS, int TILES>
+__device__ inline void scale_columns(StateRows (&state)[TILES], const float (&factor)[CHANNELS], int c) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) scale_columns(state[i], factor);
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int n = 2 * c; n < 2 * c + 2; ++n) scale_columns<STEPS>(state[i][n], factor, n);
+}
+template <int STEPS = FACTOR_STEPS, int TILES>
+__device__ inline void scale_columns(StateRows (&state)[TILES], const float (&factor)[CHANNELS]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) scale_columns<STEPS>(state[i], factor);
 }
 
 // z of the warp's value rows: products of S' and a state in accumulators of the same place, summed over the rows, for

@@ -117,7 +117,7 @@ __device__ inline Frame frame_of(const float2 (&totals)[SEGMENTS][PAIRS]) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS;
     Frame frame = {};
     float2 before = {0.0f, 0.0f};
-    if constexpr (HAS_DECAY)
+    if constexpr (HAS_DECAY) {
 #pragma unroll
         for (int s = 0; s < SEGMENTS; ++s) {
             const float2 total = totals[s][index];
@@ -125,6 +125,7 @@ __device__ inline Frame frame_of(const float2 (&totals)[SEGMENTS][PAIRS]) {
             if (s < SEGMENTS / 2) frame.middle.x += total.x, frame.middle.y += total.y;
             frame.end.x += total.x, frame.end.y += total.y;
         }
+    }
     frame.origin = {RATE_UNIT * (before.x - frame.middle.x), RATE_UNIT * (before.y - frame.middle.y)};
     frame.middle.x *= RATE_UNIT, frame.middle.y *= RATE_UNIT, frame.end.x *= RATE_UNIT, frame.end.y *= RATE_UNIT;
     return frame;

@@ -31,17 +31,25 @@ constexpr float RATE_UNIT = DECAY == Decay::raw       ? -LOG2_E
                             : DECAY == Decay::sigmoid ? -SIGMOID_RATE * LOG2_E
                             : DECAY == Decay::log     ? LOG2_E
                                                       : 1.0f;
+// What a token's decay is where it stands for itself. One below e^-64 is nothing beside what a token adds to a state;
+// but a gradient of `direct` is divided by it, so there it is no less, with its sign.
+constexpr float LEAST_DECAY = 1.6038109e-28f;
+template <Decay MAP> __device__ inline float token_decay(float w) {
+    if constexpr (MAP == Decay::direct) return fabsf(w) < LEAST_DECAY ? copysignf(LEAST_DECAY, w) : w;
+    return exp2_fast(RATE_UNIT * decay_rate<MAP>(w));
+}
 // A w without a decay, for tokens that are not there: an exponential takes the last for minus infinity.
 constexpr float NO_DECAY = DECAY == Decay::log ? 0.0f : DECAY == Decay::direct ? 1.0f : -3e38f;
 // d ln(factor) / dw.
 template <Decay MAP> __device__ inline float log_decay_slope(float w) {
-    if constexpr (MAP == Decay::raw) return -exp2_fast(w * LOG2_E);
+    // Finite, so that it takes a gradient of nothing to nothing.
+    if constexpr (MAP == Decay::raw) return -exp2_fast(fminf(w, 88.0f) * LOG2_E);
     if constexpr (MAP == Decay::sigmoid) {
         const float sigma = reciprocal(1.0f + exp2_fast(-w * LOG2_E));
         return -SIGMOID_RATE * sigma * (1.0f - sigma);
     }
     if constexpr (MAP == Decay::log) return 1.0f;
-    return 1.0f / w;
+    return 1.0f / token_decay<MAP>(w);
 }
 
 // A state changes frames by a factor that spans two half chunks. Where the decay's map does not bound it, that may be

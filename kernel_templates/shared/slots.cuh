@@ -11,6 +11,11 @@ __device__ inline i64 slot_of(unsigned index, int first_chunk, i64 tokens) {
     return blockIdx.z * chunks + first_chunk + index;
 }
 
+// The same of those `chunks` of every sequence by their number among them.
+__device__ inline i64 slot_of_part(i64 number, int chunks, int first_chunk, i64 tokens) {
+    return number / chunks * ((tokens + CHUNK_LEN - 1) / CHUNK_LEN) + first_chunk + number % chunks;
+}
+
 // The chunk of a slot: slots are numbered as checkpoints are.
 struct Chunk {
     Span span;

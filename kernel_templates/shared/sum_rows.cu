@@ -6,16 +6,17 @@
 //
 // Without cu_seqlens a group has group_rows rows. With it a sequence begins at row (its first token) / chunk_len + (its
 // number), which leaves room for a chunk that is not full.
-// Grid (width / (COLUMNS VECTOR), groups); a block has COLUMNS times VECTOR neighbouring columns, which a thread reads at
-// once, and NUM_THREADS / COLUMNS threads for each. A thread adds up every so many rows; then the first one adds up what
-// the others have, in the order of threads. All fp32. The width is a multiple of VECTOR.
+// Grid (width / (COLUMNS VECTOR), groups); a block has COLUMNS times VECTOR neighbouring columns, which a thread reads
+// at once, and NUM_THREADS / COLUMNS threads for each. A thread adds up every so many rows; then the first one adds up
+// what the others have, in the order of threads. All fp32. The width is a multiple of VECTOR.
 #include "types.cuh"
 
 constexpr int THREADS = NUM_THREADS / COLUMNS;  // of a column
 static_assert(THREADS * COLUMNS == NUM_THREADS, "columns must divide the threads");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) sum_rows(
-    const float* __restrict__ rows, const i64* __restrict__ cu_seqlens, T_OUT* __restrict__ sums, i64 group_rows, i64 width,
+    const float* __restrict__ rows, const i64* __restrict__ cu_seqlens, T_OUT* __restrict__ sums, i64 group_rows,
+    i64 width,
     i64 tokens, int chunk_len) {
     using Floats = Pack<float, VECTOR>;
     __shared__ Floats parts[THREADS][COLUMNS];

@@ -14,6 +14,7 @@ from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 16)
 TEMPLATES = ("wkv7_chunked_forward", "wkv7_chunked_backward", "wkv7_group_backward")
+_HALVES_THREADS = 256  # that a multiprocessor has room for by halves, which takes all registers there are
 _TUNED_THREADS = (64, 128, 256, 512)  # of the forward's blocks, that are worth measuring
 
 
@@ -142,43 +143,50 @@ def nearest(step: Step, argument: str, value: int) -> int | None:
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 
-def takes_any_decay(p: Problem) -> bool:
-    """Return whether the forward is right for any decay: it tells, and goes on."""
-    return False
-
-
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: a state per head and chunk, in bfloat16 with both sizes padded."""
-    return {"checkpoints": 2 * p.slots(p.chunk_len) * p.H * padded(p.V) * padded(p.K)}
+    states = {"checkpoints": 2 * p.slots(p.chunk_len) * p.H * padded(p.V) * padded(p.K)}
+    return {**states, **parts.kept_frames(p)}
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
-    left = kept(p) if p.training else {}
-    bind = {"checkpoints": "checkpoints" if p.training else None, "leaves": "flags" if p.has_fallback else None}
-    return Schedule((_step(p, "forward", bind),), parts.forward_results(p), left, vectors=parts.vectors(p))
+    """Return the forward."""
+    bind = {"checkpoints": "checkpoints" if p.training else None}
+    steps = tuple(_step(p, "forward", bind, by_halves) for by_halves in parts.ways(p))
+    left, scratch = (kept(p), _carried(p)) if p.training else ({}, _carried(p) | parts.kept_frames(p))
+    return Schedule(steps, parts.forward_results(p), left, scratch, parts.vectors(p))
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward."""
-    return Schedule((_step(p, "backward", {}),), parts.backward_results(p), vectors=parts.vectors(p))
+    """Return the backward: what a head has behind its chunks in frames comes first."""
+    steps = tuple(_step(p, "backward", {}, by_halves) for by_halves in reversed(parts.ways(p)))
+    return Schedule(
+        steps, parts.backward_results(p), scratch=_carried(p), vectors=parts.vectors(p), main=len(steps) - 1
+    )  # fmt: skip
 
 
-def _step(p: Problem, direction: str, bind: dict[str, Any]) -> Step:
-    """Return a launch: a block per sequence and head."""
+def _carried(p: Problem) -> dict[str, Any]:
+    """Return the bytes of the states that pass from chunks in frames to those by halves, or back."""
+    return {"carried": 4 * p.N * p.H * p.V * p.K} if p.has_halves else {}
+
+
+def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> Step:
+    """Return a launch: a block per sequence and head, for chunks in frames or for those that are taken by halves."""
     parts.check_heads(p, "chunked")
     threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads)
     shared, template, arch = shared_bytes(direction, p.K, p.V, p.chunk_len, threads), f"wkv7_chunked_{direction}", None
-    if _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):
+    if not by_halves and _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):
         # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.
         shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", "sm_90a"
-    blocks = p.gpu.resident_blocks(threads, _most_threads(direction, p.K, p.V, p.gpu), shared)
+    most = _HALVES_THREADS if by_halves else _most_threads(direction, p.K, p.V, p.gpu)
+    blocks = p.gpu.resident_blocks(threads, most, shared)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared,
+        "BLOCKS_PER_SM": blocks if by_halves else parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared,
+        "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
-    if direction == "forward":
-        parameters |= {**parts.types(p), "LARGEST_DECAY": parts.LARGEST_DECAY if p.has_fallback else 0}
-    else:
-        parameters |= parts.types(p, "T_STATE")  # states come as fp32 there
-    return Step(template, f"wkv7_{direction}", parameters, (p.N, p.H, 1), {**parts.given(p), **bind}, arch)
+    if template != "wkv7_group_backward":
+        parameters["BY_HALVES"] = by_halves
+    parameters |= parts.types(p) if direction == "forward" else parts.types(p, "T_STATE")  # states come as fp32 there
+    passed = {name: name if p.has_halves else None for name in ("framed", "carried")}
+    return Step(template, f"wkv7_{direction}", parameters, (p.N, p.H, 1), {**parts.given(p), **passed, **bind}, arch)

@@ -8,6 +8,7 @@ chunks at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,7 +29,6 @@ _STAGES = (3, 2)
 _GROUP_CHUNK_LEN, _GROUP_THREADS = 64, 384  # of the scan with products of warp groups
 _GROUP_STATE = 512 * 64  # channels times value rows that its registers hold
 _MOST_THREADS = 256  # of a multiprocessor, with 255 registers each; twice as many have 128
-_LOOK_THREADS, _LOOK_BLOCKS = 256, 512  # that look at decays; the blocks are so many where heads are few
 _PARTS, _LEAST_CHUNKS = 4, 128  # of a scan beside which other kernels run
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
@@ -52,7 +52,7 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
     """Return the longest chunk that shared memory allows, whatever the threads: what is left behind goes by the chunk.
 
-    A shorter one where that keeps a promise about the decays.
+    A shorter one where the bound of the decays asks for it.
     """
     fitting = [length for length in CHUNK_LENS if _fits(case.head_size, length, gpu)]
     bounded = [length for length in fitting if parts.is_bounded(case.decay, case.decay_bound, length)]
@@ -60,7 +60,8 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
 
 
 def _fits(head_size: int, chunk_len: int, gpu: Gpu) -> bool:
-    if max(_prepare_shared_bytes(chunk_len), _keys_shared_bytes(chunk_len)) > gpu.shared_limit:
+    sizes = _prepare_shared_bytes(chunk_len), _keys_shared_bytes(chunk_len), _halves_shared_bytes(chunk_len)
+    if max(sizes) > gpu.shared_limit:
         return False
     return _has_groups(chunk_len, gpu) or bool(_cuts(head_size, chunk_len, gpu))
 
@@ -96,6 +97,12 @@ def _keys_shared_bytes(chunk_len: int) -> int:
     stage = max(2 * 2 * chunk_len * _SLAB + 2 * 2 * 32 * _SLAB, 4 * _triangle_bytes(chunk_len))
     sums, shares = 4 * 4 * chunk_len * (_SLAB + 8), 4 * chunk_len * 8 + (chunk_len // 8 + chunk_len // 32) * 4 * _SLAB
     return operands + max(stage + raw, 3 * stage, sums) + shares
+
+
+def _halves_shared_bytes(chunk_len: int) -> int:
+    piece = 2 * 2 * _SLAB * _SLAB + 4 * 2 * chunk_len * _SLAB
+    rows = 4 * 2 * chunk_len * (_SLAB + 8) + 4 * chunk_len * (_SLAB + 4)
+    return max(piece, rows) + 4 * _triangle_bytes(chunk_len)
 
 
 # ---- geometry of the scan ----------------------------------------------------------------------------------------
@@ -277,11 +284,6 @@ def _parts(p: Problem, direction: str, count: int) -> list[_Part]:
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 
-def takes_any_decay(p: Problem) -> bool:
-    """Return whether the forward is right for any decay: it tells, and goes on."""
-    return False
-
-
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: what it has prepared, and a state S' per head and chunk, and U [B, T, H, V]."""
     channels, places = _channels(p.K), p.slots(p.chunk_len) * p.H
@@ -291,31 +293,42 @@ def kept(p: Problem) -> dict[str, Any]:
         "frames": 8 * places * channels,
         "states": 2 * places * channels * _values(p.V),
         "solutions": aligned(2 * p.B * p.T * p.H * p.V),
+        **({"halved": 4 * places * channels // _SLAB} if p.has_halves else {}),
     }
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; with a fallback it first sets "flags" of the heads whose decays leave the range."""
+    """Return the forward."""
     parts.check_heads(p, "split")
     walk = _walk(p, "forward")
-    given = parts.given(p)
+    given = {**parts.given(p), "halved": parts.halved(p)}
     scan = _scan(p, "forward", walk, {
         **given, "input": "v", "output": "y", "first": "initial_state", "last": given.get("final_state", "final_state"),
         "solved": "solutions" if p.training else None, "states": "states" if p.training else None,
     })  # fmt: skip
     # The products of warp groups take operands in the order of lanes.
-    own = {**_key_types(p), "BY_LANES": scan.template == "wkv7_group_scan"}
-    prepare = _chunk_step(p, "prepare", _prepare_shared_bytes(p.chunk_len), own, {**given, "saves": int(p.training)})
-    steps, is_beside = _look(p) if p.has_fallback else [], walk.parts > 1
+    own = {
+        **_key_types(p), "BY_LANES": scan.template == "wkv7_group_scan", "LARGEST_DECAY": parts.largest_decay(p)
+    }  # fmt: skip
+    prepares = [
+        _chunk_step(
+            p, "prepare", _prepare_shared_bytes(p.chunk_len), {**own, "BY_HALVES": by_halves},
+            {**given, "saves": int(p.training)},
+        )._replace(is_resident=by_halves)
+        for by_halves in parts.ways(p)
+    ]  # fmt: skip
+    steps: list[Step | Zero] = []
+    is_beside = walk.parts > 1
     for part in _parts(p, "forward", walk.parts):
-        steps += [_of_part(prepare, part), _scan_of_part(scan, part, is_beside, is_beside)]
+        steps += [_of_part(prepare, part) for prepare in prepares]
+        steps.append(_scan_of_part(scan, part, is_beside, is_beside))
     pieces = kept(p)
     scratch = _carried(scan, walk)
     if not p.training:
-        scratch |= {name: pieces[name] for name in ("operands", "matrices", "frames")}
+        scratch |= {name: pieces[name] for name in ("operands", "matrices", "frames", "halved") if name in pieces}
     return Schedule(
         tuple(steps), parts.forward_results(p), pieces if p.training else {}, scratch, parts.vectors(p),
-        main=2 if p.has_fallback else 1,
+        main=len(prepares),
     )  # fmt: skip
 
 
@@ -323,21 +336,23 @@ def backward(p: Problem) -> Schedule:
     """Return the backward: E' and dX take as much room as S' and U, and the token matrices' gradients as these."""
     parts.check_heads(p, "split")
     walk = _walk(p, "backward")
-    given = parts.given(p)
+    given = {**parts.given(p), "halved": parts.halved(p)}
     scan = _scan(p, "backward", walk, {
         **given, "input": "dy", "output": "dv", "first": "grad_final_state",
         "last": given.get("grad_initial_state", "grad_initial_state"), "solved": "dx", "states": "e",
     })  # fmt: skip
     types, bind = _key_types(p), {**given, "u": "solutions"}
     token_gradients = _chunk_step(p, "token_gradients", _tokens_shared_bytes(p.chunk_len), types, bind)
-    of_keys = {**types, "VALUES": _values(p.V)}
-    key_gradients = _chunk_step(p, "key_gradients", _keys_shared_bytes(p.chunk_len), of_keys, bind)
+    of_keys = {**types, "VALUES": _values(p.V), "LARGEST_DECAY": parts.largest_decay(p)}
+    key_gradients = [_chunk_step(p, "key_gradients", _keys_shared_bytes(p.chunk_len), of_keys, bind)]
+    if p.has_halves:
+        key_gradients.append(_halves_step(p, bind))
     steps, is_beside = [], walk.parts > 1
     for part in _parts(p, "backward", walk.parts):
         steps += [
             _scan_of_part(scan, part, is_beside, is_beside and part.begin == 0),
             _of_part(token_gradients, part)._replace(waits=is_beside),
-            _of_part(key_gradients, part, _channels(p.K) // _SLAB),
+            *(_of_part(step, part, _channels(p.K) // _SLAB) for step in key_gradients),
         ]
     pieces = kept(p)
     scratch = {
@@ -349,7 +364,10 @@ def backward(p: Problem) -> Schedule:
 def _of_part(step: Step, part: _Part, chunk_blocks: int = 1) -> Step:
     """Return the launch of a kernel with so many blocks for each chunk of a part."""
     grid = (part.chunks * chunk_blocks, step.grid[1], part.sequences)
-    return step._replace(grid=grid, bind={**step.bind, "first_chunk": part.first})
+    numbers = {"first_chunk": part.first, "part_chunks": part.chunks, "part_slots": part.chunks * part.sequences}
+    if step.is_resident:
+        grid = (math.prod(grid), 1, 1)
+    return step._replace(grid=grid, bind={**step.bind, **numbers})
 
 
 def _scan_of_part(scan: Step, part: _Part, is_beside: bool, waits: bool) -> Step:
@@ -368,6 +386,7 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
     state_type = "fp32" if is_backward else p.state_type
     own: dict[str, Parameter] = {
         **_sizes(p), **parts.types(p), "T_STATE": state_type, "VALUES": _values(p.V), "BACKWARD": is_backward,
+        "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
     if _has_groups(p.chunk_len, p.gpu) and p.num_threads in (None, _GROUP_THREADS):
         group = _group_cut(p.K, p.V, p.gpu, walk.few_heads and p.num_threads is None)
@@ -396,6 +415,17 @@ def _chunk_step(
     return Step(f"wkv7_{name}", f"wkv7_{name}", {**_sizes(p), **block, **own}, (0, p.H, 1), bind)
 
 
+def _halves_step(p: Problem, bind: Mapping[str, Any]) -> Step:
+    """Return the launch for the gradients of the keys' side of slabs by halves: a warp for 16 channels."""
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "SLABS": _channels(p.K) // _SLAB,
+        "STATE_ROWS": _values(p.V), **_key_types(p),
+        **_block(p.gpu, 128, _MOST_THREADS, _halves_shared_bytes(p.chunk_len)),
+    }  # fmt: skip
+    name = "wkv7_key_gradients_by_halves"
+    return Step(name, name, parameters, (0, p.H, 1), bind, is_resident=True)
+
+
 def _sizes(p: Problem) -> dict[str, Parameter]:
     return {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHANNELS": _channels(p.K), "CHUNK_LEN": p.chunk_len}
 
@@ -408,16 +438,3 @@ def _block(gpu: Gpu, threads: int, most_threads: int, shared_bytes: int) -> dict
 
 def _key_types(p: Problem) -> dict[str, Parameter]:
     return parts.named(parts.types(p), "T_IO", "T_W", "DECAY")
-
-
-def _look(p: Problem) -> list[Step | Zero]:
-    """Return the steps that look at the decays: several blocks for a head, where there are few heads."""
-    # Rows that are read element by element take a thread each.
-    threads = _LOOK_THREADS if p.K % 4 == 0 else max(_LOOK_THREADS, 1 << (p.K - 1).bit_length())
-    parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": p.K, "CHUNK_LEN": p.chunk_len, "LARGEST_DECAY": parts.LARGEST_DECAY, "NUM_THREADS": threads,
-        **_key_types(p),
-    }  # fmt: skip
-    blocks = -(-_LOOK_BLOCKS // max(p.N * p.H, 1))
-    bind = {**parts.given(p), "leaves": "flags", "strides": "w", "parts": blocks}
-    return [Zero("flags"), Step("wkv7_decay_range", "wkv7_decay_range", parameters, (p.N * blocks, p.H, 1), bind)]

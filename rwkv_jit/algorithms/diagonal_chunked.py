@@ -153,11 +153,6 @@ def nearest(step: Step, argument: str, value: int) -> int | None:
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 
-def takes_any_decay(p: Problem) -> bool:
-    """Return whether the forward is right for any decay: it walks through chunks out of range."""
-    return True
-
-
 def checkpoint_bytes(p: Problem, chunk_len: int) -> Any:
     """Return the size of a state per head and chunk, in bfloat16 with both sizes padded."""
     return 2 * p.slots(chunk_len) * p.H * padded(p.V) * padded(p.K)
@@ -165,11 +160,12 @@ def checkpoint_bytes(p: Problem, chunk_len: int) -> Any:
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: a state per head and chunk of the backward."""
-    return {"checkpoints": checkpoint_bytes(p, _GROUP_CHUNK_LEN if _takes_warp_groups(p) else p.chunk_len)}
+    states = {"checkpoints": checkpoint_bytes(p, _GROUP_CHUNK_LEN if _takes_warp_groups(p) else p.chunk_len)}
+    return {**states, **parts.kept_frames(p)}
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
+    """Return the forward."""
     parts.check_heads(p, "chunked")
     return scan_forward(p, kept(p), _takes_warp_groups(p))
 
@@ -180,10 +176,7 @@ def scan_forward(p: Problem, pieces: Mapping[str, Any], for_groups: bool = False
     One `for_groups` leaves states for the backward with products of warp groups.
     """
     left = pieces if p.training else {}
-    bind = {
-        "checkpoints": "checkpoints" if p.training else None,
-        "leaves": "flags" if p.has_fallback and p.training else None,  # the backward alone needs them
-    }
+    bind = {"checkpoints": "checkpoints" if p.training else None, "framed": parts.framed(p)}
     step = scan_step(p, "forward", bind, for_groups)
     return Schedule((step,), parts.forward_results(p), left, vectors=parts.vectors(p))
 
@@ -222,7 +215,7 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared, "ROWS": rows,
         "BACKWARD": backward, "FOR_GROUPS": for_groups,
-        "LARGEST_DECAY": parts.LARGEST_DECAY if p.has_fallback and not backward else 0, **parts.types(p),
+        "LARGEST_DECAY": parts.largest_decay(p), **parts.types(p),
     }  # fmt: skip
     if backward:
         parameters["T_STATE"] = "fp32"
@@ -244,7 +237,9 @@ def backward(p: Problem) -> Schedule:
         "BLOCKS_PER_SM": parts.blocks_of(p, "backward", blocks), "SHARED_BYTES": shared,
         **parts.types(p, "T_STATE"), **p.op.backward_constants,  # states come as fp32 here
     }  # fmt: skip
-    bind = {**parts.given(p), "q": "r", "dq": "dr", **parts.to_sequence_gradients(p)}
+    if template == "gla_chunked_backward":  # the other one is for no decay at all
+        parameters["LARGEST_DECAY"] = parts.largest_decay(p)
+    bind = {**parts.given(p), "q": "r", "dq": "dr", "framed": parts.framed(p), **parts.to_sequence_gradients(p)}
     step = Step(template, "gla_backward", parameters, (p.N, p.H, 1), bind, arch)
     scratch = parts.sequence_gradients(p)
     return Schedule((step,), parts.backward_results(p), scratch=scratch, vectors=parts.vectors(p))

@@ -14,7 +14,7 @@ from rwkv_jit.algorithms.diagonal_chunked import scan_ends
 from rwkv_jit.algorithms.parts import padded
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step, Zero
+from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN, THREADS = 64, 384
@@ -78,35 +78,38 @@ def kept(p: Problem) -> dict[str, Any]:
     return {
         "operands": places * (slabs * 2 * tile), "pairs": places * tile, **frames,
         "states": places * (slabs * _tile(padded(p.V))),
+        **({"halved": 4 * places * slabs} if p.has_halves else {}),
     }  # fmt: skip
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
+    """Return the forward."""
     pieces = kept(p)
     left = pieces if p.training else {}
     scratch = {} if p.training else {name: size for name, size in pieces.items() if name != "states"}
-    zeros = [Zero("flags")] if p.has_fallback else []  # the chunks' blocks set them
-    steps: list[Step | Zero] = [*zeros, _prepare_step(p), _scan_step(p, "forward", "states" if p.training else None)]
-    return Schedule(tuple(steps), parts.forward_results(p), left, scratch, parts.vectors(p), main=1)
+    scan = _scan_step(p, "forward", "states" if p.training else None)
+    steps = (*(_prepare_step(p, by_halves) for by_halves in parts.ways(p)), scan)
+    return Schedule(steps, parts.forward_results(p), left, scratch, parts.vectors(p), main=len(steps) - 1)
 
 
-def backward_steps(p: Problem) -> tuple[Step, Step]:
-    """Return the launches of the backward, which pass "e" from one to the other."""
-    return _scan_step(p, "backward", "e"), _key_step(p)
+def backward_steps(p: Problem) -> tuple[Step, ...]:
+    """Return the launches of the backward, which pass "e" from one to the others."""
+    return _scan_step(p, "backward", "e"), *(_key_step(p, by_halves) for by_halves in parts.ways(p))
 
 
-def _prepare_step(p: Problem) -> Step:
+def _prepare_step(p: Problem, by_halves: bool) -> Step:
     """Return the launch that makes the operands: a block per chunk and head."""
     types = parts.named(parts.types(p), "T_IO", "T_W", "T_U", "DECAY", "BONUS")
-    is_light = types["T_W"] != "fp32" and not types["BONUS"]  # a third block would spill else
+    # A third block would spill else.
+    is_light = not by_halves and (p.decay == "none" or types["T_W"] != "fp32" and not types["BONUS"])
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _PREPARE_THREADS,
-        "BLOCKS_PER_SM": 3 if is_light or p.decay == "none" else 2, "SHARED_BYTES": _prepare_shared_bytes(),
-        "LARGEST_DECAY": parts.LARGEST_DECAY if p.has_fallback else 0, **types,
+        "BLOCKS_PER_SM": 3 if is_light else 2, "SHARED_BYTES": _prepare_shared_bytes(),
+        "LARGEST_DECAY": parts.largest_decay(p), "BY_HALVES": by_halves, **types,
     }  # fmt: skip
-    bind = {**_given(p), "q": "r", "leaves": "flags" if p.has_fallback else None}
-    return Step("gla_prepare", "gla_prepare", parameters, (p.slots(CHUNK_LEN), p.H, 1), bind, _ARCH)
+    slots = p.slots(CHUNK_LEN)
+    bind = {**_given(p), "q": "r", "halved": parts.halved(p), "slots": slots}
+    return parts.step_of_places("gla_prepare", parameters, (slots, p.H, 1), bind, by_halves, _ARCH)
 
 
 def _scan_step(p: Problem, direction: str, states: str | None) -> Step:
@@ -120,25 +123,28 @@ def _scan_step(p: Problem, direction: str, states: str | None) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": THREADS, "VALUE_ROWS": value_rows,
         "STAGES": stages, "BACKWARD": backward, "SHARED_BYTES": _scan_shared_bytes(p.K, value_rows, stages),
+        "LARGEST_DECAY": parts.largest_decay(p),
         **parts.named(parts.types(p), "T_IO", "T_STATE", "DECAY", "STATE_LAYOUT"),
     }  # fmt: skip
     if backward:
         parameters["T_STATE"] = "fp32"
     grid = (p.N * -(-p.V // value_rows), p.H, 1)
-    bind = {**_given(p), **scan_ends(p, direction), "states": states}
+    bind = {**_given(p), **scan_ends(p, direction), "states": states, "halved": parts.halved(p)}
     return Step("gla_group_scan", "gla_group_scan", parameters, grid, bind, _ARCH)
 
 
-def _key_step(p: Problem) -> Step:
+def _key_step(p: Problem, by_halves: bool) -> Step:
     """Return the launch that makes the gradients of the keys' side: a block per chunk, slab of channels and head."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _KEY_THREADS,
         "BLOCKS_PER_SM": _KEY_BLOCKS, "STAGES": _KEY_STAGES, "SHARED_BYTES": _key_shared_bytes(),
+        "LARGEST_DECAY": parts.largest_decay(p), "BY_HALVES": by_halves,
         **parts.named(parts.types(p), "T_IO", "T_W", "T_U", "DECAY", "BONUS"), **p.op.backward_constants,
     }  # fmt: skip
-    grid = (p.slots(CHUNK_LEN) * _slabs(p.K), p.H, 1)
-    bind = {**_given(p), "dq": "dr"}
-    return Step("gla_group_key_gradients", "gla_group_key_gradients", parameters, grid, bind, _ARCH)
+    slots = p.slots(CHUNK_LEN)
+    bind = {**_given(p), "q": "r", "dq": "dr", "halved": parts.halved(p), "slots": slots}
+    grid = (slots * _slabs(p.K), p.H, 1)
+    return parts.step_of_places("gla_group_key_gradients", parameters, grid, bind, by_halves, _ARCH)
 
 
 def _given(p: Problem) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 
 
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
-    """Return the chunk length that is fastest on an H200, or one that keeps a promise about the decays."""
+    """Return the chunk length that is fastest on an H200, or one that the bound of the decays asks for."""
     legal = _legal_chunk_lens(case.head_size, gpu, case.num_threads)
     bounded = [length for length in legal if parts.is_bounded(case.decay, case.decay_bound, length)]
     return (bounded or legal)[0]
@@ -102,20 +102,15 @@ def _is_for_groups(p: Problem) -> bool:
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 
-def takes_any_decay(p: Problem) -> bool:
-    """Return whether the forward is right for any decay: that of warp groups has no way through chunks out of range."""
-    return not takes_groups(p.gpu, p.chunk_len, p.num_threads)
-
-
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: a state per head and chunk, with warp groups the chunks' operands too."""
     if takes_groups(p.gpu, p.chunk_len, p.num_threads):
         return diagonal_groups.kept(p)
-    return {"checkpoints": diagonal_chunked.checkpoint_bytes(p, p.chunk_len)}
+    return {"checkpoints": diagonal_chunked.checkpoint_bytes(p, p.chunk_len), **parts.kept_frames(p)}
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; with a fallback it sets "flags" of the heads whose decays leave the range."""
+    """Return the forward."""
     parts.check_heads(p, "split")
     return diagonal_groups.forward(p) if _is_for_groups(p) else diagonal_chunked.scan_forward(p, kept(p))
 
@@ -135,7 +130,7 @@ def backward(p: Problem) -> Schedule:
 
 def _backward_steps(p: Problem) -> tuple[Step, Step]:
     """Return the launches of the backward, which pass "e" from one to the other."""
-    return diagonal_chunked.scan_step(p, "backward", {"checkpoints": "e", "leaves": None}), _key_step(p)
+    return diagonal_chunked.scan_step(p, "backward", {"checkpoints": "e", "framed": parts.framed(p)}), _key_step(p)
 
 
 def _key_step(p: Problem) -> Step:
@@ -144,10 +139,11 @@ def _key_step(p: Problem) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": _KEY_THREADS,
         "BLOCKS_PER_SM": p.gpu.resident_blocks(_KEY_THREADS, _MOST_KEY_THREADS[p.chunk_len], shared),
-        "SHARED_BYTES": shared, **parts.named(parts.types(p), "T_IO", "T_W", "T_U", "DECAY", "BONUS"),
+        "SHARED_BYTES": shared, "LARGEST_DECAY": parts.largest_decay(p),
+        **parts.named(parts.types(p), "T_IO", "T_W", "T_U", "DECAY", "BONUS"),
         **p.op.backward_constants,
     }  # fmt: skip
     slabs = -(-padded(p.K) * 2 // _KEY_THREADS)
-    bind = {**parts.given(p), "q": "r", "dq": "dr", "states": "checkpoints"}
+    bind = {**parts.given(p), "q": "r", "dq": "dr", "states": "checkpoints", "framed": parts.framed(p)}
     grid = (p.slots(p.chunk_len) * slabs, p.H, 1)
     return Step("gla_key_gradients", "gla_key_gradients", parameters, grid, bind)

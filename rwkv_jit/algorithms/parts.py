@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import TENSOR_CORES, Gpu
-from rwkv_jit.problem import BYTES, Op, Problem
+from rwkv_jit.problem import BYTES, MILD_DECAYS, Op, Problem
 from rwkv_jit.schedule import Result, Step
 from rwkv_jit.template import Parameter
 
@@ -20,7 +20,6 @@ LARGEST_HEAD = 128  # that a block holds
 LARGEST_DECAY = 64
 _SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
 _COPY_THREADS, _COPY_TILE = 256, 32
-_FLAG_THREADS = 256
 
 
 # ---- the rule ----------------------------------------------------------------------------------------------------
@@ -81,8 +80,8 @@ def shared_obstacle(case: Case, gpu: Gpu, chunk_len: int, shared_bytes: int) -> 
 
 
 def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
-    """Return whether no decay leaves the range of chunks of this length."""
-    if decay in ("none", "sigmoid"):
+    """Return whether no decay leaves the range of chunks of this length, if the bound holds."""
+    if decay in MILD_DECAYS:
         return True
     return decay_bound is not None and -decay_bound * chunk_len / 2 <= LARGEST_DECAY
 
@@ -188,6 +187,41 @@ def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
     return {f"d{name}_chunks": 4 * p.slots(chunk_len) * _width(p, name) for name in p.op.fixed}
 
 
+def largest_decay(p: Problem) -> int:
+    """Return what half a chunk may decay in its frame, for kernels that take others by halves; else 0."""
+    return LARGEST_DECAY if p.has_halves else 0
+
+
+def kept_frames(p: Problem) -> dict[str, Any]:
+    """Return the bytes of what tells the backward how many chunks of a head the forward had in frames."""
+    return {"framed": 4 * p.N * p.H} if p.has_halves else {}
+
+
+def framed(p: Problem) -> str | None:
+    """Return what a kernel's argument of that name is bound to."""
+    return "framed" if p.has_halves and p.training else None
+
+
+def halved(p: Problem) -> str | None:
+    """Return what a kernel's argument of that name is bound to."""
+    return "halved" if p.has_halves else None
+
+
+def ways(p: Problem) -> tuple[bool, ...]:
+    """Return the launches of a kernel that meets decays: in frames and, where decays may leave these, by halves."""
+    return (False, True) if p.has_halves else (False,)
+
+
+def step_of_places(
+    name: str, parameters: Mapping[str, Parameter], grid: tuple[Any, Any, Any], bind: Mapping[str, Any],
+    by_halves: bool, arch: str | None = None,
+) -> Step:  # fmt: skip
+    """Return the launch of a kernel for all places at once, or for those by halves, which blocks look for."""
+    if by_halves:
+        grid = (math.prod(grid), 1, 1)
+    return Step(name, name, parameters, grid, bind, arch, is_resident=by_halves)
+
+
 def sum_sequences(p: Problem, scratch: Mapping[str, Any]) -> list[Step]:
     """Return the steps that add up the gradients of sequences to results: as many as there is scratch for."""
     steps = []
@@ -249,15 +283,6 @@ def copy_states(
     grid = (p.N * p.H, -(-p.V // _COPY_TILE), -(-p.K // _COPY_TILE))
     bind = {"from": source, "to": target, "heads": p.H, "row_step": row_step, "first_row": first_row}
     return Step("copy_states", "copy_states", parameters, grid, bind)
-
-
-def combine_flags(p: Problem, segments: Any) -> Step:
-    """Return the step that sets a head's flag where one of its segments has one."""
-    parameters: dict[str, Parameter] = {"NUM_THREADS": _FLAG_THREADS}
-    bind = {
-        "segment_flags": "segment_flags", "flags": "flags", "sequences": p.N, "heads": p.H, "segments": segments,
-    }  # fmt: skip
-    return Step("combine_flags", "combine_flags", parameters, (-(-p.N * p.H // _FLAG_THREADS), 1, 1), bind)
 
 
 # ---- geometry ----------------------------------------------------------------------------------------------------

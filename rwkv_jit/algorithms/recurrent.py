@@ -142,11 +142,6 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
     return 0
 
 
-def takes_any_decay(p: Problem) -> bool:
-    """Return that the results are right for any decay."""
-    return True
-
-
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: a state per head and interval, and for wkv7 sa_t = S_{t-1} a_t [B, T, H, V].
 
@@ -159,12 +154,6 @@ def kept(p: Problem) -> dict[str, Any]:
 def forward(p: Problem) -> Schedule:
     """Return the forward: a block per sequence, head and block of value rows."""
     left = kept(p) if p.training else {}
-    bind = {**dict.fromkeys(("checkpoints", "sa", "leaves")), **{name: name for name in left}}
-    return Schedule((forward_step(p, bind),), parts.forward_results(p), left, vectors=_vectors(p))
-
-
-def forward_step(p: Problem, bind: Mapping[str, Any]) -> Step:
-    """Return the launch of the forward; with flags in "leaves" it does the heads that have one."""
     # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
     multiprocessors = p.gpu.multiprocessors
     states = p.N * p.H * p.K * p.V // 64**2
@@ -173,20 +162,16 @@ def forward_step(p: Problem, bind: Mapping[str, Any]) -> Step:
     parameters = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **cut, **parts.types(p)}
     grid = (p.N * p.H, -(-p.V // _block_rows(cut)), 1)
     name = p.op.stem
-    return Step(
+    bind = {"checkpoints": None, "sa": None, **{piece: piece for piece in left}}
+    step = Step(
         f"{name}_recurrent_forward", f"{name}_forward", parameters, grid,
         {**parts.given(p), "interval": _interval(p), **bind},
     )  # fmt: skip
+    return Schedule((step,), parts.forward_results(p), left, vectors=_vectors(p))
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward."""
-    step = backward_step(p, {"leaves": None})
-    return Schedule((step,), parts.backward_results(p), scratch=parts.sequence_gradients(p), vectors=_vectors(p))
-
-
-def backward_step(p: Problem, bind: Mapping[str, Any]) -> Step:
-    """Return the launch of the backward.
+    """Return the backward.
 
     A block takes the row blocks of a head one after another. A resident block owns a piece of scratch.
     """
@@ -202,10 +187,11 @@ def backward_step(p: Problem, bind: Mapping[str, Any]) -> Step:
     # What a block does not read is called by the name of all heads.
     whole = {f"{x}_all": given.get(x, x) for x in (*_names(p), "dy", "sa", "scratch")}
     numbers = {"interval": interval, "scratch_stride": floats}
-    return Step(
+    step = Step(
         f"{name}_recurrent_backward", f"{name}_backward", parameters, (p.N * p.H, 1, 1),
-        {**given, **whole, **numbers, **bind}, is_resident=True, per_block=("scratch", 4 * floats),
+        {**given, **whole, **numbers}, is_resident=True, per_block=("scratch", 4 * floats),
     )  # fmt: skip
+    return Schedule((step,), parts.backward_results(p), scratch=parts.sequence_gradients(p), vectors=_vectors(p))
 
 
 def _names(p: Problem) -> list[str]:

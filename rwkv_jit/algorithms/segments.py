@@ -3,7 +3,7 @@
 A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, joins them to the
 states at the starts, and runs the chunked kernels from these. The backward does the same with P^T. Segments are rows of
 the batch, so what is kept is what the chunked kernels keep, and P behind it. Without a delta term P is diagonal, and
-what is kept of it are exponents, a row for each head.
+what is kept of it is its diagonal, a row for each head.
 """
 
 from __future__ import annotations
@@ -82,11 +82,6 @@ def _cut(p: Problem, count: int) -> Problem:
     )  # fmt: skip
 
 
-def takes_any_decay(p: Problem) -> bool:
-    """Return whether the results are right for any decay: where those of segments are."""
-    return bool(_CHUNKED[p.op.family].takes_any_decay(p))
-
-
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -107,13 +102,15 @@ def _segment_step(p: Problem, cut: Problem, count: int, backward: bool) -> Step:
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward,
         **parts.named({**parts.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"),
     }  # fmt: skip
+    if p.op.family == "delta":
+        parameters["LARGEST_DECAY"] = parts.largest_decay(p)
     # In the forward a block may hold rows of Q and rows of P.
     rows = p.V if backward else padded(p.V) + p.K
     row_blocks = -(-rows // int(geometry["ROWS"])) if "ROWS" in geometry else 1
     bind = {
         **parts.given(cut), "keys": "r" if backward else "k", "key_strides": "r" if backward else "k",
         "values": "dy" if backward else "v", "value_strides": "dy" if backward else "v", "additions": "additions",
-        "transitions": None if backward else "transitions", "exponents": None if backward else "transitions",
+        "transitions": None if backward else "transitions", "decays": None if backward else "transitions",
     }  # fmt: skip
     name = f"{stem}_segment"
     return Step(name, name, parameters, (cut.N, p.H, row_blocks), bind, segments=count)
@@ -150,7 +147,7 @@ def _join_step(p: Problem, count: int, backward: bool, first: str | None, states
         "ROWS": _JOIN_THREADS // p.K if is_diagonal else _JOIN_ROWS, "BACKWARD": backward,
     }  # fmt: skip
     bind = {
-        "transitions": "transitions", "exponents": "transitions", "additions": "additions", "first": first,
+        "transitions": "transitions", "decays": "transitions", "additions": "additions", "first": first,
         "states": states, "last": last, "heads": p.H, "segments": count,
     }  # fmt: skip
     name = f"{p.op.stem}_join"
@@ -167,12 +164,11 @@ def kept(p: Problem) -> dict[str, Any]:
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; "flags" are those of sequences."""
+    """Return the forward."""
     count = _count(p)
     cut = _cut(p, count)
     chunked = _CHUNKED[p.op.family].forward(cut)
-    has_flags = p.has_fallback and (p.training or not takes_any_decay(p))
-    scratch = {"additions": _states(p, count), "starts": _states(p, count)}
+    scratch = {"additions": _states(p, count), "starts": _states(p, count), **chunked.scratch}
     steps: list[Step | Zero] = []
     first = None
     if p.has_initial_state:
@@ -182,14 +178,11 @@ def forward(p: Problem) -> Schedule:
             first, scratch["first"] = "first", 4 * p.N * p.H * p.V * p.K
     steps.append(_segment_step(p, cut, count, backward=False))
     steps.append(_join_step(p, count, False, first, "starts", None))
-    names = {"initial_state": "starts", "final_state": "ends", "flags": "segment_flags"}
+    names = {"initial_state": "starts", "final_state": "ends"}
     main = len(steps)
     steps += [
         step._replace(segments=count) if isinstance(step, Step) else step for step in renamed(chunked.steps, names)
     ]
-    if has_flags:
-        scratch["segment_flags"] = 4 * cut.N * p.H
-        steps.append(parts.combine_flags(p, count))
     if p.has_final_state:
         scratch["ends"] = _states(p, count)
         steps.append(
@@ -200,7 +193,7 @@ def forward(p: Problem) -> Schedule:
         left = {**chunked.kept, "transitions": _transitions(p, count)}
     else:
         scratch["transitions"] = _transitions(p, count)
-    return Schedule(tuple(steps), parts.forward_results(p), left, scratch, chunked.vectors, main)
+    return Schedule(tuple(steps), parts.forward_results(p), left, scratch, chunked.vectors, main + chunked.main)
 
 
 def backward(p: Problem) -> Schedule:
@@ -208,7 +201,8 @@ def backward(p: Problem) -> Schedule:
     count = _count(p)
     cut = _cut(p, count)._replace(has_initial_state=False, has_final_state=True)
     chunked = _CHUNKED[p.op.family].backward(cut)
-    scratch = {"additions": _states(p, count), "ends": _states(p, count), **parts.sequence_gradients(p)}
+    scratch = {"additions": _states(p, count), "ends": _states(p, count), **chunked.scratch}
+    scratch |= parts.sequence_gradients(p)
     scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut).items()}
     steps: list[Step | Zero] = []
     turned = 4 * p.N * p.H * p.V * p.K
@@ -232,7 +226,7 @@ def backward(p: Problem) -> Schedule:
     steps += parts.sum_segments(p, count)
     if last == "last":
         steps.append(parts.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
-    return Schedule(tuple(steps), parts.backward_results(p), {}, scratch, chunked.vectors, main)
+    return Schedule(tuple(steps), parts.backward_results(p), {}, scratch, chunked.vectors, main + chunked.main)
 
 
 def _segment_gradients(cut: Problem) -> dict[str, Any]:

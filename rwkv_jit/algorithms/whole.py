@@ -10,7 +10,6 @@ from rwkv_jit.algorithms import (
     delta_large,
     diagonal_chunked,
     diagonal_large,
-    fallback,
     parts,
     recurrent,
     segments,
@@ -32,21 +31,19 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return the bytes of what the forward keeps, by name."""
-    fast: dict[str, Any] = algorithm(p).kept(p)
-    return fallback.kept(p, fast) if p.has_fallback else fast
+    left: dict[str, Any] = algorithm(p).kept(p)
+    return left
 
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
     schedule: Schedule = algorithm(p).forward(p)
-    return fallback.forward(p, schedule, algorithm(p).takes_any_decay(p)) if p.has_fallback else schedule
+    return schedule
 
 
 def backward(p: Problem) -> Schedule:
     """Return the backward: gradients of sequences are added up, and those of states have the states' type."""
     schedule: Schedule = algorithm(p).backward(p)
-    if p.has_fallback:
-        schedule = fallback.backward(p, schedule)
     before: list[Step] = []
     after = parts.sum_sequences(p, schedule.scratch)
     names, scratch = {}, dict(schedule.scratch)

@@ -85,10 +85,6 @@ def gla(
     up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments keep 4 K
     bytes more for each of their heads.
 
-    Where the decays are looked at, the backward needs the memory of the recurrent kernels while it runs, because these
-    repeat their forward there. They work on the heads that they compute and on no others. A head has the errors of the
-    kernels that computed it.
-
     Results are the same bit for bit from run to run. A second derivative is an error.
 
     Under `torch.autocast` q, k and v are cast to its dtype as torch's own ops cast theirs; g may stay float32, and

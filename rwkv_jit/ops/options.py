@@ -61,12 +61,10 @@ class DecayOptions(CallOptions, total=False):
         d(w), the factor of the state in a step: exp(-exp(w)), exp(-e^(-1/2) sigmoid(w)), exp(w), or w itself. "raw" by
         default, for `gla` "log".
     decay_bound : float, optional
-        A promise: every log d is at least this negative number. For the decays of an RWKV-7 model in "raw" it is -0.61.
-        Without a promise any decay is right: the tensor cores look at the decays as they go. Where half a chunk shrinks
-        a channel by more than e^-64, the recurrent kernels compute that head of that sequence once more; ops without a
-        delta term walk token by token through that chunk in the forward, at head sizes that a block holds. With a
-        promise, or "sigmoid", they do not look. They take a chunk that is short enough for it, and give NaN where the
-        data break it.
+        A hint: log d is at least about this negative number. For the decays of an RWKV-7 model in "raw" it is -0.61.
+        Any decay is right, with a hint and without, and where data go below it. The tensor cores take a chunk more
+        slowly where half of it shrinks a channel by more than e^-64. With a hint they take a chunk that is short enough
+        not to, if there is one.
     """
 
     decay: str

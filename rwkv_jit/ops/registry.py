@@ -18,10 +18,10 @@ from rwkv_jit.problem import Op
 
 _OPTIONS = (
     "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
-    "int? forward_blocks, int? backward_blocks, bool? has_fallback"
+    "int? forward_blocks, int? backward_blocks, bool is_chosen"
 )
-# The promise about the decays is asked for where nothing is chosen yet: where `has_fallback` is None.
-_PROMISE = "*, float? decay_bound=None"
+# The bound of the decays is asked for where nothing is chosen yet.
+_BOUND = "*, float? decay_bound=None"
 _OF_OTHERS = {
     "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
     "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
@@ -123,8 +123,8 @@ def register(op: Op) -> None:
     given = ", ".join(f"Tensor {name}" for name in op.public_names)
     given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
     results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
-    forward = f"({given}, bool output_final_state, bool save, {_PROMISE}) -> (Tensor, Tensor, Tensor)"
-    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_PROMISE}) -> ({results})"
+    forward = f"({given}, bool output_final_state, bool save, {_BOUND}) -> (Tensor, Tensor, Tensor)"
+    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_BOUND}) -> ({results})"
     _register(f"{op.name}_fwd", forward)
     _register(f"{op.name}_bwd", backward)
 

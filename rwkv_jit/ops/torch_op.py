@@ -33,8 +33,8 @@ _NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurren
 class Options(NamedTuple):
     """What a call chooses beside its tensors, as the torch op takes it.
 
-    The backend is the algorithm that will run, but where `has_fallback` is None: then all is as the caller asked, and
-    what runs goes by the device that the tensors are on when it does.
+    The backend is the algorithm that will run where it `is_chosen`. Else all is as the caller asked, and what runs goes
+    by the device that the tensors are on when it does.
     """
 
     scale: float
@@ -46,7 +46,7 @@ class Options(NamedTuple):
     backend: str
     forward_blocks: int | None = None
     backward_blocks: int | None = None
-    has_fallback: bool | None = False
+    is_chosen: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,16 +174,16 @@ def chosen(
     Calls that are not `is_direct` choose without a look at what the GPU has room for: what a fake says of them must
     hold when they run.
     """
-    if options.has_fallback is not None:
+    if options.is_chosen:
         return options
     if not is_for_kernels(options.backend, arrays[0]):
-        return options._replace(backend="reference", has_fallback=False)
+        return options._replace(backend="reference", is_chosen=True)
     if not op.has_heads:  # its schedules choose, by the GPU
-        return options._replace(has_fallback=False)
+        return options._replace(is_chosen=True)
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    return options._replace(**made._asdict())
+    return options._replace(**made._asdict(), is_chosen=True)
 
 
 def case_of(
@@ -207,7 +207,7 @@ def asked_options(tail: Tail) -> Options:
     """Return the options of a call as it was asked for."""
     return Options(
         float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
-        tail.backend, has_fallback=None,
+        tail.backend, is_chosen=False,
     )  # fmt: skip
 
 
@@ -224,7 +224,8 @@ def problem_of(
     output_final_state: bool, training: bool, gpu: Gpu,
 ) -> Problem:  # fmt: skip
     """Return the problem of a call whose algorithm is chosen."""
-    sizes = _sizes(op, arrays)
+    sizes, given = _sizes(op, arrays), options._asdict()
+    del given["is_chosen"]
     return Problem(
         op, gpu, {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, arrays, strict=True)},
         N=sizes["B"] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
@@ -233,7 +234,7 @@ def problem_of(
         training=training,
         has_initial_state=state is not None,
         has_final_state=output_final_state,
-        **{**options._asdict(), "chunk_len": options.chunk_len or 0, "has_fallback": bool(options.has_fallback)},
+        **{**given, "chunk_len": options.chunk_len or 0},
         **sizes,
     )  # fmt: skip
 
@@ -354,7 +355,7 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         saved = arguments[-1]
         problem = training_problem(given, state, cu_seqlens, options, decay_bound)
         problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
-        if options.has_fallback is None:
+        if not options.is_chosen:
             expected = floats(whole.kept(problem))
             if saved.numel() != expected:
                 raise RwkvJitError(
@@ -429,4 +430,5 @@ def say_reference(name: str, x: Tensor) -> None:
 
 def _options_of(p: Problem) -> Options:
     """Return the options of a call whose algorithm is chosen."""
-    return Options(*[getattr(p, name) for name in Options._fields])._replace(chunk_len=p.chunk_len or None)
+    fields = {name: getattr(p, name) for name in Options._fields if name != "is_chosen"}
+    return Options(**fields)._replace(chunk_len=p.chunk_len or None)

@@ -89,10 +89,6 @@ def wkv7(
     128 above 256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward
     without gradients needs B H T (8 K + 350) bytes while it runs.
 
-    Where the decays are looked at, the backward needs the memory of the recurrent kernels while it runs, because these
-    repeat their forward there. They work on the heads that they compute and on no others. A head has the errors of the
-    kernels that computed it.
-
     Results are the same bit for bit from run to run. A second derivative is an error.
 
     Under `torch.autocast` r, k, v, a and b are cast to its dtype as torch's own ops cast theirs; w may stay

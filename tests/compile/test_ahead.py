@@ -119,7 +119,7 @@ def test_warm_compiles_just_what_specialize_names():
         w_dtype=torch.float32, state_dtype=torch.bfloat16,
     )  # fmt: skip
     assert {each.name for each in made} == {
-        "gla_scan", "gla_recurrent_forward", "gla_join", "gla_segment", "combine_flags", "copy_states"
+        "gla_scan", "gla_recurrent_forward", "gla_join", "gla_segment", "copy_states"
     }  # fmt: skip
     for backend in ("chunked", "recurrent"):
         same = rwkv_jit.specialize(
@@ -150,7 +150,7 @@ OF_ALL = {"recurrent_forward", "recurrent_backward"}
 OF_SEGMENTS = {"segment", "join"}
 CHUNKED = {"chunked_forward", "chunked_backward", *OF_SEGMENTS}
 SCANNED = {"prepare", "scan", "token_gradients", "key_gradients"}
-OF_GROUPS = {"prepare", "group_scan", "token_gradients", "key_gradients"}
+OF_GROUPS = {"prepare", "group_scan", "token_gradients", "key_gradients", "key_gradients_by_halves"}
 GATED = {"scan", "chunked_backward", *OF_SEGMENTS}
 GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients"}
 
@@ -162,14 +162,14 @@ GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients"}
         ("wkv7", 24, "sm_90", {"decay": "sigmoid"}, CHUNKED, "chunked_forward", 0),
         ("wkv7", 8, "sm_90", {}, CHUNKED, "chunked_forward", 64),
         ("wkv7", 192, "sm_80", {"decay": "sigmoid"}, SCANNED, None, 0),
-        ("wkv7", 136, "sm_90", {}, OF_GROUPS | {"decay_range"}, "decay_range", 64),
+        ("wkv7", 136, "sm_90", {}, OF_GROUPS, "prepare", 64),
         ("wkv5", 40, "sm_80", {}, GATED, "scan", 64),
-        ("gla", 40, "sm_80", {"decay_bound": -1.0}, GATED, "scan", 0),
+        ("gla", 40, "sm_80", {"decay_bound": -1.0}, GATED, "scan", 64),
         ("linear_attention", 40, "sm_80", {}, GATED, "scan", 0),
         ("wkv5", 136, "sm_80", {}, {"scan", "key_gradients"}, "scan", 64),
         ("wkv6", 136, "sm_80", {"decay": "sigmoid"}, {"scan", "key_gradients"}, "scan", 0),
         ("wkv5", 264, "sm_90", {}, GATED_GROUPS, "prepare", 64),
-        ("gla", 136, "sm_90", {"decay_bound": -1.0}, GATED_GROUPS, "prepare", 0),
+        ("gla", 136, "sm_90", {"decay_bound": -1.0}, GATED_GROUPS, "prepare", 64),
         ("wkv7", 4, "sm_75", {}, set(), None, 0),
         ("gla", 264, "sm_80", {"dtypes": torch.float32}, set(), None, 0),
     ],
@@ -228,7 +228,7 @@ def call_all_ways(on_gpu, monkeypatch):
 
 
 SIZES = ((7, 7), (64, 64), (128, 128), (64, 96), (64, 136), (129, 129), (192, 64), (300, 512), (512, 512))
-PROMISES = {
+BOUNDS = {
     "wkv5": [("raw", None)],
     "wkv6": [("sigmoid", None), ("log", -8.1)],
     "wkv7": [("raw", None), ("sigmoid", None), ("log", -3.0), ("direct", -9.0)],
@@ -239,7 +239,7 @@ PROMISES = {
 
 @pytest.mark.parametrize(("keys", "values"), SIZES)
 @pytest.mark.parametrize(
-    ("op", "decay", "decay_bound"), [(op, *promise) for op, promises in PROMISES.items() for promise in promises]
+    ("op", "decay", "decay_bound"), [(op, *bound) for op, bounds in BOUNDS.items() for bound in bounds]
 )
 def test_calls_take_the_kernels_that_warm_has_made_and_no_others(op, decay, decay_bound, keys, values, call_all_ways):
     """The whole way of a call, up to where its kernels would be loaded."""

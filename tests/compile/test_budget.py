@@ -73,7 +73,6 @@ OTHERS = {
     # What every op takes around its own kernels.
     "sum_rows": ("backward", "sum_rows", problem("wkv6")),
     "copy_states": ("backward", "copy_states", problem("wkv7", **STATES)),
-    "combine_flags": ("forward", "combine_flags", problem("wkv7", **SEGMENTS, has_fallback=True)),
     # RWKV-4: all, and what a part of the tokens does on its own.
     **{f"wkv4_{way}": (way, f"wkv4_{way}", PART) for way in WAYS},
     # timex at 32 rows of 768 tokens, and at 8 rows of 4096, which are streamed.
@@ -86,16 +85,29 @@ OTHERS = {
         )
     },
 }  # fmt: skip
+# The same for what has left its frame.
+ANY = {"decay": "raw"}
+OF_HALVES = {
+    **{f"wkv7_chunked_{way}": (way, problem("wkv7", backend="chunked", chunk_len=32, **ANY)) for way in WAYS},
+    "wkv7_prepare": ("forward", large("wkv7", **ANY)),
+    "wkv7_key_gradients_by_halves": ("backward", large("wkv7", **ANY)),
+    "gla_prepare": ("forward", large("gla", **ANY)),
+    "gla_group_key_gradients": ("backward", large("gla", **ANY)),
+}  # fmt: skip
+HALVES = {f"{template.removesuffix('_by_halves')}_by_halves": template for template in OF_HALVES}
 PARTS = {f"wkv4_part_{way}": f"wkv4_{way}" for way in WAYS}
 # The forms that wkv5 went through, at the head size that was studied, by their place.
 HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
-FLAGSHIPS = [*(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *PARTS, *HISTORY]
+FLAGSHIPS = [*(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *HISTORY]
 
 
 def used(name):
     if name in OTHERS:
         direction, template, given = OTHERS[name]
         made = kernel.get(requests(direction, given)[template])
+    elif name in HALVES:
+        direction, given = OF_HALVES[HALVES[name]]
+        made = kernel.get(requests(direction, given, by_halves=True)[HALVES[name]])
     elif name in PARTS:
         direction, template, given = OTHERS[PARTS[name]]
         request = requests(direction, given)[template]

@@ -51,9 +51,8 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     assert (made["path"], made["bytes"], made["compiler"]) == (str(file), file.stat().st_size, identity.identity())
     asked = {(size, arch, way) for size in (8, 16) for arch in ("sm_90", "compute_80") for way in WAYS}
     found = {(each["parameters"].get("HEAD_SIZE"), each["arch"], each["name"]) for each in made["kernels"]}
-    around = {"combine_flags", "copy_states"}
-    assert {each for each in found if each[2] not in around} == asked
-    assert {each[2] for each in found} >= around
+    assert {each for each in found if each[2] != "copy_states"} == asked
+    assert "copy_states" in {each[2] for each in found}
     assert all((each["registers"] is None) == (each["target"] == "compute_80") for each in made["kernels"])
     names = bundle.Bundle(file).names()
     assert len(names) == len(made["kernels"])
@@ -132,7 +131,7 @@ def test_every_option_is_a_list(build):
     for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", [*states, ("vk", "fp32")])):
         wanted += [(name, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
     around = [row[0] for row in found if not row[0].startswith("gla_")]
-    assert sorted(around) == ["combine_flags", *["copy_states"] * 4]  # from and to both types of states
+    assert around == ["copy_states"] * 4  # from and to both types of states
     assert sorted((row for row in found if row[0] not in around), key=str) == sorted(wanted, key=str)
 
 
@@ -156,7 +155,7 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
         file = tmp_path / f"{op}.bundle"
         assert run("cache", "export", file, "--op", op)[0] == 0
         kinds = {name.split("/")[1].split("_")[0] + "_" for name in bundle.Bundle(file).names()}
-        assert kinds - {"sum_", "copy_", "combine_"} == {stem}  # and what all ops take
+        assert kinds - {"sum_", "copy_"} == {stem}  # and what all ops take
     one_batch = build("--op", "timex", "--tokens", "512", "--batch", "8", "--direction", "forward", "--arch", "sm_80")
     assert parameters(one_batch, "name", "BATCH") == [("timex_convolve", 8)]
 
@@ -166,10 +165,9 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     ("bound", "dtypes"), [((), ["bf16"]), (("--decay-bound", "-1", "--dtype", "bf16,fp16"), ["bf16", "fp16"])]
 )
 def test_defaults_are_those_of_a_call(bound, dtypes, build):
-    """A bound of the decay spares the kernel that looks at the decays."""
+    """A bound of the decay changes no kernel, where the chunk is short enough for it."""
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", *bound)
     wanted = {("copy_states", *[None] * 6), ("gla_join", *[None] * 6)}
-    wanted |= set() if bound else {("combine_flags", *[None] * 6)}
     for dtype in dtypes:
         wanted |= {(name, *[dtype] * 3, "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")} | {
             ("gla_segment", dtype, dtype, None, "raw", None, None)

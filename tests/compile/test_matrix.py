@@ -15,7 +15,7 @@ from problems import problem, requests
 import rwkv_jit
 from bench import history
 from rwkv_jit import ahead, cache, compiler, kernel
-from rwkv_jit.algorithms import delta_large, parts, whole
+from rwkv_jit.algorithms import parts, whole
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -181,7 +181,7 @@ def of_algorithm(direction, *given):
     return {
         kernel.memory_key(request): request
         for request in itertools.chain(*schedules)
-        if request.template.name not in ("sum_rows", "copy_states", "combine_flags")
+        if request.template.name not in ("sum_rows", "copy_states")
     }.values()
 
 
@@ -298,7 +298,7 @@ def test_chunked_kernels_that_ops_share(row):
 
 @pytest.mark.parametrize("row", [*all_of(GATED_SCAN_AXES), *all_of(GATED_GROUP_AXES)], ids=name)
 def test_kernels_for_large_heads_that_ops_share(row):
-    """All kernels of a direction, for many and few heads, with a fallback and without."""
+    """All kernels of a direction, for many and few heads."""
     direction, arch = row["direction"], row["arch"]
     found, backward = compile_row(row, "split"), direction == "backward"
     threads = None if row["num_threads"] == "default" else row["num_threads"]
@@ -308,11 +308,7 @@ def test_kernels_for_large_heads_that_ops_share(row):
     in_groups = arch == "sm_90" and length == 64 and threads != 256
     made = of_algorithm(
         direction,
-        *(
-            problem_of(row, chunk_len=length, num_threads=threads, few_heads=few_heads, has_fallback=has_fallback)
-            for few_heads in (False, True)
-            for has_fallback in (False, found.parameters["DECAY"] not in ("none", "sigmoid"))
-        ),
+        *(problem_of(row, chunk_len=length, num_threads=threads, few_heads=few_heads) for few_heads in (False, True)),
     )
     if in_groups:
         names = {"gla_group_scan", "gla_group_key_gradients" if backward else "gla_prepare"}
@@ -392,6 +388,8 @@ def test_kernels_for_large_heads(row):
     few, many = (problem_of(row, chunk_len=length, few_heads=few_heads) for few_heads in (True, False))
     made = [*of_algorithm(direction, many, few)]
     others = {"forward": {"wkv7_prepare"}, "backward": {"wkv7_token_gradients", "wkv7_key_gradients"}}[direction]
+    if direction == "backward" and row["decay"] != "sigmoid":
+        others = {*others, "wkv7_key_gradients_by_halves"}
     assert {request.template.name for request in made} == {found.name, *others}
     assert found.parameters in [request.parameters for request in made]
     if in_groups:
@@ -444,10 +442,9 @@ def test_products_of_warp_groups_do_not_wait_for_each_other(op, head_size, value
         *(
             problem(
                 op, dtype, head_size, value_size, backend="large", chunk_len=64, decay=decay, few_heads=few_heads,
-                has_fallback=has_fallback, types={"w": "fp32"} if op == "wkv7" else (),
+                types={"w": "fp32"} if op == "wkv7" else (),
             )
             for few_heads in (False, True)
-            for has_fallback in (False, decay == "log")
         ),
     )  # fmt: skip
     in_groups = [request for request in made if request.arch == "sm_90a"]
@@ -565,34 +562,6 @@ def test_kernel_of_segments(row):
         check_variant(found, row["op"], has_constant_decay=False)
 
 
-LOOK_AXES = {
-    "head_size": (1, 7, 30, 64, 100, 128, 200, 513, 1000, 1024),
-    "arch": ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"),
-    "w_dtype": ("bf16", "fp16", "fp32"),
-    "decay": ("raw", "log", "direct"),
-    "chunk_len": (16, 32, 64),
-}
-
-
-@pytest.mark.parametrize("row", in_turn(LOOK_AXES), ids=name)
-def test_kernel_that_looks_at_decays(row):
-    given = problem(
-        "wkv7", K=row["head_size"], arch=row["arch"], decay=row["decay"], chunk_len=row["chunk_len"],
-        types={"w": row["w_dtype"]},
-    )  # fmt: skip
-    _, look = delta_large._look(given)
-    found = kernel.get(look.request(given.gpu))
-    assert found.cubin[:4] == b"\x7fELF"
-    assert "wkv7_decay_range" in found.resources
-    assert 0 < found.registers <= 128
-    assert found.spill_bytes <= (32 if row["arch"] == "sm_75" else 0)  # where no call takes it
-    assert found.shared_bytes == 0
-    threads = found.parameters["NUM_THREADS"]
-    assert threads >= row["head_size"] or row["head_size"] % 4 == 0
-    assert threads in (256, 1024)
-    assert f"constexpr auto DECAY = Decay::{row['decay']};" in found.source
-
-
 # ---- what is around the kernels of an algorithm ------------------------------------------------------------------
 
 TYPES = ("fp32", "bf16", "fp16")
@@ -625,11 +594,6 @@ def test_kernel_that_copies_states_of_every_kind_to_every_other(arch, sizes):
     check_small(
         [parts.copy_states(given, "a", "b", a_type, b_type, a, b) for (a_type, a), (b_type, b) in pairs], arch
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
-def test_kernel_that_combines_flags(arch):
-    check_small([parts.combine_flags(problem("wkv7"), 4)], arch)
 
 
 # Architectures, decays, state types and geometries that the rows above show of other templates only.
@@ -691,7 +655,6 @@ def test_kernel_of_a_call(template, op, head_size, arch, decay):
         (GATED_AXES, 32, 48),
         (GATED_SCAN_AXES, 20, 40),
         (GATED_GROUP_AXES, 20, 40),
-        (LOOK_AXES, 30, 60),
     ],
 )
 def test_sample_is_the_same_every_time_and_holds_every_value(axes, least, most):

@@ -299,7 +299,6 @@ OTHER_RULES = {
         "num_threads must be twice the value size, rounded up to a multiple of 32": {"NUM_THREADS": 96},
     },
     "wkv7_segment": {**CHUNKED_RULES, "rows must be a multiple of 32": {"ROWS": 48}},
-    "wkv7_decay_range": {"num_threads must be a multiple of the lanes": {"NUM_THREADS": 2}},
     "sum_rows": {"columns must divide the threads": {"COLUMNS": 48}},
     "copy_states": {"num_threads must be a multiple of 32 up to 1024": {"NUM_THREADS": 48}},
 }
@@ -324,6 +323,10 @@ OTHER_RULES["wkv7_group_backward"] = {
     "num_threads must be twice the value size": {"NUM_THREADS": 64},
     # Four groups for two tiles.
     "a group has whole tiles of columns": {"VALUE_SIZE": 256, "NUM_THREADS": 512, "SHARED_BYTES": 212992},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
+}
+OTHER_RULES["wkv7_key_gradients_by_halves"] = {
+    "num_threads must be 128, for 64 channels": {"NUM_THREADS": 256},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
 OTHER_RULES["gla_key_gradients"] = {"shared_bytes is what the geometry says": {"SHARED_BYTES": 16}}
@@ -383,6 +386,9 @@ SCAN_RULES = {
 }
 # What no parameter breaks but a change of a file: the kernel, the file, what is changed there, and into what.
 OWN_RULES = {
+    "own terms have the place of Tm for a while": (
+        "wkv7_chunked_forward", "wkv7_chunk.cuh", "OwnTerms = float[2]", "OwnTerms = float[32]",
+    ),
     "the token matrices fill one stage": ("wkv7_group_scan", "wkv7_group_scan.cu", "BACKWARD ? 3 : 2;", "4;"),
     "products have 32 or 64 columns": (
         "wkv7_group_scan", "wkv7_group_scan.cu", "multiply_group<VALUE_ROWS,", "multiply_group<16,",
@@ -400,6 +406,7 @@ OWN_RULES = {
 }  # fmt: skip
 # And the bytes by which that makes shared memory larger: of 16 x 16 blocks, in each of three stages.
 MORE_BYTES = {"the token matrices fill one stage": 3 * (4 * 10 - 32) * 512}
+OF_HALVES = ("own terms have the place of Tm for a while",)  # and not of chunks in frames
 OF_THE_BACKWARD = {"held_states must divide chunk_len"} | {rule for rule in CHUNKED_RULES if "value size" in rule}
 BROKEN = [
     (f"{kind}_{direction}", rule, rules[rule])
@@ -430,8 +437,8 @@ GIVEN = {
     "gla_group_backward": {"op": "linear_attention", "K": 128, "backend": "chunked", "chunk_len": 32},
     **dict.fromkeys(("wkv7_join", "wkv7_segment", "gla_join", "gla_segment"), SEGMENTS),
     **dict.fromkeys(("wkv7_chunked_forward", "wkv7_chunked_backward", "gla_chunked_backward"), SEGMENTS),
-    "wkv7_decay_range": {**LARGE, "decay": "log", "has_fallback": True},
     **dict.fromkeys(("wkv7_prepare", "wkv7_token_gradients", "wkv7_key_gradients", "wkv7_group_scan"), LARGE),
+    "wkv7_key_gradients_by_halves": LARGE,
     **dict.fromkeys(("gla_prepare", "gla_group_scan", "gla_group_key_gradients"), LARGE),
     "sum_rows": {"op": "wkv6"},
     "copy_states": {**SEGMENTS, "has_final_state": True},
@@ -444,7 +451,7 @@ def request_of(name):
     of_op = {"op": op if op in ("wkv7", "gla") else "wkv7", "K": 24, "state_layout": "vk"}
     given = problem(**{**of_op, **GIVEN.get(name, {})})
     kernels = requests("backward", given) | requests("forward", given)
-    return kernels[name]
+    return kernels[name] if name in kernels else requests("backward", given, by_halves=True)[name]
 
 
 def parameters(name):
@@ -472,6 +479,8 @@ def test_broken_rule_of_a_template_about_itself_comes_back_as_its_text(rule, own
     template.path_of(file).write_text(text.replace(was, becomes), encoding="utf-8")
     given = parameters(name)
     given = {**given, "SHARED_BYTES": given["SHARED_BYTES"] + MORE_BYTES.get(rule, 0)}
+    if rule in OF_HALVES:
+        given["BY_HALVES"] = True
     with pytest.raises(UnsupportedConfigError, match=f"^{name}: {rule}; got "):
         kernel.get(kernel.Request(template.library(name), given, "sm_90a"))
 

@@ -183,25 +183,3 @@ def problems(nothing_known):
     from rwkv_jit.ops import known_calls
 
     return lambda: [known.problem for known in known_calls.calls.values()]
-
-
-@pytest.fixture
-def seen_flags(monkeypatch):
-    """The flags [sequences, heads] of every forward for gradients whose decays may leave the range."""
-    from rwkv_jit.algorithms import whole
-    from rwkv_jit.ops import known_calls
-    from rwkv_jit.schedule import offsets
-
-    seen, run = [], known_calls.Known.run
-
-    def watched(known, *given):
-        results, problem = run(known, *given), known.problem
-        if problem.has_fallback and problem.training:
-            sizes = whole.kept(problem)
-            begin = dict(zip(sizes, offsets(sizes.values()), strict=True))["flags"] // 4
-            flags = results[-1].view(torch.int32)[begin : begin + sizes["flags"] // 4]
-            seen.append(flags.view(problem.N, problem.H))
-        return results
-
-    monkeypatch.setattr(known_calls.Known, "run", watched)
-    return seen

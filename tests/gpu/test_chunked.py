@@ -109,14 +109,6 @@ def test_float32_decay_beside_half_inputs(op, dtype):
     assert torch.autograd.grad(y.float().sum(), given["w"])[0].dtype == torch.float32
 
 
-def test_broken_promise_shows(op):
-    given = inputs(decay="log", decays=(-20.0, -19.0))
-    y, _ = rwkv_jit.wkv7(*given.values(), decay="log", decay_bound=-1.0)
-    assert y.isnan().any()
-    whole, _ = rwkv_jit.wkv7(*given.values(), decay="log")  # without a promise nothing breaks
-    assert whole.isfinite().all()
-
-
 # ---- states, packing, strides ------------------------------------------------------------------------------------
 
 
@@ -399,7 +391,6 @@ def test_the_rule_picks_these_kernels(op, problems):
         rwkv_jit.wkv7(*given.values(), **options)
     rwkv_jit.wkv7(*[x[:, : rule.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
     assert [made.backend for made in problems()] == ["chunked", "chunked", "chunked", "recurrent", "recurrent"]
-    assert [made.has_fallback for made in problems()] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -417,7 +408,7 @@ def test_opcheck(op, packed):
     given = [x.detach() for x in inputs(batch=1, tokens=70, head_size=40).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 3, 40, 40, device="cuda")
-    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, False)
+    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, True)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)

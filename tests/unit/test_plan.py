@@ -121,6 +121,13 @@ def test_resident_blocks_are_no_more_than_there_is_room_for(wanted, given, on_gp
     assert plan._scratch_bytes == 48 * given
 
 
+def test_resident_blocks_are_as_many_as_a_kernel_was_made_for(on_gpu):
+    """No driver is asked: before a launch it knows nothing of the shared memory above what every GPU gives."""
+    sizes = {"BLOCKS_PER_SM": 3, "SHARED_BYTES": 70_000}
+    plan_of(schedule(step(grid=(1000, 1, 1), is_resident=True, parameters=sizes)), make()).run([*make().values()])
+    assert on_gpu.launches[0].grid == (3 * 132, 1, 1)
+
+
 # ---- copies ------------------------------------------------------------------------------------------------------
 
 

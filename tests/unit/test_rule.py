@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import rwkv_jit
 from rwkv_jit import rule, tensors, tuned
-from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, parts, segments, whole
+from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, segments, whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -147,7 +147,7 @@ TAKEN = {
         (MIXED, "sm_100", "large", 32),
         (MIXED, "compute_90", "large", 32),
         (LARGEST | RAW | bound(-4.0), "sm_90", "large", 64),
-        # The chunk of warp groups, or one that keeps a promise.
+        # The chunk of warp groups, or one that the bound asks for.
         (MIXED | RAW | bound(-2.0), "sm_90a", "large", 64),
         (MIXED | RAW | bound(-2.1), "sm_90", "large", 32),
         (MIXED | RAW | bound(-4.1), "sm_90", "large", 16),
@@ -268,12 +268,7 @@ def test_some_algorithm_takes_every_call(
     )  # fmt: skip
     made = rule.chosen("auto", case, lambda: gpu, lambda: NOTHING_KNOWN)
     assert chunk_len in (None, made.chunk_len)
-    if made.backend == "recurrent":
-        assert not made.has_fallback
-    else:
-        is_bounded = parts.is_bounded(decay, decay_bound, made.chunk_len)
-        assert made.has_fallback is not is_bounded
-        # A promise is kept where any length keeps it.
+    if made.backend != "recurrent":
         lengths = whole.ALGORITHMS[OPS[op].family]["large" if made.backend == "large" else "chunked"].CHUNK_LENS
         assert made.chunk_len in lengths
     p = problem(op, dtype, head_size, value_size, T=tokens, H=heads, decay=decay, training=training)
@@ -282,7 +277,7 @@ def test_some_algorithm_takes_every_call(
     assert whole.backward(p).launches
 
 
-# ---- promises about decays ---------------------------------------------------------------------------------------
+# ---- bounds of decays --------------------------------------------------------------------------------------------
 
 
 def chosen(changes, arch="sm_90", backend="auto", known=NOTHING_KNOWN):
@@ -290,53 +285,52 @@ def chosen(changes, arch="sm_90", backend="auto", known=NOTHING_KNOWN):
 
 
 @pytest.mark.parametrize(
-    ("size", "least", "asked", "chunk_len", "has_fallback"),
+    ("size", "least", "asked", "chunk_len"),
     [
-        (64, None, None, 32, True),
-        (64, -4.0, None, 32, False),
-        (64, -4.1, None, 16, False),
-        (64, -8.0, None, 16, False),
-        (64, -8.1, None, 32, True),
-        (64, -4.1, 32, 32, True),
-        (64, -4.1, 16, 16, False),
-        (64, -8.1, 16, 16, True),
-        (256, None, None, 64, True),
-        (256, -2.0, None, 64, False),
-        (256, -2.1, None, 32, False),
-        (256, -4.0, None, 32, False),
-        (256, -4.1, None, 64, True),
-        (256, -2.1, 64, 64, True),
-        (256, -4.1, 32, 32, True),
+        (64, None, None, 32),
+        (64, -4.0, None, 32),
+        (64, -4.1, None, 16),
+        (64, -8.0, None, 16),
+        (64, -8.1, None, 32),
+        (64, -4.1, 32, 32),
+        (64, -4.1, 16, 16),
+        (256, None, None, 64),
+        (256, -2.0, None, 64),
+        (256, -2.1, None, 32),
+        (256, -4.0, None, 32),
+        (256, -4.1, None, 64),
+        (256, -2.1, 64, 64),
     ],
 )
 @pytest.mark.parametrize("decay", ["raw", "log", "direct"])
-def test_call_has_a_fallback_where_no_promise_is_kept_by_its_chunk(decay, size, least, asked, chunk_len, has_fallback):
-    """A shorter chunk is taken where that keeps a promise, and the longest there is where none does."""
+def test_bound_makes_chunks_shorter_where_that_keeps_them_in_range(decay, size, least, asked, chunk_len):
+    """Where no chunk is short enough, the longest there is is taken."""
     changes = sizes(size) | {"decay": decay, "chunk_len": asked} | bound(least)
     algorithm = "chunked" if size <= 128 else "large"
-    assert chosen(changes) == (algorithm, chunk_len, None, None, None, has_fallback)
-    # Nothing of this is so where the map itself is a promise, and in the recurrent kernels.
-    assert not chosen(changes | {"decay": "sigmoid"}).has_fallback
-    assert chosen(changes, backend="recurrent") == ("recurrent", asked, None, None, None, False)
+    assert chosen(changes) == (algorithm, chunk_len, None, None, None)
+    # Nothing of this is so where the map itself is bounded, and in the recurrent kernels.
+    usual = 32 if size <= 128 else 64
+    assert chosen(changes | {"decay": "sigmoid"}) == (algorithm, asked or usual, None, None, None)
+    assert chosen(changes, backend="recurrent") == ("recurrent", asked, None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("changes", "backend", "algorithm", "chunk_len", "has_fallback"),
+    ("changes", "backend", "algorithm", "chunk_len"),
     [
-        (RAW | FEW, "auto", "segments", 32, True),
-        (RAW | FEW | bound(-8.0), "auto", "segments", 16, False),
-        (RAW | {"tokens": 5}, "chunked", "chunked", 32, True),
-        (RAW | {"tokens": 5} | LARGE, "split", "large", 64, True),
-        # Inference of large heads prefers the short chunk, and so keeps more.
-        (RAW | sizes(128) | {"training": False} | bound(-8.0), "auto", "chunked", 16, False),
-        (RAW | sizes(128) | {"training": False} | bound(-8.1), "auto", "chunked", 16, True),
-        ({"op": "linear_attention", "decay": "none"}, "auto", "chunked", 32, False),
-        ({"op": "linear_attention", "decay": "none"} | LARGE, "auto", "large", 64, False),
+        (RAW | FEW, "auto", "segments", 32),
+        (RAW | FEW | bound(-8.0), "auto", "segments", 16),
+        (RAW | {"tokens": 5}, "chunked", "chunked", 32),
+        (RAW | {"tokens": 5} | LARGE, "split", "large", 64),
+        # Inference of large heads prefers the short chunk, whatever the bound.
+        (RAW | sizes(128) | {"training": False} | bound(-8.0), "auto", "chunked", 16),
+        (RAW | sizes(128) | {"training": False} | bound(-8.1), "auto", "chunked", 16),
+        ({"op": "linear_attention", "decay": "none"}, "auto", "chunked", 32),
+        ({"op": "linear_attention", "decay": "none"} | LARGE, "auto", "large", 64),
     ],
     ids=str,
 )
-def test_segments_and_named_kernels_have_fallbacks_too(changes, backend, algorithm, chunk_len, has_fallback):
-    assert chosen(changes, backend=backend) == (algorithm, chunk_len, None, None, None, has_fallback)
+def test_chunks_of_segments_and_of_named_kernels_go_by_the_bound_too(changes, backend, algorithm, chunk_len):
+    assert chosen(changes, backend=backend) == (algorithm, chunk_len, None, None, None)
 
 
 # ---- segments ------------------------------------------------------------------------------------------------------
@@ -499,19 +493,19 @@ def bf16(tokens, batch=1, head_size=64, count=6):
 
 
 def resolved(arrays, cu_seqlens=None, decay_bound=None, training=True, **options):
-    asked = torch_op.Options(1.0, "sigmoid", "vk", 64, None, None, "auto", has_fallback=None)._replace(**options)
+    asked = torch_op.Options(1.0, "sigmoid", "vk", 64, None, None, "auto", is_chosen=False)._replace(**options)
     made = torch_op.chosen(OPS["wkv7"], arrays, cu_seqlens, decay_bound, asked, training, is_direct=True)
     return made[4:]
 
 
 def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
     assert resolved(bf16(32), decay="raw") == (32, None, "chunked", None, None, True)
-    assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, False)
-    assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, False)
-    assert resolved(bf16(4096)) == (32, None, "segments", None, None, False)
+    assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, True)
+    assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, True)
+    assert resolved(bf16(4096)) == (32, None, "segments", None, None, True)
     assert resolved(bf16(1, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
-    assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, False)
-    assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, False)
+    assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, True)
+    assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, True)
 
 
 def test_packed_sequences_count_by_their_mean_length(as_if_on_gpu):
@@ -527,15 +521,15 @@ class NothingRuns(Exception):
 @pytest.mark.parametrize(
     ("op", "tokens", "head_size", "options", "chosen"),
     [
-        ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32, False)),
-        ("wkv7", 64, 64, {"decay_bound": -7.0}, ("chunked", 16, False)),
-        ("wkv7", 64, 64, {}, ("chunked", 32, True)),
-        ("wkv7", 20, 64, {}, ("recurrent", 0, False)),
-        ("wkv7", 64, 192, {"decay_bound": -2.1}, ("large", 32, False)),
-        ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 64, False)),
-        ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16, False)),
-        ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64, True)),
-        ("gla", 64, 1025, {}, ("recurrent", 0, False)),
+        ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32)),
+        ("wkv7", 64, 64, {"decay_bound": -7.0}, ("chunked", 16)),
+        ("wkv7", 64, 64, {}, ("chunked", 32)),
+        ("wkv7", 20, 64, {}, ("recurrent", 0)),
+        ("wkv7", 64, 192, {"decay_bound": -2.1}, ("large", 32)),
+        ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 64)),
+        ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16)),
+        ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64)),
+        ("gla", 64, 1025, {}, ("recurrent", 0)),
     ],
     ids=str,
 )
@@ -544,7 +538,7 @@ def test_compiler_sees_the_algorithm_that_will_run(op, tokens, head_size, option
     seen, kept = [], whole.kept
 
     def watched(p):
-        seen.append((p.backend, p.chunk_len, p.has_fallback))
+        seen.append((p.backend, p.chunk_len))
         return kept(p)
 
     def refuse(*_):

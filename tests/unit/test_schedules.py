@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from problems import problem, requests
 
 from rwkv_jit import plan, rule
-from rwkv_jit.algorithms import delta_chunked, delta_large, diagonal_chunked, parts, whole
+from rwkv_jit.algorithms import delta_chunked, delta_large, parts, whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -115,7 +115,7 @@ def check_flow(launches, p, schedule, before, results):
     assert set(schedule.results) == set(results)
     own = {step.per_block[0] for step, *_ in launches if isinstance(step, Step) and step.per_block}
     passed = {name for name, size in schedule.scratch.items() if size} - own
-    assert passed <= read | {"flags"}, passed - read  # where the backward alone needs flags, forwards write them
+    assert passed <= read, passed - read
     assert passed <= written
     assert not schedule.kept or set(schedule.kept) <= written
     return read
@@ -291,7 +291,7 @@ def test_threads_that_are_asked_for_are_those_of_the_forward():
 
 @pytest.mark.parametrize(("asked", "nearest"), [(1, 96), (32, 96), (100, 96), (120, 128), (511, 512), (5000, 512)])
 def test_nearest_number_of_threads(asked, nearest):
-    (step,) = whole.forward(problem("wkv7", K=80, backend="chunked", chunk_len=32, num_threads=asked)).launches
+    step, _ = whole.forward(problem("wkv7", K=80, backend="chunked", chunk_len=32, num_threads=asked)).launches
     assert delta_chunked.nearest(step, "num_threads", asked) == nearest
     assert delta_chunked.nearest(step, "num_threads", nearest) is None
     assert delta_chunked.nearest(step, "chunk_len", 32) is None
@@ -311,7 +311,7 @@ def test_nearest_number_of_threads(asked, nearest):
 def test_geometry_of_the_diagonal_kernels_is_what_was_fastest(op, sizes, forward, backward):
     made = the("forward", "gla_scan", op, *sizes)
     assert (made["ROWS"], made["NUM_THREADS"], made["BLOCKS_PER_SM"]) == forward
-    assert (made["CHUNK_LEN"], made["BACKWARD"], made["LARGEST_DECAY"]) == (32, False, 0)
+    assert (made["CHUNK_LEN"], made["BACKWARD"]) == (32, False)
     made = the("backward", "gla_chunked_backward", op, *sizes)
     assert (made["NUM_THREADS"], made["BLOCKS_PER_SM"]) == backward
     assert "T_STATE" not in made
@@ -380,7 +380,7 @@ def test_warp_groups_multiply_where_rows_fill_their_tiles(op, sizes, arch, chunk
     longest = 64 if is_of_groups and op == "linear_attention" else chunk_len
     assert forward.parameters.get("FOR_GROUPS", False) == (longest == 64)
     states = 3 * 2 * -(-100 // longest)
-    assert whole.kept(p) == {"checkpoints": 2 * states * parts.padded(sizes[0]) * parts.padded(sizes[1])}
+    assert whole.kept(p)["checkpoints"] == 2 * states * parts.padded(sizes[0]) * parts.padded(sizes[1])
     if is_of_groups:
         assert backward.parameters["SHARED_BYTES"] % 1024 == 0
         assert backward.parameters["NUM_THREADS"] == 2 * parts.padded(sizes[1])
@@ -481,8 +481,8 @@ def test_scan_that_leaves_half_of_the_gpu_free_goes_on_in_parts(direction, heads
     assert (walks[0][0], walks[-1][1]) == (0, p.slots(64))
     of_a_chunk = {"wkv7_prepare": 1, "wkv7_token_gradients": 1, "wkv7_key_gradients": p.K // 64}
     for template, blocks in of_a_chunk.items():
-        parts_of_all = [(step.bind["first_chunk"], step.grid[0] // blocks)
-                        for step in schedule.launches if step.template == template]  # fmt: skip
+        of_template = [step for step in schedule.launches if step.template == template and not step.is_resident]
+        parts_of_all = [(step.bind["first_chunk"], step.grid[0] // blocks) for step in of_template]
         covered = itertools.chain(*(range(first, first + length) for first, length in parts_of_all))
         assert not parts_of_all or sorted(covered) == [*range(p.slots(64))]
 
@@ -650,27 +650,48 @@ def test_blocks_that_prepare_are_three_where_registers_allow_it(op, t_w, blocks)
 
 # ---- what all have in common -------------------------------------------------------------------------------------
 
-LOOKS = [
-    ("wkv7", 40, 64, "chunked", 32, "wkv7_chunked_forward"),
-    ("wkv6", 40, 64, "chunked", 32, "gla_scan"),
-    ("gla", 40, 256, "large", 32, "gla_scan"),
-    ("gla", 40, 256, "large", 64, "gla_prepare"),
-    ("wkv7", 40, 256, "large", 64, "wkv7_decay_range"),
-    ("wkv7", 40, 64, "segments", 32, "wkv7_chunked_forward"),
-]
+# What meets decays in chunks forwards, backwards, and what tells the backward which chunks were taken by halves; and
+# the kernels of launches that take these, where they are others.
+HALVES = [
+    ("wkv7", "sm_80", 40, 64, "chunked", {"chunked_forward"}, {"chunked_backward"}, "framed",
+     {"chunked_forward"}, {"chunked_backward"}),
+    ("wkv7", "sm_90", 64, 64, "chunked", {"chunked_forward"}, {"group_backward"}, "framed",
+     {"chunked_forward"}, {"chunked_backward"}),
+    ("wkv7", "sm_80", 40, 64, "segments", {"segment", "chunked_forward"}, {"segment", "chunked_backward"}, "framed",
+     {"chunked_forward"}, {"chunked_backward"}),
+    ("wkv7", "sm_80", 40, 256, "large", {"prepare", "scan"}, {"scan", "key_gradients"}, "halved",
+     {"prepare"}, {"key_gradients_by_halves"}),
+    ("wkv7", "sm_90", 40, 256, "large", {"prepare", "group_scan"}, {"group_scan", "key_gradients"}, "halved",
+     {"prepare"}, {"key_gradients_by_halves"}),
+    ("wkv6", "sm_90", 40, 64, "chunked", {"scan"}, {"chunked_backward"}, "framed",
+     set(), set()),
+    ("gla", "sm_90", 40, 64, "segments", {"scan"}, {"chunked_backward"}, "framed",
+     set(), set()),
+    ("gla", "sm_80", 40, 256, "large", {"scan"}, {"scan", "key_gradients"}, "framed",
+     set(), set()),
+    ("wkv5", "sm_90", 40, 256, "large", {"prepare", "group_scan"}, {"group_scan", "group_key_gradients"}, "halved",
+     {"prepare"}, {"group_key_gradients"}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "keys", "values", "backend", "chunk_len", "name"), LOOKS)
-def test_decays_are_looked_at_by_one_kernel_of_the_forward_where_there_is_a_fallback(
-    op, keys, values, backend, chunk_len, name
+@pytest.mark.parametrize("decay", ["raw", "log", "direct", "sigmoid"])
+@pytest.mark.parametrize(
+    ("op", "arch", "keys", "values", "backend", "forward", "backward", "told", "again", "back_again"), HALVES
+)
+def test_kernels_take_chunks_by_halves_where_the_map_allows_strong_decays(
+    op, arch, keys, values, backend, forward, backward, told, again, back_again, decay
 ):
-    for has_fallback, direction in itertools.product((False, True), ("forward", "backward")):
-        given = {"backend": backend, "chunk_len": chunk_len, "T": 4096, "has_fallback": has_fallback, "training": True}
-        made = of(direction, op, keys, values, **given)
-        looking = {key for key, x in made.items() if x.parameters.get("LARGEST_DECAY")}
-        assert looking == ({name} if has_fallback and direction == "forward" else set())
-        again = f"{OPS[op].stem}_recurrent_{direction}"
-        assert (again in made) == (has_fallback and (direction == "backward" or name != "gla_scan"))
+    has_halves = decay != "sigmoid"
+    given = {"backend": backend, "chunk_len": 64 if backend == "large" else 32, "T": 4096, "decay": decay}
+    p = problem(op, K=keys, V=values, arch=arch, training=True, **given)
+    assert (told in whole.kept(p)) == has_halves
+    assert "recurrent" not in " ".join(requests("forward", p) | requests("backward", p))
+    for direction, names, by_halves in (("forward", forward, again), ("backward", backward, back_again)):
+        rest = {f"{OPS[op].stem}_{name}" for name in by_halves} if has_halves else set()
+        assert requests(direction, p, by_halves=True).keys() == rest
+        made = {name: request.parameters.get("LARGEST_DECAY") for name, request in requests(direction, p).items()}
+        wanted = dict.fromkeys((f"{OPS[op].stem}_{name}" for name in names), parts.LARGEST_DECAY if has_halves else 0)
+        assert {name: x for name, x in made.items() if x is not None} == wanted
 
 
 @pytest.mark.parametrize("chunk_len", [16, 32, 64])
@@ -712,6 +733,6 @@ def test_more_heads_than_a_grid_has_room_for_are_for_the_recurrent_kernels(op):
 
 def test_diagonal_kernels_without_warp_groups_keep_states_alone():
     p = problem("gla", K=256, T=100, arch="sm_80", backend="large", chunk_len=32)
-    assert set(whole.kept(p)) == {"checkpoints"}
-    assert set(whole.kept(p._replace(gpu=Gpu("sm_90"), chunk_len=64))) == {"operands", "pairs", "frames", "states"}
-    assert diagonal_chunked.takes_any_decay(p)
+    assert set(whole.kept(p)) == {"checkpoints", "framed"}
+    in_groups = whole.kept(p._replace(gpu=Gpu("sm_90"), chunk_len=64))
+    assert set(in_groups) == {"operands", "pairs", "frames", "states", "halved"}

@@ -89,7 +89,7 @@ def of(op, head_size=64, dtype=torch.bfloat16):
 def options_of(op="wkv7", inputs=None, decay_bound=None, training=True, **options):
     """The options that a call is resolved to."""
     decay = "none" if op == "linear_attention" else "sigmoid"
-    asked = Options(1.0, decay, "vk", 64, None, None, "auto", has_fallback=None)._replace(**options)
+    asked = Options(1.0, decay, "vk", 64, None, None, "auto", is_chosen=False)._replace(**options)
     return torch_op.chosen(OPS[op], inputs or of(op), None, decay_bound, asked, training, is_direct=True)
 
 
@@ -173,22 +173,22 @@ def test_choice_is_for_its_op(op):
 
 
 @pytest.mark.parametrize(
-    ("call", "chunk_len", "guarded"),
+    ("call", "chunk_len"),
     [
-        ({"decay": "sigmoid"}, 64, False),
-        ({"decay": "raw"}, 64, True),
-        ({"decay": "raw", "decay_bound": -2.0}, 64, False),
-        ({"decay": "raw", "decay_bound": -2.1}, 32, False),  # of the rule: 64 would have to be guarded
-        ({"decay": "raw", "decay_bound": -4.1}, 16, False),
-        ({"decay": "raw", "decay_bound": -8.1}, 64, True),  # no chunk keeps this promise
+        ({"decay": "sigmoid"}, 64),
+        ({"decay": "raw"}, 64),
+        ({"decay": "raw", "decay_bound": -2.0}, 64),
+        ({"decay": "raw", "decay_bound": -2.1}, 32),  # of the rule: 64 would leave the range
+        ({"decay": "raw", "decay_bound": -4.1}, 16),
+        ({"decay": "raw", "decay_bound": -8.1}, 64),  # every chunk would
     ],
     ids=str,
 )
 @pytest.mark.parametrize("op", ["wkv5", "wkv6", "gla"])
-def test_choice_whose_chunk_keeps_no_promise_is_left_for_the_rule(op, call, chunk_len, guarded):
+def test_choice_whose_chunk_is_too_long_for_the_bound_is_left_for_the_rule(op, call, chunk_len):
     store(make(op=op, chunk_len=64, backward_blocks=1))
     found = options_of(op, **call)
-    assert (found.chunk_len, found.has_fallback) == (chunk_len, guarded)
+    assert found.chunk_len == chunk_len
     assert (found.num_threads, found.forward_blocks) == ((256, 2) if chunk_len == 64 else (None, None))
 
 

@@ -1,0 +1,193 @@
+// What wkv7_key_gradients.cu does, for those slabs of 64 channels of a chunk whose decays leave the range of its
+// middle's frame: by halves (wkv7_halves.cuh). Arguments are as there.
+//
+// Grid (any number of blocks): each takes slabs of a chunk and head, one after another, a warp for 16 channels.
+// Channels stand in the order of lanes, as the states have them.
+#include "chunk.cuh"
+#include "halved.cuh"
+#include "slab_copy.cuh"
+#include "slots.cuh"
+#include "wkv7_halves.cuh"
+#include "wkv7_layouts.cuh"
+
+constexpr int DECAY_CHANNELS = TILE_COLUMNS, DECAY_PARTS = SLABS;
+constexpr bool DECAYS_COME_IN_PARTS = true;
+#include "chunk_decay.cuh"
+#include "pair_rows.cuh"
+
+static_assert(NUM_THREADS == 128, "num_threads must be 128, for 64 channels");
+
+constexpr int PITCH = TILE_COLUMNS + 8;
+using Row = T_IO[PITCH];
+struct Raw { Row r[CHUNK_LEN], a[CHUNK_LEN], k[CHUNK_LEN], b[CHUNK_LEN]; };  // later their gradients
+struct Smem {
+    union {
+        struct {
+            Slab<TILE_COLUMNS> state, e;  // 64 values
+            Slab<CHUNK_LEN> v, dy, u, dx;
+        } piece;
+        struct {
+            Raw raw;
+            float growth[CHUNK_LEN][TILE_COLUMNS + 4];  // the tokens' decays; later the gradients of their logarithms
+        } rows;
+    };
+    Triangle gradients[4];  // dArk dArb dAak dAab
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+// A triangle by rows and columns.
+struct TriangleByTokens { TriangleTile tile; };
+__device__ inline Right load_right(TriangleByTokens triangle, int row, int column) {
+    return load_right(triangle.tile, row / 16, column / 16);
+}
+__device__ inline Right load_right_transposed(TriangleByTokens triangle, int row, int column) {
+    return load_right_transposed(triangle.tile, row / 16, column / 16);
+}
+// A token with itself.
+__device__ inline float own_pair(const Triangle& triangle, int token) {
+    const int p = token / 16, t = token % 16;
+    return to_float(reinterpret_cast<const bf16*>(triangle.units[p * (p + 3) / 2])[t / 8 * 3 * 64 + t % 8 * 9]);
+}
+// What was copied as it is in T_IO; the tensor cores take bf16.
+__device__ inline void round_tile(Slab<CHUNK_LEN>& tile) {
+    unsigned* const words = reinterpret_cast<unsigned*>(&tile);
+    for (int i = threadIdx.x; i < CHUNK_LEN * TILE_COLUMNS / 2; i += NUM_THREADS) {
+        const float2 x = unpack(words[i]);
+        words[i] = pack(x.x, x.y);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_key_gradients_by_halves(
+    const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
+    const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
+    const i64* __restrict__ cu_seqlens, const bf16* __restrict__ u, const bf16* __restrict__ dx,
+    const uint4* __restrict__ states, const uint4* __restrict__ e, const uint4* __restrict__ gradients,
+    const int* __restrict__ halved, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
+    T_IO* __restrict__ da, T_IO* __restrict__ db, Strides r_strides, Strides w_strides, Strides k_strides,
+    Strides v_strides, Strides a_strides, Strides b_strides, Strides dy_strides, i64 tokens, i64 heads, i64 sequences,
+    float scale, int first_chunk, i64 part_slots, int part_chunks) {
+    auto make = [=](i64 place) mutable {
+        extern __shared__ __align__(1024) unsigned char shared_bytes[];
+        Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+        const i64 slot = place / SLABS / heads, head = place / SLABS % heads;
+        const int slab = place % SLABS, first_channel = slab * TILE_COLUMNS;
+        const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
+        if (chunk.steps == 0 || !has_channel(first_channel)) return;
+        const int steps = chunk.steps;
+        const i64 token = chunk.span.begin + chunk.token;
+        const auto start = [&](Strides s) { return chunk.span.batch * s.batch + token * s.token + head * s.head; };
+        const i64 row_of_outputs = (chunk.span.batch * tokens + token) * heads + head;
+        states += place * (STATE_ROWS * 8) + threadIdx.x, e += place * (STATE_ROWS * 8) + threadIdx.x;
+        w += start(w_strides);
+
+        using Values = ValueColumns<TILE_COLUMNS, NUM_THREADS, T_IO>;
+        using Solutions = ValueColumns<TILE_COLUMNS, NUM_THREADS, bf16>;
+        Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
+        Solutions of_u(u + row_of_outputs * VALUE_SIZE, heads * VALUE_SIZE);
+        Solutions of_dx(dx + row_of_outputs * VALUE_SIZE, heads * VALUE_SIZE);
+        copy_units(smem.gradients, gradients + (slot * heads + head) * (4 * TRIANGLE_UNITS) + threadIdx.x);
+        RawDecays raw_w;
+        raw_w.load(w, w_strides.token, steps, first_channel);
+
+        const int column = 16 * warp_id();
+        TokenSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // dY S, dX S, V E and U E, [channel, token]
+        float state_terms[2] = {};
+#pragma unroll 1
+        for (int first_value = 0; first_value < VALUE_SIZE; first_value += TILE_COLUMNS) {
+            auto& piece = smem.piece;
+            of_v.copy(piece.v, 0, steps), of_dy.copy(piece.dy, 0, steps);
+            of_u.copy(piece.u, 0, steps), of_dx.copy(piece.dx, 0, steps);
+            copy_units(piece.state, states + first_value * 8), copy_units(piece.e, e + first_value * 8);
+            commit_copies(), wait_for_copies<0>();
+            __syncthreads();  // this piece is there
+            if constexpr (!is_bf16<T_IO>) {
+                round_tile(piece.v), round_tile(piece.dy);
+                __syncthreads();
+            }
+            const auto state = tile_of(piece.state), with_e = tile_of(piece.e);
+            constexpr int STEP = 32;  // rows of the state that are behind the last value, in steps, may hold anything
+#pragma unroll
+            for (int at = 0; at < TILE_COLUMNS; at += STEP) {
+                if (first_value + at >= VALUE_SIZE) break;
+                multiply_end<STEP>(d_r, state, tile_of(piece.dy), column, at);
+                multiply_end<STEP>(d_a, state, tile_of(piece.dx), column, at);
+                multiply_end<STEP>(d_k, with_e, tile_of(piece.v), column, at);
+                multiply_end<STEP>(d_b, with_e, tile_of(piece.u), column, at);
+#pragma unroll
+                for (int c = at; c < at + STEP; c += 16) {
+                    const Fragment x = load_left_transposed(state, c, column),
+                                   y = load_left_transposed(with_e, c, column);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        state_terms[i % 2] += low_of(x.at[i]) * low_of(y.at[i]) + high_of(x.at[i]) * high_of(y.at[i]);
+                }
+            }
+            __syncthreads();  // nobody reads it any more
+        }
+#pragma unroll
+        for (float& term : state_terms)
+#pragma unroll
+            for (int delta = 1; delta < 4; delta *= 2) term += __shfl_xor_sync(0xffffffffu, term, delta);
+
+        // A thread's pair of channels, and its tokens.
+        auto& raw = smem.rows.raw;
+        auto& growth = smem.rows.growth;
+        const int index = threadIdx.x % PAIRS, first = threadIdx.x / PAIRS * SEGMENT_LEN,
+                  channel = first_channel + 2 * index;
+        const int pair = column_pair<Order::lanes>(index);
+        const auto word = [&](Row (&rows)[CHUNK_LEN], int i) -> unsigned& {
+            return *reinterpret_cast<unsigned*>(&rows[first + i][2 * pair]);
+        };
+        const auto read = [&](Row (&rows)[CHUNK_LEN], const T_IO* source, Strides strides) {
+            source += start(strides);
+#pragma unroll
+            for (int i = 0; i < SEGMENT_LEN; ++i)
+                word(rows, i) = first + i < steps ? read_pair(source + (first + i) * strides.token, channel) : 0u;
+        };
+        read(raw.r, r, r_strides), read(raw.a, a, a_strides), read(raw.k, k, k_strides), read(raw.b, b, b_strides);
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            const auto decay = [&](int j) {
+                return first + i < steps && has_channel(channel + j) ? token_decay<DECAY>(raw_w.at(i, j)) : 1.0f;
+            };
+            *reinterpret_cast<float2*>(&growth[first + i][2 * pair]) = {decay(0), decay(1)};
+        }
+        __syncthreads();  // rows and decays are there
+
+        const auto tile = [](Row (&rows)[CHUNK_LEN]) { return Tile<PITCH>{shared_address(rows[0])}; };
+        const auto triangle = [&](int i) { return TriangleByTokens{tile_of(smem.gradients[i])}; };
+        struct { Tile<PITCH> r, a, k, b; } const tiles = {tile(raw.r), tile(raw.a), tile(raw.k), tile(raw.b)};
+        const PairGradients<TriangleByTokens> pairs = {triangle(0), triangle(1), triangle(2), triangle(3)};
+        const auto own_pairs = [&](int t) {
+            return float2{own_pair(smem.gradients[0], t), own_pair(smem.gradients[1], t)};
+        };
+        const auto begin = [](RowGradients& grads, const TokenSums& left, const TokenSums& right) {
+            for_each_token([&](int n, int j, int i, int) {
+                grads.left[n][2 * j + i] = left[n][2 * j + i], grads.right[n][2 * j + i] = right[n][2 * j + i];
+            });
+        };
+        write_key_gradients_by_halves(
+            tiles, raw, pairs, [&](RowGradients& grads) { begin(grads, d_r, d_k); },
+            [&](RowGradients& grads) { begin(grads, d_a, d_b); }, own_pairs, growth, state_terms, column, scale);
+        __syncthreads();  // the gradients are there
+
+        const i64 row_stride = heads * HEAD_SIZE;
+        const auto write = [&](T_IO* target, Row (&rows)[CHUNK_LEN], int i, i64 row) {
+            write_pair(target + row, channel, Words<T_IO, 2>{{word(rows, i)}});
+        };
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            if (first + i >= steps) break;
+            const i64 row = row_of_outputs * HEAD_SIZE + (first + i) * row_stride;
+            write(dr, raw.r, i, row), write(da, raw.a, i, row), write(dk, raw.k, i, row), write(db, raw.b, i, row);
+            const float2 d_decay = *reinterpret_cast<const float2*>(&growth[first + i][2 * pair]);
+            write_pair(dw + row, channel, rounded<T_W>({d_decay.x * log_decay_slope<DECAY>(raw_w.at(i, 0)),
+                                                        d_decay.y * log_decay_slope<DECAY>(raw_w.at(i, 1))}));
+        }
+    };
+    const auto place_of = [=](i64 item) {
+        const i64 slot = slot_of_part(item / SLABS / heads, part_chunks, first_chunk, tokens);
+        return (slot * heads + item / SLABS % heads) * SLABS + item % SLABS;
+    };
+    for_each_halved<1>(halved, part_slots * heads * SLABS, place_of, make);
+}
