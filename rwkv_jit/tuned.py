@@ -68,7 +68,7 @@ class Choice(NamedTuple):
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
 # Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
-_TEMPLATES = "6d77a14271c19ad8"
+_TEMPLATES = "4173415bb706f41f"
 _H200 = ("NVIDIA H200", "sm_90", "wkv7")
 SHIPPED: tuple[Choice, ...] = (
     # With gradients at 32, four blocks win at 128 heads of batch 8, 3.09 ms and not 3.39; fewer were not measured.

@@ -242,13 +242,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 const auto own_pair = [&](int t) {
                     return float2{to_float(smem.d.rk[t][t]), to_float(smem.d.rb[t][t])};
                 };
-                const auto begin_r = [&](RowGradients& grads) {
-                    multiply_end<VALUES>(grads.left, tile_state, tile_dy, column);
-                    multiply_end<VALUES>(grads.right, tile_e, tile_v, column);
+                const auto begin_r = [&](TreeGradients& grads, int b) {
+                    multiply_end<VALUES>(grads.left, tile_state, tile_dy, column, b);
+                    multiply_end<VALUES>(grads.right, tile_e, tile_v, column, b);
                 };
-                const auto begin_a = [&](RowGradients& grads) {
-                    multiply_end<VALUES>(grads.left, tile_state, tile_dx, column);
-                    multiply_end<VALUES>(grads.right, tile_e, tile_u, column);
+                const auto begin_a = [&](TreeGradients& grads, int b) {
+                    multiply_end<VALUES>(grads.left, tile_state, tile_dx, column, b);
+                    multiply_end<VALUES>(grads.right, tile_e, tile_u, column, b);
                 };
                 write_key_gradients_by_halves(tiles, smem.raw, d_tiles, begin_r, begin_a, own_pair, smem.growth, terms,
                                               column, scale);

@@ -1,121 +1,138 @@
 // The gradients of the keys' side of RWKV-7 by halves (levels.cuh).
 //
-// Needs what halves.cuh needs.
+// Needs what block_tree.cuh needs.
 #pragma once
-#include "halves.cuh"
+#include "block_tree.cuh"
 
 // The gradients of the token matrices.
 template <typename Matrix> struct PairGradients { Matrix rk, rb, ak, ab; };
 
-// sums += X S of the warp's channels from `column` on, transposed; of COUNT values from `first` on.
-template <int COUNT, typename States, typename Values>
-__device__ inline void multiply_end(TokenSums& sums, States states, Values values, int column, int first = 0) {
-#pragma unroll
-    for (int c = first; c < first + COUNT; c += 16) {
-        const Fragment rows = load_left_transposed(states, c, column);
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p) multiply_add(&sums[2 * p], rows, load_right_transposed(values, 16 * p, c));
-    }
-}
+// Rows of levels, those that come from r and k, and those from a and b.
+template <typename Rows> struct BothRows { Rows with_r, with_a; };
 
-// The decays and the rows of all levels of a warp's 16 channels; all is [channel, token].
-struct KeyLevels {
-    Decays decays;
-    LevelRows with_r, with_a;  // R and K, A and B
+// 16 tokens: their decays, and the rows as they are.
+struct KeyBlock {
+    TreeDecays decays;
+    Fragment r, a, k, b;
+    float scale;
 
-    template <typename Rows>
-    __device__ void add_levels(LevelRows& rows, const Rows& of_left, const Rows& of_right, int column, bool sees_own,
-                               float scale) {
-        TokenFragments x, y;
-        TokenSums left, right;
-        load_raw(x, of_left, column), load_raw(y, of_right, column);
-        for_each_token([&](int n, int j, int i, int) {
-            const int at = 2 * j + i;
-            left[n][at] = element_of<T_IO>(x, n, j, i) * (sees_own ? scale * decays.own[n][at] : 1.0f);
-            right[n][at] = element_of<T_IO>(y, n, j, i);
-        });
-        rows.add_levels<1>(left, right, decays);
-    }
-    // `raw` has the rows r, a, k and b, and `growth` the tokens' decays. All lanes of the warp have to come.
     template <typename Raw, int PITCH>
-    __device__ KeyLevels(const Raw& raw, const float (*growth)[PITCH], int column, float scale) {
-        decays.load(growth, column);
-        add_levels(with_r, raw.r, raw.k, column, true, scale), add_levels(with_a, raw.a, raw.b, column, false, scale);
-        __syncwarp();  // all lanes have read the decays
+    __device__ KeyBlock(const Raw& raw, const float (*growth)[PITCH], int column, int block, float scale)
+        : decays(growth + 16 * block, column), scale(scale) {
+        r = load_raw(raw.r, column, block), a = load_raw(raw.a, column, block);
+        k = load_raw(raw.k, column, block), b = load_raw(raw.b, column, block);
+    }
+    // Rows of single tokens.
+    __device__ float r_row(int n, int j, int i) const {
+        return scale * element_of<T_IO>(r, n, j, i) * decays.own[n][2 * j + i];
+    }
+    __device__ float a_row(int n, int j, int i) const { return element_of<T_IO>(a, n, j, i); }
+    __device__ float k_row(int n, int j, int i) const { return element_of<T_IO>(k, n, j, i); }
+    __device__ float b_row(int n, int j, int i) const { return element_of<T_IO>(b, n, j, i); }
+    __device__ void make_rows(BothRows<TreeRows>& rows) const {
+        rows.with_r.make(decays, [&](int n, int j, int i) { return r_row(n, j, i); },
+                         [&](int n, int j, int i) { return k_row(n, j, i); });
+        rows.with_a.make(decays, [&](int n, int j, int i) { return a_row(n, j, i); },
+                         [&](int n, int j, int i) { return b_row(n, j, i); });
+    }
+    // Its rows for another block: left ones where it is the later one. `between` is what decays between the two.
+    __device__ BothRows<Fragment> whole_rows(bool is_left, const float (&between)[2]) const {
+        BlockSums with_r, with_a;
+        for_each_element([&](int n, int j, int i) {
+            const float grown = decays.grown<16>(is_left, n, j, i) * between[j];
+            with_r[n][2 * j + i] = (is_left ? r_row(n, j, i) : k_row(n, j, i)) * grown;
+            with_a[n][2 * j + i] = (is_left ? a_row(n, j, i) : b_row(n, j, i)) * grown;
+        });
+        return {to_fragment(with_r[0], with_r[1]), to_fragment(with_a[0], with_a[1])};
     }
 };
 
-// The gradients of the rows of one tree, R and K or A and B: to begin with those of the rows that meet the states at
-// the chunk's start and end, in the end those of the inputs. One tree after the other: for both there are no registers.
-struct RowGradients {
-    TokenSums left = {}, right = {}, d_decay;
-    EightSums shared = {};
+// What takes rows R and K, and A and B, to the gradients of one tree's rows: matrices for left and for right ones.
+template <typename Matrix> struct KeyProducts {
+    const BothRows<TreeRows>& rows;
+    const BothRows<Fragment> (&others)[BLOCKS];
+    Matrix r_left, r_right, a_left, a_right;
+    int b;
 
-    // What multiplies a level's rows R and K to the gradients of these rows, of left and of right ones, and what A and
-    // B.
-    template <int LEVEL, typename Matrix>
-    __device__ void descend_levels(const KeyLevels& levels, const LevelRows& own, Matrix r_left, Matrix r_right,
-                                   Matrix a_left, Matrix a_right) {
-        TokenSums d_rows = {}, terms = {};
-        add_level_gradients<LEVEL>(d_rows, levels.with_r, r_left, r_right);
-        add_level_gradients<LEVEL>(d_rows, levels.with_a, a_left, a_right);
-        descend<LEVEL>(left, right, d_rows, own.at[index_of(LEVEL)], levels.decays, terms);
-        descend<LEVEL>(shared, d_decay, terms);
-        if constexpr (LEVEL > 1) descend_levels<LEVEL / 2>(levels, own, r_left, r_right, a_left, a_right);
+    __device__ void add_block(BlockSums& z, int o, bool later) const {
+        add_block_gradients(z, others[o].with_r, r_left, r_right, b, o, later);
+        add_block_gradients(z, others[o].with_a, a_left, a_right, b, o, later);
     }
-    template <typename Matrix> __device__ void descend_r(const KeyLevels& levels, const PairGradients<Matrix>& d) {
-        descend_levels<CHUNK_LEN / 2>(levels, levels.with_r, d.rk, d.rk, d.rb, d.ak);
-    }
-    template <typename Matrix> __device__ void descend_a(const KeyLevels& levels, const PairGradients<Matrix>& d) {
-        descend_levels<CHUNK_LEN / 2>(levels, levels.with_a, d.ak, d.rb, d.ab, d.ab);
-    }
-    template <typename Tile> __device__ void store(Tile left_tile, Tile right_tile, int column) const {
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p) {
-            store_block_transposed(left_tile, 16 * p, column, to_fragment_of<T_IO>(left[2 * p], left[2 * p + 1]));
-            store_block_transposed(right_tile, 16 * p, column, to_fragment_of<T_IO>(right[2 * p], right[2 * p + 1]));
-        }
+    template <int LEVEL> __device__ void add_level(BlockSums& z) const {
+        add_level_gradients<LEVEL>(z, rows.with_r, r_left, r_right, b);
+        add_level_gradients<LEVEL>(z, rows.with_a, a_left, a_right, b);
     }
 };
 
-// dr, dk, da and db to `tiles`, which may be those of `raw`, and the gradient of the log-decay to the place of the
-// tokens' decays in `growth`. `begin_r` and `begin_a` begin the gradients with what the states give: dY S and V E, dX S
-// and U E. `own_pair` gives dArk and dArb of a token with itself, and `state_terms` is sum_v S E of the lane's
-// channels.
+// dr, dk, da and db to `tiles`, which are not those of `raw`, and the gradient of the log-decay to the place of the
+// tokens' decays in `growth`. `begin_r` and `begin_a` begin the gradients of a block with what the states give: dY S
+// and V E, dX S and U E. `own_pair` gives dArk and dArb of a token with itself, and `state_terms` is sum_v S E of the
+// lane's channels.
 template <typename Tiles, typename Raw, typename Matrix, typename BeginR, typename BeginA, typename OwnPair, int PITCH>
 __device__ inline void write_key_gradients_by_halves(const Tiles& tiles, const Raw& raw, const PairGradients<Matrix>& d,
                                                      BeginR begin_r, BeginA begin_a, OwnPair own_pair,
                                                      float (*growth)[PITCH], const float (&state_terms)[2], int column,
                                                      float scale) {
-    const KeyLevels levels(raw, growth, column, scale);
-    const auto gradient = [&](int token, int j) -> float& { return growth[token][column + group() + 8 * j]; };
-    TokenFragments r_rows;
-    {
-        RowGradients grads;
-        begin_r(grads);
-        grads.descend_r(levels, d);
-        TokenFragments k_rows, b_rows;
-        load_raw(r_rows, raw.r, column), load_raw(k_rows, raw.k, column), load_raw(b_rows, raw.b, column);
-        for_each_token([&](int n, int j, int i, int token) {
-            const int at = 2 * j + i;
-            const float2 own = own_pair(token);
-            const float with_k = scale * own.x, with_b = scale * own.y, r = element_of<T_IO>(r_rows, n, j, i);
-            float& x = grads.left[n][at];
-            x *= scale * levels.decays.own[n][at];
-            // What decays of the state from the chunk's start to its end counts for every token.
-            gradient(token, j) = grads.d_decay[n][at] + state_terms[j] * levels.decays.all[0][j] + x * r;
-            x += with_k * element_of<T_IO>(k_rows, n, j, i) + with_b * element_of<T_IO>(b_rows, n, j, i);
-            grads.right[n][at] += with_k * r;
-        });
-        __syncwarp();  // all lanes have read the rows
-        grads.store(tiles.r, tiles.k, column);
+    BlockProducts all, shared = {};
+    float whole[2];
+    BlockSums d_decay[BLOCKS] = {};
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+        const TreeDecays decays(growth + 16 * b, column);
+        all[b][0] = decays.all[0], all[b][1] = decays.all[1];
     }
-    RowGradients grads;
-    begin_a(grads);
-    grads.descend_a(levels, d);
-    for_each_token([&](int n, int j, int i, int token) {
-        gradient(token, j) += grads.d_decay[n][2 * j + i];
-        grads.right[n][2 * j + i] += scale * own_pair(token).y * element_of<T_IO>(r_rows, n, j, i);
-    });
-    grads.store(tiles.a, tiles.b, column);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+        const KeyBlock block(raw, growth, column, b, scale);
+        BothRows<Fragment> others[BLOCKS];
+#pragma unroll
+        for (int o = 0; o < BLOCKS; ++o) {
+            if (o == b) continue;
+            float between[2];
+            multiply_between(between, all, o, (o ^ b) & 2 ? 2 : 1);
+            others[o] = KeyBlock(raw, growth, column, o, scale).whole_rows(o > b, between);
+        }
+        BothRows<TreeRows> rows;
+        block.make_rows(rows);
+        {
+            TreeGradients grads;
+            begin_r(grads, b);
+            descend_tree(grads, block.decays, all, rows.with_r,
+                         KeyProducts<Matrix>{rows, others, d.rk, d.rk, d.rb, d.ak, b},
+                         [&](int n, int j, int i) { return block.r_row(n, j, i); },
+                         [&](int n, int j, int i) { return block.k_row(n, j, i); }, shared, d_decay[b], b);
+            for_each_element([&](int n, int j, int i) {
+                const int at = 2 * j + i;
+                const float2 own = own_pair(16 * b + token_of(n, i));
+                const float with_k = scale * own.x, with_b = scale * own.y, r = element_of<T_IO>(block.r, n, j, i);
+                float& x = grads.left[n][at];
+                x *= scale * block.decays.own[n][at];
+                d_decay[b][n][at] += x * r;
+                x += with_k * block.k_row(n, j, i) + with_b * block.b_row(n, j, i);
+                grads.right[n][at] += with_k * r;
+            });
+            store_block_transposed(tiles.r, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
+            store_block_transposed(tiles.k, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+        }
+        TreeGradients grads;
+        begin_a(grads, b);
+        descend_tree(grads, block.decays, all, rows.with_a,
+                     KeyProducts<Matrix>{rows, others, d.ak, d.rb, d.ab, d.ab, b},
+                     [&](int n, int j, int i) { return block.a_row(n, j, i); },
+                     [&](int n, int j, int i) { return block.b_row(n, j, i); }, shared, d_decay[b], b);
+        for_each_element([&](int n, int j, int i) {
+            grads.right[n][2 * j + i] +=
+                scale * own_pair(16 * b + token_of(n, i)).y * element_of<T_IO>(block.r, n, j, i);
+        });
+        store_block_transposed(tiles.a, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
+        store_block_transposed(tiles.b, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+    }
+    multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
+    __syncwarp();  // all lanes have read the decays
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+        for_each_element([&](int n, int j, int i) {
+            growth[16 * b + token_of(n, i)][column + group() + 8 * j] =
+                d_decay[b][n][2 * j + i] + shared[b][j] + state_terms[j] * whole[j];
+        });
 }

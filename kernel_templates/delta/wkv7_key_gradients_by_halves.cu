@@ -19,7 +19,7 @@ static_assert(NUM_THREADS == 128, "num_threads must be 128, for 64 channels");
 
 constexpr int PITCH = TILE_COLUMNS + 8;
 using Row = T_IO[PITCH];
-struct Raw { Row r[CHUNK_LEN], a[CHUNK_LEN], k[CHUNK_LEN], b[CHUNK_LEN]; };  // later their gradients
+struct Rows { Row r[CHUNK_LEN], a[CHUNK_LEN], k[CHUNK_LEN], b[CHUNK_LEN]; };
 struct Smem {
     union {
         struct {
@@ -27,7 +27,7 @@ struct Smem {
             Slab<CHUNK_LEN> v, dy, u, dx;
         } piece;
         struct {
-            Raw raw;
+            Rows raw, gradients;
             float growth[CHUNK_LEN][TILE_COLUMNS + 4];  // the tokens' decays; later the gradients of their logarithms
         } rows;
     };
@@ -47,6 +47,16 @@ __device__ inline Right load_right_transposed(TriangleByTokens triangle, int row
 __device__ inline float own_pair(const Triangle& triangle, int token) {
     const int p = token / 16, t = token % 16;
     return to_float(reinterpret_cast<const bf16*>(triangle.units[p * (p + 3) / 2])[t / 8 * 3 * 64 + t % 8 * 9]);
+}
+// sums += X S of the warp's channels from `column` on, transposed; of COUNT values from `first` on.
+template <int COUNT>
+__device__ inline void multiply_values(TokenSums& sums, SlabTile states, SlabTile values, int column, int first) {
+#pragma unroll
+    for (int c = first; c < first + COUNT; c += 16) {
+        const Fragment rows = load_left_transposed(states, c, column);
+#pragma unroll
+        for (int p = 0; p < BLOCKS; ++p) multiply_add(&sums[2 * p], rows, load_right_transposed(values, 16 * p, c));
+    }
 }
 // What was copied as it is in T_IO; the tensor cores take bf16.
 __device__ inline void round_tile(Slab<CHUNK_LEN>& tile) {
@@ -109,10 +119,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 #pragma unroll
             for (int at = 0; at < TILE_COLUMNS; at += STEP) {
                 if (first_value + at >= VALUE_SIZE) break;
-                multiply_end<STEP>(d_r, state, tile_of(piece.dy), column, at);
-                multiply_end<STEP>(d_a, state, tile_of(piece.dx), column, at);
-                multiply_end<STEP>(d_k, with_e, tile_of(piece.v), column, at);
-                multiply_end<STEP>(d_b, with_e, tile_of(piece.u), column, at);
+                multiply_values<STEP>(d_r, state, tile_of(piece.dy), column, at);
+                multiply_values<STEP>(d_a, state, tile_of(piece.dx), column, at);
+                multiply_values<STEP>(d_k, with_e, tile_of(piece.v), column, at);
+                multiply_values<STEP>(d_b, with_e, tile_of(piece.u), column, at);
 #pragma unroll
                 for (int c = at; c < at + STEP; c += 16) {
                     const Fragment x = load_left_transposed(state, c, column),
@@ -156,19 +166,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 
         const auto tile = [](Row (&rows)[CHUNK_LEN]) { return Tile<PITCH>{shared_address(rows[0])}; };
         const auto triangle = [&](int i) { return TriangleByTokens{tile_of(smem.gradients[i])}; };
-        struct { Tile<PITCH> r, a, k, b; } const tiles = {tile(raw.r), tile(raw.a), tile(raw.k), tile(raw.b)};
+        auto& found = smem.rows.gradients;
+        struct { Tile<PITCH> r, a, k, b; } const tiles = {tile(found.r), tile(found.a), tile(found.k), tile(found.b)};
         const PairGradients<TriangleByTokens> pairs = {triangle(0), triangle(1), triangle(2), triangle(3)};
         const auto own_pairs = [&](int t) {
             return float2{own_pair(smem.gradients[0], t), own_pair(smem.gradients[1], t)};
         };
-        const auto begin = [](RowGradients& grads, const TokenSums& left, const TokenSums& right) {
-            for_each_token([&](int n, int j, int i, int) {
-                grads.left[n][2 * j + i] = left[n][2 * j + i], grads.right[n][2 * j + i] = right[n][2 * j + i];
-            });
-        };
         write_key_gradients_by_halves(
-            tiles, raw, pairs, [&](RowGradients& grads) { begin(grads, d_r, d_k); },
-            [&](RowGradients& grads) { begin(grads, d_a, d_b); }, own_pairs, growth, state_terms, column, scale);
+            tiles, raw, pairs,
+            [&](TreeGradients& grads, int b) { copy_block(grads.left, d_r, b), copy_block(grads.right, d_k, b); },
+            [&](TreeGradients& grads, int b) { copy_block(grads.left, d_a, b), copy_block(grads.right, d_b, b); },
+            own_pairs, growth, state_terms, column, scale);
         __syncthreads();  // the gradients are there
 
         const i64 row_stride = heads * HEAD_SIZE;
@@ -179,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         for (int i = 0; i < SEGMENT_LEN; ++i) {
             if (first + i >= steps) break;
             const i64 row = row_of_outputs * HEAD_SIZE + (first + i) * row_stride;
-            write(dr, raw.r, i, row), write(da, raw.a, i, row), write(dk, raw.k, i, row), write(db, raw.b, i, row);
+            write(dr, found.r, i, row), write(da, found.a, i, row), write(dk, found.k, i, row),
+            write(db, found.b, i, row);
             const float2 d_decay = *reinterpret_cast<const float2*>(&growth[first + i][2 * pair]);
             write_pair(dw + row, channel, rounded<T_W>({d_decay.x * log_decay_slope<DECAY>(raw_w.at(i, 0)),
                                                         d_decay.y * log_decay_slope<DECAY>(raw_w.at(i, 1))}));

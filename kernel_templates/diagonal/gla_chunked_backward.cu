@@ -227,19 +227,12 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             read_bonus(bonus, head.u, head.scale, column);
             ChannelSums channel_sums = {};
             if constexpr (BY_HALVES) {
-                const auto add_end = [&](TokenSums& sums, bool is_start) {  // dY S or V E
-                    const auto of_state = is_start ? tile_state : tile_e;
-                    const auto values = is_start ? tile_dy : tile_v;
-#pragma unroll
-                    for (int c = 0; c < VALUES; c += 16) {
-                        const Fragment rows = load_left_transposed(of_state, c, column);
-#pragma unroll
-                        for (int p = 0; p < BLOCKS; ++p)
-                            multiply_add(&sums[2 * p], rows, load_right_transposed(values, 16 * p, c));
-                    }
+                const auto begin = [&](TreeGradients& grads, int b) {
+                    multiply_end<VALUES>(grads.left, tile_state, tile_dy, column, b);
+                    multiply_end<VALUES>(grads.right, tile_e, tile_v, column, b);
                 };
                 const auto own_product = [&](int t) { return BONUS ? smem.diagonal[t] : to_float(smem.d_pairs[t][t]); };
-                write_pair_gradients_by_halves(add_end, left, smem.operands.q, smem.operands.k, smem.raw.q, smem.raw.k,
+                write_pair_gradients_by_halves(begin, left, smem.operands.q, smem.operands.k, smem.raw.q, smem.raw.k,
                                                smem.growth, d_pairs, own_product, bonus, head.scale, column, steps,
                                                channel_sums);
             } else {

@@ -213,7 +213,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
                 const auto* const unit = reinterpret_cast<const bf16*>(&smem.chunk.d_pairs.units[t][t / 8 ^ t % 8]);
                 return BONUS ? smem.diagonal[t] : to_float(unit[t % 8]);
             };
-            write_pair_gradients_by_halves(Ends{d_q, d_k}, left, smem.operands[0], smem.operands[1], smem.chunk.raw.q,
+            const auto begin = [&](TreeGradients& grads, int b) {
+                copy_block(grads.left, d_q, b), copy_block(grads.right, d_k, b);
+            };
+            write_pair_gradients_by_halves(begin, left, smem.operands[0], smem.operands[1], smem.chunk.raw.q,
                                            smem.chunk.raw.k, smem.chunk.growth, d_pairs, own_product, bonus, scale,
                                            column, steps,
                                            channel_sums);

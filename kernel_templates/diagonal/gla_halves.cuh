@@ -3,77 +3,105 @@
 //
 // Needs what gla_key_side.cuh needs.
 #pragma once
+#include "block_tree.cuh"
 #include "gla_key_side.cuh"
-#include "halves.cuh"
 
-// The gradients of a warp's 16 channels; all is [channel, token]. Of rows they are those of the left and of the right
-// ones.
-struct PairGradients {
-    Decays decays;
-    LevelRows rows;
-    TokenSums d_q = {}, d_k = {}, d_decay;
-    EightSums shared = {};
+// 16 tokens of a warp's channels: their decays, and the rows as they are.
+struct PairBlock {
+    TreeDecays decays;
+    Fragment q, k;
+    float scale;
 
-    template <int LEVEL, typename Matrix> __device__ void descend_levels(Matrix d_pairs) {
-        TokenSums d_rows = {}, terms = {};
-        add_level_gradients<LEVEL>(d_rows, rows, d_pairs, d_pairs);
-        descend<LEVEL>(d_q, d_k, d_rows, rows.at[index_of(LEVEL)], decays, terms);
-        descend<LEVEL>(shared, d_decay, terms);
-        if constexpr (LEVEL > 1) descend_levels<LEVEL / 2>(d_pairs);
+    template <int COLUMNS, int PITCH>
+    __device__ PairBlock(const T_IO (&raw_q)[CHUNK_LEN][COLUMNS], const T_IO (&raw_k)[CHUNK_LEN][COLUMNS],
+                         const float (*growth)[PITCH], int column, int b, float scale)
+        : decays(growth + 16 * b, column), q(load_raw(raw_q, column, b)), k(load_raw(raw_k, column, b)), scale(scale) {}
+    // Rows of single tokens.
+    __device__ float q_row(int n, int j, int i) const {
+        return scale * element_of<T_IO>(q, n, j, i) * (BONUS ? 1.0f : decays.own[n][2 * j + i]);
     }
-};
-// dY S and V E where they are there already.
-struct Ends {
-    const TokenSums &with_start, &with_end;
-    __device__ void operator()(TokenSums& sums, bool is_start) const {
-        for_each_token([&](int n, int j, int i, int) {
-            sums[n][2 * j + i] = is_start ? with_start[n][2 * j + i] : with_end[n][2 * j + i];
+    __device__ float k_row(int n, int j, int i) const { return element_of<T_IO>(k, n, j, i); }
+    // Its rows for another block: left ones where it is the later one. `between` is what decays between the two.
+    __device__ Fragment whole_rows(bool is_left, const float (&between)[2]) const {
+        BlockSums rows;
+        for_each_element([&](int n, int j, int i) {
+            const float row = is_left ? q_row(n, j, i) : k_row(n, j, i);
+            rows[n][2 * j + i] = row * decays.grown<16>(is_left, n, j, i) * between[j];
         });
+        return to_fragment(rows[0], rows[1]);
+    }
+};
+template <typename Matrix> struct PairProducts {
+    const TreeRows& rows;
+    const Fragment (&others)[BLOCKS];
+    Matrix d_pairs;
+    int b;
+
+    __device__ void add_block(BlockSums& z, int o, bool later) const {
+        add_block_gradients(z, others[o], d_pairs, d_pairs, b, o, later);
+    }
+    template <int LEVEL> __device__ void add_level(BlockSums& z) const {
+        add_level_gradients<LEVEL>(z, rows, d_pairs, d_pairs, b);
     }
 };
 
-// `add_end` adds dY S or V E to sums of the warp's channels from `column` on, `own` is sum_v S E for the lane's. dq and
-// dk go to the tiles; `growth` holds the tokens' decays, and takes the gradient of the log-decays. `own_product` gives
+// dq and dk to the tiles, and the gradient of the log-decays to the place of the tokens' decays in `growth`. `begin`
+// begins the gradients of a block with dY S and V E, `own` is sum_v S E for the lane's channels. `own_product` gives
 // dy_t . v_t.
-template <typename Rows, int PITCH, int RAW_COLUMNS, typename Matrix, typename AddEnd, typename OwnProduct>
+template <typename Rows, int PITCH, int RAW_COLUMNS, typename Matrix, typename Begin, typename OwnProduct>
 __device__ inline void write_pair_gradients_by_halves(
-    AddEnd add_end, const float (&own)[2], Rows& q_tile, Rows& k_tile, const T_IO (&raw_q)[CHUNK_LEN][RAW_COLUMNS],
+    Begin begin, const float (&own)[2], Rows& q_tile, Rows& k_tile, const T_IO (&raw_q)[CHUNK_LEN][RAW_COLUMNS],
     const T_IO (&raw_k)[CHUNK_LEN][RAW_COLUMNS], float (*growth)[PITCH], Matrix d_pairs, OwnProduct own_product,
     const float (&bonus)[2], float scale, int column, int steps, ChannelSums& sums) {
-    PairGradients grads;
-    TokenFragments q, k;
-    grads.decays.load(growth, column);
-    load_raw(q, raw_q, column), load_raw(k, raw_k, column);
-    const auto row = [&](int n, int j, int i) {  // of a left token alone
-        return scale * element_of<T_IO>(q, n, j, i) * (BONUS ? 1.0f : grads.decays.own[n][2 * j + i]);
-    };
-    {
-        TokenSums left, right;
-        for_each_token([&](int n, int j, int i, int) {
-            left[n][2 * j + i] = row(n, j, i), right[n][2 * j + i] = element_of<T_IO>(k, n, j, i);
-        });
-        grads.rows.add_levels<1>(left, right, grads.decays);
-    }
-    add_end(grads.d_q, true), add_end(grads.d_k, false);
-    grads.descend_levels<CHUNK_LEN / 2>(d_pairs);
-    const float whole[2] = {own[0] * grads.decays.all[0][0], own[1] * grads.decays.all[0][1]};
-    __syncwarp();  // all lanes have read the decays
-    for_each_token([&](int n, int j, int i, int token) {
-        const int at = 2 * j + i;
-        const float own_q = element_of<T_IO>(q, n, j, i), own_k = element_of<T_IO>(k, n, j, i);
-        const float product = own_product(token) * (BONUS ? bonus[j] : scale);
-        const float d_decay = grads.d_decay[n][at] + whole[j] + (BONUS ? 0.0f : grads.d_q[n][at] * row(n, j, i));
-        grads.d_q[n][at] *= scale * (BONUS ? 1.0f : grads.decays.own[n][at]);
-        grads.d_q[n][at] += product * own_k, grads.d_k[n][at] += product * own_q;
-        if constexpr (BONUS) sums.bonus[j] += own_product(token) * scale * own_q * own_k;
-        if constexpr (CONSTANT_DECAY) sums.decay[j] += token < steps ? d_decay : 0.0f;
-        else growth[token][column + group() + 8 * j] = d_decay;
-    });
+    BlockProducts all, shared = {};
+    float whole[2];
+    BlockSums d_decay[BLOCKS] = {};
 #pragma unroll
-    for (int p = 0; p < BLOCKS; ++p) {
-        store_block_transposed(tile_of(q_tile), 16 * p, column,
-                               to_fragment_of<T_IO>(grads.d_q[2 * p], grads.d_q[2 * p + 1]));
-        store_block_transposed(tile_of(k_tile), 16 * p, column,
-                               to_fragment_of<T_IO>(grads.d_k[2 * p], grads.d_k[2 * p + 1]));
+    for (int b = 0; b < BLOCKS; ++b) {
+        const TreeDecays decays(growth + 16 * b, column);
+        all[b][0] = decays.all[0], all[b][1] = decays.all[1];
     }
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+        const PairBlock block(raw_q, raw_k, growth, column, b, scale);
+        Fragment others[BLOCKS];
+#pragma unroll
+        for (int o = 0; o < BLOCKS; ++o) {
+            if (o == b) continue;
+            float between[2];
+            multiply_between(between, all, o, (o ^ b) & 2 ? 2 : 1);
+            others[o] = PairBlock(raw_q, raw_k, growth, column, o, scale).whole_rows(o > b, between);
+        }
+        const auto q_row = [&](int n, int j, int i) { return block.q_row(n, j, i); };
+        const auto k_row = [&](int n, int j, int i) { return block.k_row(n, j, i); };
+        TreeRows rows;
+        rows.make(block.decays, q_row, k_row);
+        TreeGradients grads;
+        begin(grads, b);
+        descend_tree(grads, block.decays, all, rows, PairProducts<Matrix>{rows, others, d_pairs, b}, q_row, k_row,
+                     shared,
+                     d_decay[b], b);
+        for_each_element([&](int n, int j, int i) {
+            const int at = 2 * j + i;
+            const float own_q = element_of<T_IO>(block.q, n, j, i), own_k = element_of<T_IO>(block.k, n, j, i);
+            const float with_own = own_product(16 * b + token_of(n, i)),
+                        product = with_own * (BONUS ? bonus[j] : scale);
+            if constexpr (!BONUS) d_decay[b][n][at] += grads.left[n][at] * q_row(n, j, i);
+            grads.left[n][at] *= scale * (BONUS ? 1.0f : block.decays.own[n][at]);
+            grads.left[n][at] += product * own_k, grads.right[n][at] += product * own_q;
+            if constexpr (BONUS) sums.bonus[j] += with_own * scale * own_q * own_k;
+        });
+        store_block_transposed(tile_of(q_tile), 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
+        store_block_transposed(tile_of(k_tile), 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+    }
+    multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
+    __syncwarp();                            // all lanes have read the decays
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b)
+        for_each_element([&](int n, int j, int i) {
+            const int token = 16 * b + token_of(n, i);
+            const float sum = d_decay[b][n][2 * j + i] + shared[b][j] + own[j] * whole[j];
+            if constexpr (CONSTANT_DECAY) sums.decay[j] += token < steps ? sum : 0.0f;
+            else growth[token][column + group() + 8 * j] = sum;
+        });
 }

@@ -238,8 +238,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         copy_keys(), wait_for_copies<0>();
         __syncthreads();  // the raw rows are there again
         const auto own_product = [&](int t) { return BONUS ? smem.diagonal[t] : to_float(smem.d_pairs[t][t]); };
+        const auto begin = [&](TreeGradients& grads, int b) {
+            copy_block(grads.left, d_q, b), copy_block(grads.right, d_k, b);
+        };
         if (has_channels)
-            write_pair_gradients_by_halves(Ends{d_q, d_k}, left, smem.q, smem.k, smem.raw.q, smem.raw.k, smem.growth,
+            write_pair_gradients_by_halves(begin, left, smem.q, smem.k, smem.raw.q, smem.raw.k, smem.growth,
                                            d_pairs,
                                            own_product, bonus, scale, column, steps, channel_sums);
     } else if (has_channels) {

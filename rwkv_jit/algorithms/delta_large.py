@@ -101,7 +101,7 @@ def _keys_shared_bytes(chunk_len: int) -> int:
 
 def _halves_shared_bytes(chunk_len: int) -> int:
     piece = 2 * 2 * _SLAB * _SLAB + 4 * 2 * chunk_len * _SLAB
-    rows = 4 * 2 * chunk_len * (_SLAB + 8) + 4 * chunk_len * (_SLAB + 4)
+    rows = 2 * 4 * 2 * chunk_len * (_SLAB + 8) + 4 * chunk_len * (_SLAB + 4)
     return max(piece, rows) + 4 * _triangle_bytes(chunk_len)
 
 
