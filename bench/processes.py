@@ -31,7 +31,6 @@ from rwkv_jit.bench.measure import Entry
 
 PATIENCE = 900  # seconds, after which a process is ended; it waits for its turns meanwhile
 _ROOM, _MOST = 16 << 30, 8  # bytes of a GPU for each that tunes itself beside others, and how many of them
-_TUNING = {"warmup": 5, "rep": 25}  # milliseconds for each kernel that Triton's tuner compares
 _PAUSE, _LONGEST_TURN = 0.002, 60  # seconds between two looks whether it is one's turn, and to wait for one that hangs
 # It ends at once: a thread of torch's backward that still waits for the interpreter when that ends aborts the process.
 _PROGRAM = "import os; from bench import processes; processes.answer(); os._exit(0)"
@@ -74,13 +73,11 @@ def _tried(case: Case, who: str, what: str) -> str | None:
 def _time_in_turns(testing: Any, turn: str) -> None:
     """Let Triton's tuner, which takes `do_bench` from this module, time a kernel while no other process does.
 
-    A first call comes before: it compiles, which all may do at once. A quarter of the tuner's time is enough to tell
-    kernels apart that take a millisecond, and there are thousands of them.
+    A first call comes before: it compiles, which all may do at once.
     """
     timed, lock = testing.do_bench, FileLock(turn)
 
-    def in_turn(call: Callable[[], Any], *arguments: Any, **given: Any) -> Any:
-        options = {**_TUNING, **given}
+    def in_turn(call: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
         call()
         with suppress(Timeout), lock.acquire(_LONGEST_TURN, poll_interval=_PAUSE):
             return timed(call, *arguments, **options)

@@ -67,15 +67,8 @@ class Choice(NamedTuple):
 
 _TYPES = ((str,), (str,), (str,), (int,), (bool,), (int,), (int,), (int,), (int, type(None)), (str,))
 
-# Where `rwkv-jit tune` found something faster than the rules, which are for head sizes 64 and 128.
-_TEMPLATES = "4173415bb706f41f"
-_H200 = ("NVIDIA H200", "sm_90", "wkv7")
-SHIPPED: tuple[Choice, ...] = (
-    # With gradients at 32, four blocks win at 128 heads of batch 8, 3.09 ms and not 3.39; fewer were not measured.
-    Choice(*_H200, 32, False, 32, 128, 4, None, _TEMPLATES),  # 0.78 ms at (8, 4096, 128, 32), not 0.95
-    Choice(*_H200, 96, True, 32, 192, 2, 1, _TEMPLATES),  # 4.31 at (8, 4096, 42, 96), not 4.53
-    Choice(*_H200, 96, False, 32, 192, 2, None, _TEMPLATES),  # 1.05, not 1.26
-)
+# Where `rwkv-jit tune` found something faster than the rules: nothing yet with the kernels as they are.
+SHIPPED: tuple[Choice, ...] = ()
 
 
 def key(gpu: str, arch: str, op: str, head_size: int, training: bool) -> Key:

@@ -9,7 +9,8 @@
 //   checkpoints  [slots, heads]  out or null: S' of every chunk
 //   framed  [sequences, heads]  out: how many chunks of a head, from its first on, are in frames. Behind them is one
 //           with some |c_t - m| above LARGEST_DECAY (in units of 1, not of log 2), or no number, so that operands would
-//           leave the range of bfloat16. For a LARGEST_DECAY of 0 nothing is looked at and nothing written.
+//           leave the range of bfloat16; less where a chunk has few tokens (range_of). For a LARGEST_DECAY of 0
+//           nothing is looked at and nothing written.
 //   carried  [sequences, heads], as the states but fp32  out: the state behind those chunks, where it is not the last
 //
 // With BY_HALVES the kernel does the rest of such heads, from what the first launch left in `framed` and `carried`.

@@ -76,11 +76,7 @@ __device__ inline void write_key_gradients_by_halves(const Tiles& tiles, const R
     BlockProducts all, shared = {};
     float whole[2];
     BlockSums d_decay[BLOCKS] = {};
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-        const TreeDecays decays(growth + 16 * b, column);
-        all[b][0] = decays.all[0], all[b][1] = decays.all[1];
-    }
+    load_products(all, growth, column);
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
         const KeyBlock block(raw, growth, column, b, scale);
@@ -89,7 +85,7 @@ __device__ inline void write_key_gradients_by_halves(const Tiles& tiles, const R
         for (int o = 0; o < BLOCKS; ++o) {
             if (o == b) continue;
             float between[2];
-            multiply_between(between, all, o, (o ^ b) & 2 ? 2 : 1);
+            multiply_between(between, all, o, meeting_distance(o, b));
             others[o] = KeyBlock(raw, growth, column, o, scale).whole_rows(o > b, between);
         }
         BothRows<TreeRows> rows;

@@ -19,7 +19,6 @@
 // the state in fp32 for the whole sequence; KEY_WARPS warps have the same rows and add up their X and Y. The operands
 // come in stages, 64 channels of two of them for each of these warps, STAGES - 1 stages ahead. Between two chunks the
 // state lacks the factor that ends a chunk; it gets it together with the one that begins the next.
-#include "levels.cuh"
 #include "wkv7_slab.cuh"
 
 constexpr int ROW_WARPS = WARPS / KEY_WARPS, VALUE_ROWS = 16 * ROW_WARPS;
@@ -65,8 +64,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
     const int* __restrict__ halved, T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states,
-    T_STATE* __restrict__ last,
-    Strides input_strides, i64 tokens, i64 heads) {
+    T_STATE* __restrict__ last, Strides input_strides, i64 tokens, i64 heads) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     constexpr int ROW_BLOCKS = ceil_div(VALUE_SIZE, VALUE_ROWS);

@@ -35,7 +35,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 
 constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 
-// As in wkv7_chunked_forward.cu.
+// A function that is called, so that chunks in frames keep their registers.
 __device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_stride, float scale) {
     RawDecays raw;
     raw.load(w, w_stride, CHUNK_LEN);
@@ -138,10 +138,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         }
         if (left > CHUNK_LEN) copy(next);
         commit_copies();
-        if (by_halves) {
-        } else if (warp_id() == 0) {
+        if (!by_halves && warp_id() == 0) {
             invert(smem.matrices, smem.operands);
-        } else {
+        } else if (!by_halves) {
             for (int task = warp_id() - 1; task < BLOCKS * (BLOCKS + 1) / 2; task += WARPS - 1) {
                 const int p = task == 0 ? 0 : 1, q = task < 2 ? 0 : 1;
                 const LeftRows rows(tile_of(BACKWARD ? smem.operands.r : smem.operands.a), p);

@@ -106,8 +106,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             const float2 bonus = BONUS ? head.bonus : float2{head.scale, head.scale};
             const float2 factor =
                 write_pairs_by_halves<true>(smem.pairs, smem.operands, smem.raw, next_w, CHUNK_LEN, smem.totals,
-                                            head.scale,
-                                            bonus, smem.bonus_terms, smem.growth);
+                                            head.scale, bonus, smem.bonus_terms, smem.growth);
             write_decay(smem.factor, factor);
             __syncthreads();  // the operands are there
         } else {

@@ -56,11 +56,7 @@ __device__ inline void write_pair_gradients_by_halves(
     BlockProducts all, shared = {};
     float whole[2];
     BlockSums d_decay[BLOCKS] = {};
-#pragma unroll
-    for (int b = 0; b < BLOCKS; ++b) {
-        const TreeDecays decays(growth + 16 * b, column);
-        all[b][0] = decays.all[0], all[b][1] = decays.all[1];
-    }
+    load_products(all, growth, column);
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
         const PairBlock block(raw_q, raw_k, growth, column, b, scale);
@@ -69,7 +65,7 @@ __device__ inline void write_pair_gradients_by_halves(
         for (int o = 0; o < BLOCKS; ++o) {
             if (o == b) continue;
             float between[2];
-            multiply_between(between, all, o, (o ^ b) & 2 ? 2 : 1);
+            multiply_between(between, all, o, meeting_distance(o, b));
             others[o] = PairBlock(raw_q, raw_k, growth, column, o, scale).whole_rows(o > b, between);
         }
         const auto q_row = [&](int n, int j, int i) { return block.q_row(n, j, i); };
@@ -79,8 +75,7 @@ __device__ inline void write_pair_gradients_by_halves(
         TreeGradients grads;
         begin(grads, b);
         descend_tree(grads, block.decays, all, rows, PairProducts<Matrix>{rows, others, d_pairs, b}, q_row, k_row,
-                     shared,
-                     d_decay[b], b);
+                     shared, d_decay[b], b);
         for_each_element([&](int n, int j, int i) {
             const int at = 2 * j + i;
             const float own_q = element_of<T_IO>(block.q, n, j, i), own_k = element_of<T_IO>(block.k, n, j, i);

@@ -53,8 +53,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_U* __restrict__ u, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
     const Checkpoint* __restrict__ states, const Checkpoint* __restrict__ e, const int* __restrict__ framed,
-    T_IO* __restrict__ dq,
-    T_IO* __restrict__ dk, T_DW* __restrict__ dw, float* __restrict__ du, Strides q_strides,
+    T_IO* __restrict__ dq, T_IO* __restrict__ dk, T_DW* __restrict__ dw, float* __restrict__ du, Strides q_strides,
     Strides k_strides, Strides v_strides, Strides w_strides, Strides dy_strides, i64 tokens, i64 heads, i64 sequences,
     float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -243,8 +242,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         };
         if (has_channels)
             write_pair_gradients_by_halves(begin, left, smem.q, smem.k, smem.raw.q, smem.raw.k, smem.growth,
-                                           d_pairs,
-                                           own_product, bonus, scale, column, steps, channel_sums);
+                                           d_pairs, own_product, bonus, scale, column, steps, channel_sums);
     } else if (has_channels) {
         const auto operand_q = tile_of(smem.q), operand_k = tile_of(smem.k);
         const OperandRows q_rows(operand_q, column), k_rows(operand_k, column);

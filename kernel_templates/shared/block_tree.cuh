@@ -178,6 +178,14 @@ __device__ inline void add_block_gradients(BlockSums& z, const Fragment& rows, M
 
 // Decays of the lane's channels: of all tokens of each block, and those of blocks [first, last).
 using BlockProducts = float[BLOCKS][2];
+template <int PITCH>
+__device__ inline void load_products(BlockProducts& all, const float (*growth)[PITCH], int column) {
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+        const TreeDecays decays(growth + 16 * b, column);
+        all[b][0] = decays.all[0], all[b][1] = decays.all[1];
+    }
+}
 __device__ inline void multiply_blocks(float (&product)[2], const BlockProducts& all, int first, int last) {
     product[0] = product[1] = 1.0f;
 #pragma unroll
@@ -190,6 +198,9 @@ __device__ inline void multiply_between(float (&product)[2], const BlockProducts
     if (b & distance) multiply_blocks(product, all, begin, b);
     else multiply_blocks(product, all, b + 1, begin + distance);
 }
+
+// The distance of the two halves on whose level blocks meet.
+__device__ constexpr int meeting_distance(int a, int b) { return (a ^ b) & 2 ? 2 : 1; }
 
 // The gradients of block `b` on the level of DISTANCE blocks. `left_row` and `right_row` are the rows of single tokens,
 // and `shared` takes what the decays of the other blocks get. `products` give what rows of the others give to its rows.

@@ -115,8 +115,6 @@ template <int LEVEL> __device__ inline void double_blocks(BlockDecays& decays) {
         for (int b = 0; b < SEGMENT_LEN; b += 2 * LEVEL) decays.at[b] = product(decays.at[b], decays.at[b + LEVEL]);
 }
 
-// Terms of a token with itself, which do not decay.
-
 // Sums of x over half-warps, COUNT of them: each exchange halves what a lane keeps, until one is left; `first` is its
 // place.
 template <int COUNT, int WIDTH, int SIZE> __device__ inline void sum_half_warps(float (&x)[SIZE], int& first) {

@@ -36,9 +36,3 @@ __device__ inline void add_level(DiagonalBlocks& sums, Tile left, Tile right, in
     for (int p = 0; p < BLOCKS; ++p)
         add_pairs(sums[p], left, right, p, [&](int row, int column) { return is_of_level(row, column, level); });
 }
-// Tokens with themselves.
-template <typename Tile> __device__ inline void add_own_pairs(DiagonalBlocks& sums, Tile left, Tile right) {
-#pragma unroll
-    for (int p = 0; p < BLOCKS; ++p)
-        add_pairs(sums[p], left, right, p, [](int row, int column) { return row == column; });
-}

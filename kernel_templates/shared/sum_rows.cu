@@ -16,8 +16,7 @@ static_assert(THREADS * COLUMNS == NUM_THREADS, "columns must divide the threads
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) sum_rows(
     const float* __restrict__ rows, const i64* __restrict__ cu_seqlens, T_OUT* __restrict__ sums, i64 group_rows,
-    i64 width,
-    i64 tokens, int chunk_len) {
+    i64 width, i64 tokens, int chunk_len) {
     using Floats = Pack<float, VECTOR>;
     __shared__ Floats parts[THREADS][COLUMNS];
     const i64 group = blockIdx.y, column = (i64(blockIdx.x) * COLUMNS + threadIdx.x % COLUMNS) * VECTOR;

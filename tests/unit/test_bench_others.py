@@ -223,8 +223,7 @@ def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_pat
             return False
         return True
 
-    def do_bench(call, quantiles, warmup, rep):
-        assert 0 < warmup < rep < 100  # which is the tuner's own
+    def do_bench(call, quantiles):
         call()
         return quantiles
 
