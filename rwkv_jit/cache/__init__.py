@@ -363,6 +363,8 @@ def prune(max_bytes: int) -> int:
     Raises CacheError where it is too large, and not a directory to delete in.
     """
     root, now = env.cache_dir(), time.time()
+    if not os.path.lexists(root):
+        return 0  # another process may make it from now on, and marks it then
     refusal = _refusal(root)
     if refusal:
         if size() > max_bytes:

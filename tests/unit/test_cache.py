@@ -725,6 +725,18 @@ def test_readers_see_whole_kernels_or_none_while_others_write_and_evict(start, t
     assert [each.fault for each in cache.stored()] == [""] * len(cache.entries())
 
 
+def test_pruning_a_directory_that_others_are_about_to_make_is_no_fault(fill, monkeypatch):
+    look = owned.adopt
+
+    def look_before_others_write(root):
+        is_marked = look(root)
+        fill(root, 0)
+        return is_marked
+
+    monkeypatch.setattr(owned, "adopt", look_before_others_write)
+    assert cache.prune(0) == 0
+
+
 # ---- clearing ----------------------------------------------------------------------------------------------------
 
 
