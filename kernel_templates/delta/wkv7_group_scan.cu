@@ -128,7 +128,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
         const auto load_begin = [&](int n) {
             if (n >= end) return;
             exponents.load(exponents.begins, frame(n), part, false);
-            exponents.load_halved(halved + place_of_chunk(n) * SLABS, part);
+            exponents.load_halved(exponents.by_halves, halved + place_of_chunk(n) * SLABS, part);
         };
         const bool goes_on = begin > 0;
         if (goes_on) exponents.load_pending(frame(begin - 1), halved + place_of_chunk(begin - 1) * SLABS, part);

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
         const auto load_begin = [&](int n) {
             if (n >= chunks) return;
             exponents.load(exponents.begins, frame(n), part, false);
-            exponents.load_halved(halved + place_of_chunk(n) * SLABS, part);
+            exponents.load_halved(exponents.by_halves, halved + place_of_chunk(n) * SLABS, part);
         };
         load_begin(0);
         load_values(0);

@@ -87,7 +87,9 @@ __device__ inline void write_image(Image& image, const StateSlab (&state)[OWN_SL
 struct Exponents {
     using OfChannels = float[OWN_SLABS][2];
     OfChannels begins = {}, ends = {}, pending_exponent = {};  // of the chunk that comes; what the last one left behind
-    int by_halves[OWN_SLABS] = {};  // whether its slabs were taken by halves
+    // Whether the slabs of the chunk that comes, and of the last one, were taken by halves: a number as it was loaded,
+    // as a test of it here would wait for it.
+    int by_halves[OWN_SLABS] = {}, were_by_halves[OWN_SLABS] = {};
 
     __device__ void load(OfChannels& to, const float* frame, const Part& part, bool is_end) {
         if constexpr (!HAS_DECAY) return;
@@ -99,17 +101,15 @@ struct Exponents {
                 if (part.has(i)) to[i][half] = frame[part.channel(i, half)];
     }
     // A chunk ahead, so that nobody waits for it.
-    __device__ void load_halved(const int* halved, const Part& part) {
+    __device__ void load_halved(int (&to)[OWN_SLABS], const int* halved, const Part& part) {
         if constexpr (LARGEST_DECAY > 0)
 #pragma unroll
-            for (int i = 0; i < OWN_SLABS; ++i) by_halves[i] = part.has(i) && halved[part.slab(i)];
+            for (int i = 0; i < OWN_SLABS; ++i)
+                if (part.has(i)) to[i] = halved[part.slab(i)];
     }
     // What a chunk has left behind that another launch has scanned.
     __device__ void load_pending(const float* frame, const int* halved, const Part& part) {
-        load(pending_exponent, frame, part, true), load_halved(halved, part);
-#pragma unroll
-        for (int i = 0; i < OWN_SLABS; ++i)
-            if (by_halves[i]) pending_exponent[i][0] = pending_exponent[i][1] = 0.0f;
+        load(pending_exponent, frame, part, true), load_halved(were_by_halves, halved, part);
     }
     // Slabs taken by halves have no frame: what is in the state passes the chunk's decay, which stands in its place.
     __device__ void pass(StateSlab (&state)[OWN_SLABS]) const {
@@ -128,10 +128,12 @@ struct Exponents {
             float factor[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float exponent = pending_exponent[i][half] + (is_last || by_halves[i] ? 0.0f : begins[i][half]);
+                const float exponent = (were_by_halves[i] ? 0.0f : pending_exponent[i][half]) +
+                                       (is_last || by_halves[i] ? 0.0f : begins[i][half]);
                 factor[half] = exp2_fast(exponent / FACTOR_STEPS);
-                pending_exponent[i][half] = by_halves[i] ? 0.0f : ends[i][half];
+                pending_exponent[i][half] = ends[i][half];
             }
+            were_by_halves[i] = by_halves[i];
 #pragma unroll
             for (Accumulator& x : state[i])
 #pragma unroll
