@@ -35,8 +35,12 @@ struct KeyBlock {
         rows.with_a.make(decays, [&](int n, int j, int i) { return a_row(n, j, i); },
                          [&](int n, int j, int i) { return b_row(n, j, i); });
     }
-    // Its rows for another block: left ones where it is the later one. `between` is what decays between the two.
-    __device__ BothRows<Fragment> whole_rows(bool is_left, const float (&between)[2]) const {
+    // As block `b` its rows for those that it meets on the level of `distance` blocks: left ones where it is the later
+    // one. `all` has what blocks decay.
+    __device__ BothRows<Fragment> whole_rows_for(int distance, const BlockProducts& all, int b) const {
+        const bool is_left = b & distance;
+        float between[2];
+        multiply_between(between, all, b, distance);
         BlockSums with_r, with_a;
         for_each_element([&](int n, int j, int i) {
             const float grown = decays.grown<16>(is_left, n, j, i) * between[j];
@@ -48,15 +52,17 @@ struct KeyBlock {
 };
 
 // What takes rows R and K, and A and B, to the gradients of one tree's rows: matrices for left and for right ones.
-template <typename Matrix> struct KeyProducts {
+// `whole_rows_of` gives the rows of other blocks.
+template <typename Matrix, typename WholeRowsOf> struct KeyProducts {
     const BothRows<TreeRows>& rows;
-    const BothRows<Fragment> (&others)[BLOCKS];
+    WholeRowsOf whole_rows_of;
     Matrix r_left, r_right, a_left, a_right;
     int b;
 
     __device__ void add_block(BlockSums& z, int o, bool later) const {
-        add_block_gradients(z, others[o].with_r, r_left, r_right, b, o, later);
-        add_block_gradients(z, others[o].with_a, a_left, a_right, b, o, later);
+        const BothRows<Fragment> others = whole_rows_of(o);
+        add_block_gradients(z, others.with_r, r_left, r_right, b, o, later);
+        add_block_gradients(z, others.with_a, a_left, a_right, b, o, later);
     }
     template <int LEVEL> __device__ void add_level(BlockSums& z) const {
         add_level_gradients<LEVEL>(z, rows.with_r, r_left, r_right, b);
@@ -64,10 +70,52 @@ template <typename Matrix> struct KeyProducts {
     }
 };
 
-// dr, dk, da and db to `tiles`, which are not those of `raw`, and the gradient of the log-decay to the place of the
-// tokens' decays in `growth`. `begin_r` and `begin_a` begin the gradients of a block with what the states give: dY S
-// and V E, dX S and U E. `own_pair` gives dArk and dArb of a token with itself, and `state_terms` is sum_v S E of the
-// lane's channels.
+// dr, dk, da and db of block `b` to `tiles`, which are not those of its raw rows. `whole_rows_of` gives the rows that
+// other blocks have for it. `begin_r` and `begin_a` begin the gradients with what the states give: dY S and V E, dX S
+// and U E. `own_pair` gives dArk and dArb of a token with itself. What the tokens' log-decays get goes to `d_decay`,
+// but for what those of whole blocks get, to `shared`. `all` has what blocks decay.
+template <typename Tiles, typename WholeRowsOf, typename Matrix, typename BeginR, typename BeginA, typename OwnPair>
+__device__ inline void write_key_block_by_halves(const Tiles& tiles, const KeyBlock& block, WholeRowsOf whole_rows_of,
+                                                 const PairGradients<Matrix>& d, BeginR begin_r, BeginA begin_a,
+                                                 OwnPair own_pair, const BlockProducts& all, BlockProducts& shared,
+                                                 BlockSums& d_decay, int column, float scale, int b) {
+    using Products = KeyProducts<Matrix, WholeRowsOf>;
+    BothRows<TreeRows> rows;
+    block.make_rows(rows);
+    {
+        TreeGradients grads;
+        begin_r(grads, b);
+        descend_tree(grads, block.decays, all, rows.with_r,
+                     Products{rows, whole_rows_of, d.rk, d.rk, d.rb, d.ak, b},
+                     [&](int n, int j, int i) { return block.r_row(n, j, i); },
+                     [&](int n, int j, int i) { return block.k_row(n, j, i); }, shared, d_decay, b);
+        for_each_element([&](int n, int j, int i) {
+            const int at = 2 * j + i;
+            const float2 own = own_pair(16 * b + token_of(n, i));
+            const float with_k = scale * own.x, with_b = scale * own.y, r = element_of<T_IO>(block.r, n, j, i);
+            float& x = grads.left[n][at];
+            x *= scale * block.decays.own[n][at];
+            d_decay[n][at] += x * r;
+            x += with_k * block.k_row(n, j, i) + with_b * block.b_row(n, j, i);
+            grads.right[n][at] += with_k * r;
+        });
+        store_block_transposed(tiles.r, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
+        store_block_transposed(tiles.k, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+    }
+    TreeGradients grads;
+    begin_a(grads, b);
+    descend_tree(grads, block.decays, all, rows.with_a, Products{rows, whole_rows_of, d.ak, d.rb, d.ab, d.ab, b},
+                 [&](int n, int j, int i) { return block.a_row(n, j, i); },
+                 [&](int n, int j, int i) { return block.b_row(n, j, i); }, shared, d_decay, b);
+    for_each_element([&](int n, int j, int i) {
+        grads.right[n][2 * j + i] += scale * own_pair(16 * b + token_of(n, i)).y * element_of<T_IO>(block.r, n, j, i);
+    });
+    store_block_transposed(tiles.a, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
+    store_block_transposed(tiles.b, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+}
+
+// All blocks by one warp, and the gradient of the log-decay to the place of the tokens' decays in `growth`.
+// `state_terms` is sum_v S E of the lane's channels.
 template <typename Tiles, typename Raw, typename Matrix, typename BeginR, typename BeginA, typename OwnPair, int PITCH>
 __device__ inline void write_key_gradients_by_halves(const Tiles& tiles, const Raw& raw, const PairGradients<Matrix>& d,
                                                      BeginR begin_r, BeginA begin_a, OwnPair own_pair,
@@ -82,46 +130,12 @@ __device__ inline void write_key_gradients_by_halves(const Tiles& tiles, const R
         const KeyBlock block(raw, growth, column, b, scale);
         BothRows<Fragment> others[BLOCKS];
 #pragma unroll
-        for (int o = 0; o < BLOCKS; ++o) {
-            if (o == b) continue;
-            float between[2];
-            multiply_between(between, all, o, meeting_distance(o, b));
-            others[o] = KeyBlock(raw, growth, column, o, scale).whole_rows(o > b, between);
-        }
-        BothRows<TreeRows> rows;
-        block.make_rows(rows);
-        {
-            TreeGradients grads;
-            begin_r(grads, b);
-            descend_tree(grads, block.decays, all, rows.with_r,
-                         KeyProducts<Matrix>{rows, others, d.rk, d.rk, d.rb, d.ak, b},
-                         [&](int n, int j, int i) { return block.r_row(n, j, i); },
-                         [&](int n, int j, int i) { return block.k_row(n, j, i); }, shared, d_decay[b], b);
-            for_each_element([&](int n, int j, int i) {
-                const int at = 2 * j + i;
-                const float2 own = own_pair(16 * b + token_of(n, i));
-                const float with_k = scale * own.x, with_b = scale * own.y, r = element_of<T_IO>(block.r, n, j, i);
-                float& x = grads.left[n][at];
-                x *= scale * block.decays.own[n][at];
-                d_decay[b][n][at] += x * r;
-                x += with_k * block.k_row(n, j, i) + with_b * block.b_row(n, j, i);
-                grads.right[n][at] += with_k * r;
-            });
-            store_block_transposed(tiles.r, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
-            store_block_transposed(tiles.k, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
-        }
-        TreeGradients grads;
-        begin_a(grads, b);
-        descend_tree(grads, block.decays, all, rows.with_a,
-                     KeyProducts<Matrix>{rows, others, d.ak, d.rb, d.ab, d.ab, b},
-                     [&](int n, int j, int i) { return block.a_row(n, j, i); },
-                     [&](int n, int j, int i) { return block.b_row(n, j, i); }, shared, d_decay[b], b);
-        for_each_element([&](int n, int j, int i) {
-            grads.right[n][2 * j + i] +=
-                scale * own_pair(16 * b + token_of(n, i)).y * element_of<T_IO>(block.r, n, j, i);
-        });
-        store_block_transposed(tiles.a, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
-        store_block_transposed(tiles.b, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+        for (int o = 0; o < BLOCKS; ++o)
+            if (o != b)
+                others[o] =
+                    KeyBlock(raw, growth, column, o, scale).whole_rows_for(meeting_distance(o, b), all, o);
+        write_key_block_by_halves(tiles, block, [&](int o) { return others[o]; }, d, begin_r, begin_a, own_pair, all,
+                                  shared, d_decay[b], column, scale, b);
     }
     multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
     __syncwarp();  // all lanes have read the decays

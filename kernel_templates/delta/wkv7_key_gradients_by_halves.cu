@@ -1,7 +1,8 @@
 // What wkv7_key_gradients.cu does, for those slabs of 64 channels of a chunk whose decays leave the range of its
 // middle's frame: by halves (wkv7_halves.cuh). Arguments are as there.
 //
-// Grid (any number of blocks): each takes slabs of a chunk and head, one after another, a warp for 16 channels.
+// Grid (any number of blocks): each takes slabs of a chunk and head, one after another, a warp for 16 channels of 16
+// tokens: with more of either there are no registers for what it sums over the values while it goes down the trees.
 // Channels stand in the order of lanes, as the states have them.
 #include "chunk.cuh"
 #include "halved.cuh"
@@ -15,7 +16,9 @@ constexpr bool DECAYS_COME_IN_PARTS = true;
 #include "chunk_decay.cuh"
 #include "pair_rows.cuh"
 
-static_assert(NUM_THREADS == 128, "num_threads must be 128, for 64 channels");
+constexpr int CHANNEL_WARPS = TILE_COLUMNS / 16;
+constexpr int DISTANCES = max_of(BLOCKS / 2, 1);  // of blocks that meet: 1 and 2
+static_assert(NUM_THREADS == 32 * CHANNEL_WARPS * BLOCKS, "num_threads must be 8 for each token of a chunk");
 
 constexpr int PITCH = TILE_COLUMNS + 8;
 using Row = T_IO[PITCH];
@@ -29,6 +32,9 @@ struct Smem {
         struct {
             Rows raw, gradients;
             float growth[CHUNK_LEN][TILE_COLUMNS + 4];  // the tokens' decays; later the gradients of their logarithms
+            float shared[BLOCKS][BLOCKS][TILE_COLUMNS];  // what a block gives to those of all tokens of another one
+            // A block's rows for others, by the level's distance, as lanes take them.
+            BothRows<Fragment> whole[DISTANCES][BLOCKS][CHANNEL_WARPS][32];
         } rows;
     };
     Triangle gradients[4];  // dArk dArb dAak dAab
@@ -47,16 +53,6 @@ __device__ inline Right load_right_transposed(TriangleByTokens triangle, int row
 __device__ inline float own_pair(const Triangle& triangle, int token) {
     const int p = token / 16, t = token % 16;
     return to_float(reinterpret_cast<const bf16*>(triangle.units[p * (p + 3) / 2])[t / 8 * 3 * 64 + t % 8 * 9]);
-}
-// sums += X S of the warp's channels from `column` on, transposed; of COUNT values from `first` on.
-template <int COUNT>
-__device__ inline void multiply_values(TokenSums& sums, SlabTile states, SlabTile values, int column, int first) {
-#pragma unroll
-    for (int c = first; c < first + COUNT; c += 16) {
-        const Fragment rows = load_left_transposed(states, c, column);
-#pragma unroll
-        for (int p = 0; p < BLOCKS; ++p) multiply_add(&sums[2 * p], rows, load_right_transposed(values, 16 * p, c));
-    }
 }
 // What was copied as it is in T_IO; the tensor cores take bf16.
 __device__ inline void round_tile(Slab<CHUNK_LEN>& tile) {
@@ -99,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         RawDecays raw_w;
         raw_w.load(w, w_strides.token, steps, first_channel);
 
-        const int column = 16 * warp_id();
-        TokenSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // dY S, dX S, V E and U E, [channel, token]
-        float state_terms[2] = {};
+        const int column = 16 * (warp_id() % CHANNEL_WARPS), block = warp_id() / CHANNEL_WARPS;
+        BlockSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // dY S, dX S, V E and U E, [channel, token]
+        float state_terms[2] = {};                         // sum_v S E, the block's share of the values
 #pragma unroll 1
         for (int first_value = 0; first_value < VALUE_SIZE; first_value += TILE_COLUMNS) {
             auto& piece = smem.piece;
@@ -119,14 +115,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
 #pragma unroll
             for (int at = 0; at < TILE_COLUMNS; at += STEP) {
                 if (first_value + at >= VALUE_SIZE) break;
-                multiply_values<STEP>(d_r, state, tile_of(piece.dy), column, at);
-                multiply_values<STEP>(d_a, state, tile_of(piece.dx), column, at);
-                multiply_values<STEP>(d_k, with_e, tile_of(piece.v), column, at);
-                multiply_values<STEP>(d_b, with_e, tile_of(piece.u), column, at);
 #pragma unroll
                 for (int c = at; c < at + STEP; c += 16) {
                     const Fragment x = load_left_transposed(state, c, column),
                                    y = load_left_transposed(with_e, c, column);
+                    const auto values = [&](Slab<CHUNK_LEN>& tile) {
+                        return load_right_transposed(tile_of(tile), 16 * block, c);
+                    };
+                    multiply_add(d_r, x, values(piece.dy)), multiply_add(d_a, x, values(piece.dx));
+                    multiply_add(d_k, y, values(piece.v)), multiply_add(d_b, y, values(piece.u));
+                    if (c / 16 % BLOCKS != block) continue;
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         state_terms[i % 2] += low_of(x.at[i]) * low_of(y.at[i]) + high_of(x.at[i]) * high_of(y.at[i]);
@@ -172,11 +170,44 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         const auto own_pairs = [&](int t) {
             return float2{own_pair(smem.gradients[0], t), own_pair(smem.gradients[1], t)};
         };
-        write_key_gradients_by_halves(
-            tiles, raw, pairs,
-            [&](TreeGradients& grads, int b) { copy_block(grads.left, d_r, b), copy_block(grads.right, d_k, b); },
-            [&](TreeGradients& grads, int b) { copy_block(grads.left, d_a, b), copy_block(grads.right, d_b, b); },
-            own_pairs, growth, state_terms, column, scale);
+        const auto copy_sums = [](BlockSums& to, const BlockSums& sums) {
+            for_each_element([&](int n, int j, int i) { to[n][2 * j + i] = sums[n][2 * j + i]; });
+        };
+        BlockProducts all, shared = {};
+        BlockSums d_decay = {};
+        load_products(all, growth, column);
+        const KeyBlock own(raw, growth, column, block, scale);
+        const auto lane_rows = [&](int o, int b) -> BothRows<Fragment>& {
+            return smem.rows.whole[meeting_distance(o, b) - 1][o][warp_id() % CHANNEL_WARPS][lane_id()];
+        };
+#pragma unroll
+        for (int distance = 1; distance < BLOCKS; distance *= 2)
+            lane_rows(block, block ^ distance) = own.whole_rows_for(distance, all, block);
+        __syncthreads();  // the rows for others are there
+        write_key_block_by_halves(
+            tiles, own, [&](int o) { return lane_rows(o, block); }, pairs,
+            [&](TreeGradients& grads, int) { copy_sums(grads.left, d_r), copy_sums(grads.right, d_k); },
+            [&](TreeGradients& grads, int) { copy_sums(grads.left, d_a), copy_sums(grads.right, d_b); }, own_pairs, all,
+            shared, d_decay, column, scale, block);
+        float whole[2];
+        multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
+        const auto of_channel = [&](int from, int to, int j) -> float& {
+            return smem.rows.shared[from][to][column + group() + 8 * j];
+        };
+        if (quad_lane() == 0)
+#pragma unroll
+            for (int o = 0; o < BLOCKS; ++o)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) of_channel(block, o, j) = shared[o][j] + state_terms[j] * whole[j];
+        __syncthreads();  // what blocks give to each other is there, and nobody reads the decays any more
+        float given[2] = {};
+#pragma unroll
+        for (int o = 0; o < BLOCKS; ++o)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) given[j] += of_channel(o, block, j);
+        for_each_element([&](int n, int j, int i) {
+            growth[16 * block + token_of(n, i)][column + group() + 8 * j] = d_decay[n][2 * j + i] + given[j];
+        });
         __syncthreads();  // the gradients are there
 
         const i64 row_stride = heads * HEAD_SIZE;

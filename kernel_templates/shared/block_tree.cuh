@@ -218,10 +218,13 @@ __device__ inline void pass_blocks(TreeGradients& grads, const TreeDecays& decay
         for (int o = 0; o < BLOCKS; ++o)
             if (o >= first && o < last) products.add_block(z, o, later);
         for_each_element([&](int n, int j, int i) {
-            float& x = later ? grads.left[n][2 * j + i] : grads.right[n][2 * j + i];
-            const float row = later ? left_row(n, j, i) : right_row(n, j, i), carried = x * factor[j];
+            // Values and no reference, which would put both into local memory where `b` is not known in advance.
+            float &left = grads.left[n][2 * j + i], &right = grads.right[n][2 * j + i];
+            const float row = later ? left_row(n, j, i) : right_row(n, j, i),
+                        carried = (later ? left : right) * factor[j];
             terms[j] += carried * row * decays.grown<16>(later, n, j, i) * between[j];
-            x = carried + z[n][2 * j + i];
+            const float sum = carried + z[n][2 * j + i];
+            left = later ? sum : left, right = later ? right : sum;
         });
 #pragma unroll
         for (int j = 0; j < 2; ++j) {

@@ -101,7 +101,9 @@ def _keys_shared_bytes(chunk_len: int) -> int:
 
 def _halves_shared_bytes(chunk_len: int) -> int:
     piece = 2 * 2 * _SLAB * _SLAB + 4 * 2 * chunk_len * _SLAB
+    blocks = chunk_len // 16
     rows = 2 * 4 * 2 * chunk_len * (_SLAB + 8) + 4 * chunk_len * (_SLAB + 4)
+    rows += 4 * blocks**2 * _SLAB + max(blocks // 2, 1) * blocks * 4 * 32 * 32
     return max(piece, rows) + 4 * _triangle_bytes(chunk_len)
 
 
@@ -416,11 +418,11 @@ def _chunk_step(
 
 
 def _halves_step(p: Problem, bind: Mapping[str, Any]) -> Step:
-    """Return the launch for the gradients of the keys' side of slabs by halves: a warp for 16 channels."""
+    """Return the launch for the gradients of the keys' side of slabs by halves: a warp for 16 channels of 16 tokens."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "SLABS": _channels(p.K) // _SLAB,
         "STATE_ROWS": _values(p.V), **_key_types(p),
-        **_block(p.gpu, 128, _MOST_THREADS, _halves_shared_bytes(p.chunk_len)),
+        **_block(p.gpu, 8 * p.chunk_len, 2 * _MOST_THREADS, _halves_shared_bytes(p.chunk_len)),
     }  # fmt: skip
     name = "wkv7_key_gradients_by_halves"
     return Step(name, name, parameters, (0, p.H, 1), bind, is_resident=True)
