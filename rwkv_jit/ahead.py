@@ -29,9 +29,10 @@ OPTIONS = {
     **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv4": ("decay",), "timex": ("tokens", "batch"),
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
-# Of all lengths one stands for those that the tensor cores take, in segments too, and one for the others; of all GPUs
-# one that has too few heads whatever a call has. Where their number is not known, calls have heads enough.
-_LONG, _SHORT = 2**14, 1
+# Of all lengths one stands for those that the tensor cores take, in segments too, one for those that are a short chunk,
+# and one for the others; of all GPUs one that has too few heads whatever a call has. Where their number is not known,
+# calls have heads enough.
+_LONG, _LENGTHS = 2**14, (2**14, rule.SHORT_TOKENS, 1)
 _MULTIPROCESSORS = 2**16
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
@@ -304,7 +305,7 @@ class _Calls(NamedTuple):
         purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
         return [
             part.problem(known, tokens, few_heads, training)
-            for tokens in (_LONG, _SHORT)
+            for tokens in _LENGTHS
             for part in self.in_parts(tokens)
             for few_heads, training, known in product((False, True), purposes, several)
         ]

@@ -132,13 +132,15 @@ class Plan:
                     step.launch(stream, values)
                 return
             side = tensors.side_stream(self.device.index)
-            for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
-                if waits and is_beside:
-                    side.follow()
-                elif waits:
-                    side.join()
-                step.launch(side.raw if is_beside else stream, values)
-            side.join()
+            try:
+                for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
+                    if waits and is_beside:
+                        side.follow()
+                    elif waits:
+                        side.join()
+                    step.launch(side.raw if is_beside else stream, values)
+            finally:  # what follows on this stream may take the memory that the side stream's kernels still use
+                side.join()
 
     def _is_misaligned(self, values: Sequence[int]) -> bool:
         return any(values[index] % multiple for index, multiple in self._alignments)

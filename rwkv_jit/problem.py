@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,8 +110,18 @@ class Op:
         return self.state[:-2] + layout.upper() if self.state.endswith(("VK", "KV")) else self.state
 
 
-# Maps of decays that no chunk's frame is too narrow for: none at all, and log d of -0.61 at least.
-MILD_DECAYS = ("none", "sigmoid")
+# The most that half a chunk may decay in its frame, as a logarithm, by the type of r, k and v. Operands have this type
+# and are scaled by the decay from their token to the middle of the chunk; neither they nor their sums may leave its
+# range. That of bfloat16 and float32 ends at e^88; that of float16 at e^11, and what is below e^-10 has fewer digits.
+LARGEST_DECAY = {"bf16": 64, "fp32": 64, "fp16": 7}
+# The least log-decays that maps have on their own.
+_LEAST_LOG_DECAYS = {"none": 0.0, "sigmoid": -math.exp(-0.5)}
+
+
+def is_framed(storage: str, decay: str, decay_bound: float | None, chunk_len: int) -> bool:
+    """Return whether no decay leaves the frame of chunks of this length, if the bound holds."""
+    least = _LEAST_LOG_DECAYS.get(decay, decay_bound)
+    return least is not None and -least * chunk_len / 2 <= LARGEST_DECAY[storage]
 
 
 class Problem(NamedTuple):
@@ -156,7 +167,12 @@ class Problem(NamedTuple):
     @property
     def has_halves(self) -> bool:
         """Return whether kernels take chunks by halves whose decays leave the range of the chunk's frame."""
-        return self.decay not in MILD_DECAYS
+        return not is_framed(self.types["v"], self.decay, None, self.chunk_len)
+
+    @property
+    def tokens(self) -> Any:
+        """Return the tokens of a sequence, on average."""
+        return self.T // max(self.N, 1) if self.is_packed else self.T
 
     def slots(self, length: int) -> Any:
         """Return how many pieces of so many tokens there can be; packed sequences fit whatever their lengths are."""

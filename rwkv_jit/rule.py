@@ -13,8 +13,10 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.tuned import Choice, Geometry
 
-# Below it, most of a chunk would be padding, and a step of the recurrent kernels ends sooner.
-LEAST_TOKENS = 32
+# Below it a step of the recurrent kernels ends sooner, and none of its products is rounded.
+LEAST_TOKENS = 4
+# Up to it a sequence is one of the shortest chunks.
+SHORT_TOKENS = 16
 
 
 class Known(NamedTuple):
@@ -66,7 +68,7 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
               the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
               average; chunk_len not given, or one of its own
     large     the same as chunked for a head size or value size above 128 and up to 1024, with chunk lengths of
-              its own; in other ops than wkv7 smaller heads that chunked does not take, and keys above 256 on
+              its own, and for smaller heads that chunked does not take; in other ops than wkv7 keys above 256 on
               sm_90 alone (`wide_keys` calls with parts of these)
     recurrent everything else
     ========= ==========================================================================================
@@ -96,11 +98,12 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
         if backend == "split":
             raise UnsupportedConfigError(f"backend: 'split' {_sentence(cannot)}; use 'auto' or 'chunked'")
         return "chunked", length
-    is_large = max(case.head_size, case.value_size) > LARGEST_HEAD
-    if backend != "chunked" and (is_large or case.op.family == "diagonal"):
-        obstacle = algorithms["large"].why_not(case, gpu)
-        if obstacle is None:
+    if backend != "chunked":
+        of_large = algorithms["large"].why_not(case, gpu)
+        if of_large is None:
             return "large", case.chunk_len or algorithms["large"].default_chunk_len(case, gpu())
+        if max(case.head_size, case.value_size) > LARGEST_HEAD or case.op.family == "diagonal":
+            obstacle = of_large
     if backend == "auto":
         return "recurrent", case.chunk_len
     raise UnsupportedConfigError(f"backend: {backend!r} {_sentence(obstacle)}; use 'auto' or 'recurrent'")
@@ -121,9 +124,10 @@ def is_held_by_blocks(case: Case, gpu: Callable[[], Gpu]) -> bool:
 def _chunk_len(case: Case, gpu: Gpu) -> int:
     """Return the rule's chunk, or a shorter one where the bound of the decays asks for it."""
     chunked = ALGORITHMS[case.op.family]["chunked"]
+    if case.tokens <= SHORT_TOKENS:
+        return SHORT_TOKENS
     length: int = chunked.default_chunk_len(case, gpu)
-    bounded = [n for n in (length, *chunked.CHUNK_LENS) if parts.is_bounded(case.decay, case.decay_bound, n)]
-    return bounded[0] if bounded else length
+    return next(iter(parts.framed_lengths(case, (length, *chunked.CHUNK_LENS))), length)
 
 
 def geometry(
@@ -131,17 +135,18 @@ def geometry(
 ) -> Geometry:
     """Return the geometry of a call whose algorithm and chunk_len `choose` has named.
 
-    A choice was measured as a whole, so a call that names a part of the geometry takes none. It never decides about
-    the algorithm: where its chunks are too long for the decay of a call, the rule's are taken.
+    A choice was measured as a whole and on long sequences, so a call that names a part of the geometry, or that is
+    short, takes none. It never decides about the algorithm: where its chunks are too long for the decay of a call, the
+    rule's are taken.
     """
-    if backend in ("chunked", "segments") and case.chunk_len is None and case.num_threads is None:
+    is_open = case.chunk_len is None and case.num_threads is None and case.tokens > SHORT_TOKENS
+    if is_open and backend in ("chunked", "segments"):
         assert chunk_len is not None  # `choose` has named it
         measured = known()
         for place in tuned.find(measured.choices, case.op.name, case.head_size, case.value_size, case.training):
             choice = measured.choices[place]
-            lengths = (chunk_len, choice.chunk_len)
-            bounded = [n for n in lengths if parts.is_bounded(case.decay, case.decay_bound, n)]
-            if choice.chunk_len not in bounded and bounded:
+            framed = parts.framed_lengths(case, (chunk_len, choice.chunk_len))
+            if choice.chunk_len not in framed and framed:
                 continue
             obstacle = ALGORITHMS[case.op.family]["chunked"].why_not(case._replace(chunk_len=choice.chunk_len), gpu)
             if obstacle is None and measured.is_sound(place):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rwkv_jit import ahead, bench, cuda, report, rule, tuned
+from rwkv_jit import ahead, bench, cuda, report, tuned
 from rwkv_jit.algorithms.parts import Candidate, Case, padded
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -106,8 +106,8 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
 
 
 def _case(op: str, size: int, training: bool) -> Case:
-    """Return what the rule looks at of calls that give no bound of their decays."""
-    return Case(OPS[op], DTYPE, size, size, rule.LEAST_TOKENS, bench.decay_of(op), None, None, training=training)
+    """Return what the rule looks at of calls that give no bound of their decays, and that are long."""
+    return Case(OPS[op], DTYPE, size, size, 1 << 20, bench.decay_of(op), None, None, training=training)
 
 
 def _default(key: tuned.Key, size: int) -> Call:

@@ -8,7 +8,7 @@
 // is.
 template <typename T> __device__ inline Words<T, 2> rounded(float2 x) {
     if constexpr (sizeof(T) == 4) return {{__float_as_uint(x.x), __float_as_uint(x.y)}};
-    else return {{pack_as<T>(x.x, x.y)}};
+    else return {{pack<T>(x.x, x.y)}};
 }
 template <typename T> __device__ inline void write_pair(T* row, int channel, const Words<T, 2>& pair) {
     T* const target = row + channel;

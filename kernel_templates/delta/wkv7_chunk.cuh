@@ -9,7 +9,7 @@
 //
 //     Aab = tril(A B^T, -1)   Aak = tril(A K^T, -1)   Arb = tril(R B^T)   Ark = tril(R K^T)   Tm = (I - Aab)^-1
 //
-// Operands are bf16, sums fp32.
+// Operands have the type of r, k, v, a and b, sums fp32.
 #pragma once
 #include "chunk.cuh"
 
@@ -103,7 +103,7 @@ __device__ inline void write_lower(TokenMatrices& matrices, int p, Accumulator (
 
 // Tm = (I - Aab)^-1 by one warp: the diagonal blocks by substitution in fp32, half a warp each and a lane per
 // column, since products of narrow powers lose everything where keys repeat. Of two blocks the one below them is
-// Tm_10 = Tm_11 Aab_10 Tm_00, in bf16, from `below`, which is Aab_10.
+// Tm_10 = Tm_11 Aab_10 Tm_00, rounded, from `below`, which is Aab_10.
 __device__ inline void solve_lower(TokenMatrices& matrices, const Fragment& below) {
     const auto tm = tile_of(matrices.tm);
     const int block = lane_id() / 16, column = lane_id() % 16;
@@ -130,12 +130,12 @@ __device__ inline void solve_lower(TokenMatrices& matrices, const Fragment& belo
     }
     __syncwarp();
     if (block < BLOCKS) {  // a lane's column as a row, for the moment
-        bf16* const row = &matrices.tm[lane_id()][16 * block];
+        T_IO* const row = &matrices.tm[lane_id()][16 * block];
 #pragma unroll
         for (int i = 0; i < 16; i += 8)
             *reinterpret_cast<uint4*>(row + i) = {pack(x[i], x[i + 1]), pack(x[i + 2], x[i + 3]),
                                                   pack(x[i + 4], x[i + 5]), pack(x[i + 6], x[i + 7])};
-        row[column] = from_float<bf16>(1.0f);
+        row[column] = from_float<T_IO>(1.0f);
     }
     __syncwarp();
     const Fragment first_transposed = load_left(tm, 0, 0);

@@ -34,7 +34,7 @@ constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 static_assert(WARPS * WARP_ROWS == VALUES,
               "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
-using StateTile = bf16[VALUES][KEY_PITCH];
+using StateTile = T_IO[VALUES][KEY_PITCH];
 struct Smem {
     Operands operands;
     union {
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         const i64 steps = span.length - token;
         const auto copy = [&](ValueTile& rows, const T_IO* source, i64 stride) {
             copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
-                reinterpret_cast<T_IO*>(rows[0]), source + token * stride, stride, steps, VALUE_SIZE, threadIdx.x);
+                rows[0], source + token * stride, stride, steps, VALUE_SIZE, threadIdx.x);
         };
         copy(smem.v, v, v_strides.token), copy(smem.dy, dy, dy_strides.token);
     };
@@ -117,8 +117,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 state_rows[i][c] = read_checkpoint(checkpoints + token / CHUNK_LEN * heads, first_value + 16 * i, c);
     };
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
     RawDecays next_w;
     if (last >= first) {
@@ -190,16 +189,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows),
                         full(d_value, operand_k, e_rows));
         wait_for_copies<BY_HALVES ? 0 : 1>();  // V and dY; the next chunk's keys may still be on their way
-        if constexpr (!is_bf16<T_IO>) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < CHUNK_LEN * VALUES; i += NUM_THREADS) {
-                ValueTile& tile = i < CHUNK_LEN * VALUES / 2 ? smem.v : smem.dy;
-                const int index = i % (CHUNK_LEN * VALUES / 2) * 2;
-                unsigned& word = *reinterpret_cast<unsigned*>(&tile[index / VALUES][index % VALUES]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
-        }
         __syncthreads();  // the token matrices, V and dY are there
 
         Fragment dy_rows[TILES][BLOCKS], dx_rows[TILES][BLOCKS];
@@ -207,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         __syncthreads();  // U and dX are there, and nobody reads the token matrices any more
 
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
-            dv + token * value_stride, value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps, VALUE_SIZE,
+            dv + token * value_stride, value_stride, smem.dv[0], steps, VALUE_SIZE,
             threadIdx.x);
         // dArk dArb dAak dAab, a block of one of them at a time.
         for (int task = warp; task < 4 * (BLOCKS * (BLOCKS + 1) / 2); task += WARPS) {
@@ -293,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         if constexpr (BY_HALVES) copy_next();  // nobody reads the raw keys any more
         const auto write = [&](T_IO* target, const KeyTile& tile) {
             write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
-                target + token * key_stride, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, HEAD_SIZE,
+                target + token * key_stride, key_stride, tile[0], steps, HEAD_SIZE,
                 threadIdx.x);
         };
         write(dr, smem.operands.r), write(da, smem.operands.a);

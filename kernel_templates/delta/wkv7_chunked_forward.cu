@@ -79,11 +79,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         from_r.copy(smem.raw.r[0], present, HEAD_SIZE, threadIdx.x);
     };
     const auto copy_values = [&](int present) {  // a warp reads what it has copied itself
-        from_v.copy(reinterpret_cast<T_IO*>(&smem.v[0][first_value]), present, width, lane_id());
+        from_v.copy(&smem.v[0][first_value], present, width, lane_id());
     };
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
     RawDecays next_w;
     const int first_steps = static_cast<int>(min(span.length - done, i64(CHUNK_LEN)));
@@ -156,10 +155,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         if constexpr (!BY_HALVES) __syncthreads();  // the token matrices are there
         wait_for_copies<1>();  // the values, which a warp reads that has copied them
         __syncwarp();
-        if constexpr (!is_bf16<T_IO>) {
-            round_columns<WARP_ROWS>(smem.v, first_value);
-            __syncwarp();
-        }
         Fragment v_rows[TILES][BLOCKS];
         if (has_values) {
             load_rows(v_rows, values, first_value);
@@ -172,10 +167,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         Fragment u_rows[TILES][BLOCKS];
         solve(u_rows, tm, u);                                         // U <- Tm U
         add_triangles(lower(out, rb, u_rows));                        // Y <- Y + Arb U
-        store_sums<T_IO>(outputs, first_value, out);
+        store_sums(outputs, first_value, out);
         add_outer(state, outer(v_rows, operand_k), outer(u_rows, operand_b));  // S' <- S' + V^T K + U^T B
         __syncwarp();
-        const T_IO* const own_y = reinterpret_cast<const T_IO*>(&smem.y[0][first_value]);
+        const T_IO* const own_y = &smem.y[0][first_value];
         if constexpr (NUM_THREADS * BLOCKS_PER_SM < 512)  // which leaves registers for all of it
             write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32>(
                 y, y_stride, own_y, steps, width, lane_id());

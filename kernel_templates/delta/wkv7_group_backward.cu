@@ -214,8 +214,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             state_rows[c] = read_early(checkpoints + token / CHUNK_LEN * heads, first_value, c);
     };
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
     RawDecays next_w;
     if (last >= 0) {
@@ -315,16 +314,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         wait_for_batches<0>();
         hold(u), hold(dx_dv);
         wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
-        if constexpr (!is_bf16<T_IO>) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < CHUNK_LEN * VALUES; i += NUM_THREADS) {
-                const Twin twin = twin_of(i < CHUNK_LEN * VALUES / 2 ? smem.v_u : smem.dy_dx, 0);
-                const int index = i % (CHUNK_LEN * VALUES / 2);
-                unsigned& word = *word_of(twin, index / (VALUES / 2), index % (VALUES / 2));
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
-        }
         publish_writes();
         __syncthreads();  // the token matrices, V and dY are there
 
@@ -351,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             }
         end_batch();
         T_IO* const dv_rows[] = {dv + token * value_stride};
-        bf16(*const dv_tile[])[VALUE_PITCH] = {smem.dv};
+        T_IO(*const dv_tile[])[VALUE_PITCH] = {smem.dv};
         Units<VALUES>::write(dv_rows, static_cast<unsigned>(value_stride), dv_tile, steps);
         wait_for_batches<1>();
         hold(d_pairs);

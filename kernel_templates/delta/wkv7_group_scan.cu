@@ -2,7 +2,7 @@
 //
 // The state is kept transposed, channels down and values across, so that a block may have few value rows: a product's
 // 64 rows are channels here and tokens in X and Y. Two groups of four warps have every other slab of the state in
-// registers, in fp32, for the whole sequence; per chunk they write its bf16 image S' to shared memory, and then one of
+// registers, in fp32, for the whole sequence; per chunk they write its rounded image S' to shared memory, and then one of
 // them finds X and U, the other Y. Operands and token matrices come in stages of a ring that a warp of its own keeps
 // full; blocks of the same head make a cluster and fetch a part of every stage for all of them, as each of them needs
 // all of it.
@@ -38,7 +38,7 @@ struct Smem {
     Slab<VALUE_ROWS> state[SLABS];  // S'
     Slab<CHUNK_LEN> solution;       // X
     Slab<CHUNK_LEN> values[2];
-    bf16 outputs[CONSUMERS / 32][16][VALUE_PITCH];
+    T_IO outputs[CONSUMERS / 32][16][VALUE_PITCH];
     CopyBarrier full[STAGES], empty[STAGES];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -47,7 +47,7 @@ static_assert(sizeof(Triangle[TAKEN]) <= sizeof(Slab<CHUNK_LEN>[2]), "the token 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM_THREADS, 1) wkv7_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
-    const int* __restrict__ halved, T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states,
+    const int* __restrict__ halved, T_IO* __restrict__ output, T_IO* __restrict__ solved, uint4* __restrict__ states,
     T_STATE* __restrict__ last,
     float4* __restrict__ carried, Strides input_strides, i64 tokens, i64 heads, Walk walk) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -155,7 +155,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             exponents.pass(state);
             load_begin(n + 1);
             wait_for_copies<0>();
-            rows_of_values.convert(smem.values[n % 2]);
             publish_writes();
             // S' and the values are there, and nobody reads the last values any more
             synchronize_threads(1, CONSUMERS);
@@ -264,8 +263,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
                 const i64 token = i64(index_of(n)) * CHUNK_LEN, target = out_place + token * out_stride;
                 const int rows = static_cast<int>(min(span.length - token - own_row, i64(16)));
                 if (group_of_warps == 0)
-                    write_outputs<bf16, VALUE_ROWS>(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
-                else write_outputs<T_IO, VALUE_ROWS>(output + target, out_stride, smem.outputs[warp], sum, rows, width);
+                    write_outputs<VALUE_ROWS>(solved + target, out_stride, smem.outputs[warp], sum, rows, width);
+                else write_outputs<VALUE_ROWS>(output + target, out_stride, smem.outputs[warp], sum, rows, width);
             }
             wait_for_batches<0>();
 #pragma unroll

@@ -99,8 +99,8 @@ __device__ inline void write_key_block_by_halves(const Tiles& tiles, const KeyBl
             x += with_k * block.k_row(n, j, i) + with_b * block.b_row(n, j, i);
             grads.right[n][at] += with_k * r;
         });
-        store_block_transposed(tiles.r, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
-        store_block_transposed(tiles.k, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+        store_block_transposed(tiles.r, 16 * b, column, to_fragment(grads.left[0], grads.left[1]));
+        store_block_transposed(tiles.k, 16 * b, column, to_fragment(grads.right[0], grads.right[1]));
     }
     TreeGradients grads;
     begin_a(grads, b);
@@ -110,8 +110,8 @@ __device__ inline void write_key_block_by_halves(const Tiles& tiles, const KeyBl
     for_each_element([&](int n, int j, int i) {
         grads.right[n][2 * j + i] += scale * own_pair(16 * b + token_of(n, i)).y * element_of<T_IO>(block.r, n, j, i);
     });
-    store_block_transposed(tiles.a, 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
-    store_block_transposed(tiles.b, 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+    store_block_transposed(tiles.a, 16 * b, column, to_fragment(grads.left[0], grads.left[1]));
+    store_block_transposed(tiles.b, 16 * b, column, to_fragment(grads.right[0], grads.right[1]));
 }
 
 // All blocks by one warp, and the gradient of the log-decay to the place of the tokens' decays in `growth`.

@@ -14,7 +14,7 @@
 // cancels exactly, as both of its places hold the same products.
 //
 //   r w k v a b  [batch, tokens, heads, K or V]  in         dy  [batch, tokens, heads, V]  T_IO  in
-//   u dx         [batch, tokens, heads, V]  bf16  in        states e  [slots, heads, SLABS, VALUES] rows  bf16  in
+//   u dx         [batch, tokens, heads, V]  T_IO  in        states e  [slots, heads, SLABS, VALUES] rows  T_IO  in
 //   gradients    [slots, heads, 4] triangles  in: dArk dArb dAak dAab
 //   halved       [slots, heads, SLABS]  in: the slabs that are left to wkv7_key_gradients_by_halves
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K]  out
@@ -60,7 +60,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_key_gradients(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
-    const i64* __restrict__ cu_seqlens, const bf16* __restrict__ u, const bf16* __restrict__ dx,
+    const i64* __restrict__ cu_seqlens, const T_IO* __restrict__ u, const T_IO* __restrict__ dx,
     const uint4* __restrict__ states, const uint4* __restrict__ e, const uint4* __restrict__ gradients,
     const int* __restrict__ halved, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
     T_IO* __restrict__ da, T_IO* __restrict__ db,
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
     ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> values(
         copies_gradients ? dy + start(dy_strides) : v + start(v_strides),
         copies_gradients ? dy_strides.token : v_strides.token);
-    ValueColumns<VALUE_STEP, NUM_THREADS / 2, bf16> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
+    ValueColumns<VALUE_STEP, NUM_THREADS / 2, T_IO> solutions((copies_gradients ? dx : u) + row, heads * VALUE_SIZE);
     const int copied_column = copies_gradients ? VALUE_STEP : 0;
     const auto load_stage = [&](Stage& stage, int step) {  // one step after another
         if (step < VALUE_STEPS) {
@@ -149,7 +149,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
             for (int i = 0; i < 2; ++i) {
                 const int column = is_query ? VALUE_STEP + c : c;
                 with_first[i] = load_left(v_dy, 16 * (first_block + i), column);
-                convert_raw(with_first[i].at);
                 with_second[i] = load_left(u_dx, 16 * (first_block + i), column);
             }
 #pragma unroll

@@ -52,21 +52,13 @@ __device__ inline Right load_right_transposed(TriangleByTokens triangle, int row
 // A token with itself.
 __device__ inline float own_pair(const Triangle& triangle, int token) {
     const int p = token / 16, t = token % 16;
-    return to_float(reinterpret_cast<const bf16*>(triangle.units[p * (p + 3) / 2])[t / 8 * 3 * 64 + t % 8 * 9]);
-}
-// What was copied as it is in T_IO; the tensor cores take bf16.
-__device__ inline void round_tile(Slab<CHUNK_LEN>& tile) {
-    unsigned* const words = reinterpret_cast<unsigned*>(&tile);
-    for (int i = threadIdx.x; i < CHUNK_LEN * TILE_COLUMNS / 2; i += NUM_THREADS) {
-        const float2 x = unpack(words[i]);
-        words[i] = pack(x.x, x.y);
-    }
+    return to_float(reinterpret_cast<const T_IO*>(triangle.units[p * (p + 3) / 2])[t / 8 * 3 * 64 + t % 8 * 9]);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_key_gradients_by_halves(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_IO* __restrict__ dy,
-    const i64* __restrict__ cu_seqlens, const bf16* __restrict__ u, const bf16* __restrict__ dx,
+    const i64* __restrict__ cu_seqlens, const T_IO* __restrict__ u, const T_IO* __restrict__ dx,
     const uint4* __restrict__ states, const uint4* __restrict__ e, const uint4* __restrict__ gradients,
     const int* __restrict__ halved, T_IO* __restrict__ dr, T_W* __restrict__ dw, T_IO* __restrict__ dk,
     T_IO* __restrict__ da, T_IO* __restrict__ db, Strides r_strides, Strides w_strides, Strides k_strides,
@@ -87,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         w += start(w_strides);
 
         using Values = ValueColumns<TILE_COLUMNS, NUM_THREADS, T_IO>;
-        using Solutions = ValueColumns<TILE_COLUMNS, NUM_THREADS, bf16>;
+        using Solutions = ValueColumns<TILE_COLUMNS, NUM_THREADS, T_IO>;
         Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
         Solutions of_u(u + row_of_outputs * VALUE_SIZE, heads * VALUE_SIZE);
         Solutions of_dx(dx + row_of_outputs * VALUE_SIZE, heads * VALUE_SIZE);
@@ -106,10 +98,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
             copy_units(piece.state, states + first_value * 8), copy_units(piece.e, e + first_value * 8);
             commit_copies(), wait_for_copies<0>();
             __syncthreads();  // this piece is there
-            if constexpr (!is_bf16<T_IO>) {
-                round_tile(piece.v), round_tile(piece.dy);
-                __syncthreads();
-            }
             const auto state = tile_of(piece.state), with_e = tile_of(piece.e);
             constexpr int STEP = 32;  // rows of the state that are behind the last value, in steps, may hold anything
 #pragma unroll

@@ -46,10 +46,10 @@ __device__ inline void write_key_gradients(const Accumulator* d_r, const Accumul
             const float shrink[2] = {reciprocal(grown[0]), reciprocal(grown[1])};
             const float sum_r[2] = {d_r[n][2 * j], d_r[n][2 * j + 1]}, sum_a[2] = {d_a[n][2 * j], d_a[n][2 * j + 1]};
             const float sum_k[2] = {d_k[n][2 * j], d_k[n][2 * j + 1]}, sum_b[2] = {d_b[n][2 * j], d_b[n][2 * j + 1]};
-            results[0].at[i] = pack_as<T_IO>(sum_r[0] * grown[0] * scale, sum_r[1] * grown[1] * scale);
-            results[1].at[i] = pack_as<T_IO>(sum_a[0] * grown_before, sum_a[1] * grown[0]);
-            results[2].at[i] = pack_as<T_IO>(sum_k[0] * shrink[0], sum_k[1] * shrink[1]);
-            results[3].at[i] = pack_as<T_IO>(sum_b[0] * shrink[0], sum_b[1] * shrink[1]);
+            results[0].at[i] = pack(sum_r[0] * grown[0] * scale, sum_r[1] * grown[1] * scale);
+            results[1].at[i] = pack(sum_a[0] * grown_before, sum_a[1] * grown[0]);
+            results[2].at[i] = pack(sum_k[0] * shrink[0], sum_k[1] * shrink[1]);
+            results[3].at[i] = pack(sum_b[0] * shrink[0], sum_b[1] * shrink[1]);
             const unsigned r = rows.r[p].at[i], a = rows.a[p].at[i], k = rows.k[p].at[i], b = rows.b[p].at[i];
             const float terms_a[2] = {low_of(a) * sum_a[0], high_of(a) * sum_a[1]};
             const float terms[2] = {low_of(r) * sum_r[0] + terms_a[0] - low_of(k) * sum_k[0] - low_of(b) * sum_b[0],

@@ -53,10 +53,10 @@ __device__ inline void invert_diagonal(Triangle& tm, const float (&lower)[BLOCKS
             for (int j = 0; j < 4; ++j)
                 if (row + j > i) x[row + j] += factors[j] * x[i];
         }
-    bf16* const target = reinterpret_cast<bf16*>(tm.units[block * (block + 3) / 2]);  // (block, block)
+    T_IO* const target = reinterpret_cast<T_IO*>(tm.units[block * (block + 3) / 2]);  // (block, block)
 #pragma unroll
     for (int i = 0; i < 16; ++i)
-        target[(i / 8 + column / 8 * 2) * 64 + i % 8 * 8 + column % 8] = from_float<bf16>(x[i]);
+        target[(i / 8 + column / 8 * 2) * 64 + i % 8 * 8 + column % 8] = from_float<T_IO>(x[i]);
 }
 
 // A slab that leaves the range of its middle's frame, by halves (chunk_rows.cuh): R and K in one tile, A and B in
@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
             if (by_halves) continue;
             const Operands& tiles = smem.operands[0];
             const auto left = tile_of(is_r ? tiles.r : tiles.a), right = tile_of(is_k ? tiles.k : tiles.b);
-            if (warp < 4) add_products<0>(sum, left, false, right, false);
-            else add_products<HALVES - 1>(sum, left, false, right, false);
+            if (warp < 4) add_products<0>(sum, left, right);
+            else add_products<HALVES - 1>(sum, left, right);
         }
         const auto store = [&](int i, int p, int q) {
             if (p == q) keep_lower(sum[i], !is_r);

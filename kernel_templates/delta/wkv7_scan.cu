@@ -10,8 +10,8 @@
 //   first        [sequences, heads, V, K] or kv  T_STATE  in or null: initial state, or gradient of the final one
 //   operands, matrices, frames  from wkv7_prepare
 //   output       [batch, tokens, heads, V]  T_IO  out: y, or dv
-//   solved       [batch, tokens, heads, V]  bf16  out, or null forwards: U, or dX
-//   states       [slots, heads, SLABS, VALUES] rows of 64 channels, bf16  out or null: S', or E', of every chunk, in
+//   solved       [batch, tokens, heads, V]  T_IO  out, or null forwards: U, or dX
+//   states       [slots, heads, SLABS, VALUES] rows of 64 channels, T_IO  out or null: S', or E', of every chunk, in
 //                the order of lanes (wkv7_operands.cuh)
 //   last         [sequences, heads, V, K] or kv  T_STATE  out or null: final state, or gradient of the initial one
 //
@@ -38,8 +38,7 @@ static_assert(STAGES >= 2 && STAGES <= STEPS + 1, "stages must be 2 at least and
 struct Smem {
     Slab<CHUNK_LEN> ring[STAGES][KEY_WARPS][2];
     Triangle matrices[2][TAKEN];
-    bf16 values[2][CHUNK_LEN][VALUE_PITCH];  // in T_IO, as they come
-    bf16 outputs[CHUNK_LEN][VALUE_PITCH];
+    T_IO values[2][CHUNK_LEN][VALUE_PITCH], outputs[CHUNK_LEN][VALUE_PITCH];
     float factor[CHANNELS];
     // Where several warps have the same rows: sums for the others, by whom they are for, and X.
     float4 parts[ROW_WARPS][KEY_WARPS][max_of(KEY_WARPS - 1, 1)][2][KEY_WARPS > 1 ? SHARE / 8 : 1][32];
@@ -63,7 +62,7 @@ template <typename Visit> __device__ inline void for_each_element(StateRows& sta
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
-    const int* __restrict__ halved, T_IO* __restrict__ output, bf16* __restrict__ solved, uint4* __restrict__ states,
+    const int* __restrict__ halved, T_IO* __restrict__ output, T_IO* __restrict__ solved, uint4* __restrict__ states,
     T_STATE* __restrict__ last, Strides input_strides, i64 tokens, i64 heads) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -105,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
                         copy_units(smem.matrices[n % 2][i], triangles + i * TRIANGLE_UNITS);
                 const i64 token = i64(index_of(n)) * CHUNK_LEN;
                 copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_ROWS, VALUE_PITCH, NUM_THREADS>(
-                    reinterpret_cast<T_IO*>(smem.values[n % 2][0]), input + token * input_strides.token,
-                    input_strides.token, span.length - token, min(VALUE_ROWS, VALUE_SIZE - block_row), threadIdx.x);
+                    smem.values[n % 2][0], input + token * input_strides.token, input_strides.token,
+                    span.length - token, min(VALUE_ROWS, VALUE_SIZE - block_row), threadIdx.x);
             }
         }
         commit_copies();
@@ -269,10 +268,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
         const Tile<VALUE_PITCH> values = {shared_address(&smem.values[n % 2][0][0])};
         const Tile<VALUE_PITCH> outputs = {shared_address(&smem.outputs[0][0])};
 #pragma unroll
-        for (int q = 0; q < BLOCKS; ++q) {
-            value_rows[q] = load_left_transposed(values, 16 * q, own_row);
-            convert_raw(value_rows[q].at);
-        }
+        for (int q = 0; q < BLOCKS; ++q) value_rows[q] = load_left_transposed(values, 16 * q, own_row);
 
         if (key_warp * SHARE < CHUNK_LEN) {
             const auto m = tile_of(smem.matrices[n % 2][1 - FIRST_MATRIX]);
@@ -291,15 +287,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
                     const Right block = BACKWARD ? load_right(m, q, p) : load_right_transposed(m, p, q);
                     multiply_add(&out[2 * j], value_rows[q], block);
                 }
-                const Accumulator &left = out[2 * j], &right = out[2 * j + 1];
-                store_block_transposed(outputs, 16 * p, own_row,
-                                       {{pack_as<T_IO>(left[0], left[1]), pack_as<T_IO>(left[2], left[3]),
-                                         pack_as<T_IO>(right[0], right[1]), pack_as<T_IO>(right[2], right[3])}});
+                store_block_transposed(outputs, 16 * p, own_row, to_fragment(out[2 * j], out[2 * j + 1]));
             }
             __syncwarp();
             write_rows<T_IO, VALUE_SIZE, SHARE, 16, VALUE_PITCH, 32>(
-                output + target, out_stride, reinterpret_cast<const T_IO*>(&smem.outputs[first_token][own_row]), rows,
-                width, lane_id());
+                output + target, out_stride, &smem.outputs[first_token][own_row], rows, width, lane_id());
             if (solved != nullptr) {
                 __syncwarp();
 #pragma unroll
@@ -322,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
                     store_block_transposed(outputs, 16 * p, own_row, to_fragment(sum[0], sum[1]));
                 }
                 __syncwarp();
-                write_rows<bf16, VALUE_SIZE, SHARE, 16, VALUE_PITCH, 32>(
+                write_rows<T_IO, VALUE_SIZE, SHARE, 16, VALUE_PITCH, 32>(
                     solved + target, out_stride, &smem.outputs[first_token][own_row], rows, width, lane_id());
             }
             __syncwarp();

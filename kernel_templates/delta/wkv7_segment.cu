@@ -27,7 +27,7 @@ struct Smem {
     Operands operands;
     TokenMatrices matrices;
     RawKeys raw;
-    bf16 input[CHUNK_LEN][INPUT_PITCH];  // V or dY; zeros for the rows of P
+    T_IO input[CHUNK_LEN][INPUT_PITCH];  // V or dY; zeros for the rows of P
     float2 totals[SEGMENTS][PAIRS];
     float factor[CHANNELS];
 };
@@ -71,12 +71,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         copy_keys(smem.raw.a, a, a_strides.token), copy_keys(smem.raw.b, b, b_strides.token);
         // A warp reads what it has copied itself.
         copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
-            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), values + token * value_strides.token, value_strides.token,
+            &smem.input[0][own_row], values + token * value_strides.token, value_strides.token,
             CHUNK_LEN, width, lane_id());
     };
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero, and so does the fourth of the keys
+    clear<NUM_THREADS>(smem);  // padding stays zero, and so does the fourth of the keys
     __syncthreads();
     const i64 first = BACKWARD ? tokens - CHUNK_LEN : 0, step = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
     RawDecays next_w;
@@ -110,10 +109,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
         const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
         write_factor(smem.factor, {pending_exponent.x + start_exponent.x, pending_exponent.y + start_exponent.y});
-        if constexpr (!is_bf16<T_IO>) {
-            round_columns<WARP_ROWS>(smem.input, own_row, has_rows);
-            __syncwarp();
-        }
         bool by_halves = false;
         if constexpr (HAS_HALVES) {
             // the operands are there, unless they are of no use

@@ -1,6 +1,6 @@
 // Tiles of 64 columns, for the kernels of RWKV-7 that take a head apart (wkv7_prepare, wkv7_scan, wkv7_key_gradients).
 //
-// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
+// A tile is [rows][64] T_IO: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
 // 8. Eight neighbouring rows of a column then lie in different banks, and a tile has the same bytes in shared memory as
 // in the tensors that pass it from kernel to kernel.
 //
@@ -38,29 +38,15 @@ template <int HALF, typename Visit> __device__ inline void for_blocks_of_half(Vi
 }
 using HalfTriangle = Accumulator[BLOCKS + 1][2];
 
-// Words of a tile that was copied as it is in T_IO; the tensor cores take bf16.
-__device__ inline void convert_raw(unsigned (&words)[4]) {
-    if constexpr (!is_bf16<T_IO>)
-#pragma unroll
-        for (unsigned& word : words) {
-            const float2 x = unpack(word);
-            word = pack(x.x, x.y);
-        }
-}
-// sum += left right^T; `is_raw` if a side is still in T_IO.
+// sum += left right^T.
 template <int HALF>
-__device__ inline void add_products(HalfTriangle& sum, SlabTile left, bool left_is_raw,
-                                    SlabTile right, bool right_is_raw) {
+__device__ inline void add_products(HalfTriangle& sum, SlabTile left, SlabTile right) {
 #pragma unroll
     for (int c = 0; c < TILE_COLUMNS; c += 16) {
-        Fragment high = load_left(left, 16 * (BLOCKS - 1 - HALF), c), low = load_left(left, 16 * HALF, c);
-        if (left_is_raw) convert_raw(high.at), convert_raw(low.at);
+        const Fragment high = load_left(left, 16 * (BLOCKS - 1 - HALF), c), low = load_left(left, 16 * HALF, c);
         Right columns[BLOCKS - HALF];
 #pragma unroll
-        for (int q = 0; q < BLOCKS - HALF; ++q) {
-            columns[q] = load_right_transposed(right, 16 * q, c);
-            if (right_is_raw) convert_raw(columns[q].at);
-        }
+        for (int q = 0; q < BLOCKS - HALF; ++q) columns[q] = load_right_transposed(right, 16 * q, c);
         for_blocks_of_half<HALF>(
             [&](int i, int p, int q) { multiply_add(sum[i], p == HALF ? low : high, columns[q]); });
     }

@@ -2,7 +2,7 @@
 //
 //     dArk = tril(dY V^T)   dArb = tril(dY U^T)   dAak = tril(dX V^T, -1)   dAab = tril(dX U^T, -1)
 //
-//   v dy       [batch, tokens, heads, V]  T_IO  in         u dx  [batch, tokens, heads, V]  bf16  in
+//   v dy       [batch, tokens, heads, V]  T_IO  in         u dx  [batch, tokens, heads, V]  T_IO  in
 //   gradients  [slots, heads, 4] triangles      out, in the order above
 //
 // Grid (chunks, heads, sequences), a block per chunk and head: each warp half a triangle of one of them, over 64 values
@@ -17,7 +17,7 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_token_gradients(
     const T_IO* __restrict__ v, const T_IO* __restrict__ dy, const i64* __restrict__ cu_seqlens,
-    const bf16* __restrict__ u, const bf16* __restrict__ dx, uint4* __restrict__ gradients, Strides v_strides,
+    const T_IO* __restrict__ u, const T_IO* __restrict__ dx, uint4* __restrict__ gradients, Strides v_strides,
     Strides dy_strides, i64 tokens, i64 heads, i64 sequences, int first_chunk) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_to
     // what is contiguous
     const i64 stride = heads * VALUE_SIZE, row = (chunk.span.batch * tokens + token) * heads + head;
     using Values = ValueColumns<TILE_COLUMNS, NUM_THREADS, T_IO>;
-    using Solutions = ValueColumns<TILE_COLUMNS, NUM_THREADS, bf16>;
+    using Solutions = ValueColumns<TILE_COLUMNS, NUM_THREADS, T_IO>;
     Values of_v(v + start(v_strides), v_strides.token), of_dy(dy + start(dy_strides), dy_strides.token);
     Solutions of_u(u + row * VALUE_SIZE, stride), of_dx(dx + row * VALUE_SIZE, stride);
 
@@ -51,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_to
         __syncthreads();  // this stage is there
         const Stage& stage = smem.stages[first_value / TILE_COLUMNS % 2];
         const auto left = tile_of(is_x ? stage.dx : stage.dy), right = tile_of(is_u ? stage.u : stage.v);
-        if (warp < 4) add_products<0>(sum, left, !is_x, right, !is_u);
-        else add_products<HALVES - 1>(sum, left, !is_x, right, !is_u);
+        if (warp < 4) add_products<0>(sum, left, right);
+        else add_products<HALVES - 1>(sum, left, right);
         __syncthreads();  // nobody reads it any more
     }
     uint4* const target = gradients + ((slot * heads + head) * 4 + warp % 4) * TRIANGLE_UNITS;

@@ -65,6 +65,6 @@ __device__ inline void finish_values(TokenSums (&u)[TILES], TokenSums (&dx)[TILE
             store_block_transposed(tiles.u, 16 * p, value + 16 * i, u_rows[i][p]);
             store_block_transposed(tiles.dx, 16 * p, value + 16 * i, dx_rows[i][p]);
             store_block_transposed(tiles.dv, 16 * p, value + 16 * i,
-                                   to_fragment_of<T_IO>(dv[i][2 * p], dv[i][2 * p + 1]));
+                                   to_fragment(dv[i][2 * p], dv[i][2 * p + 1]));
         }
 }

@@ -25,7 +25,7 @@ constexpr int GROWTH_PITCH = CHANNELS + 4;  // eight channels of every other row
 static_assert(WARPS * WARP_ROWS == VALUES,
               "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
-using StateTile = bf16[VALUES][KEY_PITCH];
+using StateTile = T_IO[VALUES][KEY_PITCH];
 struct Smem {
     PairOperands operands;
     TokenTile pairs, d_pairs;
@@ -65,8 +65,8 @@ struct Head {
         from_k.copy(smem.raw.k[0], present, HEAD_SIZE, threadIdx.x);
     }
     __device__ void copy_values(Smem& smem, int present) {
-        from_v.copy(reinterpret_cast<T_IO*>(smem.v[0]), present, VALUE_SIZE, threadIdx.x);
-        from_dy.copy(reinterpret_cast<T_IO*>(smem.dy[0]), present, VALUE_SIZE, threadIdx.x);
+        from_v.copy(smem.v[0], present, VALUE_SIZE, threadIdx.x);
+        from_dy.copy(smem.dy[0], present, VALUE_SIZE, threadIdx.x);
     }
 };
 
@@ -147,16 +147,6 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             }
         }
         wait_for_copies<1>();  // V and dY; the next chunk's keys may still be on their way
-        if constexpr (!is_bf16<T_IO>) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < CHUNK_LEN * VALUES; i += NUM_THREADS) {
-                ValueTile& tile = i < CHUNK_LEN * VALUES / 2 ? smem.v : smem.dy;
-                const int index = i % (CHUNK_LEN * VALUES / 2) * 2;
-                unsigned& word = *reinterpret_cast<unsigned*>(&tile[index / VALUES][index % VALUES]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
-        }
         __syncthreads();  // P, V and dY are there
 
         Fragment dy_rows[TILES][BLOCKS];
@@ -167,7 +157,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
 #pragma unroll
             for (int p = 0; p < BLOCKS; ++p)
                 store_block_transposed(tile_dv, 16 * p, first_value + 16 * i,
-                                       to_fragment_of<T_IO>(d_value[i][2 * p], d_value[i][2 * p + 1]));
+                                       to_fragment(d_value[i][2 * p], d_value[i][2 * p + 1]));
         constexpr int TASKS = BLOCKS * (BLOCKS + 1) / 2;
         for (int task = warp; task < TASKS; task += WARPS) {
             int p = 0, j = task;
@@ -197,9 +187,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
         __syncthreads();  // dP, dV and z are there
 
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
-            head.dv + token * head.value_stride, head.value_stride, reinterpret_cast<const T_IO*>(smem.dv[0]), steps,
-            VALUE_SIZE,
-            threadIdx.x);
+            head.dv + token * head.value_stride, head.value_stride, smem.dv[0], steps, VALUE_SIZE, threadIdx.x);
         if (next >= end) load_decays(next);
         ChunkDecays<CHANNELS> raw_w;
         if constexpr (NEEDS_W) raw_w.load<true>(head.w + token * head.w_stride, head.w_stride, steps);
@@ -262,9 +250,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
 
         const auto write = [&](T_IO* target, const KeyTile& tile) {
             write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
-                target + token * head.key_stride, head.key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps,
-                HEAD_SIZE,
-                threadIdx.x);
+                target + token * head.key_stride, head.key_stride, tile[0], steps, HEAD_SIZE, threadIdx.x);
         };
         write(head.dq, smem.operands.q), write(head.dk, smem.operands.k);
         if constexpr (HAS_DECAY && !CONSTANT_DECAY)
@@ -318,8 +304,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
         CONSTANT_DECAY ? dw : dw + out_row * HEAD_SIZE,
         span.length, w_strides.token, key_stride, value_stride, heads, {0.0f, 0.0f}, scale};
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
     if (last >= 0) head.copy_keys(smem, head.steps_from(last)), commit_copies();
     if constexpr (BONUS) {

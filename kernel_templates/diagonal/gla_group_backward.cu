@@ -46,7 +46,7 @@ struct __align__(1024) Smem {
     CopyBarrier state_is_there;
 };
 
-// Rows of a tensor's tokens: a thread copies, and converts, the same unit of every 16th row.
+// Rows of a tensor's tokens: a thread copies the same unit of every 16th row.
 struct TokenRows {
     static constexpr int ROW_STEP = NUM_THREADS / (COLUMNS / 8), COUNT = TOKENS / ROW_STEP;
     const T_IO* source;  // the thread's unit of a chunk
@@ -68,18 +68,6 @@ struct TokenRows {
                            exists && row() + n * ROW_STEP < present);
         source -= TOKENS * stride;
     }
-    __device__ static void convert(Slabs<TOKENS>& slabs) {  // tensor cores take bf16
-        if constexpr (!is_bf16<T_IO>)
-#pragma unroll
-            for (int n = 0; n < COUNT; ++n) {
-                uint4& held = *place(slabs, n);
-                const auto converted = [](unsigned word) {
-                    const float2 x = unpack(word);
-                    return pack(x.x, x.y);
-                };
-                held = {converted(held.x), converted(held.y), converted(held.z), converted(held.w)};
-            }
-    }
 };
 
 using Sums = Accumulator[TILE_COLUMNS / 8];  // 64 columns of 64 rows, of which a warp has 16
@@ -91,7 +79,7 @@ __device__ inline void write_sums(T_IO* target, unsigned stride, Slab<16>& stage
 #pragma unroll
     for (int j = 0; j < TILE_COLUMNS / 8; j += 2) {
         const auto pair = [&](int i, int first) {
-            return pack_as<T_IO>(factor * sums[i][first], factor * sums[i][first + 1]);
+            return pack(factor * sums[i][first], factor * sums[i][first + 1]);
         };
         store_block(tile_of(staged), 0, 8 * j, {{pair(j, 0), pair(j, 2), pair(j + 1, 0), pair(j + 1, 2)}});
     }
@@ -175,7 +163,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_bac
     for (; chunk >= 0; --chunk, stage ^= 1) {
         Rows& rows = smem.ring[stage];
         wait_for_copies<0>();
-        TokenRows::convert(rows.dy), TokenRows::convert(rows.v), TokenRows::convert(rows.q), TokenRows::convert(rows.k);
         publish_writes();
         wait_for(smem.state_is_there, stage);
         __syncthreads();  // the rows and F are there, and nobody reads the last chunk's rows and triangles any more

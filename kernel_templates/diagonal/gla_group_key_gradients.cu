@@ -106,20 +106,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
         for (int piece = 0; piece < PIECES; ++piece) {
             wait_for_copies<STAGES - 2>();
             Stage& stage = smem.ring[piece % STAGES];
-            if constexpr (!is_bf16<T_IO>) {  // tensor cores take bf16
-                __syncthreads();
-#pragma unroll
-                for (int i = threadIdx.x; i < CHUNK_LEN * UNITS; i += NUM_THREADS) {
-                    uint4& unit = stage.v_dy.units[i / UNITS][i % UNITS];
-                    unsigned words[4] = {unit.x, unit.y, unit.z, unit.w};
-#pragma unroll
-                    for (unsigned& word : words) {
-                        const float2 x = unpack(word);
-                        word = pack(x.x, x.y);
-                    }
-                    unit = {words[0], words[1], words[2], words[3]};
-                }
-            }
             publish_writes();
             __syncthreads();  // this piece is there, and nobody reads the last one any more
             load_piece(piece + STAGES - 1);
@@ -210,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_gro
         ChannelSums channel_sums = {};
         if constexpr (BY_HALVES) {
             const auto own_product = [&](int t) {
-                const auto* const unit = reinterpret_cast<const bf16*>(&smem.chunk.d_pairs.units[t][t / 8 ^ t % 8]);
+                const auto* const unit = reinterpret_cast<const T_IO*>(&smem.chunk.d_pairs.units[t][t / 8 ^ t % 8]);
                 return BONUS ? smem.diagonal[t] : to_float(unit[t % 8]);
             };
             const auto begin = [&](TreeGradients& grads, int b) {

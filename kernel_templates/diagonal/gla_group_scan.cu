@@ -8,14 +8,14 @@
 //     dV = P^T dY + K E'^T    E <- (E' + dY^T Q) diag(e^m)
 //
 // The state is kept transposed, channels down and values across, as in wkv7_group_scan.cu. Two groups of four warps
-// have every other slab of it in registers, in fp32, for the whole sequence; per chunk they write its bf16 image S' to
+// have every other slab of it in registers, in fp32, for the whole sequence; per chunk they write its rounded image S' to
 // shared memory, and then each of them makes half of the columns of Y.
 //
 //   input, output  [batch, tokens, heads, V]  T_IO   V and Y; dY and dV
 //   first, last    [sequences, heads] states  T_STATE  or null: S at the start and the end; E at the end and the start
 //   operands, pairs, frames, halved   in, of gla_prepare; where a slab was taken by halves, the state has no frame, and
 //                             what is in it passes all of the chunk's decay before what is added
-//   states         [slots, heads, SLABS, VALUES] rows of 64 channels  bf16  out or null: S', E'
+//   states         [slots, heads, SLABS, VALUES] rows of 64 channels  T_IO  out or null: S', E'
 //
 // Grid (sequences x blocks of VALUE_ROWS rows, heads).
 #include "slab.cuh"
@@ -35,7 +35,7 @@ struct Smem {
     Stage ring[STAGES];
     Slab<VALUE_ROWS> state[2][SLABS];  // S' of this chunk and of the last one
     Slab<CHUNK_LEN> values[2];
-    bf16 outputs[CONSUMERS / 32][16][OUTPUT_PITCH];
+    T_IO outputs[CONSUMERS / 32][16][OUTPUT_PITCH];
     CopyBarrier full[STAGES], empty[STAGES];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
@@ -134,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
             exponents.pass(state);
             load_begin(n + 1);
             wait_for_copies<0>();
-            rows_of_values.convert(smem.values[n % 2]);
             publish_writes();
             synchronize_threads(1, CONSUMERS);  // S' and the values are there, and nobody reads the last ones any more
             load_values(n + 1);
@@ -204,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
 
             const i64 token = i64(index_of(n)) * CHUNK_LEN;
             const int rows = static_cast<int>(min(span.length - token - own_row, i64(16)));
-            write_outputs<T_IO, OWN_ROWS>(output + out_place + token * out_stride, out_stride, smem.outputs[warp], sum,
+            write_outputs<OWN_ROWS>(output + out_place + token * out_stride, out_stride, smem.outputs[warp], sum,
                                           rows, width);
         }
         if (last != nullptr) {

@@ -86,8 +86,8 @@ __device__ inline void write_pair_gradients_by_halves(
             grads.left[n][at] += product * own_k, grads.right[n][at] += product * own_q;
             if constexpr (BONUS) sums.bonus[j] += with_own * scale * own_q * own_k;
         });
-        store_block_transposed(tile_of(q_tile), 16 * b, column, to_fragment_of<T_IO>(grads.left[0], grads.left[1]));
-        store_block_transposed(tile_of(k_tile), 16 * b, column, to_fragment_of<T_IO>(grads.right[0], grads.right[1]));
+        store_block_transposed(tile_of(q_tile), 16 * b, column, to_fragment(grads.left[0], grads.left[1]));
+        store_block_transposed(tile_of(k_tile), 16 * b, column, to_fragment(grads.right[0], grads.right[1]));
     }
     multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
     __syncwarp();                            // all lanes have read the decays

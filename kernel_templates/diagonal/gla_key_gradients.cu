@@ -25,13 +25,13 @@ constexpr int PIECE = 32, PIECES = VALUES / PIECE, PIECE_PITCH = PIECE + 8;  // 
 constexpr int TASKS = BLOCKS * (BLOCKS + 1) / 2, OWN_TASKS = ceil_div(TASKS, WARPS);
 static_assert(PARTS >= 2, "a middle lies between two segments");
 
-using BlockTile = bf16[CHUNK_LEN][BLOCK_PITCH];
+using BlockTile = T_IO[CHUNK_LEN][BLOCK_PITCH];
 struct Smem {
     BlockTile q, k;
     TokenTile d_pairs;
     union {
         struct { T_IO q[CHUNK_LEN][BLOCK_CHANNELS], k[CHUNK_LEN][BLOCK_CHANNELS]; } raw;
-        struct { bf16 v[CHUNK_LEN][PIECE_PITCH], dy[CHUNK_LEN][PIECE_PITCH]; } pieces[2];
+        struct { T_IO v[CHUNK_LEN][PIECE_PITCH], dy[CHUNK_LEN][PIECE_PITCH]; } pieces[2];
     };
     float2 totals[PARTS][BLOCK_PAIRS];
     float growth[CHUNK_LEN + 1][GROWTH_PITCH];  // e^(c_t - m), the row before the first token first; later dL/dc
@@ -76,8 +76,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
     // A chunk by halves: then `growth` holds the tokens' decays, and S and E have no frame.
     const bool by_halves = LARGEST_DECAY > 0 && chunk.token / CHUNK_LEN >= framed[chunk.sequence * heads + head];
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;
+    clear<NUM_THREADS>(smem);
     __syncthreads();
     const auto copy_keys = [&] {
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_CHANNELS, NUM_THREADS>(
@@ -144,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
                 for (int i = threadIdx.x; i < CHUNK_LEN * PIECE; i += NUM_THREADS)
                     if (i % PIECE >= present) to.v[i / PIECE][i % PIECE] = {}, to.dy[i / PIECE][i % PIECE] = {};
             copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, PIECE, PIECE_PITCH, NUM_THREADS>(
-                reinterpret_cast<T_IO*>(to.v[0]), v + value, v_strides.token, steps, present, threadIdx.x);
+                to.v[0], v + value, v_strides.token, steps, present, threadIdx.x);
             copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, PIECE, PIECE_PITCH, NUM_THREADS>(
-                reinterpret_cast<T_IO*>(to.dy[0]), dy + value, dy_strides.token, steps, present, threadIdx.x);
+                to.dy[0], dy + value, dy_strides.token, steps, present, threadIdx.x);
         }
         commit_copies();
     };
@@ -165,16 +164,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
         copy_piece(piece + 1);
         auto& now = smem.pieces[piece % 2];
         const auto tile_v = tile_of(now.v), tile_dy = tile_of(now.dy);
-        if constexpr (!is_bf16<T_IO>) {
-            for (int i = threadIdx.x; i < CHUNK_LEN * PIECE; i += NUM_THREADS) {
-                auto& tile = i < CHUNK_LEN * PIECE / 2 ? now.v : now.dy;
-                const int at = i % (CHUNK_LEN * PIECE / 2) * 2;
-                unsigned& word = *reinterpret_cast<unsigned*>(&tile[at / PIECE][at % PIECE]);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
-            }
-            __syncthreads();
-        }
         if (has_channels) {
 #pragma unroll
             for (int c = 0; c < PIECE; c += 16) {
@@ -261,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_key
 
     const auto write = [&](T_IO* target, const BlockTile& tile) {
         write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, BLOCK_CHANNELS, BLOCK_PITCH, NUM_THREADS>(
-            target, key_stride, reinterpret_cast<const T_IO*>(tile[0]), steps, width, threadIdx.x);
+            target, key_stride, tile[0], steps, width, threadIdx.x);
     };
     write(dq, smem.q), write(dk, smem.k);
     if constexpr (HAS_DECAY && !CONSTANT_DECAY)

@@ -69,8 +69,8 @@ template <int PITCH, typename Tile> __device__ inline void write_pair_gradients(
                     sums.bonus[j] += product * scale * plain_q * plain_k;
                 }
             }
-            results[0].at[i] = pack_as<T_IO>(d_plain_q[0], d_plain_q[1]);
-            results[1].at[i] = pack_as<T_IO>(d_plain_k[0], d_plain_k[1]);
+            results[0].at[i] = pack(d_plain_q[0], d_plain_q[1]);
+            results[1].at[i] = pack(d_plain_k[0], d_plain_k[1]);
             if constexpr (HAS_DECAY) {
                 const float terms_q[2] = {q[0] * sum_q[0], q[1] * sum_q[1]};
                 const float terms[2] = {terms_q[0] - k[0] * sum_k[0], terms_q[1] - k[1] * sum_k[1]},

@@ -31,7 +31,7 @@ struct Smem {
     PairOperands operands;
     TokenTile pairs;
     RawPair raw;
-    bf16 input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
+    T_IO input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
     float2 totals[SEGMENTS][PAIRS];
     float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN];
     float2 pending_exponent[PAIRS];
@@ -67,7 +67,7 @@ struct Head {
         };
         copy_keys(smem.raw.q, q, q_stride), copy_keys(smem.raw.k, k, k_stride);
         copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(  // a warp reads what it has copied itself
-            reinterpret_cast<T_IO*>(&smem.input[0][own_row]), input + token * input_stride, input_stride, steps, width,
+            &smem.input[0][own_row], input + token * input_stride, input_stride, steps, width,
             lane_id());
         commit_copies();
     }
@@ -124,10 +124,6 @@ __device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILE
                 if (__syncthreads_or(leaves_range(frame, steps) || is_steep(sums))) return token;
             if (HAS_DECAY && threadIdx.x < PAIRS) pending_exponent = BACKWARD ? frame.middle : end_exponent;
         }
-        if constexpr (!is_bf16<T_IO>) {
-            round_columns<WARP_ROWS>(smem.input, head.own_row, head.has_values);
-            __syncwarp();
-        }
         if (BY_HALVES || !HAS_HALVES || BACKWARD) __syncthreads();  // the operands are there
 
         Checkpoint* own_checkpoint = nullptr;  // from the warp's rows on, so that what it writes has constant offsets
@@ -163,11 +159,11 @@ __device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILE
         __syncthreads();  // the pairs are there
         if (!head.has_values) continue;
         add_triangles(triangle<BACKWARD>(out, pairs, input_rows));  // Y <- Y + P V, or dV <- dV + P^T dY
-        store_sums<T_IO>(outputs, head.own_row, out);
+        store_sums(outputs, head.own_row, out);
         __syncwarp();
         write_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
             head.output + token * head.output_stride, head.output_stride,
-            reinterpret_cast<const T_IO*>(&smem.output[0][head.own_row]), steps, head.width, lane_id());
+            &smem.output[0][head.own_row], steps, head.width, lane_id());
     }
     return token;
 }
@@ -210,8 +206,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     head.q_stride = q_strides.token, head.k_stride = k_strides.token, head.w_stride = w_strides.token;
     head.input_stride = input_strides.token;
 
-    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Smem) / 4); i += NUM_THREADS)
-        reinterpret_cast<unsigned*>(shared_bytes)[i] = 0;  // padding stays zero
+    clear<NUM_THREADS>(smem);  // padding stays zero
     __syncthreads();
     i64 token = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
     const bool has_tokens = span.length > 0;

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
             smem.raw[stage][0], keys + token * key_strides.token, key_strides.token, CHUNK_LEN, HEAD_SIZE, threadIdx.x);
         copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, 16, VALUE_PITCH, 32>(
-            reinterpret_cast<T_IO*>(&smem.values[stage][0][own_row]), values + token * value_strides.token,
+            &smem.values[stage][0][own_row], values + token * value_strides.token,
             value_strides.token, CHUNK_LEN, width, lane_id());
         commit_copies();
         if constexpr (HAS_DECAY) next_w.load(w + token * w_strides.token, w_strides.token, CHUNK_LEN);
@@ -101,13 +101,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
                 float2 x = unpack(*reinterpret_cast<const unsigned*>(&smem.raw[stage][row][2 * index]));
                 if constexpr (HAS_DECAY) x.x *= kept[i].x, x.y *= kept[i].y;
                 *word_of(smem.keys, row, index) = pack(x.x * factor.x, x.y * factor.y);
-            }
-        }
-        if constexpr (!is_bf16<T_IO>) {
-            for (int i = lane_id(); i < CHUNK_LEN * 8; i += 32) {
-                unsigned& word = *word_of(smem.values[stage], i / 8, own_row / 2 + i % 8);
-                const float2 x = unpack(word);
-                word = pack(x.x, x.y);
             }
         }
         __syncthreads();  // the operands are there

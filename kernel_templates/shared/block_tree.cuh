@@ -146,7 +146,7 @@ struct TreeGradients {
             const int at = 2 * j + i;
             const bool later = is_later<LEVEL>(n, i);
             const float carried = (later ? left[n][at] : right[n][at]) * decays.factor<LEVEL>(n, j, i);
-            terms[n][at] = carried * element_of<bf16>(rows.at[index_of(LEVEL)], n, j, i);
+            terms[n][at] = carried * element_of<T_IO>(rows.at[index_of(LEVEL)], n, j, i);
             const float sum = carried + d_rows[n][at];
             left[n][at] = later ? sum : left[n][at], right[n][at] = later ? right[n][at] : sum;
         });

@@ -5,6 +5,7 @@
 #pragma once
 #include "copy.cuh"
 #include "decay.cuh"
+#include "mma.cuh"
 
 constexpr int CHANNELS = 32 * ceil_div(HEAD_SIZE, 32);
 constexpr int VALUES = 32 * ceil_div(VALUE_SIZE, 32);
@@ -12,15 +13,15 @@ constexpr int WARPS = NUM_THREADS / 32;
 constexpr int BLOCKS = CHUNK_LEN / 16;  // of 16 tokens
 constexpr int KEY_PITCH = CHANNELS + 8, VALUE_PITCH = VALUES + 8, TOKEN_PITCH = CHUNK_LEN + 8;
 
-using KeyTile = bf16[CHUNK_LEN][KEY_PITCH];
-using ValueTile = bf16[CHUNK_LEN][VALUE_PITCH];
-using TokenTile = bf16[CHUNK_LEN][TOKEN_PITCH];
-template <int PITCH, int ROWS> __device__ inline Tile<PITCH> tile_of(const bf16 (&rows)[ROWS][PITCH]) {
+using KeyTile = T_IO[CHUNK_LEN][KEY_PITCH];
+using ValueTile = T_IO[CHUNK_LEN][VALUE_PITCH];
+using TokenTile = T_IO[CHUNK_LEN][TOKEN_PITCH];
+template <int PITCH, int ROWS> __device__ inline Tile<PITCH> tile_of(const T_IO (&rows)[ROWS][PITCH]) {
     return {shared_address(&rows[0][0])};
 }
 
 // A pair of columns (2 `pair`, 2 `pair` + 1) of a row.
-template <int PITCH, int ROWS> __device__ inline unsigned* word_of(bf16 (&rows)[ROWS][PITCH], int row, int pair) {
+template <int PITCH, int ROWS> __device__ inline unsigned* word_of(T_IO (&rows)[ROWS][PITCH], int row, int pair) {
     return reinterpret_cast<unsigned*>(&rows[row][2 * pair]);
 }
 
@@ -190,17 +191,6 @@ __device__ inline void solve(TokenFragments (&solution)[TILES], Matrix matrix, c
     for (int i = 0; i < TILES; ++i) solve<IS_UPPER>(solution[i], matrix, sums[i]);
 }
 
-// Tensor cores take bf16: a warp rounds, in its place, what it has copied as T_IO, COLUMNS columns from `first` on if
-// they exist.
-template <int COLUMNS, int PITCH>
-__device__ inline void round_columns(bf16 (&rows)[CHUNK_LEN][PITCH], int first, bool exist = true) {
-    if constexpr (!is_bf16<T_IO>)
-        for (int i = lane_id(); exist && i < CHUNK_LEN * COLUMNS / 2; i += 32) {
-            unsigned& word = *reinterpret_cast<unsigned*>(&rows[i / (COLUMNS / 2)][first + i % (COLUMNS / 2) * 2]);
-            const float2 x = unpack(word);
-            word = pack(x.x, x.y);
-        }
-}
 // Rows from a tile [token, value], and sums to one as T; `value` is the first of the warp.
 template <int TILES, typename Tile>
 __device__ inline void load_rows(TokenFragments (&rows)[TILES], Tile tile, int value) {
@@ -209,14 +199,14 @@ __device__ inline void load_rows(TokenFragments (&rows)[TILES], Tile tile, int v
 #pragma unroll
         for (int q = 0; q < BLOCKS; ++q) rows[i][q] = load_left_transposed(tile, 16 * q, value + 16 * i);
 }
-template <typename T, int TILES, typename Tile>
+template <int TILES, typename Tile>
 __device__ inline void store_sums(Tile tile, int value, const TokenSums (&sums)[TILES]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int p = 0; p < BLOCKS; ++p)
             store_block_transposed(tile, 16 * p, value + 16 * i,
-                                   to_fragment_of<T>(sums[i][2 * p], sums[i][2 * p + 1]));
+                                   to_fragment(sums[i][2 * p], sums[i][2 * p + 1]));
 }
 
 // Checkpoints.
@@ -387,7 +377,7 @@ template <typename T> __device__ inline void write_channels(T* row, int channel,
         // The compiler would store a struct piece by piece.
         if constexpr (sizeof(T) == 2)
             asm volatile("st.global.v2.b32 [%0], {%1, %2};"
-                         ::"l"(row + channel), "r"(pack_as<T>(x[0], x[1])), "r"(pack_as<T>(x[2], x[3])) : "memory");
+                         ::"l"(row + channel), "r"(pack<T>(x[0], x[1])), "r"(pack<T>(x[2], x[3])) : "memory");
         else
             asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
                          ::"l"(row + channel), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");

@@ -1,11 +1,17 @@
 // Rows of a tensor to shared memory without waiting (cp.async), and rows of shared memory to a tensor.
 #pragma once
-#include "mma.cuh"
 #include "sequence.cuh"
 
 // Elements that one access moves: as many as both the row's length and its alignment in the tensor allow.
 __device__ constexpr int vector_of(int size, int bytes) {
     return size % 8 == 0 ? 16 / bytes : size % 4 == 0 ? min_of(4, 16 / bytes) : 1;
+}
+
+// Zeros to all of a block's shared memory.
+template <int THREADS, typename Smem> __device__ inline void clear(Smem& smem) {
+    constexpr int UNITS = sizeof(Smem) / 16, WORDS = sizeof(Smem) % 16 / 4;
+    for (int i = threadIdx.x; i < UNITS; i += THREADS) reinterpret_cast<uint4*>(&smem)[i] = {};
+    if (threadIdx.x < WORDS) reinterpret_cast<unsigned*>(&smem)[4 * UNITS + threadIdx.x] = 0;
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

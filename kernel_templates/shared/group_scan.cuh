@@ -71,7 +71,7 @@ __device__ inline void load_if(bool wanted, Accumulator& x, const float4* source
         : "l"(source), "r"(int(wanted))
         : "memory");
 }
-// The bf16 image of a group's slabs, transposed.
+// The rounded image of a group's slabs, transposed.
 template <typename Image>
 __device__ inline void write_image(Image& image, const StateSlab (&state)[OWN_SLABS], const Part& part) {
 #pragma unroll
@@ -142,7 +142,7 @@ struct Exponents {
     }
 };
 
-// Rows of values: a thread copies, and converts, the same place of every chunk.
+// Rows of values: a thread copies the same place of every chunk.
 struct ValueRows {
     static constexpr int VECTOR = vector_of(VALUE_SIZE, sizeof(T_IO)), PER_ROW = VALUE_ROWS / VECTOR;
     static constexpr int ROW_STEP = CONSUMERS / PER_ROW;
@@ -172,30 +172,16 @@ struct ValueRows {
             from += ROW_STEP * stride;
         }
     }
-    __device__ void convert(Slab<CHUNK_LEN>& tile) const {  // tensor cores take bf16
-        if constexpr (!is_bf16<T_IO>)
-#pragma unroll
-            for (int row = first_token, i = 0; i < CHUNK_LEN / ROW_STEP; ++i, row += ROW_STEP) {
-                T_IO* const at = place(tile, row);
-#pragma unroll
-                for (int j = 0; j < VECTOR; ++j) at[j] = {from_float<bf16>(to_float(at[j])).bits};
-            }
-    }
 };
 
 // Sums of 16 tokens to rows of a tensor, by way of `staged`.
-template <typename T, int COLUMNS, int PITCH>
-__device__ inline void write_outputs(T* target, i64 stride, bf16 (&staged)[16][PITCH],
+template <int COLUMNS, int PITCH>
+__device__ inline void write_outputs(T_IO* target, i64 stride, T_IO (&staged)[16][PITCH],
                                      const Accumulator (&sum)[COLUMNS / 8], int rows, int width) {
-    const Tile<PITCH> tile = {shared_address(&staged[0][0])};
+    const Tile<PITCH> tile = {shared_address(staged[0])};
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; j += 2) {
-        const Accumulator &left = sum[j], &right = sum[j + 1];
-        store_block(tile, 0, 8 * j, {{pack_as<T>(left[0], left[1]), pack_as<T>(left[2], left[3]),
-                                      pack_as<T>(right[0], right[1]), pack_as<T>(right[2], right[3])}});
-    }
+    for (int j = 0; j < COLUMNS / 8; j += 2) store_block(tile, 0, 8 * j, to_fragment(sum[j], sum[j + 1]));
     __syncwarp();
-    write_rows<T, VALUE_SIZE, 16, COLUMNS, PITCH, 32>(target, stride, reinterpret_cast<const T*>(&staged[0][0]), rows,
-                                                      width, lane_id());
+    write_rows<T_IO, VALUE_SIZE, 16, COLUMNS, PITCH, 32>(target, stride, staged[0], rows, width, lane_id());
     __syncwarp();
 }

@@ -1,7 +1,8 @@
-// Tensor-core products of 16-bit tiles in shared memory: fragments, their loads and stores, mma.sync m16n8k16.
+// Tensor-core products of 16-bit tiles in shared memory: fragments, their loads and stores, mma.sync m16n8k16. What is
+// multiplied has the type of the call's rows.
 //
 // A lane is (g, t) = (lane / 4, lane % 4). An accumulator of 16 x 8 floats holds row g in [0], [1] and row g + 8 in
-// [2], [3], columns 2 t and 2 t + 1. A fragment is a 16 x 16 block of bf16 pairs in the same order: two accumulators
+// [2], [3], columns 2 t and 2 t + 1. A fragment is a 16 x 16 block of pairs of T_IO in the same order: two accumulators
 // side by side, rounded, are a fragment as they are. As the left operand it is the block itself; read as the right
 // operand, `first_half` and `second_half` are the two 16 x 8 halves of its transpose. So a product can feed the next
 // one without leaving the registers.
@@ -18,34 +19,27 @@ template <int PITCH> struct Tile {
     __device__ unsigned address(int row, int column) const { return start + 2 * (row * PITCH + column); }
 };
 
-// The compiler's own conversion: it sees through it, so that tiles of one struct share a base register.
-template <typename T> __device__ inline unsigned shared_address(const T* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ inline int lane_id() { return threadIdx.x % 32; }
 __device__ inline int group() { return threadIdx.x % 32 / 4; }
 __device__ inline int quad_lane() { return threadIdx.x % 4; }
 
-__device__ inline unsigned pack(float low, float high) {
+template <typename T = T_IO> __device__ inline unsigned pack(float low, float high) {
     unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    if constexpr (is_bf16<T>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-template <typename T> __device__ inline unsigned pack_as(float low, float high) {
-    return from_float<T>(low).bits | unsigned(from_float<T>(high).bits) << 16;
+template <typename T = T_IO> __device__ inline float low_of(unsigned pair) {
+    if constexpr (is_bf16<T>) return __uint_as_float(pair << 16);
+    else return to_float(T{static_cast<unsigned short>(pair)});
 }
-template <> __device__ inline unsigned pack_as<bf16>(float low, float high) { return pack(low, high); }
-__device__ inline float low_of(unsigned pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high_of(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+template <typename T = T_IO> __device__ inline float high_of(unsigned pair) {
+    if constexpr (is_bf16<T>) return __uint_as_float(pair & 0xffff0000u);
+    else return to_float(T{static_cast<unsigned short>(pair >> 16)});
+}
 
 __device__ inline Fragment to_fragment(const Accumulator& left, const Accumulator& right) {
     return {{pack(left[0], left[1]), pack(left[2], left[3]), pack(right[0], right[1]), pack(right[2], right[3])}};
-}
-
-template <typename T> __device__ inline Fragment to_fragment_of(const Accumulator& left, const Accumulator& right) {
-    return {{pack_as<T>(left[0], left[1]), pack_as<T>(left[2], left[3]), pack_as<T>(right[0], right[1]),
-             pack_as<T>(right[2], right[3])}};
 }
 
 // Loads are volatile, which keeps them between the barriers; nothing else need wait for them, so they name no memory.
@@ -94,10 +88,14 @@ template <int PITCH> __device__ inline Right load_right_transposed(Tile<PITCH> t
 __device__ inline Right transposed(const Fragment& f) { return {{f.at[0], f.at[2], f.at[1], f.at[3]}}; }
 
 __device__ inline void multiply_add(Accumulator& sum, const Fragment& left, unsigned right_low, unsigned right_high) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "r"(right_low), "r"(right_high));
+#define MULTIPLY(TYPE)                                                                                                 \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+        "{%0, %1, %2, %3};"                                                                                            \
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                       \
+        : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "r"(right_low), "r"(right_high))
+    if constexpr (is_bf16<T_IO>) MULTIPLY("bf16");
+    else MULTIPLY("f16");
+#undef MULTIPLY
 }
 // sum[0 .. 1] += left x right: 16 x 16 outputs.
 __device__ inline void multiply_add(Accumulator* sum, const Fragment& left, const Right& right) {

@@ -1,6 +1,6 @@
 // Tiles of 64 columns, for products of four warps (wgmma.cuh) as for those of one.
 //
-// A tile is [rows][64] bf16: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
+// A tile is [rows][64] T_IO: rows of 128 bytes whose 16-byte units are swapped by the row, unit u of row t at u ^ t %
 // 8. Eight neighbouring rows of a column then lie in different banks. A wider tile is several of these, one after
 // another.
 #pragma once

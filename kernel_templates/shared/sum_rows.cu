@@ -8,7 +8,8 @@
 // number), which leaves room for a chunk that is not full.
 // Grid (width / (COLUMNS VECTOR), groups); a block has COLUMNS times VECTOR neighbouring columns, which a thread reads
 // at once, and NUM_THREADS / COLUMNS threads for each. A thread adds up every so many rows; then the first one adds up
-// what the others have, in the order of threads. All fp32. The width is a multiple of VECTOR.
+// what the others have, in the order of threads. All fp32; a thread also keeps what its sums round away, so that the
+// error does not grow with the rows. The width is a multiple of VECTOR.
 #include "types.cuh"
 
 constexpr int THREADS = NUM_THREADS / COLUMNS;  // of a column
@@ -25,22 +26,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) sum_rows(
     const auto first = [&](i64 g) {
         return cu_seqlens == nullptr ? g * group_rows : min(max(cu_seqlens[g], i64(0)), tokens) / chunk_len + g;
     };
-    const auto add = [](Floats& sum, const Floats& x) {
+    Floats sum = {}, excess = {};  // what the sum has too much
+    const auto add = [&](const Floats& x) {
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum.at[i] += x.at[i];
+        for (int i = 0; i < VECTOR; ++i) {
+            const float term = x.at[i] - excess.at[i], next = sum.at[i] + term;
+            excess.at[i] = next - sum.at[i] - term;
+            sum.at[i] = next;
+        }
     };
     const i64 end = first(group + 1);
-    Floats sum = {};
     if (column < width) {
 #pragma unroll 8
         for (i64 row = first(group) + thread; row < end; row += THREADS)
-            add(sum, *reinterpret_cast<const Floats*>(rows + row * width + column));
+            add(*reinterpret_cast<const Floats*>(rows + row * width + column));
     }
     parts[thread][threadIdx.x % COLUMNS] = sum;
     __syncthreads();  // all parts are there
     if (thread != 0 || column >= width) return;
 #pragma unroll
-    for (int other = 1; other < THREADS; ++other) add(sum, parts[other][threadIdx.x]);
+    for (int other = 1; other < THREADS; ++other) add(parts[other][threadIdx.x]);
     Pack<T_OUT, VECTOR> rounded;
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) rounded.at[i] = from_float<T_OUT>(sum.at[i]);

@@ -51,43 +51,42 @@ enum class Read { rows, columns };
 #define REGISTERS_OF_64                                                                                             \
     REGISTERS_OF_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 
+#define MULTIPLY(COLUMNS, TYPE, PLACES)                                                              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE               \
+                 " {" REGISTERS_OF_##COLUMNS "}, " PLACES ";"                                        \
+                 : SUMS_OF_##COLUMNS : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD))
+#define MULTIPLY_HELD(COLUMNS, TYPE, PLACES)                                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE               \
+                 " {" REGISTERS_OF_##COLUMNS "}, " PLACES ";"                                        \
+                 : SUMS_OF_##COLUMNS                                                                 \
+                 : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right),   \
+                   "n"(TURN), "n"(ADD))
+#define MULTIPLY_AS(MULTIPLY, COLUMNS, PLACES)                       \
+    do {                                                             \
+        if constexpr (is_bf16<T_IO>) MULTIPLY(COLUMNS, "bf16", PLACES); \
+        else MULTIPLY(COLUMNS, "f16", PLACES);                       \
+    } while (false)
+
 // sum[64, COLUMNS] += left[64, 16] right[16, COLUMNS]; without ADD what was in the sum is lost.
 template <int COLUMNS, Read LEFT, Read RIGHT, bool ADD = true>
 __device__ inline void multiply_group(Accumulator* s, unsigned long long left, unsigned long long right) {
     static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "products have 16, 32 or 64 columns");
     constexpr int TURN_LEFT = LEFT == Read::columns, TURN_RIGHT = RIGHT == Read::columns;
-    if constexpr (COLUMNS == 16)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" REGISTERS_OF_16 "}, %8, %9, %12, 1, 1, "
-                     "%10, %11;"
-                     : SUMS_OF_16 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
-    else if constexpr (COLUMNS == 32)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32 "}, %16, %17, %20, 1, 1, "
-                     "%18, %19;"
-                     : SUMS_OF_32 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
-    else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64 "}, %32, %33, %36, 1, 1, "
-                     "%34, %35;"
-                     : SUMS_OF_64 : "l"(left), "l"(right), "n"(TURN_LEFT), "n"(TURN_RIGHT), "n"(ADD));
+    if constexpr (COLUMNS == 16) MULTIPLY_AS(MULTIPLY, 16, "%8, %9, %12, 1, 1, %10, %11");
+    else if constexpr (COLUMNS == 32) MULTIPLY_AS(MULTIPLY, 32, "%16, %17, %20, 1, 1, %18, %19");
+    else MULTIPLY_AS(MULTIPLY, 64, "%32, %33, %36, 1, 1, %34, %35");
 }
 template <int COLUMNS, Read RIGHT, bool ADD = true>
 __device__ inline void multiply_group(Accumulator* s, const Fragment& left, unsigned long long right) {
     static_assert(COLUMNS == 32 || COLUMNS == 64, "products have 32 or 64 columns");
     constexpr int TURN = RIGHT == Read::columns;
     if constexpr (COLUMNS == 32)
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_OF_32
-                     "}, {%16, %17, %18, %19}, "
-                     "%20, %22, 1, 1, %21;"
-                     : SUMS_OF_32
-                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN),
-                       "n"(ADD));
-    else
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_OF_64
-                     "}, {%32, %33, %34, %35}, "
-                     "%36, %38, 1, 1, %37;"
-                     : SUMS_OF_64
-                     : "r"(left.at[0]), "r"(left.at[1]), "r"(left.at[2]), "r"(left.at[3]), "l"(right), "n"(TURN),
-                       "n"(ADD));
+        MULTIPLY_AS(MULTIPLY_HELD, 32, "{%16, %17, %18, %19}, %20, %22, 1, 1, %21");
+    else MULTIPLY_AS(MULTIPLY_HELD, 64, "{%32, %33, %34, %35}, %36, %38, 1, 1, %37");
 }
+#undef MULTIPLY
+#undef MULTIPLY_HELD
+#undef MULTIPLY_AS
 #undef SUMS_OF_16
 #undef SUMS_OF_32
 #undef SUMS_OF_64

@@ -115,7 +115,7 @@ struct TileWalk {
                 multiply_parts<W_PARTS, K_PARTS>(fresh, product);
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    sums[row][n][i] = fmaf(fresh[i], i % 2 ? high_of(scale) : low_of(scale), sums[row][n][i]);
+                    sums[row][n][i] = fmaf(fresh[i], i % 2 ? high_of<bf16>(scale) : low_of<bf16>(scale), sums[row][n][i]);
             } else {
                 multiply_parts<1, 1>(sums[row][n], product);
             }
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) timex_c
         };
         for (int i = threadIdx.x; i < words; i += NUM_THREADS) {
             const float low = value(first_lag + i), high = value(first_lag + i + (REVERSED ? 1 : -1));
-            const unsigned pair = pack_pair<T_PRODUCT>(low, high);
+            const unsigned pair = pack<T_PRODUCT>(low, high);
             filter[i].word[0] = pair;
             if constexpr (W_PARTS == 2) filter[i].word[1] = pack_rest(pair, low, high);
         }

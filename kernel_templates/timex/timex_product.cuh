@@ -13,21 +13,9 @@ template <typename T> constexpr int PARTS_OF = sizeof(T) == 4 ? 2 : 1;
 template <typename T, bool SCALED> struct ProductOf { using type = T; };
 template <typename T> struct ProductOf<T, true> { using type = fp16; };
 
-__device__ inline unsigned pack_half(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-// Two neighbours as stored in an operand of type T.
-template <typename T> __device__ inline unsigned pack_pair(float low, float high) {
-    if constexpr (is_bf16<T>) return pack(low, high);
-    else return pack_half(low, high);
-}
 // What fp16 has left over of two numbers.
 __device__ inline unsigned pack_rest(unsigned pair, float low, float high) {
-    const float low_part = to_float(fp16{static_cast<unsigned short>(pair)});
-    const float high_part = to_float(fp16{static_cast<unsigned short>(pair >> 16)});
-    return pack_half(low - low_part, high - high_part);
+    return pack<fp16>(low - low_of<fp16>(pair), high - high_of<fp16>(pair));
 }
 
 // The scale of numbers whose largest is `most`, and one over it: both are powers of two, and not denormal. Beside an
@@ -114,7 +102,7 @@ __device__ inline void stage(Rows<PARTS, ROWS> target, const T* source, i64 stri
         }
 #pragma unroll
         for (int n = 0; n < STEPS; ++n) {
-            const unsigned pairs[2] = {pack_pair<T_PRODUCT>(x[n][0], x[n][1]), pack_pair<T_PRODUCT>(x[n][2], x[n][3])};
+            const unsigned pairs[2] = {pack<T_PRODUCT>(x[n][0], x[n][1]), pack<T_PRODUCT>(x[n][2], x[n][3])};
             const int at = row + n * (ROWS / STEPS);
             store_shared(target.address(0, at, segment * SEGMENT + column), pairs[0], pairs[1]);
             if constexpr (PARTS == 2)

@@ -15,6 +15,7 @@ from rwkv_jit.template import Parameter
 CHUNK_LENS: tuple[int, ...] = (32, 16)
 TEMPLATES = ("wkv7_chunked_forward", "wkv7_chunked_backward", "wkv7_group_backward")
 _HALVES_THREADS = 256  # that a multiprocessor has room for by halves, which takes all registers there are
+_FEW_CHUNKS = 16  # of a sequence: with fewer, blocks are many and it counts that more of them fit
 _TUNED_THREADS = (64, 128, 256, 512)  # of the forward's blocks, that are worth measuring
 
 
@@ -76,12 +77,19 @@ def _group_shared_bytes(head_size: int, value_size: int) -> int:
     return -(-size // 1024) * 1024
 
 
-def _threads(direction: str, head_size: int, value_size: int, chunk_len: int, num_threads: int | None) -> int:
-    """Return the threads of a block: a warp for 16 value rows, or for 32 where that leaves registers enough."""
+def _threads(
+    direction: str, head_size: int, value_size: int, chunk_len: int, num_threads: int | None, keeps_many: bool = True
+) -> int:
+    """Return the threads of a block: a warp for 16 value rows, or for 32 where that leaves registers enough.
+
+    Where a forward keeps the states of many short chunks, as many warps again make matrices beside those that write.
+    """
     if direction == "backward":
         return 2 * padded(value_size)
-    rows = 32 if chunk_len == 16 and padded(value_size) > 64 else 16
-    return num_threads or max(32 * padded(value_size) // rows, padded(head_size))
+    values, rows = padded(value_size), 16
+    if chunk_len == 16 and values > 32:
+        rows = 32 if values > 64 else 8 if keeps_many else 16
+    return num_threads or max(32 * values // rows, padded(head_size))
 
 
 def most_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
@@ -173,7 +181,8 @@ def _carried(p: Problem) -> dict[str, Any]:
 def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> Step:
     """Return a launch: a block per sequence and head, for chunks in frames or for those that are taken by halves."""
     parts.check_heads(p, "chunked")
-    threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads)
+    keeps_many = p.training and p.tokens > _FEW_CHUNKS * p.chunk_len
+    threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads, keeps_many)
     shared, template, arch = shared_bytes(direction, p.K, p.V, p.chunk_len, threads), f"wkv7_chunked_{direction}", None
     if not by_halves and _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):
         # Nothing but an sm_90 runs code for sm_90, and only with the extension has it these products.

@@ -52,11 +52,14 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
     """Return the longest chunk that shared memory allows, whatever the threads: what is left behind goes by the chunk.
 
-    A shorter one where the bound of the decays asks for it.
+    A shorter one where the bound of the decays asks for it, and the shortest for sequences that it holds. In float16
+    the shortest where nothing is known of the decays, as usual ones leave the frames of longer chunks.
     """
     fitting = [length for length in CHUNK_LENS if _fits(case.head_size, length, gpu)]
-    bounded = [length for length in fitting if parts.is_bounded(case.decay, case.decay_bound, length)]
-    return (bounded or fitting or CHUNK_LENS[-1:])[0]
+    if case.tokens <= min(CHUNK_LENS):
+        return min(CHUNK_LENS)
+    unknown = fitting[::-1] if case.dtype == "fp16" else fitting
+    return (parts.framed_lengths(case, fitting) or unknown or CHUNK_LENS[-1:])[0]
 
 
 def _fits(head_size: int, chunk_len: int, gpu: Gpu) -> bool:

@@ -51,8 +51,7 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
     """Return the chunk length that is fastest on an H200, or one that the bound of the decays asks for."""
     legal = _legal_chunk_lens(case.head_size, gpu, case.num_threads)
-    bounded = [length for length in legal if parts.is_bounded(case.decay, case.decay_bound, length)]
-    return (bounded or legal)[0]
+    return (parts.framed_lengths(case, legal) or legal)[0]
 
 
 def _legal_chunk_lens(head_size: int, gpu: Gpu, num_threads: int | None) -> list[int]:

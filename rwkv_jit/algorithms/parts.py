@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import TENSOR_CORES, Gpu
-from rwkv_jit.problem import BYTES, MILD_DECAYS, Op, Problem
+from rwkv_jit.problem import BYTES, LARGEST_DECAY, Op, Problem, is_framed
 from rwkv_jit.schedule import Result, Step
 from rwkv_jit.template import Parameter
 
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
 MOST_HEADS = 65535  # of a grid's second extent
 LARGEST_HEAD = 128  # that a block holds
-# The most that half a chunk may decay, as a logarithm. Operands are scaled by the decay from their token to the middle
-# of the chunk, and neither they nor their sums may leave the range of bfloat16 and float32, which ends at e^88.
-LARGEST_DECAY = 64
 _SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
 _COPY_THREADS, _COPY_TILE = 256, 32
 
@@ -79,11 +76,9 @@ def shared_obstacle(case: Case, gpu: Gpu, chunk_len: int, shared_bytes: int) -> 
     return text, shared_bytes, case.head_size, case.value_size, chunk_len, gpu.arch, gpu.shared_limit
 
 
-def is_bounded(decay: str, decay_bound: float | None, chunk_len: int) -> bool:
-    """Return whether no decay leaves the range of chunks of this length, if the bound holds."""
-    if decay in MILD_DECAYS:
-        return True
-    return decay_bound is not None and -decay_bound * chunk_len / 2 <= LARGEST_DECAY
+def framed_lengths(case: Case, lengths: Sequence[int]) -> list[int]:
+    """Return the chunk lengths whose frames no decay leaves, if the bound holds."""
+    return [each for each in lengths if is_framed(case.dtype, case.decay, case.decay_bound, each)]
 
 
 def check_heads(p: Problem, backend: str) -> None:
@@ -189,7 +184,7 @@ def chunk_gradients(p: Problem, chunk_len: int) -> dict[str, Any]:
 
 def largest_decay(p: Problem) -> int:
     """Return what half a chunk may decay in its frame, for kernels that take others by halves; else 0."""
-    return LARGEST_DECAY if p.has_halves else 0
+    return LARGEST_DECAY[p.types["v"]] if p.has_halves else 0
 
 
 def kept_frames(p: Problem) -> dict[str, Any]:

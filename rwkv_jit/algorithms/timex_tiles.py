@@ -10,18 +10,21 @@ from rwkv_jit.problem import BYTES, Problem
 from rwkv_jit.schedule import Result, Schedule, Step, Stride
 from rwkv_jit.template import Parameter
 
-LONGEST = 2**24  # tokens of a row are counted in 32 bits
-
 _THREADS, _ROWS = 256, 4  # of a block; tiles of a warp
+_MOST_BLOCKS = 65535  # of a grid's second extent
+LONGEST = _MOST_BLOCKS * _THREADS  # tokens of a row
+MOST_ROWS = _MOST_BLOCKS * 8  # of a channel
 _TILE, _CHUNK = 16, _THREADS // 32 * _ROWS  # tokens of a tile; tiles of a chunk of what is streamed
 _BLOCKS = 2  # that a multiprocessor shall have room for
 _DIAGONALS = 32  # floats for each tile of lags, of the gradient of w
 
 
-def obstacle(tokens: int, gpu: Gpu) -> str | None:
+def obstacle(batch: int, tokens: int, gpu: Gpu) -> str | None:
     """Return what is in the way of such rows, for a sentence that begins with who they are for."""
     if tokens > LONGEST:
         return f"takes at most {LONGEST} tokens, got {tokens}"
+    if batch > MOST_ROWS:
+        return f"takes at most {MOST_ROWS} sequences, got {batch}"
     if not gpu.has_tensor_cores:
         return f"needs an architecture from sm_{TENSOR_CORES} on, got {gpu.arch}"
     return None

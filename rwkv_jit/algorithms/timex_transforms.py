@@ -50,7 +50,7 @@ def _geometry(tokens: int) -> _Geometry:
     return _Geometry(points, points // _LENGTHS[points], points // 16 * 17 * 8)
 
 
-def obstacle(tokens: int, gpu: Gpu) -> str | None:
+def obstacle(_batch: int, tokens: int, gpu: Gpu) -> str | None:
     """Return what is in the way of such rows, for a sentence that begins with who they are for."""
     if tokens > max(_LENGTHS):
         return f"takes at most {max(_LENGTHS)} tokens, got {tokens}"

@@ -80,10 +80,11 @@ def gla(
     rounding of the outputs. The backward recomputes the states forward from the saved ones and never divides by
     the decay, so any decay is safe. It keeps 4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
 
-    The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
-    below 6e-3, of dg 8e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded
-    up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments keep 4 K
-    bytes more for each of their heads.
+    The tensor cores: products of operands of the inputs' dtype with float32 sums, the state in float32. Relative L2
+    errors in bfloat16 are below 6e-3, of dg 8e-3; in float16 an eighth of these, as long as products and states stay
+    within its range (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K
+    rounded up to multiples of 32; for heads that blocks share the backward needs as many again while it runs. Segments
+    keep 4 K bytes more for each of their heads.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 

@@ -86,10 +86,11 @@ def linear_attention(
     rounding of the outputs. The backward recomputes the states forward from the saved ones, and keeps
     4 B H V K ceil(T / checkpoint_interval) bytes between the passes.
 
-    The tensor cores: products of bfloat16 operands with float32 sums, the state in float32. Relative L2 errors are
-    below 6e-3. 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded up to multiples
-    of 32, or about half of them where a state is saved every 64 tokens; for heads that blocks share the backward needs
-    as many again while it runs. Segments keep 4 K bytes more for each of their heads.
+    The tensor cores: products of operands of the inputs' dtype with float32 sums, the state in float32. Relative L2
+    errors in bfloat16 are below 6e-3; in float16 below 8e-4, as long as products and states stay within its range
+    (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are kept between the passes, with V and K rounded up to
+    multiples of 32, or about half of them where a state is saved every 64 tokens; for heads that blocks share the
+    backward needs as many again while it runs. Segments keep 4 K bytes more for each of their heads.
 
     With `normalize` the op runs on values with up to eight more columns, one of them ones, and y is divided by what
     comes out of that one, in the dtype of v: errors then are about twice as large in float16 and bfloat16, and grow

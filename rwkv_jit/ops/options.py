@@ -20,7 +20,7 @@ class CallOptions(TypedDict, total=False):
         Order of the last two dimensions of the states: "vk" by default, for `gla` and `linear_attention` "kv".
     checkpoint_interval : int, default 64
         Tokens between the states that the recurrent kernels save for the backward. The kernels on the tensor cores save
-        one every `chunk_len` tokens, in bfloat16.
+        one every `chunk_len` tokens, in the inputs' dtype.
     chunk_len : int, optional
         Tokens that a block works on at once: 1, 2, 4, 8 or 16 in the recurrent kernels, 16 or 32 on the tensor cores,
         there 64 too in other ops than wkv7, and 32 or 64 in wkv7 with head sizes above 128. By default chosen by the
@@ -37,11 +37,15 @@ class CallOptions(TypedDict, total=False):
 
     Notes
     -----
-    For float16 and bfloat16 from sm_80 on, with 32 tokens a sequence on average or more, "auto" takes "chunked" for K
+    For float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes "chunked" for K
     and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
     Where there are few heads and no cu_seqlens, it takes "split" for the smaller ones too, if T makes 4 equal segments
     or more: of at least 512 tokens and a multiple of 32 in wkv7, of 256 and of 64 in the other ops. Of these, keys
     above 256 (on sm_90 above 1024) go in parts, whose y are added. Everything else is for "recurrent".
+
+    Operands of the tensor cores have the inputs' dtype. float16 ends at 65504 and has fewer digits below 6e-5: states
+    and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless the loss is
+    scaled, as `torch.amp.GradScaler` does.
     """
 
     scale: float

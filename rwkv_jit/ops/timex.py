@@ -329,16 +329,16 @@ def choose(
         The one that was asked for cannot do it.
     """
     if backend in _OWN:
-        obstacle = _OWN[backend].obstacle(tokens, gpu())
+        obstacle = _OWN[backend].obstacle(batch, tokens, gpu())
         if obstacle is not None:
             raise UnsupportedConfigError(f"backend: {backend!r} {obstacle}; use 'auto' or 'fft'")
     if backend != "auto":
         return backend
     most = MOST_TOKENS[direction][dtype.itemsize].get(timex_transforms.length(tokens), 0)
     is_short = 8 * tokens**2 <= min(batch, 8) * most**2  # a tile takes eight rows at once
-    if is_short and timex_tiles.obstacle(tokens, gpu()) is None:
+    if is_short and timex_tiles.obstacle(batch, tokens, gpu()) is None:
         return "tiles"
-    return "transforms" if timex_transforms.obstacle(tokens, gpu()) is None else "fft"
+    return "transforms" if timex_transforms.obstacle(batch, tokens, gpu()) is None else "fft"
 
 
 def _taken(backend: str, k: Tensor, direction: str) -> str:

@@ -150,7 +150,8 @@ OF_ALL = {"recurrent_forward", "recurrent_backward"}
 OF_SEGMENTS = {"segment", "join"}
 CHUNKED = {"chunked_forward", "chunked_backward", *OF_SEGMENTS}
 SCANNED = {"prepare", "scan", "token_gradients", "key_gradients"}
-OF_GROUPS = {"prepare", "group_scan", "token_gradients", "key_gradients", "key_gradients_by_halves"}
+# Short sequences of large heads have chunks that groups do not take.
+OF_GROUPS = {"prepare", "group_scan", "scan", "token_gradients", "key_gradients", "key_gradients_by_halves"}
 GATED = {"scan", "chunked_backward", *OF_SEGMENTS}
 GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients"}
 
@@ -210,7 +211,7 @@ def call_all_ways(on_gpu, monkeypatch):
         function, sizes, of_head = getattr(rwkv_jit, op), {"K": keys, "V": values, "B": 1}, keys * values / 64**2
         on_gpu.multiprocessors = most = max(16, int(of_head) + 1)  # more than one head keeps busy
         many = max(most, math.ceil(most / of_head))
-        for heads, tokens in ((1, 1), (many, 1), (1, 64), (many, 64), (1, 2048)):
+        for heads, tokens in ((1, 1), (many, 1), (1, 16), (many, 16), (1, 64), (many, 64), (1, 2048)):
             dims = {**sizes, "H": heads, "T": tokens}
             given = [
                 torch.zeros([dims[dim] for dim in shape], dtype=w_dtype if name in "wu" else torch.bfloat16)

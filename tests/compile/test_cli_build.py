@@ -128,7 +128,8 @@ def test_every_option_is_a_list(build):
     states = [("kv", "fp16"), ("kv", "fp32")]
     wanted = [("gla_join", *[None] * 6)]
     wanted += [("gla_segment", *case[:2], None, case[2], None, None) for case in cases]
-    for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", [*states, ("vk", "fp32")])):
+    of_scans = [*states, *states, ("vk", "fp32")]  # of long calls, short ones and segments
+    for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", of_scans)):
         wanted += [(name, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
     around = [row[0] for row in found if not row[0].startswith("gla_")]
     assert around == ["copy_states"] * 4  # from and to both types of states

@@ -114,6 +114,19 @@ def error_of_constant_decay(dw, given, state, weights, **options):
     return float((dw.detach().double() - want).norm() / parts.abs().sum((0, 1)).norm().clamp_min(1e-300))
 
 
+def digits(dtype, dtype_of_result):
+    """By what gates for bfloat16 are divided: float16 has three binary digits more, where a result can hold them."""
+    return 8 if dtype == torch.float16 and dtype_of_result != torch.bfloat16 else 1
+
+
+def limits_of(errors, final, named, given, gate, gates):
+    """The limits of the kernels on the tensor cores, from their gates for bfloat16."""
+    dtype, results = given["v"].dtype, {"state": final, **named}
+    of_results = {name: results[name].dtype if name in results else dtype for name in errors}
+    limits = {name: gates.get(name, gate) / digits(dtype, of_result) for name, of_result in of_results.items()}
+    return with_room(limits, named)
+
+
 def with_room(limits, named):
     """The gates are for many roundings together; among few, a single one may be as large as the dtype has them."""
     few = {n: torch.finfo(grad.dtype).eps for n, grad in named.items() if grad.numel() < 64}

@@ -31,8 +31,8 @@ def check(given, state=None, gates=GATES, weights=None, **options):
     """Compare a call of the chunked kernels; the reference needs to know only how to read the inputs."""
     options = {"decay": "sigmoid", "backend": "chunked", **options}
     exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
-    errors, _, named = comparing.compare("wkv7", given, state, options, exact, weights)
-    limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
+    errors, final, named = comparing.compare("wkv7", given, state, options, exact, weights)
+    limits = comparing.limits_of(errors, final, named, given, GATE, gates)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, (wrong, limits)
 
@@ -389,8 +389,23 @@ def test_the_rule_picks_these_kernels(op, problems):
     given = inputs()
     for options in ({"decay": "sigmoid"}, BOUNDED, {}, {"decay": "sigmoid", "chunk_len": 8}):
         rwkv_jit.wkv7(*given.values(), **options)
-    rwkv_jit.wkv7(*[x[:, : rule.LEAST_TOKENS - 1] for x in given.values()], decay="sigmoid")
-    assert [made.backend for made in problems()] == ["chunked", "chunked", "chunked", "recurrent", "recurrent"]
+    for tokens in (rule.LEAST_TOKENS - 1, rule.LEAST_TOKENS):
+        rwkv_jit.wkv7(*[x[:, :tokens] for x in given.values()], decay="sigmoid")
+    backends = ["chunked", "chunked", "chunked", "recurrent", "recurrent", "chunked"]
+    assert [made.backend for made in problems()] == backends
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [40, 64, 128, 192])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_sequences(op, dtype, head_size):
+    """As the rule has them: alone and packed, by one chunk that they fill or not."""
+    for tokens in (rule.LEAST_TOKENS, 7, 16, 17, 31):
+        given = inputs(DTYPES[dtype], tokens=tokens, head_size=head_size, batch=5)
+        check(given, comparing.make_state(given, 5), backend="auto")
+    lengths = torch.tensor([0, 4, 20, 20, 23, 39, 48], device="cuda")
+    given = inputs(DTYPES[dtype], batch=1, tokens=48, head_size=head_size)
+    check(given, comparing.make_state(given, 6), backend="auto", cu_seqlens=lengths)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

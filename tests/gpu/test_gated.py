@@ -46,11 +46,11 @@ def check(op, given, state=None, gates=GATES, weights=None, **options):
     cancels = op == "wkv5" and options["decay"] != "sigmoid"
     if cancels and weights is None:
         weights = comparing.run(op, given, state, **options)[3]
-    errors, _, named = comparing.compare(op, given, state, options, exact, weights)
+    errors, final, named = comparing.compare(op, given, state, options, exact, weights)
     if cancels:
         gates = {**gates, "dw": PARTS_GATE}
         errors["dw"] = comparing.error_of_constant_decay(named["dw"], given, state, weights, **exact)
-    limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
+    limits = comparing.limits_of(errors, final, named, given, GATE, gates)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, (wrong, limits)
 
@@ -375,7 +375,7 @@ def test_packed_sequences_with_warp_groups_are_the_sequences_one_by_one(sizes, d
     bounds = [0, 0, 5, 69, 70, 70, 198, 327, 500]
     given = inputs(LINEAR, DTYPES[dtype], batch=1, tokens=500, head_size=sizes[0], value_size=sizes[1])
     state, cu_seqlens = make_state(LINEAR, given, len(bounds) - 1), torch.tensor(bounds, device="cuda")
-    options = {"backend": "chunked"}
+    options = {"backend": "chunked", "chunk_len": 32}  # short sequences alone would take shorter chunks
     _, _, grads, weights = run(LINEAR, given, state, cu_seqlens=cu_seqlens, **options)
     for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
@@ -608,10 +608,25 @@ def test_a_prompt_continues_from_its_state(op, split):
 @pytest.mark.parametrize("op", OPS)
 def test_the_rule_picks_these_kernels(op, problems):
     function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid"})
-    for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, {"tokens": rule.LEAST_TOKENS - 1}):
+    short = [{"tokens": tokens} for tokens in (rule.LEAST_TOKENS - 1, rule.LEAST_TOKENS)]
+    for more in ({}, {"head_size": 160}, {"head_size": 1032, "heads": 1}, *short):
         function(*inputs(op, **more).values(), **options)
     function(*inputs(op).values(), chunk_len=8, **options)
-    assert [made.backend for made in problems()] == ["chunked", "large", "recurrent", "recurrent", "recurrent"]
+    backends = ["chunked", "large", "recurrent", "recurrent", "chunked", "recurrent"]
+    assert [made.backend for made in problems()] == backends
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("head_size", [40, 64, 128, 192])
+@pytest.mark.parametrize("op", OPS)
+def test_short_sequences(op, head_size):
+    """As the rule has them: alone and packed, by one chunk that they fill or not."""
+    for tokens in (rule.LEAST_TOKENS, 7, 16, 17, 31):
+        given = inputs(op, either(tokens // 2), tokens=tokens, head_size=head_size, batch=5)
+        check(op, given, make_state(op, given, 5), backend="auto")
+    lengths = torch.tensor([0, 4, 20, 20, 23, 39, 48], device="cuda")
+    given = inputs(op, batch=1, tokens=48, head_size=head_size)
+    check(op, given, make_state(op, given, 6), backend="auto", cu_seqlens=lengths)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -6,6 +6,7 @@ import torch
 from comparing import relative, run
 
 import rwkv_jit
+from rwkv_jit.problem import LARGEST_DECAY
 
 DECAYS = {"wkv5": "raw", "wkv6": "raw", "wkv7": "raw", "gla": "log"}  # the ops' own maps
 OPS = [*DECAYS]
@@ -91,12 +92,13 @@ def check(op, given, state=None, weights=None, **options):
     least, wrong = NOTHING * float(weights[0].double().norm()), {}
     for name, (x, want) in found.items():
         assert torch.isfinite(x).all(), name
+        limit = LIMITS.get(name, LIMIT) / comparing.digits(y.dtype, x.dtype)
         if name[0] == "d" and want.norm() < least:
             error, limit = float((x.double() - want).norm()), least
         elif (op, name) == ("wkv5", "dw"):
-            error, limit = comparing.error_of_constant_decay(x, given, state, weights, **exact), LIMIT
+            error = comparing.error_of_constant_decay(x, given, state, weights, **exact)
         else:
-            error, limit = relative(x, want), LIMITS.get(name, LIMIT)
+            error = relative(x, want)
         if not error <= limit:
             wrong[name] = error, limit
     assert not wrong
@@ -132,17 +134,18 @@ def test_every_decay_of_another_type(op, head_size, decay):
         check(op, make(op, kind, decay, head_size=head_size, w_dtype=torch.float32), decay=decay)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_len", [16, 32, 64])
 @pytest.mark.parametrize("head_size", [64, 160])
 @pytest.mark.parametrize("op", BY_TOKEN)
-def test_limit_is_that_of_half_a_chunk(op, head_size, chunk_len):
+def test_limit_is_that_of_half_a_chunk(op, head_size, chunk_len, dtype):
     """Both ways through a chunk are right on both sides of it."""
     if op == "wkv7" and chunk_len == (64 if head_size == 64 else 16):
         pytest.skip("wkv7 has no such chunks")
     half = chunk_len // 2
-    for total in (63.0, 65.0):
+    for total in (LARGEST_DECAY[dtype] - 1.0, LARGEST_DECAY[dtype] + 1.0):
         kind = filled(-total / half, 0, slice(2 * half, 3 * half), 1)
-        given = make(op, kind, "log", "fp16", head_size, w_dtype=torch.float32)
+        given = make(op, kind, "log", dtype, head_size, w_dtype=torch.float32)
         backend = "chunked" if head_size == 64 else "split"
         check(op, given, decay="log", backend=backend, chunk_len=chunk_len)
 

@@ -8,7 +8,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import signatures, tensors
-from rwkv_jit.algorithms import delta_large
+from rwkv_jit.algorithms import delta_chunked, delta_large
 
 relative, run = comparing.relative, comparing.run
 
@@ -34,10 +34,24 @@ def inputs(dtype=torch.bfloat16, decay="sigmoid", head_size=256, heads=2, **more
 def check(given, state=None, gates=GATES, weights=None, **options):
     options = {"decay": "sigmoid", "backend": "split", **options}
     exact = {n: x for n, x in options.items() if n in ("decay", "scale", "state_layout", "cu_seqlens")}
-    errors, _, named = comparing.compare("wkv7", given, state, options, exact, weights)
-    limits = comparing.with_room({name: gates.get(name, GATE) for name in errors}, named)
+    errors, final, named = comparing.compare("wkv7", given, state, options, exact, weights)
+    limits = comparing.limits_of(errors, final, named, given, GATE, gates)
     wrong = {name: error for name, error in errors.items() if not error <= limits[name]}
     assert not wrong, (wrong, limits)
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("decay", ["sigmoid", "raw"])
+@pytest.mark.parametrize("chunk_len", [32, 64])
+@pytest.mark.parametrize("sizes", [(128, 128), (100, 100), (128, 1), (97, 33), (65, 20), (40, 7), (16, 16), (1, 1)])
+def test_heads_that_a_block_has_no_room_for(op, sizes, chunk_len, decay, monkeypatch):
+    """As on GPUs with less shared memory, or where keys are long beside values."""
+    monkeypatch.setattr(delta_chunked, "why_not", lambda *_: ("has no room",))
+    heads = comparing.enough_heads(sizes[0])
+    given = inputs(tokens=100, head_size=sizes[0], value_size=sizes[1], heads=heads, decay=decay)
+    names = ("y", "state", "dinitial_state", *(f"d{n}" for n in given))
+    gates = dict.fromkeys(names, 5e-2) if sizes == (1, 1) else GATES  # sums over a single channel average nothing
+    check(given, comparing.make_state(given, 2), gates, decay=decay, chunk_len=chunk_len)
 
 
 @pytest.mark.usefixtures("guarded_memory")

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rwkv_jit
 from rwkv_jit import kernel, signatures, tensors
 from rwkv_jit.algorithms import delta_large
-from rwkv_jit.algorithms.parts import LARGEST_DECAY, Candidate
+from rwkv_jit.algorithms.parts import Candidate
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import known_calls, torch_op
 from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import LARGEST_DECAY
 from rwkv_jit.tuned import CHUNKS
 
 B, T, H, N = 2, 5, 3, 8
@@ -158,8 +159,8 @@ def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_c
         monkeypatch.setattr(tensors, "_Guards", None)
     given, options = other()
     for _ in range(2):
-        wkv7(make())
-        wkv7(given, **options)
+        wkv7(make(), backend="recurrent")
+        wkv7(given, backend="recurrent", **options)
     assert len(known_calls.calls) == 2
     one, another, *again = [
         (launch.grid, {n: x for n, x in launch.named.items() if n not in launch.addresses}, launch.parameters)
@@ -169,8 +170,8 @@ def test_everything_that_a_check_looks_at_is_a_signature_of_its_own(other, can_c
     saves = [bool(launch.named["checkpoints"] and launch.named["sa"]) for launch in on_gpu.launches]
     assert saves == [False, given["r"].requires_grad] * 2
     monkeypatch.setattr(torch_op, "check_tensors", refuse)
-    wkv7(make())
-    wkv7(given, **options)
+    wkv7(make(), backend="recurrent")
+    wkv7(given, backend="recurrent", **options)
 
 
 @pytest.mark.parametrize(
@@ -912,7 +913,7 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
     assert [launch.block[0] for launch in tuned] == [256, 64, 64, 64]
     assert [tuned[n].parameters["BLOCKS_PER_SM"] for n in (0, -1)] == [1, 4]
     limits = {launch.parameters["LARGEST_DECAY"] for launch in tuned}
-    assert limits == {LARGEST_DECAY if op in ("wkv5", "wkv6", "gla") else 0}  # wkv7 trains with sigmoids
+    assert limits == {LARGEST_DECAY["bf16"] if op in ("wkv5", "wkv6", "gla") else 0}  # wkv7 trains with sigmoids
     assert {launch.parameters["DECAY"] for launch in launches} == {bench.decay_of(op)}
     assert {launch.parameters["STATE_LAYOUT"] for launch in launches} == {OPS[op].state_layout}
     assert results("forward", 32, 128, 2, training=False) == both

@@ -287,6 +287,19 @@ def test_steps_beside_the_others_wait_as_the_schedule_says(on_gpu):
     ]  # fmt: skip
 
 
+def test_error_leaves_no_stream_that_others_do_not_wait_for(on_gpu):
+    """The memory that a kernel beside the others uses goes back to torch with the call."""
+
+    def fail(launch):
+        if launch.entry == "last":
+            raise RuntimeError("it failed")
+
+    on_gpu.while_running = fail
+    with pytest.raises(RuntimeError, match="^it failed$"):
+        run(schedule(step(entry="beside", is_beside=True, waits=True), step(entry="last")), make())
+    assert on_gpu.order[-1] == ("wait", 100, 1001)
+
+
 @pytest.mark.parametrize("is_beside", [False, True])
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("home", [0, 1])

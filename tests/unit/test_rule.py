@@ -57,7 +57,7 @@ def check_recurrent(backend, changes, arch, message):
     check_refused(backend, changes, arch, f"{message}; use 'auto' or 'recurrent'")
 
 
-LARGE, LARGEST = sizes(256), sizes(1024)
+LARGE, LARGEST, HALF = sizes(256), sizes(1024), {"dtype": "fp16"}
 
 
 class Multiprocessors(int):
@@ -77,8 +77,16 @@ TAKEN = {
         ({}, "sm_80", "chunked", 32),
         ({}, "sm_90a", "chunked", 32),
         ({}, "compute_80", "chunked", 32),
-        ({"dtype": "fp16"}, "sm_90", "chunked", 32),
-        ({"tokens": rule.LEAST_TOKENS}, "sm_90", "chunked", 32),
+        (HALF, "sm_90", "chunked", 16),  # whose range no decay of a sigmoid leaves
+        (HALF | RAW, "sm_90", "chunked", 32),
+        (HALF | RAW | bound(-0.43), "sm_90", "chunked", 32),
+        (HALF | RAW | bound(-0.87), "sm_90", "chunked", 16),
+        (HALF | RAW | bound(-0.88), "sm_90", "chunked", 32),
+        (HALF | FEW, "sm_90", "segments", 16),
+        ({"tokens": rule.LEAST_TOKENS}, "sm_90", "chunked", 16),
+        ({"tokens": 16}, "sm_90", "chunked", 16),
+        ({"tokens": 17}, "sm_90", "chunked", 32),
+        ({"tokens": 16, "chunk_len": 32}, "sm_90", "chunked", 32),
         ({"chunk_len": 16}, "sm_90", "chunked", 16),
         (bound(-50.0), "sm_90", "chunked", 32),
         (RAW, "sm_90", "chunked", 32),
@@ -108,8 +116,6 @@ TAKEN = {
         (LARGE, "sm_86", "large", 32),
         (LARGE, "sm_120", "large", 32),
         (LARGE | RAW, "sm_89", "large", 32),
-        (LARGE | {"dtype": "fp16"}, "sm_90", "large", 64),
-        (LARGE | {"tokens": rule.LEAST_TOKENS}, "sm_90", "large", 64),
         (LARGE | {"chunk_len": 32}, "sm_90", "large", 32),
         (LARGE | {"is_packed": True}, "sm_90", "large", 64),
         (LARGE | {"training": False}, "sm_90", "large", 64),
@@ -124,6 +130,11 @@ TAKEN = {
         (sizes(96) | {"training": False}, "sm_90", "chunked", 16),
         (FEW | sizes(96) | {"training": False}, "sm_90", "segments", 16),
         (LARGE, "sm_80", "large", 64),
+        (LARGE | HALF, "sm_90", "large", 32),
+        (LARGE | HALF | RAW | bound(-0.4), "sm_90", "large", 32),
+        (LARGE | HALF | RAW | bound(-0.2), "sm_90", "large", 64),
+        (LARGE | {"tokens": 32}, "sm_90", "large", 32),
+        (LARGE | {"tokens": 33}, "sm_90", "large", 64),
         (LARGE, "compute_80", "large", 64),
         (LARGE | {"num_threads": 128}, "sm_90", "large", 64),
         (LARGEST, "sm_80", "large", 32),
@@ -153,6 +164,9 @@ TAKEN = {
         (MIXED | RAW | bound(-4.1), "sm_90", "large", 16),
         (MIXED | RAW | bound(-8.0), "sm_90", "large", 16),
         (MIXED | RAW | bound(-8.1), "sm_90", "large", 64),
+        (MIXED | HALF, "sm_90", "large", 16),
+        (MIXED | HALF | RAW, "sm_90", "large", 64),
+        (LARGE | {"tokens": rule.LEAST_TOKENS}, "sm_90", "large", 64),
         (MIXED | RAW | bound(-1.0), "sm_80", "large", 32),
         (MIXED | RAW | bound(-4.1), "sm_80", "large", 16),
         (sizes(257, 512) | RAW | bound(-2.1), "sm_90", "large", 64),  # nothing else takes these keys
@@ -169,6 +183,22 @@ WANTED = {length: delta_chunked.most_shared_bytes(128, 128, length) for length i
 OLD = "needs an architecture from sm_80 on, got"
 HALVES = "takes float16 and bfloat16, got torch."
 ROOM = "needs more shared memory at head sizes"
+# What is changed in CASE, the architecture, the chunk of the kernels for large heads, and what is in the way of the
+# others.
+LARGE_INSTEAD = [
+    ({"chunk_len": 64}, "sm_90", 64, "takes chunk_len 16 or 32, got 64"),
+    (
+        sizes(65, 32), "sm_90", 64,
+        "takes keys up to twice as long as values (in steps of 32), got 65 and 32 for v",
+    ),
+    *[
+        (
+            sizes(128) | changes, arch, 32,
+            f"needs {WANTED[n]} bytes of shared memory at head sizes 128 and 128 and chunk_len={n}, {arch} has 101376",
+        )
+        for changes, arch, n in (({}, "sm_89", 16), ({"chunk_len": 32}, "sm_120", 32))
+    ],
+]  # fmt: skip
 # The backend that is asked for, what is changed in CASE, the architecture, and what is in the way.
 NOT_TAKEN = [
     ("chunked", {"dtype": "fp32"}, "sm_90", HALVES + "float32"),
@@ -176,18 +206,10 @@ NOT_TAKEN = [
     ("chunked", {}, "sm_75", f"{OLD} sm_75"),
     ("chunked", {}, "compute_75", f"{OLD} compute_75"),
     ("chunked", {"chunk_len": 8}, "sm_90", "takes chunk_len 16 or 32, got 8"),
-    ("chunked", {"chunk_len": 64}, "sm_90", "takes chunk_len 16 or 32, got 64"),
     (
-        "chunked", sizes(65, 32), "sm_90",
-        "takes keys up to twice as long as values (in steps of 32), got 65 and 32 for v",
+        "chunked", sizes(128) | {"chunk_len": 16}, "sm_89",
+        f"needs {WANTED[16]} bytes of shared memory at head sizes 128 and 128 and chunk_len=16, sm_89 has 101376",
     ),
-    *[
-        (
-            "chunked", sizes(128) | changes, arch,
-            f"needs {WANTED[n]} bytes of shared memory at head sizes 128 and 128 and chunk_len={n}, {arch} has 101376",
-        )
-        for changes, arch, n in (({}, "sm_89", 16), ({"chunk_len": 32}, "sm_120", 32))
-    ],
     ("split", LARGE | {"dtype": "fp32"}, "sm_90", HALVES + "float32"),
     ("split", LARGE, "sm_75", f"{OLD} sm_75"),
     ("split", LARGE | {"head_size": 1025}, "sm_90", "takes head sizes up to 1024, got 1025 and 256 for v"),
@@ -219,6 +241,12 @@ def test_tensor_cores_are_taken_where_they_can_do_it(ops, changes, arch, algorit
 @pytest.mark.parametrize(("backend", "changes", "arch", "message"), NOT_TAKEN, ids=str)
 def test_everything_else_is_recurrent_and_says_why_where_others_are_asked_for(backend, changes, arch, message):
     check_recurrent(backend, changes, arch, message)
+
+
+@pytest.mark.parametrize(("changes", "arch", "chunk_len", "message"), LARGE_INSTEAD, ids=str)
+def test_heads_that_no_block_holds_are_for_the_kernels_of_large_ones(changes, arch, chunk_len, message):
+    assert choose("auto", changes, arch) == choose("split", changes, arch) == ("large", chunk_len)
+    check_refused("chunked", changes, arch, f"{message}; use 'auto' or 'recurrent'")
 
 
 @pytest.mark.parametrize(
@@ -319,8 +347,8 @@ def test_bound_makes_chunks_shorter_where_that_keeps_them_in_range(decay, size, 
     [
         (RAW | FEW, "auto", "segments", 32),
         (RAW | FEW | bound(-8.0), "auto", "segments", 16),
-        (RAW | {"tokens": 5}, "chunked", "chunked", 32),
-        (RAW | {"tokens": 5} | LARGE, "split", "large", 64),
+        (RAW | {"tokens": 5}, "chunked", "chunked", 16),
+        (RAW | {"tokens": 5} | LARGE, "split", "large", 32),
         # Inference of large heads prefers the short chunk, whatever the bound.
         (RAW | sizes(128) | {"training": False} | bound(-8.0), "auto", "chunked", 16),
         (RAW | sizes(128) | {"training": False} | bound(-8.1), "auto", "chunked", 16),
@@ -503,13 +531,13 @@ def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
     assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, True)
     assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, True)
     assert resolved(bf16(4096)) == (32, None, "segments", None, None, True)
-    assert resolved(bf16(1, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
+    assert resolved(bf16(33, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
     assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, True)
     assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, True)
 
 
 def test_packed_sequences_count_by_their_mean_length(as_if_on_gpu):
-    for sequences, backend in ((1, "chunked"), (4, "chunked"), (5, "recurrent"), (128, "recurrent")):
+    for sequences, backend in ((1, "chunked"), (32, "chunked"), (33, "recurrent"), (128, "recurrent")):
         bounds = torch.linspace(0, 128, sequences + 1).to(torch.int64)
         assert resolved(bf16(128), bounds)[2] == backend
 
@@ -524,9 +552,10 @@ class NothingRuns(Exception):
         ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32)),
         ("wkv7", 64, 64, {"decay_bound": -7.0}, ("chunked", 16)),
         ("wkv7", 64, 64, {}, ("chunked", 32)),
-        ("wkv7", 20, 64, {}, ("recurrent", 0)),
+        ("wkv7", 3, 64, {}, ("recurrent", 0)),
+        ("wkv7", 4, 64, {}, ("chunked", 16)),
         ("wkv7", 64, 192, {"decay_bound": -2.1}, ("large", 32)),
-        ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 64)),
+        ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 32)),
         ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16)),
         ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64)),
         ("gla", 64, 1025, {}, ("recurrent", 0)),

@@ -19,6 +19,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.launch import Value
 from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import LARGEST_DECAY
 from rwkv_jit.schedule import Step, Zero
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
@@ -690,7 +691,7 @@ def test_kernels_take_chunks_by_halves_where_the_map_allows_strong_decays(
         rest = {f"{OPS[op].stem}_{name}" for name in by_halves} if has_halves else set()
         assert requests(direction, p, by_halves=True).keys() == rest
         made = {name: request.parameters.get("LARGEST_DECAY") for name, request in requests(direction, p).items()}
-        wanted = dict.fromkeys((f"{OPS[op].stem}_{name}" for name in names), parts.LARGEST_DECAY if has_halves else 0)
+        wanted = dict.fromkeys((f"{OPS[op].stem}_{name}" for name in names), LARGEST_DECAY["bf16"] if has_halves else 0)
         assert {name: x for name, x in made.items() if x is not None} == wanted
 
 

@@ -276,17 +276,19 @@ def test_a_compiler_follows_the_rule(dynamic):
 
 
 @pytest.mark.parametrize(
-    ("backend", "tokens", "arch", "obstacle"),
+    ("backend", "batch", "tokens", "arch", "obstacle"),
     [
-        ("tiles", 64, "sm_75", "needs an architecture from sm_80 on, got sm_75"),
-        ("tiles", 2**24 + 1, "sm_90", "takes at most 16777216 tokens, got 16777217"),
-        ("transforms", 16385, "sm_90", "takes at most 16384 tokens, got 16385"),
-        ("transforms", 8193, "sm_86", "needs 139264 bytes of shared memory, sm_86 has 101376"),
+        ("tiles", 8, 64, "sm_75", "needs an architecture from sm_80 on, got sm_75"),
+        ("tiles", 8, 16776961, "sm_90", "takes at most 16776960 tokens, got 16776961"),
+        ("tiles", 524281, 64, "sm_90", "takes at most 524280 sequences, got 524281"),
+        ("transforms", 8, 16385, "sm_90", "takes at most 16384 tokens, got 16385"),
+        ("transforms", 8, 8193, "sm_86", "needs 139264 bytes of shared memory, sm_86 has 101376"),
     ],
 )
-def test_backends_say_what_they_cannot_do(backend, tokens, arch, obstacle):
+def test_backends_say_what_they_cannot_do(backend, batch, tokens, arch, obstacle):
     with pytest.raises(UnsupportedConfigError, match=f"backend: '{backend}' {obstacle}; use 'auto' or 'fft'"):
-        op.choose(backend, torch.float32, 8, tokens, lambda: Gpu(arch))
+        op.choose(backend, torch.float32, batch, tokens, lambda: Gpu(arch))
+    assert op.choose("auto", torch.float32, batch, tokens, lambda: Gpu(arch)) != backend
     assert op.choose(backend, torch.float32, 8, 8192, lambda: H200) == backend
 
 
