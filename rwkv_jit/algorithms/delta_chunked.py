@@ -39,7 +39,7 @@ def segment_len(head_size: int, chunk_len: int, threads: int) -> int:
 
 
 def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int, threads: int) -> int:
-    """Return the size of a template's Smem. Rows of bfloat16 tiles are 8 elements longer than what they hold."""
+    """Return the size of a template's Smem. Rows of tiles are 8 elements longer than what they hold."""
     keys, values = padded(head_size), padded(value_size)
     key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (keys, values, chunk_len))
     raw_keys, factor = 4 * 2 * chunk_len * keys, 4 * keys
@@ -152,7 +152,7 @@ def nearest(step: Step, argument: str, value: int) -> int | None:
 
 
 def kept(p: Problem) -> dict[str, Any]:
-    """Return what the forward keeps: a state per head and chunk, in bfloat16 with both sizes padded."""
+    """Return what the forward keeps: a state per head and chunk, in the type of the rows, with both sizes padded."""
     states = {"checkpoints": 2 * p.slots(p.chunk_len) * p.H * padded(p.V) * padded(p.K)}
     return {**states, **parts.kept_frames(p)}
 

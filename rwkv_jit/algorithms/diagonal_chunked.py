@@ -70,7 +70,7 @@ def _backward_threads(value_size: int) -> int:
 
 
 def _common_shared_bytes(head_size: int, chunk_len: int, threads: int) -> int:
-    """Return what both directions hold. Rows of bfloat16 tiles are 8 elements longer than what they hold."""
+    """Return what both directions hold. Rows of tiles are 8 elements longer than what they hold."""
     keys = padded(head_size)
     key_tile, raw_keys, factor, own = 2 * chunk_len * (keys + 8), 2 * chunk_len * keys, 4 * keys, 4 * keys // 32
     totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
@@ -154,7 +154,7 @@ def nearest(step: Step, argument: str, value: int) -> int | None:
 
 
 def checkpoint_bytes(p: Problem, chunk_len: int) -> Any:
-    """Return the size of a state per head and chunk, in bfloat16 with both sizes padded."""
+    """Return the size of a state per head and chunk, in the type of the rows, with both sizes padded."""
     return 2 * p.slots(chunk_len) * p.H * padded(p.V) * padded(p.K)
 
 
