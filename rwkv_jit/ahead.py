@@ -32,7 +32,8 @@ DIRECTIONS = ("forward", "backward")
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those that are a short chunk,
 # and one for the others; of all GPUs one that has too few heads whatever a call has. Where their number is not known,
 # calls have heads enough.
-_LONG, _LENGTHS = 2**14, (2**14, rule.SHORT_TOKENS, 1)
+_LONG = 2**14
+_LENGTHS = (_LONG, rule.SHORT_TOKENS, 1)
 _MULTIPROCESSORS = 2**16
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)

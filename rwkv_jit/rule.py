@@ -74,7 +74,8 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     ========= ==========================================================================================
 
     All of them take any decay. The chunks of the tensor cores are fastest where half a chunk decays by e^-64 at most:
-    with no decay, with decay="sigmoid", or above a `decay_bound` of -2, -4 or -8 at 64, 32 or 16.
+    with no decay, with decay="sigmoid", or above a `decay_bound` of -2, -4 or -8 at 64, 32 or 16. In float16 that is
+    e^-7: with no decay, with decay="sigmoid" at 16, or above -0.21, -0.43 or -0.87.
 
     Raises
     ------

@@ -30,6 +30,7 @@ LARGEST_ERROR = 1.6e-2  # relative L2; right results are each within 8e-3 of flo
 SUMMED = {("wkv5", "dw"): 4.0}
 LEAST_GAIN = 0.02
 ROUNDS, REPEATS = 7, 5
+_MANY_TOKENS = 1 << 20  # of a call that no rule takes for a short one
 
 Call = tuple[Candidate, ...]  # the kernels of a call: a forward, and with gradients a backward of the same chunk_len
 
@@ -107,7 +108,7 @@ def _cases(ops: Iterable[str], asked: Sequence[tuple[int, ...]], arch: str) -> l
 
 def _case(op: str, size: int, training: bool) -> Case:
     """Return what the rule looks at of calls that give no bound of their decays, and that are long."""
-    return Case(OPS[op], DTYPE, size, size, 1 << 20, bench.decay_of(op), None, None, training=training)
+    return Case(OPS[op], DTYPE, size, size, _MANY_TOKENS, bench.decay_of(op), None, None, training=training)
 
 
 def _default(key: tuned.Key, size: int) -> Call:

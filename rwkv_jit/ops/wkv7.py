@@ -85,10 +85,10 @@ def wkv7(
     The chunked kernels: products of operands of the inputs' dtype with float32 sums, the state in float32. Relative L2
     errors, measured on an H200 in bfloat16: y 3.5e-3; dr, dk, dv and dw up to 4.2e-3; da and db 5.4e-3; with decays
     near 1 y 4.2e-3, dw 4.9e-3, da and db 6.0e-3, and 2.5e-2 where keys repeat. In float16 an eighth of these, as long
-    as products and states stay within its range (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are
-    kept between the passes, with V and K rounded up to multiples of 32. Above head size 128 with multiples of 64 (K of
-    128 above 256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward
-    without gradients needs B H T (8 K + 350) bytes while it runs.
+    as products and states stay within its range (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are kept between
+    the passes, with V and K rounded up to multiples of 32. Above head size 128 with multiples of 64 (K of 128 above
+    256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward without
+    gradients needs B H T (8 K + 350) bytes while it runs.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 
