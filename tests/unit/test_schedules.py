@@ -722,6 +722,26 @@ def test_elements_that_are_read_at_once(size, dtype, vectors):
     assert [x["w"] for x in schedules] == [4, 4]
 
 
+@pytest.mark.parametrize(
+    ("changes", "threads"),
+    [
+        ({"T": 257, "training": True}, 256),
+        ({"T": 256, "training": True}, 128),
+        ({"T": 257}, 128),
+        ({"T": 257, "training": True, "chunk_len": 32}, 128),
+        ({"T": 257, "training": True, "num_threads": 64}, 64),
+        ({"T": 257, "training": True, "K": 128, "V": 128}, 128),
+        ({"T": 514, "N": 2, "is_packed": True, "training": True}, 256),
+        ({"T": 4096, "N": 256, "is_packed": True, "training": True}, 128),
+    ],
+    ids=str,
+)
+def test_forward_that_keeps_many_states_has_more_warps(changes, threads):
+    p = problem("wkv7", backend="chunked", chunk_len=16, decay="sigmoid")._replace(**changes)
+    (step,) = whole.forward(p).launches
+    assert step.parameters["NUM_THREADS"] == threads
+
+
 @pytest.mark.parametrize("op", WITH_HEADS)
 def test_more_heads_than_a_grid_has_room_for_are_for_the_recurrent_kernels(op):
     for backend, size, name in (("chunked", 64, "chunked"), ("segments", 64, "chunked"), ("large", 256, "split")):
