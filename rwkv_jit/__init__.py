@@ -41,6 +41,10 @@ _MODULES = {
     "cache_info": "rwkv_jit.machine",
     "clear_cache": "rwkv_jit.machine",
     "add_hook": "rwkv_jit.stats",
+    "set_batch_invariant": "rwkv_jit.modes",
+    "set_bfloat16_precision": "rwkv_jit.modes",
+    "get_bfloat16_precision": "rwkv_jit.modes",
+    "is_batch_invariant": "rwkv_jit.modes",
     "RwkvJitError": "rwkv_jit.errors",
     "CompileError": "rwkv_jit.errors",
     "NvrtcNotFoundError": "rwkv_jit.errors",
@@ -61,11 +65,15 @@ __all__ = [
     "clear_cache",
     "compile_async",
     "env_report",
+    "get_bfloat16_precision",
     "gla",
     "gla_ref",
     "is_available",
+    "is_batch_invariant",
     "linear_attention",
     "linear_attention_ref",
+    "set_batch_invariant",
+    "set_bfloat16_precision",
     "specialize",
     "timex",
     "timex_ref",
@@ -86,6 +94,12 @@ if TYPE_CHECKING:
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
+    from rwkv_jit.modes import (
+        get_bfloat16_precision,
+        is_batch_invariant,
+        set_batch_invariant,
+        set_bfloat16_precision,
+    )
     from rwkv_jit.ops.gla import gla
     from rwkv_jit.ops.linear_attention import linear_attention
     from rwkv_jit.ops.options import CallOptions, DecayOptions

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rwkv_jit import env, kernel, rule, tensors, tuned
+from rwkv_jit import env, kernel, modes, rule, tensors, tuned
 from rwkv_jit.algorithms import whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
@@ -289,7 +289,16 @@ class _Calls(NamedTuple):
         """Return what the rule looks at of one of them."""
         p = self.asked
         of_one = Case(
-            p.op, p.types["v"], p.K, p.V, tokens, p.decay, self.decay_bound, self.chunk_len, p.num_threads, training
+            p.op,
+            modes.storage_of_products(p.types["v"]),
+            p.K,
+            p.V,
+            tokens,
+            p.decay,
+            self.decay_bound,
+            self.chunk_len,
+            p.num_threads,
+            training,
         )
         return of_one._replace(blocks=1, multiprocessors=lambda: _MULTIPROCESSORS) if few_heads else of_one
 
@@ -299,7 +308,8 @@ class _Calls(NamedTuple):
         case = self.case(tokens, few_heads, training)
         made = rule.chosen(self.asked.backend, case, lambda: gpu, lambda: known)._asdict()
         made["chunk_len"] = made["chunk_len"] or 0
-        return self.asked._replace(gpu=gpu, T=tokens, training=training, **made)
+        narrow = case.dtype != self.asked.types["v"]
+        return self.asked._replace(gpu=gpu, T=tokens, training=training, is_narrow=narrow, **made)
 
     def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for all of them: calls may know one of several."""

@@ -226,6 +226,8 @@ class Plan:
             if name not in step.bind:
                 owner = name.removesuffix("_strides")
                 source = step.bind.get(owner, owner)
+            if isinstance(source, tuple):
+                return LETTERS[kind], source
             return LETTERS[kind], tuple(self._stride(source, dim, step, arrays) for dim in _STRIDES[kind])
         elif isinstance(source, Stride):
             return LETTERS[kind], self._stride(source.name, source.dim, step, arrays)
@@ -235,14 +237,16 @@ class Plan:
 
     def _stride(self, name: str | None, dim: str, step: Step, arrays: Mapping[str, Tensor | None]) -> int:
         """Return the stride of an input in a dimension, of several in the one it has; 0 without any, or without it."""
-        x = None if name is None else arrays.get(name)
-        if x is None or name is None:
+        like = name if name is None else self._schedule.rows.get(name, name)
+        x = None if like is None else arrays.get(like)
+        if x is None or like is None:
             return 0
+        is_copy, name = like != name or self._names.index(like) in self._copies, like
         dims = self._dims[name]
         dim = next((letter for letter in dim if letter in dims), "")
         if not dim:
             return 0
-        strides = _contiguous_strides(x.shape) if self._names.index(name) in self._copies else x.stride()
+        strides = _contiguous_strides(x.shape) if is_copy else x.stride()
         if dim == "B" and step.segments > 1 and "T" in dims:  # segments of all sequences follow each other
             token = dims.index("T")
             return int(strides[token] * (x.shape[token] // step.segments))

@@ -163,11 +163,18 @@ class Problem(NamedTuple):
     # it as many as of contiguous ones.
     vectors: tuple[int, ...] = ()
     wanted: tuple[str, ...] = ()  # inputs whose gradients the backward makes, where these are not all
+    is_narrow: bool = False  # the tensor cores take rows as float16 ones of another call
+    is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
 
     @property
     def has_halves(self) -> bool:
         """Return whether kernels take chunks by halves whose decays leave the range of the chunk's frame."""
         return not is_framed(self.types["v"], self.decay, None, self.chunk_len)
+
+    @property
+    def multiprocessors(self) -> int | None:
+        """Return how many multiprocessors there are to share the work between; None where that does not matter."""
+        return None if self.is_batch_invariant else self.gpu.multiprocessors
 
     @property
     def tokens(self) -> Any:

@@ -85,6 +85,8 @@ class Schedule:
         How many neighbouring elements of an input are read at once, where it is more than one.
     main : int
         The step that does most of the work, which `specialize` compiles.
+    rows : mapping
+        Buffers that are an input (or dy) without gaps, by the name of the input.
     """
 
     steps: tuple[Step | Zero, ...]
@@ -93,6 +95,7 @@ class Schedule:
     scratch: Mapping[str, Any] = field(default_factory=dict)
     vectors: Mapping[str, int] = field(default_factory=dict)
     main: int = 0
+    rows: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def launches(self) -> tuple[Step, ...]:

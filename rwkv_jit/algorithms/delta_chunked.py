@@ -181,7 +181,7 @@ def _carried(p: Problem) -> dict[str, Any]:
 def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> Step:
     """Return a launch: a block per sequence and head, for chunks in frames or for those that are taken by halves."""
     parts.check_heads(p, "chunked")
-    keeps_many = p.training and p.tokens > _FEW_CHUNKS * p.chunk_len
+    keeps_many = p.training and (p.is_batch_invariant or p.tokens > _FEW_CHUNKS * p.chunk_len)
     threads = _threads(direction, p.K, p.V, p.chunk_len, p.num_threads, keeps_many)
     shared, template, arch = shared_bytes(direction, p.K, p.V, p.chunk_len, threads), f"wkv7_chunked_{direction}", None
     if not by_halves and _takes_warp_groups(direction, p.K, p.V, p.chunk_len, p.gpu):

@@ -242,7 +242,7 @@ def _walk(p: Problem, direction: str) -> _Walk:
     A scan that leaves half of the GPU free goes on in parts, and the other kernels of a direction have the other half
     meanwhile: results are the same. Forwards that is worth it only where its blocks have few rows anyway.
     """
-    heads, multiprocessors = p.N * p.H, p.gpu.multiprocessors
+    heads, multiprocessors = p.N * p.H, p.multiprocessors
     if multiprocessors is None:
         return _Walk(False, 1)
     few_heads = heads * (_values(p.V) // max(_ROWS)) < multiprocessors

@@ -48,7 +48,7 @@ def _tile(rows: int) -> int:
 def _value_rows(p: Problem) -> int:
     """Return how many value rows a block of the scan holds; with few heads as few as it can."""
     most = next(rows for rows in _ROWS if _slabs(p.K) * _SLAB * rows <= _STATE)
-    multiprocessors = p.gpu.multiprocessors
+    multiprocessors = p.multiprocessors
     few_heads = multiprocessors is not None and p.N * p.H * _slabs(p.V) < multiprocessors
     return _ROWS[-1] if few_heads else most
 

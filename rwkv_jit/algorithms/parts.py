@@ -13,6 +13,7 @@ from rwkv_jit.schedule import Result, Step
 from rwkv_jit.template import Parameter
 
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
+_MANY = 1 << 20
 MOST_HEADS = 65535  # of a grid's second extent
 LARGEST_HEAD = 128  # that a block holds
 _SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows
@@ -39,9 +40,13 @@ class Case(NamedTuple):
     chunk_len: int | None
     num_threads: int | None = None
     training: bool = True  # with gradients
-    blocks: int = 1 << 20  # sequences times heads
+    blocks: int = _MANY  # sequences times heads
     is_packed: bool = False
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
+
+    def of_any_batch(self) -> Case:
+        """Return the case of a call with many long sequences."""
+        return self._replace(tokens=_MANY, blocks=_MANY, is_packed=False, multiprocessors=None)
 
 
 def obstacle(

@@ -155,7 +155,7 @@ def forward(p: Problem) -> Schedule:
     """Return the forward: a block per sequence, head and block of value rows."""
     left = kept(p) if p.training else {}
     # Measured on an H200: below one state of 64 x 64 per multiprocessor, more and smaller blocks are faster.
-    multiprocessors = p.gpu.multiprocessors
+    multiprocessors = p.multiprocessors
     states = p.N * p.H * p.K * p.V // 64**2
     few_heads = multiprocessors is not None and states < multiprocessors
     cut = geometry(p.op.stem, "forward", p.K, p.V, p.chunk_len, p.num_threads, few_heads)

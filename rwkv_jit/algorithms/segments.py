@@ -54,7 +54,7 @@ def why_not(case: Case, least: int = 1) -> Obstacle | None:
     """Return why sequences cannot be cut, of a call that the chunked kernels take; None where they can."""
     multiprocessors = case.multiprocessors and case.multiprocessors()
     if multiprocessors is None:
-        return ("runs outside of traces and compiled graphs",)
+        return ("runs outside of traces and compiled graphs, and without `set_batch_invariant`",)
     if case.is_packed:
         return ("takes no cu_seqlens",)
     if segments(case.op.family, case.blocks, case.tokens, multiprocessors, least) < LEAST_SEGMENTS:
@@ -69,9 +69,9 @@ def _count(p: Problem) -> int:
 
     Kernels that are compiled ahead of calls do not depend on it.
     """
-    if p.gpu.multiprocessors is None:
+    if p.multiprocessors is None:
         return LEAST_SEGMENTS
-    return segments(p.op.family, p.H, p.T, p.gpu.multiprocessors, LEAST_SEGMENTS)
+    return segments(p.op.family, p.H, p.T, p.multiprocessors, LEAST_SEGMENTS)
 
 
 def _cut(p: Problem, count: int) -> Problem:

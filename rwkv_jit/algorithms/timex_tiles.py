@@ -14,6 +14,7 @@ _THREADS, _ROWS = 256, 4  # of a block; tiles of a warp
 _MOST_BLOCKS = 65535  # of a grid's second extent
 LONGEST = _MOST_BLOCKS * _THREADS  # tokens of a row
 MOST_ROWS = _MOST_BLOCKS * 8  # of a channel
+LARGEST_BATCH = 32  # rows of a block
 _TILE, _CHUNK = 16, _THREADS // 32 * _ROWS  # tokens of a tile; tiles of a chunk of what is streamed
 _BLOCKS = 2  # that a multiprocessor shall have room for
 _DIAGONALS = 32  # floats for each tile of lags, of the gradient of w
@@ -54,13 +55,13 @@ def geometry(direction: str, batch: int, tokens: int, types: tuple[str, str], gp
     fit. Only the convolution of 16-bit rows takes 32 at once: of float32 ones 16 are faster (0.154 ms for 0.161 at
     (32, 768, 768) on an H200).
     """
-    largest = 32 if direction == "forward" and BYTES[types[1]] == 2 else 16
+    largest = LARGEST_BATCH if direction == "forward" and BYTES[types[1]] == 2 else 16
     shared_bytes = _convolution_bytes if direction == "forward" else _gradient_bytes
     cuts = []
     for streamed in (False, True):
         multiple = _CHUNK if streamed else _ROWS
         tiles = -(-tokens // (_TILE * multiple)) * multiple
-        for size in (16, 8) if streamed else (32, 16, 8):
+        for size in (16, 8) if streamed else (LARGEST_BATCH, 16, 8):
             if size <= largest and (size == 8 or batch > size // 2):
                 cuts.append(Geometry(size, streamed, tiles, shared_bytes(size, streamed, tiles, types)))
     limit = gpu.shared_per_multiprocessor // _BLOCKS - 1024
@@ -124,7 +125,8 @@ def _convolve(p: Problem, source: str, target: str) -> Step:
 
 
 def _geometry(p: Problem, direction: str) -> Geometry:
-    return geometry(direction, p.B, p.T, (p.types["w"], p.types["k"]), p.gpu)
+    batch = LARGEST_BATCH if p.is_batch_invariant else p.B
+    return geometry(direction, batch, p.T, (p.types["w"], p.types["k"]), p.gpu)
 
 
 def _parameters(p: Problem, cut: Geometry, *sources: str) -> dict[str, Parameter]:

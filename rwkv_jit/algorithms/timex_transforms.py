@@ -73,7 +73,7 @@ def backward(p: Problem) -> Schedule:
     wanted = p.wanted or p.op.names
     if "w" in wanted:
         cut, parameters = _geometry(p.T), _parameters(p, "dy", "k")
-        at_once = (p.gpu.multiprocessors or 1) * int(parameters["GRADIENT_BLOCKS_PER_SM"])
+        at_once = (p.multiprocessors or 1) * int(parameters["GRADIENT_BLOCKS_PER_SM"])
         group_rows = -(-p.B // -(-_ROUNDS * at_once // p.C))
         groups = -(-p.B // group_rows)
         blocks = min(at_once, p.C * groups)

@@ -10,6 +10,7 @@ from rwkv_jit.algorithms import (
     delta_large,
     diagonal_chunked,
     diagonal_large,
+    narrow,
     parts,
     recurrent,
     segments,
@@ -31,19 +32,23 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return the bytes of what the forward keeps, by name."""
+    if narrow.applies(p):
+        return narrow.kept(p, algorithm(p))
     left: dict[str, Any] = algorithm(p).kept(p)
     return left
 
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
+    if narrow.applies(p):
+        return narrow.forward(p, algorithm(p))
     schedule: Schedule = algorithm(p).forward(p)
     return schedule
 
 
 def backward(p: Problem) -> Schedule:
     """Return the backward: gradients of sequences are added up, and those of states have the states' type."""
-    schedule: Schedule = algorithm(p).backward(p)
+    schedule: Schedule = narrow.backward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).backward(p)
     before: list[Step] = []
     after = parts.sum_sequences(p, schedule.scratch)
     names, scratch = {}, dict(schedule.scratch)

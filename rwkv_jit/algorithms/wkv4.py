@@ -43,7 +43,7 @@ def backend_of(backend: str, walks: int, tokens: int, multiprocessors: int) -> s
 
 
 def _part_length(p: Problem) -> int:
-    return part_length(p.backend, p.B * p.C, p.T, p.gpu.multiprocessors or 0)
+    return part_length(p.backend, p.B * p.C, p.T, p.multiprocessors or 0)
 
 
 def _parts(p: Problem) -> int:

@@ -18,7 +18,7 @@ from rwkv_jit.problem import Op
 
 _OPTIONS = (
     "float scale, str decay, str state_layout, int checkpoint_interval, int? chunk_len, int? num_threads, str backend, "
-    "int? forward_blocks, int? backward_blocks, bool is_chosen"
+    "int? forward_blocks, int? backward_blocks, bool is_narrow, bool is_batch_invariant, bool is_chosen"
 )
 # The bound of the decays is asked for where nothing is chosen yet.
 _BOUND = "*, float? decay_bound=None"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit import modes, tensors
 from rwkv_jit.algorithms import timex_tiles, timex_transforms, whole
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -115,7 +115,10 @@ def _vector(x: Tensor) -> int:
 def _problem(backend: str, w: Tensor, k: Tensor, vectors: tuple[int, ...], eps: float = 0.0) -> Problem:
     (batch, channels, tokens), gpu = k.shape, tensors.gpu(k.device.index)
     types = {"w": tensors.STORAGE[w.dtype], "k": tensors.STORAGE[k.dtype]}
-    return Problem(_OP, gpu, types, B=batch, T=tokens, C=channels, backend=backend, eps=eps, vectors=vectors)
+    return Problem(
+        _OP, gpu, types, B=batch, T=tokens, C=channels, backend=backend, eps=eps, vectors=vectors,
+        is_batch_invariant=modes.is_batch_invariant(),
+    )  # fmt: skip
 
 
 class _Backward(NamedTuple):
@@ -133,7 +136,7 @@ def _find_backward(
     g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
 ) -> _Backward:
     """Return a backward, prepared where it comes for the first time."""
-    key = (backend, wanted, vectors, tensors.signature((w, k, g)))
+    key = (modes.own, backend, wanted, vectors, tensors.signature((w, k, g)))
     known = _backwards.get(key)
     if known is None:
         problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
@@ -346,6 +349,8 @@ def _taken(backend: str, k: Tensor, direction: str) -> str:
     if not k.is_cuda:
         return "reference" if backend == "auto" else backend
     batch, _, tokens = k.shape
+    if modes.is_batch_invariant():
+        batch = timex_tiles.LARGEST_BATCH
     return choose(backend, k.dtype, batch, tokens, lambda: tensors.gpu(k.device.index), direction)
 
 

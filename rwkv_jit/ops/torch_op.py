@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import rule, stats, tensors
+from rwkv_jit import modes, rule, stats, tensors
 from rwkv_jit.algorithms import whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import RwkvJitError
@@ -46,6 +46,8 @@ class Options(NamedTuple):
     backend: str
     forward_blocks: int | None = None
     backward_blocks: int | None = None
+    is_narrow: bool = False
+    is_batch_invariant: bool = False
     is_chosen: bool = True
 
 
@@ -179,11 +181,14 @@ def chosen(
     if not is_for_kernels(options.backend, arrays[0]):
         return options._replace(backend="reference", is_chosen=True)
     if not op.has_heads:  # its schedules choose, by the GPU
-        return options._replace(is_chosen=True)
+        return options._replace(is_batch_invariant=modes.is_batch_invariant(), is_chosen=True)
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    return options._replace(**made._asdict(), is_chosen=True)
+    is_narrow = case.dtype != tensors.STORAGE.get(arrays[0].dtype, case.dtype)
+    return options._replace(
+        **made._asdict(), is_narrow=is_narrow, is_batch_invariant=modes.is_batch_invariant(), is_chosen=True
+    )
 
 
 def case_of(
@@ -195,12 +200,14 @@ def case_of(
     batch, tokens = sizes["B"], sizes["T"]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     device = arrays[0].device.index
-    return Case(
-        op, tensors.STORAGE.get(arrays[0].dtype, "fp64"), sizes.get("K", 1), sizes.get("V", 1),
+    case = Case(
+        op, modes.storage_of_products(tensors.STORAGE.get(arrays[0].dtype, "fp64")),
+        sizes.get("K", 1), sizes.get("V", 1),
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
         (lambda: tensors.multiprocessors(device)) if is_direct else None,
     )  # fmt: skip
+    return case.of_any_batch() if modes.is_batch_invariant() else case
 
 
 def asked_options(tail: Tail) -> Options:

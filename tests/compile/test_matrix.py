@@ -565,6 +565,7 @@ def test_kernel_of_segments(row):
 # ---- what is around the kernels of an algorithm ------------------------------------------------------------------
 
 TYPES = ("fp32", "bf16", "fp16")
+NARROWING = "find_largest", "narrow_again", "narrow_as_they_are", "narrow_rows"
 ARCHS = [pytest.param(arch, marks=() if arch == "sm_80" else pytest.mark.full) for arch in CHUNKED_AXES["arch"]]
 
 
@@ -594,6 +595,25 @@ def test_kernel_that_copies_states_of_every_kind_to_every_other(arch, sizes):
     check_small(
         [parts.copy_states(given, "a", "b", a_type, b_type, a, b) for (a_type, a), (b_type, b) in pairs], arch
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("op", "size"), [("wkv7", 64), ("wkv5", 7), ("linear_attention", 100)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_that_narrow_rows(arch, op, size, dtype):
+    """Of inputs, results, states of two types and sums of sequences, in both directions."""
+    given = problem(
+        op, dtype, K=size, arch=arch, backend="chunked", chunk_len=16, state_type="bf16", training=True,
+        has_initial_state=True, has_final_state=True, is_narrow=True,
+    )  # fmt: skip
+    steps = [step for way in (whole.forward, whole.backward) for step in way(given).launches]
+    around = [step for step in steps if step.template == "narrow_rows"]
+    made = kernel.get_all([step.request(Gpu(arch)) for step in around])
+    assert {step.entry for step in around} == set(NARROWING)
+    for found in made:
+        assert set(found.resources) == set(NARROWING)
+        assert all(each.spill_bytes == 0 and each.registers <= 64 for each in found.resources.values())
+    assert len({found.cubin for found in made}) > 8
 
 
 # Architectures, decays, state types and geometries that the rows above show of other templates only.

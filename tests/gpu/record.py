@@ -18,8 +18,8 @@ OPS = tuple(STEMS)
 # The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
 # kernel's results, and plain torch launches none.
 LAUNCHING = (
-    "compiler.py", "cuda.py", "dlpack.py", "gpu.py", "kernel.py", "launch.py", "plan.py", "problem.py", "rule.py",
-    "schedule.py", "signatures.py", "template.py", "tensors.py", "tuned.py",
+    "compiler.py", "cuda.py", "dlpack.py", "gpu.py", "kernel.py", "launch.py", "modes.py", "plan.py", "problem.py",
+    "rule.py", "schedule.py", "signatures.py", "template.py", "tensors.py", "tuned.py",
 )  # fmt: skip
 ROOMS, PLAIN = ("algorithms", "ops"), "ops/plain.py"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

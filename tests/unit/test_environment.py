@@ -439,8 +439,8 @@ identity
 compiler
 kernel kernel_wheels
 launch schedule machine
-tensors algorithms.parts
-plan custom algorithms.recurrent algorithms.delta_chunked algorithms.delta_large
+tensors algorithms.parts modes
+plan custom algorithms.narrow algorithms.recurrent algorithms.delta_chunked algorithms.delta_large
 algorithms.wkv4 algorithms.timex_tiles algorithms.timex_transforms algorithms.diagonal_chunked
 algorithms.diagonal_groups algorithms.segments
 algorithms.diagonal_large

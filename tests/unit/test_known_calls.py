@@ -756,7 +756,7 @@ def test_compiler_need_not_know_the_batch_of_a_call_with_gradients(on_gpu):
     shapes = ShapeEnv()
     context = StatelessSymbolicContext([DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3])
     x = torch.randn(6, 40, H, 16).bfloat16()
-    arguments = (None, None, 1.0, "raw", "vk", 64, 32, None, "chunked", None, None, True, True, True)
+    arguments = (None, None, 1.0, "raw", "vk", 64, 32, None, "chunked", None, None, False, False, True, True, True)
     with FakeTensorMode(shape_env=shapes) as mode:
         fakes = [mode.from_tensor(x, symbolic_context=context, source=ConstantSource("x"))] * 6
         before = len(shapes.guards)
@@ -868,7 +868,7 @@ def test_keys_too_long_for_a_block_run_in_parts(op, on_gpu):
 
 def test_what_the_torch_op_may_do_a_public_call_may_not(on_gpu):
     given = make_long("wkv7")
-    options = (1.0, "sigmoid", "vk", 64, 64, None, "chunked", None, None, True)
+    options = (1.0, "sigmoid", "vk", 64, 64, None, "chunked", None, None, False, False, True)
     torch.ops.rwkv_jit.wkv7_fwd(*given.values(), None, None, *options, False, False)
     assert len(on_gpu.launches) == 1
     message = "backend: 'chunked' takes chunk_len 16 or 32, got 64; use 'auto' or 'recurrent'"

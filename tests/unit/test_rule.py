@@ -396,7 +396,7 @@ def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
     [
         ({"is_packed": True}, "takes no cu_seqlens"),
         ({"op": "wkv5", "is_packed": True}, "takes no cu_seqlens"),
-        ({"multiprocessors": None}, "runs outside of traces and compiled graphs"),
+        ({"multiprocessors": None}, "runs outside of traces and compiled graphs, and without `set_batch_invariant`"),
         ({"tokens": 1000}, "needs tokens for 4 equal segments of 512 or more, multiples of 32, got 1000"),
         ({"op": "gla", "tokens": 1000}, "needs tokens for 4 equal segments of 256 or more, multiples of 64, got 1000"),
     ],
@@ -527,13 +527,13 @@ def resolved(arrays, cu_seqlens=None, decay_bound=None, training=True, **options
 
 
 def test_call_is_resolved_with_its_chunk(as_if_on_gpu):
-    assert resolved(bf16(32), decay="raw") == (32, None, "chunked", None, None, True)
-    assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, True)
-    assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, True)
-    assert resolved(bf16(4096)) == (32, None, "segments", None, None, True)
+    assert resolved(bf16(32), decay="raw") == (32, None, "chunked", None, None, False, False, True)
+    assert resolved(bf16(32), decay="raw", decay_bound=-8.0) == (16, None, "chunked", None, None, False, False, True)
+    assert resolved(bf16(32, head_size=96), training=False) == (16, None, "chunked", None, None, False, False, True)
+    assert resolved(bf16(4096)) == (32, None, "segments", None, None, False, False, True)
     assert resolved(bf16(33, head_size=256), backend="split", num_threads=128)[:3] == (64, 128, "large")
-    assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, True)
-    assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, True)
+    assert resolved(bf16(32), chunk_len=4, num_threads=64) == (4, 64, "recurrent", None, None, False, False, True)
+    assert resolved(bf16(32), decay="raw", backend="reference") == (None, None, "reference", None, None, False, False, True)
 
 
 def test_packed_sequences_count_by_their_mean_length(as_if_on_gpu):
