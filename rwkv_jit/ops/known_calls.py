@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import kernel, modes, tensors
+from rwkv_jit import kernel, tensors
 from rwkv_jit.algorithms import whole
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.plan import DTYPES, Plan
@@ -192,7 +192,6 @@ def find(
     """
     if not tensors.is_eager():
         return None, asked[-1] and _any_requires_grad(arrays, initial_state)
-    asked = modes.products_of_float32(), modes.own, *asked
     try:
         latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
@@ -222,7 +221,6 @@ def find_or_keep(
     lead: int = 0,
 ) -> Known:
     """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time."""
-    asked = modes.products_of_float32(), modes.own, *asked
     signature = asked, training, tensors.signature((*arrays, initial_state, cu_seqlens))
     known = calls.get(signature)
     if known is None:

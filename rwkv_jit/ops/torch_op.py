@@ -33,8 +33,8 @@ _NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurren
 class Options(NamedTuple):
     """What a call chooses beside its tensors, as the torch op takes it.
 
-    The backend is the algorithm that will run where it `is_chosen`. Else all is as the caller asked, and what runs goes
-    by the device that the tensors are on when it does.
+    The backend is the algorithm that will run where it `is_chosen`. Else all is as the caller asked, by options and by
+    the switches of `modes`, and what runs goes by the device that the tensors are on when it does.
     """
 
     scale: float
@@ -79,7 +79,8 @@ def call(
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
-    asked = (op.name, output_final_state, options, torch.is_grad_enabled())
+    switches = modes.current()
+    asked = (op.name, output_final_state, options, switches, torch.is_grad_enabled())
     known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     if known is None:
         tail = complete(op, dict(options), arrays[0])
@@ -94,9 +95,9 @@ def call(
             if result is not None:
                 return result
         check_options(op, *tail)
-        decay_bound, to_run = tail.decay_bound, asked_options(tail)
         checked = check_tensors(op, arrays, initial_state, cu_seqlens, tail.state_layout, tail.backend)
         arrays, initial_state, cu_seqlens = checked
+        decay_bound, to_run = tail.decay_bound, asked_options(tail, arrays[0].dtype, switches)
         if is_for_kernels(tail.backend, arrays[0]):
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
             if is_direct or tail.backend != "auto":  # a backend that was named is one for this device
@@ -181,14 +182,13 @@ def chosen(
     if not is_for_kernels(options.backend, arrays[0]):
         return options._replace(backend="reference", is_chosen=True)
     if not op.has_heads:  # its schedules choose, by the GPU
-        return options._replace(is_batch_invariant=modes.is_batch_invariant(), is_chosen=True)
+        return options._replace(is_chosen=True)
+    if arrays[0].dtype == torch.float16:  # as autocast can make them of others
+        options = options._replace(is_narrow=False)
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    is_narrow = case.dtype != tensors.STORAGE.get(arrays[0].dtype, case.dtype)
-    return options._replace(
-        **made._asdict(), is_narrow=is_narrow, is_batch_invariant=modes.is_batch_invariant(), is_chosen=True
-    )
+    return options._replace(**made._asdict(), is_chosen=True)
 
 
 def case_of(
@@ -200,21 +200,22 @@ def case_of(
     batch, tokens = sizes["B"], sizes["T"]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     device = arrays[0].device.index
+    storage = "fp16" if options.is_narrow else tensors.STORAGE.get(arrays[0].dtype, "fp64")
     case = Case(
-        op, modes.storage_of_products(tensors.STORAGE.get(arrays[0].dtype, "fp64")),
-        sizes.get("K", 1), sizes.get("V", 1),
+        op, storage, sizes.get("K", 1), sizes.get("V", 1),
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
         (lambda: tensors.multiprocessors(device)) if is_direct else None,
     )  # fmt: skip
-    return case.of_any_batch() if modes.is_batch_invariant() else case
+    return case.of_any_batch() if options.is_batch_invariant else case
 
 
-def asked_options(tail: Tail) -> Options:
-    """Return the options of a call as it was asked for."""
+def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Options:
+    """Return the options of a call as it was asked for; the dtype is that of its rows."""
     return Options(
         float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
-        tail.backend, is_chosen=False,
+        tail.backend, is_narrow=tensors.STORAGE.get(dtype) in switches.narrow,
+        is_batch_invariant=switches.is_batch_invariant, is_chosen=False,
     )  # fmt: skip
 
 

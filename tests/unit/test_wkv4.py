@@ -174,7 +174,7 @@ def test_compiled_whole(dynamic):
 
 def test_torch_accepts_the_ops_with_a_state():
     given, state = make(torch.float32, grad=False), make_state(torch.float32)
-    asked = (*given, state, None, 1.0, "raw", "vk", 64, None, None, "auto", None, None, None)
+    asked = (*given, state, None, 1.0, "raw", "vk", 64, None, None, "auto", None, None, False, False, False)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv4_fwd.default, (*asked, True, True))
     grads = torch.randn(B, T, C), make_state(torch.float32)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv4_bwd.default, (*grads, *asked, torch.empty(0)))
