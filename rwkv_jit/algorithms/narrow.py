@@ -106,7 +106,8 @@ def _around(
     left: Mapping[str, Any], scratch: Mapping[str, Any], results: Mapping[str, Result],
 ) -> Schedule:  # fmt: skip
     """Return the schedule of the other call with what comes before and after it."""
-    steps = (*before, *renamed(inner.steps, names), *after)
+    last = after[0]._replace(waits=any(step.is_beside for step in inner.launches))
+    steps = (*before, *renamed(inner.steps, names), last, *after[1:])
     rows = {_narrow(name): name for name in _rows(p)} | {"dy_narrow": "dy"}
     main = len([each for each in before if isinstance(each, Step)]) + inner.main
     return replace(
