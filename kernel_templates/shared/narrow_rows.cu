@@ -13,7 +13,9 @@
 //   find_largest        the largest of from, scaled
 //
 // Grid (batch times blocks of TOKENS tokens). A thread has VECTOR neighbours at a time.
-#include "sequence.cuh"
+#include "types.cuh"
+
+struct Strides { i64 batch, token, head; };  // in elements; the innermost one is 1
 
 enum Tensor { Q, K, V, DY };
 
