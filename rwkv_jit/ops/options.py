@@ -46,9 +46,9 @@ class CallOptions(TypedDict, total=False):
     float32 takes the same kernels as float16 where `torch.set_float32_matmul_precision` is "high" or "medium", and so
     does bfloat16 where `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.
 
-    Operands of the tensor cores have the inputs' dtype otherwise. float16 ends at 65504 and has fewer digits below 6e-5: states
-    and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless the loss is
-    scaled, as `torch.amp.GradScaler` does.
+    Operands of the tensor cores have the inputs' dtype otherwise. float16 ends at 65504 and has fewer digits below
+    6e-5: states and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless
+    the loss is scaled, as `torch.amp.GradScaler` does.
     """
 
     scale: float
