@@ -51,6 +51,7 @@ PART = problem("wkv4", "bf16", backend="split", T=1024, C=64, types={"w": "fp32"
 SEGMENTED = ("wkv7", "gla")
 SEGMENTS = {"backend": "segments", "chunk_len": 32, "decay": "sigmoid"}
 STATES = {"state_type": "bf16", "has_initial_state": True, "has_final_state": True}
+NARROW = {"backend": "chunked", "chunk_len": 32, "is_narrow": True}
 OTHERS = {
     **{f"wkv7_group_scan_{way}": (way, "wkv7_group_scan", large("wkv7")) for way in WAYS},
     **{f"wkv7_group_scan_{way}_few_heads": (way, "wkv7_group_scan", large("wkv7", few_heads=True)) for way in WAYS},
@@ -73,6 +74,7 @@ OTHERS = {
     # What every op takes around its own kernels.
     "sum_rows": ("backward", "sum_rows", problem("wkv6")),
     "copy_states": ("backward", "copy_states", problem("wkv7", **STATES)),
+    "narrow_rows": ("forward", "narrow_rows", problem("wkv7", "fp32", **NARROW)),
     # RWKV-4: all, and what a part of the tokens does on its own.
     **{f"wkv4_{way}": (way, f"wkv4_{way}", PART) for way in WAYS},
     # timex at 32 rows of 768 tokens, and at 8 rows of 4096, which are streamed.
