@@ -170,7 +170,8 @@ def _step(
     else:
         batch, tokens, heads = p.B, p.T, p.H
         size = p.V if like == "y" else getattr(p, p.op.inputs[like][-1])
-    vector = 4 if like is not None and size % 4 == 0 else 1  # states may begin anywhere
+    # States may begin anywhere. Of others as many as the wider of both types has in 16 bytes.
+    vector = 1 if like is None else min(parts.vector(size, storage) for storage in types)
     has_gaps = like is not None and not restores
     strides: Any = source if has_gaps else (tokens * heads * size, heads * size, size)
     parameters = _parameters(p, types, size, vector, factors, restores, slot or factors)
