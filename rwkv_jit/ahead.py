@@ -502,10 +502,11 @@ def _checked(
         raise TypeError(f"head_size: {op} needs one, got None")
     value_size = head_size if value_size is None else value_size
     _check_sizes(head_size=head_size, value_size=value_size)
+    narrow, _ = modes.current()
     asked = Problem(
         entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), K=head_size, V=value_size, G=1, decay=decay,
         state_layout=state_layout, backend=backend, num_threads=num_threads, has_initial_state=True,
-        has_final_state=True, is_narrow=_storage("dtype", dtype) in modes.current().narrow,
+        has_final_state=True, is_narrow=_storage("dtype", dtype) in narrow,
     )  # fmt: skip
     return _Calls(asked, decay_bound, chunk_len)
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 _PRECISIONS = "medium", "high"
 
 
-class Modes(NamedTuple):
-    """What a call goes by. It is looked at once in a call, as another thread may change it meanwhile."""
-
-    narrow: tuple[str, ...] = ()  # the types of rows that the tensor cores take as float16
-    is_batch_invariant: bool = False
-
+# What a call goes by: the types of rows that the tensor cores take as float16, and whether results may not depend on
+# the batch. A call looks at it once, as another thread may change it meanwhile.
+Modes = tuple[tuple[str, ...], bool]
+USUAL: Modes = (), False
 
 # There are two switches for products of float32 numbers on a GPU: the older one sets the newer one too, and refuses to
 # answer where both were used.
@@ -29,7 +26,8 @@ products_of_float32: Callable[[], str] = (
 _FAST = "tf32", "high", "medium"  # what these answer where torch allows fewer digits
 
 _bfloat16_precision = "medium"
-_exact, _fast = Modes(), Modes(("fp32",))  # where torch wants all digits of float32 products, and where it does not
+_exact: Modes = USUAL  # where torch wants all digits of float32 products
+_fast: Modes = ("fp32",), False  # where it does not
 
 
 def current() -> Modes:
@@ -37,7 +35,7 @@ def current() -> Modes:
     return _fast if products_of_float32() in _FAST else _exact
 
 
-# As `tensors.arch`: a trace takes the answer, and does not go into how it is found.
+# As `tensors.arch`: a trace takes the answer, which has to be plain, and does not go into how it is found.
 current._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -46,7 +44,7 @@ def high() -> Iterator[None]:
     """Have both switches of precision at "high"."""
     global _exact, _fast
     before = _exact, _fast
-    _exact = _fast = Modes(("fp32", "bf16"))
+    _exact = _fast = ("fp32", "bf16"), False
     try:
         yield
     finally:
@@ -55,10 +53,10 @@ def high() -> Iterator[None]:
 
 def _set(precision: str, is_batch_invariant: bool) -> None:
     global _bfloat16_precision, _exact, _fast
-    narrow = ("bf16",) if precision == "high" else ()
-    several = Modes(narrow), Modes(("fp32", *narrow))
+    narrow: tuple[str, ...] = ("bf16",) if precision == "high" else ()
+    several: tuple[Modes, Modes] = (narrow, False), (("fp32", *narrow), False)
     if is_batch_invariant:  # the scales of narrow rows are those of the whole batch
-        several = (Modes(is_batch_invariant=True),) * 2
+        several = (((), True),) * 2
     _bfloat16_precision, (_exact, _fast) = precision, several
 
 
@@ -145,7 +143,7 @@ def is_batch_invariant() -> bool:
     bool
         As `set_batch_invariant` has it.
     """
-    return _exact.is_batch_invariant
+    return _exact[1]
 
 
 is_batch_invariant._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -212,10 +212,11 @@ def case_of(
 
 def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Options:
     """Return the options of a call as it was asked for; the dtype is that of its rows."""
+    narrow, is_batch_invariant = switches
     return Options(
         float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
-        tail.backend, is_narrow=tensors.STORAGE.get(dtype) in switches.narrow,
-        is_batch_invariant=switches.is_batch_invariant, is_chosen=False,
+        tail.backend, is_narrow=tensors.STORAGE.get(dtype) in narrow, is_batch_invariant=is_batch_invariant,
+        is_chosen=False,
     )  # fmt: skip
 
 

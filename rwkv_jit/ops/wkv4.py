@@ -203,7 +203,7 @@ def _prepare_step(asked: tuple[Any, ...], state: Tensor, arrays: Sequence[Tensor
 
     def prepare() -> Known:
         tail = complete(OP.op, {"decay": decay, "backend": "recurrent"}, None)
-        options = torch_op.asked_options(tail, arrays[_TOKEN.lead].dtype, modes.Modes())  # switches are not for tokens
+        options = torch_op.asked_options(tail, arrays[_TOKEN.lead].dtype, modes.USUAL)  # switches are not for tokens
         rows, gpu = _as_rows(arrays), tensors.gpu(state.device.index)
         problem = torch_op.problem_of(OP.op, rows, state, None, options, True, False, gpu)
         return Known(problem._replace(in_place=True), (*rows, state, None), {})

@@ -247,7 +247,7 @@ def test_rows_that_autocast_makes_float16_stay_as_they_are(on_gpu):
 
 def test_call_is_known_by_the_switches_that_it_went_by(on_gpu, monkeypatch):
     """Another thread may change them while it is prepared."""
-    exact, fast = modes.Modes(), modes.Modes(("fp32",))
+    exact, fast = modes.USUAL, (("fp32",), False)
     given, answers = make("gla", (2, 64, 2, 64), torch.float32), [exact, fast]
     monkeypatch.setattr(modes, "current", lambda: answers.pop(0) if len(answers) > 1 else answers[0])
     taken = []

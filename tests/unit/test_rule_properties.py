@@ -138,7 +138,7 @@ def pretended(gpus, nothing_known, monkeypatch):
         gpus.take()
         monkeypatch.setenv("RWKVJIT_ARCH", call.arch)
         precise, rows_alone = call.switches
-        monkeypatch.setattr(modes, "current", lambda: modes.Modes(("fp32", "bf16") if precise else (), rows_alone))
+        monkeypatch.setattr(modes, "current", lambda: (("fp32", "bf16") if precise else (), rows_alone))
         inputs, state, bounds = call.tensors("meta")
         with torch.set_grad_enabled(call.training):
             results = getattr(rwkv_jit, call.op)(*inputs, state, True, bounds, **call.options())
