@@ -192,8 +192,8 @@ def find(
     """
     if not tensors.is_eager():
         return None, asked[-1] and _any_requires_grad(arrays, initial_state)
-    asked = modes.products_of_float32(), modes.own, *asked
     try:
+        asked = modes.products_of_float32(), modes.own, _longest(arrays[lead], cu_seqlens), *asked
         latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
             are_alike, known, training = latest
@@ -222,7 +222,7 @@ def find_or_keep(
     lead: int = 0,
 ) -> Known:
     """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time."""
-    asked = modes.products_of_float32(), modes.own, *asked
+    asked = modes.products_of_float32(), modes.own, _longest(arrays[lead], cu_seqlens), *asked
     signature = asked, training, tensors.signature((*arrays, initial_state, cu_seqlens))
     known = calls.get(signature)
     if known is None:
@@ -231,6 +231,11 @@ def find_or_keep(
         alike = asked, arrays[lead].shape, initial_state is None, cu_seqlens is None
         _latest.keep(alike, (are_alike, known, training))
     return known
+
+
+def _longest(lead: Any, cu_seqlens: Any) -> int:
+    """Return what tells packed calls apart beside their shapes."""
+    return 0 if cu_seqlens is None or len(lead.shape) < 2 else tensors.longest(cu_seqlens, lead.shape[1])
 
 
 def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:

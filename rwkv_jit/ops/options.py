@@ -39,9 +39,10 @@ class CallOptions(TypedDict, total=False):
     -----
     For float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes "chunked" for K
     and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
-    Where there are few heads and no cu_seqlens, it takes "split" for the smaller ones too, if T makes 4 equal segments
-    or more: of at least 512 tokens and a multiple of 32 in wkv7, of 256 and of 64 in the other ops. Of these, keys
-    above 256 (on sm_90 above 1024) go in parts, whose y are added. Everything else is for "recurrent".
+    Where there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more of at least 512
+    tokens in wkv7 and 256 in the other ops; and for packed sequences, 256 tokens or more on average, where the longest
+    one has three times what each block would have if all had as many. Keys of other ops than wkv7 above 256 (on sm_90
+    above 1024) go in parts, whose y are added. Everything else is for "recurrent".
 
     Operands of the tensor cores have the inputs' dtype. float16 ends at 65504 and has fewer digits below 6e-5: states
     and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless the loss is

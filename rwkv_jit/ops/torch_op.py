@@ -206,6 +206,7 @@ def case_of(
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
         (lambda: tensors.multiprocessors(device)) if is_direct else None,
+        tensors.longest(cu_seqlens, tokens) if is_direct else 0,
     )  # fmt: skip
     return case.of_any_batch() if modes.is_batch_invariant() else case
 
