@@ -13,8 +13,8 @@
 //   values   v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions    [segments, heads, V, K]  fp32  out: Q
 //   transitions  [segments, heads, K, K]  fp32  out: P, of the forward alone
-//   bounds, neighbours  of cut_sequences.cu  in where segments are RAGGED, else null. Those without a neighbour that
-//                `purpose` asks for are left out
+//   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED: null for a segment that is a row of
+//                the batch, and for all of them. Those without a neighbour that `purpose` asks for are left out
 //
 // Grid (segments, heads, rows / ROWS): the rows of P come behind those of Q, a multiple of 32. Tokens are a multiple of
 // CHUNK_LEN, unless segments are RAGGED. A warp holds 16 TILES rows of the state in fp32, as in wkv7_chunked_forward.cu.
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 segment = blockIdx.x, head = blockIdx.y;
-    if (RAGGED && !(neighbours[segment] & purpose)) return;
+    if (RAGGED && neighbours != nullptr && !(neighbours[segment] & purpose)) return;
     const Span span = sequence_span(RAGGED ? bounds : nullptr, segment, tokens);
     const int block_row = blockIdx.z * ROWS, own_row = warp_id() * WARP_ROWS, first_row = block_row + own_row;
     const bool has_rows = own_row < ROWS;
@@ -87,8 +87,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
     const i64 first = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
     constexpr i64 step = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
     RawDecays next_w;
-    copy(first), commit_copies();
-    next_w.load(w + first * w_strides.token, w_strides.token, steps_from(first));
+    if (!RAGGED || span.length > 0) {
+        copy(first), commit_copies();
+        next_w.load(w + first * w_strides.token, w_strides.token, steps_from(first));
+    }
     StateRows state[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i)

@@ -16,8 +16,8 @@
 //   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions  [segments, heads, V, K]  fp32  out: Q
 //   decays     [segments, heads, K]  fp32  out: e^D, of the forward alone
-//   bounds, neighbours  of cut_sequences.cu  in where segments are RAGGED, else null. Those without a neighbour that
-//              `purpose` asks for are left out
+//   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED: null for a segment that is a row of
+//              the batch, and for all of them. Those without a neighbour that `purpose` asks for are left out
 //
 // Grid (segments, heads). Tokens are a multiple of CHUNK_LEN, unless segments are RAGGED. A warp holds 16 value rows of the state in fp32. Rows and
 // columns of padding may hold anything: they go to no others.
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
     float scale, int purpose) {
     __shared__ Smem smem;
     const i64 segment = blockIdx.x, head = blockIdx.y, item = segment * heads + head;
-    if (RAGGED && !(neighbours[segment] & purpose)) return;
+    if (RAGGED && neighbours != nullptr && !(neighbours[segment] & purpose)) return;
     const Span span = sequence_span(RAGGED ? bounds : nullptr, segment, tokens);
     const int own_row = 16 * warp_id(), width = max(min(16, VALUE_SIZE - own_row), 0);
     // a pair of channels, and of the chunk's tokens
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
         if constexpr (HAS_DECAY) next_w.load(w + token * w_strides.token, w_strides.token, steps);
     };
     i64 token = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
-    fetch(token, 0);
+    if (!RAGGED || span.length > 0) fetch(token, 0);
     StateRows state[1] = {};
     const auto product = [](float2 x, float2 y) { return float2{x.x * y.x, x.y * y.y}; };
     float2 decay = {1.0f, 1.0f};  // of the thread's pair of channels, over all chunks

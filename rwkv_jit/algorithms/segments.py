@@ -7,6 +7,9 @@ what is kept of it is its diagonal, a row for each head.
 
 Where sequences have equal segments, their strides say where these are. Ragged ones, of packed sequences and of lengths
 that cannot be shared equally, are packed sequences to the chunked kernels; a kernel finds their bounds.
+
+Where nobody wants a gradient but that of the initial state, what segments do is all that the backward takes: a whole
+sequence is one of them.
 """
 
 from __future__ import annotations
@@ -91,6 +94,7 @@ class _Cut(NamedTuple):
     problem: Problem  # of the segments, whose states are their own
     count: Any  # segments of a sequence, where these are equal
     length: Any = 0  # tokens of the longest ones, where they are ragged
+    is_whole: bool = False  # they are the sequences, of any lengths
 
     @property
     def is_ragged(self) -> bool:
@@ -152,7 +156,8 @@ def _segment_step(p: Problem, cut: _Cut, backward: bool) -> Step:
     stem = p.op.stem
     geometry = _diagonal_geometry(p) if p.op.family == "diagonal" else _delta_geometry(p, backward)
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward, "RAGGED": cut.is_ragged,
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward,
+        "RAGGED": cut.is_ragged or cut.is_whole,
         **parts.named({**parts.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"),
     }  # fmt: skip
     if p.op.family == "delta":
@@ -164,7 +169,8 @@ def _segment_step(p: Problem, cut: _Cut, backward: bool) -> Step:
         **parts.given(cut.problem), "keys": "r" if backward else "k", "key_strides": "r" if backward else "k",
         "values": "dy" if backward else "v", "value_strides": "dy" if backward else "v", "additions": "additions",
         "transitions": None if backward else "transitions", "decays": None if backward else "transitions",
-        "bounds": "bounds" if cut.is_ragged else None, "neighbours": "neighbours" if cut.is_ragged else None,
+        "bounds": "bounds" if cut.is_ragged else "cu_seqlens" if p.is_packed else None,
+        "neighbours": "neighbours" if cut.is_ragged else None,
         # The backward takes P of the forward.
         "purpose": _FOR_EARLIER if backward else _FOR_LATER | (_FOR_EARLIER if p.training else 0),
     }  # fmt: skip
@@ -269,12 +275,7 @@ def backward(p: Problem) -> Schedule:
     chunked = _CHUNKED[p.op.family].backward(of_segments)
     scratch = {"additions": _states(cut.problem), "ends": _states(cut.problem), **chunked.scratch}
     steps: list[Step | Zero] = []
-    first, last = None, None
-    if p.has_final_state:
-        first = "grad_final_state"
-        if p.state_layout != "vk":
-            steps.append(parts.copy_states(p, "grad_final_state", "first", "fp32", "fp32", p.state_layout, "vk"))
-            first, scratch["first"] = "first", _states(p)
+    first, last = _first_gradient(p, steps, scratch), None
     if p.has_initial_state and not cut.is_ragged:
         last = "grad_initial_state"
         if p.state_layout != "vk":
@@ -297,6 +298,40 @@ def backward(p: Problem) -> Schedule:
     return Schedule(
         _side_by_side(p, cut, steps), parts.backward_results(p), {}, scratch, chunked.vectors, main + chunked.main
     )  # fmt: skip
+
+
+def backward_of_state(p: Problem) -> Schedule:
+    """Return the backward that makes the gradient of the initial state alone; it takes nothing that a forward keeps."""
+    cut = _cut(p) if p.backend == "segments" else None
+    if cut is None or cut.is_ragged:
+        cut = _Cut(p, 1, is_whole=True)
+    target = "grad_initial_state" if p.state_layout == "vk" else "last"
+    scratch = {} if p.state_layout == "vk" else {"last": _states(p)}
+    steps: list[Step | Zero] = []
+    walk = _segment_step(p, cut, backward=True)
+    if cut.count == 1 and not p.has_final_state:
+        steps.append(walk._replace(bind={**walk.bind, "additions": target}))
+    else:
+        first = _first_gradient(p, steps, scratch)
+        scratch |= {"transitions": _transitions(cut), "additions": _states(cut.problem), "ends": _states(cut.problem)}
+        forwards = _segment_step(p, cut, backward=False)
+        join = _join_step(p, cut, True, first, "ends", target)
+        # Q of the forward is of no use, and its place is taken by that of the backward.
+        steps += [forwards, walk, join]
+    if target == "last":
+        steps.append(parts.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
+    return Schedule(_side_by_side(p, cut, steps), parts.backward_results(p), {}, scratch, parts.vectors(p))
+
+
+def _first_gradient(p: Problem, steps: list[Step | Zero], scratch: dict[str, Any]) -> str | None:
+    """Return where the gradient of the final states is as a join takes it, with a step that brings it there."""
+    if not p.has_final_state:
+        return None
+    if p.state_layout == "vk":
+        return "grad_final_state"
+    steps.append(parts.copy_states(p, "grad_final_state", "first", "fp32", "fp32", p.state_layout, "vk"))
+    scratch["first"] = _states(p)
+    return "first"
 
 
 def _of_segments(cut: _Cut, chunked: Schedule, names: dict[str, str]) -> list[Step | Zero]:
