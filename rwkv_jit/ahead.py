@@ -290,17 +290,9 @@ class _Calls(NamedTuple):
     ) -> Case:
         """Return what the rule looks at of one of them."""
         p = self.asked
+        storage = "fp16" if p.is_narrow else p.types["v"]
         of_one = Case(
-            p.op,
-            modes.storage_of_products(p.types["v"]),
-            p.K,
-            p.V,
-            tokens,
-            p.decay,
-            self.decay_bound,
-            self.chunk_len,
-            p.num_threads,
-            training,
+            p.op, storage, p.K, p.V, tokens, p.decay, self.decay_bound, self.chunk_len, p.num_threads, training
         )
         if not few_heads:
             return of_one
@@ -318,10 +310,7 @@ class _Calls(NamedTuple):
         case = self.case(tokens, few_heads, training, is_packed)
         made = rule.chosen(self.asked.backend, case, lambda: gpu, lambda: known)._asdict()
         made["chunk_len"] = made["chunk_len"] or 0
-        narrow = case.dtype != self.asked.types["v"]
-        return self.asked._replace(
-            gpu=gpu, T=tokens, training=training, is_narrow=narrow, is_packed=is_packed, **made
-        )  # fmt: skip
+        return self.asked._replace(gpu=gpu, T=tokens, training=training, is_packed=is_packed, **made)
 
     def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for all of them: calls may know one of several."""
@@ -524,7 +513,7 @@ def _checked(
     asked = Problem(
         entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), K=head_size, V=value_size, G=1, decay=decay,
         state_layout=state_layout, backend=backend, num_threads=num_threads, has_initial_state=True,
-        has_final_state=True,
+        has_final_state=True, is_narrow=_storage("dtype", dtype) in modes.current().narrow,
     )  # fmt: skip
     return _Calls(asked, decay_bound, chunk_len)
 

@@ -12,21 +12,41 @@ _PRECISIONS = "medium", "high"
 
 
 class Modes(NamedTuple):
-    """The switches that are ours."""
+    """What a call goes by. It is looked at once in a call, as another thread may change it meanwhile."""
 
-    bfloat16_precision: str = "medium"
+    narrow: tuple[str, ...] = ()  # the types of rows that the tensor cores take as float16
     is_batch_invariant: bool = False
 
 
-# What tells calls apart, beside what products of float32 numbers on a GPU are made of. There are two switches for that:
-# the older one sets the newer one too, and refuses to answer where both were used.
-own = Modes()
+# There are two switches for products of float32 numbers on a GPU: the older one sets the newer one too, and refuses to
+# answer where both were used.
 products_of_float32: Callable[[], str] = (
     partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
     if hasattr(torch._C, "_get_fp32_precision_getter")
     else torch._C._get_float32_matmul_precision
 )
 _FAST = "tf32", "high", "medium"  # what these answer where torch allows fewer digits
+
+_bfloat16_precision = "medium"
+_exact, _fast = Modes(), Modes(("fp32",))  # where torch wants all digits of float32 products, and where it does not
+
+
+def current() -> Modes:
+    """Return what a call goes by that begins now."""
+    return _fast if products_of_float32() in _FAST else _exact
+
+
+# As `tensors.arch`: a trace takes the answer, and does not go into how it is found.
+current._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _set(precision: str, is_batch_invariant: bool) -> None:
+    global _bfloat16_precision, _exact, _fast
+    narrow = ("bf16",) if precision == "high" else ()
+    several = Modes(narrow), Modes(("fp32", *narrow))
+    if is_batch_invariant:  # the scales of narrow rows are those of the whole batch
+        several = (Modes(is_batch_invariant=True),) * 2
+    _bfloat16_precision, (_exact, _fast) = precision, several
 
 
 def set_bfloat16_precision(precision: str) -> None:
@@ -40,23 +60,34 @@ def set_bfloat16_precision(precision: str) -> None:
     Parameters
     ----------
     precision : {"medium", "high"}
-        "medium" by default. It holds for all threads, and for heads and lengths that the tensor cores take. What
-        `torch.compile` has traced before stays as it was.
+        "medium" by default. It holds for all threads, and for calls that the tensor cores take; `set_batch_invariant`
+        puts it aside. What `torch.compile` and `torch.export` have traced before stays as it was.
 
     Raises
     ------
     ValueError
         `precision` is neither.
+
+    Examples
+    --------
+    >>> rwkv_jit.set_bfloat16_precision("high")
+    >>> rwkv_jit.get_bfloat16_precision()
+    'high'
     """
-    global own
     if precision not in _PRECISIONS:
         raise ValueError(f"precision: expected 'medium' or 'high', got {precision!r}")
-    own = own._replace(bfloat16_precision=precision)
+    _set(precision, is_batch_invariant())
 
 
 def get_bfloat16_precision() -> str:
-    """Return "medium" or "high": see `set_bfloat16_precision`."""
-    return own.bfloat16_precision
+    """Return how exact the tensor cores are on bfloat16 tensors.
+
+    Returns
+    -------
+    str
+        "medium" or "high", as `set_bfloat16_precision` has it.
+    """
+    return _bfloat16_precision
 
 
 def set_batch_invariant(enabled: bool) -> None:
@@ -67,43 +98,41 @@ def set_batch_invariant(enabled: bool) -> None:
     share, which are sums: u, w of wkv5, wkv4 and timex, an initial state without a batch.
 
     "auto" chooses kernels and their geometry as for many long sequences: short ones take longer, and few heads leave a
-    part of the GPU idle. float32 is exact and bfloat16 is
-    not, whatever the switches of precision say. Results still differ between GPUs, dtypes and
-    chunk lengths, and with gradients and without. What the sums of timex's backend "fft" go by is up to torch.
+    part of the GPU idle. float32 goes token by token, and products of bfloat16 rows are made of bfloat16 numbers,
+    whatever the switches of precision say. Results still differ between GPUs, dtypes and chunk lengths, and with
+    gradients and without. What the sums of timex's backend "fft" go by is up to torch.
 
     Parameters
     ----------
     enabled : bool
-        Off by default. It holds for all threads. What `torch.compile` has traced before stays as it was.
+        Off by default. It holds for all threads. What `torch.compile` and `torch.export` have traced before stays as it
+        was, but for timex, which goes by the switch whenever it runs.
 
     Raises
     ------
     TypeError
         `enabled` is not a bool.
+
+    Examples
+    --------
+    >>> rwkv_jit.set_batch_invariant(True)
+    >>> rwkv_jit.is_batch_invariant()
+    True
     """
-    global own
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: expected a bool, got {enabled!r}")
-    own = own._replace(is_batch_invariant=enabled)
+    _set(_bfloat16_precision, enabled)
 
 
 def is_batch_invariant() -> bool:
-    """Return whether results do not depend on the batch: see `set_batch_invariant`."""
-    return own.is_batch_invariant
+    """Return whether results are the same whatever else is in the batch.
+
+    Returns
+    -------
+    bool
+        As `set_batch_invariant` has it.
+    """
+    return _exact.is_batch_invariant
 
 
-def storage_of_products(storage: str) -> str:
-    """Return the type of operands on the tensor cores, by that of the rows."""
-    return "fp16" if storage in _narrow_types() else storage
-
-
-def _narrow_types() -> tuple[str, ...]:
-    """Return the types of rows that the tensor cores take as float16."""
-    if own.is_batch_invariant:  # the scales of such rows are those of the whole batch
-        return ()
-    float32 = ("fp32",) if products_of_float32() in _FAST else ()
-    return (*float32, "bf16") if own.bfloat16_precision == "high" else float32
-
-
-# As `tensors.arch`: a trace takes the answer, and does not go into how it is found.
-is_batch_invariant._dynamo_marked_constant = _narrow_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_batch_invariant._dynamo_marked_constant = True  # type: ignore[attr-defined]

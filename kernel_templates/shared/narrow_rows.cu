@@ -3,7 +3,7 @@
 //   from  [batch, tokens, heads, SIZE]  T_FROM  in, by strides
 //   to    the same shape  T_TO  out, contiguous; it may be `from`
 //   largest_of_rows [3], largest_of_dy [1]  fp32  in: the largest sizes in q (or r), k and v, and in dy
-//   largest  [SLOT + 1]  fp32  out at SLOT, zero before: the largest size in `from`, of infinities too, but not of NaNs
+//   largest  [SLOT + 1]  fp32  out at SLOT, zero before: the largest size in `from`, not of infinities and NaNs
 //
 // The tensors whose bits are in FACTORS count: numbers are divided by their powers of two, or with RESTORES multiplied.
 //
@@ -13,18 +13,22 @@
 //   find_largest        the largest of from, scaled
 //
 // Grid (batch times blocks of TOKENS tokens). A thread has VECTOR neighbours at a time.
-#include "sequence.cuh"
+#include "types.cuh"
+
+struct Strides { i64 batch, token, head; };  // in elements; the innermost one is 1
 
 enum Tensor { Q, K, V, DY };
 
 constexpr int PER_ROW = SIZE / VECTOR;
-static_assert(SIZE % VECTOR == 0, "rows must consist of vectors");
+static_assert(SIZE % VECTOR == 0, "vectors must divide the rows");
+constexpr float LARGEST_FLOAT = 3.402823466e38f;
 
-// The exponent of the power of two that a tensor is divided by. Beside an infinity, or among zeros alone, it is 0.
+// The exponent of the power of two that a tensor is divided by. Where all numbers are zero, or less than any that
+// float32 has all digits of, it is 0.
 template <Tensor TENSOR> __device__ inline int exponent_of(const float* largest) {
     if constexpr ((FACTORS >> TENSOR) % 2 == 0) return 0;
     const int biased = static_cast<int>(__float_as_uint(largest[TENSOR == DY ? 0 : TENSOR]) >> 23);
-    if (biased == 0 || biased == 255) return 0;
+    if (biased == 0) return 0;
     const int exponent = biased - 127;
     if constexpr (TENSOR == V || TENSOR == DY) return exponent - EXPONENT;
     return exponent < LEAST_EXPONENT || exponent > MOST_EXPONENT ? exponent : 0;
@@ -73,6 +77,12 @@ __device__ inline void write_rows(const T_FROM* from, T_TO* to, Strides strides,
     });
 }
 
+// Numbers that are infinite or none do not count: they stay as they are, and must spoil nothing but their own sequence.
+__device__ inline float larger(float found, float x) {
+    const float size = fabsf(x);
+    return size <= LARGEST_FLOAT ? fmaxf(found, size) : found;
+}
+
 __device__ inline void keep_largest(float* largest, float found) {
     const unsigned of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(found));  // sizes are ordered as their bits
     if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<unsigned*>(largest) + SLOT, of_warp);
@@ -90,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) narrow_as_they_are(
     i64 tokens, i64 heads) {
     float found = 0.0f;
     write_rows(from, to, from_strides, tokens, static_cast<int>(heads), [&](float x) {
-        found = fmaxf(found, fabsf(x));
+        found = larger(found, x);
         return x;
     });
     keep_largest(largest, found);
@@ -111,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) find_largest(
     for_each_vector(from_strides, tokens, static_cast<int>(heads), [&](i64 source, i64) {
         const Words<T_FROM, VECTOR> x = *reinterpret_cast<const Words<T_FROM, VECTOR>*>(from + source);
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) found = fmaxf(found, fabsf(power(x.at(i))));
+        for (int i = 0; i < VECTOR; ++i) found = larger(found, power(x.at(i)));
     });
     keep_largest(largest, found);
 }

@@ -88,7 +88,7 @@ def backward(p: Problem, algorithm: Any) -> Schedule:
         factors = (Q | K | V | DY) - factor_of.get(name, 0)
         if name in p.op.fixed:
             rows = f"d{name}_sequences"
-            after.append(_restore_floats(p, rows, inner.scratch[rows] // 4, factors))
+            after.append(_restore_floats(p, name, inner.scratch[rows] // 4, factors))
         elif name in _rows(p):
             gradient = f"d{name}_narrow"
             names[f"d{name}"], scratch[gradient] = gradient, 2 * math.prod(p.shape(name))
@@ -106,7 +106,8 @@ def _around(
     left: Mapping[str, Any], scratch: Mapping[str, Any], results: Mapping[str, Result],
 ) -> Schedule:  # fmt: skip
     """Return the schedule of the other call with what comes before and after it."""
-    steps = (*before, *renamed(inner.steps, names), *after)
+    last = after[0]._replace(waits=any(step.is_beside for step in inner.launches))
+    steps = (*before, *renamed(inner.steps, names), last, *after[1:])
     rows = {_narrow(name): name for name in _rows(p)} | {"dy_narrow": "dy"}
     main = len([each for each in before if isinstance(each, Step)]) + inner.main
     return replace(
@@ -150,11 +151,13 @@ def _copy(
     return _step(p, "narrow_rows", source, like, types, factors, {"to": target}, restores=restores)
 
 
-def _restore_floats(p: Problem, rows: str, count: Any, factors: int) -> Step:
-    """Return the step that takes the scales from floats in their place."""
-    parameters = _parameters(p, ("fp32", "fp32"), 1, 1, factors, restores=True)
-    bind = {"from": rows, "to": rows, "from_strides": (count, 1, 1), "tokens": count, "heads": 1}
-    return Step("narrow_rows", "narrow_rows", parameters, (-(-count // _TOKENS), 1, 1), {**_largest(factors), **bind})
+def _restore_floats(p: Problem, name: str, count: Any, factors: int) -> Step:
+    """Return the step that takes the scales from the gradients that sequences have for an input, in their place."""
+    size, rows = p.K, f"d{name}_sequences"
+    parameters = _parameters(p, ("fp32", "fp32"), size, 1, factors, restores=True)
+    bind = {"from": rows, "to": rows, "from_strides": (count, size, size), "tokens": count // size, "heads": 1}
+    grid = (-(-count // (size * _TOKENS)), 1, 1)
+    return Step("narrow_rows", "narrow_rows", parameters, grid, {**_largest(factors), **bind})
 
 
 def _step(
@@ -162,8 +165,8 @@ def _step(
     bind: Mapping[str, Any], slot: int = 0, restores: bool = False,
 ) -> Step:  # fmt: skip
     """Return a step for a tensor like an input, like y, or, without one of these, for states."""
-    if like is None:  # rows are whole states
-        batch, tokens, heads, size = 1, p.N, p.H, p.V * p.K
+    if like is None:  # states, in rows of K numbers whatever these are, so that blocks have no more than they can
+        batch, tokens, heads, size = 1, p.N * p.H * p.V, 1, p.K
     else:
         batch, tokens, heads = p.B, p.T, p.H
         size = p.V if like == "y" else getattr(p, p.op.inputs[like][-1])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_jit import rule, tensors
+from rwkv_jit import modes, rule, tensors
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.bench import cases, timing
@@ -85,10 +85,13 @@ def backend_of(case: Case, asked: str) -> str:
         return ", ".join(dict.fromkeys(taken))
     if case.op == "wkv4":
         return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
+    switches, storage = modes.current(), tensors.STORAGE[case.dtype]
     looked_at = parts.Case(
-        table.OPS[case.op], tensors.STORAGE[case.dtype], head_size, value_size, tokens, case.decay, None, None,
-        training=case.has_gradients, blocks=batch * heads, multiprocessors=lambda: tensors.multiprocessors(device),
+        table.OPS[case.op], "fp16" if storage in switches.narrow else storage, head_size, value_size, tokens,
+        case.decay, None, None, training=case.has_gradients, blocks=batch * heads,
+        multiprocessors=lambda: tensors.multiprocessors(device),
     )  # fmt: skip
+    looked_at = looked_at.of_any_batch() if switches.is_batch_invariant else looked_at
     algorithm, _ = rule.choose(asked, looked_at, lambda: tensors.gpu(device))
     return "split" if algorithm in ("segments", "large") else algorithm
 

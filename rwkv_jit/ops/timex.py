@@ -136,7 +136,7 @@ def _find_backward(
     g: Tensor, w: Tensor, k: Tensor, vectors: tuple[int, ...], backend: str, wanted: tuple[str, ...]
 ) -> _Backward:
     """Return a backward, prepared where it comes for the first time."""
-    key = (modes.own, backend, wanted, vectors, tensors.signature((w, k, g)))
+    key = (modes.is_batch_invariant(), backend, wanted, vectors, tensors.signature((w, k, g)))
     known = _backwards.get(key)
     if known is None:
         problem = _problem(backend, w, k, vectors)._replace(wanted=wanted)
@@ -234,7 +234,8 @@ def _forward(w: Tensor, k: Tensor, eps: float, backend: str, save: bool) -> Tens
     backward = _taken(backend, k, "backward") if save else None
     backend = _taken(backend, k, "forward")
     if backend in _OWN and k.numel():
-        return _prepare(("timex_fwd", eps, backend, backward), w, k, eps, backend, backward).run(w, k)
+        asked = "timex_fwd", eps, backend, backward, modes.is_batch_invariant()
+        return _prepare(asked, w, k, eps, backend, backward).run(w, k)
     if backend == "fft" or backend in _OWN:  # where there is nothing to compute, these do the same
         with tensors.exactly(k):
             return _fft_forward(w, k, eps)
@@ -445,7 +446,7 @@ def timex(w: Any, k: Any, eps: float = 0.0, backend: str = "auto") -> Tensor:
     >>> out.shape
     torch.Size([4, 96, 1000])
     """
-    asked = ("timex", eps, backend, torch.is_grad_enabled())
+    asked = ("timex", eps, backend, modes.is_batch_invariant(), torch.is_grad_enabled())
     before, training = known_calls.find(asked, (w, k), None, None, _OP.lead)
     known = cast("_Known | None", before)
     if known is None:

@@ -33,8 +33,8 @@ _NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurren
 class Options(NamedTuple):
     """What a call chooses beside its tensors, as the torch op takes it.
 
-    The backend is the algorithm that will run where it `is_chosen`. Else all is as the caller asked, and what runs goes
-    by the device that the tensors are on when it does.
+    The backend is the algorithm that will run where it `is_chosen`. Else all is as the caller asked, by options and by
+    the switches of `modes`, and what runs goes by the device that the tensors are on when it does.
     """
 
     scale: float
@@ -79,7 +79,8 @@ def call(
     op = torch_op.op
     if output_final_state is not True and output_final_state is not False:
         output_final_state = check_flag("output_final_state", output_final_state)
-    asked = (op.name, output_final_state, options, torch.is_grad_enabled())
+    switches = modes.current()
+    asked = (op.name, output_final_state, options, switches, torch.is_grad_enabled())
     known, training = known_calls.find(asked, arrays, initial_state, cu_seqlens, op.lead)
     if known is None:
         tail = complete(op, dict(options), arrays[0])
@@ -94,16 +95,17 @@ def call(
             if result is not None:
                 return result
         check_options(op, *tail)
-        decay_bound, to_run = tail.decay_bound, asked_options(tail)
         checked = check_tensors(op, arrays, initial_state, cu_seqlens, tail.state_layout, tail.backend)
         arrays, initial_state, cu_seqlens = checked
+        decay_bound, to_run = tail.decay_bound, asked_options(tail, arrays[0].dtype, switches)
         if is_for_kernels(tail.backend, arrays[0]):
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
             if is_direct or tail.backend != "auto":  # a backend that was named is one for this device
                 to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
             if is_direct:
                 known = _prepare(
-                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail
+                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail,
+                    is_public=True,
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
         sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -181,14 +183,13 @@ def chosen(
     if not is_for_kernels(options.backend, arrays[0]):
         return options._replace(backend="reference", is_chosen=True)
     if not op.has_heads:  # its schedules choose, by the GPU
-        return options._replace(is_batch_invariant=modes.is_batch_invariant(), is_chosen=True)
+        return options._replace(is_chosen=True)
+    if arrays[0].dtype == torch.float16:  # as autocast can make them of others
+        options = options._replace(is_narrow=False)
     device = arrays[0].device.index
     case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
     made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-    is_narrow = case.dtype != tensors.STORAGE.get(arrays[0].dtype, case.dtype)
-    return options._replace(
-        **made._asdict(), is_narrow=is_narrow, is_batch_invariant=modes.is_batch_invariant(), is_chosen=True
-    )
+    return options._replace(**made._asdict(), is_chosen=True)
 
 
 def case_of(
@@ -200,22 +201,23 @@ def case_of(
     batch, tokens = sizes["B"], sizes["T"]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     device = arrays[0].device.index
+    storage = "fp16" if options.is_narrow else tensors.STORAGE.get(arrays[0].dtype, "fp64")
     case = Case(
-        op, modes.storage_of_products(tensors.STORAGE.get(arrays[0].dtype, "fp64")),
-        sizes.get("K", 1), sizes.get("V", 1),
+        op, storage, sizes.get("K", 1), sizes.get("V", 1),
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
         (lambda: tensors.multiprocessors(device)) if is_direct else None,
         tensors.longest(cu_seqlens, tokens) if is_direct else 0,
     )  # fmt: skip
-    return case.of_any_batch() if modes.is_batch_invariant() else case
+    return case.of_any_batch() if options.is_batch_invariant else case
 
 
-def asked_options(tail: Tail) -> Options:
-    """Return the options of a call as it was asked for."""
+def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Options:
+    """Return the options of a call as it was asked for; the dtype is that of its rows."""
     return Options(
         float(tail.scale), tail.decay, tail.state_layout, tail.checkpoint_interval, tail.chunk_len, tail.num_threads,
-        tail.backend, is_chosen=False,
+        tail.backend, is_narrow=tensors.STORAGE.get(dtype) in switches.narrow,
+        is_batch_invariant=switches.is_batch_invariant, is_chosen=False,
     )  # fmt: skip
 
 
@@ -258,11 +260,13 @@ def _prepare(
     training: bool,
     asked_geometry: Tail | Options,
     decay_bound: float | None = None,
+    is_public: bool = False,
 ) -> Known:
     """Return the call of tensors that have been checked.
 
     `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones. Of
-    `asked_geometry` chunk_len and num_threads count, as the caller chose them.
+    `asked_geometry` chunk_len and num_threads count, as the caller chose them. Of a call that `is_public` the tensors
+    say whose gradients are wanted.
     """
 
     def prepare() -> Known:
@@ -271,6 +275,8 @@ def _prepare(
         problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
+        if is_public and whole.leaves_inputs_out(problem):
+            problem = problem._replace(wants_inputs=known_calls.wants_inputs(arrays, training))
         geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
         geometry = {name: value for name, value in geometry.items() if value is not None}
         state = initial_state
@@ -278,7 +284,7 @@ def _prepare(
             state = state.expand(problem.N, *state.shape)
         return Known(problem, (*arrays, state, cu_seqlens), geometry)
 
-    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead)
+    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead, is_public)
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -420,6 +426,9 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
+        if not problem.wants_inputs:  # the op makes all gradients, and nothing was kept for it
+            *given, _ = saved
+            saved = (*given, forward_op(*given, *_options_of(problem), False, True)[-1])
         grads = differentiate(saved, _options_of(problem), dy, grad_final)
         return grads[: count + problem.has_initial_state]
 

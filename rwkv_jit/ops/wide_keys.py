@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import rule, tensors
+from rwkv_jit import modes, rule, tensors
 from rwkv_jit.algorithms import diagonal_groups, diagonal_large
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
@@ -39,7 +39,7 @@ def in_parts(
     checks.check_options(op, *tail)
     backend, layout = tail.backend, tail.state_layout
     given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
-    options = torch_op.asked_options(tail)
+    options = torch_op.asked_options(tail, given[0].dtype, modes.current())
     case = torch_op.case_of(
         op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=tensors.is_eager()
     )  # fmt: skip

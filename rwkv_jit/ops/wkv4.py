@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit import modes, tensors
 from rwkv_jit.ops import checks, known_calls, recording, registry, sharding, torch_op
 from rwkv_jit.ops.known_calls import Known
 from rwkv_jit.ops.options import complete
@@ -202,7 +202,8 @@ def _prepare_step(asked: tuple[Any, ...], state: Tensor, arrays: Sequence[Tensor
     """Return the call of a token whose final state takes the place of the initial one."""
 
     def prepare() -> Known:
-        options = torch_op.asked_options(complete(OP.op, {"decay": decay, "backend": "recurrent"}, None))
+        tail = complete(OP.op, {"decay": decay, "backend": "recurrent"}, None)
+        options = torch_op.asked_options(tail, arrays[_TOKEN.lead].dtype, modes.Modes())  # switches are not for tokens
         rows, gpu = _as_rows(arrays), tensors.gpu(state.device.index)
         problem = torch_op.problem_of(OP.op, rows, state, None, options, True, False, gpu)
         return Known(problem._replace(in_place=True), (*rows, state, None), {})

@@ -26,10 +26,11 @@ def requests_of(op, arch):
     """Return the kernels that calls of an op may take."""
     import torch
 
-    from rwkv_jit import ahead
+    from rwkv_jit import ahead, modes
 
     # timex has no heads, but kernels for rows of either length.
     sizes = {"wkv4": [(None, None, None)], "timex": [(None, tokens, 8) for tokens in (256, 3000)]}
+    modes.set_bfloat16_precision("high" if op == "gla" else "medium")  # which takes a template more
     return [
         request
         for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])

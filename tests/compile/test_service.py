@@ -301,6 +301,7 @@ OTHER_RULES = {
     "wkv7_segment": {**CHUNKED_RULES, "rows must be a multiple of 32": {"ROWS": 48}},
     "sum_rows": {"columns must divide the threads": {"COLUMNS": 48}},
     "copy_states": {"num_threads must be a multiple of 32 up to 1024": {"NUM_THREADS": 48}},
+    "narrow_rows": {"vectors must divide the rows": {"VECTOR": 16}},
 }
 del OTHER_RULES["wkv7_segment"]["num_threads must be once or twice the value size, rounded up to a multiple of 32"]
 GATED_RULES = {**CHUNKED_RULES, "chunk_len must be 16, 32 or 64": {"CHUNK_LEN": 8}}
@@ -442,6 +443,7 @@ GIVEN = {
     **dict.fromkeys(("gla_prepare", "gla_group_scan", "gla_group_key_gradients"), LARGE),
     "sum_rows": {"op": "wkv6"},
     "copy_states": {**SEGMENTS, "has_final_state": True},
+    "narrow_rows": {"backend": "chunked", "chunk_len": 32, "is_narrow": True},
 }
 
 

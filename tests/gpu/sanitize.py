@@ -20,10 +20,13 @@ from rwkv_jit.algorithms import delta_large
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def op(name, batch, tokens, heads, head_size, value_size=None, dtype=BF16, packed=False, decays="usual", **options):
+def op(
+    name, batch, tokens, heads, head_size, value_size=None, dtype=BF16, packed=False, decays="usual", size=1, **options
+):
     """A call with every gradient from a state, and one without gradients."""
     sizes = (batch, tokens, heads, head_size, value_size)
     given = comparing.make_inputs(name, dtype, *sizes, decays, options.get("decay"))
+    given |= {n: (size * given[n].detach()).requires_grad_() for n in ("r", "k")}
     ends = [0, 0, tokens // 3, tokens // 3 + 1, tokens]
     if packed:
         options["cu_seqlens"] = torch.tensor(ends, device="cuda")
@@ -31,6 +34,16 @@ def op(name, batch, tokens, heads, head_size, value_size=None, dtype=BF16, packe
     comparing.run(name, given, comparing.make_state(given, sequences, layout=layout), **options)
     with torch.no_grad():
         getattr(rwkv_jit, name)(*given.values(), **options)
+
+
+def narrow(*sizes, **options):
+    """A call whose rows the tensor cores take as float16, all of them scaled."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    rwkv_jit.set_bfloat16_precision("high")
+    op(*sizes, size=1e4, **options)
+    rwkv_jit.set_bfloat16_precision("medium")
+    torch.set_float32_matmul_precision(before)
 
 
 def scan_in_parts(*sizes, **options):
@@ -80,6 +93,18 @@ CALLS = [
     *(partial(op, "wkv7", 2, 130, 2, 256, decay="sigmoid", num_threads=threads) for threads in (None, 256)),
     partial(op, "wkv7", 1, 130, 2, 192, decay="sigmoid", chunk_len=32),
     partial(op, "wkv7", 1, 90, 2, 512, decay="sigmoid", backend="split", packed=True),
+    *(
+        partial(narrow, name, 2, 70, 2, size, dtype=dtype)
+        for name in (*GATED, "wkv7")
+        for size in (64, 100)
+        for dtype in (FP32, BF16)
+    ),
+    *(partial(narrow, name, 1, 70, 2, 7, 13, packed=True, dtype=FP32) for name in ("wkv5", "gla", "wkv7")),
+    *(
+        partial(narrow, name, 1, 2048, 1, 64, dtype=FP32, **more)
+        for name, more in (("wkv6", {}), ("linear_attention", {}), ("wkv7", {"decay": "sigmoid"}))
+    ),
+    *(partial(narrow, name, 1, 90, 2, 256, 512, dtype=FP32) for name in ("wkv6", "linear_attention")),
     *(partial(scan_in_parts, "wkv7", batch, 640, 1, 256, decay="sigmoid") for batch in (1, 2)),
     *(partial(wkv4, 2, 70, 33, dtype) for dtype in (FP32, BF16)),
     partial(wkv4, 1, 700, 64, BF16, backend="split"),

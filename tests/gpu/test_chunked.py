@@ -423,7 +423,7 @@ def test_opcheck(op, packed):
     given = [x.detach() for x in inputs(batch=1, tokens=70, head_size=40).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 3, 40, 40, device="cuda")
-    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, True)
+    options = (1.0, "sigmoid", "vk", 64, 32, None, "chunked", None, None, False, False, True)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)

@@ -651,7 +651,7 @@ def test_opcheck(op, backend, head_size, chunk_len, packed):
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 3, head_size, head_size, device="cuda")
     decay = "sigmoid" if op in WITH_DECAY else "none"
-    options = (1.0, decay, "vk", 64, chunk_len, None, backend, None, None, True)
+    options = (1.0, decay, "vk", 64, chunk_len, None, backend, None, None, False, False, True)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)

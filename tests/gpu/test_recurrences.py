@@ -434,7 +434,8 @@ def test_fullgraph_compile(op):
 def test_opcheck(op):
     given = [x.detach() for x in make_inputs(op, torch.float32, head_size=16).values()]
     state = torch.randn(2, 3, 16, 16, device="cuda")
-    options = (1.0, "raw" if op in WITH_DECAY else "none", "vk", 64, None, None, "recurrent", None, None, True)
+    decay = "raw" if op in WITH_DECAY else "none"
+    options = (1.0, decay, "vk", 64, None, None, "recurrent", None, None, False, False, True)
     forward = (*given, state, None, *options, True, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{op}_fwd").default, forward)
     y, final, saved = getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*forward)

@@ -387,7 +387,7 @@ def test_opcheck(op, packed):
     given = [x.detach() for x in inputs(batch=1, tokens=70).values()]
     bounds = torch.tensor([0, 3, 70], device="cuda") if packed else None  # every slot is written
     state = torch.randn(2 if packed else 1, 2, 256, 256, device="cuda")
-    options = (1.0, "sigmoid", "vk", 64, 64, None, "large", None, None, True)
+    options = (1.0, "sigmoid", "vk", 64, 64, None, "large", None, None, False, False, True)
     forward = (*given, state, bounds, *options, True, True)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv7_fwd.default, forward)
     y, final, saved = torch.ops.rwkv_jit.wkv7_fwd(*forward)

@@ -180,7 +180,7 @@ def test_states_between_parts_and_chunks_lose_nothing_to_rounding(op):
 def test_states_that_are_saved_are_as_precise_as_their_sums(op, backend):
     (w, u, k, v), _ = make(tokens=640, kind="large keys, slow decay")
     with torch.no_grad():
-        options = 1.0, "raw", "vk", 64, None, None, backend, None, None, None
+        options = 1.0, "raw", "vk", 64, None, None, backend, None, None, False, False, False
         *_, saved = torch.ops.rwkv_jit.wkv4_fwd(w, u, k, v, None, None, *options, False, True)
     saved = saved.view(len(k), -1, 3, k.shape[-1])  # before every chunk
     (w, u, k, v), exact = (x.detach().double() for x in (w, u, k, v)), None

@@ -16,7 +16,8 @@ OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
-ASKING = ["is_available", "env_report", "cache_info", "clear_cache"]
+ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
+SETTING = ["set_bfloat16_precision", "set_batch_invariant"]
 OF_A_CALL = ("initial_state", "output_final_state", "cu_seqlens")
 OPTIONS = {
     "scale": 1.0, "decay": "raw", "decay_bound": None, "state_layout": "vk", "checkpoint_interval": 64,
@@ -48,12 +49,12 @@ def documented(name):
 
 
 def test_the_public_functions_are_known():
-    assert sorted(FUNCTIONS) == sorted([*OPS, *WITHOUT_HEADS, *REFERENCES, *COMPILING, *ASKING, "add_hook"])
+    assert sorted(FUNCTIONS) == sorted([*OPS, *WITHOUT_HEADS, *REFERENCES, *COMPILING, *ASKING, *SETTING, "add_hook"])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
-    wanted = {"Returns"}
+    wanted = {"Raises", "Examples"} if name in SETTING else {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
     if name in (*OPS, *WITHOUT_HEADS, *COMPILING):

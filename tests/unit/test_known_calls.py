@@ -417,7 +417,7 @@ def test_torch_func_takes_the_kernels_backwards(on_gpu):
 @pytest.mark.parametrize(("dtype", "tokens", "algorithm"), [(torch.float32, T, "recurrent"), (HALF, 64, "chunked")])
 def test_op_that_has_chosen_nothing_chooses_when_it_runs(dtype, tokens, algorithm, on_gpu):
     """As an exported program calls it: the fake, the forward and the backward choose the same."""
-    options = (1.0, "raw", "vk", 64, None, None, "auto", None, None, False)
+    options = (1.0, "raw", "vk", 64, None, None, "auto", None, None, False, False, False)
     run, back = torch.ops.rwkv_jit.wkv7_fwd, torch.ops.rwkv_jit.wkv7_bwd
     given, bound = [*make(shape=(B, tokens, H, 16), dtype=dtype).values()], {"decay_bound": -3.0}
     y, _, saved = run(*given, None, None, *options, False, True, **bound)

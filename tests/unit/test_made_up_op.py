@@ -12,7 +12,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 
 B, T, G, H, K, V = SIZES = 2, 5, 2, 4, 3, 6
 PACKED = [0, 3, 3, 11, 12]
-OPTIONS = (1.0, "none", "vk", 64, None, None, "auto", None, None, None)  # of the torch op
+OPTIONS = (1.0, "none", "vk", 64, None, None, "auto", None, None, False, False, False)  # of the torch op
 FORWARD, BACKWARD = torch.ops.rwkv_jit.made_up_fwd.default, torch.ops.rwkv_jit.made_up_bwd.default
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import modes
+from rwkv_jit import ahead, modes
 from rwkv_jit.ops import timex
 from rwkv_jit.ops.table import OPS
 
@@ -143,9 +143,9 @@ def test_precision_of_bfloat16_is_one_of_two(precision):
 
 
 def test_older_torch_says_it_in_other_words(monkeypatch):
-    for said, expected in (("highest", "fp32"), ("high", "fp16"), ("medium", "fp16")):
+    for said, expected in (("highest", ()), ("high", ("fp32",)), ("medium", ("fp32",))):
         monkeypatch.setattr(modes, "products_of_float32", lambda said=said: said)
-        assert modes.storage_of_products("fp32") == expected
+        assert modes.current() == (expected, False)
 
 
 @pytest.mark.parametrize("op", ["wkv7", *GATED])
@@ -159,3 +159,120 @@ def test_bfloat16_is_as_exact_as_is_asked_for(op, on_gpu):
         products = {parameters["T_IO"] for parameters in taken.values() if "T_IO" in parameters}
         seen.append(("narrow_rows" in taken, products))
     assert seen == [(False, {"bf16"}), (True, {"fp16"})] * 2
+
+
+# ---- when the switches are looked at -----------------------------------------------------------------------------
+
+
+def switched(narrow, is_batch_invariant):
+    torch.set_float32_matmul_precision("high" if narrow else "highest")
+    rwkv_jit.set_bfloat16_precision("high" if narrow else "medium")
+    rwkv_jit.set_batch_invariant(is_batch_invariant)
+
+
+@pytest.mark.parametrize("op", ["wkv7", "gla"])
+def test_trace_keeps_what_our_switches_were(op):
+    """Where torch's own one is another, torch traces anew."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def arguments(graph):
+        (call,) = [node for node in graph.graph.nodes if f"{op}_fwd" in str(node.target)]
+        names = [x.name for x in getattr(torch.ops.rwkv_jit, f"{op}_fwd").default._schema.arguments]
+        given = dict(zip(names, call.args, strict=False))
+        return given["is_narrow"], given["is_batch_invariant"], given["is_chosen"]
+
+    given = make(op, (1, 4, 2, 8), HALF)
+    for state in ((False, False), (True, False), (False, True)):
+        switched(*state)
+        torch.set_float32_matmul_precision("highest")
+        torch._dynamo.reset()
+        compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, backend=keep)
+        compiled(*given)
+        assert arguments(graphs[-1]) == (*state, False)
+        rwkv_jit.set_bfloat16_precision("medium" if state[0] else "high")
+        rwkv_jit.set_batch_invariant(not state[1])
+        compiled(*given)
+        assert len(graphs) == 1
+        graphs.clear()
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, backend=keep)
+    given = make(op, (1, 4, 2, 8), torch.float32)
+    for is_narrow in (False, True):
+        switched(is_narrow, False)
+        compiled(*given)
+        assert arguments(graphs[-1]) == (is_narrow, False, False)
+
+
+def of_torch_op(op, given, is_narrow, is_batch_invariant):
+    """A call whose algorithm is chosen when it runs, as a compiled graph has it."""
+    decay = OPS[op].decay
+    options = (1.0, decay, OPS[op].state_layout, 64, None, None, "auto", None, None, is_narrow, is_batch_invariant)
+    return getattr(torch.ops.rwkv_jit, f"{op}_fwd")(*given, None, None, *options, False, False, False)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "linear_attention"])
+def test_torch_op_goes_by_its_own_arguments(op, dtype, on_gpu):
+    """Whatever the switches are when it runs, and when its backward does: what was saved fits both."""
+    given = make(op, (2, 64, 2, 64), dtype, grad=True)
+    for is_narrow in (False, True):
+        for at_first in (False, True):
+            switched(at_first, False)
+            y = of_torch_op(op, given, is_narrow, False)
+            switched(not at_first, False)
+            torch.autograd.grad(y.float().sum(), given)
+            taken = {template for template, _, _ in kernels(on_gpu)}
+            assert ("narrow_rows" in taken) == is_narrow
+            assert any("recurrent" in template for template in taken) == (dtype == torch.float32 and not is_narrow)
+
+
+def test_torch_op_is_batch_invariant_by_its_own_argument(on_gpu):
+    given = make("wkv6", (4, 2, 4, 64), HALF)
+    for is_batch_invariant in (False, True):
+        rwkv_jit.set_batch_invariant(not is_batch_invariant)
+        of_torch_op("wkv6", given, False, is_batch_invariant)
+        (taken,) = kernels(on_gpu)
+        assert taken[0] == ("gla_scan" if is_batch_invariant else "gla_recurrent_forward")
+
+
+def test_rows_that_autocast_makes_float16_stay_as_they_are(on_gpu):
+    """An exported program casts what it asked for as float32."""
+    given = make("gla", (2, 64, 2, 64), torch.float16)
+    of_torch_op("gla", given, True, False)
+    assert {template for template, _, _ in kernels(on_gpu)} == {"gla_scan"}
+
+
+def test_call_is_known_by_the_switches_that_it_went_by(on_gpu, monkeypatch):
+    """Another thread may change them while it is prepared."""
+    exact, fast = modes.Modes(), modes.Modes(("fp32",))
+    given, answers = make("gla", (2, 64, 2, 64), torch.float32), [exact, fast]
+    monkeypatch.setattr(modes, "current", lambda: answers.pop(0) if len(answers) > 1 else answers[0])
+    taken = []
+    for _ in range(3):
+        run("gla", given)
+        taken.append(kernels(on_gpu)[0][0])
+    assert taken == ["gla_recurrent_forward", "narrow_rows", "narrow_rows"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_kernels_of_calls_can_be_compiled_ahead(dtype, on_gpu):
+    """By the switches as they are: those of any call are among them."""
+    for narrow in (False, True):
+        switched(narrow, False)
+        for op in ("wkv7", "linear_attention"):
+            given = make(op, (2, 64, 2, 64), dtype, grad=True)
+            ahead_of = {
+                (request.template.name, tuple(sorted(request.parameters.items())))
+                for direction in ahead.DIRECTIONS
+                for request in ahead.call_requests(
+                    op, 64, dtype, "sm_80", direction, None, None, None, torch.float32, None
+                )
+            }
+            y, final = run(op, given, output_final_state=True)
+            torch.autograd.grad(y.float().sum() + final.sum(), given)
+            taken = {(template, tuple(parameters)) for template, parameters, _ in kernels(on_gpu)}
+            assert taken <= ahead_of
+            assert any(template == "narrow_rows" for template, _ in taken) == narrow

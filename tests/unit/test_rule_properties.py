@@ -44,6 +44,7 @@ class Call(NamedTuple):
     state_layout: str
     chunk_len: int | None
     num_threads: int | None
+    switches: tuple[bool, bool]  # whether rows of other types may be narrow, and whether results have any batch
 
     def tensors(self, device):
         """The inputs in the order of the op, the initial state and cu_seqlens."""
@@ -72,8 +73,8 @@ class Call(NamedTuple):
     def arguments(self, device):
         """The arguments of the torch op of the forward, which saves."""
         inputs, state, bounds = self.tensors(device)
-        options = (1.0, self.decay, self.state_layout, 64, self.chunk_len, self.num_threads, "auto", None, None, None)
-        return (*inputs, state, bounds, *options, True, True)
+        options = (1.0, self.decay, self.state_layout, 64, self.chunk_len, self.num_threads, "auto", None, None)
+        return (*inputs, state, bounds, *options, *self.switches, False, True, True)
 
 
 @st.composite
@@ -94,6 +95,7 @@ def calls(draw, pinned=False):
         draw(st.sampled_from(["vk", "kv"])),
         draw(st.sampled_from([None, 16, 32, 64])) if pinned else None,
         draw(st.sampled_from([None, 32, 64, 128, 256, 512])) if pinned else None,
+        draw(st.tuples(st.booleans(), st.booleans())),
     )  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def pretended(gpus, nothing_known, monkeypatch):
 
     All that this file knows of the package's modules is here, but for the table of ops.
     """
-    from rwkv_jit import compiler, cuda, identity, signatures, tensors
+    from rwkv_jit import compiler, cuda, identity, modes, signatures, tensors
     from rwkv_jit.cache import Compiled, Resources
     from rwkv_jit.ops import checks, registry, torch_op
 
@@ -135,6 +137,8 @@ def pretended(gpus, nothing_known, monkeypatch):
         signatures.forget()
         gpus.take()
         monkeypatch.setenv("RWKVJIT_ARCH", call.arch)
+        precise, rows_alone = call.switches
+        monkeypatch.setattr(modes, "current", lambda: modes.Modes(("fp32", "bf16") if precise else (), rows_alone))
         inputs, state, bounds = call.tensors("meta")
         with torch.set_grad_enabled(call.training):
             results = getattr(rwkv_jit, call.op)(*inputs, state, True, bounds, **call.options())

@@ -49,7 +49,7 @@ def asked(op, packed=None, state=None):
     if op == "timex":
         return (0.5, "auto")
     decay = {"linear_attention": "none", "gla": "log"}.get(op, "raw")
-    return (state, packed, 1.0, decay, "vk", 64, None, None, "auto", None, None, None)
+    return (state, packed, 1.0, decay, "vk", 64, None, None, "auto", None, None, False, False, False)
 
 
 def ends(op):
