@@ -315,13 +315,17 @@ class _Calls(NamedTuple):
     def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for all of them: calls may know one of several."""
         purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
-        return [
+        made = [
             part.problem(known, tokens, few_heads, training, is_packed)
             for tokens in _LENGTHS
             for part in self.in_parts(tokens)
             for few_heads, is_packed in ((False, False), (True, False), (True, True))
             for training, known in product(purposes, several)
         ]
+        if direction == "backward":
+            of_states = [p for p in made if whole.leaves_inputs_out(p)]
+            made += [p._replace(wants_inputs=False) for p in of_states]
+        return made
 
     def in_parts(self, tokens: int) -> list[_Calls]:
         """Return the calls that are made of one of these, where its keys go in parts."""

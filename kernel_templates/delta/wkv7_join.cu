@@ -6,7 +6,7 @@
 //   transitions  [sequences, segments, heads, K, K]  fp32  in: P
 //   additions    [sequences, segments, heads, V, K]  fp32  in: Q
 //   first        [sequences, heads, V, K]  fp32  in or null: S of the first segment, or E after the last one
-//   states       [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
+//   states       [sequences, segments, heads, V, K]  fp32  out or null: S at every start, or E after every end
 //   last         [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
 // Where segments are RAGGED, those of a sequence are at the places that cut_sequences.cu gives them; nothing is known of
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
             state[row][column(c)] = now[c];
             if (!exists(c)) continue;
             added[c] = additions[offset + column(c)];
-            states[offset + column(c)] = now[c];
+            if (states != nullptr) states[offset + column(c)] = now[c];
         }
         for (int begin = 0; begin < HEAD_SIZE; begin += DEPTH) {
             wait_for_copies<STAGES - 2>();

@@ -6,7 +6,7 @@
 //   decays     [sequences, segments, heads, K]  fp32  in: e^D
 //   additions  [sequences, segments, heads, V, K]  fp32  in: Q
 //   first      [sequences, heads, V, K]  fp32  in or null: S of the first segment, or E after the last one
-//   states     [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
+//   states     [sequences, segments, heads, V, K]  fp32  out or null: S at every start, or E after every end
 //   last       [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
 // Where segments are RAGGED, those of a sequence are at the places that cut_sequences.cu gives them; nothing is known of
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_join(
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i, item += step)
             if (i < count) {
-                states[item * stride + place_in_state] = state;
+                if (states != nullptr) states[item * stride + place_in_state] = state;
                 state = state * decay[i] + added[i];
             }
     }

@@ -201,7 +201,7 @@ def _diagonal_geometry(p: Problem) -> dict[str, Parameter]:
     }  # fmt: skip
 
 
-def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states: str, last: str | None) -> Step:
+def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states: str | None, last: str | None) -> Step:
     """Return the launch that joins the segments, from the first state to those at all starts, or backwards."""
     is_diagonal = p.op.family == "diagonal"
     parameters: dict[str, Parameter] = {
@@ -313,9 +313,9 @@ def backward_of_state(p: Problem) -> Schedule:
         steps.append(walk._replace(bind={**walk.bind, "additions": target}))
     else:
         first = _first_gradient(p, steps, scratch)
-        scratch |= {"transitions": _transitions(cut), "additions": _states(cut.problem), "ends": _states(cut.problem)}
+        scratch |= {"transitions": _transitions(cut), "additions": _states(cut.problem)}
         forwards = _segment_step(p, cut, backward=False)
-        join = _join_step(p, cut, True, first, "ends", target)
+        join = _join_step(p, cut, True, first, None, target)
         # Q of the forward is of no use, and its place is taken by that of the backward.
         steps += [forwards, walk, join]
     if target == "last":

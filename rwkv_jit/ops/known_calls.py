@@ -195,7 +195,7 @@ def find(
     if not tensors.is_eager():
         return None, asked[-1] and _any_requires_grad(arrays, initial_state)
     try:
-        asked = _longest(arrays[lead], cu_seqlens), *asked
+        asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
         latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
             are_alike, known, training = latest
@@ -229,7 +229,7 @@ def find_or_keep(
 
     Of a call that is not public nobody knows whose gradients are wanted.
     """
-    asked = _longest(arrays[lead], cu_seqlens), *asked
+    asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
     wanted = wants_inputs(arrays, training and is_public)
     signature = asked, training, wanted, tensors.signature((*arrays, initial_state, cu_seqlens))
     known = calls.get(signature)
@@ -248,7 +248,7 @@ def wants_inputs(arrays: Sequence[Any], training: bool) -> bool:
 
 def _longest(lead: Any, cu_seqlens: Any) -> int:
     """Return what tells packed calls apart beside their shapes."""
-    return 0 if cu_seqlens is None or len(lead.shape) < 2 else tensors.longest(cu_seqlens, lead.shape[1])
+    return tensors.longest(cu_seqlens, lead.shape[1]) if len(lead.shape) > 1 else 0
 
 
 def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:

@@ -107,3 +107,36 @@ def test_graph_follows_the_bounds(op):
         bounds.copy_(each)
         graph.replay()
         assert all(torch.equal(one, other) for one, other in zip(results, want, strict=True))
+
+
+# ---- the gradient of the initial state alone ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("uses_final", [False, True])
+@pytest.mark.parametrize("how", ["rows", "packed", "segments", "strong", "empty"])
+@pytest.mark.parametrize("op", OPS)
+def test_gradient_of_the_state_alone(op, how, uses_final):
+    sizes = {"tokens": {"segments": 4096, "empty": 0}.get(how, 130), "heads": 2, "head_size": 40, "value_size": 24}
+    decays = {"decays": (-40.0, -5.0)} if how == "strong" else {"decays": (-1e-2, -1e-3)}
+    bounds = {"cu_seqlens": packed([0, 33, 33, 130])} if how == "packed" else {}
+    batch = 1 if how == "packed" else 2
+    given = {n: x.detach() for n, x in inputs(op, batch=batch, **sizes, **decays).items()}
+    layout = "kv" if uses_final else "vk"
+    options = of(op, decay="raw", state_layout=layout, **bounds)
+    state = comparing.make_state(given, 3 if bounds else 2, layout=layout)
+    backend = "split" if how == "segments" else "chunked"
+    weights = []
+
+    def gradient(function, given, state, **more):
+        outputs = function(*given.values(), state, True, **options, **more)[: 1 + uses_final]
+        weights.extend([] if weights else map(torch.randn_like, outputs))
+        weighted = [x.to(y.dtype) for x, y in zip(weights, outputs, strict=True)]
+        grads = torch.autograd.grad(outputs, [state], weighted, allow_unused=True, materialize_grads=True)
+        return outputs[0], grads[0]
+
+    y, grad = gradient(getattr(rwkv_jit, op), given, state, backend=backend)
+    exact = state.detach().double().requires_grad_()
+    want_y, want = gradient(getattr(rwkv_jit, f"{op}_ref"), {n: x.double() for n, x in given.items()}, exact)
+    assert comparing.relative(grad, want) < GATE
+    assert comparing.relative(y, want_y) < GATE

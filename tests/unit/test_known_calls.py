@@ -709,6 +709,47 @@ def test_packed_calls_are_told_apart_by_their_longest_sequence(on_gpu, monkeypat
     assert seen == ["cut_sequences", "wkv7_chunked_forward", "cut_sequences"]
 
 
+@pytest.mark.parametrize("op", ["wkv7", "wkv5", "linear_attention"])
+@pytest.mark.parametrize(("bounds", "tokens", "segments"), [(None, 70, 1), ([0, 3, 3, 120], 120, 1), (None, 4096, 8)])
+def test_where_the_state_alone_wants_a_gradient_nothing_is_kept(op, bounds, tokens, segments, on_gpu):
+    """Its gradient is what segments do to that of their ends; a call with other wishes is another one."""
+    on_gpu.use("sm_90")
+    sequences = B if bounds is None else len(bounds) - 1
+    batch, cu_seqlens = (B, None) if bounds is None else (1, torch.tensor(bounds))
+    given, stem = make_long(op, (batch, tokens, H, 64)), OPS[op].stem
+    state = make_state(op, (batch, tokens, H, 64), sequences, grad=True, layout="vk")
+    backend = {"backend": "split"} if segments > 1 else {}
+    for uses_final in (False, True, False):
+        y, final = run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
+        forwards = on_gpu.take()
+        assert not any(launch.named.get("checkpoints") for launch in forwards)
+        loss = y.float().sum() + (final.sum() if uses_final else 0)
+        (grad,) = torch.autograd.grad(loss, [state])
+        backwards = on_gpu.take()
+        joins = uses_final or segments > 1
+        walks = [f"{stem}_segment"] * 2 + [f"{stem}_join"] if joins else [f"{stem}_segment"]
+        assert [launch.template for launch in backwards] == walks
+        assert backwards[-1].named["last" if joins else "additions"] == grad.data_ptr()
+        assert backwards[0].grid[0] % sequences == 0
+        assert (backwards[0].grid[0] > sequences) == (segments > 1)
+        assert backwards[0].named["bounds"] == (0 if bounds is None else cu_seqlens.data_ptr())
+    given["v"].requires_grad_()
+    y, _ = run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
+    assert any(launch.named.get("checkpoints") for launch in on_gpu.take())
+    assert all(x is not None for x in torch.autograd.grad(y.float().sum(), [given["v"], state]))
+
+
+def test_gradient_of_the_state_alone_by_way_of_the_torch_op(on_gpu):
+    """Which makes all gradients, as where a graph of them is wanted."""
+    on_gpu.use("sm_90")
+    given, state = make_long("wkv7", (B, 70, H, 64)), make_state("wkv7", (B, 70, H, 64), grad=True)
+    y, _ = run("wkv7", given, state)
+    on_gpu.take()
+    (grad,) = torch.autograd.grad(y.float().sum(), [state], create_graph=True)
+    assert grad.shape == state.shape
+    assert names(on_gpu.take()) == ["wkv7_chunked_forward", "wkv7_group_backward"]
+
+
 EACH = pytest.mark.parametrize(
     ("op", "arch", "tokens", "size", "value_size", "options"),
     [pytest.param(*case.values[:6], id=case.id) for case in CASES if not case.values[-1]],
