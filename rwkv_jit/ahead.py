@@ -184,6 +184,9 @@ def warm(
 ) -> list[kernel.Kernel]:
     """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
 
+    Calls go by `set_bfloat16_precision` and `torch.set_float32_matmul_precision`: the kernels are those for the
+    switches as they are now.
+
     Parameters
     ----------
     op : {"wkv4", "wkv5", "wkv6", "wkv7", "gla", "linear_attention", "timex"}

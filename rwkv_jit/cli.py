@@ -184,6 +184,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--state-layout", "vk, kv (default: the op's)")
     add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
     add("--state-dtype", "of the initial state (default: fp32)", _dtype)
+    text = "high: for calls after torch.set_float32_matmul_precision('high') and set_bfloat16_precision('high')"
+    parser.add_argument("--precision", choices=("high",), help=text)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

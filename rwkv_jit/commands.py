@@ -6,6 +6,7 @@ torch is imported by the commands that need it, and by no others.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -99,11 +100,12 @@ def _text(value: object) -> str:
 
 def build(parsed: argparse.Namespace) -> Outcome:
     """Compile kernels, once everything that can be wrong beforehand has been checked."""
-    from rwkv_jit import compiler, identity, models
+    from rwkv_jit import compiler, identity, models, modes
 
     if parsed.model:
         models.fill(parsed)
-    requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
+    with modes.high() if parsed.precision else contextlib.nullcontext():
+        requests = [request._replace(also=()) for request in _asked_for(parsed)]  # exactly what was asked for
     if not requests:
         raise ValueError("--tokens: calls of timex with so many run torch.fft, and there is nothing to compile")
     for arch in dict.fromkeys(request.arch for request in requests):

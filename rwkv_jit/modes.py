@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -38,6 +39,18 @@ def current() -> Modes:
 
 # As `tensors.arch`: a trace takes the answer, and does not go into how it is found.
 current._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def high() -> Iterator[None]:
+    """Have both switches of precision at "high"."""
+    global _exact, _fast
+    before = _exact, _fast
+    _exact = _fast = Modes(("fp32", "bf16"))
+    try:
+        yield
+    finally:
+        _exact, _fast = before
 
 
 def _set(precision: str, is_batch_invariant: bool) -> None:

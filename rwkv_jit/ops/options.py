@@ -30,7 +30,7 @@ class CallOptions(TypedDict, total=False):
         32 up to 512 in the forward, and not less than the head sizes ask for; their backward has one choice. Errors
         name the legal ones. By default chosen by the head sizes, or as tuned where `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
-        Leave it at "auto", unless a result must not depend on the batch; then name this, `chunk_len` and `num_threads`.
+        Leave it at "auto". Where a result must not depend on the batch, call `set_batch_invariant`.
         "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that
         a block holds. "split" shares the work of a head between blocks: segments of the sequences side by side, or the
         value rows of a head that no block holds. "reference" is plain torch. Tensors that are not on a GPU take it.
@@ -44,9 +44,12 @@ class CallOptions(TypedDict, total=False):
     one has three times what each block would have if all had as many. Keys of other ops than wkv7 above 256 (on sm_90
     above 1024) go in parts, whose y are added. Everything else is for "recurrent".
 
-    Operands of the tensor cores have the inputs' dtype. float16 ends at 65504 and has fewer digits below 6e-5: states
-    and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless the loss is
-    scaled, as `torch.amp.GradScaler` does.
+    float32 takes the same kernels as float16 where `torch.set_float32_matmul_precision` is "high" or "medium", and so
+    does bfloat16 where `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.
+
+    Operands of the tensor cores have the inputs' dtype otherwise. float16 ends at 65504 and has fewer digits below
+    6e-5: states and their gradients beyond become infinite, and where dy is below 1e-3 gradients lose digits, unless
+    the loss is scaled, as `torch.amp.GradScaler` does.
     """
 
     scale: float

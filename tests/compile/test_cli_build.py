@@ -137,6 +137,16 @@ def test_every_option_is_a_list(build):
 
 
 @pytest.mark.usefixtures("checked_only")
+@pytest.mark.parametrize(("dtype", "usual"), [("bf16", {"bf16"}), ("fp32", set())])
+def test_precision_is_that_of_calls_after_the_switches(build, dtype, usual):
+    options = ("--op", "gla", "--head-size", "8", "--arch", "sm_80", "--dtype", dtype)
+    for more, operands in (((), usual), (("--precision", "high"), {"fp16"})):
+        found = parameters(build(*options, *more), "name", "T_IO")
+        assert {row[1] for row in found if row[0] == "gla_scan"} == operands
+        assert ("narrow_rows" in {row[0] for row in found}) == bool(more)
+
+
+@pytest.mark.usefixtures("checked_only")
 def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     """Head sizes are for wkv7, tokens for timex, and rows are told apart by what they show."""
     tmp_path.chmod(0o755)
