@@ -30,8 +30,8 @@ OPTIONS = {
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those that are a short chunk,
-# and one for the others; of all GPUs one that has too few heads whatever a call has. Where their number is not known,
-# calls have heads enough.
+# and one for the others; of all GPUs one that has too few heads whatever a call has, for calls of one length and for
+# those of uneven ones that are packed. Where the number of multiprocessors is not known, calls have heads enough.
 _LONG = 2**14
 _LENGTHS = (_LONG, rule.SHORT_TOKENS, 1)
 _MULTIPROCESSORS = 2**16
@@ -288,32 +288,47 @@ class _Calls(NamedTuple):
     decay_bound: float | None
     chunk_len: int | None
 
-    def case(self, tokens: int = _LONG, few_heads: bool = False, training: bool = True) -> Case:
+    def case(
+        self, tokens: int = _LONG, few_heads: bool = False, training: bool = True, is_packed: bool = False
+    ) -> Case:
         """Return what the rule looks at of one of them."""
         p = self.asked
         storage = "fp16" if p.is_narrow else p.types["v"]
         of_one = Case(
             p.op, storage, p.K, p.V, tokens, p.decay, self.decay_bound, self.chunk_len, p.num_threads, training
         )
-        return of_one._replace(blocks=1, multiprocessors=lambda: _MULTIPROCESSORS) if few_heads else of_one
+        if not few_heads:
+            return of_one
+        longest = tokens if is_packed else 0
+        return of_one._replace(
+            blocks=1, is_packed=is_packed, longest=longest, multiprocessors=lambda: _MULTIPROCESSORS
+        )  # fmt: skip
 
-    def problem(self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True) -> Problem:
+    def problem(
+        self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True,
+        is_packed: bool = False,
+    ) -> Problem:  # fmt: skip
         """Return the problem of one of them, by the rule of calls."""
         gpu = self.asked.gpu._replace(multiprocessors=_MULTIPROCESSORS if few_heads else None)
-        case = self.case(tokens, few_heads, training)
+        case = self.case(tokens, few_heads, training, is_packed)
         made = rule.chosen(self.asked.backend, case, lambda: gpu, lambda: known)._asdict()
         made["chunk_len"] = made["chunk_len"] or 0
-        return self.asked._replace(gpu=gpu, T=tokens, training=training, **made)
+        return self.asked._replace(gpu=gpu, T=tokens, training=training, is_packed=is_packed, **made)
 
     def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for all of them: calls may know one of several."""
         purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
-        return [
-            part.problem(known, tokens, few_heads, training)
+        made = [
+            part.problem(known, tokens, few_heads, training, is_packed)
             for tokens in _LENGTHS
             for part in self.in_parts(tokens)
-            for few_heads, training, known in product((False, True), purposes, several)
+            for few_heads, is_packed in ((False, False), (True, False), (True, True))
+            for training, known in product(purposes, several)
         ]
+        if direction == "backward":
+            of_states = [p for p in made if whole.leaves_inputs_out(p)]
+            made += [p._replace(wants_inputs=False) for p in of_states]
+        return made
 
     def in_parts(self, tokens: int) -> list[_Calls]:
         """Return the calls that are made of one of these, where its keys go in parts."""

@@ -34,7 +34,7 @@ def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _direction(name: str, parameters: Mapping[str, Any]) -> str:
-    if name in ("timex_transform", "copy_states", "narrow_rows"):
+    if name in ("timex_transform", "copy_states", "cut_sequences", "narrow_rows"):
         return "both"
     is_backward = "backward" in name or "gradient" in name or name == "sum_rows"
     is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", is_backward))

@@ -163,6 +163,7 @@ class Problem(NamedTuple):
     # it as many as of contiguous ones.
     vectors: tuple[int, ...] = ()
     wanted: tuple[str, ...] = ()  # inputs whose gradients the backward makes, where these are not all
+    wants_inputs: bool = True  # or the backward makes the gradient of the initial state alone
     is_narrow: bool = False  # the tensor cores take rows as float16 ones of another call
     is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from rwkv_jit.launch import Launch
 
 # Elements between tokens that offsets of 32 bits within a chunk of 64 allow.
 MOST_TOKEN_STRIDE = 2**26 - 1
+_MOST_SHAPES = 1024  # of packings to remember
 STORAGE = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -85,7 +86,17 @@ def _dense(name: str, x: Tensor, in_place: bool) -> Tensor:
     return x
 
 
-_checked_packings: dict[int, tuple[Any, int, int]] = {}
+class _Packing(NamedTuple):
+    """A cu_seqlens that was checked."""
+
+    tensor: Callable[[], Tensor | None]
+    version: int  # as torch counts changes; -1 where it does not
+    tokens: int
+    longest: int
+
+
+_checked_packings: dict[int, _Packing] = {}
+_longest_of_shape: dict[tuple[int, int], int] = {}  # by sequences and tokens, of the last one
 
 
 def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -101,26 +112,60 @@ def packing(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """
     bounds = readable_packing(cu_seqlens)
     if not cu_seqlens.is_cuda:
-        _check_bounds(bounds, tokens)
+        _longest(bounds, tokens)
         return bounds
-    version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-    known = _checked_packings.get(id(cu_seqlens))
-    if known and known[0]() is cu_seqlens and known[1:] == (version, tokens):
-        return bounds
-    if torch.cuda.is_current_stream_capturing():
-        return bounds  # no copy to the host in a capture
-    _check_bounds(bounds.cpu(), tokens)
-    if version >= 0:
-        index = id(cu_seqlens)
-        gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
-        _checked_packings[index] = (gone, version, tokens)
+    known = _checked(cu_seqlens, bounds, tokens)
+    if known is not None and known.version < 0:  # the next call has to look again
+        del _checked_packings[id(cu_seqlens)]
     return bounds
 
 
-def _check_bounds(values: Tensor, tokens: int) -> None:
+def longest(cu_seqlens: Tensor | None, tokens: int) -> int:
+    """Return about the tokens of the longest sequence of a call, as calls are told apart by it: 3 bits of the number.
+
+    0 without a packing on a GPU that can be read. In a capture it is that of the last call of the shape, where a change
+    of the values has not been seen.
+    """
+    if type(cu_seqlens) is not Tensor or not cu_seqlens.is_cuda or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        return 0
+    if cu_seqlens.is_floating_point():
+        return 0
+    try:
+        known = _checked(cu_seqlens, readable_packing(cu_seqlens), tokens)
+    except ValueError:  # which the checks of the call will raise
+        return 0
+    if known is None:
+        return _longest_of_shape.get((len(cu_seqlens), tokens), 0)
+    return known.longest
+
+
+def _checked(cu_seqlens: Tensor, bounds: Tensor, tokens: int) -> _Packing | None:
+    """Return what is known of a packing on a GPU, after a look if need be; None in a capture, where there is none."""
+    index = id(cu_seqlens)
+    version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _checked_packings.get(index)
+    if known and known.tensor() is cu_seqlens and known[1:3] == (version, tokens):
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    most = _longest(bounds.cpu(), tokens)
+    spare = max(most.bit_length() - 3, 0)
+    most = most >> spare << spare
+    gone = weakref.ref(cu_seqlens, lambda _: _checked_packings.pop(index, None))
+    known = _checked_packings[index] = _Packing(gone, version, tokens, most)
+    if len(_longest_of_shape) >= _MOST_SHAPES:
+        _longest_of_shape.clear()
+    _longest_of_shape[len(cu_seqlens), tokens] = most
+    return known
+
+
+def _longest(values: Tensor, tokens: int) -> int:
+    """Check the bounds of packed sequences, and return the tokens of the longest one."""
     bounds = values.tolist()
-    if bounds[0] != 0 or bounds[-1] != tokens or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    if bounds[0] != 0 or bounds[-1] != tokens or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens: expected values rising from 0 to {tokens} (the tokens), got {bounds[:20]}")
+    return max(lengths, default=0)
 
 
 def readable_packing(cu_seqlens: Tensor) -> Tensor:

@@ -6,8 +6,11 @@
 //   transitions  [sequences, segments, heads, K, K]  fp32  in: P
 //   additions    [sequences, segments, heads, V, K]  fp32  in: Q
 //   first        [sequences, heads, V, K]  fp32  in or null: S of the first segment, or E after the last one
-//   states       [sequences, segments, heads, V, K]  fp32  out: S at every start, or E after every end
+//   states       [sequences, segments, heads, V, K]  fp32  out or null: S at every start, or E after every end
 //   last         [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
+//
+// Where segments are RAGGED, those of a sequence are at the places that cut_sequences.cu gives them; nothing is known of
+// what the last one does, forwards or backwards, and there is no `last`. A place that is left over gets zeros.
 //
 // Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, LANES lanes each,
 // and goes through P a few rows at a time, with the next ones on their way. All fp32.
@@ -22,7 +25,8 @@ static_assert(LANES * ROWS == NUM_THREADS && 32 % LANES == 0, "rows must leave e
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
     const float* __restrict__ transitions, const float* __restrict__ additions, const float* __restrict__ first,
-    float* __restrict__ states, float* __restrict__ last, i64 heads, i64 segments) {
+    const i64* __restrict__ cu_seqlens, float* __restrict__ states, float* __restrict__ last, i64 heads, i64 segments,
+    i64 tokens, int segment_len) {
     __shared__ float state[ROWS][4 * LANES * GROUPS];
     __shared__ alignas(16) float ring[STAGES][DEPTH][PITCH];
     const i64 sequence = blockIdx.x, head = blockIdx.y;
@@ -30,13 +34,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
     const i64 place_in_state = i64(value) * HEAD_SIZE;
     const auto column = [&](int c) { return c / 4 * 4 * LANES + 4 * lane + c % 4; };
     const auto exists = [&](int c) { return value < VALUE_SIZE && column(c) < HEAD_SIZE; };
-    const auto item = [&](i64 step) {
-        return (sequence * segments + (BACKWARD ? segments - 1 - step : step)) * heads + head;
-    };
+    const Places places = places_of<RAGGED>(cu_seqlens, sequence, tokens, segments, segment_len);
+    const i64 products = places.count - (RAGGED ? 1 : 0);
+    const auto item = [&](i64 step) { return places.item(BACKWARD, step) * heads + head; };
     i64 coming = 0;  // the step whose rows are copied next, and which of them
     int coming_tile = 0, coming_stage = 0;
     const auto copy = [&] {
-        if (coming < segments) {
+        if (coming < products) {
             const float* const p = transitions + item(coming) * (HEAD_SIZE * HEAD_SIZE);
             const int begin = coming_tile * DEPTH, depth = min(DEPTH, HEAD_SIZE - begin);
             constexpr int VECTOR = !BACKWARD && HEAD_SIZE % 4 == 0 ? 4 : 1, PER_LINE = HEAD_SIZE / VECTOR;
@@ -61,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
         now[c] = exists(c) && first != nullptr
             ? first[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + place_in_state + column(c)] : 0.0f;
     int stage = 0;
-    for (i64 step = 0; step < segments; ++step) {
+    for (i64 step = 0; step < products; ++step) {
         const i64 offset = item(step) * (VALUE_SIZE * HEAD_SIZE) + place_in_state;
         float next[4 * GROUPS] = {}, added[4 * GROUPS] = {};
 #pragma unroll
@@ -69,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
             state[row][column(c)] = now[c];
             if (!exists(c)) continue;
             added[c] = additions[offset + column(c)];
-            states[offset + column(c)] = now[c];
+            if (states != nullptr) states[offset + column(c)] = now[c];
         }
         for (int begin = 0; begin < HEAD_SIZE; begin += DEPTH) {
             wait_for_copies<STAGES - 2>();
@@ -94,7 +98,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_join(
         for (int c = 0; c < 4 * GROUPS; ++c) now[c] = next[c] + added[c];
     }
     wait_for_copies<0>();
-    if (last == nullptr) return;
+    if constexpr (RAGGED) {
+        const i64 end = item(products) * (VALUE_SIZE * HEAD_SIZE) + place_in_state;
+        const i64 left_over = (places.left_over() * heads + head) * (VALUE_SIZE * HEAD_SIZE) + place_in_state;
+#pragma unroll
+        for (int c = 0; c < 4 * GROUPS; ++c) {
+            if (!exists(c)) continue;
+            states[end + column(c)] = now[c];
+            if (places.has_left_over()) states[left_over + column(c)] = 0.0f;
+        }
+    }
+    if (RAGGED || last == nullptr) return;
 #pragma unroll
     for (int c = 0; c < 4 * GROUPS; ++c)
         if (exists(c)) last[(sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE) + place_in_state + column(c)] = now[c];

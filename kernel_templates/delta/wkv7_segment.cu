@@ -13,9 +13,11 @@
 //   values   v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions    [segments, heads, V, K]  fp32  out: Q
 //   transitions  [segments, heads, K, K]  fp32  out: P, of the forward alone
+//   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED: null for a segment that is a row of
+//                the batch, and for all of them. Those without a neighbour that `purpose` asks for are left out
 //
 // Grid (segments, heads, rows / ROWS): the rows of P come behind those of Q, a multiple of 32. Tokens are a multiple of
-// CHUNK_LEN. A warp holds 16 TILES rows of the state in fp32, as in wkv7_chunked_forward.cu.
+// CHUNK_LEN, unless segments are RAGGED. A warp holds 16 TILES rows of the state in fp32, as in wkv7_chunked_forward.cu.
 #include "wkv7_chunk.cuh"
 
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
@@ -36,51 +38,59 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 
 // A function that is called, so that chunks in frames keep their registers.
-__device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_stride, float scale) {
+__device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_stride, int steps, float scale) {
     RawDecays raw;
-    raw.load(w, w_stride, CHUNK_LEN);
-    const float2 factor =
-        write_matrices_by_halves<false, CHANNELS>(smem.matrices, smem.operands, smem.raw, raw, CHUNK_LEN, smem.totals,
-                                                  scale, nullptr);
+    raw.load(w, w_stride, steps);
+    const float2 factor = write_matrices_by_halves<false, CHANNELS>(smem.matrices, smem.operands, smem.raw, raw, steps,
+                                                                    smem.totals, scale, nullptr);
     write_decay(smem.factor, factor);
     __syncthreads();  // the operands, the matrices and the factor are there
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ a, const T_IO* __restrict__ b,
-    const T_IO* __restrict__ values, float* __restrict__ additions, float* __restrict__ transitions,
-    Strides key_strides, Strides w_strides, Strides a_strides, Strides b_strides, Strides value_strides, i64 tokens,
-    i64 heads, float scale) {
+    const T_IO* __restrict__ values, const i64* __restrict__ bounds, const int* __restrict__ neighbours,
+    float* __restrict__ additions, float* __restrict__ transitions, Strides key_strides, Strides w_strides,
+    Strides a_strides, Strides b_strides, Strides value_strides, i64 tokens, i64 heads, float scale, int purpose) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 segment = blockIdx.x, head = blockIdx.y;
+    if (RAGGED && neighbours != nullptr && !(neighbours[segment] & purpose)) return;
+    const Span span = sequence_span(RAGGED ? bounds : nullptr, segment, tokens);
     const int block_row = blockIdx.z * ROWS, own_row = warp_id() * WARP_ROWS, first_row = block_row + own_row;
     const bool has_rows = own_row < ROWS;
     const int width = max(min(WARP_ROWS, VALUE_SIZE - first_row), 0);
 
-    const auto start = [&](Strides s) { return segment * s.batch + head * s.head; };
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    const auto steps_from = [&](i64 token) {
+        return RAGGED ? static_cast<int>(min(span.length - token, i64(CHUNK_LEN))) : CHUNK_LEN;
+    };
     keys += start(key_strides), w += start(w_strides), a += start(a_strides), b += start(b_strides);
     values += start(value_strides) + first_row;
 
     const auto copy = [&](i64 token) {
+        const int steps = steps_from(token);
         const auto copy_keys = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
             copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
-                rows[0], source + token * stride, stride, CHUNK_LEN, HEAD_SIZE, threadIdx.x);
+                rows[0], source + token * stride, stride, steps, HEAD_SIZE, threadIdx.x);
         };
         copy_keys(BACKWARD ? smem.raw.r : smem.raw.k, keys, key_strides.token);
         copy_keys(smem.raw.a, a, a_strides.token), copy_keys(smem.raw.b, b, b_strides.token);
         // A warp reads what it has copied itself.
         copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, INPUT_PITCH, 32>(
-            &smem.input[0][own_row], values + token * value_strides.token, value_strides.token,
-            CHUNK_LEN, width, lane_id());
+            &smem.input[0][own_row], values + token * value_strides.token, value_strides.token, steps, width,
+            lane_id());
     };
 
     clear<NUM_THREADS>(smem);  // padding stays zero, and so does the fourth of the keys
     __syncthreads();
-    const i64 first = BACKWARD ? tokens - CHUNK_LEN : 0, step = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
+    const i64 first = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
+    constexpr i64 step = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
     RawDecays next_w;
-    copy(first), commit_copies();
-    next_w.load(w + first * w_strides.token, w_strides.token, CHUNK_LEN);
+    if (!RAGGED || span.length > 0) {
+        copy(first), commit_copies();
+        next_w.load(w + first * w_strides.token, w_strides.token, steps_from(first));
+    }
     StateRows state[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
@@ -97,11 +107,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
 
     float2 pending_exponent = {0.0f, 0.0f};  // the factor that the state lacks, for the thread's pair of channels
     i64 token = first;
-    for (i64 left = tokens; left > 0; left -= CHUNK_LEN, token += step) {
+    for (i64 left = span.length; left > 0; left -= CHUNK_LEN, token += step) {
+        const int steps = steps_from(token);
         RateSums sums;
-        sum_rates(sums, smem.totals, next_w, CHUNK_LEN);
+        sum_rates(sums, smem.totals, next_w, steps);
         const i64 next = token + step;
-        if (left > CHUNK_LEN) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
+        if (left > CHUNK_LEN) next_w.load(w + next * w_strides.token, w_strides.token, steps_from(next));
         wait_for_copies<0>();
         __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
         const Frame frame =
@@ -112,13 +123,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
         bool by_halves = false;
         if constexpr (HAS_HALVES) {
             // the operands are there, unless they are of no use
-            by_halves = __syncthreads_or(leaves_range(frame, CHUNK_LEN));
+            by_halves = __syncthreads_or(leaves_range(frame, steps));
             if (by_halves) {
                 write_factor(smem.factor, pending_exponent);
                 __syncthreads();  // the factor is there
                 if (has_rows) scale_columns(state, smem.factor);
                 __syncthreads();  // nobody reads it any more
-                prepare_by_halves(smem, w + token * w_strides.token, w_strides.token, scale);
+                prepare_by_halves(smem, w + token * w_strides.token, w_strides.token, steps, scale);
             }
         } else {
             __syncthreads();  // the operands are there

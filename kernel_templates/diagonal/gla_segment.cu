@@ -16,8 +16,10 @@
 //   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions  [segments, heads, V, K]  fp32  out: Q
 //   decays     [segments, heads, K]  fp32  out: e^D, of the forward alone
+//   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED: null for a segment that is a row of
+//              the batch, and for all of them. Those without a neighbour that `purpose` asks for are left out
 //
-// Grid (segments, heads). Tokens are a multiple of CHUNK_LEN. A warp holds 16 value rows of the state in fp32. Rows and
+// Grid (segments, heads). Tokens are a multiple of CHUNK_LEN, unless segments are RAGGED. A warp holds 16 value rows of the state in fp32. Rows and
 // columns of padding may hold anything: they go to no others.
 #include "chunk.cuh"
 
@@ -38,40 +40,49 @@ struct alignas(16) Smem {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ values,
-    float* __restrict__ additions, float* __restrict__ decays, Strides key_strides, Strides w_strides,
-    Strides value_strides, i64 tokens, i64 heads, float scale) {
+    const i64* __restrict__ bounds, const int* __restrict__ neighbours, float* __restrict__ additions,
+    float* __restrict__ decays, Strides key_strides, Strides w_strides, Strides value_strides, i64 tokens, i64 heads,
+    float scale, int purpose) {
     __shared__ Smem smem;
     const i64 segment = blockIdx.x, head = blockIdx.y, item = segment * heads + head;
+    if (RAGGED && neighbours != nullptr && !(neighbours[segment] & purpose)) return;
+    const Span span = sequence_span(RAGGED ? bounds : nullptr, segment, tokens);
     const int own_row = 16 * warp_id(), width = max(min(16, VALUE_SIZE - own_row), 0);
     // a pair of channels, and of the chunk's tokens
     const int index = threadIdx.x % PAIRS, share = threadIdx.x / PAIRS;
-    const auto start = [&](Strides s) { return segment * s.batch + head * s.head; };
+    const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
+    const auto steps_from = [&](i64 token) {
+        return RAGGED ? static_cast<int>(min(span.length - token, i64(CHUNK_LEN))) : CHUNK_LEN;
+    };
     keys += start(key_strides), w += start(w_strides), values += start(value_strides) + own_row;
 
     RawDecays next_w;
     const auto fetch = [&](i64 token, int stage) {
+        const int steps = steps_from(token);
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
-            smem.raw[stage][0], keys + token * key_strides.token, key_strides.token, CHUNK_LEN, HEAD_SIZE, threadIdx.x);
+            smem.raw[stage][0], keys + token * key_strides.token, key_strides.token, steps, HEAD_SIZE, threadIdx.x);
         copy_rows<T_IO, VALUE_SIZE, CHUNK_LEN, 16, VALUE_PITCH, 32>(
             &smem.values[stage][0][own_row], values + token * value_strides.token,
-            value_strides.token, CHUNK_LEN, width, lane_id());
+            value_strides.token, steps, width, lane_id());
         commit_copies();
-        if constexpr (HAS_DECAY) next_w.load(w + token * w_strides.token, w_strides.token, CHUNK_LEN);
+        if constexpr (HAS_DECAY) next_w.load(w + token * w_strides.token, w_strides.token, steps);
     };
-    i64 token = BACKWARD ? tokens - CHUNK_LEN : 0;
-    fetch(token, 0);
+    i64 token = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
+    if (!RAGGED || span.length > 0) fetch(token, 0);
     StateRows state[1] = {};
     const auto product = [](float2 x, float2 y) { return float2{x.x * y.x, x.y * y.y}; };
     float2 decay = {1.0f, 1.0f};  // of the thread's pair of channels, over all chunks
     int stage = 0;
-    for (i64 left = tokens; left > 0; left -= CHUNK_LEN) {
+    for (i64 left = span.length; left > 0; left -= CHUNK_LEN) {
+        const int steps = steps_from(token);
         float2 kept[SEGMENT_LEN], total = {1.0f, 1.0f};  // what the thread's tokens leave of a token's key
         if constexpr (HAS_DECAY) {
 #pragma unroll
             for (int n = 0; n < SEGMENT_LEN; ++n) {
                 const int i = BACKWARD ? n : SEGMENT_LEN - 1 - n;
                 const float2 before = total;
-                total = product(total, {token_decay<DECAY>(next_w.at(i, 0)), token_decay<DECAY>(next_w.at(i, 1))});
+                if (!RAGGED || share * SEGMENT_LEN + i < steps)  // tokens that are not there do not decay
+                    total = product(total, {token_decay<DECAY>(next_w.at(i, 0)), token_decay<DECAY>(next_w.at(i, 1))});
                 kept[i] = BACKWARD && !BONUS ? total : before;
             }
             if (share < SEGMENTS) smem.totals[share][index] = total;

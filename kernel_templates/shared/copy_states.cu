@@ -4,18 +4,23 @@
 //   to    [sequences, heads, V, K]  T_TO  out: [V, K] if TO_VK, else [K, V]
 //
 // The states of sequence i are those of row i * row_step + first_row, of `heads` each: the last ones of its segments, say.
+// Where segments are RAGGED, they are those of its first segment or, for a first_row of 1, of its last one.
 // Grid (sequences * heads, value rows / TILE, channels / TILE); a block copies a tile by way of shared memory, so that
 // neighbouring threads read and write neighbours.
-#include "types.cuh"
+#include "span.cuh"
 
 constexpr int TILE = 32, ROWS_AT_ONCE = NUM_THREADS / TILE;
 static_assert(NUM_THREADS % TILE == 0 && NUM_THREADS <= 1024, "num_threads must be a multiple of 32 up to 1024");
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_states(
-    const T_FROM* __restrict__ from, T_TO* __restrict__ to, i64 heads, i64 row_step, i64 first_row) {
+    const T_FROM* __restrict__ from, T_TO* __restrict__ to, const i64* __restrict__ cu_seqlens, i64 heads, i64 row_step,
+    i64 first_row, i64 tokens, int segment_len) {
     __shared__ float tile[TILE][TILE + 1];  // by value row and channel
     const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
-    const T_FROM* const source = from + ((sequence * row_step + first_row) * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+    i64 from_row = sequence * row_step + first_row;
+    if constexpr (RAGGED)
+        from_row = places_of<true>(cu_seqlens, sequence, tokens, row_step, segment_len).item(first_row != 0, 0);
+    const T_FROM* const source = from + (from_row * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     T_TO* const target = to + i64(blockIdx.x) * (VALUE_SIZE * HEAD_SIZE);
     const int values = blockIdx.y * TILE, channels = blockIdx.z * TILE;
     const int line = threadIdx.x / TILE, place = threadIdx.x % TILE;

@@ -43,6 +43,7 @@ class Case(NamedTuple):
     blocks: int = _MANY  # sequences times heads
     is_packed: bool = False
     multiprocessors: Callable[[], int] | None = None  # of the device; None where a call is traced
+    longest: int = 0  # about the tokens of the longest packed sequence, where it is known
 
     def of_any_batch(self) -> Case:
         """Return the case of a call with many long sequences."""
@@ -162,8 +163,9 @@ def forward_results(p: Problem) -> dict[str, Result]:
 
 
 def backward_results(p: Problem) -> dict[str, Result]:
-    """Return the gradients of all inputs, and of the initial state where there is one."""
-    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.op.inputs}
+    """Return the gradients of all inputs, unless nobody wants them, and of the initial state where there is one."""
+    inputs = p.op.inputs if p.wants_inputs else ()
+    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in inputs}
     if p.has_initial_state:
         gradients["grad_initial_state"] = Result(p.state_shape, p.state_type)
     return gradients
@@ -278,10 +280,13 @@ def copy_states(
     """Return the step that copies states to another type or layout: of every sequence row i * row_step + first_row."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_FROM": source_type, "T_TO": target_type, "NUM_THREADS": _COPY_THREADS,
-        "FROM_VK": source_layout == "vk", "TO_VK": target_layout == "vk",
+        "FROM_VK": source_layout == "vk", "TO_VK": target_layout == "vk", "RAGGED": False,
     }  # fmt: skip
     grid = (p.N * p.H, -(-p.V // _COPY_TILE), -(-p.K // _COPY_TILE))
-    bind = {"from": source, "to": target, "heads": p.H, "row_step": row_step, "first_row": first_row}
+    bind = {
+        "from": source, "to": target, "cu_seqlens": None, "heads": p.H, "row_step": row_step, "first_row": first_row,
+        "tokens": 0, "segment_len": 0,
+    }  # fmt: skip
     return Step("copy_states", "copy_states", parameters, grid, bind)
 
 

@@ -4,6 +4,12 @@ A segment takes the state S at its start to S P + Q. The forward finds both for 
 states at the starts, and runs the chunked kernels from these. The backward does the same with P^T. Segments are rows of
 the batch, so what is kept is what the chunked kernels keep, and P behind it. Without a delta term P is diagonal, and
 what is kept of it is its diagonal, a row for each head.
+
+Where sequences have equal segments, their strides say where these are. Ragged ones, of packed sequences and of lengths
+that cannot be shared equally, are packed sequences to the chunked kernels; a kernel finds their bounds.
+
+Where nobody wants a gradient but that of the initial state, what segments do is all that the backward takes: a whole
+sequence is one of them.
 """
 
 from __future__ import annotations
@@ -13,13 +19,20 @@ from typing import Any, NamedTuple
 from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, parts
 from rwkv_jit.algorithms.parts import Case, Obstacle, padded
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, renamed
+from rwkv_jit.schedule import Schedule, Step, Zero, aligned, renamed
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
-_JOIN_THREADS = 128
+_MULTIPLE = 64  # of tokens of ragged segments: they end where a chunk does, whichever length is taken
+# Packed sequences are cut into segments of an eighth of the tokens that a multiprocessor has, so that the last ones to
+# end are not much later than the others; where the longest one has three times the tokens of the two blocks' each that
+# a multiprocessor works on.
+_SHARES, _UNEVEN, _LEAST_MEAN = 8, 3, 256
+_CUT_THREADS, _JOIN_THREADS = 128, 128
 _JOIN_ROWS = 8  # value rows of a block where P is a matrix
 _SEGMENT_ROWS = 128  # the most that a block of `wkv7_segment` holds
+# What a segment is summed up for: those behind it, those before it.
+_FOR_LATER, _FOR_EARLIER = 1, 2
 
 
 class _Lengths(NamedTuple):
@@ -40,14 +53,15 @@ _LENGTHS = {
 
 
 def segments(family: str, blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
-    """Return into how many equal segments to cut sequences, so that about two blocks a multiprocessor have work.
+    """Return into how many segments to cut equal sequences, so that about two blocks a multiprocessor have work.
 
-    `blocks` are sequences times heads. 1 where it cannot be done; `least` are made even where blocks suffice.
+    `blocks` are sequences times heads. Fewer than LEAST_SEGMENTS where it cannot be done; `least` are made even where
+    blocks suffice. Segments are equal where tokens allow it.
     """
     lengths = _LENGTHS[family]
     most = min(max(2 * multiprocessors // max(blocks, 1), least), tokens // lengths.least)
     legal = [n for n in range(LEAST_SEGMENTS, most + 1) if tokens % (n * lengths.multiple) == 0]
-    return max(legal, default=1)
+    return max(legal, default=most)
 
 
 def why_not(case: Case, least: int = 1) -> Obstacle | None:
@@ -55,51 +69,95 @@ def why_not(case: Case, least: int = 1) -> Obstacle | None:
     multiprocessors = case.multiprocessors and case.multiprocessors()
     if multiprocessors is None:
         return ("runs outside of traces and compiled graphs, and without `set_batch_invariant`",)
+    family, shortest = case.op.family, _LENGTHS[case.op.family].least
     if case.is_packed:
-        return ("takes no cu_seqlens",)
-    if segments(case.op.family, case.blocks, case.tokens, multiprocessors, least) < LEAST_SEGMENTS:
-        lengths = _LENGTHS[case.op.family]
-        text = "needs tokens for {} equal segments of {} or more, multiples of {}, got {}"
-        return text, LEAST_SEGMENTS, lengths.least, lengths.multiple, case.tokens
+        if case.tokens < _LEAST_MEAN:  # states of short ones take more memory than their rows
+            return "needs {} tokens a sequence on average, got {}", _LEAST_MEAN, case.tokens
+        length = _packed_length(family, case.tokens * case.blocks, multiprocessors)
+        share = case.tokens * case.blocks // (2 * multiprocessors)
+        longest = length + 1 if least > 1 else max(2 * length, _UNEVEN * share)
+        return None if case.longest >= longest else ("needs a sequence of {} tokens, got {}", longest, case.longest)
+    if segments(family, case.blocks, case.tokens, multiprocessors, least) < LEAST_SEGMENTS:
+        return "needs tokens for {} segments of {} or more, got {}", LEAST_SEGMENTS, shortest, case.tokens
     return None
 
 
-def _count(p: Problem) -> int:
-    """Return the segments of a sequence: the same however many others there are, and so are its results.
+def _packed_length(family: str, blocks_tokens: Any, multiprocessors: int) -> Any:
+    """Return the tokens of a segment of packed sequences, from the tokens of all heads."""
+    share = blocks_tokens // (_SHARES * multiprocessors)
+    return max(_LENGTHS[family].least, -(-share // _MULTIPLE) * _MULTIPLE)
 
-    Kernels that are compiled ahead of calls do not depend on it.
+
+class _Cut(NamedTuple):
+    """How the sequences of a problem are cut."""
+
+    problem: Problem  # of the segments, whose states are their own
+    count: Any  # segments of a sequence, where these are equal
+    length: Any = 0  # tokens of the longest ones, where they are ragged
+    is_whole: bool = False  # they are the sequences, of any lengths
+
+    @property
+    def is_ragged(self) -> bool:
+        return bool(self.count == 0)
+
+
+def _cut(p: Problem) -> _Cut:
+    """Return how sequences are cut: in the same way however many others there are, and so are their results.
+
+    Kernels that are compiled ahead of calls do not depend on the number of segments.
     """
-    if p.multiprocessors is None:
-        return LEAST_SEGMENTS
-    return segments(p.op.family, p.H, p.T, p.multiprocessors, LEAST_SEGMENTS)
-
-
-def _cut(p: Problem, count: int) -> Problem:
-    """Return the problem of the segments, whose states are their own."""
-    return p._replace(
-        B=p.B * count, T=p.T // count, N=p.N * count, state_type="fp32", state_layout="vk", has_initial_state=True,
-        backend="chunked",
-    )  # fmt: skip
+    own: dict[str, Any] = {"state_type": "fp32", "state_layout": "vk", "has_initial_state": True, "backend": "chunked"}
+    family, multiprocessors = p.op.family, p.multiprocessors
+    if p.is_packed:
+        shortest = _LENGTHS[family].least
+        length = shortest if multiprocessors is None else _packed_length(family, p.T * p.H, multiprocessors)
+    else:
+        count = LEAST_SEGMENTS
+        if multiprocessors is not None:
+            count = segments(family, p.H, p.T, multiprocessors, LEAST_SEGMENTS)
+        if p.T % (count * _LENGTHS[family].multiple) == 0:
+            return _Cut(p._replace(B=p.B * count, T=p.T // count, N=p.N * count, **own), count)
+        length = -(-p.T // (count * _MULTIPLE)) * _MULTIPLE
+    return _Cut(p._replace(B=1, T=p.B * p.T, N=p.slots(length), is_packed=True, **own), 0, length)
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
-def _transitions(p: Problem, count: int) -> Any:
+def _transitions(cut: _Cut) -> Any:
     """Return the bytes of P of all segments, where it is a matrix and where it is diagonal."""
-    return 4 * p.N * count * p.H * (p.K if p.op.family == "diagonal" else p.K**2)
+    p = cut.problem
+    return 4 * p.N * p.H * (p.K if p.op.family == "diagonal" else p.K**2)
 
 
-def _states(p: Problem, count: int) -> Any:
-    return 4 * p.N * count * p.H * p.V * p.K
+def _states(p: Problem) -> Any:
+    return 4 * p.N * p.H * p.V * p.K
 
 
-def _segment_step(p: Problem, cut: Problem, count: int, backward: bool) -> Step:
+def _bounds(cut: _Cut) -> dict[str, Any]:
+    """Return the bytes of what says where ragged segments are."""
+    return {"bounds": aligned(8 * (cut.problem.N + 1)), "neighbours": aligned(4 * cut.problem.N)}
+
+
+def _cut_step(p: Problem, cut: _Cut) -> Step:
+    """Return the launch that finds where ragged segments are."""
+    bind = {**_places(p, cut), "sequences": p.N}
+    return Step("cut_sequences", "cut_sequences", {"NUM_THREADS": _CUT_THREADS}, (p.N, 1, 1), bind)
+
+
+def _places(p: Problem, cut: _Cut) -> dict[str, Any]:
+    """Return what arguments are bound to that say where the segments of a sequence are."""
+    bounds, tokens = "cu_seqlens" if p.is_packed else None, p.T if cut.is_ragged else cut.problem.T
+    return {"cu_seqlens": bounds, "tokens": tokens, "segments": cut.count, "segment_len": cut.length}
+
+
+def _segment_step(p: Problem, cut: _Cut, backward: bool) -> Step:
     """Return the launch that finds what segments do to any state; backwards to its gradient."""
     stem = p.op.stem
     geometry = _diagonal_geometry(p) if p.op.family == "diagonal" else _delta_geometry(p, backward)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward,
+        "RAGGED": cut.is_ragged or cut.is_whole,
         **parts.named({**parts.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"),
     }  # fmt: skip
     if p.op.family == "delta":
@@ -108,12 +166,16 @@ def _segment_step(p: Problem, cut: Problem, count: int, backward: bool) -> Step:
     rows = p.V if backward else padded(p.V) + p.K
     row_blocks = -(-rows // int(geometry["ROWS"])) if "ROWS" in geometry else 1
     bind = {
-        **parts.given(cut), "keys": "r" if backward else "k", "key_strides": "r" if backward else "k",
+        **parts.given(cut.problem), "keys": "r" if backward else "k", "key_strides": "r" if backward else "k",
         "values": "dy" if backward else "v", "value_strides": "dy" if backward else "v", "additions": "additions",
         "transitions": None if backward else "transitions", "decays": None if backward else "transitions",
+        "bounds": "bounds" if cut.is_ragged else "cu_seqlens" if p.is_packed else None,
+        "neighbours": "neighbours" if cut.is_ragged else None,
+        # The backward takes P of the forward.
+        "purpose": _FOR_EARLIER if backward else _FOR_LATER | (_FOR_EARLIER if p.training else 0),
     }  # fmt: skip
     name = f"{stem}_segment"
-    return Step(name, name, parameters, (cut.N, p.H, row_blocks), bind, segments=count)
+    return Step(name, name, parameters, (cut.problem.N, p.H, row_blocks), bind)
 
 
 def _delta_geometry(p: Problem, backward: bool) -> dict[str, Parameter]:
@@ -139,94 +201,148 @@ def _diagonal_geometry(p: Problem) -> dict[str, Parameter]:
     }  # fmt: skip
 
 
-def _join_step(p: Problem, count: int, backward: bool, first: str | None, states: str, last: str | None) -> Step:
+def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states: str | None, last: str | None) -> Step:
     """Return the launch that joins the segments, from the first state to those at all starts, or backwards."""
     is_diagonal = p.op.family == "diagonal"
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": _JOIN_THREADS,
         "ROWS": _JOIN_THREADS // p.K if is_diagonal else _JOIN_ROWS, "BACKWARD": backward,
+        "RAGGED": cut.is_ragged,
     }  # fmt: skip
     bind = {
         "transitions": "transitions", "decays": "transitions", "additions": "additions", "first": first,
-        "states": states, "last": last, "heads": p.H, "segments": count,
+        "states": states, "last": last, "heads": p.H, **_places(p, cut),
     }  # fmt: skip
     name = f"{p.op.stem}_join"
     return Step(name, name, parameters, (p.N, p.H, -(-p.V // int(parameters["ROWS"]))), bind)
+
+
+def _copy_states(p: Problem, cut: _Cut, source: str, target: str, target_type: str, of_last: bool) -> Step:
+    """Return the launch that copies the states of the first segments of all sequences, or those of the last ones."""
+    if not cut.is_ragged:
+        place = cut.count, cut.count - 1 if of_last else 0
+        return parts.copy_states(p, source, target, "fp32", target_type, "vk", p.state_layout, *place)
+    step = parts.copy_states(p, source, target, "fp32", target_type, "vk", p.state_layout, 0, int(of_last))
+    return step._replace(
+        parameters={**step.parameters, "RAGGED": True}, bind={**step.bind, **_places(p, cut)}
+    )  # fmt: skip
 
 
 # ---- schedules ---------------------------------------------------------------------------------------------------
 
 
 def kept(p: Problem) -> dict[str, Any]:
-    """Return what the forward keeps: what the chunked kernels do, and P of every segment."""
-    count = _count(p)
-    return {**_CHUNKED[p.op.family].kept(_cut(p, count)), "transitions": _transitions(p, count)}
+    """Return what the forward keeps: what the chunked kernels do, P of every segment, and where ragged ones are."""
+    cut = _cut(p)
+    left = {**_CHUNKED[p.op.family].kept(cut.problem), "transitions": _transitions(cut)}
+    return {**_bounds(cut), **left} if cut.is_ragged else left
 
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
-    count = _count(p)
-    cut = _cut(p, count)
-    chunked = _CHUNKED[p.op.family].forward(cut)
-    scratch = {"additions": _states(p, count), "starts": _states(p, count), **chunked.scratch}
-    steps: list[Step | Zero] = []
+    cut = _cut(p)
+    chunked = _CHUNKED[p.op.family].forward(cut.problem)
+    scratch = {"additions": _states(cut.problem), "starts": _states(cut.problem), **chunked.scratch}
+    steps: list[Step | Zero] = [_cut_step(p, cut)] if cut.is_ragged else []
     first = None
     if p.has_initial_state:
         first = "initial_state"
         if (p.state_type, p.state_layout) != ("fp32", "vk"):
             steps.append(parts.copy_states(p, "initial_state", "first", p.state_type, "fp32", p.state_layout, "vk"))
-            first, scratch["first"] = "first", 4 * p.N * p.H * p.V * p.K
-    steps.append(_segment_step(p, cut, count, backward=False))
-    steps.append(_join_step(p, count, False, first, "starts", None))
-    names = {"initial_state": "starts", "final_state": "ends"}
+            first, scratch["first"] = "first", _states(p)
+    steps += [_segment_step(p, cut, backward=False), _join_step(p, cut, False, first, "starts", None)]
     main = len(steps)
-    steps += [
-        step._replace(segments=count) if isinstance(step, Step) else step for step in renamed(chunked.steps, names)
-    ]
+    steps += _of_segments(cut, chunked, {"initial_state": "starts", "final_state": "ends"})
     if p.has_final_state:
-        scratch["ends"] = _states(p, count)
-        steps.append(
-            parts.copy_states(p, "ends", "final_state", "fp32", p.state_type, "vk", p.state_layout, count, count - 1)
-        )
-    left: dict[str, Any] = {}
-    if p.training:
-        left = {**chunked.kept, "transitions": _transitions(p, count)}
-    else:
-        scratch["transitions"] = _transitions(p, count)
-    return Schedule(tuple(steps), parts.forward_results(p), left, scratch, chunked.vectors, main + chunked.main)
+        scratch["ends"] = _states(cut.problem)
+        steps.append(_copy_states(p, cut, "ends", "final_state", p.state_type, of_last=True))
+    left = kept(p)
+    if not p.training:
+        of_chunks = _CHUNKED[p.op.family].kept(cut.problem)
+        scratch |= {name: size for name, size in left.items() if name not in of_chunks}
+        left = {}
+    return Schedule(
+        _side_by_side(p, cut, steps), parts.forward_results(p), left, scratch, chunked.vectors, main + chunked.main
+    )  # fmt: skip
 
 
 def backward(p: Problem) -> Schedule:
     """Return the backward."""
-    count = _count(p)
-    cut = _cut(p, count)._replace(has_initial_state=False, has_final_state=True)
-    chunked = _CHUNKED[p.op.family].backward(cut)
-    scratch = {"additions": _states(p, count), "ends": _states(p, count), **chunked.scratch}
-    scratch |= parts.sequence_gradients(p)
-    scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut).items()}
+    cut = _cut(p)
+    # Of equal segments the join gives the gradient of the initial state, as it knows what the first one does.
+    gives_first = cut.is_ragged and p.has_initial_state
+    of_segments = cut.problem._replace(has_initial_state=gives_first, has_final_state=True)
+    chunked = _CHUNKED[p.op.family].backward(of_segments)
+    scratch = {"additions": _states(cut.problem), "ends": _states(cut.problem), **chunked.scratch}
     steps: list[Step | Zero] = []
-    turned = 4 * p.N * p.H * p.V * p.K
-    first, last = None, None
-    if p.has_final_state:
-        first = "grad_final_state"
-        if p.state_layout != "vk":
-            steps.append(parts.copy_states(p, "grad_final_state", "first", "fp32", "fp32", p.state_layout, "vk"))
-            first, scratch["first"] = "first", turned
-    if p.has_initial_state:
+    first, last = _first_gradient(p, steps, scratch), None
+    if p.has_initial_state and not cut.is_ragged:
         last = "grad_initial_state"
         if p.state_layout != "vk":
-            last, scratch["last"] = "last", turned
-    steps.append(_segment_step(p, cut, count, backward=True))
-    steps.append(_join_step(p, count, True, first, "ends", last))
-    names = {f"d{name}_sequences": f"d{name}_segments" for name in p.op.fixed} | {"grad_final_state": "ends"}
+            last, scratch["last"] = "last", _states(p)
+    steps += [_segment_step(p, cut, backward=True), _join_step(p, cut, True, first, "ends", last)]
     main = len(steps)
-    steps += [
-        step._replace(segments=count) if isinstance(step, Step) else step for step in renamed(chunked.steps, names)
-    ]
-    steps += parts.sum_segments(p, count)
+    names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
+    if not cut.is_ragged:
+        names |= {f"d{name}_sequences": f"d{name}_segments" for name in p.op.fixed}
+        scratch |= parts.sequence_gradients(p)
+        scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut.problem).items()}
+    steps += _of_segments(cut, chunked, names)
+    if not cut.is_ragged:
+        steps += parts.sum_segments(p, cut.count)
+    if gives_first:
+        scratch["begins"] = _states(cut.problem)
+        steps.append(_copy_states(p, cut, "begins", "grad_initial_state", "fp32", of_last=False))
     if last == "last":
         steps.append(parts.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
-    return Schedule(tuple(steps), parts.backward_results(p), {}, scratch, chunked.vectors, main + chunked.main)
+    return Schedule(
+        _side_by_side(p, cut, steps), parts.backward_results(p), {}, scratch, chunked.vectors, main + chunked.main
+    )  # fmt: skip
+
+
+def backward_of_state(p: Problem) -> Schedule:
+    """Return the backward that makes the gradient of the initial state alone; it takes nothing that a forward keeps."""
+    cut = _cut(p) if p.backend == "segments" else None
+    if cut is None or cut.is_ragged:
+        cut = _Cut(p, 1, is_whole=True)
+    target = "grad_initial_state" if p.state_layout == "vk" else "last"
+    scratch = {} if p.state_layout == "vk" else {"last": _states(p)}
+    steps: list[Step | Zero] = []
+    walk = _segment_step(p, cut, backward=True)
+    if cut.count == 1 and not p.has_final_state:
+        steps.append(walk._replace(bind={**walk.bind, "additions": target}))
+    else:
+        first = _first_gradient(p, steps, scratch)
+        scratch |= {"transitions": _transitions(cut), "additions": _states(cut.problem)}
+        forwards = _segment_step(p, cut, backward=False)
+        join = _join_step(p, cut, True, first, None, target)
+        # Q of the forward is of no use, and its place is taken by that of the backward.
+        steps += [forwards, walk, join]
+    if target == "last":
+        steps.append(parts.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
+    return Schedule(_side_by_side(p, cut, steps), parts.backward_results(p), {}, scratch, parts.vectors(p))
+
+
+def _first_gradient(p: Problem, steps: list[Step | Zero], scratch: dict[str, Any]) -> str | None:
+    """Return where the gradient of the final states is as a join takes it, with a step that brings it there."""
+    if not p.has_final_state:
+        return None
+    if p.state_layout == "vk":
+        return "grad_final_state"
+    steps.append(parts.copy_states(p, "grad_final_state", "first", "fp32", "fp32", p.state_layout, "vk"))
+    scratch["first"] = _states(p)
+    return "first"
+
+
+def _of_segments(cut: _Cut, chunked: Schedule, names: dict[str, str]) -> list[Step | Zero]:
+    """Return the steps of the chunked kernels, with these names for what they take."""
+    return renamed(chunked.steps, {**names, "cu_seqlens": "bounds"} if cut.is_ragged else names)
+
+
+def _side_by_side(p: Problem, cut: _Cut, steps: list[Step | Zero]) -> tuple[Step | Zero, ...]:
+    """Return steps that read the rows of a batch one behind the other."""
+    rows = 1 if p.is_packed else p.T if cut.is_ragged else cut.count
+    return tuple(step._replace(segments=rows) if isinstance(step, Step) else step for step in steps)
 
 
 def _segment_gradients(cut: Problem) -> dict[str, Any]:

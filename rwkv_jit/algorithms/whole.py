@@ -32,6 +32,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return the bytes of what the forward keeps, by name."""
+    if not p.wants_inputs:
+        return {}
     if narrow.applies(p):
         return narrow.kept(p, algorithm(p))
     left: dict[str, Any] = algorithm(p).kept(p)
@@ -40,6 +42,8 @@ def kept(p: Problem) -> dict[str, Any]:
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
+    if not p.wants_inputs:
+        p = p._replace(training=False)
     if narrow.applies(p):
         return narrow.forward(p, algorithm(p))
     schedule: Schedule = algorithm(p).forward(p)
@@ -48,9 +52,14 @@ def forward(p: Problem) -> Schedule:
 
 def backward(p: Problem) -> Schedule:
     """Return the backward: gradients of sequences are added up, and those of states have the states' type."""
-    schedule: Schedule = narrow.backward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).backward(p)
+    if not p.wants_inputs:
+        schedule = segments.backward_of_state(p)
+    elif narrow.applies(p):
+        schedule = narrow.backward(p, algorithm(p))
+    else:
+        schedule = algorithm(p).backward(p)
     before: list[Step] = []
-    after = parts.sum_sequences(p, schedule.scratch)
+    after = parts.sum_sequences(p, schedule.scratch) if p.wants_inputs else []
     names, scratch = {}, dict(schedule.scratch)
     if p.state_type != "fp32":
         size, layout = 4 * p.N * p.H * p.V * p.K, p.state_layout
@@ -64,6 +73,11 @@ def backward(p: Problem) -> Schedule:
             scratch[name] = size
     steps: list[Step | Zero] = [*before, *renamed(schedule.steps, names), *after]
     return replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
+
+
+def leaves_inputs_out(p: Problem) -> bool:
+    """Return whether there is a backward of the initial state alone."""
+    return p.backend in ("chunked", "segments") and p.has_initial_state and not p.is_narrow
 
 
 def algorithm(p: Problem) -> Any:

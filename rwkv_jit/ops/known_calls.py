@@ -68,14 +68,14 @@ class Known:
             cu_seqlens = tensors.packing(cu_seqlens, self.problem.T)
         return self._forward.run([*arrays, state, cu_seqlens])
 
-    def differentiate(self, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
-        """Return the gradients of the inputs, and of the initial state where there is one.
+    def differentiate(self, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor | None]:
+        """Return the gradients of the inputs, or None where nobody wants any, and that of an initial state.
 
         `saved` are the arrays of the call, and behind them what the forward has kept.
         """
         *arrays, kept = saved
         if dy is None:
-            dy = _zeros(self.problem, kept)
+            dy = _zeros(self.problem, arrays[0])
         if arrays[-1] is not None:
             arrays = _readable(arrays)  # the forward has checked its values
         given = [*arrays, dy, grad_final_state, kept]
@@ -83,7 +83,8 @@ class Known:
         latest = self._latest
         if latest is None or len(present) != latest.length or not latest.are_alike(*present):
             latest = self._prepare(given, present)
-        return latest.plan.run(given)
+        grads: list[Any] = latest.plan.run(given)
+        return grads if self.problem.wants_inputs else [*[None] * len(self.problem.op.inputs), *grads]
 
     def _prepare(self, given: Arrays, present: Sequence[Tensor]) -> _Backward:
         signature = tensors.signature(given)
@@ -109,7 +110,8 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
             *arrays, state, cu_seqlens = given
             results = known.run(arrays, state, cu_seqlens)
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*given, results[-1])
+            # Without gradients of inputs nothing is kept.
+            ctx.save_for_backward(*given, results[-1] if known.problem.wants_inputs else None)
             ctx.known = known
             return results[0], results[1] if known.problem.has_final_state else None
 
@@ -118,7 +120,7 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
             saved, known = ctx.saved_tensors, ctx.known
             is_direct = not torch.is_grad_enabled() and tensors.is_eager()
             if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *saved))):
-                grads = known.differentiate(saved, dy, grad_final_state)
+                grads: Sequence[Any] = known.differentiate(saved, dy, grad_final_state)
             else:
                 grads = by_op(known.problem, saved, dy, grad_final_state)
             return (None, *grads, None) if known.problem.has_initial_state else (None, *grads, None, None)
@@ -131,7 +133,7 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
 def differentiate(problem: Problem, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
     """Return the gradients of a call that has run elsewhere, as `Known.differentiate` does."""
     *arrays, kept = saved
-    given = [*_readable(arrays), _zeros(problem, kept) if dy is None else dy, grad_final_state, kept]
+    given = [*_readable(arrays), _zeros(problem, arrays[0]) if dy is None else dy, grad_final_state, kept]
     types = tuple(problem.types.items())  # which have a hash
     key = (*problem[:2], types, *problem[3:], tensors.signature(given))
     plan = _backwards.get(key)
@@ -158,11 +160,11 @@ def _readable(arrays: Arrays) -> list[Tensor | None]:
     return [*others, None if cu_seqlens is None else tensors.readable_packing(cu_seqlens)]
 
 
-def _zeros(problem: Problem, kept: Tensor | None) -> Tensor:
-    """Return the gradient of a y that nothing was made of."""
-    assert kept is not None
+def _zeros(problem: Problem, x: Tensor | None) -> Tensor:
+    """Return the gradient of a y that nothing was made of, on the device of an input."""
+    assert x is not None
     shape = tuple(getattr(problem, dim) for dim in problem.op.output)
-    return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[problem.op.lead]]], device=kept.device)
+    return torch.zeros(shape, dtype=DTYPES[problem.types[problem.op.names[problem.op.lead]]], device=x.device)
 
 
 def with_nearest(
@@ -193,6 +195,7 @@ def find(
     if not tensors.is_eager():
         return None, asked[-1] and _any_requires_grad(arrays, initial_state)
     try:
+        asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
         latest = _latest.get((asked, arrays[lead].shape, initial_state is None, cu_seqlens is None))
         if latest is not None:
             are_alike, known, training = latest
@@ -206,7 +209,8 @@ def find(
     if isinstance(arrays[0], Tensor) and tensors.autocast_dtype(arrays[0]) is not None:
         return None, training
     try:
-        return calls.get((asked, training, tensors.signature((*arrays, initial_state, cu_seqlens)))), training
+        signature = tensors.signature((*arrays, initial_state, cu_seqlens))
+        return calls.get((asked, training, wants_inputs(arrays, training), signature)), training
     except TypeError:
         return None, training
 
@@ -219,9 +223,15 @@ def find_or_keep(
     cu_seqlens: Tensor | None,
     prepare: Callable[[], Known],
     lead: int = 0,
+    is_public: bool = True,
 ) -> Known:
-    """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time."""
-    signature = asked, training, tensors.signature((*arrays, initial_state, cu_seqlens))
+    """Return the call of tensors that have been checked: prepared and kept, where it comes for the first time.
+
+    Of a call that is not public nobody knows whose gradients are wanted.
+    """
+    asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
+    wanted = wants_inputs(arrays, training and is_public)
+    signature = asked, training, wanted, tensors.signature((*arrays, initial_state, cu_seqlens))
     known = calls.get(signature)
     if known is None:
         known = calls.keep(signature, prepare())
@@ -229,6 +239,16 @@ def find_or_keep(
         alike = asked, arrays[lead].shape, initial_state is None, cu_seqlens is None
         _latest.keep(alike, (are_alike, known, training))
     return known
+
+
+def wants_inputs(arrays: Sequence[Any], training: bool) -> bool:
+    """Return whether gradients of inputs are wanted, of a call with gradients; else it does not matter."""
+    return not training or _any_requires_grad(arrays, None)
+
+
+def _longest(lead: Any, cu_seqlens: Any) -> int:
+    """Return what tells packed calls apart beside their shapes."""
+    return tensors.longest(cu_seqlens, lead.shape[1]) if len(lead.shape) > 1 else 0
 
 
 def _present(arrays: Sequence[Any], initial_state: Any, cu_seqlens: Any) -> Sequence[Any]:

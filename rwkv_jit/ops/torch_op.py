@@ -104,7 +104,8 @@ def call(
                 to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
             if is_direct:
                 known = _prepare(
-                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail
+                    op, arrays, initial_state, cu_seqlens, asked, to_run, output_final_state, training, tail,
+                    is_public=True,
                 )  # fmt: skip
     if initial_state is not None and initial_state.dim() == len(op.state):
         sequences = arrays[op.lead].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -206,6 +207,7 @@ def case_of(
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
         (lambda: tensors.multiprocessors(device)) if is_direct else None,
+        tensors.longest(cu_seqlens, tokens) if is_direct else 0,
     )  # fmt: skip
     return case.of_any_batch() if options.is_batch_invariant else case
 
@@ -259,11 +261,13 @@ def _prepare(
     training: bool,
     asked_geometry: Tail | Options,
     decay_bound: float | None = None,
+    is_public: bool = False,
 ) -> Known:
     """Return the call of tensors that have been checked.
 
     `asked` is what else tells calls apart, as it came: other options may be resolved to the same ones. Of
-    `asked_geometry` chunk_len and num_threads count, as the caller chose them.
+    `asked_geometry` chunk_len and num_threads count, as the caller chose them. Of a call that `is_public` the tensors
+    say whose gradients are wanted.
     """
 
     def prepare() -> Known:
@@ -272,6 +276,8 @@ def _prepare(
         problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
+        if is_public and whole.leaves_inputs_out(problem):
+            problem = problem._replace(wants_inputs=known_calls.wants_inputs(arrays, training))
         geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
         geometry = {name: value for name, value in geometry.items() if value is not None}
         state = initial_state
@@ -279,7 +285,7 @@ def _prepare(
             state = state.expand(problem.N, *state.shape)
         return Known(problem, (*arrays, state, cu_seqlens), geometry)
 
-    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead)
+    return known_calls.find_or_keep(asked, training, arrays, initial_state, cu_seqlens, prepare, op.lead, is_public)
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
@@ -421,6 +427,9 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
+        if not problem.wants_inputs:  # the op makes all gradients, and nothing was kept for it
+            *given, _ = saved
+            saved = (*given, forward_op(*given, *_options_of(problem), False, True)[-1])
         grads = differentiate(saved, _options_of(problem), dy, grad_final)
         return grads[: count + problem.has_initial_state]
 

@@ -504,7 +504,7 @@ def of_segments(template, op, row):
     given = problem(
         op, row.get("dtype", "bf16"), keys, values, row["arch"], backend="segments",
         decay="none" if op == "linear_attention" else row.get("decay"), chunk_len=row.get("chunk_len", 16),
-        types={"w": row["w_dtype"]} if "w_dtype" in row else (),
+        types={"w": row["w_dtype"]} if "w_dtype" in row else (), is_packed=row["ragged"],
     )  # fmt: skip
     return requests("backward" if row["backward"] else "forward", given)[template]
 
@@ -513,6 +513,7 @@ JOIN_AXES = {
     "sizes": ((1, 33), (40, 40), (64, 64), (100, 56), (128, 128)),
     "arch": CHUNKED_AXES["arch"],
     "backward": (False, True),
+    "ragged": (False, True),
 }
 
 
@@ -539,6 +540,7 @@ SEGMENT_AXES = {
     "decay": ("raw", "sigmoid", "log", "direct"),
     "chunk_len": (16, 32),
     "backward": (False, True),
+    "ragged": (False, True),
 }
 GATED_SEGMENT_AXES = SEGMENT_AXES | {
     "op": DIAGONAL,
@@ -595,6 +597,17 @@ def test_kernel_that_copies_states_of_every_kind_to_every_other(arch, sizes):
     check_small(
         [parts.copy_states(given, "a", "b", a_type, b_type, a, b) for (a_type, a), (b_type, b) in pairs], arch
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
+def test_kernels_around_ragged_segments(arch):
+    given = problem(
+        "wkv7", "bf16", K=64, arch=arch, backend="segments", chunk_len=16, is_packed=True, has_final_state=True,
+    )  # fmt: skip
+    steps = [step for step in whole.forward(given).launches if step.template in ("cut_sequences", "copy_states")]
+    _, copying = steps
+    assert copying.parameters["RAGGED"]
+    check_small(steps, arch)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -66,7 +66,7 @@ def test_comments_and_docstrings_leave_the_digest(copied_sources):
         ("kernel_templates/recurrent/wkv7_recurrent_backward.cu", "e[i][c] += dy_t[i]", "e[i][c] -= dy_t[i]"),
         ("kernel_templates/shared/types.cuh", "return expf(w);", "return expf(w) + 1.0f;"),
         ("kernel_templates/recurrent/column_sums.cuh", "int group = 0", "int group = 1"),
-        ("kernel_templates/shared/sequence.cuh", "span.begin / interval", "span.begin % interval"),
+        ("kernel_templates/shared/span.cuh", "span.begin / interval", "span.begin % interval"),
         ("kernel_templates/shared/sum_rows.cu", "next = sum.at[i] + term", "next = sum.at[i] - term"),
         ("rwkv_jit/algorithms/recurrent.py", "SHARED_LIMIT = 48", "SHARED_LIMIT = 47"),
         ("rwkv_jit/algorithms/parts.py", "LARGEST_HEAD = 128", "LARGEST_HEAD = 64"),

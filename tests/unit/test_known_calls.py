@@ -464,6 +464,39 @@ def test_packing_on_a_gpu_is_checked_once_and_read_each_time(dtype, gpus):
     assert OnGpu.reads == 3
 
 
+def packed_on_a_gpu(*lengths):
+    bounds = [0, *itertools.accumulate(lengths)]
+    return torch.tensor(bounds).as_subclass(OnGpu), bounds[-1]
+
+
+def test_longest_packed_sequence_is_read_with_the_values_once(gpus, monkeypatch):
+    monkeypatch.setattr(tensors, "Tensor", OnGpu)  # for the type of a plain one
+    OnGpu.reads = 0
+    bounds, tokens = packed_on_a_gpu(3, 0, 1000, 2)
+    assert [tensors.longest(bounds, tokens) for _ in range(3)] == [896] * 3  # three bits of it
+    tensors.packing(bounds, tokens)
+    assert OnGpu.reads == 1
+    assert tensors.longest(bounds, tokens + 1) == 0  # which is an error of the call
+    bounds[1] = 1
+    gpus.capturing = True
+    assert tensors.longest(bounds, tokens) == 896
+    assert tensors.longest(packed_on_a_gpu(3, 2, 998, 2)[0], tokens) == 896  # that of the last one of its shape
+    assert tensors.longest(packed_on_a_gpu(3, 74)[0], 77) == 0
+    assert tensors.longest(None, 5) == 0
+    assert tensors.longest(torch.tensor([0, 5]), 5) == 0  # on a CPU
+
+
+def test_values_that_torch_does_not_count_are_read_in_every_call(gpus, monkeypatch):
+    monkeypatch.setattr(tensors, "Tensor", OnGpu)
+    monkeypatch.setattr(OnGpu, "is_inference", lambda _: True, raising=False)
+    bounds, tokens = packed_on_a_gpu(3, 1000)
+    OnGpu.reads = 0
+    for _ in range(2):  # what asks for the longest one has checked them for the launch
+        assert tensors.longest(bounds, tokens) == 896
+        tensors.packing(bounds, tokens)
+    assert OnGpu.reads == 2
+
+
 # ---- what every algorithm launches -------------------------------------------------------------------------------
 
 # By what is in its way: the architecture, tokens, head size, value size, options; the kernels of the forward and of the
@@ -630,6 +663,91 @@ def test_both_directions_of_every_algorithm(
             assert len(told) <= 1
         monkeypatch.setattr(torch_op, "check_tensors", refuse)
         monkeypatch.setattr(kernel, "get_all", refuse)
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv5", "gla"])
+@pytest.mark.parametrize("bounds", [[0, 7, 7, 3000, 3100], None])
+def test_both_directions_of_ragged_segments(op, bounds, on_gpu, monkeypatch):
+    """Of packed sequences and of lengths that have no equal segments: all kernels have the same bounds."""
+    monkeypatch.setattr(tensors, "longest", lambda cu_seqlens, tokens: 0 if cu_seqlens is None else 2993)
+    on_gpu.use("sm_90")
+    batch, tokens, sequences = (2, 3001, 2) if bounds is None else (1, 3100, 4)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    given = make_long(op, (batch, tokens, H, 64), grad=True)
+    state = make_state(op, (batch, tokens, H, 64), sequences, grad=True, layout="kv")
+    done = both_directions(on_gpu, op, given, state, cu_seqlens, state_layout="kv", backend="split")
+    stem = OPS[op].stem
+    assert [launch.template for launch in in_frames(done.forwards)][:4] == [
+        "cut_sequences", "copy_states", f"{stem}_segment", f"{stem}_join"
+    ]  # fmt: skip
+    length = done.forwards[0].named["segment_len"]
+    places = tokens // length + sequences if bounds else batch * -(-tokens // length)
+    by_template = {launch.template: launch for launch in (*done.forwards, *done.backwards)}
+    where = done.forwards[0].named["bounds"]
+    for launch in (*done.forwards, *done.backwards):
+        name, named = launch.template, launch.named
+        if name.endswith(("_segment", "_scan", "_chunked_forward", "_chunked_backward", "_group_backward")):
+            assert launch.grid[0] == places, name
+            assert (named["bounds"] if name.endswith("_segment") else named["cu_seqlens"]) == where, name
+            assert named["tokens"] == batch * tokens, name
+        if name.endswith("_join") or (name == "copy_states" and launch.parameters["RAGGED"]):
+            assert named["cu_seqlens"] == (0 if bounds is None else cu_seqlens.data_ptr()), name
+            assert (named["tokens"], named["segment_len"]) == (tokens, length), name
+    assert by_template[f"{stem}_join"].grid[0] == sequences
+    purposes = [x.named["purpose"] for x in (*done.forwards, *done.backwards) if "purpose" in x.named]
+    assert purposes == [3, 2]
+    run(op, given, state.detach(), True, cu_seqlens, state_layout="kv", backend="split")
+
+
+def test_packed_calls_are_told_apart_by_their_longest_sequence(on_gpu, monkeypatch):
+    on_gpu.use("sm_90")
+    given, seen = make_long("wkv7", (1, 4000, 1, 64)), []
+    for longest in (3500, 512, 3500):
+        monkeypatch.setattr(tensors, "longest", lambda *_, longest=longest: longest)
+        run("wkv7", given, cu_seqlens=torch.tensor([0, 500, 4000]))
+        seen.append(on_gpu.take()[0].template)
+    assert seen == ["cut_sequences", "wkv7_chunked_forward", "cut_sequences"]
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv5", "linear_attention"])
+@pytest.mark.parametrize(("bounds", "tokens", "segments"), [(None, 70, 1), ([0, 3, 3, 120], 120, 1), (None, 4096, 8)])
+def test_where_the_state_alone_wants_a_gradient_nothing_is_kept(op, bounds, tokens, segments, on_gpu):
+    """Its gradient is what segments do to that of their ends; a call with other wishes is another one."""
+    on_gpu.use("sm_90")
+    sequences = B if bounds is None else len(bounds) - 1
+    batch, cu_seqlens = (B, None) if bounds is None else (1, torch.tensor(bounds))
+    given, stem = make_long(op, (batch, tokens, H, 64)), OPS[op].stem
+    state = make_state(op, (batch, tokens, H, 64), sequences, grad=True, layout="vk")
+    backend = {"backend": "split"} if segments > 1 else {}
+    for uses_final in (False, True, False):
+        y, final = run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
+        forwards = on_gpu.take()
+        assert not any(launch.named.get("checkpoints") for launch in forwards)
+        loss = y.float().sum() + (final.sum() if uses_final else 0)
+        (grad,) = torch.autograd.grad(loss, [state])
+        backwards = on_gpu.take()
+        joins = uses_final or segments > 1
+        walks = [f"{stem}_segment"] * 2 + [f"{stem}_join"] if joins else [f"{stem}_segment"]
+        assert [launch.template for launch in backwards] == walks
+        assert backwards[-1].named["last" if joins else "additions"] == grad.data_ptr()
+        assert backwards[0].grid[0] % sequences == 0
+        assert (backwards[0].grid[0] > sequences) == (segments > 1)
+        assert backwards[0].named["bounds"] == (0 if bounds is None else cu_seqlens.data_ptr())
+    given["v"].requires_grad_()
+    y, _ = run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
+    assert any(launch.named.get("checkpoints") for launch in on_gpu.take())
+    assert all(x is not None for x in torch.autograd.grad(y.float().sum(), [given["v"], state]))
+
+
+def test_gradient_of_the_state_alone_by_way_of_the_torch_op(on_gpu):
+    """Which makes all gradients, as where a graph of them is wanted."""
+    on_gpu.use("sm_90")
+    given, state = make_long("wkv7", (B, 70, H, 64)), make_state("wkv7", (B, 70, H, 64), grad=True)
+    y, _ = run("wkv7", given, state)
+    on_gpu.take()
+    (grad,) = torch.autograd.grad(y.float().sum(), [state], create_graph=True)
+    assert grad.shape == state.shape
+    assert names(on_gpu.take()) == ["wkv7_chunked_forward", "wkv7_group_backward"]
 
 
 EACH = pytest.mark.parametrize(

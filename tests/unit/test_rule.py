@@ -20,6 +20,7 @@ from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import checks, torch_op
 from rwkv_jit.ops.options import CallOptions
 from rwkv_jit.ops.table import OPS
+from rwkv_jit.problem import Problem
 from rwkv_jit.tuned import Geometry
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
@@ -368,17 +369,18 @@ def test_chunks_of_segments_and_of_named_kernels_go_by_the_bound_too(changes, ba
     ("family", "blocks", "tokens", "count"),
     [
         ("delta", 16, 32768, 16), ("delta", 16, 8192, 16), ("delta", 16, 4096, 8), ("delta", 66, 32768, 4),
-        ("delta", 67, 32768, 1), ("delta", 16, 32768 + 16, 1), ("delta", 1, 2048, 4), ("delta", 1, 2047, 1),
-        ("delta", 1, 1, 1), ("delta", 16, 5 * 544, 5), ("delta", 1, 512 * 264, 264), ("delta", 1, 512 * 266, 224),
-        ("diagonal", 32, 4096, 8), ("diagonal", 16, 4096, 16), ("diagonal", 66, 32768, 4), ("diagonal", 67, 32768, 1),
-        ("diagonal", 16, 32768 + 32, 1), ("diagonal", 1, 1024, 4), ("diagonal", 1, 1023, 1),
-        ("diagonal", 16, 5 * 320, 5), ("diagonal", 16, 5 * 288, 1), ("diagonal", 1, 256 * 264, 264),
+        ("delta", 67, 32768, 3), ("delta", 16, 32768 + 16, 16), ("delta", 1, 2048, 4), ("delta", 1, 2047, 3),
+        ("delta", 1, 1, 0), ("delta", 16, 5 * 544, 5), ("delta", 1, 512 * 264, 264), ("delta", 1, 512 * 266, 224),
+        ("diagonal", 32, 4096, 8), ("diagonal", 16, 4096, 16), ("diagonal", 66, 32768, 4), ("diagonal", 67, 32768, 3),
+        ("diagonal", 16, 32768 + 32, 16), ("diagonal", 1, 1024, 4), ("diagonal", 1, 1023, 3),
+        ("diagonal", 16, 5 * 320, 5), ("diagonal", 16, 5 * 288, 5), ("diagonal", 1, 256 * 264, 264),
     ],
 )  # fmt: skip
-def test_segments_are_equal_and_end_where_chunks_do(family, blocks, tokens, count):
+def test_segments_are_equal_where_they_can_end_where_chunks_do(family, blocks, tokens, count):
     assert segments.segments(family, blocks, tokens, 132) == count
     lengths = {"delta": delta_chunked, "diagonal": diagonal_chunked}[family].CHUNK_LENS
-    assert count == 1 or tokens % (count * max(lengths)) == 0
+    equal = [n for n in range(4, count + 1) if tokens % (n * max(lengths)) == 0]
+    assert not equal or count == max(equal)
     # Those that are asked for are made with many heads too.
     assert [segments.segments(family, 1000, 4096, 132, least) for least in (1, 4)] == [1, 4]
 
@@ -394,11 +396,12 @@ def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"is_packed": True}, "takes no cu_seqlens"),
-        ({"op": "wkv5", "is_packed": True}, "takes no cu_seqlens"),
+        ({"is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
+        ({"op": "wkv5", "is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
+        ({"is_packed": True, "longest": 4096, "tokens": 255}, "needs 256 tokens a sequence on average, got 255"),
         ({"multiprocessors": None}, "runs outside of traces and compiled graphs, and without `set_batch_invariant`"),
-        ({"tokens": 1000}, "needs tokens for 4 equal segments of 512 or more, multiples of 32, got 1000"),
-        ({"op": "gla", "tokens": 1000}, "needs tokens for 4 equal segments of 256 or more, multiples of 64, got 1000"),
+        ({"tokens": 2047}, "needs tokens for 4 segments of 512 or more, got 2047"),
+        ({"op": "gla", "tokens": 1023}, "needs tokens for 4 segments of 256 or more, got 1023"),
     ],
     ids=str,
 )
@@ -408,6 +411,43 @@ def test_split_says_why_it_cannot(changes, message):
         "split", FEW | {"dtype": "fp32"}, "sm_90",
         HALVES + "float32; use 'auto' or 'recurrent'",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "backend"),
+    [
+        ([16384] + [1024] * 16, 32, "segments"), ([24832] + [256] * 31, 32, "segments"), ([4096] * 8, 32, "chunked"),
+        ([8192] * 4, 16, "segments"), ([32768], 32, "segments"), ([500] * 4, 4, "chunked"), ([2000], 2, "segments"),
+        ([8192] + [4096] * 6, 32, "chunked"), ([32768] + [16] * 2048, 32, "chunked"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("op", ["wkv7", "gla"])
+def test_packed_sequences_are_cut_where_the_longest_one_would_be_late(op, lengths, heads, backend):
+    call = {
+        "op": op, "is_packed": True, "longest": max(lengths), "tokens": sum(lengths) // len(lengths),
+        "blocks": heads * len(lengths), "multiprocessors": lambda: 132,
+    }  # fmt: skip
+    assert choose("auto", call)[0] == backend
+    assert choose("auto", {**call, "longest": 0})[0] == "chunked"
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=12).filter(any), heads=st.integers(1, 40),
+    family=st.sampled_from(["delta", "diagonal"]),
+)  # fmt: skip
+def test_places_of_ragged_segments_are_enough_and_apart(lengths, heads, family):
+    """Those that span.cuh gives them, of as many as the problem says."""
+    op = OPS["wkv7" if family == "delta" else "gla"]
+    types, tokens = dict.fromkeys(op.names, "bf16"), sum(lengths)
+    call = Problem(op, Gpu("sm_90", (), 132), types, T=tokens, H=heads, N=len(lengths), is_packed=True, K=64, V=64)
+    cut = segments._cut(call)
+    assert cut.is_ragged
+    assert cut.length % 64 == 0
+    begins = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    firsts = [begin // cut.length + i for i, begin in enumerate(begins)]
+    for length, first, following in zip(lengths, firsts, firsts[1:], strict=False):
+        assert 0 <= following - first - max(-(-length // cut.length), 1) <= 1
+    assert firsts[-1] == cut.problem.N
 
 
 # ---- large heads ---------------------------------------------------------------------------------------------------

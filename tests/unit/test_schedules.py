@@ -163,7 +163,7 @@ def check_problem(p, bind):
         return
     check_blocks(p, backward)
     last = {"dy"} | ({"grad_final_state"} if p.has_final_state else set())
-    results = {f"d{name}" for name in p.op.names} | ({"grad_initial_state"} if first else set())
+    results = {f"d{name}" for name in p.op.names if p.wants_inputs} | ({"grad_initial_state"} if first else set())
     kept = whole.kept(p)
     launches = bind(backward, p, arrays_of(p, "backward"), kept)
     read = check_flow(launches, p, backward, inputs | first | last | set(kept), results)
@@ -178,6 +178,8 @@ CALLS = {
     "chunked": (SMALL, st.integers(1, 200), ("chunked", "auto"), ARCHS[1:]),
     "chunked, whole tiles": (st.sampled_from((64, 128)), st.just(96), ("chunked",), ("sm_90",)),
     "segments": (SMALL, st.sampled_from((2048, 4096)), ("split",), ("sm_80", "sm_90")),
+    "segments, ragged": (SMALL, st.sampled_from((2049, 5001)), ("split",), ("sm_80", "sm_90")),
+    "segments, packed": (SMALL, st.integers(2000, 5000), ("split",), ("sm_80", "sm_90")),
     "large": (LARGE, st.integers(1, 200), ("split",), ARCHS[1:]),
     "large, in parts": (LARGE, st.just(64 * 130), ("split",), ("sm_90",)),
 }  # fmt: skip
@@ -189,8 +191,9 @@ def problems(draw, op, name):
     sizes, tokens, backends, archs = CALLS[name]
     named = OPS[op]
     K, V, T = draw(sizes), draw(sizes), draw(tokens)
-    backend, is_packed = draw(st.sampled_from(backends)), name != "segments" and draw(st.booleans())
-    multiprocessors = draw(st.sampled_from((None, 132))) if name != "segments" else 132
+    in_segments, backend = name.startswith("segments"), draw(st.sampled_from(backends))
+    is_packed = name == "segments, packed" if in_segments else draw(st.booleans())
+    multiprocessors = 132 if in_segments else draw(st.sampled_from((None, 132)))
     gpu = Gpu(draw(st.sampled_from(archs)), multiprocessors=multiprocessors)
     dtype = draw(st.sampled_from(("fp32", "bf16"))) if "recurrent" in name else draw(st.sampled_from(("fp16", "bf16")))
     B, N = (1, draw(st.sampled_from((1, 3)))) if is_packed else (draw(st.sampled_from((1, 2))),) * 2
@@ -198,13 +201,13 @@ def problems(draw, op, name):
     decay = "none" if named.decay == "none" else draw(st.sampled_from(("raw", "sigmoid", "log", "direct")))
     case = Case(
         named, dtype, K, V, T, decay, draw(st.sampled_from((None, -0.6, -8.0))), None, None, training, N * H,
-        is_packed, multiprocessors and (lambda: multiprocessors),
+        is_packed, multiprocessors and (lambda: multiprocessors), T,
     )  # fmt: skip
     try:
         made = rule.chosen(backend, case, lambda: gpu, lambda: rule.Known((), lambda place: True))
     except UnsupportedConfigError:
         assume(False)
-    assert (made.backend == "segments") == (name == "segments") or "large" in (name[:5], made.backend)
+    assert (made.backend == "segments") == in_segments or "large" in (name[:5], made.backend)
     types = {name: draw(st.sampled_from((dtype, "fp32"))) for name in named.wide if name in named.names}
     given = problem(
         op, dtype, K, V, B=B, T=T, H=H, N=N, decay=decay, types=types, training=training, is_packed=is_packed,
@@ -212,6 +215,8 @@ def problems(draw, op, name):
         has_initial_state=draw(st.booleans()), has_final_state=draw(st.booleans()),
         checkpoint_interval=draw(st.sampled_from((1, 16, 64, 1000))),
     )  # fmt: skip
+    if training and whole.leaves_inputs_out(given._replace(backend=made.backend)):
+        given = given._replace(wants_inputs=draw(st.booleans()))
     return given._replace(gpu=gpu, **{name: x or 0 if name == "chunk_len" else x for name, x in made._asdict().items()})
 
 
@@ -703,7 +708,7 @@ def test_packed_sequences_have_a_place_for_each_chunk_whatever_their_lengths_are
         p = problem("wkv7", T=sum(lengths), N=len(lengths), is_packed=True)
         begin, taken = 0, []
         for sequence, length in enumerate(lengths):
-            first = begin // chunk_len + sequence  # as sequence.cuh counts
+            first = begin // chunk_len + sequence  # as span.cuh counts
             taken += range(first, first + -(-length // chunk_len))
             begin += length
         assert len(set(taken)) == len(taken)
