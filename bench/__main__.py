@@ -6,7 +6,8 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
     ops = add("ops", _ops, "measure the ops beside FLA, Wind, torch and what else is installed")
     cli.add_cases(ops)
-    ops.add_argument("--suite", choices=suites.SUITES, help="the tables of published studies and more, or one of them")
+    text = "the tables of published studies and more, or one of them (may be repeated)"
+    ops.add_argument("--suite", action="append", choices=suites.SUITES, help=text)
     ops.add_argument("--no-peers", action="store_true", help="measure nobody else's kernels")
     text = "leave out whose kernels have not compiled and tuned themselves by then (default: wait for all)"
     ops.add_argument("--peer-minutes", type=float, metavar="N", help=text)
@@ -80,17 +82,32 @@ def _ops(parsed: argparse.Namespace) -> Outcome:
     else:
         bench.check_gpu()
         copy = timing.copy_tb_per_s()
-        torch.cuda.empty_cache()  # each case is measured by a process of its own, which needs the memory
+        torch.cuda.empty_cache()  # cases are measured by a process of its own, which needs the memory
+        result = record.result_of({"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda", "rows": []})
         known = {} if parsed.no_peers else processes.obstacles(entries, parsed.peer_minutes)
-        rows = bench.measured(entries, lambda entry, _: processes.rows_of(entry, copy, not parsed.no_peers, known))
-        result = record.result_of({"env": bench.environment(), "copy_tb_per_s": copy, "device": "cuda", "rows": rows})
+        for rows in _suites(parsed, entries, copy, known):
+            result["rows"] += rows
+            if parsed.record and not any(row["skipped"] == "interrupted" for row in rows):
+                record.write({**result, "rows": rows})
     if parsed.csv is not None:
         _write_csv(result, parsed.csv)
-    if parsed.record and not any(row["skipped"] == "interrupted" for row in result["rows"]):
-        record.write(result)
     if parsed.plot is not None:
         plot.draw(result, parsed.plot)
     return result, bench.show
+
+
+def _suites(
+    parsed: argparse.Namespace, entries: Sequence[measure.Entry], copy: float, known: Mapping[processes.Attempt, str]
+) -> Iterator[list[dict[str, Any]]]:
+    """Measure suite after suite, so that one can be kept as it ends; an interrupt leaves out the others."""
+    with processes.helping() as helper:
+        for _, suite in groupby(entries, lambda entry: entry.suite):
+            rows = bench.measured(
+                list(suite), lambda entry, _: processes.rows_of(helper, entry, copy, not parsed.no_peers, known)
+            )
+            yield rows
+            if rows[-1]["skipped"] == "interrupted":
+                return
 
 
 def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:
@@ -98,7 +115,7 @@ def _entries(parsed: argparse.Namespace) -> list[measure.Entry]:
         return bench.asked_for(parsed)
     for name in ("shape", "dtype", "backend", "phase", "inputs"):
         if (given := getattr(parsed, name)) is not None:
-            raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {parsed.suite}")
+            raise ValueError(f"--{name}: a suite has its own, got {given} beside --suite {' '.join(parsed.suite)}")
     return suites.entries_of(parsed.suite, parsed.op)
 
 

@@ -143,7 +143,7 @@ def _wind(case: Case) -> list[Contestant]:
 
 @cache
 def _load(name: str, *sizes: int) -> None:
-    """Build one of Wind's kernels, which a process can do for one head size: a case has a process of its own."""
+    """Build one of Wind's kernels, which a process can do for one head size."""
     _loaded("wind_rwkv.rwkv7", name)(*sizes)
 
 

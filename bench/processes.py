@@ -1,24 +1,30 @@
-"""Processes of their own: one tries a peer on a case first, and one measures a case.
+"""Processes of their own: some try peers on cases first, and one measures case after case.
 
-An illegal memory access leaves a process without its GPU, and everyone behind it in a run would be hidden. FLA keeps
-what it tuned on disk: it tunes itself where it is tried, and the measurement finds it tuned. Processes compile side by
-side and time kernels one at a time: what runs beside a kernel would choose its geometry.
+An illegal memory access leaves a process without its GPU, and everyone behind it in a run would be hidden: such a
+process ends, and another goes on. FLA keeps what it tuned on disk: it tunes itself where it is tried, and the
+measurement finds it tuned. Processes compile side by side and time kernels one at a time: what runs beside a kernel
+would choose its geometry.
 """
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import IO, Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -32,6 +38,8 @@ from rwkv_jit.bench.measure import Entry
 PATIENCE = 900  # seconds, after which a process is ended; it waits for its turns meanwhile
 _ROOM, _MOST = 16 << 30, 8  # bytes of a GPU for each that tunes itself beside others, and how many of them
 _PAUSE, _LONGEST_TURN = 0.002, 60  # seconds between two looks whether it is one's turn, and to wait for one that hangs
+_MILLISECONDS = {"warmup": 5, "rep": 25}  # that a tuner times a choice
+_OF_ONE_SIZE = ("wind_rwkv",)  # a process can load their kernels for one head size
 # It ends at once: a thread of torch's backward that still waits for the interpreter when that ends aborts the process.
 _PROGRAM = "import os; from bench import processes; processes.answer(); os._exit(0)"
 
@@ -42,21 +50,25 @@ Attempt = tuple[Case, str, str]  # a case, and who tries it with what
 
 
 def answer() -> None:
-    """Do what standard input asks for, and print the answer as JSON."""
+    """Do what a line of standard input asks for, and print the answer as a line of JSON, as long as all is well."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what peers print is no answer
-    asked = json.load(sys.stdin)
+    for line in sys.stdin:
+        found = _found(json.loads(line))
+        goes_on = _is_well()
+        print(json.dumps([found, goes_on]), file=answers, flush=True)
+        if not goes_on:
+            break
+
+
+def _found(asked: Mapping[str, Any]) -> Any:
     given = asked["case"]
     case = Case(**{**given, "shape": tuple(given["shape"]), "dtype": getattr(torch, given["dtype"])})
     if "turn" in asked:
-        with suppress(ImportError):
-            _time_in_turns(importlib.import_module("triton.testing"), asked["turn"])
-        answer: Any = _tried(case, asked["who"], asked["what"])
-    else:
-        entry = Entry(asked["suite"], case, asked["backends"])
-        known = [peer for peer in peers.peers_of(case) if [peer.who, peer.what] in asked["peers"]]
-        answer = measure.rows_of(entry, asked["copy_tb_per_s"], known)
-    print(json.dumps(answer), file=answers, flush=True)
+        _tune_beside_others(asked["turn"])
+        return _tried(case, asked["who"], asked["what"])
+    known = [peer for peer in peers.peers_of(case) if [peer.who, peer.what] in asked["peers"]]
+    return measure.rows_of(Entry(asked["suite"], case, asked["backends"]), asked["copy_tb_per_s"], known)
 
 
 def _tried(case: Case, who: str, what: str) -> str | None:
@@ -70,15 +82,36 @@ def _tried(case: Case, who: str, what: str) -> str | None:
     return None
 
 
-def _time_in_turns(testing: Any, turn: str) -> None:
-    """Let Triton's tuner, which takes `do_bench` from this module, time a kernel while no other process does.
+def _is_well() -> bool:
+    """Return whether the GPU still does something, with the memory of the last case free again."""
+    gc.collect()
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception:
+        return False
+    return True
 
-    A first call comes before: it compiles, which all may do at once.
-    """
+
+# ---- tuners ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _tune_beside_others(turn: str) -> None:
+    """Let Triton's tuner leave what others do alone, and do nothing that another has done."""
+    with suppress(ImportError, AttributeError):  # another Triton's tuner does as it does
+        _time_in_turns(importlib.import_module("triton.testing"), turn)
+        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+        _tune_once(tuner, turn)
+        _compile_at_once(tuner, importlib.import_module("triton.runtime._async_compile").AsyncCompileMode)
+
+
+def _time_in_turns(testing: Any, turn: str) -> None:
+    """Let the tuner, which takes `do_bench` from this module, time a kernel briefly while no other process does."""
     timed, lock = testing.do_bench, FileLock(turn)
 
     def in_turn(call: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
-        call()
+        options = options if arguments else {**_MILLISECONDS, **options}
         with suppress(Timeout), lock.acquire(_LONGEST_TURN, poll_interval=_PAUSE):
             return timed(call, *arguments, **options)
         return timed(call, *arguments, **options)
@@ -86,34 +119,112 @@ def _time_in_turns(testing: Any, turn: str) -> None:
     testing.do_bench = in_turn
 
 
+def _tune_once(tuner: Any, turn: str) -> None:
+    """Let the tuner wait for another process that tunes the same, whose result it then finds on disk."""
+    looked_up = tuner.check_disk_cache
+
+    def alone(self: Any, key: Any, choices: Sequence[Any], tune: Callable[[], None]) -> Any:
+        what = json.dumps([self.base_fn.__module__, self.base_fn.__name__, key, list(map(str, choices))], default=str)
+        with FileLock(f"{turn}-{hashlib.sha256(what.encode()).hexdigest()}"):
+            return looked_up(self, key, choices, tune)
+
+    tuner.check_disk_cache = alone
+
+
+def _compile_at_once(tuner: Any, together: Callable[..., Any]) -> None:
+    """Let the tuner compile all its choices side by side before it times the first."""
+    timed = tuner._bench
+
+    def compiled(self: Any, *given: Any, config: Any, **more: Any) -> Any:
+        choices = self.prune_configs(more)
+        if config == choices[0]:
+            # What cannot be compiled says so when it is timed.
+            with suppress(Exception), ThreadPoolExecutor(os.cpu_count()) as pool, together(pool, ignore_errors=True):
+                for choice in choices:
+                    self.fn.run(*given, **{**more, **choice.all_kwargs(), "warmup": True})
+        return timed(self, *given, config=config, **more)
+
+    tuner._bench = compiled
+
+
 # ---- the process that starts others ------------------------------------------------------------------------------
 
 
-def _ask(case: Case, asked: Mapping[str, Any], seconds: float) -> Any:
-    """Return what a new process answers.
+class Helper:
+    """A process that answers one question after another; where it has ended, the next one starts another."""
 
-    Raises
-    ------
-    ChildProcessError
-        It ended without an answer, or had none in time.
-    """
-    named = {**case._asdict(), "dtype": str(case.dtype).removeprefix("torch.")}
-    command = [sys.executable, "-c", _PROGRAM]
-    try:
-        done = subprocess.run(
-            command, input=json.dumps({**asked, "case": named}), capture_output=True, text=True,
-            timeout=seconds, cwd=ROOT, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ChildProcessError(f"did not end in {seconds:.0f} s") from None
-    if done.returncode or not done.stdout:
-        said = "".join(done.stderr.strip().splitlines()[-1:])
-        raise ChildProcessError(f"ended its process with {done.returncode}{said and f': {said}'}"[:200])
-    return json.loads(done.stdout)
+    def __init__(self, said: IO[str]) -> None:
+        """Let processes write what they say to a file."""
+        self._process: subprocess.Popen[str] | None = None
+        self._said = said
+
+    def ask(self, case: Case, asked: Mapping[str, Any], seconds: float) -> Any:
+        """Return what the process answers.
+
+        Raises
+        ------
+        ChildProcessError
+            It ended without an answer, or had none in time.
+        """
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        named = {**case._asdict(), "dtype": str(case.dtype).removeprefix("torch.")}
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, give_up)
+        timer.start()
+        try:
+            with suppress(BrokenPipeError):
+                print(json.dumps({**asked, "case": named}), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+            code = None if line else process.wait()
+        finally:
+            timer.cancel()
+        found, goes_on = json.loads(line or "[null, false]")
+        if not goes_on:
+            self.end()
+        if code is None:
+            return found
+        if late.is_set():
+            raise ChildProcessError(f"did not end in {seconds:.0f} s")
+        self._said.seek(0)
+        said = "".join(self._said.read().strip().splitlines()[-1:])
+        raise ChildProcessError(f"ended its process with {code}{said and f': {said}'}"[:200])
+
+    def _started(self) -> subprocess.Popen[str]:
+        self._said.seek(0)
+        self._said.truncate()
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", _PROGRAM]
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, cwd=ROOT)
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with suppress(BrokenPipeError), process:  # waits for it
+                pass
+
+
+@contextmanager
+def helping() -> Iterator[Helper]:
+    """Give a helper that ends behind the block."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        helper = Helper(said)
+        try:
+            yield helper
+        finally:
+            helper.end()
 
 
 def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[Attempt, str]:
-    """Try every foreign peer of the entries in a process of its own; return what is in the way of those that cannot.
+    """Try every foreign peer of the entries in a process beside this one; return what is in the way of some.
 
     Parameters
     ----------
@@ -135,11 +246,15 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
     ]
     if not attempts:
         return {}
+    attempts.sort(key=lambda attempt: not attempt[0].has_gradients)  # these tune what a forward alone takes
     memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     at_once = max(1, min(memory // _ROOM, (os.cpu_count() or 1) // 2, _MOST))
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     known: dict[Attempt, str] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+    idle: SimpleQueue[Helper] = SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool, ExitStack() as helpers:
+        for _ in range(at_once):
+            idle.put(helpers.enter_context(helping()))
 
         def attempted(attempt: Attempt) -> str | None:
             case, who, what = attempt
@@ -147,10 +262,16 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
             left = min(PATIENCE, end - time.monotonic())
             if left <= 0:
                 return late
+            helper = idle.get()
             try:
-                error: str | None = _ask(case, {"who": who, "what": what, "turn": str(Path(folder, "turn"))}, left)
+                asked = {"who": who, "what": what, "turn": str(Path(folder, "turn"))}
+                error: str | None = helper.ask(case, asked, left)
             except ChildProcessError as raised:
                 return late if time.monotonic() >= end else str(raised)
+            finally:
+                if who in _OF_ONE_SIZE:
+                    helper.end()
+                idle.put(helper)
             return error
 
         try:
@@ -163,11 +284,16 @@ def obstacles(entries: Iterable[Entry], minutes: float | None = None) -> dict[At
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+        for attempt in [attempt for attempt, error in known.items() if error.startswith("OutOfMemoryError")]:
+            error = attempted(attempt)  # alone
+            known.pop(attempt) if error is None else known.update({attempt: error})
     return known
 
 
-def rows_of(entry: Entry, copy_tb_per_s: float, with_peers: bool, known: Mapping[Attempt, str]) -> list[dict[str, Any]]:
-    """Measure a case in a process of its own; those that cannot do it are rows with the reason."""
+def rows_of(
+    helper: Helper, entry: Entry, copy_tb_per_s: float, with_peers: bool, known: Mapping[Attempt, str]
+) -> list[dict[str, Any]]:
+    """Measure a case in the helper's process; those that cannot do it are rows with the reason."""
     everyone = peers.peers_of(entry.case) if with_peers else []
     allowed, skipped = [], []
     for peer in everyone:
@@ -177,5 +303,7 @@ def rows_of(entry: Entry, copy_tb_per_s: float, with_peers: bool, known: Mapping
         else:
             skipped.append(measure.row(entry, peer.who, peer.what, why))
     asked = {"suite": entry.suite, "backends": entry.backends, "peers": allowed, "copy_tb_per_s": copy_tb_per_s}
-    rows: Sequence[dict[str, Any]] = _ask(entry.case, asked, PATIENCE)
+    rows: Sequence[dict[str, Any]] = helper.ask(entry.case, asked, PATIENCE)
+    if any(who in _OF_ONE_SIZE for who, _ in allowed):
+        helper.end()
     return [*rows, *skipped]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, plot
-from bench.tables import Row, blocks, contestant, milliseconds, shape_of
+from bench.tables import PICTURE, Row, blocks, contestant, milliseconds, shape_of
 from rwkv_jit import report, template
 from rwkv_jit.bench.cases import OPS
 from rwkv_jit.ops import table
@@ -20,6 +20,7 @@ from rwkv_jit.ops import table
 FORMAT = 2
 FILE = ROOT / "bench.json"
 PAGES = ("README.md", "docs/speed.md")  # those that show something of it
+_WRITTEN = ("bench.json", *PAGES, PICTURE)
 _OPENING = re.compile(r"<!-- bench:(\w+) -->")
 _BLOCK = re.compile(r"<!-- bench:(\w+) -->\n((?:(?!<!-- bench:).)*?)<!-- /bench -->", re.DOTALL)
 _KEY = ("suite", "op", "shape", "dtype", "phase", "inputs", "who", "what")
@@ -36,11 +37,15 @@ def result_of(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with a + where files differ from it; None where git does not know."""
+    """Return the commit of the checkout, with a + where files differ from it; None where git does not know.
+
+    What recording writes is no difference: a record may be made in parts.
+    """
+    status = ("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in _WRITTEN))
     try:
         head, changes = (
             subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+            for arguments in (("rev-parse", "HEAD"), status)
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -84,8 +89,8 @@ def write(result: dict[str, Any]) -> None:
     """Write the result of a suite to bench.json, and what pages show of it.
 
     The file is written first, so that no fault of a page costs a measurement. What was recorded of the service stays,
-    and so do rows of other suites where they were measured at the same commit on the same machine: a record may be
-    made in parts.
+    and so do rows of other suites where they were measured at the same commit, on the same kind of GPU with the same
+    versions: a record may be made in parts.
 
     Raises
     ------
@@ -96,9 +101,13 @@ def write(result: dict[str, Any]) -> None:
     with suppress(OSError, ValueError):  # there is none, or none that can be read
         before = read(FILE)
     rows, names = list(result["rows"]), {row["suite"] for row in result["rows"]}
-    if all(before.get(name) == result[name] for name in ("commit", "env", "device")):
+    if before and _measured_on(before) == _measured_on(result):
         rows = [row for row in before["rows"] if row["suite"] not in names] + rows
     _keep({**result, "rows": rows, "service": before.get("service")})
+
+
+def _measured_on(result: Mapping[str, Any]) -> list[Any]:
+    return [result.get("commit"), result["device"], *(result["env"].get(name) for name in _VERSIONS)]
 
 
 def write_service(costs: dict[str, Any]) -> None:

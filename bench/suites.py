@@ -76,16 +76,16 @@ STUDIES = _studies()
 SUITES = ("studies", *STUDIES)
 
 
-def entries_of(name: str, ops: Sequence[str] | None = None) -> list[Entry]:
-    """Return the entries of a suite: of one table, or with "studies" of all; `ops` leaves the others out.
+def entries_of(names: Sequence[str], ops: Sequence[str] | None = None) -> list[Entry]:
+    """Return the entries of suites: of tables, or with "studies" of all; `ops` leaves the others out.
 
     Raises
     ------
     ValueError
         Nothing is left.
     """
-    tables = list(STUDIES) if name == "studies" else [name]
+    tables = dict.fromkeys(table for name in names for table in (STUDIES if name == "studies" else [name]))
     entries = [entry for table in tables for entry in STUDIES[table] if not ops or entry.case.op in ops]
     if not entries:
-        raise ValueError(f"--op: nothing of {', '.join(ops or ())} is in --suite {name}")
+        raise ValueError(f"--op: nothing of {', '.join(ops or ())} is in --suite {' '.join(names)}")
     return entries

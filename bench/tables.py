@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rwkv_jit.bench.cases import KINDS
+from rwkv_jit.bench.cases import KINDS, OPS
 from rwkv_jit.bench.measure import OURS, is_host_bound
 
 Row = Mapping[str, Any]
@@ -14,6 +14,7 @@ Case = tuple[Any, ...]
 CPU = "CPU reference; not the speed of the kernels"
 PICTURE = "docs/speedups.png"
 HOST_BOUND = "†"
+_NOTHING = "The record has none of these yet.\n"
 WITH_GRADIENTS = ("forward+backward", "backward")
 
 # ---- words -------------------------------------------------------------------------------------------------------
@@ -191,8 +192,9 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "service": _service(result.get("service")),
         "errors": _errors(rows),
     }
-    for op in dict.fromkeys(row["op"] for row in rows):
-        shown[op] = _table([row for row in rows if row["op"] == op])
+    for op in OPS:
+        of_op = [row for row in rows if row["op"] == op]
+        shown[op] = _table(of_op) if of_op else _NOTHING
     return shown
 
 
@@ -247,7 +249,7 @@ def _errors(rows: Sequence[Row]) -> str:
             call = f"{row['op']} {shape_of(row)} {row['dtype']}"
             lines.append((call, contestant(row), row["phase"], errors, other))
     if not lines:
-        return "The record has none of these yet.\n"
+        return _NOTHING
     head = ("call", "by", "phase", "against float64, first tokens", "all tokens, largest")
     return _lines([head, ("---",) * len(head), *lines])
 

@@ -17,6 +17,7 @@ _CYCLES_PER_US = 2000  # at least those of a GPU
 _LONGEST_SLEEP_US = 100_000.0
 _LEAST_IN_GRAPH = 20  # calls
 _HOST_SECONDS = 0.5  # that runs for the host's time may take
+_SLEEP_SECONDS = 0.05  # the same, where a sleep of the GPU goes by it, which grows where it is too short
 _LEAST_ROWS, _MOST_ROWS, _MOST_IN_ROW = 9, 500, 50  # of calls; so few in a row wait for no place in the GPU's queue
 COPIED_BYTES = 1 << 30
 WARM_UP_ROUNDS, MOST_ROUNDS, LEAST_ROUNDS = 2, 20, 7
@@ -68,7 +69,7 @@ class Turns:
         torch.cuda.synchronize()
         self.host_us = host_us(calls)
         self._graph = _captured(calls) if in_graph else None
-        queued_us = self.host_us if self._graph is None else host_us([self._graph.replay])
+        queued_us = self.host_us if self._graph is None else host_us([self._graph.replay], _SLEEP_SECONDS)
         self._sleep_us = min(2 * queued_us + 50, _LONGEST_SLEEP_US)  # of the GPU, while the host queues what is timed
         self.in_graph = self._graph is not None
 
@@ -133,18 +134,30 @@ def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         yield
 
 
-def host_us(calls: Sequence[Callable[[], Any]]) -> float:
+def host_us(calls: Sequence[Callable[[], Any]], seconds: float = _HOST_SECONDS) -> float:
     """Return the time that the host takes for a call among others, which need not have ended on the GPU.
 
     Rows of calls, as a model makes them, as many as keep to the time that there is: the median of the fastest row. A
     virtual machine has phases in which all that a host does is slower, and they are longer than a row. The first call
     of a row is left out where there are more: it finds a GPU that sleeps.
+
+    Parameters
+    ----------
+    calls : sequence of callable
+        The same call on every set of inputs.
+    seconds : float, default 0.5
+        That the rows may take.
+
+    Returns
+    -------
+    float
+        Microseconds.
     """
     started = time.perf_counter()
     calls[0]()
     torch.cuda.synchronize()
     taken = time.perf_counter() - started
-    row = max(1, min(_MOST_IN_ROW, int(_HOST_SECONDS / (_LEAST_ROWS * taken))))
+    row = max(1, min(_MOST_IN_ROW, int(seconds / (_LEAST_ROWS * taken))))
     fastest = math.inf
     for _ in range(_MOST_ROWS):
         stamps = [time.perf_counter()]
@@ -154,7 +167,7 @@ def host_us(calls: Sequence[Callable[[], Any]]) -> float:
         torch.cuda.synchronize()  # a full queue would make the host wait
         times = [1e6 * (after - before) for before, after in pairwise(stamps)][row > 1 :]
         fastest = min(fastest, statistics.median(times))
-        if time.perf_counter() > started + _HOST_SECONDS + taken:
+        if time.perf_counter() > started + seconds + taken:
             break
     return fastest
 

@@ -5,13 +5,16 @@ import functools
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from filelock import FileLock, Timeout
 
-from bench import peers, processes, record, service, suites
+from bench import ROOT, peers, processes, record, service, suites
 from bench.__main__ import main
 from rwkv_jit import bench, machine, reference
 from rwkv_jit.bench import cases, measure, timing
@@ -151,33 +154,36 @@ def test_peers_are_those_of_installed_packages(monkeypatch):
 
 CHILD = """
 import json, os, sys, time
-asked = json.load(sys.stdin)
-what = asked.get("what")
-if what == "dies":
-    os._exit(7)
-if what == "hangs":
-    time.sleep(600)
-print(json.dumps("ValueError: no" if what == "cannot" else asked.get("peers")))
-"""
+for number, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    what = asked.get("what")
+    if what == "dies":
+        os._exit(7)
+    if what == "hangs":
+        time.sleep(600)
+    known = {"cannot": "ValueError: no", "counts": str(number), "breaks": None, "finds no memory": MEMORY}
+    answer = known.get(what) if "peers" not in asked else [{"peers": asked["peers"], "copy": asked["copy_tb_per_s"]}]
+    print(json.dumps([answer, what != "breaks"]), flush=True)
+""".replace("MEMORY", "None if number else 'OutOfMemoryError: CUDA out of memory'")
 
 
 @pytest.fixture
 def children(monkeypatch):
     """Lets processes run another program, for peers of made-up names."""
 
-    command = subprocess.run
+    command = subprocess.Popen
 
-    def use(*names, program=CHILD):
+    def use(*names, program=CHILD, op="wkv6", memory=64 << 30, who="fla"):
         monkeypatch.setattr(
-            processes.subprocess, "run",
+            processes.subprocess, "Popen",
             lambda given, **more: command([sys.executable, "-c", program], **more),
         )  # fmt: skip
-        found = [measure.Contestant("fla", name, None, is_foreign=name != "of torch") for name in names]
+        found = [measure.Contestant(who, name, None, is_foreign=name != "of torch") for name in names]
         monkeypatch.setattr(peers, "peers_of", lambda case: found)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        memory = SimpleNamespace(total_memory=64 << 30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-        return Entry(None, small("wkv6"))
+        properties = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return Entry(None, small(op))
 
     return use
 
@@ -201,19 +207,88 @@ def test_what_is_not_tried_in_time_is_left_out(children, monkeypatch):
     assert list(known.values()) == ["was not tried in 0.02 min"] * 2
 
 
-def test_a_case_is_measured_by_a_process_with_those_that_can(children):
-    program = CHILD.replace('asked.get("peers")', '[{"peers": asked["peers"], "copy": asked["copy_tb_per_s"]}]')
-    entry = children("works", "dies", program=program)
-    measured, skipped = processes.rows_of(entry, 4.0, True, {(entry.case, "fla", "dies"): "ended"})
-    assert measured == {"peers": [["fla", "works"]], "copy": 4.0}
-    assert (skipped["what"], skipped["skipped"]) == ("dies", "ended")
-    assert processes.rows_of(entry, 4.0, False, {}) == [{"peers": [], "copy": 4.0}]
-    children(program="import sys; print('x', file=sys.stderr); sys.exit('CUDA error: lost')")
-    with pytest.raises(ChildProcessError, match="^ended its process with 1: CUDA error: lost$"):
-        processes.rows_of(entry, 4.0, False, {})
+def test_one_process_answers_until_it_ends(children):
+    """Numbers are those of the questions that a process was asked before."""
+    case = children().case
+
+    def said(*names):
+        found = []
+        with processes.helping() as helper:
+            for name in names:
+                try:
+                    found.append(helper.ask(case, {"what": name}, 60))
+                except ChildProcessError as error:
+                    found.append(str(error))
+        return found
+
+    died = "ended its process with 7"
+    assert said("counts", "counts", "dies", "counts", "counts") == ["0", "1", died, "0", "1"]
+    assert said("counts", "breaks", "counts") == ["0", None, "0"]  # it answered, and its GPU is lost
 
 
-def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_path):
+def test_answers_end_where_the_gpu_is_lost(monkeypatch):
+    program = """
+import json
+from bench import processes
+processes._found = lambda asked: print("noise") or asked["n"] + 1
+processes._is_well = iter([True, False]).__next__
+processes.answer()
+"""
+    asked = "".join(json.dumps({"n": n}) + "\n" for n in range(3))
+    done = subprocess.run([sys.executable, "-c", program], input=asked, capture_output=True, text=True, cwd=ROOT)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[1, True], [2, False]]
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert processes._is_well()
+    assert freed == [True]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
+    assert not processes._is_well()
+
+
+def test_who_finds_no_memory_beside_others_is_tried_alone(children, monkeypatch):
+    monkeypatch.setattr(processes, "_MOST", 1)  # of one process: the second question is another one
+    assert processes.obstacles([children("finds no memory")]) == {}
+    known = processes.obstacles([children("finds no memory", program=CHILD.replace("None if number else ", ""))])
+    assert list(known.values()) == ["OutOfMemoryError: CUDA out of memory"]
+
+
+def test_those_with_gradients_are_tried_first(children, monkeypatch):
+    """They tune what a forward alone takes, too."""
+    asked, entry = [], children("works")
+    monkeypatch.setattr(processes.Helper, "ask", lambda self, case, *_: asked.append(case.phase))
+    monkeypatch.setattr(processes, "_MOST", 1)
+    case = entry.case
+    processes.obstacles(
+        [Entry(None, case._replace(phase=phase)) for phase in ("forward", "forward+backward", "decode")]
+    )
+    assert asked == ["forward+backward", "forward", "decode"]
+
+
+def test_a_case_is_measured_with_those_that_can(children):
+    entry = children("works", "dies")
+    with processes.helping() as helper:
+        measured, skipped = processes.rows_of(helper, entry, 4.0, True, {(entry.case, "fla", "dies"): "ended"})
+        assert measured == {"peers": [["fla", "works"]], "copy": 4.0}
+        assert (skipped["what"], skipped["skipped"]) == ("dies", "ended")
+        assert processes.rows_of(helper, entry, 4.0, False, {}) == [{"peers": [], "copy": 4.0}]
+        helper.end()
+        children(program="import sys; print('x', file=sys.stderr); sys.exit('CUDA error: lost')")
+        with pytest.raises(ChildProcessError, match="^ended its process with 1: CUDA error: lost$"):
+            processes.rows_of(helper, entry, 4.0, False, {})
+
+
+@pytest.mark.parametrize(("who", "goes_on"), [("fla", True), ("wind_rwkv", False)])
+def test_kernels_of_one_head_size_have_a_process_of_their_own(who, goes_on, children):
+    entry = children("works", who=who)
+    with processes.helping() as helper:
+        processes.rows_of(helper, entry, 4.0, True, {})
+        assert (helper._process is not None) == goes_on
+    known = processes.obstacles([children("counts", "counts too", who=who, memory=1)])
+    assert list(known.values()) == ["0"]
+
+
+def test_tuners_time_in_turns_and_briefly(monkeypatch, tmp_path):
     turn, seen = str(tmp_path / "turn"), []
 
     def is_free():
@@ -223,21 +298,91 @@ def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_pat
             return False
         return True
 
-    def do_bench(call, quantiles):
+    def do_bench(call, warmup, rep, quantiles):
         call()
-        return quantiles
+        return warmup, rep, quantiles
 
     testing = SimpleNamespace(do_bench=do_bench)
     processes._time_in_turns(testing, turn)
-    assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(0.5, 0.2)) == (0.5, 0.2)
-    assert seen == [True, False]
+    assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(0.5, 0.2)) == (5, 25, (0.5, 0.2))
+    assert testing.do_bench(lambda: None, rep=7, quantiles=()) == (5, 7, ())
+    assert seen == [False]
     assert is_free()
     with pytest.raises(ZeroDivisionError):
         testing.do_bench(lambda: 1 / 0, quantiles=())
     monkeypatch.setattr(processes, "_LONGEST_TURN", 0.01)
     with FileLock(turn):  # of one that hangs
-        assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(1,)) == (1,)
-    assert seen == [True, False, False, False]
+        assert testing.do_bench(lambda: seen.append(is_free()), quantiles=(1,)) == (5, 25, (1,))
+    assert seen == [False, False]
+
+
+def test_what_another_process_tunes_is_waited_for(tmp_path):
+    known, running, most = {}, [], []
+
+    class Tuner:
+        def __init__(self, name):
+            self.base_fn = SimpleNamespace(__module__="fla", __name__=name)
+
+        def check_disk_cache(self, key, choices, tune):
+            if (self.base_fn.__name__, key) in known:
+                return True
+            tune()
+            known[self.base_fn.__name__, key] = True
+            return False
+
+    def tune():
+        running.append(True)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.pop()
+
+    processes._tune_once(Tuner, str(tmp_path / "turn"))
+    with ThreadPoolExecutor(6) as pool:
+        same = [pool.submit(Tuner("a").check_disk_cache, (64, torch.float32), ["x"], tune) for _ in range(3)]
+        others = [pool.submit(Tuner(name).check_disk_cache, (64, torch.float32), ["x"], tune) for name in "bcd"]
+    assert sorted(each.result() for each in same) == [False, True, True]
+    assert [each.result() for each in others] == [False] * 3
+    assert len(most) == 4
+    assert max(most) > 1
+
+
+def test_choices_are_compiled_together_before_the_first_is_timed():
+    done, together = [], []
+
+    class Tuner:
+        def __init__(self, broken=None):
+            self.fn = SimpleNamespace(run=self.run)
+            self.broken = broken
+
+        def prune_configs(self, given):
+            assert given == {"grid": (1,), "warmup": False}
+            return choices
+
+        def run(self, *given, grid, warmup, size):
+            if size == self.broken:
+                raise ValueError
+            done.append(("compiled" if warmup else "run", size, bool(together)))
+
+        def _bench(self, *given, config, **more):
+            done.append(("timed", config.all_kwargs()["size"], given))
+            return [0.5]
+
+    @contextmanager
+    def mode(pool, ignore_errors):
+        assert ignore_errors
+        together.append(pool)
+        yield
+        together.pop()
+
+    choices = [SimpleNamespace(all_kwargs=lambda size=size: {"size": size}) for size in (1, 2)]
+    processes._compile_at_once(Tuner, mode)
+    tuner = Tuner()
+    assert [tuner._bench("x", config=choice, grid=(1,), warmup=False) for choice in choices] == [[0.5], [0.5]]
+    timed = [("timed", 1, ("x",)), ("timed", 2, ("x",))]
+    assert done == [("compiled", 1, True), ("compiled", 2, True), *timed]
+    done.clear()
+    assert Tuner(broken=1)._bench("x", config=choices[0], grid=(1,), warmup=False) == [0.5]
+    assert done == timed[:1]
 
 
 # ---- suites ------------------------------------------------------------------------------------------------------
@@ -246,7 +391,7 @@ def test_tuners_time_in_turns_and_compile_beside_each_other(monkeypatch, tmp_pat
 def test_recorded_rows_are_of_the_suites_which_have_strong_decays_steps_and_packed_sequences_too():
     everything = {
         (entry.suite, entry.case.op, tuple(entry.case.shown), entry.case.phase, entry.case.kind)
-        for entry in suites.entries_of("studies")
+        for entry in suites.entries_of(["studies"])
     }
     recorded = {
         (row["suite"], row["op"], tuple(row["shape"]), row["phase"], row["inputs"])
@@ -263,10 +408,10 @@ def test_recorded_rows_are_of_the_suites_which_have_strong_decays_steps_and_pack
         *(("decode", "wkv4", (batch, 1, 2048), "decode", "usual") for batch in (1, 64)),
     }  # fmt: skip
     assert len(everything) == 58
-    (profile,) = suites.entries_of("profile")
+    (profile,) = suites.entries_of(["profile"])
     assert (profile.case.dtype, profile.case.wide_decay) == (torch.float16, True)
     assert set(profile.backends) == {"auto", "recurrent", "chunked"}
-    assert {entry.case.op for entry in suites.entries_of("studies", ["gla", "timex"])} == {"gla", "timex"}
+    assert {entry.case.op for entry in suites.entries_of(["studies"], ["gla", "timex"])} == {"gla", "timex"}
 
 
 # ---- the program -------------------------------------------------------------------------------------------------
@@ -283,10 +428,10 @@ def program(run_main):
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """A machine with a GPU, where nothing is measured and the record is elsewhere: what is asked for is noted."""
-    asked = SimpleNamespace(entries=[], tried=None, minutes=None, interrupted=False)
+    asked = SimpleNamespace(entries=[], tried=None, minutes=None, interrupted=...)
 
-    def rows_of(entry, copy, with_peers, known):
-        if asked.interrupted:
+    def rows_of(helper, entry, copy, with_peers, known):
+        if entry.suite == asked.interrupted:
             raise KeyboardInterrupt
         asked.entries.append((entry, with_peers))
         times = {"median_ms": 0.5, "low_ms": 0.4, "high_ms": 0.6, "errors": {"y": 1e-3}, "error": 1e-3}
@@ -336,12 +481,17 @@ def test_files_are_written(gpu, program, tmp_path):
     assert {row["suite"] for row in record.read(tmp_path / "bench.json")["rows"]} == {"timex"}
 
 
-def test_an_interrupted_result_is_shown_and_not_kept(gpu, program, tmp_path):
-    gpu.interrupted = True
-    code, printed, _ = program("ops", "--suite", "wkv4", "--record", "--json")
+def test_a_suite_is_kept_as_it_ends(gpu, program, tmp_path):
+    """An interrupt, or what ends the whole process, costs the others alone."""
+    gpu.interrupted = "wkv4"
+    code, printed, _ = program("ops", *(f"--suite={name}" for name in ("gla", "wkv4", "timex")), "--record", "--json")
     assert code == 0
-    assert {row["skipped"] for row in json.loads(printed)["rows"]} == {"interrupted"}
-    assert not (tmp_path / "bench.json").exists()
+    rows = json.loads(printed)["rows"]
+    assert {(row["suite"], row["skipped"]) for row in rows} == {("gla", None), ("wkv4", "interrupted")}
+    assert {row["suite"] for row in record.read(tmp_path / "bench.json")["rows"]} == {"gla"}
+    gpu.interrupted = ...
+    assert program("ops", "--suite", "wkv4", "--suite", "timex", "--record")[0] == 0
+    assert {row["suite"] for row in record.read(tmp_path / "bench.json")["rows"]} == {"gla", "wkv4", "timex"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The recorded result: its file, what pages and pictures show of it, and how two results are compared."""
 
 import math
+import subprocess
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from bench import plot, record, tables
+from rwkv_jit.bench import cases
 
 COPY = 4.0  # TB/s
 MISSING = ("low_ms", "high_ms", "host_us", "floor_ms", "fraction", "peak_mib", "error")
@@ -126,8 +128,45 @@ def test_a_record_is_made_in_parts_on_one_machine(checkout):
     again = [row(suite="wind", median=2.0)]
     record.write(result(rows=again))
     assert record.read(checkout / "bench.json")["rows"] == gla + again
-    record.write(result(rows=again, commit="another"))
+    elsewhere = result()["env"] | {"platform": "another host"}
+    record.write(result(rows=wind, env=elsewhere, copy_tb_per_s=4.1))
+    assert record.read(checkout / "bench.json")["rows"] == gla + wind
+    record.write(result(rows=again, env=elsewhere | {"torch": "2.12.0"}))
     assert record.read(checkout / "bench.json")["rows"] == again
+    record.write(result(rows=wind, commit="another"))
+    assert record.read(checkout / "bench.json")["rows"] == wind
+
+
+@pytest.mark.parametrize("phase", ["forward", "forward+backward"])
+def test_pages_and_picture_are_those_of_a_record_with_few_rows(phase, root, checkout):
+    """As the first part of one has, and one without peers."""
+    (checkout / "docs").mkdir()
+    for page in record.PAGES:
+        (checkout / page).write_text((root / page).read_text(encoding="utf-8"), encoding="utf-8")
+    record.write(result(rows=[row("wkv5", phase=phase)]))
+    assert "The record has none of these yet." in (checkout / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert (checkout / "docs" / "speedups.png").is_file()
+
+
+def test_what_recording_writes_is_no_change_of_the_checkout(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    files = ("bench.json", "README.md", "docs/speed.md", "docs/speedups.png", "kernel.cu")
+    for name in files:
+        (tmp_path / name).write_text("before")
+    assert record.commit() is None
+    git("init")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "all")
+    for name in files[:-1]:
+        (tmp_path / name).write_text("after")
+    head = record.commit()
+    assert len(head) == 40
+    (tmp_path / "kernel.cu").write_text("after")
+    assert record.commit() == f"{head}+"
 
 
 COSTS = {
@@ -238,9 +277,9 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
 
 def test_blocks_are_the_machine_the_picture_the_speedups_and_the_ops():
     blocks = tables.blocks(result())
-    assert list(blocks) == [
-        "machine", "picture", "speedups", "service", "errors", "wkv7", "wkv6", "gla", "timex", "wkv4",
-    ]  # fmt: skip
+    assert list(blocks) == ["machine", "picture", "speedups", "service", "errors", *cases.OPS]
+    empty = {op for op in cases.OPS if blocks[op] == "The record has none of these yet.\n"}
+    assert empty == {"wkv5", "linear_attention"}
     assert blocks["machine"].startswith(f"{tables.machine(result())}. Medians")
     assert "floor over the median" in blocks["machine"]
     assert "floor" not in tables.blocks(result(copy_tb_per_s=None))["machine"]
