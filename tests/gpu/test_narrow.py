@@ -147,6 +147,8 @@ def test_call_in_a_cuda_graph_scales_by_what_comes(op):
 def test_segments(op):
     given = inputs(op, batch=1, heads=1, tokens=4096)
     check(op, given, comparing.make_state(given, 1, layout="vk"), state_layout="vk")
+    bounds = torch.tensor([0, 3500, 3600, 3600, 4096], device="cuda")  # which are ragged
+    check(op, given, comparing.make_state(given, 4, layout="vk"), state_layout="vk", cu_seqlens=bounds)
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e9])

@@ -383,3 +383,20 @@ def test_segments_have_their_rows_behind_each_other(on_gpu):
     (step,) = [x for x in on_gpu.launches if x.template == "gla_segment"]
     count = segments.segments("diagonal", 1, 4096, on_gpu.multiprocessors)
     assert step.named["key_strides"] == (4096 // count * 64, 64, 64)
+
+
+@pytest.mark.parametrize("op", ["wkv7", "wkv6"])
+def test_ragged_segments_have_float16_rows_and_all_sequences_their_states(op, on_gpu):
+    """One long sequence among short ones, with gradients."""
+    sizes = {"B": 1, "T": 9000, "H": 1, "K": 64, "V": 64}
+    given = [torch.randn([sizes[dim] for dim in dims]).requires_grad_() for dims in OPS[op].inputs.values()]
+    state = torch.randn(3, 1, 64, 64).requires_grad_()
+    y, final = getattr(rwkv_jit, op)(
+        *given, initial_state=state, output_final_state=True, cu_seqlens=torch.tensor([0, 8500, 8600, 9000])
+    )
+    torch.autograd.grad([y, final], [*given, state], [torch.randn_like(y), torch.randn_like(final)])
+    taken = on_gpu.take()
+    assert "cut_sequences" in {launch.template for launch in taken}
+    assert {launch.parameters["T_IO"] for launch in taken if "T_IO" in launch.parameters} == {"fp16"}
+    of_states = [x for x in taken if x.template == "narrow_rows" and x.named["tokens"] == 3 * 64]
+    assert len(of_states) == 2 + 1 + 2 + 1  # the largest and a copy before each direction, a copy behind it
