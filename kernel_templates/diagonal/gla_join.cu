@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_join(
             }
     }
     if constexpr (RAGGED) {
-        states[item * stride + place_in_state] = state;
+        states[(places.item(BACKWARD, places.count - 1) * heads + head) * stride + place_in_state] = state;
         if (places.has_left_over()) states[(places.left_over() * heads + head) * stride + place_in_state] = 0.0f;
     } else if (last != nullptr) {
         last[whole] = state;

@@ -2,8 +2,8 @@
 
 A segment takes the state S at its start to S P + Q. The forward finds both for all segments at once, joins them to the
 states at the starts, and runs the chunked kernels from these. The backward does the same with P^T. Segments are rows of
-the batch, so what is kept is what the chunked kernels keep, and P behind it. Without a delta term P is diagonal, and
-what is kept of it is its diagonal, a row for each head.
+the batch, so what is kept is P and what the chunked kernels keep. Without a delta term P is diagonal, and what is kept
+of it is its diagonal, a row for each head.
 
 Where sequences have equal segments, their strides say where these are. Ragged ones, of packed sequences and of lengths
 that cannot be shared equally, are packed sequences to the chunked kernels; a kernel finds their bounds.
@@ -127,7 +127,7 @@ def _cut(p: Problem) -> _Cut:
 def _transitions(cut: _Cut) -> Any:
     """Return the bytes of P of all segments, where it is a matrix and where it is diagonal."""
     p = cut.problem
-    return 4 * p.N * p.H * (p.K if p.op.family == "diagonal" else p.K**2)
+    return aligned(4 * p.N * p.H * (p.K if p.op.family == "diagonal" else p.K**2))
 
 
 def _states(p: Problem) -> Any:
@@ -136,6 +136,8 @@ def _states(p: Problem) -> Any:
 
 def _bounds(cut: _Cut) -> dict[str, Any]:
     """Return the bytes of what says where ragged segments are."""
+    if not cut.is_ragged:
+        return {}
     return {"bounds": aligned(8 * (cut.problem.N + 1)), "neighbours": aligned(4 * cut.problem.N)}
 
 
@@ -232,10 +234,9 @@ def _copy_states(p: Problem, cut: _Cut, source: str, target: str, target_type: s
 
 
 def kept(p: Problem) -> dict[str, Any]:
-    """Return what the forward keeps: what the chunked kernels do, P of every segment, and where ragged ones are."""
+    """Return what the forward keeps: where ragged segments are, P of every one, and what the chunked kernels keep."""
     cut = _cut(p)
-    left = {**_CHUNKED[p.op.family].kept(cut.problem), "transitions": _transitions(cut)}
-    return {**_bounds(cut), **left} if cut.is_ragged else left
+    return {**_bounds(cut), "transitions": _transitions(cut), **_CHUNKED[p.op.family].kept(cut.problem)}
 
 
 def forward(p: Problem) -> Schedule:

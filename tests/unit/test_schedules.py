@@ -20,7 +20,7 @@ from rwkv_jit.gpu import Gpu
 from rwkv_jit.launch import Value
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import LARGEST_DECAY
-from rwkv_jit.schedule import Step, Zero
+from rwkv_jit.schedule import Step, Zero, offsets
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 WITH_HEADS = ["wkv7", *DIAGONAL]
@@ -143,6 +143,8 @@ def check_problem(p, bind):
     forward, backward = whole.forward(p), whole.backward(p)
     assert forward.kept == (whole.kept(p) if p.training else {})
     assert all(size % 4 == 0 for size in forward.kept.values())
+    if p.backend != "recurrent":  # the others read 16 bytes at once
+        assert all(begin % 16 == 0 for begin in offsets(forward.kept.values()))
     given = {"cu_seqlens"} if p.is_packed else set()
     inputs = {*p.op.names, *given}
     check_blocks(p, forward)
