@@ -119,7 +119,7 @@ def test_warm_compiles_just_what_specialize_names():
         w_dtype=torch.float32, state_dtype=torch.bfloat16,
     )  # fmt: skip
     assert {each.name for each in made} == {
-        "gla_scan", "gla_recurrent_forward", "gla_join", "gla_segment", "copy_states"
+        "gla_scan", "gla_recurrent_forward", "gla_join", "gla_segment", "copy_states", "cut_sequences"
     }  # fmt: skip
     for backend in ("chunked", "recurrent"):
         same = rwkv_jit.specialize(
@@ -198,10 +198,14 @@ def asked(requests):
     return {kernel.memory_key(request): (request.template.name, str(request.parameters)) for request in requests}
 
 
+# Of 2100 tokens: sequences of one length that are not cut, one alone, and one that is far longer than the other.
+EVEN, ALONE, UNEVEN = [*range(0, 2101, 300)], [0, 2100], [0, 52, 2100]
+
+
 @pytest.fixture
 def call_all_ways(on_gpu, monkeypatch):
-    """Runs calls of every length, with many and few heads, for gradients and not, on an sm_90 that launches nothing;
-    returns the kernels that they asked for.
+    """Runs calls of every length, with many and few heads, packed and not, for all gradients, for that of the initial
+    state alone and for none, on an sm_90 that launches nothing; returns the kernels that they asked for.
     """
     on_gpu.use("sm_90")
     monkeypatch.setattr(tuned, "SHIPPED", ())  # they are for some GPUs
@@ -211,18 +215,26 @@ def call_all_ways(on_gpu, monkeypatch):
         function, sizes, of_head = getattr(rwkv_jit, op), {"K": keys, "V": values, "B": 1}, keys * values / 64**2
         on_gpu.multiprocessors = most = max(16, int(of_head) + 1)  # more than one head keeps busy
         many = max(most, math.ceil(most / of_head))
-        for heads, tokens in ((1, 1), (many, 1), (1, 16), (many, 16), (1, 64), (many, 64), (1, 2048)):
+        of_one_length = ((1, 1), (many, 1), (1, 16), (many, 16), (1, 64), (many, 64), (1, 2048), (1, 2100))
+        ways = [*product(of_one_length, [None]), *product([(1, 2100)], [EVEN, ALONE, UNEVEN])]
+        for (heads, tokens), bounds in ways:
             dims = {**sizes, "H": heads, "T": tokens}
             given = [
                 torch.zeros([dims[dim] for dim in shape], dtype=w_dtype if name in "wu" else torch.bfloat16)
                 for name, shape in OPS[op].inputs.items()
             ]
-            state = torch.zeros(1, heads, *((values, keys) if layout == "vk" else (keys, values)), dtype=state_dtype)
+            sequences = 1 if bounds is None else len(bounds) - 1
+            of_state = (values, keys) if layout == "vk" else (keys, values)
+            state = torch.zeros(sequences, heads, *of_state, dtype=state_dtype)
             options |= {"initial_state": state, "output_final_state": True, "state_layout": layout}
+            options["cu_seqlens"] = None if bounds is None else torch.tensor(bounds)
             function(*given, **options)
-            leaves = [each.requires_grad_() for each in (*given, state)]
-            y, final = function(*given, **options)
-            torch.autograd.grad([y, final], leaves, [torch.zeros_like(y), torch.zeros_like(final)])
+            for leaves in ([state], [*given, state]):
+                for each in leaves:
+                    each.requires_grad_()
+                for used in (1, 2):  # y, and the final state too
+                    results = function(*given, **options)[:used]
+                    torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
         return asked(on_gpu.asked)
 
     return call

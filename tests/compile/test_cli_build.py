@@ -20,7 +20,7 @@ SMALL = ("--op", "wkv7", "--head-size", "16", "--arch", "sm_90")
 # Calls take the chunked kernels, and with decays that nothing bounds the recurrent ones too.
 WAYS = (
     "wkv7_chunked_forward", "wkv7_chunked_backward", "wkv7_recurrent_forward", "wkv7_recurrent_backward", "wkv7_join",
-    "wkv7_segment",
+    "wkv7_segment", "copy_states",
 )  # fmt: skip
 
 
@@ -49,10 +49,11 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     file = tmp_path / "wkv.bundle"
     made = build("--op", "wkv7", "--head-size", "16,8", "--arch", "sm_90", "--arch", "compute_80", "-o", file)
     assert (made["path"], made["bytes"], made["compiler"]) == (str(file), file.stat().st_size, identity.identity())
-    asked = {(size, arch, way) for size in (8, 16) for arch in ("sm_90", "compute_80") for way in WAYS}
+    archs = ("sm_90", "compute_80")
+    asked = {(size, arch, way) for size in (8, 16) for arch in archs for way in WAYS}
+    asked |= {(None, arch, "cut_sequences") for arch in archs}
     found = {(each["parameters"].get("HEAD_SIZE"), each["arch"], each["name"]) for each in made["kernels"]}
-    assert {each for each in found if each[2] != "copy_states"} == asked
-    assert "copy_states" in {each[2] for each in found}
+    assert found == asked
     assert all((each["registers"] is None) == (each["target"] == "compute_80") for each in made["kernels"])
     names = bundle.Bundle(file).names()
     assert len(names) == len(made["kernels"])
@@ -123,17 +124,19 @@ def test_every_option_is_a_list(build):
         "--decay", "log", "--decay", "direct", "--state-layout", "kv", "--w-dtype", "fp32", "--state-dtype",
         "fp16,fp32",
     )  # fmt: skip
-    found = parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")
+    found = parameters(made, "name", "RAGGED", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")
     cases = [(dtype, "fp32", decay) for dtype in ("bf16", "fp16") for decay in ("log", "direct")]
     states = [("kv", "fp16"), ("kv", "fp32")]
-    wanted = [("gla_join", *[None] * 6)]
-    wanted += [("gla_segment", *case[:2], None, case[2], None, None) for case in cases]
+    wanted = [("cut_sequences", *[None] * 7)]
+    wanted += [("copy_states", False, *[None] * 6)] * 4  # from and to both types of states
+    wanted += [("copy_states", True, *[None] * 6)] * 2  # to both
+    for is_ragged in (False, True):
+        wanted += [("gla_join", is_ragged, *[None] * 6)]
+        wanted += [("gla_segment", is_ragged, *case[:2], None, case[2], None, None) for case in cases]
     of_scans = [*states, *states, ("vk", "fp32")]  # of long calls, short ones and segments
     for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", of_scans)):
-        wanted += [(name, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
-    around = [row[0] for row in found if not row[0].startswith("gla_")]
-    assert around == ["copy_states"] * 4  # from and to both types of states
-    assert sorted((row for row in found if row[0] not in around), key=str) == sorted(wanted, key=str)
+        wanted += [(name, None, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
+    assert sorted(found, key=str) == sorted(wanted, key=str)
 
 
 @pytest.mark.usefixtures("checked_only")
@@ -166,7 +169,7 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
         file = tmp_path / f"{op}.bundle"
         assert run("cache", "export", file, "--op", op)[0] == 0
         kinds = {name.split("/")[1].split("_")[0] + "_" for name in bundle.Bundle(file).names()}
-        assert kinds - {"sum_", "copy_"} == {stem}  # and what all ops take
+        assert kinds - {"sum_", "copy_", "cut_"} == {stem}  # and what all ops take
     one_batch = build("--op", "timex", "--tokens", "512", "--batch", "8", "--direction", "forward", "--arch", "sm_80")
     assert parameters(one_batch, "name", "BATCH") == [("timex_convolve", 8)]
 
@@ -178,12 +181,13 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
 def test_defaults_are_those_of_a_call(bound, dtypes, build):
     """A bound of the decay changes no kernel, where the chunk is short enough for it."""
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", *bound)
-    wanted = {("copy_states", *[None] * 6), ("gla_join", *[None] * 6)}
+    both = (False, True)  # segments that are equal, and ragged ones
+    wanted = {("cut_sequences", *[None] * 7)}
+    wanted |= {(name, is_ragged, *[None] * 6) for name in ("copy_states", "gla_join") for is_ragged in both}
     for dtype in dtypes:
-        wanted |= {(name, *[dtype] * 3, "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")} | {
-            ("gla_segment", dtype, dtype, None, "raw", None, None)
-        }
-    assert set(parameters(made, "name", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == wanted
+        wanted |= {(name, None, *[dtype] * 3, "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")}
+        wanted |= {("gla_segment", is_ragged, dtype, dtype, None, "raw", None, None) for is_ragged in both}
+    assert set(parameters(made, "name", "RAGGED", "T_IO", "T_W", "T_U", "DECAY", "STATE_LAYOUT", "T_STATE")) == wanted
 
 
 @pytest.mark.parametrize(
