@@ -226,12 +226,15 @@ def given_for(case: Case, device: str = "cuda") -> Given:
         inputs[index] = inputs[index].detach().float().requires_grad_()
     like_y = inputs[1] if case.op == "timex" else inputs[names.index("v")]
     state = _state(case, device) if case.phase == "decode" else None
-    ends = None
-    if case.kind == "packed":
-        # Lengths grow, from a few tokens to a tenth of all.
-        shares = torch.linspace(0, 1, _PACKED + 1, dtype=torch.float64).pow(1.5)
-        ends = shares.mul(case.shape[1]).ceil().long().maximum(torch.arange(_PACKED + 1)).to(device)
-    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends)
+    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device))
+
+
+def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
+    """Return where packed sequences end, whose lengths grow from a few tokens to a tenth of all; None for others."""
+    if case.kind != "packed":
+        return None
+    shares = torch.linspace(0, 1, _PACKED + 1, dtype=torch.float64).pow(1.5)
+    return shares.mul(case.shape[1]).ceil().long().maximum(torch.arange(_PACKED + 1)).to(device)
 
 
 def _strong(case: Case, w: Tensor) -> Tensor:

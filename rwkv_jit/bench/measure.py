@@ -15,7 +15,7 @@ from rwkv_jit import modes, rule, tensors
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.bench import cases, timing
-from rwkv_jit.bench.cases import OPS, REFERENCES, Case, Given
+from rwkv_jit.bench.cases import OPS, REFERENCES, Case, Given, ends_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import table
 from rwkv_jit.ops import timex as timex_module
@@ -86,10 +86,13 @@ def backend_of(case: Case, asked: str) -> str:
     if case.op == "wkv4":
         return backend_of_wkv4(asked, batch * heads * head_size, tokens, tensors.multiprocessors(device))
     (narrow, is_batch_invariant), storage = modes.current(), tensors.STORAGE[case.dtype]
+    ends = ends_of(case)
+    sequences = batch if ends is None else len(ends) - 1
     looked_at = parts.Case(
-        table.OPS[case.op], "fp16" if storage in narrow else storage, head_size, value_size, tokens,
-        case.decay, None, None, training=case.has_gradients, blocks=batch * heads,
-        multiprocessors=lambda: tensors.multiprocessors(device),
+        table.OPS[case.op], "fp16" if storage in narrow else storage, head_size, value_size,
+        tokens * batch // sequences, case.decay, None, None, training=case.has_gradients, blocks=sequences * heads,
+        is_packed=ends is not None, multiprocessors=lambda: tensors.multiprocessors(device),
+        longest=tensors.longest(ends, tokens),
     )  # fmt: skip
     looked_at = looked_at.of_any_batch() if is_batch_invariant else looked_at
     algorithm, _ = rule.choose(asked, looked_at, lambda: tensors.gpu(device))
