@@ -366,7 +366,7 @@ def test_rule_is_asked_about_the_case(monkeypatch):
     assert [measure.backend_of(wkv4, name) for name in ("auto", "recurrent")] == ["split", "recurrent"]
     monkeypatch.setattr(measure, "ends_of", lambda case: cases.ends_of(case, "cpu"))
     monkeypatch.setattr(measure.tensors, "longest", lambda ends, _: 0 if ends is None else int(ends.diff().max()))
-    for heads, backend in ((64, "chunked"), (2, "split")):  # by the lengths and the number of packed sequences
+    for heads, backend in ((64, "chunked"), (6, "split")):  # by the lengths and the number of packed sequences
         packed = Case("wkv7", (1, 32768, heads, 64, 64), torch.bfloat16, kind="packed")
         assert measure.backend_of(packed, "auto") == backend
 

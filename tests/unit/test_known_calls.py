@@ -702,16 +702,18 @@ def test_both_directions_of_ragged_segments(op, bounds, on_gpu, monkeypatch):
 def test_packed_calls_are_told_apart_by_their_longest_sequence(on_gpu, monkeypatch):
     on_gpu.use("sm_90")
     given, seen = make_long("wkv7", (1, 4000, 1, 64)), []
-    for longest in (3500, 512, 3500):
+    for longest in (3500, 512, 3500, 512):
         monkeypatch.setattr(tensors, "longest", lambda *_, longest=longest: longest)
+        if len(seen) == 2:  # from here on they are known
+            monkeypatch.setattr(torch_op, "check_tensors", refuse)
         run("wkv7", given, cu_seqlens=torch.tensor([0, 500, 4000]))
         seen.append(on_gpu.take()[0].template)
-    assert seen == ["cut_sequences", "wkv7_chunked_forward", "cut_sequences"]
+    assert seen == ["cut_sequences", "wkv7_chunked_forward"] * 2
 
 
 @pytest.mark.parametrize("op", ["wkv7", "wkv5", "linear_attention"])
 @pytest.mark.parametrize(("bounds", "tokens", "segments"), [(None, 70, 1), ([0, 3, 3, 120], 120, 1), (None, 4096, 8)])
-def test_where_the_state_alone_wants_a_gradient_nothing_is_kept(op, bounds, tokens, segments, on_gpu):
+def test_where_the_state_alone_wants_a_gradient_nothing_is_kept(op, bounds, tokens, segments, on_gpu, monkeypatch):
     """Its gradient is what segments do to that of their ends; a call with other wishes is another one."""
     on_gpu.use("sm_90")
     sequences = B if bounds is None else len(bounds) - 1
@@ -737,6 +739,12 @@ def test_where_the_state_alone_wants_a_gradient_nothing_is_kept(op, bounds, toke
     y, _ = run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
     assert any(launch.named.get("checkpoints") for launch in on_gpu.take())
     assert all(x is not None for x in torch.autograd.grad(y.float().sum(), [given["v"], state]))
+    monkeypatch.setattr(torch_op, "check_tensors", refuse)  # both are known
+    monkeypatch.setattr(known_calls._latest, "get", lambda _: None)  # by their signature too
+    for given["v"].requires_grad in (False, True):
+        on_gpu.take()
+        run(op, given, state, True, cu_seqlens, state_layout="vk", **backend)
+        assert any(launch.named.get("checkpoints") for launch in on_gpu.take()) == given["v"].requires_grad
 
 
 def test_gradient_of_the_state_alone_by_way_of_the_torch_op(on_gpu):
