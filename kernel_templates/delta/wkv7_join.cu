@@ -9,8 +9,8 @@
 //   states       [sequences, segments, heads, V, K]  fp32  out or null: S at every start, or E after every end
 //   last         [sequences, heads, V, K]  fp32  out or null: the state that is left in the end
 //
-// Where segments are RAGGED, those of a sequence are at the places that cut_sequences.cu gives them; nothing is known of
-// what the last one does, forwards or backwards, and there is no `last`. A place that is left over gets zeros.
+// Where segments are RAGGED, those of a sequence are at the places that cut_sequences.cu gives them. What the walk's
+// last segment does is not read, and there is no `last`. A place that is left over gets zeros.
 //
 // Grid (sequences, heads, value rows / ROWS); a block keeps ROWS rows of the state in shared memory, LANES lanes each,
 // and goes through P a few rows at a time, with the next ones on their way. All fp32.

@@ -16,11 +16,11 @@
 //   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions  [segments, heads, V, K]  fp32  out: Q
 //   decays     [segments, heads, K]  fp32  out: e^D, of the forward alone
-//   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED: null for a segment that is a row of
-//              the batch, and for all of them. Those without a neighbour that `purpose` asks for are left out
+//   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED. Without bounds a segment is a row
+//              of the batch. With neighbours, segments that have none on the side that `purpose` asks for are left out
 //
-// Grid (segments, heads). Tokens are a multiple of CHUNK_LEN, unless segments are RAGGED. A warp holds 16 value rows of the state in fp32. Rows and
-// columns of padding may hold anything: they go to no others.
+// Grid (segments, heads). Tokens are a multiple of CHUNK_LEN, unless segments are RAGGED. A warp holds 16 value rows of
+// the state in fp32. Rows and columns of padding may hold anything: they go to no others.
 #include "chunk.cuh"
 
 constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;

@@ -22,22 +22,22 @@ __device__ inline i64 first_checkpoint(const i64* cu_seqlens, i64 sequence, Span
     return span.begin / interval + sequence;
 }
 
-// How many segments of up to `length` tokens a sequence has, one where it has no tokens. In a call whose segments end
-// where chunks do, the first one has the place of the first checkpoint with `length` for the interval. Behind those of a
-// packed sequence a place may be left over.
+// How many segments of up to `length` tokens a sequence has; one where it has no tokens. Their places are numbered as
+// checkpoints every `length` tokens are: the first one is at `first_checkpoint`. A packed sequence may have one place
+// more than it has segments, at their end.
 __device__ inline i64 segments_of(Span span, int length) {
     return max((span.length + length - 1) / length, i64(1));
 }
-// The place behind the last one of a sequence, where those of the next one begin.
+// Where the places of the next sequence begin.
 __device__ inline i64 next_segment(const i64* cu_seqlens, i64 sequence, Span span, int length) {
     if (cu_seqlens == nullptr) return (sequence + 1) * segments_of(span, length);
     return (span.begin + span.length) / length + sequence + 1;
 }
 
-// The places of a sequence's segments: `segments` of them for each sequence or, where they are RAGGED, of any number.
+// The places of a sequence's segments: `segments` for each sequence, or where they are RAGGED as many as it has.
 struct Places {
     i64 begin, count, next;
-    // That of a walk's step, forwards or backwards.
+    // The place of a walk's step, forwards or backwards.
     __device__ i64 item(bool backward, i64 step) const { return begin + (backward ? count - 1 - step : step); }
     __device__ bool has_left_over() const { return begin + count < next; }
     __device__ i64 left_over() const { return begin + count; }

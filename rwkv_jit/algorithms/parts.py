@@ -13,7 +13,7 @@ from rwkv_jit.schedule import Result, Step
 from rwkv_jit.template import Parameter
 
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32", "fp64": "torch.float64"}
-_MANY = 1 << 20
+_MANY = 1 << 20  # blocks or tokens, more than any rule asks for
 MOST_HEADS = 65535  # of a grid's second extent
 LARGEST_HEAD = 128  # that a block holds
 _SUM_THREADS, _SUM_COLUMNS = 256, 32  # of a block that sums rows

@@ -24,14 +24,14 @@ from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
 _MULTIPLE = 64  # of tokens of ragged segments: they end where a chunk does, whichever length is taken
-# Packed sequences are cut into segments of an eighth of the tokens that a multiprocessor has, so that the last ones to
-# end are not much later than the others; where the longest one has three times the tokens of the two blocks' each that
-# a multiprocessor works on.
+# A segment of packed sequences has an eighth of a multiprocessor's share of all tokens, so that the last one to end is
+# not much later than the others. A multiprocessor works on two blocks at once. Sequences are cut where the longest one
+# has three times a block's share, and where they have so many tokens on average.
 _SHARES, _UNEVEN, _LEAST_MEAN = 8, 3, 256
 _CUT_THREADS, _JOIN_THREADS = 128, 128
 _JOIN_ROWS = 8  # value rows of a block where P is a matrix
 _SEGMENT_ROWS = 128  # the most that a block of `wkv7_segment` holds
-# What a segment is summed up for: those behind it, those before it.
+# Whom it is known for what a segment does: those behind it, those before it.
 _FOR_LATER, _FOR_EARLIER = 1, 2
 
 
@@ -341,7 +341,7 @@ def _of_segments(cut: _Cut, chunked: Schedule, names: dict[str, str]) -> list[St
 
 
 def _side_by_side(p: Problem, cut: _Cut, steps: list[Step | Zero]) -> tuple[Step | Zero, ...]:
-    """Return steps that read the rows of a batch one behind the other."""
+    """Return steps that read the rows of a batch as one: a number above 1 says that they must follow each other."""
     rows = 1 if p.is_packed else p.T if cut.is_ragged else cut.count
     return tuple(step._replace(segments=rows) if isinstance(step, Step) else step for step in steps)
 
