@@ -14,7 +14,7 @@
 //   additions    [segments, heads, V, K]  fp32  out: Q
 //   transitions  [segments, heads, K, K]  fp32  out: P, of the forward alone
 //   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED. Without bounds a segment is a row
-//                of the batch. With neighbours, segments that have none on the side that `purpose` asks for are left out
+//                of the batch. With neighbours, those without one on the side that `purpose` asks for are left out
 //
 // Grid (segments, heads, rows / ROWS): the rows of P come behind those of Q, a multiple of 32. Tokens are a multiple of
 // CHUNK_LEN, unless segments are RAGGED. A warp holds 16 TILES rows of the state in fp32, as in

@@ -17,7 +17,7 @@
 //   additions  [segments, heads, V, K]  fp32  out: Q
 //   decays     [segments, heads, K]  fp32  out: e^D, of the forward alone
 //   bounds, neighbours  of cut_sequences.cu  in or null, where segments are RAGGED. Without bounds a segment is a row
-//              of the batch. With neighbours, segments that have none on the side that `purpose` asks for are left out
+//              of the batch. With neighbours, those without one on the side that `purpose` asks for are left out
 //
 // Grid (segments, heads). Tokens are a multiple of CHUNK_LEN, unless segments are RAGGED. A warp holds 16 value rows of
 // the state in fp32. Rows and columns of padding may hold anything: they go to no others.
