@@ -39,7 +39,7 @@ def draw_speedups(result: Mapping[str, Any], folder: Path) -> Path:
     axis.bar_label(drawn, labels, padding=4, fontsize=9)
     axis.set_yticks(range(len(shown)), names, fontsize=9)
     axis.invert_yaxis()
-    axis.margins(x=0.45)
+    axis.set_xlim(0, 2 * max((speedup.times for speedup in shown), default=1))  # room for the names of peers
     axis.set_xticks([])
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0)
