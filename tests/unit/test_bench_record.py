@@ -382,6 +382,15 @@ def test_speedups_have_a_bar_for_the_first_shape_of_each_op_and_head_size(drawn,
     assert drawn(plot.draw_speedups, result(rows=[row()]), tmp_path).axes[0].containers[0].patches == []
 
 
+def test_names_of_peers_end_inside_the_picture(drawn, tmp_path):
+    rows = [row(who="fla", what="chunk_rwkv7 disable_recompute", phase="forward+backward", median=12.0),
+            row(phase="forward+backward", median=2.0)]  # fmt: skip
+    figure = drawn(plot.draw_speedups, result(rows=rows), tmp_path)
+    figure.canvas.draw()
+    (label,) = figure.axes[0].texts
+    assert label.get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_bars_are_medians_with_whiskers_and_the_floor(drawn):
     rows = [
         left_out("no\nroom", who="torch", what="loop"), row(who="fla", what="chunk", median=4.0), row(median=2.0),
