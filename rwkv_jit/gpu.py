@@ -50,3 +50,8 @@ class Gpu(NamedTuple):
         """
         of_shared = self.shared_per_multiprocessor // (shared_bytes + _SHARED_OF_BLOCK)
         return max(1, min(most_threads // threads, of_shared))
+
+    def has_room(self, blocks: int, shared_bytes: int) -> bool:
+        """Return whether a multiprocessor has shared memory for so many blocks."""
+        fits_all = blocks * (shared_bytes + _SHARED_OF_BLOCK) <= self.shared_per_multiprocessor
+        return shared_bytes <= self.shared_limit and fits_all

@@ -27,6 +27,8 @@ static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS >= 64 && NUM_THREADS <= 512,
 struct Operands {
     KeyTile r, a, k, b;  // R A K B
 };
+// Of a level by halves: the rows of R and K, and those of A and B.
+struct LevelTiles { KeyTile r, a; };
 
 // The raw rows of the next chunk.
 struct RawKeys {
@@ -232,28 +234,47 @@ struct LevelMatrices {
         }
         write_own_terms(own[0], with_b), write_own_terms(own[1], with_k);
     }
-    // A level after another, R and K in one tile and A and B in another. Their rows are written while slower warps may
+    // The rows of all levels, each in tiles of its own or in two by turns. Then they are written while slower warps may
     // read those of the last level, but not those before.
-    template <int LEVEL, typename Tile>
-    __device__ void add_levels(TokenMatrices& matrices, const OwnTerms& own, Tile& with_r, Tile& with_a, Tile& next_r,
-                               Tile& next_a, const float2 (&totals)[SEGMENTS][PAIRS]) {
+    template <int NUMBER = 0, int COUNT>
+    __device__ void add_levels(TokenMatrices& matrices, const OwnTerms& own, LevelTiles (&tiles)[COUNT],
+                               const float2 (&totals)[SEGMENTS][PAIRS]) {
+        constexpr int LEVEL = 1 << NUMBER;
+        constexpr bool TAKES_TURNS = COUNT < LEVELS;
+        if (NUMBER == 0 && !TAKES_TURNS) __syncthreads();  // the totals are there
+        LevelTiles& tile = tiles[NUMBER % COUNT];
         if (has_tokens())
 #pragma unroll
             for (int i = 0; i < SEGMENT_LEN; ++i) {
                 const bool later = is_later_token<LEVEL>(i);
-                write(with_r, i, later ? r[i] : k[i]), write(with_a, i, later ? a[i] : b[i]);
+                write(tile.r, i, later ? r[i] : k[i]), write(tile.a, i, later ? a[i] : b[i]);
             }
-        __syncthreads();  // the rows are there
+        if (TAKES_TURNS) __syncthreads();  // the rows are there
         if (has_tokens()) {
             double_blocks<LEVEL>(r, k, decays, totals), double_blocks<LEVEL>(a, b, decays, totals);
             double_blocks<LEVEL>(decays);
         }
+        if constexpr (TAKES_TURNS) multiply<NUMBER>(matrices, own, tile);
+        if constexpr (NUMBER + 1 < LEVELS) add_levels<NUMBER + 1>(matrices, own, tiles, totals);
+        if constexpr (NUMBER == 0 && !TAKES_TURNS) {
+            __syncthreads();  // the rows are there
+            multiply_all(matrices, own, tiles);
+        }
+    }
+    template <int NUMBER = 0, int COUNT>
+    __device__ void multiply_all(TokenMatrices& matrices, const OwnTerms& own, const LevelTiles (&tiles)[COUNT]) {
+        multiply<NUMBER>(matrices, own, tiles[NUMBER]);
+        if constexpr (NUMBER + 1 < LEVELS) multiply_all<NUMBER + 1>(matrices, own, tiles);
+    }
+    template <int NUMBER>
+    __device__ void multiply(TokenMatrices& matrices, const OwnTerms& own, const LevelTiles& tile) {
+        constexpr int LEVEL = 1 << NUMBER;
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) {
             const int matrix = warp_id() + i * WARPS;
             if (matrix >= COUNT) break;
-            const auto left = tile_of(matrix == AB || matrix == AK ? with_a : with_r);
-            const auto right = tile_of(matrix == AB || matrix == RB ? with_a : with_r);
+            const auto left = tile_of(matrix == AB || matrix == AK ? tile.a : tile.r);
+            const auto right = tile_of(matrix == AB || matrix == RB ? tile.a : tile.r);
             if constexpr (LEVEL < 16) {
                 add_level(sums[i], left, right, LEVEL);
             } else {  // the one block below the diagonal
@@ -265,18 +286,17 @@ struct LevelMatrices {
 #pragma unroll
                 for (int p = 0; p < BLOCKS; ++p) add_own_terms(sums[i][p], own[matrix - RB], 16 * p);
         }
-        if constexpr (2 * LEVEL < CHUNK_LEN)
-            add_levels<2 * LEVEL>(matrices, own, next_r, next_a, with_r, with_a, totals);
     }
 };
 
-// All four by halves, for decays that leave the range of the operands. Their tiles hold a level's rows in turns, R and
-// K in one tile and A and B in another; a warp makes a whole matrix. At the end they hold R with e^(c_t), A with
-// e^(c_(t-1)), and K and B with e^(D - c_t), all at most 1, for the state as it is at the chunk's start and at its end.
+// All four by halves, for decays that leave the range of the operands. `levels` are tiles for the rows of levels, and
+// the first two of them are the operands, which come last: R with e^(c_t), A with e^(c_(t-1)), and K and B with
+// e^(D - c_t), all at most 1, for the state as it is at the chunk's start and at its end. A warp makes a whole matrix.
 // Returns e^D for the thread's pair of channels; `kept` takes the tokens' decays. All threads have to come, and a
 // barrier has to follow.
-template <bool KEEPS_DECAYS, int PITCH, typename Operands>
-__device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, Operands& operands, const RawKeys& raw,
+template <bool KEEPS_DECAYS, int PITCH, int COUNT>
+__device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, LevelTiles (&levels)[COUNT],
+                                                  const RawKeys& raw,
                                                   const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
                                                   float scale, float (*kept)[PITCH]) {
     using Level = LevelMatrices;
@@ -285,7 +305,15 @@ __device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, Opera
     Level level;
     begin_blocks<KEEPS_DECAYS>(level.decays, totals, decays, steps, kept);
     level.load(own, raw, scale);
-    level.add_levels<1>(matrices, own, operands.r, operands.a, operands.k, operands.b, totals);
+    level.add_levels(matrices, own, levels, totals);
+    __syncthreads();  // nobody reads the last level's rows or own terms any more
+    auto& operands = reinterpret_cast<Operands&>(levels);
+    if (Level::has_tokens())
+#pragma unroll
+        for (int i = 0; i < SEGMENT_LEN; ++i) {
+            Level::write(operands.r, i, level.r[i]), Level::write(operands.a, i, level.a[i]);
+            Level::write(operands.k, i, level.k[i]), Level::write(operands.b, i, level.b[i]);
+        }
 #pragma unroll
     for (int i = 0; i < Level::SHARE; ++i) {
         const int matrix = warp_id() + i * WARPS;
@@ -300,12 +328,5 @@ __device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, Opera
         __syncwarp();
         solve_lower(matrices, level.below);
     }
-    __syncthreads();  // nobody reads the last level's rows any more
-    if (Level::has_tokens())
-#pragma unroll
-        for (int i = 0; i < SEGMENT_LEN; ++i) {
-            Level::write(operands.r, i, level.r[i]), Level::write(operands.a, i, level.a[i]);
-            Level::write(operands.k, i, level.k[i]), Level::write(operands.b, i, level.b[i]);
-        }
     return multiply_segments<SEGMENTS>(totals, 0);
 }

@@ -35,19 +35,26 @@ static_assert(WARPS * WARP_ROWS == VALUES,
               "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
 using StateTile = T_IO[VALUES][KEY_PITCH];
-struct Smem {
+struct Work {
     Operands operands;
+    ValueTile u, dx;
+    StateTile state, e;  // S' and E'
+};
+struct Smem {
+    union {
+        Work work;
+        LevelTiles levels[LEVELS];  // by halves, before the others are there
+    };
     union {
         TokenMatrices matrices;
         PairGradients<TokenTile> d;
     };
     RawKeys raw;
-    ValueTile v, dy, u, dx;
+    ValueTile v, dy;
     union {
         float2 totals[SEGMENTS][PAIRS];  // while the operands are made
         ValueTile dv;                    // later
     };
-    StateTile state, e;                       // S' and E'
     // e^(c_t - m), the row before the first token first, or by halves the tokens' decays; later dL/dc
     float growth[CHUNK_LEN + 1][GROWTH_PITCH];
     float state_terms[WARPS][CHANNELS];       // z, a part for each WARP_ROWS of value rows
@@ -129,16 +136,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     const float* const from = has_rest && !BY_HALVES ? carried : grad_final_state;
     read_state<STATE_LAYOUT>(e, from ? from + state_offset : nullptr, first_value);
 
-    const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
-    const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
+    const auto operand_r = tile_of(smem.work.operands.r), operand_a = tile_of(smem.work.operands.a);
+    const auto operand_k = tile_of(smem.work.operands.k), operand_b = tile_of(smem.work.operands.b);
     const KeyTiles<Tile<KEY_PITCH>> tiles = {operand_r, operand_a, operand_k, operand_b};
     const TokenTiles matrices = tiles_of(smem.matrices);
     const auto d_rk = tile_of(smem.d.rk), d_rb = tile_of(smem.d.rb);
     const auto d_ak = tile_of(smem.d.ak), d_ab = tile_of(smem.d.ab);
     const PairGradients<Tile<TOKEN_PITCH>> d_tiles = {d_rk, d_rb, d_ak, d_ab};
-    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.u),
-               tile_dx = tile_of(smem.dx);
-    const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
+    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_u = tile_of(smem.work.u),
+               tile_dx = tile_of(smem.work.dx);
+    const auto tile_state = tile_of(smem.work.state), tile_e = tile_of(smem.work.e);
     const ValueTiles<Tile<VALUE_PITCH>> value_tiles = {tile_v, tile_dy, tile_u, tile_dx, tile_of(smem.dv)};
 
     float2 pending_exponent = {0.0f, 0.0f};  // the factor that E lacks, for the thread's pair of channels
@@ -152,12 +159,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         copy_values(token), commit_copies();
         load_state(token);
         if constexpr (BY_HALVES) {
-            const float2 factor = write_matrices_by_halves<true>(smem.matrices, smem.operands, smem.raw, next_w, steps,
+            const float2 factor = write_matrices_by_halves<true>(smem.matrices, smem.levels, smem.raw, next_w, steps,
                                                                  smem.totals, scale, smem.growth);
             write_decay(smem.factor, factor);
         } else {
             const Frame frame =
-                write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.operands, scale, smem.growth);
+                write_operands<true, GROWTH_PITCH>(sums, smem.totals, smem.raw, smem.work.operands, scale, smem.growth);
             write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
                                        pending_exponent.y + frame.end.y - frame.middle.y});
             pending_exponent = frame.middle;
@@ -172,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         // Accumulators [value, token]: U and dX before they are solved, and dV.
         Accumulator u[TILES][CHUNK_LEN / 8] = {}, dx[TILES][CHUNK_LEN / 8] = {}, d_value[TILES][CHUNK_LEN / 8] = {};
         if constexpr (!BY_HALVES) {
-            write_token_matrices(smem.matrices, smem.operands);
+            write_token_matrices(smem.matrices, smem.work.operands);
             scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
         }
         Fragment e_rows[TILES][CHANNELS / 16];
@@ -285,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                 target + token * key_stride, key_stride, tile[0], steps, HEAD_SIZE,
                 threadIdx.x);
         };
-        write(dr, smem.operands.r), write(da, smem.operands.a);
-        write(dk, smem.operands.k), write(db, smem.operands.b);
+        write(dr, smem.work.operands.r), write(da, smem.work.operands.a);
+        write(dk, smem.work.operands.k), write(db, smem.work.operands.b);
         raw_w.write_slopes(dw + token * key_stride, static_cast<unsigned>(key_stride), smem.growth, steps);
     }
     wait_for_copies<0>();

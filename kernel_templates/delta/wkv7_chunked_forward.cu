@@ -26,7 +26,10 @@ constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 
 struct Smem {
-    Operands operands;
+    union {
+        Operands operands;
+        LevelTiles levels[LEVEL_TILES];  // by halves, before the operands are there
+    };
     TokenMatrices matrices;
     RawKeys raw;
     ValueTile v, y;
@@ -110,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
             wait_for_copies<1>();
             __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
             const float2 factor = write_matrices_by_halves<false, CHANNELS>(
-                smem.matrices, smem.operands, smem.raw, next_w, CHUNK_LEN, smem.totals, scale, nullptr);
+                smem.matrices, smem.levels, smem.raw, next_w, CHUNK_LEN, smem.totals, scale, nullptr);
             write_decay(smem.factor, factor);
             from_w.load(next_w, next_steps);
             __syncthreads();  // the operands, the matrices and the factor are there

@@ -27,7 +27,10 @@ constexpr int INPUT_PITCH = ROWS + 8;
 static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
 
 struct Smem {
-    Operands operands;
+    union {
+        Operands operands;
+        LevelTiles levels[2];  // by halves, before the operands are there
+    };
     TokenMatrices matrices;
     RawKeys raw;
     T_IO input[CHUNK_LEN][INPUT_PITCH];  // V or dY; zeros for the rows of P
@@ -42,7 +45,7 @@ constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 __device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_stride, int steps, float scale) {
     RawDecays raw;
     raw.load(w, w_stride, steps);
-    const float2 factor = write_matrices_by_halves<false, CHANNELS>(smem.matrices, smem.operands, smem.raw, raw, steps,
+    const float2 factor = write_matrices_by_halves<false, CHANNELS>(smem.matrices, smem.levels, smem.raw, raw, steps,
                                                                     smem.totals, scale, nullptr);
     write_decay(smem.factor, factor);
     __syncthreads();  // the operands, the matrices and the factor are there

@@ -94,31 +94,52 @@ __device__ inline void write_pairs(TokenTile& target, const PairOperands& operan
 struct LevelPairs {
     BlockDecays decays;
     TokenRows q, k;
-    // A warp has blocks on the diagonal, and sums their pairs up over the levels.
-    static constexpr int SHARE = ceil_div(BLOCKS, WARPS);
+    // A warp has blocks on the diagonal, and sums their pairs up over the levels. Where there are warps enough a block
+    // has two: one for pairs within four tokens, which are two levels, and one for the others.
+    static constexpr int PARTS = WARPS >= 2 * BLOCKS ? 2 : 1;
+    static constexpr int SHARE = ceil_div(PARTS * BLOCKS, WARPS);
     Accumulator sums[SHARE][2] = {};
+    __device__ static int block(int i) { return (warp_id() + i * WARPS) / PARTS; }
+    __device__ static int part(int i) { return (warp_id() + i * WARPS) % PARTS; }
 
     static constexpr bool HAS_ALL = SEGMENTS * PAIRS == NUM_THREADS;  // threads
     __device__ static bool has_tokens() { return HAS_ALL || threadIdx.x / PAIRS < SEGMENTS; }
     __device__ static void write(KeyTile& tile, int i, float2 x) {
         *word_of(tile, threadIdx.x / PAIRS * SEGMENT_LEN + i, threadIdx.x % PAIRS) = pack(x.x, x.y);
     }
-    // A level after another. Their rows are written while slower warps may read those of the last one, but not those
-    // before.
-    template <int LEVEL>
-    __device__ void add_levels(TokenTile& target, KeyTile& tile, KeyTile& other,
-                               const float2 (&totals)[SEGMENTS][PAIRS]) {
+    // The rows of all levels, each in a tile of its own or in two tiles by turns. Then they are written while slower
+    // warps may read those of the last level, but not those before.
+    template <int NUMBER = 0, int COUNT>
+    __device__ void add_levels(TokenTile& target, KeyTile (&tiles)[COUNT], const float2 (&totals)[SEGMENTS][PAIRS]) {
+        constexpr int LEVEL = 1 << NUMBER;
+        constexpr bool TAKES_TURNS = COUNT < LEVELS;
+        if (NUMBER == 0 && !TAKES_TURNS) __syncthreads();  // the totals are there
+        KeyTile& tile = tiles[NUMBER % COUNT];
         if (has_tokens())
 #pragma unroll
             for (int i = 0; i < SEGMENT_LEN; ++i) write(tile, i, is_later_token<LEVEL>(i) ? q[i] : k[i]);
-        __syncthreads();  // the rows are there
+        if (TAKES_TURNS) __syncthreads();  // the rows are there
         if (has_tokens()) double_blocks<LEVEL>(q, k, decays, totals), double_blocks<LEVEL>(decays);
+        if constexpr (TAKES_TURNS) multiply<NUMBER>(target, tile);
+        if constexpr (NUMBER + 1 < LEVELS) add_levels<NUMBER + 1>(target, tiles, totals);
+        if constexpr (NUMBER == 0 && !TAKES_TURNS) {
+            __syncthreads();  // the rows are there
+            multiply_all(target, tiles);
+        }
+    }
+    template <int NUMBER = 0, int COUNT>
+    __device__ void multiply_all(TokenTile& target, const KeyTile (&tiles)[COUNT]) {
+        multiply<NUMBER>(target, tiles[NUMBER]);
+        if constexpr (NUMBER + 1 < LEVELS) multiply_all<NUMBER + 1>(target, tiles);
+    }
+    template <int NUMBER> __device__ void multiply(TokenTile& target, const KeyTile& tile) {
+        constexpr int LEVEL = 1 << NUMBER;
         const auto rows = tile_of(tile);
         if constexpr (LEVEL < 16) {
 #pragma unroll
             for (int i = 0; i < SHARE; ++i)
-                if (warp_id() + i * WARPS < BLOCKS)
-                    add_pairs(sums[i], rows, rows, warp_id() + i * WARPS,
+                if (block(i) < BLOCKS && (PARTS == 1 || part(i) == NUMBER / 2))
+                    add_pairs(sums[i], rows, rows, block(i),
                               [](int row, int column) { return is_of_level(row, column, LEVEL); });
         } else {  // blocks below the diagonal, which are of one level as a whole
             constexpr int LENGTH = LEVEL / 16, SQUARE = LENGTH * LENGTH;
@@ -128,16 +149,16 @@ struct LevelPairs {
                 store_block(tile_of(target), 16 * p, 16 * column, pair_block(rows, rows, p, column));
             }
         }
-        if constexpr (2 * LEVEL < CHUNK_LEN) add_levels<2 * LEVEL>(target, other, tile, totals);
     }
 };
 
-// P by halves, for decays that leave the range of Q and K; their tiles hold a level's operands in turns, and then Q
-// with e^(e_t) and K with e^(D - c_t), both at most 1, for the state as it is at the chunk's start and at its end.
-// Returns e^D for the thread's pair of channels. `bonus` are its pair of scale u, or without the bonus of the scale;
-// `kept` takes the tokens' decays. All threads have to come, and a barrier has to follow.
-template <bool KEEPS_DECAYS, int PITCH>
-__device__ inline float2 write_pairs_by_halves(TokenTile& target, PairOperands& operands, const RawPair& raw,
+// P by halves, for decays that leave the range of Q and K. `levels` are tiles for the rows of levels, and the first two
+// are those of Q and K, which come last: with e^(e_t) and e^(D - c_t), both at most 1, for the state as it is at the
+// chunk's start and at its end. Returns e^D for the thread's pair of channels. `bonus` are its pair of scale u, or
+// without the bonus of the scale; `kept` takes the tokens' decays. All threads have to come, and a barrier has to
+// follow.
+template <bool KEEPS_DECAYS, int PITCH, int COUNT>
+__device__ inline float2 write_pairs_by_halves(TokenTile& target, KeyTile (&levels)[COUNT], const RawPair& raw,
                                                const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
                                                float scale, float2 bonus, float (&reduced)[PAIRS / 16][CHUNK_LEN],
                                                float (*kept)[PITCH]) {
@@ -156,18 +177,29 @@ __device__ inline float2 write_pairs_by_halves(TokenTile& target, PairOperands& 
         }
         write_own_terms(reduced, own_terms);
     }
-    pairs.add_levels<1>(target, operands.q, operands.k, totals);
+    pairs.add_levels(target, levels, totals);
 #pragma unroll
     for (int i = 0; i < LevelPairs::SHARE; ++i) {
-        const int row = 16 * (warp_id() + i * WARPS);
-        if (row >= CHUNK_LEN) break;
-        add_own_terms(pairs.sums[i], reduced, row);
-        store_block(tile_of(target), row, row, to_fragment(pairs.sums[i][0], pairs.sums[i][1]));
+        const int begin = 16 * LevelPairs::block(i), part = LevelPairs::part(i);
+        if (begin >= CHUNK_LEN) break;
+        Accumulator(&sum)[2] = pairs.sums[i];
+        if (part == 0) add_own_terms(sum, reduced, begin);
+        if constexpr (LevelPairs::PARTS == 1) {
+            store_block(tile_of(target), begin, begin, to_fragment(sum[0], sum[1]));
+        } else {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const int row = group() + n % 2 * 8, column = n / 2 * 8 + 2 * quad_lane();
+                const float *const two = &sum[n / 2][n % 2 * 2];
+                if (((row ^ column) >= 4) == part)
+                    *word_of(target, begin + row, (begin + column) / 2) = pack(two[0], two[1]);
+            }
+        }
     }
     __syncthreads();  // nobody reads the last level's rows any more
     if (LevelPairs::has_tokens())
 #pragma unroll
         for (int i = 0; i < SEGMENT_LEN; ++i)
-            LevelPairs::write(operands.q, i, pairs.q[i]), LevelPairs::write(operands.k, i, pairs.k[i]);
+            LevelPairs::write(levels[0], i, pairs.q[i]), LevelPairs::write(levels[1], i, pairs.k[i]);
     return multiply_segments<SEGMENTS>(totals, 0);
 }

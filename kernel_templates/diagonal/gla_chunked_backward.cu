@@ -26,13 +26,20 @@ static_assert(WARPS * WARP_ROWS == VALUES,
               "num_threads must be once or twice the value size, rounded up to a multiple of 32");
 
 using StateTile = T_IO[VALUES][KEY_PITCH];
-struct Smem {
+struct Work {
     PairOperands operands;
+    ValueTile dv;
+    StateTile state, e;
+};
+struct Smem {
+    union {
+        Work work;
+        KeyTile levels[LEVELS];  // by halves, before the others are there
+    };
     TokenTile pairs, d_pairs;
     RawPair raw;
-    ValueTile v, dy, dv;
+    ValueTile v, dy;
     float2 totals[SEGMENTS][PAIRS];
-    StateTile state, e;
     // e^(c_t - m), the row before the first token first, or by halves the tokens' decays; later dL/dc
     float growth[CHUNK_LEN + 1][GROWTH_PITCH];
     float state_terms[WARPS][CHANNELS];
@@ -75,10 +82,10 @@ template <bool BY_HALVES>
 __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float2& pending_exponent, i64 token,
                             i64 end) {
     const int warp = warp_id(), first_value = WARP_ROWS * warp;
-    const auto operand_q = tile_of(smem.operands.q), operand_k = tile_of(smem.operands.k);
+    const auto operand_q = tile_of(smem.work.operands.q), operand_k = tile_of(smem.work.operands.k);
     const auto pairs = tile_of(smem.pairs), d_pairs = tile_of(smem.d_pairs);
-    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_dv = tile_of(smem.dv);
-    const auto tile_state = tile_of(smem.state), tile_e = tile_of(smem.e);
+    const auto tile_v = tile_of(smem.v), tile_dy = tile_of(smem.dy), tile_dv = tile_of(smem.work.dv);
+    const auto tile_state = tile_of(smem.work.state), tile_e = tile_of(smem.work.e);
     RawDecays next_w;
     const auto load_decays = [&](i64 token) {
         const int steps = head.steps_from(token);
@@ -105,7 +112,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             commit_copies();  // the keys stay until the end
             const float2 bonus = BONUS ? head.bonus : float2{head.scale, head.scale};
             const float2 factor =
-                write_pairs_by_halves<true>(smem.pairs, smem.operands, smem.raw, next_w, CHUNK_LEN, smem.totals,
+                write_pairs_by_halves<true>(smem.pairs, smem.levels, smem.raw, next_w, CHUNK_LEN, smem.totals,
                                             head.scale, bonus, smem.bonus_terms, smem.growth);
             write_decay(smem.factor, factor);
             __syncthreads();  // the operands are there
@@ -117,7 +124,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             head.copy_values(smem, steps), commit_copies();
             float bonus_terms[SEGMENT_LEN];
             const Frame frame = write_pair<HAS_DECAY, GROWTH_PITCH>(
-                sums, smem.totals, smem.raw, smem.operands, head.scale, head.bonus, bonus_terms, smem.growth);
+                sums, smem.totals, smem.raw, smem.work.operands, head.scale, head.bonus, bonus_terms, smem.growth);
             if constexpr (BONUS) write_own_terms(smem.bonus_terms, bonus_terms);
             write_factor(smem.factor, {pending_exponent.x + frame.end.x - frame.middle.x,
                                        pending_exponent.y + frame.end.y - frame.middle.y});
@@ -125,7 +132,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             __syncthreads();  // the operands are there
             if (next >= 0) head.copy_keys(smem, CHUNK_LEN);
             commit_copies();
-            write_pairs(smem.pairs, smem.operands, smem.bonus_terms);
+            write_pairs(smem.pairs, smem.work.operands, smem.bonus_terms);
             scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
         }
 
@@ -187,8 +194,9 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
         __syncthreads();  // dP, dV and z are there
 
         write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, VALUE_SIZE, VALUE_PITCH, NUM_THREADS>(
-            head.dv + token * head.value_stride, head.value_stride, smem.dv[0], steps, VALUE_SIZE, threadIdx.x);
+            head.dv + token * head.value_stride, head.value_stride, smem.work.dv[0], steps, VALUE_SIZE, threadIdx.x);
         if (next >= end) load_decays(next);
+        if (BY_HALVES && next >= 0) head.from_q.prefetch(threadIdx.x), head.from_k.prefetch(threadIdx.x);
         ChunkDecays<CHANNELS> raw_w;
         if constexpr (NEEDS_W) raw_w.load<true>(head.w + token * head.w_stride, head.w_stride, steps);
 #pragma unroll 1
@@ -219,7 +227,8 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
                     multiply_end<VALUES>(grads.right, tile_e, tile_v, column, b);
                 };
                 const auto own_product = [&](int t) { return BONUS ? smem.diagonal[t] : to_float(smem.d_pairs[t][t]); };
-                write_pair_gradients_by_halves(begin, left, smem.operands.q, smem.operands.k, smem.raw.q, smem.raw.k,
+                write_pair_gradients_by_halves(begin, left, smem.work.operands.q, smem.work.operands.k,
+                                               smem.raw.q, smem.raw.k,
                                                smem.growth, d_pairs, own_product, bonus, head.scale, column, steps,
                                                channel_sums);
             } else {
@@ -252,7 +261,7 @@ __device__ inline void walk(Smem& smem, Head& head, StateRows (&e)[TILES], float
             write_rows_at_once<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>(
                 target + token * head.key_stride, head.key_stride, tile[0], steps, HEAD_SIZE, threadIdx.x);
         };
-        write(head.dq, smem.operands.q), write(head.dk, smem.operands.k);
+        write(head.dq, smem.work.operands.q), write(head.dk, smem.work.operands.k);
         if constexpr (HAS_DECAY && !CONSTANT_DECAY)
             raw_w.write_slopes(head.dw + token * head.key_stride, static_cast<unsigned>(head.key_stride), smem.growth,
                                steps);

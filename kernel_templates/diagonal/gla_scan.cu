@@ -27,24 +27,7 @@ constexpr int WARP_ROWS = 16 * TILES;
 constexpr int INPUT_PITCH = ROWS + 8;
 constexpr int CHECKPOINT_LEN = FOR_GROUPS ? GROUP_CHUNK_LEN : CHUNK_LEN;  // tokens from one to the next
 
-struct Smem {
-    PairOperands operands;
-    TokenTile pairs;
-    RawPair raw;
-    T_IO input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
-    float2 totals[SEGMENTS][PAIRS];
-    float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN];
-    float2 pending_exponent[PAIRS];
-};
-static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
-static_assert(ROWS % WARP_ROWS == 0, "rows must be a multiple of those of a warp");
-static_assert(!FOR_GROUPS || (!BACKWARD && !HAS_DECAY && CHECKPOINT_LEN % CHUNK_LEN == 0),
-              "a forward for groups must have no decay and chunks of up to 64");
-
-// Where decays may leave the range of a chunk's frame.
-constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
-
-// What a block walks over: rows of its head, from its sequence's first token on.
+// What a warp walks over: rows of its head, from its sequence's first token on.
 struct Head {
     const T_IO *q, *k, *input;  // input and output from the warp's first value on
     const T_W* w;
@@ -59,7 +42,7 @@ struct Head {
     static constexpr int STEP = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
     __device__ bool exists(i64 token) const { return BACKWARD ? token >= 0 : token < length; }
     __device__ int steps_from(i64 token) const { return static_cast<int>(min(length - token, i64(CHUNK_LEN))); }
-    __device__ void copy(Smem& smem, i64 token) const {
+    template <typename Smem> __device__ void copy(Smem& smem, i64 token) const {
         const i64 steps = length - token;
         const auto copy_keys = [&](T_IO (&rows)[CHUNK_LEN][CHANNELS], const T_IO* source, i64 stride) {
             copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
@@ -74,12 +57,37 @@ struct Head {
     __device__ void load(RawDecays& decays, i64 token) const {
         if constexpr (HAS_DECAY) decays.load(w + token * w_stride, w_stride, steps_from(token));
     }
+    __device__ void prefetch_decays(i64 token) const {
+        if (threadIdx.x < steps_from(token)) prefetch_row<HEAD_SIZE>(w + (token + threadIdx.x) * w_stride);
+    }
 };
+
+struct Smem {
+    union {
+        PairOperands operands;
+        KeyTile levels[LEVEL_TILES];  // by halves, before the operands are there
+    };
+    TokenTile pairs;
+    RawPair raw;
+    T_IO input[CHUNK_LEN][INPUT_PITCH], output[CHUNK_LEN][INPUT_PITCH];
+    float2 totals[SEGMENTS][PAIRS];
+    float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN];
+    float2 pending_exponent[PAIRS];
+    Head heads[WARPS];  // by halves, for which there are no registers
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+static_assert(ROWS % WARP_ROWS == 0, "rows must be a multiple of those of a warp");
+static_assert(!FOR_GROUPS || (!BACKWARD && !HAS_DECAY && CHECKPOINT_LEN % CHUNK_LEN == 0),
+              "a forward for groups must have no decay and chunks of up to 64");
+
+// Where decays may leave the range of a chunk's frame.
+constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 
 // Walks over chunks, from that of `token` on, whose rows are on their way, as long as `goes_on` holds. In frames a
 // forward stops at a chunk that leaves them. Returns the first token of the chunk that comes next.
 template <bool BY_HALVES, typename GoesOn>
-__device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILES], i64 token, GoesOn goes_on) {
+__device__ inline i64 walk(Smem& smem, const Head& head, const float2& own_bonus, StateRows (&state)[TILES], i64 token,
+                           GoesOn goes_on) {
     const auto with_state = tile_of(BACKWARD ? smem.operands.k : smem.operands.q);
     const auto with_input = tile_of(BACKWARD ? smem.operands.q : smem.operands.k);
     const auto pairs = tile_of(smem.pairs);
@@ -92,18 +100,19 @@ __device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILE
         return checkpoint != nullptr && (!FOR_GROUPS || token % CHECKPOINT_LEN == 0);
     };
     RawDecays next_w;
-    if (goes_on(token)) head.load(next_w, token);
+    if (!BY_HALVES && goes_on(token)) head.load(next_w, token);
     for (; goes_on(token); token += Head::STEP) {
         const int steps = head.steps_from(token);
         const i64 next = token + Head::STEP;
         if constexpr (BY_HALVES) {
+            head.load(next_w, token);  // a chunk ahead there are no registers for them
             wait_for_copies<0>();
             __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
-            const float2 bonus = BONUS ? head.bonus : float2{head.scale, head.scale};
+            if (goes_on(next)) head.prefetch_decays(next);
+            const float2 bonus = BONUS ? own_bonus : float2{head.scale, head.scale};
             const float2 factor = write_pairs_by_halves<false, CHANNELS>(
-                smem.pairs, smem.operands, smem.raw, next_w, steps, smem.totals, head.scale, bonus, smem.bonus_terms,
+                smem.pairs, smem.levels, smem.raw, next_w, steps, smem.totals, head.scale, bonus, smem.bonus_terms,
                 nullptr);
-            if (goes_on(next)) head.load(next_w, next);
             write_decay(smem.factor, factor);
         } else {
             RateSums sums;
@@ -113,7 +122,7 @@ __device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILE
             __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
             float bonus_terms[SEGMENT_LEN];
             const Frame frame = write_pair<false, CHANNELS>(sums, smem.totals, smem.raw, smem.operands, head.scale,
-                                                            head.bonus, bonus_terms, nullptr);
+                                                            own_bonus, bonus_terms, nullptr);
             if constexpr (BONUS) write_own_terms(smem.bonus_terms, bonus_terms);
             const float2 end_exponent = {frame.end.x - frame.middle.x, frame.end.y - frame.middle.y};
             const float2 start_exponent = BACKWARD ? end_exponent : frame.middle;
@@ -172,10 +181,13 @@ __device__ inline i64 walk(Smem& smem, const Head& head, StateRows (&state)[TILE
 // keeps its registers. What it is given lies in memory.
 __device__ __noinline__ void walk_by_halves(Smem& smem, const Head& given, StateRows (&kept)[TILES], i64 token,
                                             i64 end) {
-    const Head head = given;
+    Head& head = smem.heads[warp_id()];
+    if (lane_id() == 0) head = given;
+    __syncwarp();
     StateRows state[TILES];
     copy_state(state, kept);
-    walk<true>(smem, head, state, token, [&](i64 token) { return BACKWARD ? token >= end : token < end; });
+    walk<true>(smem, head, given.bonus, state, token,
+               [&](i64 token) { return BACKWARD ? token >= end : token < end; });
     copy_state(kept, state);
 }
 
@@ -237,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         const i64 end = i64(*own_framed) * CHUNK_LEN;
         if (has_tokens && token >= end) leave_frames(end), token = end - CHUNK_LEN;
     }
-    if (has_tokens) token = walk<false>(smem, head, state, token, [&](i64 token) { return head.exists(token); });
+    if (has_tokens)
+        token = walk<false>(smem, head, head.bonus, state, token, [&](i64 token) { return head.exists(token); });
     if constexpr (HAS_HALVES && !BACKWARD) {
         if (own_framed != nullptr && threadIdx.x == 0 && blockIdx.z == 0)
             *own_framed = static_cast<int>(token / CHUNK_LEN);

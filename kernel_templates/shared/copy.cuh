@@ -19,6 +19,13 @@ template <int PENDING> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Has the SIZE elements of a row brought near, for a load that comes later.
+template <int SIZE, typename T> __device__ inline void prefetch_row(const T* row) {
+    constexpr int LINE = 128 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < SIZE; i += LINE) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i) : "memory");
+}
+
 template <int BYTES> __device__ inline void copy_async(unsigned target, const void* source, bool present) {
     const int bytes = present ? BYTES : 0;  // zeros where there is nothing to copy
     if constexpr (BYTES == 16)
@@ -73,6 +80,13 @@ template <typename T, int SIZE, int ROWS, int WIDTH, int PITCH, int THREADS, int
     __device__ RowCursor(const T* rows, i64 token_stride, int index)
         : next(reinterpret_cast<const char*>(rows)), stride(static_cast<int>(token_stride * sizeof(T))) {
         if constexpr (STAYS) next += i64(index / PER_ROW) * stride + index % PER_ROW * VECTOR * sizeof(T);
+    }
+    // Has the rows that are next brought near, all of which are there.
+    __device__ void prefetch(int index) const {
+        if (index >= ROWS) return;
+        const char* row = next + i64(index) * stride;
+        if constexpr (STAYS) row -= i64(index / PER_ROW) * stride + index % PER_ROW * VECTOR * sizeof(T);
+        prefetch_row<SIZE>(reinterpret_cast<const T*>(row));
     }
     // As copy_rows.
     __device__ void copy(T* target, int present, int width, int index) {

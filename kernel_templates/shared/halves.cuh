@@ -5,6 +5,8 @@
 #include "chunk.cuh"
 #include "levels.cuh"
 
+constexpr int LEVELS = CHUNK_LEN == 64 ? 6 : CHUNK_LEN == 32 ? 5 : 4;
+
 // The blocks on the diagonal of a matrix of pairs, summed over the levels.
 using DiagonalBlocks = Accumulator[BLOCKS][2];
 

@@ -42,7 +42,7 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
     """Return the size of a template's Smem. Rows of tiles are 8 elements longer than what they hold."""
     keys, values = padded(head_size), padded(value_size)
     key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (keys, values, chunk_len))
-    raw_keys, factor = 4 * 2 * chunk_len * keys, 4 * keys
+    raw_keys, factor, levels = 4 * 2 * chunk_len * keys, 4 * keys, chunk_len.bit_length() - 1
     totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
     token_matrices = max(token_tile, chunk_len // 16 * 4 * 16 * 20) + 3 * token_tile
     common = 4 * key_tile + raw_keys + factor
@@ -50,7 +50,8 @@ def shared_bytes(direction: str, head_size: int, value_size: int, chunk_len: int
         return common + token_matrices + 2 * value_tile + totals
     state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 4)
     state_terms = threads // 32 * 4 * keys
-    return common + token_matrices + 4 * value_tile + max(value_tile, totals) + state_tiles + growth + state_terms
+    more = max(2 * value_tile + state_tiles, 2 * (levels - 2) * key_tile)  # by halves for the rows of levels
+    return common + token_matrices + 2 * value_tile + max(value_tile, totals) + more + growth + state_terms
 
 
 def _takes_warp_groups(direction: str, head_size: int, value_size: int, chunk_len: int, gpu: Gpu) -> bool:
@@ -189,13 +190,18 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
         shared, template, arch = _group_shared_bytes(p.K, p.V), "wkv7_group_backward", "sm_90a"
     most = _HALVES_THREADS if by_halves else _most_threads(direction, p.K, p.V, p.gpu)
     blocks = p.gpu.resident_blocks(threads, most, shared)
+    if not by_halves:
+        blocks = parts.blocks_of(p, direction, blocks)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": blocks if by_halves else parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared,
-        "LARGEST_DECAY": parts.largest_decay(p),
+        "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
     if template != "wkv7_group_backward":
         parameters["BY_HALVES"] = by_halves
+    if direction == "forward":
+        parameters["LEVEL_TILES"] = 2
+        if by_halves:
+            parameters |= parts.level_tiles(p, 2 * 2 * p.chunk_len * (padded(p.K) + 8), shared, blocks)
     parameters |= parts.types(p) if direction == "forward" else parts.types(p, "T_STATE")  # states come as fp32 there
     passed = {name: name if p.has_halves else None for name in ("framed", "carried")}
     return Step(template, f"wkv7_{direction}", parameters, (p.N, p.H, 1), {**parts.given(p), **passed, **bind}, arch)

@@ -69,10 +69,15 @@ def _backward_threads(value_size: int) -> int:
     return 2 * padded(value_size)
 
 
+def _key_tile_bytes(head_size: int, chunk_len: int) -> int:
+    """Return the size of a tile of keys. Rows of tiles are 8 elements longer than what they hold."""
+    return 2 * chunk_len * (padded(head_size) + 8)
+
+
 def _common_shared_bytes(head_size: int, chunk_len: int, threads: int) -> int:
-    """Return what both directions hold. Rows of tiles are 8 elements longer than what they hold."""
-    keys = padded(head_size)
-    key_tile, raw_keys, factor, own = 2 * chunk_len * (keys + 8), 2 * chunk_len * keys, 4 * keys, 4 * keys // 32
+    """Return what both directions hold."""
+    keys, key_tile = padded(head_size), _key_tile_bytes(head_size, chunk_len)
+    raw_keys, factor, own = 2 * chunk_len * keys, 4 * keys, 4 * keys // 32
     totals = chunk_len // segment_len(head_size, chunk_len, threads) * 4 * keys
     return 2 * key_tile + 2 * raw_keys + totals + factor + own * chunk_len
 
@@ -80,17 +85,20 @@ def _common_shared_bytes(head_size: int, chunk_len: int, threads: int) -> int:
 def forward_shared_bytes(head_size: int, value_size: int, chunk_len: int, threads: int) -> int:
     """Return the size of the Smem of gla_scan."""
     behind, token_tile = 4 * padded(head_size), 2 * chunk_len * (chunk_len + 8)
-    value_tiles = 2 * 2 * chunk_len * (_rows(value_size) + 8)
-    return _common_shared_bytes(head_size, chunk_len, threads) + behind + token_tile + value_tiles
+    value_tiles, heads = 2 * 2 * chunk_len * (_rows(value_size) + 8), threads // 32 * 136
+    return _common_shared_bytes(head_size, chunk_len, threads) + behind + token_tile + value_tiles + heads
 
 
 def _backward_shared_bytes(head_size: int, value_size: int, chunk_len: int) -> int:
     """Return the size of the Smem of gla_chunked_backward."""
     keys, values, threads = padded(head_size), padded(value_size), _backward_threads(value_size)
-    token_tiles, value_tiles = 2 * 2 * chunk_len * (chunk_len + 8), 3 * 2 * chunk_len * (values + 8)
+    key_tile, value_tile = _key_tile_bytes(head_size, chunk_len), 2 * chunk_len * (values + 8)
+    levels = chunk_len.bit_length() - 1
+    token_tiles = 2 * 2 * chunk_len * (chunk_len + 8)
     state_tiles, growth = 2 * 2 * values * (keys + 8), 4 * (chunk_len + 1) * (keys + 4)
     state_terms, diagonal, sums = threads // 32 * 4 * keys, 4 * chunk_len, 2 * 4 * 4 * keys
-    own = token_tiles + value_tiles + state_tiles + growth + state_terms + diagonal + sums
+    more = max(value_tile + state_tiles, (levels - 2) * key_tile)  # by halves for the rows of levels
+    own = token_tiles + 2 * value_tile + more + growth + state_terms + diagonal + sums
     return _common_shared_bytes(head_size, chunk_len, threads) + own
 
 
@@ -209,11 +217,11 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
     tiles = -(-rows * 2 // threads)  # how many times 16 value rows a warp holds
     state_floats = tiles * padded(p.K) // 2  # of a thread
     most_threads = _MANY_THREADS if state_floats <= (64 if p.decay == "none" else 32) else _FEW_THREADS
-    blocks = p.gpu.resident_blocks(threads, most_threads, shared)
+    blocks = parts.blocks_of(p, direction, p.gpu.resident_blocks(threads, most_threads, shared))
     backward = direction == "backward"
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": parts.blocks_of(p, direction, blocks), "SHARED_BYTES": shared, "ROWS": rows,
+        "BLOCKS_PER_SM": blocks, **parts.level_tiles(p, _key_tile_bytes(p.K, p.chunk_len), shared, blocks), "ROWS": rows,
         "BACKWARD": backward, "FOR_GROUPS": for_groups,
         "LARGEST_DECAY": parts.largest_decay(p), **parts.types(p),
     }  # fmt: skip

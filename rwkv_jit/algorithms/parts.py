@@ -194,6 +194,19 @@ def largest_decay(p: Problem) -> int:
     return LARGEST_DECAY[p.types["v"]] if p.has_halves else 0
 
 
+def level_tiles(p: Problem, tile_bytes: int, shared_bytes: int, blocks: int) -> dict[str, Parameter]:
+    """Return the parameters of a kernel that takes chunks by halves: the tiles for rows of levels, shared memory.
+
+    There is a tile for each level, so that all are multiplied at once, where a multiprocessor has room for as many
+    blocks then. Otherwise levels take turns in those of the operands, which are two.
+    """
+    levels = p.chunk_len.bit_length() - 1
+    most = shared_bytes + (levels - 2) * tile_bytes
+    if p.has_halves and p.gpu.has_room(blocks, most):
+        return {"LEVEL_TILES": levels, "SHARED_BYTES": most}
+    return {"LEVEL_TILES": 2, "SHARED_BYTES": shared_bytes}
+
+
 def kept_frames(p: Problem) -> dict[str, Any]:
     """Return the bytes of what tells the backward how many chunks of a head the forward had in frames."""
     return {"framed": 4 * p.N * p.H} if p.has_halves else {}
