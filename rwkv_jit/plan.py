@@ -241,8 +241,8 @@ class Plan:
         x = None if like is None else arrays.get(like)
         if x is None or like is None:
             return 0
-        is_copy, name = like != name or self._names.index(like) in self._copies, like
-        dims = self._dims[name]
+        is_copy = like != name or self._names.index(like) in self._copies
+        dims = self._dims[like]
         dim = next((letter for letter in dim if letter in dims), "")
         if not dim:
             return 0

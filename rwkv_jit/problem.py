@@ -166,6 +166,8 @@ class Problem(NamedTuple):
     wants_inputs: bool = True  # or the backward makes the gradient of the initial state alone
     is_narrow: bool = False  # the tensor cores take rows as float16 ones of another call
     is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
+    # Whether sequences are cut is chosen when the call runs: what the forward keeps has room for it either way.
+    leaves_cut_open: bool = False
 
     @property
     def has_halves(self) -> bool:
@@ -185,6 +187,11 @@ class Problem(NamedTuple):
     def slots(self, length: int) -> Any:
         """Return how many pieces of so many tokens there can be; packed sequences fit whatever their lengths are."""
         return self.T // length + self.N if self.is_packed else self.B * ((self.T + length - 1) // length)
+
+    @property
+    def state_bytes(self) -> Any:
+        """Return the bytes of a float32 state per head."""
+        return 4 * self.N * self.H * self.V * self.K
 
     @property
     def state_shape(self) -> tuple[Any, ...]:

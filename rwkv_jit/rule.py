@@ -61,10 +61,10 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     segments and large heads.
 
     ========= ==========================================================================================
-    segments  what chunked takes, eagerly, where sequences times heads are at most half the multiprocessors and
-              the tokens make 4 segments or more, of at least 512 in wkv7 and of at least 256 in the other ops;
-              packed sequences of 256 tokens or more on average, where the longest one makes two segments or
-              more, and has three times the tokens that each block would have if all had as many
+    segments  what chunked takes, where sequences times heads are at most half the multiprocessors and the tokens
+              make 4 segments or more, of at least 512 in wkv7 and of at least 256 in the other ops; packed
+              sequences outside of graphs, of 256 tokens or more on average, where the longest one makes two
+              segments or more, and has three times the tokens that each block would have if all had as many
     chunked   float16 or bfloat16 from sm_80 on, both head sizes up to 128 and the keys no longer than twice
               the values, in chunks whose shared memory this architecture has; LEAST_TOKENS per sequence on
               average; chunk_len not given, or one of its own

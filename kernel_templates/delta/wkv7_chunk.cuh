@@ -236,13 +236,13 @@ struct LevelMatrices {
     }
     // The rows of all levels, each in tiles of its own or in two by turns. Then they are written while slower warps may
     // read those of the last level, but not those before.
-    template <int NUMBER = 0, int COUNT>
-    __device__ void add_levels(TokenMatrices& matrices, const OwnTerms& own, LevelTiles (&tiles)[COUNT],
+    template <int NUMBER = 0, int TILE_COUNT>
+    __device__ void add_levels(TokenMatrices& matrices, const OwnTerms& own, LevelTiles (&tiles)[TILE_COUNT],
                                const float2 (&totals)[SEGMENTS][PAIRS]) {
         constexpr int LEVEL = 1 << NUMBER;
-        constexpr bool TAKES_TURNS = COUNT < LEVELS;
+        constexpr bool TAKES_TURNS = TILE_COUNT < LEVELS;
         if (NUMBER == 0 && !TAKES_TURNS) __syncthreads();  // the totals are there
-        LevelTiles& tile = tiles[NUMBER % COUNT];
+        LevelTiles& tile = tiles[NUMBER % TILE_COUNT];
         if (has_tokens())
 #pragma unroll
             for (int i = 0; i < SEGMENT_LEN; ++i) {
@@ -261,8 +261,8 @@ struct LevelMatrices {
             multiply_all(matrices, own, tiles);
         }
     }
-    template <int NUMBER = 0, int COUNT>
-    __device__ void multiply_all(TokenMatrices& matrices, const OwnTerms& own, const LevelTiles (&tiles)[COUNT]) {
+    template <int NUMBER = 0, int TILE_COUNT>
+    __device__ void multiply_all(TokenMatrices& matrices, const OwnTerms& own, const LevelTiles (&tiles)[TILE_COUNT]) {
         multiply<NUMBER>(matrices, own, tiles[NUMBER]);
         if constexpr (NUMBER + 1 < LEVELS) multiply_all<NUMBER + 1>(matrices, own, tiles);
     }
@@ -294,11 +294,11 @@ struct LevelMatrices {
 // e^(D - c_t), all at most 1, for the state as it is at the chunk's start and at its end. A warp makes a whole matrix.
 // Returns e^D for the thread's pair of channels; `kept` takes the tokens' decays. All threads have to come, and a
 // barrier has to follow.
-template <bool KEEPS_DECAYS, int PITCH, int COUNT>
-__device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, LevelTiles (&levels)[COUNT],
-                                                  const RawKeys& raw,
-                                                  const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
-                                                  float scale, float (*kept)[PITCH]) {
+template <bool KEEPS_DECAYS, int PITCH, int TILE_COUNT>
+__device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, LevelTiles (&levels)[TILE_COUNT],
+                                                  const RawKeys& raw, const RawDecays& decays, int steps,
+                                                  float2 (&totals)[SEGMENTS][PAIRS], float scale,
+                                                  float (*kept)[PITCH]) {
     using Level = LevelMatrices;
     static_assert(sizeof(Level::OwnTerms) <= sizeof(TokenTile), "own terms have the place of Tm for a while");
     auto& own = reinterpret_cast<Level::OwnTerms&>(matrices.tm);

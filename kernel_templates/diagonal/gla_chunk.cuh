@@ -109,12 +109,13 @@ struct LevelPairs {
     }
     // The rows of all levels, each in a tile of its own or in two tiles by turns. Then they are written while slower
     // warps may read those of the last level, but not those before.
-    template <int NUMBER = 0, int COUNT>
-    __device__ void add_levels(TokenTile& target, KeyTile (&tiles)[COUNT], const float2 (&totals)[SEGMENTS][PAIRS]) {
+    template <int NUMBER = 0, int TILE_COUNT>
+    __device__ void add_levels(TokenTile& target, KeyTile (&tiles)[TILE_COUNT],
+                               const float2 (&totals)[SEGMENTS][PAIRS]) {
         constexpr int LEVEL = 1 << NUMBER;
-        constexpr bool TAKES_TURNS = COUNT < LEVELS;
+        constexpr bool TAKES_TURNS = TILE_COUNT < LEVELS;
         if (NUMBER == 0 && !TAKES_TURNS) __syncthreads();  // the totals are there
-        KeyTile& tile = tiles[NUMBER % COUNT];
+        KeyTile& tile = tiles[NUMBER % TILE_COUNT];
         if (has_tokens())
 #pragma unroll
             for (int i = 0; i < SEGMENT_LEN; ++i) write(tile, i, is_later_token<LEVEL>(i) ? q[i] : k[i]);
@@ -127,8 +128,8 @@ struct LevelPairs {
             multiply_all(target, tiles);
         }
     }
-    template <int NUMBER = 0, int COUNT>
-    __device__ void multiply_all(TokenTile& target, const KeyTile (&tiles)[COUNT]) {
+    template <int NUMBER = 0, int TILE_COUNT>
+    __device__ void multiply_all(TokenTile& target, const KeyTile (&tiles)[TILE_COUNT]) {
         multiply<NUMBER>(target, tiles[NUMBER]);
         if constexpr (NUMBER + 1 < LEVELS) multiply_all<NUMBER + 1>(target, tiles);
     }
@@ -157,8 +158,8 @@ struct LevelPairs {
 // chunk's start and at its end. Returns e^D for the thread's pair of channels. `bonus` are its pair of scale u, or
 // without the bonus of the scale; `kept` takes the tokens' decays. All threads have to come, and a barrier has to
 // follow.
-template <bool KEEPS_DECAYS, int PITCH, int COUNT>
-__device__ inline float2 write_pairs_by_halves(TokenTile& target, KeyTile (&levels)[COUNT], const RawPair& raw,
+template <bool KEEPS_DECAYS, int PITCH, int TILE_COUNT>
+__device__ inline float2 write_pairs_by_halves(TokenTile& target, KeyTile (&levels)[TILE_COUNT], const RawPair& raw,
                                                const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
                                                float scale, float2 bonus, float (&reduced)[PAIRS / 16][CHUNK_LEN],
                                                float (*kept)[PITCH]) {

@@ -121,7 +121,7 @@ def _most_threads(direction: str, head_size: int, value_size: int, gpu: Gpu) -> 
     More blocks hide more waiting, until the registers of the state spill: with larger heads that takes 255 a thread.
     """
     is_small = max(head_size, value_size) <= 64
-    return 512 if direction == "forward" and is_small and 90 <= gpu.number < 120 else 256
+    return gpu.many_threads if direction == "forward" and is_small and 90 <= gpu.number < 120 else 256
 
 
 def candidates(direction: str, size: int, gpu: Gpu) -> list[Candidate]:
@@ -176,7 +176,7 @@ def backward(p: Problem) -> Schedule:
 
 def _carried(p: Problem) -> dict[str, Any]:
     """Return the bytes of the states that pass from chunks in frames to those by halves, or back."""
-    return {"carried": 4 * p.N * p.H * p.V * p.K} if p.has_halves else {}
+    return {"carried": p.state_bytes} if p.has_halves else {}
 
 
 def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> Step:

@@ -25,8 +25,7 @@ TEMPLATES = ("gla_scan", "gla_chunked_backward", "gla_group_backward")
 MOST_THREADS = 512
 _DEFAULT_CHUNK_LEN = 32
 _MOST_ROWS = 128  # value rows that a block of the forward holds
-# Threads that a multiprocessor shall have room for: with 255 registers each, or with 128 where the state leaves them.
-_FEW_THREADS, _MANY_THREADS = 256, 512
+_FEW_THREADS = 256  # that a multiprocessor shall have room for, with 255 registers each
 _GROUP_CHUNK_LEN = 64  # of the backward with products of warp groups
 
 
@@ -216,13 +215,13 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
     rows, shared = _rows(p.V), forward_shared_bytes(p.K, p.V, p.chunk_len, threads)
     tiles = -(-rows * 2 // threads)  # how many times 16 value rows a warp holds
     state_floats = tiles * padded(p.K) // 2  # of a thread
-    most_threads = _MANY_THREADS if state_floats <= (64 if p.decay == "none" else 32) else _FEW_THREADS
+    most_threads = p.gpu.many_threads if state_floats <= (64 if p.decay == "none" else 32) else _FEW_THREADS
     blocks = parts.blocks_of(p, direction, p.gpu.resident_blocks(threads, most_threads, shared))
     backward = direction == "backward"
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
-        "BLOCKS_PER_SM": blocks, **parts.level_tiles(p, _key_tile_bytes(p.K, p.chunk_len), shared, blocks), "ROWS": rows,
-        "BACKWARD": backward, "FOR_GROUPS": for_groups,
+        "BLOCKS_PER_SM": blocks, **parts.level_tiles(p, _key_tile_bytes(p.K, p.chunk_len), shared, blocks),
+        "ROWS": rows, "BACKWARD": backward, "FOR_GROUPS": for_groups,
         "LARGEST_DECAY": parts.largest_decay(p), **parts.types(p),
     }  # fmt: skip
     if backward:

@@ -38,10 +38,10 @@ def narrowed(p: Problem) -> Problem:
     return p._replace(types={**p.types, **dict.fromkeys(_rows(p), "fp16")}, state_type="fp32")
 
 
-def kept(p: Problem, algorithm: Any) -> dict[str, Any]:
+def kept(p: Problem, inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the forward keeps: the float16 rows and what they were scaled by, beside what their kernels do."""
     rows = {_narrow(name): aligned(2 * math.prod(p.shape(name))) for name in _rows(p)}
-    return {**rows, "largest_of_rows": 16, **algorithm.kept(narrowed(p))}
+    return {**rows, "largest_of_rows": 16, **inner}
 
 
 def forward(p: Problem, algorithm: Any) -> Schedule:
@@ -56,16 +56,16 @@ def forward(p: Problem, algorithm: Any) -> Schedule:
     if p.has_initial_state:
         before.append(_find_largest(p, "initial_state", None, V, K))
         before.append(_copy(p, "initial_state", "scaled_state", None, (p.state_type, "fp32"), K | V))
-        names["initial_state"], scratch["scaled_state"] = "scaled_state", _state_bytes(p)
+        names["initial_state"], scratch["scaled_state"] = "scaled_state", p.state_bytes
     before += [_narrow_rows(p, name, factors, "narrow_again") for name, factors in scaled.items()]
     before += [_narrow_rows(p, name, V if name == "v" else 0) for name in rows if name not in scaled]
     after = [_copy(p, "y_narrow", "y", "y", ("fp16", p.types["v"]), Q | K | V, restores=True)]
     if p.has_final_state:
         after.append(_copy(p, "scaled_final", "final_state", None, ("fp32", p.state_type), K | V, restores=True))
-        names["final_state"], scratch["scaled_final"] = "scaled_final", _state_bytes(p)
-    left = kept(p, algorithm)
+        names["final_state"], scratch["scaled_final"] = "scaled_final", p.state_bytes
+    left = kept(p, inner.kept)
     if not p.training:
-        scratch |= {name: size for name, size in left.items() if name not in algorithm.kept(narrowed(p))}
+        scratch |= left
         left = {}
     return _around(p, inner, before, after, names, left, scratch, parts.forward_results(p))
 
@@ -79,7 +79,7 @@ def backward(p: Problem, algorithm: Any) -> Schedule:
     if p.has_final_state:
         before.append(_find_largest(p, "grad_final_state", None, DY, Q))
         before.append(_copy(p, "grad_final_state", "scaled_grad", None, ("fp32", "fp32"), Q | DY))
-        names["grad_final_state"], scratch["scaled_grad"] = "scaled_grad", _state_bytes(p)
+        names["grad_final_state"], scratch["scaled_grad"] = "scaled_grad", p.state_bytes
     before.append(_copy(p, "dy", "dy_narrow", "y", (p.types["v"], "fp16"), DY))
     after: list[Step] = []
     factor_of = {_rows(p)[0]: Q, "k": K, "v": V}
@@ -122,10 +122,6 @@ def _rows(p: Problem) -> list[str]:
 
 def _narrow(name: str) -> str:
     return f"{name}_narrow"
-
-
-def _state_bytes(p: Problem) -> Any:
-    return 4 * p.N * p.H * p.V * p.K
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def why_not(case: Case, least: int = 1) -> Obstacle | None:
     """Return why sequences cannot be cut, of a call that the chunked kernels take; None where they can."""
     multiprocessors = case.multiprocessors and case.multiprocessors()
     if multiprocessors is None:
-        return ("runs outside of traces and compiled graphs, and without `set_batch_invariant`",)
+        return ("cuts no packed sequences in compiled graphs, and nothing under `set_batch_invariant`",)
     family, shortest = case.op.family, _LENGTHS[case.op.family].least
     if case.is_packed:
         if case.tokens < _LEAST_MEAN:  # states of short ones take more memory than their rows
@@ -80,6 +80,16 @@ def why_not(case: Case, least: int = 1) -> Obstacle | None:
     if segments(family, case.blocks, case.tokens, multiprocessors, least) < LEAST_SEGMENTS:
         return "needs tokens for {} segments of {} or more, got {}", LEAST_SEGMENTS, shortest, case.tokens
     return None
+
+
+def may_cut(backend: str, p: Problem) -> bool:
+    """Return whether sequences may be cut, whatever their lengths, for a backend as the caller has named it.
+
+    That holds for a problem of the chunked kernels or of segments. As in `why_not`, packed ones are not.
+    """
+    if p.multiprocessors is None or p.is_packed or p.backend not in ("chunked", "segments"):
+        return False
+    return backend == "split" or (backend == "auto" and 2 * p.multiprocessors >= LEAST_SEGMENTS * p.B * p.H)
 
 
 def _packed_length(family: str, blocks_tokens: Any, multiprocessors: int) -> Any:
@@ -106,7 +116,6 @@ def _cut(p: Problem) -> _Cut:
 
     Kernels that are compiled ahead of calls do not depend on the number of segments.
     """
-    own: dict[str, Any] = {"state_type": "fp32", "state_layout": "vk", "has_initial_state": True, "backend": "chunked"}
     family, multiprocessors = p.op.family, p.multiprocessors
     if p.is_packed:
         shortest = _LENGTHS[family].least
@@ -116,9 +125,19 @@ def _cut(p: Problem) -> _Cut:
         if multiprocessors is not None:
             count = segments(family, p.H, p.T, multiprocessors, LEAST_SEGMENTS)
         if p.T % (count * _LENGTHS[family].multiple) == 0:
-            return _Cut(p._replace(B=p.B * count, T=p.T // count, N=p.N * count, **own), count)
+            return _Cut(_of_segments(p, B=p.B * count, T=p.T // count, N=p.N * count), count)
         length = -(-p.T // (count * _MULTIPLE)) * _MULTIPLE
-    return _Cut(p._replace(B=1, T=p.B * p.T, N=p.slots(length), is_packed=True, **own), 0, length)
+    return _ragged(p, p.slots(length), length)
+
+
+def _ragged(p: Problem, count: Any, length: Any) -> _Cut:
+    """Return all segments as packed sequences, whose lengths a kernel finds."""
+    return _Cut(_of_segments(p, B=1, T=p.B * p.T, N=count, is_packed=True), 0, length)
+
+
+def _of_segments(p: Problem, **sizes: Any) -> Problem:
+    """Return the problem that the chunked kernels have."""
+    return p._replace(state_type="fp32", state_layout="vk", has_initial_state=True, backend="chunked", **sizes)
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
@@ -128,10 +147,6 @@ def _transitions(cut: _Cut) -> Any:
     """Return the bytes of P of all segments, where it is a matrix and where it is diagonal."""
     p = cut.problem
     return aligned(4 * p.N * p.H * (p.K if p.op.family == "diagonal" else p.K**2))
-
-
-def _states(p: Problem) -> Any:
-    return 4 * p.N * p.H * p.V * p.K
 
 
 def _bounds(cut: _Cut) -> dict[str, Any]:
@@ -235,27 +250,37 @@ def _copy_states(p: Problem, cut: _Cut, source: str, target: str, target_type: s
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return what the forward keeps: where ragged segments are, P of every one, and what the chunked kernels keep."""
-    cut = _cut(p)
-    return {**_bounds(cut), "transitions": _transitions(cut), **_CHUNKED[p.op.family].kept(cut.problem)}
+    return _kept(_cut(p))
+
+
+def _kept(cut: _Cut) -> dict[str, Any]:
+    p = cut.problem
+    return {**_bounds(cut), "transitions": _transitions(cut), **_CHUNKED[p.op.family].kept(p)}
+
+
+def most_kept(p: Problem) -> Any:
+    """Return the most bytes that are kept of sequences of equal lengths, however they are cut, or not at all."""
+    least = _LENGTHS[p.op.family].least
+    return sum(_kept(_ragged(p, p.B * (p.T // least + 1), least)).values())
 
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
     cut = _cut(p)
     chunked = _CHUNKED[p.op.family].forward(cut.problem)
-    scratch = {"additions": _states(cut.problem), "starts": _states(cut.problem), **chunked.scratch}
+    scratch = {"additions": cut.problem.state_bytes, "starts": cut.problem.state_bytes, **chunked.scratch}
     steps: list[Step | Zero] = [_cut_step(p, cut)] if cut.is_ragged else []
     first = None
     if p.has_initial_state:
         first = "initial_state"
         if (p.state_type, p.state_layout) != ("fp32", "vk"):
             steps.append(parts.copy_states(p, "initial_state", "first", p.state_type, "fp32", p.state_layout, "vk"))
-            first, scratch["first"] = "first", _states(p)
+            first, scratch["first"] = "first", p.state_bytes
     steps += [_segment_step(p, cut, backward=False), _join_step(p, cut, False, first, "starts", None)]
     main = len(steps)
-    steps += _of_segments(cut, chunked, {"initial_state": "starts", "final_state": "ends"})
+    steps += _chunked_steps(cut, chunked, {"initial_state": "starts", "final_state": "ends"})
     if p.has_final_state:
-        scratch["ends"] = _states(cut.problem)
+        scratch["ends"] = cut.problem.state_bytes
         steps.append(_copy_states(p, cut, "ends", "final_state", p.state_type, of_last=True))
     left = kept(p)
     if not p.training:
@@ -274,13 +299,13 @@ def backward(p: Problem) -> Schedule:
     gives_first = cut.is_ragged and p.has_initial_state
     of_segments = cut.problem._replace(has_initial_state=gives_first, has_final_state=True)
     chunked = _CHUNKED[p.op.family].backward(of_segments)
-    scratch = {"additions": _states(cut.problem), "ends": _states(cut.problem), **chunked.scratch}
+    scratch = {"additions": cut.problem.state_bytes, "ends": cut.problem.state_bytes, **chunked.scratch}
     steps: list[Step | Zero] = []
     first, last = _first_gradient(p, steps, scratch), None
     if p.has_initial_state and not cut.is_ragged:
         last = "grad_initial_state"
         if p.state_layout != "vk":
-            last, scratch["last"] = "last", _states(p)
+            last, scratch["last"] = "last", p.state_bytes
     steps += [_segment_step(p, cut, backward=True), _join_step(p, cut, True, first, "ends", last)]
     main = len(steps)
     names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
@@ -288,11 +313,11 @@ def backward(p: Problem) -> Schedule:
         names |= {f"d{name}_sequences": f"d{name}_segments" for name in p.op.fixed}
         scratch |= parts.sequence_gradients(p)
         scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut.problem).items()}
-    steps += _of_segments(cut, chunked, names)
+    steps += _chunked_steps(cut, chunked, names)
     if not cut.is_ragged:
         steps += parts.sum_segments(p, cut.count)
     if gives_first:
-        scratch["begins"] = _states(cut.problem)
+        scratch["begins"] = cut.problem.state_bytes
         steps.append(_copy_states(p, cut, "begins", "grad_initial_state", "fp32", of_last=False))
     if last == "last":
         steps.append(parts.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
@@ -307,14 +332,14 @@ def backward_of_state(p: Problem) -> Schedule:
     if cut is None or cut.is_ragged:
         cut = _Cut(p, 1, is_whole=True)
     target = "grad_initial_state" if p.state_layout == "vk" else "last"
-    scratch = {} if p.state_layout == "vk" else {"last": _states(p)}
+    scratch = {} if p.state_layout == "vk" else {"last": p.state_bytes}
     steps: list[Step | Zero] = []
     walk = _segment_step(p, cut, backward=True)
     if cut.count == 1 and not p.has_final_state:
         steps.append(walk._replace(bind={**walk.bind, "additions": target}))
     else:
         first = _first_gradient(p, steps, scratch)
-        scratch |= {"transitions": _transitions(cut), "additions": _states(cut.problem)}
+        scratch |= {"transitions": _transitions(cut), "additions": cut.problem.state_bytes}
         forwards = _segment_step(p, cut, backward=False)
         join = _join_step(p, cut, True, first, None, target)
         # Q of the forward is of no use, and its place is taken by that of the backward.
@@ -331,11 +356,11 @@ def _first_gradient(p: Problem, steps: list[Step | Zero], scratch: dict[str, Any
     if p.state_layout == "vk":
         return "grad_final_state"
     steps.append(parts.copy_states(p, "grad_final_state", "first", "fp32", "fp32", p.state_layout, "vk"))
-    scratch["first"] = _states(p)
+    scratch["first"] = p.state_bytes
     return "first"
 
 
-def _of_segments(cut: _Cut, chunked: Schedule, names: dict[str, str]) -> list[Step | Zero]:
+def _chunked_steps(cut: _Cut, chunked: Schedule, names: dict[str, str]) -> list[Step | Zero]:
     """Return the steps of the chunked kernels, with these names for what they take."""
     return renamed(chunked.steps, {**names, "cu_seqlens": "bounds"} if cut.is_ragged else names)
 

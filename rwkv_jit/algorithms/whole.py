@@ -35,8 +35,15 @@ def kept(p: Problem) -> dict[str, Any]:
     if not p.wants_inputs:
         return {}
     if narrow.applies(p):
-        return narrow.kept(p, algorithm(p))
+        return narrow.kept(p, _kept(narrow.narrowed(p)))
+    return _kept(p)
+
+
+def _kept(p: Problem) -> dict[str, Any]:
+    """Return what an algorithm keeps, with as much behind it as sequences may need that are cut another way."""
     left: dict[str, Any] = algorithm(p).kept(p)
+    if p.leaves_cut_open:
+        left["room"] = segments.most_kept(p) - sum(left.values())
     return left
 
 
@@ -44,10 +51,8 @@ def forward(p: Problem) -> Schedule:
     """Return the forward."""
     if not p.wants_inputs:
         p = p._replace(training=False)
-    if narrow.applies(p):
-        return narrow.forward(p, algorithm(p))
-    schedule: Schedule = algorithm(p).forward(p)
-    return schedule
+    schedule: Schedule = narrow.forward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).forward(p)
+    return replace(schedule, kept=kept(p)) if p.leaves_cut_open else schedule
 
 
 def backward(p: Problem) -> Schedule:
@@ -62,7 +67,7 @@ def backward(p: Problem) -> Schedule:
     after = parts.sum_sequences(p, schedule.scratch) if p.wants_inputs else []
     names, scratch = {}, dict(schedule.scratch)
     if p.state_type != "fp32":
-        size, layout = 4 * p.N * p.H * p.V * p.K, p.state_layout
+        size, layout = p.state_bytes, p.state_layout
         if p.has_final_state:
             name = names["grad_final_state"] = "wide_grad_final_state"
             before.append(parts.copy_states(p, "grad_final_state", name, p.state_type, "fp32", layout, layout))

@@ -40,9 +40,9 @@ class CallOptions(TypedDict, total=False):
     For float16 and bfloat16 from sm_80 on, with 4 tokens a sequence on average or more, "auto" takes "chunked" for K
     and V up to 128 with K at most twice V, where the GPU has the shared memory, and "split" for other heads up to 1024.
     Where there are few heads, it takes "split" for the smaller ones too, if T makes 4 segments or more of at least 512
-    tokens in wkv7 and 256 in the other ops; and for packed sequences, 256 tokens or more on average, where the longest
-    one has three times what each block would have if all had as many. Keys of other ops than wkv7 above 256 (on sm_90
-    above 1024) go in parts, whose y are added. Everything else is for "recurrent".
+    tokens in wkv7 and 256 in the other ops; and for packed sequences outside of compiled graphs, 256 tokens or more on
+    average, where the longest one has three times what each block would have if all had as many. Keys of other ops than
+    wkv7 above 256 (on sm_90 above 1024) go in parts, whose y are added. Everything else is for "recurrent".
 
     float32 takes the same kernels as float16 where `torch.set_float32_matmul_precision` is "high" or "medium", and so
     does bfloat16 where `set_bfloat16_precision` is "high". Tensors are then scaled by powers of two.

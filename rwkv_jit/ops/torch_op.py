@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import modes, rule, stats, tensors
-from rwkv_jit.algorithms import whole
+from rwkv_jit.algorithms import segments, whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.gpu import Gpu
@@ -100,7 +100,8 @@ def call(
         decay_bound, to_run = tail.decay_bound, asked_options(tail, arrays[0].dtype, switches)
         if is_for_kernels(tail.backend, arrays[0]):
             is_direct = tensors.is_eager() and tensors.are_plain((*arrays, initial_state, cu_seqlens))
-            if is_direct or tail.backend != "auto":  # a backend that was named is one for this device
+            # A backend that was named is one for this device, but "split", which may be segments or large heads.
+            if is_direct or tail.backend not in ("auto", "split"):
                 to_run = chosen(op, arrays, cu_seqlens, decay_bound, to_run, training, is_direct)
             if is_direct:
                 known = _prepare(
@@ -172,11 +173,12 @@ def chosen(
     options: Options,
     training: bool,
     is_direct: bool = False,
+    is_fake: bool = False,
 ) -> Options:
     """Return the options of a call that has been checked, with the algorithm that will run.
 
-    Calls that are not `is_direct` choose without a look at what the GPU has room for: what a fake says of them must
-    hold when they run.
+    Only calls that are `is_direct` look at the lengths of packed sequences. A fake does not know whether sequences will
+    be cut: "chunked" and "segments" are the same to it.
     """
     if options.is_chosen:
         return options
@@ -187,14 +189,15 @@ def chosen(
     if arrays[0].dtype == torch.float16:  # as autocast can make them of others
         options = options._replace(is_narrow=False)
     device = arrays[0].device.index
-    case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct)
-    made = rule.chosen(options.backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
+    case = case_of(op, arrays, cu_seqlens, options, decay_bound, training, is_direct, is_fake)
+    backend = "auto" if is_fake and options.backend == "split" else options.backend
+    made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
     return options._replace(**made._asdict(), is_chosen=True)
 
 
 def case_of(
     op: Op, arrays: Sequence[Tensor], cu_seqlens: Tensor | None, options: Options, decay_bound: float | None,
-    training: bool, is_direct: bool,
+    training: bool, is_direct: bool, is_fake: bool = False,
 ) -> Case:  # fmt: skip
     """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
     sizes = _sizes(op, arrays)
@@ -206,7 +209,7 @@ def case_of(
         op, storage, sizes.get("K", 1), sizes.get("V", 1),
         tokens if cu_seqlens is None else tokens // sequences, options.decay, decay_bound, options.chunk_len,
         options.num_threads, training, sequences * sizes["H"], cu_seqlens is not None,
-        (lambda: tensors.multiprocessors(device)) if is_direct else None,
+        None if is_fake or (cu_seqlens is not None and not is_direct) else lambda: tensors.multiprocessors(device),
         tensors.longest(cu_seqlens, tokens) if is_direct else 0,
     )  # fmt: skip
     return case.of_any_batch() if options.is_batch_invariant else case
@@ -250,6 +253,12 @@ def problem_of(
     )  # fmt: skip
 
 
+def left_open(p: Problem, asked: Options) -> Problem:
+    """Return the problem of a call, or one that keeps as much as its fake has said where that did not know all."""
+    is_open = p.training and not asked.is_chosen and segments.may_cut(asked.backend, p)
+    return p._replace(leaves_cut_open=True) if is_open else p
+
+
 def _prepare(
     op: Op,
     arrays: Sequence[Tensor],
@@ -274,6 +283,7 @@ def _prepare(
         to_run = chosen(op, arrays, cu_seqlens, decay_bound, options, training)
         gpu = tensors.gpu(arrays[0].device.index)
         problem = problem_of(op, arrays, initial_state, cu_seqlens, to_run, output_final_state, training, gpu)
+        problem = left_open(problem, options)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
         if is_public and whole.leaves_inputs_out(problem):
@@ -344,18 +354,18 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
             dims = op.state_dims(options.state_layout)
             final = first.new_empty([sequences, *(sizes[dim] for dim in dims)], dtype=dtype)
         if save and is_for_kernels(options.backend, first):
-            kept = whole.kept(training_problem(given, state, cu_seqlens, options, decay_bound))
+            kept = whole.kept(training_problem(given, state, cu_seqlens, options, decay_bound, is_fake=True))
             saved = first.new_empty(floats(kept), dtype=torch.float32)  # symbolic while a compiler traces
         return y, final, saved
 
     def training_problem(
         given: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None, options: Options,
-        decay_bound: float | None,
+        decay_bound: float | None, is_fake: bool = False,
     ) -> Problem:  # fmt: skip
-        options = chosen(op, given, cu_seqlens, decay_bound, options, training=True)
-        leaves_the_same = options.backend == "recurrent" or not op.has_heads
+        to_run = chosen(op, given, cu_seqlens, decay_bound, options, training=True, is_fake=is_fake)
+        leaves_the_same = to_run.backend == "recurrent" or not op.has_heads
         gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
-        return problem_of(op, given, state, cu_seqlens, options, False, True, gpu)
+        return left_open(problem_of(op, given, state, cu_seqlens, to_run, False, True, gpu), options)
 
     def with_initial(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return gradients as the op does: of the initial state an empty one where there is none."""

@@ -109,6 +109,19 @@ def test_graph_follows_the_bounds(op):
         assert all(torch.equal(one, other) for one, other in zip(results, want, strict=True))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("tokens", [2048, 2500])
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_graph_cuts_sequences_as_a_call_does(op, tokens, dynamic, problems):
+    given, options = inputs(op, batch=2, tokens=tokens, heads=2), of(op, decay="raw")
+    y, _, grads, weights = comparing.run(op, given, **options)
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, dynamic=dynamic)
+    again = comparing.run(op, given, None, weights, compiled, **options)
+    assert {made.backend for made in problems()} == {"segments"}
+    for one, other in zip((y, *grads), (again[0], *again[2]), strict=True):
+        assert torch.equal(one, other)
+
+
 # ---- the gradient of the initial state alone ---------------------------------------------------------------------
 
 

@@ -435,6 +435,38 @@ def test_op_that_has_chosen_nothing_chooses_when_it_runs(dtype, tokens, algorith
     assert names(on_gpu.launches) == wanted
 
 
+# Sequences and tokens; whether "auto" and "split" cut them on 132 multiprocessors, with 3 heads.
+CUTS = [(1, 4096, True, True), (2, 2500, True, True), (22, 2048, True, True), (23, 2048, False, True)]
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["bf16", "narrow"])
+@pytest.mark.parametrize(("sequences", "tokens", "auto", "split"), CUTS)
+@pytest.mark.parametrize("op", ["wkv7", "linear_attention"])
+def test_sequences_of_a_compiled_graph_are_cut(op, sequences, tokens, auto, split, dtype, on_gpu):
+    """What its fake promises to save is what the forward saves, and the backward takes it."""
+    run, back = getattr(torch.ops.rwkv_jit, f"{op}_fwd"), getattr(torch.ops.rwkv_jit, f"{op}_bwd")
+    given = [*make(op, (sequences, tokens, H, 8), dtype).values()]
+    for backend, is_cut in (("auto", auto), ("split", split)):
+        options = (1.0, OPS[op].decay, "vk", 64, None, None, backend, None, None, dtype != HALF, False, False)
+        y, _, saved = run(*given, None, None, *options, False, True)
+        with FakeTensorMode() as mode:
+            fake = run(*[mode.from_tensor(x) for x in given], None, None, *options, False, True)
+        assert fake[2].shape == saved.shape
+        of_forward = on_gpu.take()
+        back(torch.ones_like(y), None, *given, None, None, *options, saved)
+        for launches in (of_forward, on_gpu.take()):
+            assert (f"{OPS[op].stem}_segment" in names(launches)) == is_cut
+
+
+def test_graph_of_a_call_that_cannot_be_split_says_so_when_it_runs(on_gpu):
+    given = [*make(shape=(1, 2047, H, 8), dtype=HALF).values()]
+    with pytest.raises(UnsupportedConfigError, match="'split' needs tokens for 4 segments of 512 or more, got 2047"):
+        torch.ops.rwkv_jit.wkv7_fwd(
+            *given, None, None, 1.0, "raw", "vk", 64, None, None, "split", None, None, False, False, False, False, True
+        )
+    assert on_gpu.take() == []
+
+
 class OnGpu(torch.Tensor):
     """A tensor that says it is on a GPU, and counts how often it is copied to the host."""
 

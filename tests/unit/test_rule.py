@@ -399,7 +399,10 @@ def test_segments_are_cut_where_they_are_asked_for_and_nowhere_else(op):
         ({"is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
         ({"op": "wkv5", "is_packed": True, "longest": 512}, "needs a sequence of 513 tokens, got 512"),
         ({"is_packed": True, "longest": 4096, "tokens": 255}, "needs 256 tokens a sequence on average, got 255"),
-        ({"multiprocessors": None}, "runs outside of traces and compiled graphs, and without `set_batch_invariant`"),
+        (
+            {"multiprocessors": None},
+            "cuts no packed sequences in compiled graphs, and nothing under `set_batch_invariant`",
+        ),
         ({"tokens": 2047}, "needs tokens for 4 segments of 512 or more, got 2047"),
         ({"op": "gla", "tokens": 1023}, "needs tokens for 4 segments of 256 or more, got 1023"),
     ],
