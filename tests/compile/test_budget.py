@@ -50,6 +50,7 @@ def timex(batch, tokens):
 PART = problem("wkv4", "bf16", backend="split", T=1024, C=64, types={"w": "fp32", "u": "fp32"})
 SEGMENTED = ("wkv7", "gla")
 SEGMENTS = {"backend": "segments", "chunk_len": 32, "decay": "sigmoid"}
+CHUNKED = {"backend": "chunked", "chunk_len": 32, "decay": "sigmoid"}
 STATES = {"state_type": "bf16", "has_initial_state": True, "has_final_state": True}
 NARROW = {"backend": "chunked", "chunk_len": 32, "is_narrow": True}
 OTHERS = {
@@ -71,6 +72,9 @@ OTHERS = {
     "wkv6_prepare": ("forward", "gla_prepare", large("wkv6")),
     "wkv6_group_key_gradients": ("backward", "gla_group_key_gradients", large("wkv6")),
     **{f"{op}_segment_{way}": (way, f"{op}_segment", problem(op, **SEGMENTS)) for op in SEGMENTED for way in WAYS},
+    # With 128 registers a thread they would spill.
+    "wkv7_chunked_forward_sm_100": ("forward", "wkv7_chunked_forward", problem("wkv7", **CHUNKED, arch="sm_100")),
+    "wkv6_chunked_forward_sm_100": ("forward", "gla_scan", problem("wkv6", **CHUNKED, arch="sm_100")),
     # What every op takes around its own kernels.
     "sum_rows": ("backward", "sum_rows", problem("wkv6")),
     "copy_states": ("backward", "copy_states", problem("wkv7", **STATES)),
