@@ -103,7 +103,8 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     if backend != "chunked":
         of_large = algorithms["large"].why_not(case, gpu)
         if of_large is None:
-            return "large", case.chunk_len or algorithms["large"].default_chunk_len(case, gpu())
+            length = case.chunk_len or algorithms["large"].default_chunk_len(case, gpu())
+            return "large_segments" if segments.takes_large(case) else "large", length
         if max(case.head_size, case.value_size) > LARGEST_HEAD or case.op.family == "diagonal":
             obstacle = of_large
     if backend == "auto":

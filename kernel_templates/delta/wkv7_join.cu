@@ -16,7 +16,8 @@
 // and goes through P a few rows at a time, with the next ones on their way. All fp32.
 #include "copy.cuh"
 
-constexpr int LANES = NUM_THREADS / ROWS, DEPTH = min_of(HEAD_SIZE, 16), STAGES = 4;  // rows of P at a time
+constexpr int LANES = NUM_THREADS / ROWS, STAGES = 4;
+constexpr int DEPTH = min_of(HEAD_SIZE, HEAD_SIZE > 128 ? 8 : 16);  // rows of P at a time
 constexpr int TILES = ceil_div(HEAD_SIZE, DEPTH);
 constexpr int GROUPS = ceil_div(HEAD_SIZE, 4 * LANES);  // of four neighbouring columns, for a lane
 constexpr int PITCH = 4 * LANES * GROUPS + 4;

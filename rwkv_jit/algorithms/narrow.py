@@ -30,7 +30,7 @@ _LEAST_EXPONENT, _MOST_EXPONENT = -6, 2  # of the largest numbers of q and k tha
 
 def applies(p: Problem) -> bool:
     """Return whether the rows of a problem become float16: its kernels are those of the tensor cores."""
-    return p.is_narrow and p.backend in ("chunked", "segments", "large")
+    return p.is_narrow and p.backend in ("chunked", "segments", "large", "large_segments")
 
 
 def narrowed(p: Problem) -> Problem:

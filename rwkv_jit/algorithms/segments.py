@@ -8,6 +8,9 @@ of it is its diagonal, a row for each head.
 Where sequences have equal segments, their strides say where these are. Ragged ones, of packed sequences and of lengths
 that cannot be shared equally, are packed sequences to the chunked kernels; a kernel finds their bounds.
 
+Large heads of wkv7 go the same way with the kernels that they have. Their walk from zero leaves Q; without values, from
+the identity, it leaves P.
+
 Where nobody wants a gradient but that of the initial state, what segments do is all that the backward takes: a whole
 sequence is one of them.
 """
@@ -16,13 +19,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, parts
+from rwkv_jit.algorithms import delta_chunked, delta_large, diagonal_chunked, parts
 from rwkv_jit.algorithms.parts import Case, Obstacle, padded
-from rwkv_jit.problem import Problem
+from rwkv_jit.problem import Op, Problem
 from rwkv_jit.schedule import Schedule, Step, Zero, aligned, renamed
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
+_LARGEST_HEAD = 256  # of large heads in segments, whose rows a join has in registers
 _MULTIPLE = 64  # of tokens of ragged segments: they end where a chunk does, whichever length is taken
 # A segment of packed sequences has an eighth of a multiprocessor's share of all tokens, so that the last one to end is
 # not much later than the others. A multiprocessor works on two blocks at once. Sequences are cut where the longest one
@@ -38,30 +42,42 @@ _FOR_LATER, _FOR_EARLIER = 1, 2
 class _Lengths(NamedTuple):
     """How the sequences of a family may be cut."""
 
-    multiple: int  # of tokens: segments end where a chunk does, whichever length is taken
+    multiple: int  # of tokens of equal segments: they end where a chunk does, whichever length is taken; 0 without any
     least: int  # tokens of a segment; shorter ones spend their time on beginning and joining
+    fewest: int = LEAST_SEGMENTS  # segments of a sequence
 
 
-_CHUNKED: dict[str, Any] = {"delta": delta_chunked, "diagonal": diagonal_chunked}
+_CHUNKED: dict[str, Any] = {"delta": delta_chunked, "diagonal": diagonal_chunked, "large": delta_large}
 _LENGTHS = {
     "delta": _Lengths(max(delta_chunked.CHUNK_LENS), 512),
     "diagonal": _Lengths(max(diagonal_chunked.CHUNK_LENS), 256),
+    "large": _Lengths(0, 512, 6),  # as each of the two passes is a walk, beside which what is ragged costs nothing
 }
+
+
+def _kind(p: Problem) -> str:
+    """Return whose segments they are: those of a family, or of large heads."""
+    return "large" if p.backend in ("large", "large_segments") else p.op.family
+
+
+def _kernels(p: Problem) -> Any:
+    """Return the module of the kernels that segments take."""
+    return _CHUNKED[_kind(p)]
 
 
 # ---- the rule ----------------------------------------------------------------------------------------------------
 
 
-def segments(family: str, blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
+def segments(kind: str, blocks: int, tokens: int, multiprocessors: int, least: int = 1) -> int:
     """Return into how many segments to cut equal sequences, so that about two blocks a multiprocessor have work.
 
-    `blocks` are sequences times heads. Fewer than LEAST_SEGMENTS where it cannot be done; `least` are made even where
-    blocks suffice. Segments are equal where tokens allow it.
+    `blocks` are sequences times heads. Fewer than the fewest that are worth it where it cannot be done; `least` are
+    made even where blocks suffice. Segments are equal where tokens allow it.
     """
-    lengths = _LENGTHS[family]
+    lengths = _LENGTHS[kind]
     most = min(max(2 * multiprocessors // max(blocks, 1), least), tokens // lengths.least)
-    legal = [n for n in range(LEAST_SEGMENTS, most + 1) if tokens % (n * lengths.multiple) == 0]
-    return max(legal, default=most)
+    counts = range(lengths.fewest, most + 1) if lengths.multiple else ()
+    return max([n for n in counts if tokens % (n * lengths.multiple) == 0], default=most)
 
 
 def why_not(case: Case, least: int = 1) -> Obstacle | None:
@@ -82,14 +98,40 @@ def why_not(case: Case, least: int = 1) -> Obstacle | None:
     return None
 
 
+def takes_large(case: Case) -> bool:
+    """Return whether sequences of large heads are cut: few ones, so long that three walks side by side end sooner.
+
+    A block of a walk has some value rows of a head, and a multiprocessor to itself.
+    """
+    if case.is_packed or not _has_large_segments(case.op, case.head_size, case.value_size):
+        return False
+    multiprocessors = case.multiprocessors and case.multiprocessors()
+    if multiprocessors is None:
+        return False
+    blocks = case.blocks * _row_blocks(case.value_size)
+    return segments("large", 2 * blocks, case.tokens, multiprocessors) >= _LENGTHS["large"].fewest
+
+
+def _has_large_segments(op: Op, head_size: int, value_size: int) -> bool:
+    return op.family == "delta" and max(head_size, value_size) <= _LARGEST_HEAD
+
+
+def _row_blocks(value_size: int) -> int:
+    return -(-value_size // delta_large.MOST_ROWS)
+
+
 def may_cut(backend: str, p: Problem) -> bool:
     """Return whether sequences may be cut, whatever their lengths, for a backend as the caller has named it.
 
-    That holds for a problem of the chunked kernels or of segments. As in `why_not`, packed ones are not.
+    As in `why_not`, packed ones are not.
     """
-    if p.multiprocessors is None or p.is_packed or p.backend not in ("chunked", "segments"):
+    if p.multiprocessors is None or p.is_packed or backend not in ("auto", "split"):
         return False
-    return backend == "split" or (backend == "auto" and 2 * p.multiprocessors >= LEAST_SEGMENTS * p.B * p.H)
+    if p.backend in ("large", "large_segments"):
+        blocks = p.B * p.H * _row_blocks(p.V)
+        return _has_large_segments(p.op, p.K, p.V) and p.multiprocessors >= _LENGTHS["large"].fewest * blocks
+    is_few = backend == "split" or 2 * p.multiprocessors >= LEAST_SEGMENTS * p.B * p.H
+    return p.backend in ("chunked", "segments") and is_few
 
 
 def _packed_length(family: str, blocks_tokens: Any, multiprocessors: int) -> Any:
@@ -116,15 +158,16 @@ def _cut(p: Problem) -> _Cut:
 
     Kernels that are compiled ahead of calls do not depend on the number of segments.
     """
-    family, multiprocessors = p.op.family, p.multiprocessors
+    kind, multiprocessors = _kind(p), p.multiprocessors
     if p.is_packed:
-        shortest = _LENGTHS[family].least
-        length = shortest if multiprocessors is None else _packed_length(family, p.T * p.H, multiprocessors)
+        shortest = _LENGTHS[kind].least
+        length = shortest if multiprocessors is None else _packed_length(kind, p.T * p.H, multiprocessors)
     else:
-        count = LEAST_SEGMENTS
+        count = _LENGTHS[kind].fewest
         if multiprocessors is not None:
-            count = segments(family, p.H, p.T, multiprocessors, LEAST_SEGMENTS)
-        if p.T % (count * _LENGTHS[family].multiple) == 0:
+            blocks = 2 * p.H * _row_blocks(p.V) if kind == "large" else p.H
+            count = segments(kind, blocks, p.T, multiprocessors, count)
+        if _LENGTHS[kind].multiple and p.T % (count * _LENGTHS[kind].multiple) == 0:
             return _Cut(_of_segments(p, B=p.B * count, T=p.T // count, N=p.N * count), count)
         length = -(-p.T // (count * _MULTIPLE)) * _MULTIPLE
     return _ragged(p, p.slots(length), length)
@@ -136,8 +179,13 @@ def _ragged(p: Problem, count: Any, length: Any) -> _Cut:
 
 
 def _of_segments(p: Problem, **sizes: Any) -> Problem:
-    """Return the problem that the chunked kernels have."""
-    return p._replace(state_type="fp32", state_layout="vk", has_initial_state=True, backend="chunked", **sizes)
+    """Return the problem that the kernels of segments have. There are so many of these that large heads are not few."""
+    gpu, backend = p.gpu, "chunked"
+    if _kind(p) == "large":
+        gpu, backend = p.gpu._replace(multiprocessors=None), "large"
+    return p._replace(
+        state_type="fp32", state_layout="vk", has_initial_state=True, backend=backend, gpu=gpu, **sizes
+    )  # fmt: skip
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
@@ -255,19 +303,19 @@ def kept(p: Problem) -> dict[str, Any]:
 
 def _kept(cut: _Cut) -> dict[str, Any]:
     p = cut.problem
-    return {**_bounds(cut), "transitions": _transitions(cut), **_CHUNKED[p.op.family].kept(p)}
+    return {**_bounds(cut), "transitions": _transitions(cut), **_kernels(p).kept(p)}
 
 
 def most_kept(p: Problem) -> Any:
     """Return the most bytes that are kept of sequences of equal lengths, however they are cut, or not at all."""
-    least = _LENGTHS[p.op.family].least
+    least = _LENGTHS[_kind(p)].least
     return sum(_kept(_ragged(p, p.B * (p.T // least + 1), least)).values())
 
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
     cut = _cut(p)
-    chunked = _CHUNKED[p.op.family].forward(cut.problem)
+    chunked = _kernels(p).forward(cut.problem)
     scratch = {"additions": cut.problem.state_bytes, "starts": cut.problem.state_bytes, **chunked.scratch}
     steps: list[Step | Zero] = [_cut_step(p, cut)] if cut.is_ragged else []
     first = None
@@ -276,19 +324,20 @@ def forward(p: Problem) -> Schedule:
         if (p.state_type, p.state_layout) != ("fp32", "vk"):
             steps.append(parts.copy_states(p, "initial_state", "first", p.state_type, "fp32", p.state_layout, "vk"))
             first, scratch["first"] = "first", p.state_bytes
-    steps += [_segment_step(p, cut, backward=False), _join_step(p, cut, False, first, "starts", None)]
-    main = len(steps)
-    steps += _chunked_steps(cut, chunked, {"initial_state": "starts", "final_state": "ends"})
+    before, after = _in_two(p, cut, chunked, False, scratch)
+    steps += [*before, _join_step(p, cut, False, first, "starts", None)]
+    main = sum(isinstance(step, Step) for step in steps) + chunked.main - (len(chunked.steps) - len(after))
+    steps += renamed(after, {"initial_state": "starts", "final_state": "ends"})
     if p.has_final_state:
         scratch["ends"] = cut.problem.state_bytes
         steps.append(_copy_states(p, cut, "ends", "final_state", p.state_type, of_last=True))
     left = kept(p)
     if not p.training:
-        of_chunks = _CHUNKED[p.op.family].kept(cut.problem)
+        of_chunks = _kernels(p).kept(cut.problem)
         scratch |= {name: size for name, size in left.items() if name not in of_chunks}
         left = {}
     return Schedule(
-        _side_by_side(p, cut, steps), parts.forward_results(p), left, scratch, chunked.vectors, main + chunked.main
+        _side_by_side(p, cut, steps), parts.forward_results(p), left, scratch, chunked.vectors, main
     )  # fmt: skip
 
 
@@ -298,7 +347,7 @@ def backward(p: Problem) -> Schedule:
     # Of equal segments the join gives the gradient of the initial state, as it knows what the first one does.
     gives_first = cut.is_ragged and p.has_initial_state
     of_segments = cut.problem._replace(has_initial_state=gives_first, has_final_state=True)
-    chunked = _CHUNKED[p.op.family].backward(of_segments)
+    chunked = _kernels(p).backward(of_segments)
     scratch = {"additions": cut.problem.state_bytes, "ends": cut.problem.state_bytes, **chunked.scratch}
     steps: list[Step | Zero] = []
     first, last = _first_gradient(p, steps, scratch), None
@@ -306,14 +355,15 @@ def backward(p: Problem) -> Schedule:
         last = "grad_initial_state"
         if p.state_layout != "vk":
             last, scratch["last"] = "last", p.state_bytes
-    steps += [_segment_step(p, cut, backward=True), _join_step(p, cut, True, first, "ends", last)]
+    before, after = _in_two(p, cut, chunked, True, scratch)
+    steps += [*before, _join_step(p, cut, True, first, "ends", last)]
     main = len(steps)
     names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
     if not cut.is_ragged:
         names |= {f"d{name}_sequences": f"d{name}_segments" for name in p.op.fixed}
         scratch |= parts.sequence_gradients(p)
         scratch |= {f"d{name}_segments": size for name, size in _segment_gradients(cut.problem).items()}
-    steps += _chunked_steps(cut, chunked, names)
+    steps += renamed(after, names)
     if not cut.is_ragged:
         steps += parts.sum_segments(p, cut.count)
     if gives_first:
@@ -360,9 +410,17 @@ def _first_gradient(p: Problem, steps: list[Step | Zero], scratch: dict[str, Any
     return "first"
 
 
-def _chunked_steps(cut: _Cut, chunked: Schedule, names: dict[str, str]) -> list[Step | Zero]:
-    """Return the steps of the chunked kernels, with these names for what they take."""
-    return renamed(chunked.steps, {**names, "cu_seqlens": "bounds"} if cut.is_ragged else names)
+def _in_two(
+    p: Problem, cut: _Cut, chunked: Schedule, backward: bool, scratch: dict[str, Any]
+) -> tuple[list[Step | Zero], list[Step | Zero]]:
+    """Return the steps that find what segments do to any state, and those that know the states at their starts."""
+    names = {"cu_seqlens": "bounds"} if cut.is_ragged else {}
+    if _kind(p) != "large":
+        return [_segment_step(p, cut, backward)], renamed(chunked.steps, names)
+    if not backward:
+        scratch |= delta_large.unread(cut.problem)
+    before, after = delta_large.in_two(cut.problem, chunked, backward)
+    return renamed(before, names), renamed(after, names)
 
 
 def _side_by_side(p: Problem, cut: _Cut, steps: list[Step | Zero]) -> tuple[Step | Zero, ...]:

@@ -23,7 +23,13 @@ from rwkv_jit.schedule import Schedule, Step, Zero, renamed
 
 # The modules of the algorithms by family and name. An op of your own has a family of its own here.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "delta": {"recurrent": recurrent, "chunked": delta_chunked, "segments": segments, "large": delta_large},
+    "delta": {
+        "recurrent": recurrent,
+        "chunked": delta_chunked,
+        "segments": segments,
+        "large": delta_large,
+        "large_segments": segments,
+    },
     "diagonal": {"recurrent": recurrent, "chunked": diagonal_chunked, "segments": segments, "large": diagonal_large},
     "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
     "timex": {"tiles": timex_tiles, "transforms": timex_transforms},

@@ -96,7 +96,7 @@ def backend_of(case: Case, asked: str) -> str:
     )  # fmt: skip
     looked_at = looked_at.of_any_batch() if is_batch_invariant else looked_at
     algorithm, _ = rule.choose(asked, looked_at, lambda: tensors.gpu(device))
-    return "split" if algorithm in ("segments", "large") else algorithm
+    return "split" if algorithm in ("segments", "large", "large_segments") else algorithm
 
 
 def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:

@@ -40,8 +40,9 @@ def in_parts(
     backend, layout = tail.backend, tail.state_layout
     given, state, cu_seqlens = checks.check_tensors(op, arrays, initial_state, cu_seqlens, layout, backend)
     options = torch_op.asked_options(tail, given[0].dtype, modes.current())
+    is_direct = tensors.is_eager()
     case = torch_op.case_of(
-        op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=tensors.is_eager()
+        op, given, cu_seqlens, options, tail.decay_bound, training=True, is_direct=is_direct, is_fake=not is_direct
     )  # fmt: skip
     device, value = given[0].device.index, op.names.index("v")
     sizes = part_sizes(backend, case, lambda: tensors.gpu(device))

@@ -149,9 +149,9 @@ def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
 OF_ALL = {"recurrent_forward", "recurrent_backward"}
 OF_SEGMENTS = {"segment", "join"}
 CHUNKED = {"chunked_forward", "chunked_backward", *OF_SEGMENTS}
-SCANNED = {"prepare", "scan", "token_gradients", "key_gradients"}
+SCANNED = {"prepare", "scan", "join", "token_gradients", "key_gradients"}
 # Short sequences of large heads have chunks that groups do not take.
-OF_GROUPS = {"prepare", "group_scan", "scan", "token_gradients", "key_gradients", "key_gradients_by_halves"}
+OF_GROUPS = {"group_scan", *SCANNED, "key_gradients_by_halves"}
 GATED = {"scan", "chunked_backward", *OF_SEGMENTS}
 GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients"}
 
@@ -213,9 +213,11 @@ def call_all_ways(on_gpu, monkeypatch):
 
     def call(op, keys, values, w_dtype, state_dtype, layout, **options):
         function, sizes, of_head = getattr(rwkv_jit, op), {"K": keys, "V": values, "B": 1}, keys * values / 64**2
-        on_gpu.multiprocessors = most = max(16, int(of_head) + 1)  # more than one head keeps busy
+        on_gpu.multiprocessors = most = max(24, int(of_head) + 1)  # more than one head keeps busy
         many = max(most, math.ceil(most / of_head))
-        of_one_length = ((1, 1), (many, 1), (1, 16), (many, 16), (1, 64), (many, 64), (1, 2048), (1, 2100))
+        of_one_length = [*product((1, many), (1, 16, 64)), (1, 2048), (1, 2100)]
+        if op == "wkv7" and max(keys, values) > 128:  # which are cut from more tokens on
+            of_one_length.append((1, 3072))
         ways = [*product(of_one_length, [None]), *product([(1, 2100)], [EVEN, ALONE, UNEVEN])]
         for (heads, tokens), bounds in ways:
             dims = {**sizes, "H": heads, "T": tokens}

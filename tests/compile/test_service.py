@@ -300,6 +300,7 @@ OTHER_RULES = {
     },
     "wkv7_segment": {**CHUNKED_RULES, "rows must be a multiple of 32": {"ROWS": 48}},
     "sum_rows": {"columns must divide the threads": {"COLUMNS": 48}},
+    "unit_states": {"value size must be 1 or the head size": {"VALUE_SIZE": 3}},
     "copy_states": {"num_threads must be a multiple of 32 up to 1024": {"NUM_THREADS": 48}},
     "narrow_rows": {"vectors must divide the rows": {"VECTOR": 16}},
 }
@@ -443,6 +444,7 @@ GIVEN = {
     **dict.fromkeys(("gla_prepare", "gla_group_scan", "gla_group_key_gradients"), LARGE),
     "sum_rows": {"op": "wkv6"},
     "copy_states": {**SEGMENTS, "has_final_state": True},
+    "unit_states": {**LARGE, "backend": "large_segments"},
     "narrow_rows": {"backend": "chunked", "chunk_len": 32, "is_narrow": True},
 }
 

@@ -151,6 +151,12 @@ def test_segments(op):
     check(op, given, comparing.make_state(given, 4, layout="vk"), state_layout="vk", cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("op", ["wkv7"])
+def test_segments_of_large_heads(op):
+    given = inputs(op, batch=1, heads=1, tokens=3072, head_size=160, value_size=160)
+    check(op, given, comparing.make_state(given, 1, layout="vk"), state_layout="vk")
+
+
 @pytest.mark.parametrize("size", [1e-9, 1e9])
 @pytest.mark.parametrize("scaled", ["r", "k", "v"])
 @pytest.mark.parametrize("op", OPS)

@@ -245,6 +245,44 @@ def test_results_repeat_bit_for_bit_and_whatever_is_around(op, threads):
         assert torch.equal(first[5:6], alone)
 
 
+# ---- segments side by side -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 3072), (1, 3500)])
+@pytest.mark.parametrize("sizes", [(256, 256), (200, 136), (136, 200), (129, 33)])
+def test_few_heads_in_segments(op, sizes, batch, tokens, layout, problems):
+    given = inputs(batch=batch, heads=1, tokens=tokens, head_size=sizes[0], value_size=sizes[1], decays=SLOW)
+    check(given, comparing.make_state(given, batch, layout=layout), state_layout=layout, backend="auto")
+    assert {made.backend for made in problems()} == {"large_segments"}
+
+
+@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_len", [32, 64])
+def test_segments_with_any_decay(op, chunk_len, dtype, problems):
+    given = inputs(DTYPES[dtype], batch=1, heads=2, tokens=3072, decay="raw", decays=SLOW)
+    w = given["w"].detach().clone()
+    w[:, ::97, :, :70], w[:, 1000:1100] = 4.0, 2.0  # log-decays of -55 and -7
+    given["w"] = w.requires_grad_()
+    check(given, comparing.make_state(given, 1), decay="raw", chunk_len=chunk_len)
+    assert {made.backend for made in problems()} == {"large_segments"}
+
+
+def test_segments_of_a_graph_are_those_of_a_call(op, problems):
+    given = inputs(batch=1, heads=1, tokens=3200, decays=SLOW)
+    y, _, grads, weights = run(op, given, decay="sigmoid")
+    compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True)
+    again = run(op, given, None, weights, compiled, decay="sigmoid")
+    assert {made.backend for made in problems()} == {"large_segments"}
+    for one, other in zip((y, *grads), (again[0], *again[2]), strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- parts of a scan -----------------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def parts(nothing_known, monkeypatch):
     """Called for whether short sequences are scanned in parts as well; `taken` are the streams beside the others."""

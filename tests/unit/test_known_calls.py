@@ -458,6 +458,41 @@ def test_sequences_of_a_compiled_graph_are_cut(op, sequences, tokens, auto, spli
             assert (f"{OPS[op].stem}_segment" in names(launches)) == is_cut
 
 
+@pytest.mark.parametrize("sizes", [(256, 256), (200, 136)], ids=str)
+@pytest.mark.parametrize("tokens", [4096, 4100])
+def test_few_large_heads_are_cut(tokens, sizes, on_gpu):
+    """A walk from zero, one from the identity, and one from what they are joined to; the graph's fake agrees."""
+    head_size, value_size = sizes
+    given = [*make(shape=(2, tokens, 1, head_size), dtype=HALF, value_size=value_size).values()]
+    options = (1.0, "sigmoid", "vk", 64, None, None, "auto", None, None, False, False, False)
+    run, back = torch.ops.rwkv_jit.wkv7_fwd, torch.ops.rwkv_jit.wkv7_bwd
+    y, _, saved = run(*given, None, None, *options, True, True)
+    with FakeTensorMode() as mode:
+        fake = run(*[mode.from_tensor(x) for x in given], None, None, *options, True, True)
+    assert fake[2].shape == saved.shape
+    launches = on_gpu.take()
+    assert names(launches) == [
+        "cut_sequences", "wkv7_prepare", "wkv7_scan", "unit_states", "wkv7_scan", "wkv7_join", "wkv7_scan",
+        "copy_states",
+    ]  # fmt: skip
+    from_zero, unit, from_unit, join, scan = launches[2:-1]
+    assert (from_zero.named["first"], from_zero.named["solved"], from_zero.named["states"]) == (0, 0, 0)
+    assert unit.named["states"] == from_unit.named["first"] == from_unit.named["last"] == join.named["transitions"] != 0
+    assert from_zero.named["last"] == join.named["additions"] != 0
+    assert scan.named["first"] == join.named["states"] != 0
+    assert (from_unit.parameters["VALUE_SIZE"], from_unit.named["input_strides"]) == (head_size, (0, 0, 0))
+    assert (from_unit.named["output"] == scan.named["output"]) == (head_size <= value_size)
+    assert scan.named["solved"] * scan.named["states"] != 0
+    back(torch.ones_like(y), None, *given, None, None, *options, saved)
+    backwards = on_gpu.take()
+    assert names(backwards)[:3] == ["wkv7_scan", "wkv7_join", "wkv7_scan"]
+    from_zero, of_gradients, scan = backwards[:3]
+    assert of_gradients.named["transitions"] == join.named["transitions"]
+    assert from_zero.named["last"] == of_gradients.named["additions"] != 0
+    assert scan.named["first"] == of_gradients.named["states"] != 0
+    assert from_zero.named["first"] == 0
+
+
 def test_graph_of_a_call_that_cannot_be_split_says_so_when_it_runs(on_gpu):
     given = [*make(shape=(1, 2047, H, 8), dtype=HALF).values()]
     with pytest.raises(UnsupportedConfigError, match="'split' needs tokens for 4 segments of 512 or more, got 2047"):

@@ -120,7 +120,6 @@ TAKEN = {
         (LARGE | {"chunk_len": 32}, "sm_90", "large", 32),
         (LARGE | {"is_packed": True}, "sm_90", "large", 64),
         (LARGE | {"training": False}, "sm_90", "large", 64),
-        (LARGE | FEW | {"blocks": 1}, "sm_90", "large", 64),
         (LARGE | FEW | {"tokens": 100}, "sm_90", "large", 64),
         (LARGEST, "sm_90", "large", 64),
         (LARGEST | {"chunk_len": 64}, "sm_90a", "large", 64),
@@ -131,6 +130,14 @@ TAKEN = {
         (sizes(96) | {"training": False}, "sm_90", "chunked", 16),
         (FEW | sizes(96) | {"training": False}, "sm_90", "segments", 16),
         (LARGE, "sm_80", "large", 64),
+        # Few heads, whose segments are worth two more walks.
+        (LARGE | FEW | {"blocks": 5}, "sm_90", "large_segments", 64),
+        (LARGE | FEW | {"blocks": 6}, "sm_90", "large", 64),
+        (LARGE | FEW | {"blocks": 1, "tokens": 3072}, "sm_80", "large_segments", 64),
+        (LARGE | FEW | {"blocks": 1, "tokens": 3071}, "sm_90", "large", 64),
+        (LARGE | FEW | {"blocks": 1, "is_packed": True, "longest": 32768}, "sm_90", "large", 64),
+        (LARGE | FEW | sizes(257) | {"blocks": 1}, "sm_90", "large", 64),
+        (FEW | sizes(128, 32) | {"blocks": 22}, "sm_90", "large_segments", 64),
         (LARGE | HALF, "sm_90", "large", 32),
         (LARGE | HALF | RAW | bound(-0.4), "sm_90", "large", 32),
         (LARGE | HALF | RAW | bound(-0.2), "sm_90", "large", 64),
@@ -155,6 +162,7 @@ TAKEN = {
         (sizes(128, 32), "sm_90", "large", 64),
         (sizes(128, 32), "sm_80", "large", 32),
         ({"head_size": 256}, "sm_80", "large", 32),
+        (LARGE | FEW | {"blocks": 1}, "sm_90", "large", 64),
         ({"value_size": 1024}, "sm_80", "large", 32),
         (MIXED, "sm_100", "large", 32),
         (MIXED, "compute_90", "large", 32),
@@ -298,7 +306,7 @@ def test_some_algorithm_takes_every_call(
     made = rule.chosen("auto", case, lambda: gpu, lambda: NOTHING_KNOWN)
     assert chunk_len in (None, made.chunk_len)
     if made.backend != "recurrent":
-        lengths = whole.ALGORITHMS[OPS[op].family]["large" if made.backend == "large" else "chunked"].CHUNK_LENS
+        lengths = whole.ALGORITHMS[OPS[op].family]["large" if "large" in made.backend else "chunked"].CHUNK_LENS
         assert made.chunk_len in lengths
     p = problem(op, dtype, head_size, value_size, T=tokens, H=heads, decay=decay, training=training)
     p = p._replace(gpu=gpu, **made._replace(chunk_len=made.chunk_len or 0)._asdict())
