@@ -51,7 +51,7 @@ _CHUNKED: dict[str, Any] = {"delta": delta_chunked, "diagonal": diagonal_chunked
 _LENGTHS = {
     "delta": _Lengths(max(delta_chunked.CHUNK_LENS), 512),
     "diagonal": _Lengths(max(diagonal_chunked.CHUNK_LENS), 256),
-    "large": _Lengths(0, 512, 6),  # as each of the two passes is a walk, beside which what is ragged costs nothing
+    "large": _Lengths(0, 2048, 8),  # as each of the two passes is a walk, beside which what is ragged costs nothing
 }
 
 
@@ -283,10 +283,7 @@ def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states:
 
 
 def _copy_states(p: Problem, cut: _Cut, source: str, target: str, target_type: str, of_last: bool) -> Step:
-    """Return the launch that copies the states of the first segments of all sequences, or those of the last ones."""
-    if not cut.is_ragged:
-        place = cut.count, cut.count - 1 if of_last else 0
-        return parts.copy_states(p, source, target, "fp32", target_type, "vk", p.state_layout, *place)
+    """Return the launch that copies the states of the first ragged segments of all sequences, or of the last ones."""
     step = parts.copy_states(p, source, target, "fp32", target_type, "vk", p.state_layout, 0, int(of_last))
     return step._replace(
         parameters={**step.parameters, "RAGGED": True}, bind={**step.bind, **_places(p, cut)}
@@ -315,7 +312,9 @@ def most_kept(p: Problem) -> Any:
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
     cut = _cut(p)
-    chunked = _kernels(p).forward(cut.problem)
+    # Of equal segments the join gives the final state, as it knows what the last one does.
+    gives_last = cut.is_ragged and p.has_final_state
+    chunked = _kernels(p).forward(cut.problem._replace(has_final_state=gives_last))
     scratch = {"additions": cut.problem.state_bytes, "starts": cut.problem.state_bytes, **chunked.scratch}
     steps: list[Step | Zero] = [_cut_step(p, cut)] if cut.is_ragged else []
     first = None
@@ -324,13 +323,20 @@ def forward(p: Problem) -> Schedule:
         if (p.state_type, p.state_layout) != ("fp32", "vk"):
             steps.append(parts.copy_states(p, "initial_state", "first", p.state_type, "fp32", p.state_layout, "vk"))
             first, scratch["first"] = "first", p.state_bytes
+    last = None
+    if p.has_final_state and not gives_last:
+        last = "final_state"
+        if (p.state_type, p.state_layout) != ("fp32", "vk"):
+            last, scratch["last"] = "last", p.state_bytes
     before, after = _in_two(p, cut, chunked, False, scratch)
-    steps += [*before, _join_step(p, cut, False, first, "starts", None)]
+    steps += [*before, _join_step(p, cut, False, first, "starts", last)]
     main = sum(isinstance(step, Step) for step in steps) + chunked.main - (len(chunked.steps) - len(after))
     steps += renamed(after, {"initial_state": "starts", "final_state": "ends"})
-    if p.has_final_state:
+    if gives_last:
         scratch["ends"] = cut.problem.state_bytes
         steps.append(_copy_states(p, cut, "ends", "final_state", p.state_type, of_last=True))
+    if last == "last":
+        steps.append(parts.copy_states(p, "last", "final_state", "fp32", p.state_type, "vk", p.state_layout))
     left = kept(p)
     if not p.training:
         of_chunks = _kernels(p).kept(cut.problem)

@@ -182,8 +182,8 @@ def test_defaults_are_those_of_a_call(bound, dtypes, build):
     """A bound of the decay changes no kernel, where the chunk is short enough for it."""
     made = build("--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", *bound)
     both = (False, True)  # segments that are equal, and ragged ones
-    wanted = {("cut_sequences", *[None] * 7)}
-    wanted |= {(name, is_ragged, *[None] * 6) for name in ("copy_states", "gla_join") for is_ragged in both}
+    wanted = {("cut_sequences", *[None] * 7), ("copy_states", True, *[None] * 6)}
+    wanted |= {("gla_join", is_ragged, *[None] * 6) for is_ragged in both}
     for dtype in dtypes:
         wanted |= {(name, None, *[dtype] * 3, "raw", "vk", "fp32") for name in ("gla_recurrent_forward", "gla_scan")}
         wanted |= {("gla_segment", is_ragged, dtype, dtype, None, "raw", None, None) for is_ragged in both}

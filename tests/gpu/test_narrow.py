@@ -151,6 +151,7 @@ def test_segments(op):
     check(op, given, comparing.make_state(given, 4, layout="vk"), state_layout="vk", cu_seqlens=bounds)
 
 
+@pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("op", ["wkv7"])
 def test_segments_of_large_heads(op):
     given = inputs(op, batch=1, heads=1, tokens=3072, head_size=160, value_size=160)

@@ -248,7 +248,7 @@ def test_results_repeat_bit_for_bit_and_whatever_is_around(op, threads):
 # ---- segments side by side -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.usefixtures("guarded_memory", "short_segments")
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 3072), (1, 3500)])
 @pytest.mark.parametrize("sizes", [(256, 256), (200, 136), (136, 200), (129, 33)])
@@ -258,7 +258,7 @@ def test_few_heads_in_segments(op, sizes, batch, tokens, layout, problems):
     assert {made.backend for made in problems()} == {"large_segments"}
 
 
-@pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.usefixtures("guarded_memory", "short_segments")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk_len", [32, 64])
 def test_segments_with_any_decay(op, chunk_len, dtype, problems):
@@ -271,7 +271,7 @@ def test_segments_with_any_decay(op, chunk_len, dtype, problems):
 
 
 def test_segments_of_a_graph_are_those_of_a_call(op, problems):
-    given = inputs(batch=1, heads=1, tokens=3200, decays=SLOW)
+    given = inputs(batch=1, heads=1, tokens=16400, decays=SLOW)
     y, _, grads, weights = run(op, given, decay="sigmoid")
     compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True)
     again = run(op, given, None, weights, compiled, decay="sigmoid")
