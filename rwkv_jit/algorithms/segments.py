@@ -51,7 +51,7 @@ _CHUNKED: dict[str, Any] = {"delta": delta_chunked, "diagonal": diagonal_chunked
 _LENGTHS = {
     "delta": _Lengths(max(delta_chunked.CHUNK_LENS), 512),
     "diagonal": _Lengths(max(diagonal_chunked.CHUNK_LENS), 256),
-    "large": _Lengths(0, 2048, 8),  # as each of the two passes is a walk, beside which what is ragged costs nothing
+    "large": _Lengths(0, 4096, 8),  # as each of the two passes is a walk, beside which what is ragged costs nothing
 }
 
 

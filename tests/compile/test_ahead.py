@@ -217,7 +217,7 @@ def call_all_ways(on_gpu, monkeypatch):
         many = max(most, math.ceil(most / of_head))
         of_one_length = [*product((1, many), (1, 16, 64)), (1, 2048), (1, 2100)]
         if op == "wkv7" and max(keys, values) > 128:  # which are cut from more tokens on
-            of_one_length.append((1, 16384))
+            of_one_length.append((1, 32768))
         ways = [*product(of_one_length, [None]), *product([(1, 2100)], [EVEN, ALONE, UNEVEN])]
         for (heads, tokens), bounds in ways:
             dims = {**sizes, "H": heads, "T": tokens}

@@ -133,8 +133,8 @@ TAKEN = {
         # Few heads, whose segments are worth two more walks.
         (LARGE | FEW | {"blocks": 4}, "sm_90", "large_segments", 64),
         (LARGE | FEW | {"blocks": 5}, "sm_90", "large", 64),
-        (LARGE | FEW | {"blocks": 1, "tokens": 16384}, "sm_80", "large_segments", 64),
-        (LARGE | FEW | {"blocks": 1, "tokens": 16383}, "sm_90", "large", 64),
+        (LARGE | FEW | {"blocks": 1, "tokens": 32768}, "sm_80", "large_segments", 64),
+        (LARGE | FEW | {"blocks": 1, "tokens": 32767}, "sm_90", "large", 64),
         (LARGE | FEW | {"blocks": 1, "is_packed": True, "longest": 32768}, "sm_90", "large", 64),
         (LARGE | FEW | sizes(257) | {"blocks": 1}, "sm_90", "large", 64),
         (FEW | sizes(128, 32) | {"blocks": 16}, "sm_90", "large_segments", 64),
