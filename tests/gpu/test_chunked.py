@@ -288,7 +288,7 @@ def test_few_heads_are_split_and_agree_with_the_whole(op, problems, launched):
     given = inputs(batch=1, tokens=8192, heads=2, decays=SLOW)
     y, final = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid")
     assert [made.backend for made in problems()] == ["segments"]
-    assert {made.name for made in launched} >= {"wkv7_segment", "wkv7_join", "wkv7_chunked_forward", "copy_states"}
+    assert {made.name for made in launched} >= {"wkv7_segment", "wkv7_join", "wkv7_chunked_forward"}
     grads = torch.autograd.grad(y.float().sum() + final.sum(), list(given.values()))
     whole, end = rwkv_jit.wkv7(*given.values(), output_final_state=True, decay="sigmoid", backend="chunked")
     wanted = torch.autograd.grad(whole.float().sum() + end.sum(), list(given.values()))
