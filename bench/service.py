@@ -5,6 +5,7 @@ Of an op, and of a kernel of one line by every loader there is.
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import statistics
@@ -233,6 +234,7 @@ def run() -> dict[str, Any]:
         kernel in hand; host_us : a call with and without gradients and things to compare it with, or None; first_call
         and one_line : what `first_calls` and `one_line_kernels` return, or None.
     """
+    compileall.compile_dir(ROOT / "rwkv_jit", quiet=2)  # as an installer does
     imports = [_child(_IMPORT) for _ in range(5)]
     with tempfile.TemporaryDirectory() as folder:
         cache = {"RWKVJIT_CACHE_DIR": folder}
