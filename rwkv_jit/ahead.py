@@ -32,7 +32,7 @@ DIRECTIONS = ("forward", "backward")
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those that are a short chunk,
 # and one for the others; of all GPUs one that has too few heads whatever a call has, for calls of one length and for
 # those of uneven ones that are packed. Where the number of multiprocessors is not known, calls have heads enough.
-_LONG = 2**14
+_LONG = 2**16
 _LENGTHS = (_LONG, rule.SHORT_TOKENS, 1)
 _MULTIPROCESSORS = 2**16
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
