@@ -102,12 +102,17 @@ def section(digest: str, outcomes: dict[str, str], before: dict | None) -> dict:
     """What is recorded of an op, from the outcomes of a run by test.
 
     After a run of the same sources with failures, only the outcomes of these count: that run is mended, not replaced.
+    One without failures stays as it is, unless as many tests ran again or one of them failed.
     """
-    if before is not None and before["digest"] == digest and before.get("failures"):
-        known = {name: outcomes.get(name, "failed") for name in before["failures"]}
+    if before is not None and before["digest"] == digest and (before.get("failures") or _stays(before, outcomes)):
+        known = {name: outcomes.get(name, "failed") for name in before.get("failures", ())}
         more = {"passed": before["passed"], "failed": 0, "skipped": before["skipped"]}
     else:
         known, more = outcomes, dict.fromkeys(("passed", "failed", "skipped"), 0)
     counts = {kind: sum(each == kind for each in known.values()) + more[kind] for kind in more}
     failures = sorted(name for name, outcome in known.items() if outcome == "failed")
     return {**counts, "digest": digest, **({"failures": failures} if failures else {})}
+
+
+def _stays(before: dict, outcomes: dict[str, str]) -> bool:
+    return len(outcomes) < before["passed"] + before["skipped"] and "failed" not in outcomes.values()

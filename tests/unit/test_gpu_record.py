@@ -126,7 +126,15 @@ def test_a_run_of_the_same_sources_mends_the_failures_alone():
     assert whole == {"passed": 11, "failed": 0, "skipped": 0, "digest": "x"}
     other = record.section("y", {"a": "passed"}, first)
     assert other == {"passed": 1, "failed": 0, "skipped": 0, "digest": "y"}
-    assert record.section("x", {"a": "passed"}, whole) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}
+
+
+def test_some_tests_of_the_same_sources_take_the_place_of_no_whole_run():
+    """Unless one of them fails: then the record says so."""
+    whole = {"passed": 2, "failed": 0, "skipped": 1, "digest": "x"}
+    assert record.section("x", {"a": "passed", "b": "passed"}, whole) == whole
+    assert record.section("x", dict.fromkeys("abc", "passed"), whole) == {**whole, "passed": 3, "skipped": 0}
+    failed = record.section("x", {"a": "passed", "b": "failed"}, whole)
+    assert failed == {"passed": 1, "failed": 1, "skipped": 0, "digest": "x", "failures": ["b"]}
 
 
 @pytest.mark.parametrize(
