@@ -40,7 +40,7 @@ _FOR_LATER, _FOR_EARLIER = 1, 2
 
 
 class _Lengths(NamedTuple):
-    """How the sequences of a family may be cut."""
+    """How sequences may be cut, of a family or of large heads."""
 
     multiple: int  # of tokens of equal segments: they end where a chunk does, whichever length is taken; 0 without any
     least: int  # tokens of a segment; shorter ones spend their time on beginning and joining
@@ -179,7 +179,10 @@ def _ragged(p: Problem, count: Any, length: Any) -> _Cut:
 
 
 def _of_segments(p: Problem, **sizes: Any) -> Problem:
-    """Return the problem that the kernels of segments have. There are so many of these that large heads are not few."""
+    """Return the problem that the kernels of segments have.
+
+    Large heads choose as where there are many: the segments of few heads fill the GPU.
+    """
     gpu, backend = p.gpu, "chunked"
     if _kind(p) == "large":
         gpu, backend = p.gpu._replace(multiprocessors=None), "large"
