@@ -117,6 +117,7 @@ def _has_large_segments(op: Op, head_size: int, value_size: int) -> bool:
 
 
 def _row_blocks(value_size: int) -> int:
+    """Return the blocks that a walk has for the value rows of a large head."""
     return -(-value_size // delta_large.MOST_ROWS)
 
 
@@ -302,6 +303,7 @@ def kept(p: Problem) -> dict[str, Any]:
 
 
 def _kept(cut: _Cut) -> dict[str, Any]:
+    """Return what the forward of segments keeps."""
     p = cut.problem
     return {**_bounds(cut), "transitions": _transitions(cut), **_kernels(p).kept(p)}
 

@@ -101,12 +101,14 @@ def is_due(name: str, digest: str, section: dict | None) -> bool:
 def section(digest: str, outcomes: dict[str, str], before: dict | None) -> dict:
     """What is recorded of an op, from the outcomes of a run by test.
 
-    After a run of the same sources with failures, only the outcomes of these count: that run is mended, not replaced.
-    One without failures stays as it is, unless as many tests ran again or one of them failed.
+    A run of the same sources that had failures, or more tests than this one, is mended and not replaced: what failed
+    then counts by its outcome now, and what fails now has not passed.
     """
-    if before is not None and before["digest"] == digest and (before.get("failures") or _stays(before, outcomes)):
+    if before is not None and before["digest"] == digest and (before.get("failures") or _is_part(outcomes, before)):
         known = {name: outcomes.get(name, "failed") for name in before.get("failures", ())}
-        more = {"passed": before["passed"], "failed": 0, "skipped": before["skipped"]}
+        new = {name: "failed" for name, outcome in outcomes.items() if outcome == "failed" and name not in known}
+        known |= new
+        more = {"passed": before["passed"] - len(new), "failed": 0, "skipped": before["skipped"]}
     else:
         known, more = outcomes, dict.fromkeys(("passed", "failed", "skipped"), 0)
     counts = {kind: sum(each == kind for each in known.values()) + more[kind] for kind in more}
@@ -114,5 +116,5 @@ def section(digest: str, outcomes: dict[str, str], before: dict | None) -> dict:
     return {**counts, "digest": digest, **({"failures": failures} if failures else {})}
 
 
-def _stays(before: dict, outcomes: dict[str, str]) -> bool:
-    return len(outcomes) < before["passed"] + before["skipped"] and "failed" not in outcomes.values()
+def _is_part(outcomes: dict[str, str], before: dict) -> bool:
+    return len(outcomes) < before["passed"] + before["skipped"]
