@@ -71,7 +71,7 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     large     the same as chunked for a head size or value size above 128 and up to 1024, with chunk lengths of
               its own, and for smaller heads that chunked does not take; in other ops than wkv7 keys above 256 on
               sm_90 alone (`wide_keys` calls with parts of these)
-              Those of wkv7 up to 256 go in segments too (`segments.takes_large`)
+              Few of them go in segments too, of wkv7 up to 256 (`segments.takes_large`)
     recurrent everything else
     ========= ==========================================================================================
 

@@ -31,7 +31,6 @@ _GROUP_CHUNK_LEN, _GROUP_THREADS = 64, 384  # of the scan with products of warp 
 _GROUP_STATE = 512 * 64  # channels times value rows that its registers hold
 _MOST_THREADS = 256  # of a multiprocessor, with 255 registers each; twice as many have 128
 _PARTS, _LEAST_CHUNKS = 4, 128  # of a scan beside which other kernels run
-_UNIT_THREADS = 256  # of a block that writes a row of an identity
 _MATRICES = 4  # token matrices of a chunk that pass from kernel to kernel
 
 
@@ -368,35 +367,9 @@ def backward(p: Problem) -> Schedule:
     return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=parts.vectors(p))
 
 
-def in_two(p: Problem, schedule: Schedule, backward: bool) -> tuple[list[Step | Zero], list[Step | Zero]]:
-    """Return the steps of a direction that find what sequences do to any state, and those that know their states.
-
-    Both have a walk of their own. From no state it leaves "additions". Forwards another one goes without values from
-    the identity and leaves "transitions", which the backward takes too. What it writes meanwhile nobody reads.
-    """
-    if backward:
-        scan = schedule.launches[0]
-        from_zero = scan._replace(bind={**scan.bind, "first": None, "last": "additions"})
-        return [from_zero], [*schedule.steps]
-    *prepares, scan = schedule.launches
-    alone = {"solved": None, "states": None}
-    from_zero = scan._replace(bind={**scan.bind, **alone, "first": None, "last": "additions"})
-    of_keys = p._replace(V=p.K)
-    unit = Step(
-        "unit_states", "unit_states", {"HEAD_SIZE": p.K, "VALUE_SIZE": p.K, "NUM_THREADS": _UNIT_THREADS},
-        (p.N * p.H, p.K, 1), {"states": "transitions"},
-    )  # fmt: skip
-    from_unit = _scan(of_keys, "forward", _Walk(False, 1), {
-        **scan.bind, **alone, "input": "no_values", "output": "unread" if p.K > p.V else "y", "first": "transitions",
-        "last": "transitions",
-    })  # fmt: skip
-    return [*prepares, Zero("no_values"), from_zero, unit, from_unit], [scan]
-
-
-def unread(p: Problem) -> dict[str, Any]:
-    """Return the bytes of a row of zeros in the place of values, and of what a walk without values writes."""
-    outputs = {"unread": aligned(2 * p.B * p.T * p.H * p.K)} if p.K > p.V else {}
-    return {"no_values": aligned(2 * p.K), **outputs}
+def segment_walk(p: Problem, bind: Mapping[str, Any]) -> Step:
+    """Return the forward's walk over all chunks, of sequences that are many."""
+    return _scan(p, "forward", _Walk(False, 1), bind)
 
 
 def _of_part(step: Step, part: _Part, chunk_blocks: int = 1) -> Step:

@@ -7,6 +7,7 @@ the keys' side for all chunks, from the states that the second has left.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rwkv_jit.algorithms import parts
@@ -22,6 +23,7 @@ LARGEST_HEAD = 1024
 _ARCH = "sm_90a"  # nothing but an sm_90 runs code for sm_90, and only with the extension has it these products
 _SLAB = 64  # channels that are moved and prepared at once
 _ROWS = (64, 32)  # value rows that a block of the scan may hold
+MOST_ROWS = max(_ROWS)
 _STATE = 512 * 64  # channels times value rows that its registers hold
 _MOST_STAGES = 8
 _PREPARE_THREADS, _KEY_THREADS = 256, 128
@@ -87,14 +89,14 @@ def forward(p: Problem) -> Schedule:
     pieces = kept(p)
     left = pieces if p.training else {}
     scratch = {} if p.training else {name: size for name, size in pieces.items() if name != "states"}
-    scan = _scan_step(p, "forward", "states" if p.training else None)
+    scan = scan_step(p, "forward", {"states": "states" if p.training else None})
     steps = (*(_prepare_step(p, by_halves) for by_halves in parts.ways(p)), scan)
     return Schedule(steps, parts.forward_results(p), left, scratch, parts.vectors(p), main=len(steps) - 1)
 
 
 def backward_steps(p: Problem) -> tuple[Step, ...]:
     """Return the launches of the backward, which pass "e" from one to the others."""
-    return _scan_step(p, "backward", "e"), *(_key_step(p, by_halves) for by_halves in parts.ways(p))
+    return scan_step(p, "backward", {"states": "e"}), *(_key_step(p, by_halves) for by_halves in parts.ways(p))
 
 
 def _prepare_step(p: Problem, by_halves: bool) -> Step:
@@ -112,7 +114,7 @@ def _prepare_step(p: Problem, by_halves: bool) -> Step:
     return parts.step_of_places("gla_prepare", parameters, (slots, p.H, 1), bind, by_halves, _ARCH)
 
 
-def _scan_step(p: Problem, direction: str, states: str | None) -> Step:
+def scan_step(p: Problem, direction: str, bind: Mapping[str, Any]) -> Step:
     """Return the walk over the chunks in one direction: a block per sequence, head and block of value rows."""
     value_rows = _value_rows(p)
     fixed = _scan_shared_bytes(p.K, value_rows, 0)
@@ -129,8 +131,8 @@ def _scan_step(p: Problem, direction: str, states: str | None) -> Step:
     if backward:
         parameters["T_STATE"] = "fp32"
     grid = (p.N * -(-p.V // value_rows), p.H, 1)
-    bind = {**_given(p), **scan_ends(p, direction), "states": states, "halved": parts.halved(p)}
-    return Step("gla_group_scan", "gla_group_scan", parameters, grid, bind, _ARCH)
+    given = {**_given(p), **scan_ends(p, direction), "halved": parts.halved(p)}
+    return Step("gla_group_scan", "gla_group_scan", parameters, grid, {**given, **bind}, _ARCH)
 
 
 def _key_step(p: Problem, by_halves: bool) -> Step:

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rwkv_jit.algorithms import diagonal_chunked, diagonal_groups, parts
@@ -20,6 +20,7 @@ from rwkv_jit.schedule import Schedule, Step, Zero, renamed
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 64, 16)
+MOST_ROWS = diagonal_groups.MOST_ROWS
 LARGEST_KEY = 256  # without warp groups
 _KEY_THREADS = 128  # of the kernel that makes the gradients of all chunks at once: a warp for 16 channels
 _MOST_KEY_THREADS = {16: 384, 32: 384, 64: 256}  # of a multiprocessor, by the chunk: what leaves them registers enough
@@ -125,6 +126,13 @@ def backward(p: Problem) -> Schedule:
     scratch = {"e": kept(p)["states" if in_groups else "checkpoints"], **rows, **parts.sequence_gradients(p)}
     steps: list[Step | Zero] = [*map(Zero, rows), *renamed(kernels, to_rows), *parts.sum_chunks(p, p.chunk_len)]
     return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=parts.vectors(p))
+
+
+def segment_walk(p: Problem, bind: Mapping[str, Any]) -> Step:
+    """Return the forward's walk over all chunks, of sequences that are many."""
+    if _is_for_groups(p):
+        return diagonal_groups.scan_step(p, "forward", bind)
+    return diagonal_chunked.scan_step(p, "forward", bind)
 
 
 def _backward_steps(p: Problem) -> tuple[Step, Step]:

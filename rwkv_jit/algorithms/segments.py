@@ -8,8 +8,8 @@ of it is its diagonal, a row for each head.
 Where sequences have equal segments, their strides say where these are. Ragged ones, of packed sequences and of lengths
 that cannot be shared equally, are packed sequences to the chunked kernels; a kernel finds their bounds.
 
-Large heads of wkv7 go the same way with the kernels that they have. Their walk from zero leaves Q; without values, from
-the identity, it leaves P.
+Large heads go the same way with the kernels that they have. Their walk from zero leaves Q; without values, from the
+identity, it leaves P, and from a row of ones the diagonal of one.
 
 Where nobody wants a gradient but that of the initial state, what segments do is all that the backward takes: a whole
 sequence is one of them.
@@ -19,20 +19,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rwkv_jit.algorithms import delta_chunked, delta_large, diagonal_chunked, parts
+from rwkv_jit.algorithms import delta_chunked, delta_large, diagonal_chunked, diagonal_large, parts
 from rwkv_jit.algorithms.parts import Case, Obstacle, padded
 from rwkv_jit.problem import Op, Problem
 from rwkv_jit.schedule import Schedule, Step, Zero, aligned, renamed
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
-_LARGEST_HEAD = 256  # of large heads in segments, whose rows a join has in registers
+_LARGEST_DELTA = 256  # of large heads of wkv7, whose rows a join has in registers
 _MULTIPLE = 64  # of tokens of ragged segments: they end where a chunk does, whichever length is taken
 # A segment of packed sequences has an eighth of a multiprocessor's share of all tokens, so that the last one to end is
 # not much later than the others. A multiprocessor works on two blocks at once. Sequences are cut where the longest one
 # has three times a block's share, and where they have so many tokens on average.
 _SHARES, _UNEVEN, _LEAST_MEAN = 8, 3, 256
-_CUT_THREADS, _JOIN_THREADS = 128, 128
+_CUT_THREADS, _JOIN_THREADS, _UNIT_THREADS = 128, 128, 256
 _JOIN_ROWS = 8  # value rows of a block where P is a matrix
 _SEGMENT_ROWS = 128  # the most that a block of `wkv7_segment` holds
 # Whom it is known for what a segment does: those behind it, those before it.
@@ -47,7 +47,8 @@ class _Lengths(NamedTuple):
     fewest: int = LEAST_SEGMENTS  # segments of a sequence
 
 
-_CHUNKED: dict[str, Any] = {"delta": delta_chunked, "diagonal": diagonal_chunked, "large": delta_large}
+_CHUNKED: dict[str, Any] = {"delta": delta_chunked, "diagonal": diagonal_chunked}
+_LARGE: dict[str, Any] = {"delta": delta_large, "diagonal": diagonal_large}
 _LENGTHS = {
     "delta": _Lengths(max(delta_chunked.CHUNK_LENS), 512),
     "diagonal": _Lengths(max(diagonal_chunked.CHUNK_LENS), 256),
@@ -62,7 +63,7 @@ def _kind(p: Problem) -> str:
 
 def _kernels(p: Problem) -> Any:
     """Return the module of the kernels that segments take."""
-    return _CHUNKED[_kind(p)]
+    return (_LARGE if _kind(p) == "large" else _CHUNKED)[p.op.family]
 
 
 # ---- the rule ----------------------------------------------------------------------------------------------------
@@ -108,17 +109,18 @@ def takes_large(case: Case) -> bool:
     multiprocessors = case.multiprocessors and case.multiprocessors()
     if multiprocessors is None:
         return False
-    blocks = case.blocks * _row_blocks(case.value_size)
+    blocks = case.blocks * _row_blocks(case.op, case.value_size)
     return segments("large", 2 * blocks, case.tokens, multiprocessors) >= _LENGTHS["large"].fewest
 
 
 def _has_large_segments(op: Op, head_size: int, value_size: int) -> bool:
-    return op.family == "delta" and max(head_size, value_size) <= _LARGEST_HEAD
+    return op.family == "diagonal" or max(head_size, value_size) <= _LARGEST_DELTA
 
 
-def _row_blocks(value_size: int) -> int:
+def _row_blocks(op: Op, value_size: int) -> int:
     """Return the blocks that a walk has for the value rows of a large head."""
-    return -(-value_size // delta_large.MOST_ROWS)
+    rows: int = _LARGE[op.family].MOST_ROWS
+    return -(-value_size // rows)
 
 
 def may_cut(backend: str, p: Problem) -> bool:
@@ -129,7 +131,7 @@ def may_cut(backend: str, p: Problem) -> bool:
     if p.multiprocessors is None or p.is_packed or backend not in ("auto", "split"):
         return False
     if p.backend in ("large", "large_segments"):
-        blocks = p.B * p.H * _row_blocks(p.V)
+        blocks = p.B * p.H * _row_blocks(p.op, p.V)
         return _has_large_segments(p.op, p.K, p.V) and p.multiprocessors >= _LENGTHS["large"].fewest * blocks
     is_few = backend == "split" or 2 * p.multiprocessors >= LEAST_SEGMENTS * p.B * p.H
     return p.backend in ("chunked", "segments") and is_few
@@ -166,7 +168,7 @@ def _cut(p: Problem) -> _Cut:
     else:
         count = _LENGTHS[kind].fewest
         if multiprocessors is not None:
-            blocks = 2 * p.H * _row_blocks(p.V) if kind == "large" else p.H
+            blocks = 2 * p.H * _row_blocks(p.op, p.V) if kind == "large" else p.H
             count = segments(kind, blocks, p.T, multiprocessors, count)
         if _LENGTHS[kind].multiple and p.T % (count * _LENGTHS[kind].multiple) == 0:
             return _Cut(_of_segments(p, B=p.B * count, T=p.T // count, N=p.N * count), count)
@@ -273,9 +275,10 @@ def _diagonal_geometry(p: Problem) -> dict[str, Parameter]:
 def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states: str | None, last: str | None) -> Step:
     """Return the launch that joins the segments, from the first state to those at all starts, or backwards."""
     is_diagonal = p.op.family == "diagonal"
+    threads = max(_JOIN_THREADS, padded(p.K)) if is_diagonal else _JOIN_THREADS
     parameters: dict[str, Parameter] = {
-        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": _JOIN_THREADS,
-        "ROWS": _JOIN_THREADS // p.K if is_diagonal else _JOIN_ROWS, "BACKWARD": backward,
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": threads,
+        "ROWS": threads // p.K if is_diagonal else _JOIN_ROWS, "BACKWARD": backward,
         "RAGGED": cut.is_ragged,
     }  # fmt: skip
     bind = {
@@ -428,10 +431,38 @@ def _in_two(
     names = {"cu_seqlens": "bounds"} if cut.is_ragged else {}
     if _kind(p) != "large":
         return [_segment_step(p, cut, backward)], renamed(chunked.steps, names)
-    if not backward:
-        scratch |= delta_large.unread(cut.problem)
-    before, after = delta_large.in_two(cut.problem, chunked, backward)
+    before, after = _in_two_walks(cut.problem, chunked, backward, scratch)
     return renamed(before, names), renamed(after, names)
+
+
+def _in_two_walks(
+    p: Problem, schedule: Schedule, backward: bool, scratch: dict[str, Any]
+) -> tuple[list[Step | Zero], list[Step | Zero]]:
+    """Return the same of large heads, from their steps.
+
+    From no state a walk leaves "additions". Forwards another one goes without values from unit states and leaves
+    "transitions", which the backward takes too. What either writes meanwhile nobody reads.
+    """
+    if backward:
+        scan = schedule.launches[0]
+        from_zero = scan._replace(bind={**scan.bind, "first": None, "last": "additions"})
+        return [from_zero], [*schedule.steps]
+    *prepares, scan = schedule.launches
+    bind = {**scan.bind, "solved": None, "states": None, "checkpoints": None, "framed": None}
+    from_zero = scan._replace(bind={**bind, "first": None, "last": "additions"})
+    of_units = p._replace(V=p.K if p.op.family == "delta" else 1)
+    unit = Step(
+        "unit_states", "unit_states", {"HEAD_SIZE": p.K, "VALUE_SIZE": of_units.V, "NUM_THREADS": _UNIT_THREADS},
+        (p.N * p.H, of_units.V, 1), {"states": "transitions"},
+    )  # fmt: skip
+    scratch["no_values"] = aligned(2 * of_units.V)
+    if of_units.V > p.V:
+        scratch["unread"] = aligned(2 * p.B * p.T * p.H * of_units.V)
+    from_unit = _kernels(p).segment_walk(of_units, {
+        **bind, "input": "no_values", "output": "unread" if of_units.V > p.V else "y", "first": "transitions",
+        "last": "transitions",
+    })  # fmt: skip
+    return [*prepares, Zero("no_values"), from_zero, unit, from_unit], [scan]
 
 
 def _side_by_side(p: Problem, cut: _Cut, steps: list[Step | Zero]) -> tuple[Step | Zero, ...]:

@@ -30,7 +30,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "large": delta_large,
         "large_segments": segments,
     },
-    "diagonal": {"recurrent": recurrent, "chunked": diagonal_chunked, "segments": segments, "large": diagonal_large},
+    "diagonal": {
+        "recurrent": recurrent,
+        "chunked": diagonal_chunked,
+        "segments": segments,
+        "large": diagonal_large,
+        "large_segments": segments,
+    },
     "wkv4": {"auto": wkv4, "recurrent": wkv4, "split": wkv4},
     "timex": {"tiles": timex_tiles, "transforms": timex_transforms},
 }

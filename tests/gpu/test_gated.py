@@ -513,6 +513,41 @@ def test_few_heads_are_split_and_agree_with_the_whole(op, problems, launched):
         assert relative(one, other) < GATES["dw"]
 
 
+@pytest.mark.usefixtures("guarded_memory", "short_segments")
+@pytest.mark.parametrize(("batch", "tokens", "layout"), [(2, 3072, "vk"), (1, 3500, "kv")])
+@pytest.mark.parametrize("sizes", [*SCANNED, (300, 1), (129, 33)])
+@pytest.mark.parametrize("op", OPS)
+def test_few_large_heads_in_segments(op, sizes, batch, tokens, layout, problems):
+    given = inputs(op, batch=batch, heads=1, tokens=tokens, head_size=sizes[0], value_size=sizes[1], decays=SLOW)
+    check(op, given, make_state(op, given, batch, layout=layout), state_layout=layout, backend="auto")
+    assert {made.backend for made in problems()} == {"large_segments"}
+
+
+@pytest.mark.usefixtures("guarded_memory", "short_segments")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_len", diagonal_large.CHUNK_LENS)
+@pytest.mark.parametrize("op", ["wkv6", "gla"])
+def test_segments_of_large_heads_with_any_decay(op, chunk_len, dtype, problems):
+    sizes = {"batch": 1, "heads": 2, "tokens": 3072, "head_size": 200, "value_size": 136}
+    given = inputs(op, DTYPES[dtype], "log", **sizes, decays=SLOW)
+    w = given["w"].detach().clone()
+    w[:, ::97, :, :70], w[:, 1000:1100] = -55.0, -7.0
+    given["w"] = w.requires_grad_()
+    check(op, given, make_state(op, given, 1), decay="log", chunk_len=chunk_len)
+    assert {made.backend for made in problems()} == {"large_segments"}
+
+
+@pytest.mark.parametrize("op", ["wkv6", "linear_attention"])
+def test_segments_of_large_heads_in_a_graph_are_those_of_a_call(op, problems):
+    given = inputs(op, batch=1, heads=1, tokens=32800, head_size=200, value_size=136, decays=SLOW)
+    options = of(op, {"decay": "sigmoid"})
+    y, _, grads, weights = run(op, given, **options)
+    again = run(op, given, None, weights, torch.compile(getattr(rwkv_jit, op), fullgraph=True), **options)
+    assert {made.backend for made in problems()} == {"large_segments"}
+    for one, other in zip((y, *grads), (again[0], *again[2]), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("how", [*comparing.STRIDES, "expanded"])
 @pytest.mark.parametrize("head_size", [24, 36, 37])
 @pytest.mark.parametrize("op", OPS)
