@@ -103,10 +103,14 @@ def directory() -> Path:
     return inside if inside.is_dir() else package.parent / "kernel_templates"
 
 
+def _own_files() -> dict[str, Path]:
+    """Return the library's own files, whichever folder they are in."""
+    return {path.name: path for path in directory().rglob("*.cu*")}
+
+
 def path_of(file: str) -> Path:
-    """Return where a file of the library's own lies, whichever folder it is in; in none where there is no such file."""
-    folders = [directory(), *sorted(path for path in directory().iterdir() if path.is_dir())]
-    return next((folder / file for folder in folders if (folder / file).is_file()), directory() / file)
+    """Return where a file of the library's own lies; in no folder of it where there is no such file."""
+    return _own_files().get(file, directory() / file)
 
 
 def names() -> list[str]:
@@ -131,23 +135,24 @@ def read(path: Path) -> Template:
     Raises OSError where the file or one of its headers cannot be read, and ValueError where a header's name cannot
     be one, it is not text in UTF-8, or a text may read a file that is not named there.
     """
-    body = path.read_text(encoding="utf-8")
+    body, own = path.read_text(encoding="utf-8"), _own_files()
     texts: dict[str, str] = {}
     wanted = [("types.cuh", path.name), *_includes(body, path.name)]
     while wanted:
         header, includer = wanted.pop()
         if header not in texts:
-            texts[header] = _header(header, includer, path)
+            texts[header] = _header(header, includer, path, own)
             wanted += _includes(texts[header], header)
     # The name stands in a `#line`, in file names and in messages.
     return Template(_NOT_IN_A_NAME.sub("_", path.stem), body, tuple(sorted(texts.items())))
 
 
-def _header(name: str, includer: str, path: Path) -> str:
+def _header(name: str, includer: str, path: Path, own: Mapping[str, Path]) -> str:
     what = f'"{short(name)}", which {includer} includes,'
     beside = path.parent / name
     try:
-        return (beside if beside.is_file() else path_of(name)).read_text(encoding="utf-8")
+        file = beside if beside.is_file() else own.get(name, directory() / name)
+        return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         where = f"neither beside {path} nor among the library's own headers"
         raise FileNotFoundError(f"{what} lies {where}") from None
