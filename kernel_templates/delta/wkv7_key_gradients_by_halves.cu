@@ -1,9 +1,9 @@
 // What wkv7_key_gradients.cu does, for those slabs of 64 channels of a chunk whose decays leave the range of its
 // middle's frame: by halves (wkv7_halves.cuh). Arguments are as there.
 //
-// Grid (any number of blocks): each takes slabs of a chunk and head, one after another, a warp for 16 channels of 16
-// tokens: with more of either there are no registers for what it sums over the values while it goes down the trees.
-// Channels stand in the order of lanes, as the states have them.
+// Grid (any number of blocks): each takes slabs of a chunk and head, one after another. A warp has 32 channels of 16
+// tokens while it sums over the values, and goes down the trees with 16 of them after the other 16: with more warps
+// there are no registers for either. Channels stand in the order of lanes, as the states have them.
 #include "chunk.cuh"
 #include "halved.cuh"
 #include "slab_copy.cuh"
@@ -16,9 +16,10 @@ constexpr bool DECAYS_COME_IN_PARTS = true;
 #include "chunk_decay.cuh"
 #include "pair_rows.cuh"
 
-constexpr int CHANNEL_WARPS = TILE_COLUMNS / 16;
+constexpr int CHANNEL_GROUPS = TILE_COLUMNS / 16, OWN_GROUPS = 2;  // of 16 channels: in all, and of a warp
+constexpr int CHANNEL_WARPS = CHANNEL_GROUPS / OWN_GROUPS;
 constexpr int DISTANCES = max_of(BLOCKS / 2, 1);  // of blocks that meet: 1 and 2
-static_assert(NUM_THREADS == 32 * CHANNEL_WARPS * BLOCKS, "num_threads must be 8 for each token of a chunk");
+static_assert(NUM_THREADS == 32 * CHANNEL_WARPS * BLOCKS, "num_threads must be 4 for each token of a chunk");
 
 constexpr int PITCH = TILE_COLUMNS + 8;
 using Row = T_IO[PITCH];
@@ -34,7 +35,7 @@ struct Smem {
             float growth[CHUNK_LEN][TILE_COLUMNS + 4];  // the tokens' decays; later the gradients of their logarithms
             float shared[BLOCKS][BLOCKS][TILE_COLUMNS];  // what a block gives to those of all tokens of another one
             // A block's rows for others, by the level's distance, as lanes take them.
-            BothRows<Fragment> whole[DISTANCES][BLOCKS][CHANNEL_WARPS][32];
+            BothRows<Fragment> whole[DISTANCES][BLOCKS][CHANNEL_GROUPS][32];
         } rows;
     };
     Triangle gradients[4];  // dArk dArb dAak dAab
@@ -87,9 +88,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         RawDecays raw_w;
         raw_w.load(w, w_strides.token, steps, first_channel);
 
-        const int column = 16 * (warp_id() % CHANNEL_WARPS), block = warp_id() / CHANNEL_WARPS;
-        BlockSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // dY S, dX S, V E and U E, [channel, token]
-        float state_terms[2] = {};                         // sum_v S E, the block's share of the values
+        const int first_group = OWN_GROUPS * (warp_id() % CHANNEL_WARPS), block = warp_id() / CHANNEL_WARPS;
+        struct Sums {
+            BlockSums d_r, d_a, d_k, d_b;  // dY S, dX S, V E and U E, [channel, token]
+            float state_terms[2];          // sum_v S E, the block's share of the values
+        } sums[OWN_GROUPS] = {};
 #pragma unroll 1
         for (int first_value = 0; first_value < VALUE_SIZE; first_value += TILE_COLUMNS) {
             auto& piece = smem.piece;
@@ -105,25 +108,32 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
                 if (first_value + at >= VALUE_SIZE) break;
 #pragma unroll
                 for (int c = at; c < at + STEP; c += 16) {
-                    const Fragment x = load_left_transposed(state, c, column),
-                                   y = load_left_transposed(with_e, c, column);
                     const auto values = [&](Slab<CHUNK_LEN>& tile) {
                         return load_right_transposed(tile_of(tile), 16 * block, c);
                     };
-                    multiply_add(d_r, x, values(piece.dy)), multiply_add(d_a, x, values(piece.dx));
-                    multiply_add(d_k, y, values(piece.v)), multiply_add(d_b, y, values(piece.u));
-                    if (c / 16 % BLOCKS != block) continue;
+                    const Right with_dy = values(piece.dy), with_dx = values(piece.dx), with_v = values(piece.v),
+                                with_u = values(piece.u);
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        state_terms[i % 2] += low_of(x.at[i]) * low_of(y.at[i]) + high_of(x.at[i]) * high_of(y.at[i]);
+                    for (int g = 0; g < OWN_GROUPS; ++g) {
+                        const int column = 16 * (first_group + g);
+                        const Fragment x = load_left_transposed(state, c, column),
+                                       y = load_left_transposed(with_e, c, column);
+                        multiply_add(sums[g].d_r, x, with_dy), multiply_add(sums[g].d_a, x, with_dx);
+                        multiply_add(sums[g].d_k, y, with_v), multiply_add(sums[g].d_b, y, with_u);
+                        if (c / 16 % BLOCKS != block) continue;
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            sums[g].state_terms[i % 2] +=
+                                low_of(x.at[i]) * low_of(y.at[i]) + high_of(x.at[i]) * high_of(y.at[i]);
+                    }
                 }
             }
             __syncthreads();  // nobody reads it any more
         }
 #pragma unroll
-        for (float& term : state_terms)
+        for (Sums& own : sums)
 #pragma unroll
-            for (int delta = 1; delta < 4; delta *= 2) term += __shfl_xor_sync(0xffffffffu, term, delta);
+            for (float& term : own.state_terms) term = sum_quad(term);
 
         // A thread's pair of channels, and its tokens.
         auto& raw = smem.rows.raw;
@@ -161,41 +171,58 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ke
         const auto copy_sums = [](BlockSums& to, const BlockSums& sums) {
             for_each_element([&](int n, int j, int i) { to[n][2 * j + i] = sums[n][2 * j + i]; });
         };
-        BlockProducts all, shared = {};
-        BlockSums d_decay = {};
-        load_products(all, growth, column);
-        const KeyBlock own(raw, growth, column, block, scale);
-        const auto lane_rows = [&](int o, int b) -> BothRows<Fragment>& {
-            return smem.rows.whole[meeting_distance(o, b) - 1][o][warp_id() % CHANNEL_WARPS][lane_id()];
+        const auto lane_rows = [&](int o, int b, int g) -> BothRows<Fragment>& {
+            return smem.rows.whole[meeting_distance(o, b) - 1][o][first_group + g][lane_id()];
         };
-#pragma unroll
-        for (int distance = 1; distance < BLOCKS; distance *= 2)
-            lane_rows(block, block ^ distance) = own.whole_rows_for(distance, all, block);
-        __syncthreads();  // the rows for others are there
-        write_key_block_by_halves(
-            tiles, own, [&](int o) { return lane_rows(o, block); }, pairs,
-            [&](TreeGradients& grads, int) { copy_sums(grads.left, d_r), copy_sums(grads.right, d_k); },
-            [&](TreeGradients& grads, int) { copy_sums(grads.left, d_a), copy_sums(grads.right, d_b); }, own_pairs, all,
-            shared, d_decay, column, scale, block);
-        float whole[2];
-        multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
-        const auto of_channel = [&](int from, int to, int j) -> float& {
+        const auto of_channel = [&](int from, int to, int column, int j) -> float& {
             return smem.rows.shared[from][to][column + group() + 8 * j];
         };
-        if (quad_lane() == 0)
+#pragma unroll
+        for (int g = 0; g < OWN_GROUPS; ++g) {
+            const int column = 16 * (first_group + g);
+            BlockProducts all;
+            load_products(all, growth, column);
+            const KeyBlock own(raw, growth, column, block, scale);
+#pragma unroll
+            for (int distance = 1; distance < BLOCKS; distance *= 2)
+                lane_rows(block, block ^ distance, g) = own.whole_rows_for(distance, all, block);
+        }
+        __syncthreads();  // the rows for others are there
+        BlockSums d_decay[OWN_GROUPS] = {};
+#pragma unroll
+        for (int g = 0; g < OWN_GROUPS; ++g) {
+            const int column = 16 * (first_group + g);
+            const Sums& begin = sums[g];
+            BlockProducts all, shared = {};
+            load_products(all, growth, column);
+            const KeyBlock own(raw, growth, column, block, scale);
+            write_key_block_by_halves(
+                tiles, own, [&](int o) { return lane_rows(o, block, g); }, pairs,
+                [&](TreeGradients& grads, int) { copy_sums(grads.left, begin.d_r), copy_sums(grads.right, begin.d_k); },
+                [&](TreeGradients& grads, int) { copy_sums(grads.left, begin.d_a), copy_sums(grads.right, begin.d_b); },
+                own_pairs, all, shared, d_decay[g], column, scale, block);
+            float whole[2];
+            multiply_blocks(whole, all, 0, BLOCKS);  // what decays of the state from the chunk's start to its end
+            if (quad_lane() == 0)
+#pragma unroll
+                for (int o = 0; o < BLOCKS; ++o)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+                        of_channel(block, o, column, j) = shared[o][j] + begin.state_terms[j] * whole[j];
+        }
+        __syncthreads();  // what blocks give to each other is there, and nobody reads the decays any more
+#pragma unroll
+        for (int g = 0; g < OWN_GROUPS; ++g) {
+            const int column = 16 * (first_group + g);
+            float given[2] = {};
 #pragma unroll
             for (int o = 0; o < BLOCKS; ++o)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) of_channel(block, o, j) = shared[o][j] + state_terms[j] * whole[j];
-        __syncthreads();  // what blocks give to each other is there, and nobody reads the decays any more
-        float given[2] = {};
-#pragma unroll
-        for (int o = 0; o < BLOCKS; ++o)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) given[j] += of_channel(o, block, j);
-        for_each_element([&](int n, int j, int i) {
-            growth[16 * block + token_of(n, i)][column + group() + 8 * j] = d_decay[n][2 * j + i] + given[j];
-        });
+                for (int j = 0; j < 2; ++j) given[j] += of_channel(o, block, column, j);
+            for_each_element([&](int n, int j, int i) {
+                growth[16 * block + token_of(n, i)][column + group() + 8 * j] = d_decay[g][n][2 * j + i] + given[j];
+            });
+        }
         __syncthreads();  // the gradients are there
 
         const i64 row_stride = heads * HEAD_SIZE;

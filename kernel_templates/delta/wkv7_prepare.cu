@@ -188,11 +188,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
             next_w.load(w, w_strides.token, steps, slab * TILE_COLUMNS);
         };
         HalfTriangle sum = {};
+        bool leaves_any = false;  // whether a slab has left its frame: such a chunk is flagged here and made BY_HALVES
         const auto make_operands = [&](int slab) {  // returns whether its products are there too
+            const bool by_halves = BY_HALVES && halved[place * SLABS + slab];
             RateSums sums;
-            sum_rates(sums, smem.totals, next_w, steps, slab * TILE_COLUMNS);
+            if (!by_halves) sum_rates(sums, smem.totals, next_w, steps, slab * TILE_COLUMNS);
             wait_for_copies<0>();
             __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
+            if constexpr (BY_HALVES)
+                if (by_halves) {
+                    prepare_by_halves(smem.totals, smem.operands[0], raw, next_w, sum, frames + slab * TILE_COLUMNS,
+                                      slab * TILE_COLUMNS, steps, scale);
+                    __syncthreads();  // the operands are there
+                    return true;
+                }
             Frame frame = frame_of(smem.totals);
             if constexpr (LARGEST_DECAY > 0 && !BY_HALVES)
 #pragma unroll
@@ -209,19 +218,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
             if constexpr (LARGEST_DECAY > 0 && !BY_HALVES) {
                 const bool leaves = __syncthreads_or(leaves_range(frame, steps) || is_steep(sums));
                 if (threadIdx.x == 0) halved[place * SLABS + slab] = leaves;
+                leaves_any |= leaves;
             } else {
                 __syncthreads();
             }
-            if constexpr (BY_HALVES) {
-                const bool by_halves = halved[place * SLABS + slab];
-                if (by_halves) {
-                    prepare_by_halves(smem.totals, smem.operands[0], raw, next_w, sum, frames + slab * TILE_COLUMNS,
-                                      slab * TILE_COLUMNS, steps, scale);
-                    __syncthreads();
-                }
-                return by_halves;
-            }
-            return false;  // the operands are there
+            return false;
         };
         // A slab's tiles to the tensor and back; every thread has the same units both times.
         constexpr int PAIR_UNITS = 2 * SLAB_UNITS;  // A and R, B and K
@@ -242,19 +243,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
         const bool is_r = warp & 1, is_k = warp & 2;
         load_slab(0);
         for (int slab = 0; slab < SLABS; ++slab) {
-            const bool by_halves = make_operands(slab);
-            if (slab + 1 < SLABS) {
-                load_slab(slab + 1);
-                put_slab(smem.operands[0], slab);
-            } else if (SLABS > 1) {
-                fetch_slab(smem.operands[1], SLABS - 2);
-            }
-            if (by_halves) continue;
+            const bool is_done = make_operands(slab);
+            if (slab + 1 < SLABS) load_slab(slab + 1);
+            if (!BY_HALVES && leaves_any) continue;
+            if (slab + 1 < SLABS) put_slab(smem.operands[0], slab);
+            else if (SLABS > 1) fetch_slab(smem.operands[1], SLABS - 2);
+            if (is_done) continue;
             const Operands& tiles = smem.operands[0];
             const auto left = tile_of(is_r ? tiles.r : tiles.a), right = tile_of(is_k ? tiles.k : tiles.b);
             if (warp < 4) add_products<0>(sum, left, right);
             else add_products<HALVES - 1>(sum, left, right);
         }
+        if (!BY_HALVES && leaves_any) return;
         const auto store = [&](int i, int p, int q) {
             if (p == q) keep_lower(sum[i], !is_r);
             if (is_r || is_k || p != q) {

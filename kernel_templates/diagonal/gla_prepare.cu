@@ -142,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
         Accumulator sum[OWN_TOKENS / 8] = {};
         float own_terms[SEGMENT_LEN] = {};
         bool has_own_terms = BONUS;
+        bool leaves_any = false;  // whether a slab has left its frame: such a chunk is flagged here and made BY_HALVES
         const int group_of_warps = warp_id() / 4;
         load_slab(0);
 #pragma unroll 1
@@ -201,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
             if constexpr (LARGEST_DECAY > 0 && !BY_HALVES) {
                 const bool leaves = __syncthreads_or(leaves_here);
                 if (threadIdx.x == 0) halved[place * SLABS + slab] = leaves;
+                leaves_any |= leaves;
             } else {
                 __syncthreads();
             }
@@ -217,6 +219,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
             }
             // Q and K are there, and nobody reads the raw rows any more.
             if (slab + 1 < SLABS) load_slab(slab + 1);
+            if (!BY_HALVES && leaves_any) continue;
             if (threadIdx.x == 0) {
                 write_bulk(operands + slab * (2 * CHUNK_LEN * 8), &tiles[0], sizeof(tiles));
                 end_writes();
@@ -231,6 +234,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
             end_batch();
             wait_for_batches<0>();
             hold(sum);
+        }
+        if (!BY_HALVES && leaves_any) {
+            if (threadIdx.x == 0) wait_until_read();
+            return;
         }
         if (has_own_terms) {  // a warp has a segment
 #pragma unroll

@@ -319,7 +319,7 @@ def forward(p: Problem) -> Schedule:
     prepares = [
         _chunk_step(
             p, "prepare", _prepare_shared_bytes(p.chunk_len), {**own, "BY_HALVES": by_halves},
-            {**given, "saves": int(p.training)},
+            {**given, "saves": int(p.training)}, _MOST_THREADS if by_halves else 2 * _MOST_THREADS,
         )._replace(is_resident=by_halves)
         for by_halves in parts.ways(p)
     ]  # fmt: skip
@@ -419,19 +419,20 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
 
 
 def _chunk_step(
-    p: Problem, name: str, shared_bytes: int, own: Mapping[str, Parameter], bind: Mapping[str, Any]
+    p: Problem, name: str, shared_bytes: int, own: Mapping[str, Parameter], bind: Mapping[str, Any],
+    most_threads: int = 2 * _MOST_THREADS,
 ) -> Step:  # fmt: skip
     """Return the launch of a kernel for all chunks at once, before it is known for which of them."""
-    block = _block(p.gpu, 4 * p.chunk_len, 2 * _MOST_THREADS, shared_bytes)
+    block = _block(p.gpu, 4 * p.chunk_len, most_threads, shared_bytes)
     return Step(f"wkv7_{name}", f"wkv7_{name}", {**_sizes(p), **block, **own}, (0, p.H, 1), bind)
 
 
 def _halves_step(p: Problem, bind: Mapping[str, Any]) -> Step:
-    """Return the launch for the gradients of the keys' side of slabs by halves: a warp for 16 channels of 16 tokens."""
+    """Return the launch for the gradients of the keys' side of slabs by halves: a warp for 32 channels of 16 tokens."""
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "SLABS": _channels(p.K) // _SLAB,
         "STATE_ROWS": _values(p.V), **_key_types(p),
-        **_block(p.gpu, 8 * p.chunk_len, 2 * _MOST_THREADS, _halves_shared_bytes(p.chunk_len)),
+        **_block(p.gpu, 4 * p.chunk_len, _MOST_THREADS, _halves_shared_bytes(p.chunk_len)),
     }  # fmt: skip
     name = "wkv7_key_gradients_by_halves"
     return Step(name, name, parameters, (0, p.H, 1), bind, is_resident=True)
