@@ -24,7 +24,8 @@
 // Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV
 // for them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time. The
 // chunks of a head behind those in frames come first, in a launch of its own with BY_HALVES: as in the forward S' and
-// E' are S and E then, and the gradients of the keys' side are those of wkv7_halves.cuh.
+// E' are S and E then, and the gradients of the keys' side are those of wkv7_halves.cuh. SKIPS_ZEROS is as in the
+// forward.
 #include "wkv7_key_side.cuh"
 #include "wkv7_value_side.cuh"
 #include "wkv7_halves.cuh"
@@ -157,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         wait_for_copies<0>();
         __syncthreads();  // the raw keys are there, and nobody reads the last chunk's tiles any more
         copy_values(token), commit_copies();
-        load_state(token);
+        const bool starts_empty = SKIPS_ZEROS && token == 0, ends_empty = SKIPS_ZEROS && from == nullptr && token == last;
+        if (!starts_empty) load_state(token);
         if constexpr (BY_HALVES) {
             const float2 factor = write_matrices_by_halves<true>(smem.matrices, smem.levels, smem.raw, next_w, steps,
                                                                  smem.totals, scale, smem.growth);
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         Accumulator u[TILES][CHUNK_LEN / 8] = {}, dx[TILES][CHUNK_LEN / 8] = {}, d_value[TILES][CHUNK_LEN / 8] = {};
         if constexpr (!BY_HALVES) {
             write_token_matrices(smem.matrices, smem.work.operands);
-            scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
+            if (!ends_empty) scale_columns(e, smem.factor);  // E' = E diag(e^(D - m))
         }
         Fragment e_rows[TILES][CHANNELS / 16];
 #pragma unroll
@@ -188,13 +190,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 e_rows[i][c] = to_fragment(e[i][2 * c], e[i][2 * c + 1]);
-                store_block(tile_e, first_value + 16 * i, 16 * c, e_rows[i][c]);
-                store_block(tile_state, first_value + 16 * i, 16 * c, state_rows[i][c]);
+                if (!ends_empty) store_block(tile_e, first_value + 16 * i, 16 * c, e_rows[i][c]);
+                if (!starts_empty) store_block(tile_state, first_value + 16 * i, 16 * c, state_rows[i][c]);
             }
 #pragma unroll
-        for (int c = 0; c < CHANNELS / 16; ++c)  // U <- A S'^T   dX <- B E'^T   dV <- K E'^T
-            add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows),
-                        full(d_value, operand_k, e_rows));
+        for (int c = 0; c < CHANNELS / 16; ++c) {  // U <- A S'^T   dX <- B E'^T   dV <- K E'^T
+            if constexpr (!SKIPS_ZEROS) {
+                add_columns(16 * c, full(u, operand_a, state_rows), full(dx, operand_b, e_rows),
+                            full(d_value, operand_k, e_rows));
+            } else {
+                if (!starts_empty) add_columns(16 * c, full(u, operand_a, state_rows));
+                if (!ends_empty) add_columns(16 * c, full(dx, operand_b, e_rows), full(d_value, operand_k, e_rows));
+            }
+        }
         wait_for_copies<BY_HALVES ? 0 : 1>();  // V and dY; the next chunk's keys may still be on their way
         __syncthreads();  // the token matrices, V and dY are there
 
@@ -219,11 +227,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                         to_fragment(sum[0], sum[1]));
         }
         if constexpr (BY_HALVES) {
-            write_state_terms(smem.state_terms[warp], state_rows, e);
+            if (!starts_empty) write_state_terms(smem.state_terms[warp], state_rows, e);
             scale_columns<1>(e, smem.factor);
         }
-        add_outer(e, outer(dy_rows, operand_r), outer(dx_rows, operand_a));  // E' <- E' + dY^T R + dX^T A
-        if constexpr (!BY_HALVES) write_state_terms(smem.state_terms[warp], state_rows, e);
+        if (!starts_empty)
+            add_outer(e, outer(dy_rows, operand_r), outer(dx_rows, operand_a));  // E' <- E' + dY^T R + dX^T A
+        if (!BY_HALVES && !starts_empty) write_state_terms(smem.state_terms[warp], state_rows, e);
+        if (starts_empty)
+            for (int channel = lane_id(); channel < CHANNELS; channel += 32) smem.state_terms[warp][channel] = 0.0f;
         __syncthreads();  // the gradients of the token matrices are there
 
         if (next >= first) next_w.load(w + next * w_strides.token, w_strides.token, CHUNK_LEN);
@@ -239,12 +250,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                     return float2{to_float(smem.d.rk[t][t]), to_float(smem.d.rb[t][t])};
                 };
                 const auto begin_r = [&](TreeGradients& grads, int b) {
-                    multiply_end<VALUES>(grads.left, tile_state, tile_dy, column, b);
-                    multiply_end<VALUES>(grads.right, tile_e, tile_v, column, b);
+                    if (!starts_empty) multiply_end<VALUES>(grads.left, tile_state, tile_dy, column, b);
+                    if (!ends_empty) multiply_end<VALUES>(grads.right, tile_e, tile_v, column, b);
                 };
                 const auto begin_a = [&](TreeGradients& grads, int b) {
-                    multiply_end<VALUES>(grads.left, tile_state, tile_dx, column, b);
-                    multiply_end<VALUES>(grads.right, tile_e, tile_u, column, b);
+                    if (!starts_empty) multiply_end<VALUES>(grads.left, tile_state, tile_dx, column, b);
+                    if (!ends_empty) multiply_end<VALUES>(grads.right, tile_e, tile_u, column, b);
                 };
                 write_key_gradients_by_halves(tiles, smem.raw, d_tiles, begin_r, begin_a, own_pair, smem.growth, terms,
                                               column, scale);
@@ -253,12 +264,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
             TokenSums d_r = {}, d_a = {}, d_k = {}, d_b = {};  // [channel, token]
 #pragma unroll
             for (int c = 0; c < VALUES; c += 16) {
-                const Fragment with_state = load_left_transposed(tile_state, c, column);
-                const Fragment with_e = load_left_transposed(tile_e, c, column);
+                Fragment with_state, with_e;
+                if (!starts_empty) with_state = load_left_transposed(tile_state, c, column);
+                if (!ends_empty) with_e = load_left_transposed(tile_e, c, column);
 #pragma unroll
-                for (int p = 0; p < BLOCKS; ++p) {  // dR <- dY S'   dA <- dX S'   dK <- V E'   dB <- U E'
-                    multiply_add(&d_r[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
-                    multiply_add(&d_a[2 * p], with_state, load_right_transposed(tile_dx, 16 * p, c));
+                for (int p = 0; p < BLOCKS; ++p) {
+                    if (!starts_empty) {  // dR <- dY S'   dA <- dX S'
+                        multiply_add(&d_r[2 * p], with_state, load_right_transposed(tile_dy, 16 * p, c));
+                        multiply_add(&d_a[2 * p], with_state, load_right_transposed(tile_dx, 16 * p, c));
+                    }
+                    if (ends_empty) continue;  // dK <- V E'   dB <- U E'
                     multiply_add(&d_k[2 * p], with_e, load_right_transposed(tile_v, 16 * p, c));
                     multiply_add(&d_b[2 * p], with_e, load_right_transposed(tile_u, 16 * p, c));
                 }

@@ -6,7 +6,7 @@
 //   r k a b  [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in
 //   v, y     [batch, tokens, heads, V]  T_IO   in, out
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
-//   checkpoints  [slots, heads]  out or null: S' of every chunk
+//   checkpoints  [slots, heads]  out or null: S' of every chunk; where SKIPS_ZEROS, of all but a sequence's first
 //   framed  [sequences, heads]  out: how many chunks of a head, from its first on, are in frames. Behind them is one
 //           with some |c_t - m| above LARGEST_DECAY (in units of 1, not of log 2), or no number, so that operands would
 //           leave the range of bfloat16; less where a chunk has few tokens (range_of). For a LARGEST_DECAY of 0
@@ -16,6 +16,9 @@
 // With BY_HALVES the kernel does the rest of such heads, from what the first launch left in `framed` and `carried`.
 // Then S' is S, the factor e^D lies between the outputs' product and the state's, and the token matrices and the
 // operands are as write_matrices_by_halves of wkv7_chunk.cuh makes them.
+//
+// With SKIPS_ZEROS, for short sequences without initial states, nothing is multiplied by a state of zeros, nor added to
+// one that nobody reads.
 //
 // Grid (sequences, heads). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
@@ -140,9 +143,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
 
         Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
         if (has_values) {
-            if constexpr (!BY_HALVES) scale_columns(state, smem.factor);
+            const bool is_empty = SKIPS_ZEROS && left == chunks;
+            if (!BY_HALVES && !is_empty) scale_columns(state, smem.factor);
 #pragma unroll
             for (int c = 0; c < CHANNELS / 16; ++c) {
+                if (is_empty) break;
                 Fragment start_rows[TILES];
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) {
@@ -171,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         solve(u_rows, tm, u);                                         // U <- Tm U
         add_triangles(lower(out, rb, u_rows));                        // Y <- Y + Arb U
         store_sums(outputs, first_value, out);
-        add_outer(state, outer(v_rows, operand_k), outer(u_rows, operand_b));  // S' <- S' + V^T K + U^T B
+        if (!SKIPS_ZEROS || left > 1 || final_state != nullptr)
+            add_outer(state, outer(v_rows, operand_k), outer(u_rows, operand_b));  // S' <- S' + V^T K + U^T B
         __syncwarp();
         const T_IO* const own_y = &smem.y[0][first_value];
         if constexpr (NUM_THREADS * BLOCKS_PER_SM < 512)  // which leaves registers for all of it

@@ -174,6 +174,15 @@ def backward(p: Problem) -> Schedule:
     )  # fmt: skip
 
 
+def _skips_zeros(p: Problem) -> bool:
+    """Return whether states of zeros are worth a kernel of their own: in sequences of a chunk or two.
+
+    Both directions have to say the same, and warp groups know nothing of it.
+    """
+    is_short = not p.has_initial_state and p.tokens <= 2 * p.chunk_len
+    return is_short and (p.chunk_len == min(CHUNK_LENS) or not p.training)
+
+
 def _carried(p: Problem) -> dict[str, Any]:
     """Return the bytes of the states that pass from chunks in frames to those by halves, or back."""
     return {"carried": p.state_bytes} if p.has_halves else {}
@@ -197,7 +206,7 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
         "BLOCKS_PER_SM": blocks, "SHARED_BYTES": shared, "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
     if template != "wkv7_group_backward":
-        parameters["BY_HALVES"] = by_halves
+        parameters |= {"BY_HALVES": by_halves, "SKIPS_ZEROS": _skips_zeros(p)}
     if direction == "forward":
         parameters["LEVEL_TILES"] = 2
         if by_halves:
