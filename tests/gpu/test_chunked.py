@@ -55,6 +55,34 @@ def test_a_long_sequence(op):
 
 
 @pytest.mark.usefixtures("guarded_memory")
+@pytest.mark.parametrize("decays", [SLOW, "mixed"], ids=["slow", "mixed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("tokens", [2, 4, 16, 17, 32, 33, "packed"])
+def test_short_sequences_without_states(op, tokens, chunk_len, dtype, decays):
+    lengths = [1, 16, 17, 0, 40, 3, 30]
+    sizes = {"batch": 1, "tokens": sum(lengths)} if tokens == "packed" else {"batch": 5, "tokens": tokens}
+    given = inputs(DTYPES[dtype], "raw", **sizes, decays=decays)
+    options = {"decay": "raw"}
+    if tokens == "packed":
+        options["cu_seqlens"] = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    how = {**options, "backend": "chunked", "chunk_len": chunk_len}
+    check(given, **how)  # with a final state and its gradient
+    y, none = rwkv_jit.wkv7(*given.values(), **how)
+    weight = torch.randn_like(y)
+    grads = torch.autograd.grad(y, list(given.values()), weight)
+    with torch.no_grad():
+        again, final = rwkv_jit.wkv7(*given.values(), output_final_state=True, **how)
+    assert none is None
+    want = comparing.reference("wkv7", given, None, (weight, torch.zeros_like(final)), **options)
+    named = {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+    limits = comparing.limits_of({"y": 0, "state": 0, **named}, final, named, given, GATE, GATES)
+    for name, x, exact in zip(limits, (y, final, *grads), (want[0], want[1], *want[2]), strict=True):
+        assert relative(x, exact) <= limits[name], name
+    assert relative(again, want[0]) <= limits["y"]
+
+
+@pytest.mark.usefixtures("guarded_memory")
 @pytest.mark.parametrize("head_size", [1, 7, 8, 24, 32, 37, 40, 48, 64, 72, 96, 100, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_head_size(op, dtype, head_size):
