@@ -1,11 +1,9 @@
 """Kernels before they are called for: warm, compile_async, and how many compile at once."""
 
-import importlib.util
 import math
 import os
 import threading
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,6 @@ import rwkv_jit
 from rwkv_jit import ahead, cache, compiler, env, kernel, stats, tensors, tuned
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops.table import OPS
-
-_spec = importlib.util.spec_from_file_location(
-    "stub_driver", Path(__file__).parents[1] / "unit" / "stub_driver.py"
-)  # fmt: skip
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, on_gpu = stub_driver.gpus, stub_driver.on_gpu
 
 
 @pytest.fixture

@@ -69,6 +69,11 @@ class Launch(NamedTuple):
         """The pointers by their names."""
         return {name: x for name, x in self.named.items() if self.letters[name] == "Q"}
 
+    @property
+    def numbers(self):
+        """The other arguments by their names."""
+        return {name: x for name, x in self.named.items() if self.letters[name] != "Q"}
+
 
 class Module(NamedTuple):
     """A loaded image."""

@@ -1,11 +1,9 @@
 """timex without a GPU: the reference, the torch op on CPU tensors, the transforms, the rules, and the launches."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from stub_driver import entered
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
@@ -16,11 +14,6 @@ from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import timex as op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import Problem
-
-_spec = importlib.util.spec_from_file_location("stub_driver", Path(__file__).with_name("stub_driver.py"))
-stub_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(stub_driver)
-gpus, on_gpu = stub_driver.gpus, stub_driver.on_gpu
 
 FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2
 H200 = Gpu("sm_90")
@@ -341,10 +334,6 @@ def addresses(**tensors):
     return {name: x.data_ptr() for name, x in tensors.items()}
 
 
-def numbers(launch):
-    return {name: x for name, x in launch.named.items() if name not in launch.addresses}
-
-
 def test_tiles_are_launched_on_the_inputs_as_they_are(driver):
     w, k = torch.zeros(3, 2000)[:, :1000].requires_grad_(), torch.zeros(3, 40, 1000).transpose(0, 1).requires_grad_()
     g = torch.ones(40, 3, 1000)
@@ -359,7 +348,7 @@ def test_tiles_are_launched_on_the_inputs_as_they_are(driver):
         assert launch.shared_bytes == cut.shared_bytes
         assert launch.addresses == addresses(w=w, k=source, out=result)
         is_forward = launch is forward
-        assert numbers(launch) == {
+        assert launch.numbers == {
             "w_stride": 2000, "k_batch": source.stride(0), "k_channel": source.stride(1), "batch": 40, "channels": 3,
             "length": 1000, "tiles": cut.tiles, "eps": 0.5 if is_forward else 0.0,
         }  # fmt: skip
@@ -389,8 +378,8 @@ def test_gradient_of_the_filter_is_two_launches(driver):
     assert sums.addresses == {**addresses(gw=gw), "sums": scratch}
     sizes = {"length": 8200, "tiles": cut.tiles}
     strides = {f"{name}_{dim}": x for name in "gk" for dim, x in (("batch", 3 * 8200), ("channel", 8200))}
-    assert numbers(matrices) == {**strides, "batch": 20, "channels": 3, **sizes}
-    assert numbers(sums) == {"groups": groups, "channels": 3, **sizes}
+    assert matrices.numbers == {**strides, "batch": 20, "channels": 3, **sizes}
+    assert sums.numbers == {"groups": groups, "channels": 3, **sizes}
     assert (gw.shape, gw.dtype) == ((3, 8200), torch.float32)
     assert matrices.parameters == sums.parameters
     assert matrices.parameters["T_W"] == "fp32"
@@ -500,7 +489,7 @@ def test_backward_of_a_known_call_takes_few_frames(driver):
     w, k = leaves(2, 3, 64)
     out = rwkv_jit.timex(w, k, backend="tiles")
     g = torch.ones_like(out)
-    names = stub_driver.entered(lambda: torch.autograd.grad(out, (w, k), g, retain_graph=True))
+    names = entered(lambda: torch.autograd.grad(out, (w, k), g, retain_graph=True))
     assert 0 < len(names) <= 20, names
 
 
@@ -581,7 +570,7 @@ def test_rows_of_a_channel_follow_each_other(driver, sizes, length, threads):
         factors = of_filter.named["factors"]
         assert of_filter.named == {**addresses(w=w), "factors": factors, "w_stride": tokens, "tokens": tokens}
         assert rows.addresses == {**addresses(k=source, out=result), "factors": factors}
-        assert numbers(rows) == {
+        assert rows.numbers == {
             "k_batch_stride": source.stride(0), "k_stride": source.stride(1), "batch": batch, "channels": channels,
             "tokens": tokens, "eps": 0.5 if source is k else 0.0, "conjugates": int(source is g),
         }  # fmt: skip
@@ -679,43 +668,37 @@ def test_one_kernel_is_named_by_tokens_and_batch(monkeypatch):
     assert specialize(tokens=4096)[0] == specialize(tokens=512, backend="transforms")[0] == "timex_transform"
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
-        ({"tokens": 0}, ValueError, "tokens: expected an int of at least 1, got 0"),
-        ({"tokens": 64, "batch": True}, ValueError, "batch: expected an int of at least 1, got True"),
-        ({"tokens": 64, "head_size": 8}, ValueError, "head_size: timex has none, got 8"),
-        ({"tokens": 64, "decay": "raw"}, ValueError, "decay: timex has none, got 'raw'"),
-        ({"tokens": 64, "backend": "split"}, ValueError, "backend: expected one of auto, tiles, transforms, fft"),
-        ({"tokens": 64, "t_w": "fp8"}, ValueError, "t_w: expected one of fp16, bf16, fp32, got 'fp8'"),
-        ({"tokens": 16385}, UnsupportedConfigError, "backend: 'fft' has no kernel, and calls of 16385 tokens take it"),
-        ({"tokens": 64, "backend": "fft"}, UnsupportedConfigError, "backend: 'fft' has no kernel"),
-        ({"op": "wkv7", "head_size": 8, "tokens": 64}, ValueError, "tokens: goes with timex alone, the kernels of"),
-        ({"op": "wkv4", "batch": 8}, ValueError, "batch: goes with timex alone, the kernels of wkv4 take any; got 8"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_compiled_ahead(given, error, message):
-    with pytest.raises(error, match=message):
-        rwkv_jit.specialize(**{"op": "timex", "arch": "sm_90", **given})
+NOT_COMPILED = [
+    ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
+    ({"tokens": 0}, ValueError, "tokens: expected an int of at least 1, got 0"),
+    ({"tokens": 64, "batch": True}, ValueError, "batch: expected an int of at least 1, got True"),
+    ({"tokens": 64, "head_size": 8}, ValueError, "head_size: timex has none, got 8"),
+    ({"tokens": 64, "decay": "raw"}, ValueError, "decay: timex has none, got 'raw'"),
+    ({"tokens": 64, "backend": "split"}, ValueError, "backend: expected one of auto, tiles, transforms, fft"),
+    ({"tokens": 64, "t_w": "fp8"}, ValueError, "t_w: expected one of fp16, bf16, fp32, got 'fp8'"),
+    ({"tokens": 16385}, UnsupportedConfigError, "backend: 'fft' has no kernel, and calls of 16385 tokens take it"),
+    ({"tokens": 64, "backend": "fft"}, UnsupportedConfigError, "backend: 'fft' has no kernel"),
+    ({"op": "wkv7", "head_size": 8, "tokens": 64}, ValueError, "tokens: goes with timex alone, the kernels of"),
+    ({"op": "wkv4", "batch": 8}, ValueError, "batch: goes with timex alone, the kernels of wkv4 take any; got 8"),
+]
+NOT_WARMED = [
+    ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
+    ({"tokens": 64, "head_sizes": 8}, ValueError, "head_size: timex has none, got 8"),
+    ({"tokens": 64, "state_dtype": torch.float16}, TypeError, "state_dtype: timex has no states"),
+    ({"op": "wkv4", "value_sizes": 8}, ValueError, "value_size: wkv4 has none, got 8"),
+    ({"op": "wkv7", "head_sizes": 8, "tokens": 8}, ValueError, "tokens: goes with timex alone"),
+]
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({}, TypeError, "tokens: the kernels of timex go by them, got None"),
-        ({"tokens": 64, "head_sizes": 8}, ValueError, "head_size: timex has none, got 8"),
-        ({"tokens": 64, "state_dtype": torch.float16}, TypeError, "state_dtype: timex has no states"),
-        ({"op": "wkv4", "value_sizes": 8}, ValueError, "value_size: wkv4 has none, got 8"),
-        ({"op": "wkv7", "head_sizes": 8, "tokens": 8}, ValueError, "tokens: goes with timex alone"),
-    ],
+    ("compile", "given", "error", "message"),
+    [("specialize", *case) for case in NOT_COMPILED] + [("warm", *case) for case in NOT_WARMED],
     ids=str,
 )
-def test_what_cannot_be_warmed(given, error, message, monkeypatch):
+def test_what_cannot_be_compiled_ahead(compile, given, error, message, monkeypatch):
     monkeypatch.setattr(kernel, "get_async", lambda _: pytest.fail("it compiled"))
     with pytest.raises(error, match=message):
-        rwkv_jit.warm(**{"op": "timex", "arch": "sm_90", **given})
+        getattr(rwkv_jit, compile)(**{"op": "timex", "arch": "sm_90", **given})
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5), (2, 1, 5), (1, 1, 5), (2, 3, 1)])
