@@ -12,7 +12,6 @@ import rwkv_jit
 from rwkv_jit.ops import plain
 
 OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
-DECAYED = OPS[:-1]
 STRONG = {"raw": [math.inf, 1e30, 100.0, 88.8, 5.0], "sigmoid": [math.inf, 50.0], "log": [-math.inf, -1e30, -90.0],
           "direct": [0.0, -0.0, -0.9, 1.1, 1e-30]}  # fmt: skip
 

@@ -15,7 +15,6 @@ import rwkv_jit
 OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 DECAYS = ("raw", "sigmoid", "log", "direct")
 OPS_AND_DECAYS = [(op, decay) for op in OPS for decay in (DECAYS if op != "linear_attention" else ("none",))]
-FIXED = {"wkv5": "wu", "wkv6": "u"}  # inputs without tokens
 LAYOUTS = ("vk", "kv")
 
 
@@ -26,11 +25,6 @@ def reference(op):
 
 def of_decay(decay):
     return {} if decay == "none" else {"decay": decay}
-
-
-def of_tokens(op, given, begin, end):
-    """The inputs of some tokens."""
-    return [x if name in FIXED.get(op, "") else x[:, begin:end] for name, x in given.items()]
 
 
 def factor(w, decay):
