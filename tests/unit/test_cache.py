@@ -71,26 +71,20 @@ def fill(make_entry):
 # ---- put and get -------------------------------------------------------------------------------------------------
 
 
-def test_kernel_that_was_put_is_got(made):
-    name, data, compiled, digest = made
-    assert cache.get("made_up", "sm_90", digest) is None
-    cache.put(name, data)
-    kernel, origin = cache.get("made_up", "sm_90", digest)
-    assert (kernel.image, kernel.target, kernel.resources) == (compiled.image, compiled.target, compiled.resources)
-    assert origin == "disk"
-    assert cache.entries() == [env.cache_dir() / name]
-    assert name.startswith("sm_90/made_up-")
-    assert cache.entries()[0].read_bytes() == data
-
-
-def test_kernels_are_kept_apart_and_their_bytes_counted(make_entry, fill, tmp_path, monkeypatch):
-    one, other = make_entry(1), make_entry(2, size=5000)
+def test_kernels_that_were_put_are_got_and_their_bytes_counted(make_entry, fill, tmp_path, monkeypatch):
+    one, other = made = [make_entry(1), make_entry(2, size=5000)]
     fill(tmp_path / "more", 3)
     monkeypatch.setenv("RWKVJIT_CACHE_PATH", str(tmp_path / "more"))
-    for name, data, _, _ in (one, other):
+    assert get(one[3]) is None
+    for name, data, _, _ in made:
         cache.put(name, data)
-    for _, _, compiled, digest in (one, one, other):
-        assert get(digest) == (compiled.image, "disk")
+        assert (env.cache_dir() / name).read_bytes() == data
+    assert sorted(cache.entries()) == sorted(env.cache_dir() / name for name, *_ in made)
+    assert all(name.startswith("sm_90/made_up-") for name, *_ in made)
+    for _, _, compiled, digest in (one, *made):
+        kernel, origin = cache.get("made_up", "sm_90", digest)
+        assert (kernel.image, kernel.target, kernel.resources) == (compiled.image, compiled.target, compiled.resources)
+        assert origin == "disk"
     info = rwkv_jit.cache_info()
     assert info["layers"] == [str(env.cache_dir()), str(tmp_path / "more")]
     assert (info["entries"], info["bytes"]) == (2, len(one[1]) + len(other[1]))
