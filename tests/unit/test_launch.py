@@ -6,7 +6,6 @@ import re
 import struct
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -89,13 +88,6 @@ def test_value_that_does_not_fit_is_never_launched(gpus, letter, value):
 def test_kernel_whose_arguments_the_driver_disputes_is_never_launched(gpus, sizes):
     with pytest.raises(RwkvJitError, match=f"^scale: the kernel takes arguments of {re.escape(str(sizes))} bytes, got"):
         make_launch(gpus, "QQ", sizes=sizes)
-
-
-def test_thread_that_has_used_no_gpu_gets_a_context(gpus):
-    made = make_launch(gpus, "Q")
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(made.launch, 0, (5,)).result()
-    assert [launch.arguments for launch in gpus.launches] == [packed("Q", 5)]
 
 
 def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
