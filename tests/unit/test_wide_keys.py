@@ -37,12 +37,6 @@ def test_sums_of_parts_are_the_whole(op, packed, layout, make_inputs, monkeypatc
     assert [given[0].shape[3] for given in calls] == [13, 5, 5, 3]
 
 
-@pytest.mark.parametrize("op", DIAGONAL)
-def test_results_of_parts_are_those_of_the_call(op, make_inputs, monkeypatch):
-    monkeypatch.setattr(wide_keys, "in_parts", lambda *given: ("y", given[3:5]))
-    assert getattr(rwkv_jit, op)(*make_inputs(op, 1, 2, 1, 4, 4).values(), None, True) == ("y", (True, None))
-
-
 @pytest.mark.parametrize(
     ("head_size", "arch", "more", "sizes"),
     [
