@@ -12,7 +12,7 @@ import rwkv_jit
 from rwkv_jit import ahead, kernel, signatures, tensors, tuned
 from rwkv_jit.algorithms import whole
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, timex, torch_op, wide_keys
+from rwkv_jit.ops import checks, torch_op, wide_keys
 from rwkv_jit.ops.table import OPS
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
@@ -163,27 +163,3 @@ def test_calls_of_wkv4_ask_for_no_kernel_that_warm_does_not_list(dtype, wide):
         assert asked <= warmed(
             "wkv4", dtypes=DTYPES[dtype], w_dtype=DTYPES[wide], decay=decay, arch="sm_90", backward=training
         )
-
-
-@pytest.mark.parametrize(("dtype", "wide"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")])
-@pytest.mark.parametrize("tokens", [1, 63, 250, 512, 767, 1024, 2816, 4096, 16384, 16385])
-def test_calls_of_timex_ask_for_no_kernel_that_warm_does_not_list(tokens, dtype, wide):
-    types = {"dtypes": DTYPES[dtype], "w_dtype": DTYPES[wide], "tokens": tokens}
-    for arch in ("sm_75", "sm_80", "sm_90"):
-        of_all = warmed("timex", arch=arch, **types)
-        for batch, channels, multiprocessors in itertools.product((1, 2, 5, 8, 9, 16, 17, 33), (1, 500), (1, 132)):
-            gpu = Gpu(arch, (), multiprocessors)
-            w = torch.empty(channels, tokens, device="meta", dtype=DTYPES[wide])
-            asked = set()
-            for way in ahead.DIRECTIONS:
-                name = timex.choose("auto", DTYPES[dtype], batch, tokens, lambda gpu=gpu: gpu, way)
-                if name == "fft":
-                    continue
-                op = OPS["timex"]
-                p = ahead.Problem(
-                    op, gpu, {"w": wide, "k": dtype}, B=batch, T=tokens, C=w.shape[0], N=batch, backend=name
-                )
-                schedule = whole.forward(p) if way == "forward" else whole.backward(p)
-                asked |= keys(schedule.requests(gpu))
-            assert asked <= of_all
-            assert asked <= warmed("timex", arch=arch, batches=batch, **types)
