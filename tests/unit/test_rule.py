@@ -203,6 +203,8 @@ ROOM = "needs more shared memory at head sizes"
 # others.
 LARGE_INSTEAD = [
     ({"chunk_len": 64}, "sm_90", 64, "takes chunk_len 16 or 32, got 64"),
+    (sizes(129, 64), "sm_90", 64, "takes head sizes up to 128, got 129 and 64 for v"),
+    (sizes(64, 200), "sm_90", 64, "takes head sizes up to 128, got 64 and 200 for v"),
     (
         sizes(65, 32), "sm_90", 64,
         "takes keys up to twice as long as values (in steps of 32), got 65 and 32 for v",
@@ -222,6 +224,7 @@ NOT_TAKEN = [
     ("chunked", {}, "sm_75", f"{OLD} sm_75"),
     ("chunked", {}, "compute_75", f"{OLD} compute_75"),
     ("chunked", {"chunk_len": 8}, "sm_90", "takes chunk_len 16 or 32, got 8"),
+    ("chunked", sizes(2000, 64), "sm_90", "takes head sizes up to 128, got 2000 and 64 for v"),
     (
         "chunked", sizes(128) | {"chunk_len": 16}, "sm_89",
         f"needs {WANTED[16]} bytes of shared memory at head sizes 128 and 128 and chunk_len=16, sm_89 has 101376",
@@ -469,12 +472,6 @@ def test_places_of_ragged_segments_are_enough_and_apart(lengths, heads, family):
 
 
 # ---- large heads ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("head_size", "value_size"), [(129, 64), (64, 200), (2000, 64)])
-def test_chunked_kernels_refuse_large_heads(head_size, value_size):
-    message = f"takes head sizes up to 128, got {head_size} and {value_size} for v; use 'auto' or 'recurrent'"
-    check_refused("chunked", sizes(head_size, value_size), "sm_90", message)
 
 
 @pytest.mark.parametrize(
