@@ -216,26 +216,26 @@ def test_the_unchanged_arguments_are_right(op):
     assert final.shape == ((2, 3, 6, 4) if op.startswith("wkv") else (2, 3, 4, 6))
 
 
-@pytest.mark.parametrize("case", [*WRONG_TENSORS, *WRONG_OPTIONS])
-@pytest.mark.parametrize("op", ["wkv6", "wkv7"])
-def test_wrong_tensor_or_option(op, case, nothing_runs):
-    changes, error, message = {**WRONG_TENSORS, **WRONG_OPTIONS}[case]
+WRONG_CALLS = {
+    **{
+        f"{op}, {name}": (op, *case)
+        for op in ("wkv6", "wkv7")
+        for name, case in (WRONG_TENSORS | WRONG_OPTIONS).items()
+    },
+    **{f"{case[0]}, {name}": case for name, case in OF_ONE_OP.items()},
+    **{
+        f"normalized, {name}": ("linear_attention", {"initial_state": state, "normalize": True}, error, message)
+        for name, (state, error, message) in NORMALIZED.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS)
+def test_wrong_tensor_or_option(case, nothing_runs):
+    """In the names and conventions of each op."""
+    op, changes, error, message = WRONG_CALLS[case]
     with pytest.raises(error, match=re.escape(message)):
         call(op, changes)
-
-
-@pytest.mark.parametrize("case", OF_ONE_OP)
-def test_errors_have_the_names_and_conventions_of_the_op(case, nothing_runs):
-    op, changes, error, message = OF_ONE_OP[case]
-    with pytest.raises(error, match=re.escape(message)):
-        call(op, changes)
-
-
-@pytest.mark.parametrize("case", NORMALIZED)
-def test_wrong_state_of_a_normalized_call(case, nothing_runs):
-    state, error, message = NORMALIZED[case]
-    with pytest.raises(error, match=re.escape(message)):
-        call("linear_attention", {"initial_state": state, "normalize": True})
 
 
 @pytest.mark.parametrize("case", WRONG_PACKING)
@@ -333,20 +333,6 @@ def nothing_compiles(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("case", WRONG_SPECIALIZATIONS)
-def test_wrong_specialization(case, nothing_compiles):
-    changes, error, message = WRONG_SPECIALIZATIONS[case]
-    with pytest.raises(error, match=re.escape(message)):
-        rwkv_jit.specialize(**{"op": "wkv7", "head_size": 64, "arch": "sm_90", **changes})
-
-
-@pytest.mark.parametrize("case", WRONG_CHOICES)
-def test_wrong_background_specialization_is_refused_at_once(case, nothing_compiles):
-    changes, error, message = WRONG_CHOICES[case]
-    with pytest.raises(error, match=re.escape(message)):
-        rwkv_jit.compile_async(**{"op": "wkv7", "head_size": 64, "arch": "sm_90", **changes})
-
-
 WRONG_WARMINGS = {
     "unknown op": ({"op": "wkv9"}, ValueError, f"op: expected {OP_NAMES}, got 'wkv9'"),
     "one of the head sizes": ({"head_sizes": [4, 0]}, ValueError, f"head_size: expected {SIZE}, got 0"),
@@ -365,12 +351,21 @@ WRONG_WARMINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_WARMINGS)
-def test_wrong_warming_is_refused_before_anything_is_compiled(case, monkeypatch, nothing_compiles):
-    monkeypatch.setattr(kernel, "get_async", lambda _: pytest.fail("it compiled"))
-    changes, error, message = WRONG_WARMINGS[case]
+REFUSED = {
+    **{f"specialize, {name}": ({"head_size": 64}, *case) for name, case in WRONG_SPECIALIZATIONS.items()},
+    **{f"compile_async, {name}": ({"head_size": 64}, *case) for name, case in WRONG_CHOICES.items()},
+    **{f"warm, {name}": ({"head_sizes": 4}, *case) for name, case in WRONG_WARMINGS.items()},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_compiled_is_refused_at_once(case, monkeypatch, nothing_compiles):
+    sizes, changes, error, message = REFUSED[case]
+    compile = getattr(rwkv_jit, case.split(",")[0])
+    if compile is rwkv_jit.warm:
+        monkeypatch.setattr(kernel, "get_async", lambda _: pytest.fail("it compiled"))
     with pytest.raises(error, match=re.escape(message)):
-        rwkv_jit.warm(**{"op": "wkv7", "head_sizes": 4, "arch": "sm_90", **changes})
+        compile(**{"op": "wkv7", "arch": "sm_90", **sizes, **changes})
 
 
 def test_architecture_of_the_environment_is_checked_too(monkeypatch):
