@@ -46,7 +46,7 @@ def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample
 
 
 @pytest.mark.parametrize(
-    ("direction", "change", "message"),
+    ("name", "change", "message"),
     [
         ("forward", {"BATCH": 24}, "batch must be 8, 16 or 32"),
         ("forward", {"ROWS": 3}, "rows must be 2, 4, 6 or 8"),
@@ -58,10 +58,15 @@ def test_kernels_of_a_call_compile_and_hold_their_sums_in_registers(arch, sample
         ("backward", {"ROWS": 5}, "rows must be 2, 4, 6 or 8"),
         ("backward", {"NUM_THREADS": 1024}, "num_threads must be a multiple of 128 up to 512"),
         ("backward", {"VECTOR": 8}, "vector must be 1 or 4"),
+        ("transforms", {"LENGTH": 1536}, "length must be a power of two, 1024 at least"),
+        ("transforms", {"LENGTH": 512}, "length must be a power of two, 1024 at least"),
+        ("transforms", {"NUM_THREADS": 64}, "num_threads must be the transform's length over a thread's elements"),
+        ("transforms", {"SHARED_BYTES": 16}, "shared_bytes is what the geometry says"),
     ],
 )
-def test_every_rule_is_told(direction, change, message):
-    request = requests("tiles", "sm_90", 32, 768)[direction == "backward"]
+def test_every_rule_is_told(name, change, message):
+    backend = "transforms" if name == "transforms" else "tiles"
+    request = requests(backend, "sm_90", 32, 768)[name == "backward"]
     with pytest.raises(UnsupportedConfigError, match=message):
         kernel.get(request._replace(parameters={**request.parameters, **change}))
 
@@ -88,18 +93,3 @@ def test_transforms_compile(arch, tokens, dtype, is_paired):
     for name, resources in found.resources.items():
         blocks = int(request.parameters["GRADIENT_BLOCKS_PER_SM" if name.endswith("gradient") else "BLOCKS_PER_SM"])
         assert resources.registers * threads * blocks <= 2**16
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"LENGTH": 1536}, "length must be a power of two, 1024 at least"),
-        ({"LENGTH": 512}, "length must be a power of two, 1024 at least"),
-        ({"NUM_THREADS": 64}, "num_threads must be the transform's length over a thread's elements"),
-        ({"SHARED_BYTES": 16}, "shared_bytes is what the geometry says"),
-    ],
-)
-def test_every_rule_of_the_transforms_is_told(change, message):
-    (request,) = requests("transforms", "sm_90", 8, 768)
-    with pytest.raises(UnsupportedConfigError, match=message):
-        kernel.get(request._replace(parameters={**request.parameters, **change}))
