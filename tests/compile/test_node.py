@@ -55,6 +55,12 @@ def say(process):
     process.stdin.flush()
 
 
+def kill_where_it_stops(process):
+    assert process.stdout.readline() == "stopped\n"
+    process.kill()
+    process.wait()
+
+
 @pytest.fixture
 def path(tiny, tmp_path):
     tiny()
@@ -113,10 +119,7 @@ def test_process_that_is_killed_while_it_compiles_is_succeeded_by_one_that_waits
 
 
 def test_process_that_is_killed_while_it_writes_leaves_nothing_that_counts(start, get, path, fresh_service):
-    killed = start(PUBLISHING, path, 1)
-    assert killed.stdout.readline() == "stopped\n"
-    killed.kill()
-    killed.wait()
+    kill_where_it_stops(start(PUBLISHING, path, 1))
     left = sorted(fresh_service.rglob(".*.tmp"))
     assert [temporary.parent.name for temporary in left] == ["sm_90"]
     assert cache.entries() == []
@@ -193,11 +196,8 @@ def test_nodes_with_homes_of_their_own_compile_each_kernel_once_per_node(start, 
 
 @pytest.mark.parametrize("code", [COMPILING, PUBLISHING], ids=["compiles", "publishes"])
 def test_node_that_dies_while_it_works_is_waited_for_no_longer_than_the_bound(code, start, node, path, fresh_service):
-    died = start(code, path, 1, env=node(0))
     claims = fresh_service / "claims"
-    assert died.stdout.readline() == "stopped\n"
-    died.kill()
-    died.wait()
+    kill_where_it_stops(start(code, path, 1, env=node(0)))
     assert len(list(claims.iterdir())) == 1
     assert cache.entries() == []
     other = start(GET_SEVERAL, path, 0.2, env=node(1))
@@ -210,10 +210,7 @@ def test_node_that_dies_while_it_works_is_waited_for_no_longer_than_the_bound(co
 
 
 def test_node_that_starts_anew_takes_over_what_its_killed_process_had_claimed(start, node, path, fresh_service):
-    died = start(COMPILING, path, 1, env=node(0))
-    assert died.stdout.readline() == "stopped\n"
-    died.kill()
-    died.wait()
+    kill_where_it_stops(start(COMPILING, path, 1, env=node(0)))
     assert len(list((fresh_service / "claims").iterdir())) == 1
     again = start(GET_SEVERAL, path, 1e9, env=node(0))
     say(again)
