@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -416,11 +417,8 @@ def test_fork_waits_for_work_and_holds_back_what_comes_later(child):
 
 
 def test_counts_of_many_threads_add_up():
-    threads = [threading.Thread(target=lambda: [stats.count("disk") for _ in range(2000)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: [stats.count("disk") for _ in range(2000)], range(4)))
     assert stats.snapshot()["disk"] == 8000
 
 
