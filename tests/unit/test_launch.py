@@ -4,8 +4,8 @@ import ctypes
 import os
 import re
 import struct
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -111,11 +111,8 @@ def test_module_is_loaded_once_per_device_and_kept(gpus, monkeypatch):
 def test_threads_that_launch_first_at_once_load_one_module(gpus, monkeypatch):
     made, load = gpus.make_kernel(), gpus.load_module
     monkeypatch.setattr(cuda, "load_module", lambda *image: time.sleep(0.05) or load(*image))
-    threads = [threading.Thread(target=made.function, args=(0, "scale")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: made.function(0, "scale"), range(8)))
     assert len(gpus.modules) == 1
 
 
