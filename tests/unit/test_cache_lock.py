@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -65,7 +66,7 @@ def test_lock_keeps_others_out_until_it_is_let_go(caplog, monkeypatch):
 def test_threads_take_turns():
     inside, most, start = [], [], threading.Barrier(4)
 
-    def work():
+    def work(_):
         start.wait()
         with lock.held(DIGEST, "a kernel"):
             inside.append(1)
@@ -73,11 +74,8 @@ def test_threads_take_turns():
             threading.Event().wait(0.01)
             inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert most == [1, 1, 1, 1]
 
 
