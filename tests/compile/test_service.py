@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -157,17 +158,14 @@ def test_clearing_the_cache_compiles_again():
 
 @pytest.mark.anew
 def test_threads_that_want_the_same_kernels_compile_each_once():
-    before, results, start = counts()[0], [], threading.Barrier(6)
+    before, start = counts()[0], threading.Barrier(6)
 
     def ask(size):
         start.wait()
-        results.append(specialize(head_size=size))
+        return specialize(head_size=size)
 
-    threads = [threading.Thread(target=ask, args=(size,)) for size in (8, 16, 8, 16, 8, 16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(ask, [8, 16] * 3))
     assert counts()[0] - before == 2
     assert sorted(each.origin for each in results) == ["compiled"] * 2 + ["memory"] * 4
     assert len({each.cubin for each in results}) == 2
