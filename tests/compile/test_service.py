@@ -495,13 +495,6 @@ def test_every_rule_of_the_templates_is_provoked_above():
     assert set(written) == set().union(RULES, CHUNKED_RULES, OWN_RULES, *OTHER_RULES.values(), *SCAN_RULES.values())
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_threads_that_no_scan_has_are_refused_before_anything_is_compiled(direction):
-    with pytest.raises(UnsupportedConfigError, match="^num_threads must be .* at head size 256 .* on sm_90, got 96$"):
-        specialize(head_size=256, backend="split", direction=direction, num_threads=96)
-    assert cache.entries() == []
-
-
 @pytest.mark.parametrize(
     ("choice", "nearest"),
     [
@@ -525,12 +518,6 @@ def test_refused_number_of_threads_of_the_chunked_forward_comes_with_the_nearest
     with pytest.raises(UnsupportedConfigError, match=f"num_threads must be .*; nearest legal: num_threads={nearest}$"):
         specialize(**choice, num_threads=given)
     assert specialize(**choice, num_threads=nearest).parameters["NUM_THREADS"] == nearest
-
-
-def test_chunked_kernels_say_their_dynamic_shared_memory():
-    made = specialize(backend="chunked", head_size=16)
-    assert made.name == "wkv7_chunked_forward"
-    assert made.shared_bytes == made.parameters["SHARED_BYTES"] > 0
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
