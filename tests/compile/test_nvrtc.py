@@ -12,7 +12,6 @@ import pytest
 from rwkv_jit import compiler, cuda
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 
-# Those that only comparisons with the past take.
 # The oldest of the extra cuda12, the newest of the extra cuda13.
 WHEELS = {
     "oldest": "nvidia-cuda-nvrtc-cu12=={}.{}.*".format(*cuda.OLDEST_NVRTC),
