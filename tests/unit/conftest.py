@@ -28,3 +28,25 @@ def _without_cupy(monkeypatch):
     finder = runpy.run_path(str(WITHOUT_CUPY / "sitecustomize.py"))["NoCupy"]
     yield
     sys.meta_path.remove(finder)
+
+
+@pytest.fixture
+def as_if_on_gpu(monkeypatch):
+    """CPU tensors are taken for those of an sm_90; a trace could not go into the question which one it is."""
+    import torch
+
+    from rwkv_jit import tensors
+    from rwkv_jit.ops import checks, torch_op
+
+    def answered(answer):
+        def ask(device):
+            torch._dynamo.graph_break()
+            return answer
+
+        return ask
+
+    monkeypatch.setattr(tensors, "_capability", answered("sm_90"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", answered("a GPU"))
+    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
+    for module in (torch_op, checks):
+        monkeypatch.setattr(module, "is_for_kernels", lambda backend, like: backend != "reference")

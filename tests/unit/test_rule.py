@@ -12,12 +12,12 @@ from problems import problem
 from torch._dynamo.backends.common import aot_autograd
 
 import rwkv_jit
-from rwkv_jit import rule, tensors, tuned
+from rwkv_jit import rule, tuned
 from rwkv_jit.algorithms import delta_chunked, diagonal_chunked, segments, whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops import torch_op
 from rwkv_jit.ops.options import CallOptions
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import Problem
@@ -551,24 +551,6 @@ def test_measured_geometry_is_taken_where_it_is_sound_and_the_kernels_of_its_op_
         made = chosen({"op": op} | sizes(size), known=known)
         is_taken = is_sound and (length < 64 or (op != "wkv7" and size == 64))
         assert made[1:5] == (choice.geometry if is_taken else Geometry(32, None))
-
-
-# ---- the call ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def as_if_on_gpu(monkeypatch):
-    """CPU tensors are taken for those of an sm_90; a trace could not go into the question which one it is."""
-
-    def capability(device):
-        torch._dynamo.graph_break()
-        return "sm_90"
-
-    monkeypatch.setattr(tensors, "_capability", capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
-    for module in (torch_op, checks):
-        monkeypatch.setattr(module, "is_for_kernels", lambda backend, like: backend != "reference")
 
 
 def bf16(tokens, batch=1, head_size=64, count=6):

@@ -18,7 +18,7 @@ from rwkv_jit.algorithms import diagonal_chunked
 from rwkv_jit.algorithms.parts import Candidate, Case
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops import torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.ops.torch_op import Options
 from rwkv_jit.problem import LARGEST_DECAY
@@ -57,19 +57,9 @@ def forget():
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
-    """CPU tensors are taken for those of an sm_90, which a trace could not find out; nothing is shipped for it."""
+def gpu(as_if_on_gpu, monkeypatch):
+    """Nothing is shipped for it."""
     monkeypatch.setattr(tuned, "SHIPPED", ())
-
-    def name(device):
-        torch._dynamo.graph_break()
-        return GPU
-
-    monkeypatch.setattr(tensors, "_capability", lambda device: ARCH)
-    monkeypatch.setattr(torch.cuda, "get_device_name", name)
-    monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
-    for module in (torch_op, checks):
-        monkeypatch.setattr(module, "is_for_kernels", lambda backend, like: backend != "reference")
     forget()
     yield
     forget()
