@@ -283,7 +283,8 @@ def test_shape_that_no_gpu_can_launch(choice, error, message, scale, given, gpus
 
 
 def test_empty_grid_loads_and_checks_and_launches_nothing(scale, given, gpus):
-    scale.launch((4, 0), 32, *given)
+    for grid in (0, (4, 0), (4, 1, 0)):
+        scale.launch(grid, 32, *given)
     assert scale.is_loaded(0)
     with pytest.raises(TypeError, match="takes 3 arguments, got 1"):
         scale.launch(0, 32, given[0])

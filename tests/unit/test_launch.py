@@ -62,12 +62,6 @@ def test_every_value_lies_where_its_type_may_lie(gpus, monkeypatch):
     assert offsets == [0] * (len(letters) + 3)
 
 
-@pytest.mark.parametrize("grid", [(0, 1, 1), (3, 0, 1), (3, 1, 0)])
-def test_empty_grid_launches_nothing(gpus, grid):
-    make_launch(gpus, "q", grid=grid).launch(7, (1,))
-    assert gpus.launches == []
-
-
 @pytest.mark.parametrize(("letter", "value"), [("q", 2**63), ("i", 2**31), ("B", -1), ("q", 0.5)])
 def test_value_that_does_not_fit_is_never_launched(gpus, letter, value):
     made = make_launch(gpus, letter)
