@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import logging
 import math
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, stats
+from rwkv_jit import ahead, kernel
 from rwkv_jit.algorithms import wkv4 as schedules
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import checks, known_calls
@@ -175,15 +174,6 @@ def test_torch_accepts_the_ops_with_a_state():
     torch.library.opcheck(torch.ops.rwkv_jit.wkv4_bwd.default, (*grads, *asked, torch.empty(0)))
     of_token = make_state(torch.float32), *given[:2], *(x[:, 0].contiguous() for x in given[2:]), "raw"
     torch.library.opcheck(torch.ops.rwkv_jit.wkv4_step.default, of_token)
-
-
-def test_one_notice_on_the_cpu(caplog, monkeypatch):
-    monkeypatch.setattr(stats, "_said", set())
-    w, u, k, v = make(torch.float32, grad=False)
-    with caplog.at_level(logging.WARNING, logger="rwkv_jit"):
-        rwkv_jit.wkv4(w, u, k, v)
-        rwkv_jit.wkv4_update(make_state(torch.float32), w, u, k[:, 0], v[:, 0])
-    assert [record.message for record in caplog.records] == ["wkv4: CPU tensors run the reference in plain torch"]
 
 
 # ---- one token ---------------------------------------------------------------------------------------------------
