@@ -1,5 +1,6 @@
 """What the GPU tests share: inputs like a model's, and the comparison with the float64 recurrence."""
 
+import itertools
 import math
 
 import torch
@@ -100,6 +101,57 @@ def compare(op, given, state=None, options=(), exact_options=(), weights=None):
     named = {f"d{n}": grad for n, grad in zip([*given, "initial_state"], grads, strict=False)}
     errors |= {n: relative(grad, want) for (n, grad), want in zip(named.items(), want_grads, strict=True)}
     return errors, final, named
+
+
+def check_repeats(op, given, times=3, **options):
+    """Check that a call gives the same results and gradients whenever it runs, bit for bit."""
+    y, final, grads, weights = run(op, given, **options)
+    for _ in range(times):
+        again = run(op, given, None, weights, **options)
+        for one, same in zip((y, final, *grads), (*again[:2], *again[2]), strict=True):
+            assert torch.equal(one, same)
+
+
+def check_fullgraph(op, given, dynamic=None, **options):
+    """Check that a compiled call gives the same y and gradients, bit for bit."""
+    y, _, grads, weights = run(op, given, **options)
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, dynamic=dynamic)
+    again = run(op, given, None, weights, compiled, **options)
+    assert torch.equal(again[0], y)
+    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+
+
+def check_one_by_one(op, given, state, bounds, index_dtype, **options):
+    """Check that packed sequences have, bit for bit, what each has alone; return cu_seqlens."""
+    cu_seqlens = torch.tensor(bounds, device=state.device, dtype=index_dtype)
+    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
+    for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        part = of_tokens(op, given, (slice(None), slice(begin, end)))
+        part = {n: x.detach().requires_grad_() for n, x in part.items()}
+        own_state = state[i : i + 1].detach().requires_grad_()
+        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
+        assert torch.equal(own[0], y[:, begin:end])
+        assert torch.equal(own[1], final[i : i + 1])
+        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
+        for name, one, whole in zip(given, own[2], grads, strict=False):
+            assert name in FIXED.get(op, "") or torch.equal(one, whole[:, begin:end]), name
+    return cu_seqlens
+
+
+def check_rows(op, first, batch, rows, **options):
+    """Check a call with the same sequence in every row: some of them show an address that wrapped."""
+    fixed, function = FIXED.get(op, ""), getattr(rwkv_jit, op)
+    given = {n: (x if n in fixed else x.expand(batch, -1, -1, -1)).detach().contiguous() for n, x in first.items()}
+    given = {n: x.requires_grad_() for n, x in given.items()}
+    y, _ = function(*given.values(), **options)
+    dy = torch.randn(1, *y.shape[1:], device=y.device).to(y.dtype)
+    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
+    want, _ = function(*first.values(), **options)
+    want_grads = torch.autograd.grad(want, list(first.values()), dy)
+    for row in rows:
+        assert torch.equal(y[row], want[0])
+        for name, grad, one in zip(given, grads, want_grads, strict=True):
+            assert name in fixed or torch.equal(grad[row], one[0]), name
 
 
 def error_of_constant_decay(dw, given, state, weights, **options):

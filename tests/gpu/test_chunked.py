@@ -177,18 +177,8 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype, chunk_le
     bounds = [0, 0, 5, 69, 70, 70, 102, 198, 200]
     given = inputs(batch=1, tokens=200, head_size=40)
     state = comparing.make_state(given, len(bounds) - 1)
-    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
     options = {"decay": "sigmoid", "backend": "chunked", "chunk_len": chunk_len}
-    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
-        own_state = state[i : i + 1].detach().requires_grad_()
-        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
-        assert torch.equal(own[0], y[:, begin:end])
-        assert torch.equal(own[1], final[i : i + 1])
-        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
-        for name, one, whole in zip(given, own[2], grads, strict=False):
-            assert torch.equal(one, whole[:, begin:end]), name
+    cu_seqlens = comparing.check_one_by_one(op, given, state, bounds, index_dtype, **options)
     check(given, state, cu_seqlens=cu_seqlens, chunk_len=chunk_len)
 
 
@@ -357,12 +347,7 @@ def test_the_batch_around_a_split_sequence_changes_nothing(op):
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_results_repeat_bit_for_bit(op, head_size):
     given = inputs(batch=4, tokens=300, heads=8, head_size=head_size)
-    y, final, grads, weights = run(op, given, decay="sigmoid", backend="chunked")
-    for _ in range(3):
-        again = run(op, given, weights=weights, decay="sigmoid", backend="chunked")
-        assert torch.equal(again[0], y)
-        assert torch.equal(again[1], final)
-        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_repeats(op, given, decay="sigmoid", backend="chunked")
 
 
 def test_the_batch_around_a_sequence_changes_nothing(op):
@@ -394,20 +379,9 @@ MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_avail
 @pytest.mark.skipif(MEMORY < 100 * 2**30, reason="needs 100 GB of GPU memory")
 @pytest.mark.usefixtures("most_of_the_memory")
 def test_more_than_two_billion_elements(op):
-    batch, tokens, heads, head_size = 132, 4096, 64, 64
-    assert batch * tokens * heads * head_size > 2**31
-    first = inputs(batch=1, tokens=tokens, heads=heads)
-    # The same sequence in every row: rows that differ from the first show an address that wrapped.
-    given = {n: x.detach().expand(batch, -1, -1, -1).contiguous().requires_grad_() for n, x in first.items()}
-    y, _ = rwkv_jit.wkv7(*given.values(), decay="sigmoid", backend="chunked")
-    dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
-    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
-    want, _ = rwkv_jit.wkv7(*first.values(), decay="sigmoid", backend="chunked")
-    want_grads = torch.autograd.grad(want, list(first.values()), dy)
-    for row in (0, 65, batch - 1):
-        assert torch.equal(y[row], want[0])
-        for name, grad, one in zip(given, grads, want_grads, strict=True):
-            assert torch.equal(grad[row], one[0]), name
+    batch, first = 132, inputs(batch=1, tokens=4096, heads=64)
+    assert batch * first["v"].numel() > 2**31
+    comparing.check_rows(op, first, batch, (0, 65, batch - 1), decay="sigmoid", backend="chunked")
 
 
 # ---- how it is called --------------------------------------------------------------------------------------------
@@ -438,12 +412,7 @@ def test_short_sequences(op, dtype, head_size):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_fullgraph_compile(op, dynamic):
-    given = inputs()
-    y, _, grads, weights = run(op, given, decay="sigmoid")
-    compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True, dynamic=dynamic)
-    again = run(op, given, None, weights, compiled, decay="sigmoid")
-    assert torch.equal(again[0], y)
-    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_fullgraph(op, inputs(), dynamic, decay="sigmoid")
 
 
 @pytest.mark.parametrize("packed", [False, True])

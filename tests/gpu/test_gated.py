@@ -245,19 +245,8 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, head_size, index_dtyp
     bounds = [0, 0, 5, 69, 70, 70, 102, 198, 200]
     given = inputs(op, batch=1, tokens=200, head_size=head_size)
     state = make_state(op, given, len(bounds) - 1)
-    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
     options = of(op, {"decay": "sigmoid", "backend": backend_of(given), "chunk_len": chunk_len})
-    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        part = comparing.of_tokens(op, given, (slice(None), slice(begin, end)))
-        part = {n: x.detach().requires_grad_() for n, x in part.items()}
-        own_state = state[i : i + 1].detach().requires_grad_()
-        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
-        assert torch.equal(own[0], y[:, begin:end])
-        assert torch.equal(own[1], final[i : i + 1])
-        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
-        for name, one, whole in zip(given, own[2], grads, strict=False):
-            assert name in FIXED.get(op, "") or torch.equal(one, whole[:, begin:end]), name
+    cu_seqlens = comparing.check_one_by_one(op, given, state, bounds, index_dtype, **options)
     check(op, given, state, cu_seqlens=cu_seqlens, chunk_len=chunk_len)
 
 
@@ -572,13 +561,7 @@ def test_segments_of_inputs_with_memory_between_sequences(op):
 @pytest.mark.parametrize("op", OPS)
 def test_segments_repeat_bit_for_bit(op, head_size, decay):
     given = inputs(op, tokens=2048, heads=4, head_size=head_size, decay="raw", decays=(-20.0, 0.0))
-    options = of(op, {"decay": decay, "backend": "split"})
-    y, final, grads, weights = run(op, given, **options)
-    for _ in range(3):
-        again = run(op, given, None, weights, **options)
-        assert torch.equal(again[0], y)
-        assert torch.equal(again[1], final)
-        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_repeats(op, given, **of(op, {"decay": decay, "backend": "split"}))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -601,13 +584,7 @@ def test_the_batch_around_a_sequence_in_segments_changes_nothing(op):
 @pytest.mark.parametrize("op", OPS)
 def test_results_repeat_bit_for_bit(op, head_size, decay):
     given = inputs(op, batch=4, tokens=300, heads=4, head_size=head_size, decay="raw", decays=(-20.0, 0.0))
-    options = of(op, {"decay": decay, "backend": backend_of(given)})
-    y, final, grads, weights = run(op, given, **options)
-    for _ in range(3):
-        again = run(op, given, weights=weights, **options)
-        assert torch.equal(again[0], y)
-        assert torch.equal(again[1], final)
-        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_repeats(op, given, **of(op, {"decay": decay, "backend": backend_of(given)}))
 
 
 @pytest.mark.parametrize("head_size", [64, 160])
@@ -668,12 +645,7 @@ def test_short_sequences(op, head_size):
 @pytest.mark.parametrize("head_size", [64, 160])
 @pytest.mark.parametrize("op", OPS)
 def test_fullgraph_compile(op, head_size, dynamic):
-    given, options = inputs(op, head_size=head_size), of(op, {"decay": "sigmoid"})
-    y, _, grads, weights = run(op, given, **options)
-    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, dynamic=dynamic)
-    again = run(op, given, None, weights, compiled, **options)
-    assert torch.equal(again[0], y)
-    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_fullgraph(op, inputs(op, head_size=head_size), dynamic, **of(op, {"decay": "sigmoid"}))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -712,23 +684,10 @@ MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_avail
 @pytest.mark.usefixtures("most_of_the_memory")
 @pytest.mark.parametrize("op", OPS)
 def test_more_than_two_billion_elements(op):
-    batch, tokens, heads, head_size = 132, 4096, 64, 64
-    assert batch * tokens * heads * head_size > 2**31
-    first = inputs(op, batch=1, tokens=tokens, heads=heads)
-    # The same sequence in every row: rows that differ from the first show an address that wrapped.
-    fixed = FIXED.get(op, "")
-    given = {n: (x if n in fixed else x.expand(batch, -1, -1, -1)).detach().contiguous() for n, x in first.items()}
-    given = {n: x.requires_grad_() for n, x in given.items()}
-    function, options = getattr(rwkv_jit, op), of(op, {"decay": "sigmoid", "backend": "chunked"})
-    y, _ = function(*given.values(), **options)
-    dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
-    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
-    want, _ = function(*first.values(), **options)
-    want_grads = torch.autograd.grad(want, list(first.values()), dy)
-    for row in (0, 65, batch - 1):
-        assert torch.equal(y[row], want[0])
-        for name, grad, one in zip(given, grads, want_grads, strict=True):
-            assert name in fixed or torch.equal(grad[row], one[0]), name
+    batch, first = 132, inputs(op, batch=1, tokens=4096, heads=64)
+    assert batch * first["v"].numel() > 2**31
+    options = of(op, {"decay": "sigmoid", "backend": "chunked"})
+    comparing.check_rows(op, first, batch, (0, 65, batch - 1), **options)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -121,19 +121,8 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, index_dtype):
     bounds = [0, 0, 5, 69, 70, 70, 198, 200]
     given = make_inputs(op, torch.bfloat16, batch=1, tokens=200, head_size=40)
     state = torch.randn(len(bounds) - 1, 3, 40, 40, device="cuda", requires_grad=True)
-    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
     pinned = {"chunk_len": 4, "num_threads": 64, "backend": "recurrent"}
-    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **pinned)
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        part = of_tokens(op, given, (slice(None), slice(begin, end)))
-        part = {n: x.detach().requires_grad_() for n, x in part.items()}
-        own_state = state[i : i + 1].detach().requires_grad_()
-        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **pinned)
-        assert torch.equal(own[0], y[:, begin:end])
-        assert torch.equal(own[1], final[i : i + 1])
-        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
-        for name, one, whole in zip(given, own[2], grads, strict=False):
-            assert name in FIXED.get(op, "") or torch.equal(one, whole[:, begin:end]), name
+    cu_seqlens = comparing.check_one_by_one(op, given, state, bounds, index_dtype, **pinned)
     check(op, given, state, {"cu_seqlens": cu_seqlens}, {"cu_seqlens": cu_seqlens})
 
 
@@ -167,35 +156,15 @@ MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_avail
 @pytest.mark.skipif(MEMORY <= 100 * 2**30, reason="takes 100 GiB of a GPU")
 @pytest.mark.parametrize("op", OPS)
 def test_more_than_two_billion_elements(op):
-    batch, tokens, heads, head_size = 132, 4096, 64, 64
-    assert batch * tokens * heads * head_size > 2**31
-    first = make_inputs(op, torch.bfloat16, batch=1, tokens=tokens, heads=heads, head_size=head_size)
-    # The same sequence in every row: rows that differ from the first show an address that wrapped.
-    fixed = FIXED.get(op, "")
-    given = {n: (x if n in fixed else x.expand(batch, -1, -1, -1)).detach().contiguous() for n, x in first.items()}
-    for x in given.values():
-        x.requires_grad_()
+    batch, first = 132, make_inputs(op, torch.bfloat16, batch=1, tokens=4096, heads=64, head_size=64)
+    assert batch * first["v"].numel() > 2**31
     pinned = {"chunk_len": 4, "num_threads": 128, "backend": "recurrent"}
-    y, _ = getattr(rwkv_jit, op)(*given.values(), **pinned)
-    dy = torch.randn(1, tokens, heads, head_size, device="cuda").to(y.dtype)
-    grads = torch.autograd.grad(y, list(given.values()), dy.expand_as(y))
-    want, _ = getattr(rwkv_jit, op)(*first.values(), **pinned)
-    want_grads = torch.autograd.grad(want, list(first.values()), dy)
-    for row in (0, 65, batch - 1):
-        assert torch.equal(y[row], want[0])
-        for name, grad, one in zip(given, grads, want_grads, strict=True):
-            assert name in fixed or torch.equal(grad[row], one[0]), name
+    comparing.check_rows(op, first, batch, (0, 65, batch - 1), **pinned)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_results_repeat_bit_for_bit(op):
-    given = make_inputs(op, torch.bfloat16, batch=4, tokens=300, heads=8)
-    y, final, grads, weights = run(op, given)
-    for _ in range(3):
-        again = run(op, given, weights=weights)
-        assert torch.equal(again[0], y)
-        assert torch.equal(again[1], final)
-        assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_repeats(op, make_inputs(op, torch.bfloat16, batch=4, tokens=300, heads=8))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -423,12 +392,7 @@ def test_a_forked_child_gets_a_clear_error(op, seed):
 
 @pytest.mark.parametrize("op", OPS)
 def test_fullgraph_compile(op):
-    given = make_inputs(op, torch.float32)
-    y, final, grads, weights = run(op, given)
-    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True)
-    again = run(op, given, None, weights, compiled)
-    assert torch.equal(again[0], y)
-    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_fullgraph(op, make_inputs(op, torch.float32))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -185,17 +185,7 @@ def test_packed_sequences_are_the_sequences_one_by_one(op, threads, index_dtype)
     bounds = [0, 0, 5, 69, 70, 70, 134, 298, 300]
     given = inputs(batch=1, tokens=300)
     state = comparing.make_state(given, len(bounds) - 1)
-    cu_seqlens = torch.tensor(bounds, device="cuda", dtype=index_dtype)
-    y, final, grads, weights = run(op, given, state, cu_seqlens=cu_seqlens, **options)
-    for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        part = {n: x[:, begin:end].detach().requires_grad_() for n, x in given.items()}
-        own_state = state[i : i + 1].detach().requires_grad_()
-        own = run(op, part, own_state, (weights[0][:, begin:end], weights[1][i : i + 1]), **options)
-        assert torch.equal(own[0], y[:, begin:end])
-        assert torch.equal(own[1], final[i : i + 1])
-        assert torch.equal(own[2][-1], grads[-1][i : i + 1])
-        for name, one, whole in zip(given, own[2], grads, strict=False):
-            assert torch.equal(one, whole[:, begin:end]), name
+    cu_seqlens = comparing.check_one_by_one(op, given, state, bounds, index_dtype, **options)
     check(given, state, cu_seqlens=cu_seqlens)
     check(given, state, cu_seqlens=cu_seqlens, **options)
 
@@ -412,12 +402,7 @@ def test_the_rule_picks_these_kernels(op, problems):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_fullgraph_compile(op, dynamic):
-    given = inputs()
-    y, _, grads, weights = run(op, given, decay="sigmoid")
-    compiled = torch.compile(rwkv_jit.wkv7, fullgraph=True, dynamic=dynamic)
-    again = run(op, given, None, weights, compiled, decay="sigmoid")
-    assert torch.equal(again[0], y)
-    assert all(torch.equal(a, b) for a, b in zip(again[2], grads, strict=True))
+    comparing.check_fullgraph(op, inputs(), dynamic, decay="sigmoid")
 
 
 @pytest.mark.parametrize("packed", [False, True])
