@@ -121,13 +121,6 @@ def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
     assert not torch.equal(first.inputs[0], second.inputs[0])
 
 
-# ---- floors ------------------------------------------------------------------------------------------------------
-
-
-def given_state(case):
-    return cases.given_for(case._replace(phase="decode"), "cpu").state
-
-
 @pytest.mark.parametrize("phase", cases.PHASES)
 @pytest.mark.parametrize("op", bench.OPS)
 def test_floor_is_what_the_tensors_hold(op, phase):
@@ -137,7 +130,7 @@ def test_floor_is_what_the_tensors_hold(op, phase):
     case = small(op, phase, torch.bfloat16, wide_decay=wide)
     given = cases.given_for(case, "cpu")
     inputs, y = (sum(x.numel() * x.element_size() for x in some) for some in (given.inputs, [given.dy]))
-    state = 0 if op == "timex" else 4 * given_state(case).numel()
+    state = 0 if op == "timex" else 4 * cases.given_for(case._replace(phase="decode"), "cpu").state.numel()
     wanted = {
         "forward": inputs + y,
         "backward": 2 * inputs + y,
