@@ -39,10 +39,6 @@ def at_once(monkeypatch):
     return most
 
 
-def shown(each):
-    return each.name, each.arch, each.parameters["HEAD_SIZE"], each.parameters["T_IO"]
-
-
 # ---- in the background -------------------------------------------------------------------------------------------
 
 
@@ -89,7 +85,8 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     made = rwkv_jit.warm(
         "wkv7", [4, 5], [torch.float32, torch.bfloat16], arch="sm_75", progress=lambda *done: progress.append(done)
     )
-    assert {shown(each) for each in made} == {
+    about = ("HEAD_SIZE", "T_IO")
+    assert {(each.name, each.arch, *(each.parameters[name] for name in about)) for each in made} == {
         (f"wkv7_recurrent_{direction}", "sm_75", head_size, dtype)
         for direction in ("forward", "backward")
         for head_size in (4, 5)
