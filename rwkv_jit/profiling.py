@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
 from rwkv_jit import bench, machine, report, template
@@ -48,24 +47,9 @@ def case_of(arguments: argparse.Namespace) -> Case:
 
 def prepare(case: Case, backend: str = "auto") -> Callable[[], Any]:
     """Return a case ready to run, with each direction in a range of NVTX and of the trace; it returns its tensors."""
-    given, contestant = cases.given_for(case), measure.our_call(case, backend, backend)
-    detached = [x.detach() for x in given.inputs]
-    state, more = measure.beside(case, contestant, given)
-
-    def forward(inputs: Sequence[Tensor]) -> Any:
-        with _range("forward" if case.has_gradients else case.phase):
-            return contestant.run(inputs, state, more)
-
-    def backward(y: Tensor, keep: bool) -> Any:
-        with _range("backward"):
-            return torch.autograd.grad(y, given.inputs, given.dy, retain_graph=keep)
-
-    if not case.has_gradients:
-        return lambda: forward(detached)
-    if case.phase == "backward":
-        y = forward(given.inputs)[0]
-        return lambda: backward(y, True)
-    return lambda: backward(forward(given.inputs)[0], False)
+    contestant = measure.our_call(case, backend, backend)
+    forward = contestant._replace(run=_range("forward" if case.has_gradients else case.phase)(contestant.run))
+    return measure.run_once(case, forward, cases.given_for(case), _range("backward")(torch.autograd.grad))
 
 
 @contextmanager

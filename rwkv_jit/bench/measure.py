@@ -269,7 +269,9 @@ def rows_of(
     return measured + skipped
 
 
-def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], Any]:
+def run_once(
+    case: Case, contestant: Contestant, given: Given, grad: Callable[..., Any] = torch.autograd.grad
+) -> Callable[[], Any]:
     """Return the call of a case by a contestant; for a backward alone, the forward runs here."""
     inputs = [x.detach() for x in contestant.convert(given.inputs)]
     state, more = beside(case, contestant, given)
@@ -277,9 +279,9 @@ def run_once(case: Case, contestant: Contestant, given: Given) -> Callable[[], A
         return lambda: contestant.run(inputs, state, more)
     leaves = [x.requires_grad_() for x in inputs]
     if case.phase == "forward+backward":
-        return lambda: torch.autograd.grad(contestant.run(leaves, None, more)[0], leaves, given.dy)
+        return lambda: grad(contestant.run(leaves, None, more)[0], leaves, given.dy)
     y = contestant.run(leaves, None, more)[0]
-    return lambda: torch.autograd.grad(y, leaves, given.dy, retain_graph=True)
+    return lambda: grad(y, leaves, given.dy, retain_graph=True)
 
 
 def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
