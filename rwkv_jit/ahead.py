@@ -285,44 +285,26 @@ class _Calls(NamedTuple):
     """Calls of an op that differ in their lengths, in the number of their heads, and in whether they have gradients."""
 
     asked: Problem  # whose backend and geometry are not chosen yet; states at both ends take the most kernels
-    decay_bound: float | None
-    chunk_len: int | None
+    case: Case  # what the rule looks at of a long one with many heads and gradients
 
-    def case(
-        self, tokens: int = _LONG, few_heads: bool = False, training: bool = True, is_packed: bool = False
-    ) -> Case:
-        """Return what the rule looks at of one of them."""
-        p = self.asked
-        storage = "fp16" if p.is_narrow else p.types["v"]
-        of_one = Case(
-            p.op, storage, p.K, p.V, tokens, p.decay, self.decay_bound, self.chunk_len, p.num_threads, training
-        )
-        if not few_heads:
-            return of_one
-        longest = tokens if is_packed else 0
-        return of_one._replace(
-            blocks=1, is_packed=is_packed, longest=longest, multiprocessors=lambda: _MULTIPROCESSORS
-        )  # fmt: skip
-
-    def problem(
-        self, known: Known, tokens: int = _LONG, few_heads: bool = False, training: bool = True,
-        is_packed: bool = False,
-    ) -> Problem:  # fmt: skip
+    def problem(self, known: Known, case: Case) -> Problem:
         """Return the problem of one of them, by the rule of calls."""
-        gpu = self.asked.gpu._replace(multiprocessors=_MULTIPROCESSORS if few_heads else None)
-        case = self.case(tokens, few_heads, training, is_packed)
+        gpu = self.asked.gpu._replace(multiprocessors=case.multiprocessors and case.multiprocessors())
         made = rule.chosen(self.asked.backend, case, lambda: gpu, lambda: known)._asdict()
         made["chunk_len"] = made["chunk_len"] or 0
-        return self.asked._replace(gpu=gpu, T=tokens, training=training, is_packed=is_packed, **made)
+        return self.asked._replace(
+            gpu=gpu, K=case.head_size, T=case.tokens, training=case.training, is_packed=case.is_packed, **made
+        )
 
     def problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
         """Return the problems that stand for all of them: calls may know one of several."""
         purposes = (True, False) if direction == "forward" else (True,)  # for gradients, and not
+        few_heads: dict[str, Any] = {"blocks": 1, "multiprocessors": lambda: _MULTIPROCESSORS}
         made = [
-            part.problem(known, tokens, few_heads, training, is_packed)
+            self.problem(known, case._replace(training=training, **of_heads))
             for tokens in _LENGTHS
-            for part in self.in_parts(tokens)
-            for few_heads, is_packed in ((False, False), (True, False), (True, True))
+            for case in self.in_parts(self.case._replace(tokens=tokens))
+            for of_heads in ({}, few_heads, few_heads | {"is_packed": True, "longest": tokens})
             for training, known in product(purposes, several)
         ]
         if direction == "backward":
@@ -330,12 +312,12 @@ class _Calls(NamedTuple):
             made += [p._replace(wants_inputs=False) for p in of_states]
         return made
 
-    def in_parts(self, tokens: int) -> list[_Calls]:
+    def in_parts(self, case: Case) -> list[Case]:
         """Return the calls that are made of one of these, where its keys go in parts."""
-        if self.asked.op.family != "diagonal":
-            return [self]
-        sizes = wide_keys.part_sizes(self.asked.backend, self.case(tokens), lambda: self.asked.gpu)
-        return [self._replace(asked=self.asked._replace(K=size)) for size in dict.fromkeys(sizes)]
+        if case.op.family != "diagonal":
+            return [case]
+        sizes = wide_keys.part_sizes(self.asked.backend, case, lambda: self.asked.gpu)
+        return [case._replace(head_size=size) for size in dict.fromkeys(sizes)]
 
 
 def _schedule(problem: Problem, direction: str) -> Schedule:
@@ -423,9 +405,9 @@ def named(
             asked = asked._replace(state_type=str(others.pop("T_STATE")))
         others.pop("STATE_LAYOUT", None)
         calls = calls._replace(asked=asked)
-        if backend == "split" and rule.is_held_by_blocks(calls.case(), lambda: asked.gpu):
+        if backend == "split" and rule.is_held_by_blocks(calls.case, lambda: asked.gpu):
             calls = calls._replace(asked=asked._replace(backend="chunked"))  # the same kernels
-        problem = calls.problem(_known(arch)[0])
+        problem = calls.problem(_known(arch)[0], calls.case)
     else:
         _refuse(op, head_size=head_size, value_size=value_size, chunk_len=chunk_len, num_threads=num_threads)
         types, others = _with_parameters(entry, _types(entry, dtype), parameters)
@@ -517,13 +499,15 @@ def _checked(
         raise TypeError(f"head_size: {op} needs one, got None")
     value_size = head_size if value_size is None else value_size
     _check_sizes(head_size=head_size, value_size=value_size)
-    narrow, _ = modes.current()
+    storage, (narrow, _) = _storage("dtype", dtype), modes.current()
     asked = Problem(
         entry, Gpu(*tensors.targets(arch)), _types(entry, dtype), K=head_size, V=value_size, G=1, decay=decay,
         state_layout=state_layout, backend=backend, num_threads=num_threads, has_initial_state=True,
-        has_final_state=True, is_narrow=_storage("dtype", dtype) in narrow,
+        has_final_state=True, is_narrow=storage in narrow,
     )  # fmt: skip
-    return _Calls(asked, decay_bound, chunk_len)
+    of_products = "fp16" if asked.is_narrow else storage
+    case = Case(entry, of_products, head_size, value_size, _LONG, decay, decay_bound, chunk_len, num_threads)
+    return _Calls(asked, case)
 
 
 def _types(op: Op, dtype: torch.dtype) -> dict[str, str]:
