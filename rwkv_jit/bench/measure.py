@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -333,28 +333,21 @@ def _errors(
         wanted = {}
     begun = given._replace(dy=torch.zeros_like(given.dy))
     beginning(case, "y", begun.dy, tokens).copy_(beginning(case, "y", given.dy, tokens))
-    known: dict[str, Results | None] = {}  # what judges found
+    # First those that are made for exact sums and not for speed.
+    judges = sorted(own, key=lambda backend: backend.what not in ("recurrent", "fft"))
+    found = cache(partial(_results, case, given=given))
     judged = []
     for contestant in everyone:
-        errors = _distances(case, _results(case, contestant, begun) if wanted else None, wanted, tokens)
-        others = [backend for backend in _judges(own) if (contestant.who, contestant.what) != (OURS, backend.what)]
-        judge = others[0] if others else None
-        distances: dict[str, float] = {}
-        if judge is not None:
-            if judge.what not in known:
-                known[judge.what] = _results(case, judge, given)
-            distances = _distances(case, _results(case, contestant, given), known[judge.what] or {})
+        errors = _distances(case, _results(case, contestant, begun) if wanted else {}, wanted, tokens)
+        who = (contestant.who, contestant.what)
+        judge = next((backend for backend in judges if who != (OURS, backend.what)), None)
+        distances = _distances(case, _results(case, contestant, given), found(judge)) if judge else {}
         judged.append({
             "error": max(errors.values(), default=None), "errors": errors,
             "other": judge.what if judge and distances else None,
             "other_error": max(distances.values(), default=None),
         })  # fmt: skip
     return judged
-
-
-def _judges(own: Sequence[Contestant]) -> list[Contestant]:
-    """Return our backends, first those that are made for exact sums and not for speed."""
-    return sorted(own, key=lambda backend: backend.what not in ("recurrent", "fft"))
 
 
 def _tokens_to_check(case: Case) -> int:
@@ -382,34 +375,30 @@ def _exact(case: Case, given: Given, tokens: int) -> Results:
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
     y = REFERENCES[case.op](*exact, **more, **case.options)[0]
-    results = {"y": y.detach()}
-    if case.has_gradients:
-        grads = torch.autograd.grad(y, exact, beginning(case, "y", given.dy, tokens).double())
-        results |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
-    return results
+    return _with_gradients(case, y, exact, beginning(case, "y", given.dy, tokens).double())
 
 
-def _results(case: Case, contestant: Contestant, given: Given) -> Results | None:
-    """Return what a contestant finds, as the op's callers would; None where it cannot do it."""
+def _with_gradients(case: Case, y: Tensor, inputs: Inputs, dy: Tensor) -> Results:
+    if not case.has_gradients:
+        return {"y": y.detach()}
+    grads = zip(cases.names_of(case.op), torch.autograd.grad(y, inputs, dy), strict=True)
+    return {"y": y.detach(), **{f"d{name}": grad for name, grad in grads}}
+
+
+def _results(case: Case, contestant: Contestant, given: Given) -> Results:
+    """Return what a contestant finds, as the op's callers would; nothing where it cannot do it."""
     try:
         inputs = contestant.convert(given.inputs if case.has_gradients else [x.detach() for x in given.inputs])
         state, more = beside(case, contestant, given)
-        y = contestant.run(inputs, state, more)[0]
-        results = {"y": y.detach()}
-        if case.has_gradients:
-            grads = torch.autograd.grad(y, given.inputs, given.dy)
-            results |= {f"d{name}": grad for name, grad in zip(cases.names_of(case.op), grads, strict=True)}
+        return _with_gradients(case, contestant.run(inputs, state, more)[0], given.inputs, given.dy)
     except Exception:
-        return None
-    return results
-
-
-def _distances(case: Case, results: Results | None, wanted: Results, tokens: int | None = None) -> dict[str, float]:
-    """Return the relative L2 distance of each result, of the first tokens alone where these are given."""
-    if results is None:
         return {}
+
+
+def _distances(case: Case, results: Results, wanted: Results, tokens: int | None = None) -> dict[str, float]:
+    """Return the relative L2 distance of each result, of the first tokens alone where these are given."""
     distances = {}
-    for name, want in wanted.items():
+    for name, want in wanted.items() if results else ():
         x = results[name] if tokens is None else beginning(case, name, results[name], tokens)
         wide = torch.float64 if tokens is not None else torch.float32
         distances[name] = float((x.to(wide) - want.to(wide)).norm() / want.to(wide).norm())
