@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -65,13 +65,15 @@ class Turns:
     """
 
     def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: bool, flush: torch.Tensor | None = None) -> None:
-        self._calls, self._flush, self._next = calls, flush, 0
+        self._flush = flush
         torch.cuda.synchronize()
         self.host_us = host_us(calls)
-        self._graph = _captured(calls) if in_graph else None
-        queued_us = self.host_us if self._graph is None else host_us([self._graph.replay], _SLEEP_SECONDS)
+        graph = _captured(calls) if in_graph else None
+        self.in_graph = graph is not None
+        self._calls_at_once = 1 if graph is None else _in_graph(calls)
+        self._turns = cycle(calls if graph is None else [graph.replay])
+        queued_us = self.host_us if graph is None else host_us([graph.replay], _SLEEP_SECONDS)
         self._sleep_us = min(2 * queued_us + 50, _LONGEST_SLEEP_US)  # of the GPU, while the host queues what is timed
-        self.in_graph = self._graph is not None
 
     def ms(self) -> float:
         """Return the milliseconds of a call, all of which was queued before the GPU began with it.
@@ -81,7 +83,7 @@ class Turns:
         longest sleep its time counts as it is.
         """
         while True:
-            call = self._next_call()
+            call = next(self._turns)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if self._flush is not None:
                 self._flush.zero_()
@@ -92,15 +94,8 @@ class Turns:
             is_queued = not begin.query()
             end.synchronize()
             if is_queued or self._sleep_us >= _LONGEST_SLEEP_US:
-                return float(begin.elapsed_time(end)) / (_in_graph(self._calls) if self.in_graph else 1)
+                return float(begin.elapsed_time(end)) / self._calls_at_once
             self._sleep_us = min(4 * self._sleep_us, _LONGEST_SLEEP_US)
-
-    def _next_call(self) -> Callable[[], Any]:
-        if self._graph is not None:
-            return self._graph.replay
-        call = self._calls[self._next]
-        self._next = (self._next + 1) % len(self._calls)
-        return call
 
 
 def _in_graph(calls: Sequence[Any]) -> int:
