@@ -17,21 +17,14 @@ class _Finder:
         self._name = name
         self._then = then
 
-    def join(self) -> None:
-        """Be asked first."""
-        sys.meta_path = [self, *sys.meta_path]  # a new list, as another thread may be going through the old one
-
-    def leave(self) -> None:
-        """Be asked no more."""
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        self.leave()
+        # A new list each time, as another thread may be going through the old one.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         spec = find_spec(name)
         if spec is None or spec.loader is None:
-            self.join()
+            sys.meta_path = [self, *sys.meta_path]
             return None
         execute = spec.loader.exec_module
 
@@ -48,4 +41,4 @@ def imported(name: str, then: str) -> None:
     if name in sys.modules:
         import_module(then)
     else:
-        _Finder(name, then).join()
+        sys.meta_path = [_Finder(name, then), *sys.meta_path]  # asked first
