@@ -170,6 +170,13 @@ def machine(env: dict[str, Any]) -> str:
     return f"{env['gpus'][0]}, torch {env['torch']}, NVRTC {env['nvrtc'].split()[0]}"
 
 
+_COLUMNS = {
+    "by": "{who} {what}", "ms": "{median_ms:.4f}", "quartiles": "{low_ms:.4f} to {high_ms:.4f}",
+    "of the floor": "{fraction:.0%}", "in a graph": "{graph}", "host us": "{host_us:.1f}", "": "{mark}",
+    "peak MiB": "{peak_mib:.1f}", "error": "{error:.1e}", "other": "{other_error:.1e}",
+}  # fmt: skip
+
+
 def show(result: dict[str, Any]) -> None:
     """Print a table for each op, shape, dtype, phase and kind of inputs."""
     if result["device"] == "cpu":
@@ -186,8 +193,11 @@ def show(result: dict[str, Any]) -> None:
         report.say(f"\n{op} ({', '.join(map(str, shape))}) {dtype}, {what}{floor}")
         done = [row for row in rows if row["skipped"] is None]
         if done:
-            head = ("by", "ms", "quartiles", "of the floor", "in a graph", "host us", "", "peak MiB", "error", "other")
-            report.table(head, [_cells(row) for row in done], ("in a graph", "quartiles", "of the floor", "other"))
+            shown = [
+                row | {"graph": "yes" if row["in_graph"] else "no", "mark": "†" if measure.is_host_bound(row) else ""}
+                for row in done
+            ]
+            report.records(_COLUMNS, shown, ("in a graph", "quartiles", "of the floor", "other"))
             for row in done:
                 if len(row["errors"]) > 1:
                     errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
@@ -200,15 +210,3 @@ def show(result: dict[str, Any]) -> None:
 
 def _name(row: dict[str, Any]) -> str:
     return f"{row['who']} {row['what']}"
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def text(name: str, form: str) -> str:
-        return "-" if row[name] is None else format(row[name], form)
-
-    return (
-        _name(row), f"{row['median_ms']:.4f}", f"{row['low_ms']:.4f} to {row['high_ms']:.4f}",
-        text("fraction", ".0%"), "yes" if row["in_graph"] else "no", text("host_us", ".1f"),
-        "†" if measure.is_host_bound(row) else "", text("peak_mib", ".1f"), text("error", ".1e"),
-        text("other_error", ".1e"),
-    )  # fmt: skip
