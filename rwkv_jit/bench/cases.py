@@ -33,11 +33,9 @@ WITH_STATES = ("decode", "prefill")
 WITHOUT_HEADS = tuple(name for name, op in table.OPS.items() if not op.has_heads)
 # Kinds of inputs. Of one head means of one of a batch: of 512 where a batch of 8 has 64.
 KINDS = {"usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed"}
-_OPS_OF_KINDS = {
-    "strong": ("wkv5", "wkv6", "wkv7", "gla"),
-    "one-strong": ("wkv5", "wkv6", "wkv7", "gla"),
-    "packed": ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"),
-}
+_WITH_HEADS = tuple(name for name, op in table.OPS.items() if op.has_heads)
+_WITH_DECAYS = tuple(name for name in _WITH_HEADS if table.OPS[name].decay != "none")
+_OPS_OF_KINDS = {"strong": _WITH_DECAYS, "one-strong": _WITH_DECAYS, "packed": _WITH_HEADS}
 _PACKED = 16  # sequences
 MOST_SETS = 256
 
