@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rwkv_jit import cuda, env
-from rwkv_jit.cache import read_note, write_note
+from rwkv_jit.cache import files, read_note, write_note
 
 _assumed: dict[Path, str] = {}  # by cache directory
 
@@ -73,10 +73,7 @@ def _build_id(path: str) -> str:
             if kind == 3 and name == b"GNU\0":
                 return text.hex()
         file.seek(0)
-        digest = sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
+        return files.sha256_of(file)
 
 
 def _elf_notes(file: BinaryIO) -> Iterator[tuple[int, bytes, bytes]]:

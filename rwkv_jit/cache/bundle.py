@@ -16,7 +16,6 @@ import struct
 import time
 import zipfile
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,7 +57,7 @@ class Bundle:
         self.path = path
         try:
             file = self._open(trusted)
-            own = digest and _sha256(file)
+            own = digest and files.sha256_of(file)
             if own != digest:
                 raise CacheError(f"{path} is another bundle: expected one of SHA-256 {digest}, it has {own}")
             _check_table(file)
@@ -129,15 +128,7 @@ class Bundle:
 def digest(path: Path) -> str:
     """Return the SHA-256 of a bundle, by which others can tell it from all others."""
     with path.open("rb") as file:
-        return _sha256(file)
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    file.seek(0)
-    return digest.hexdigest()
+        return files.sha256_of(file)
 
 
 def _check_table(file: BinaryIO) -> None:

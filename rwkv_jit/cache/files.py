@@ -14,7 +14,9 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
+from typing import BinaryIO
 
 from rwkv_jit import env
 
@@ -250,6 +252,14 @@ def _removed_after_an_error(path: str | Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             os.unlink(path)
         raise
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """Return the SHA-256 of a file from where it stands."""
+    digest = sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def find(root: Path, *patterns: str) -> list[Path]:
