@@ -22,18 +22,10 @@ _KINDS = ("usual", "strong", "one-strong", "packed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, of a command line without the program's name; that of the process by default.
 
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The command line without the program's name; that of the process by default.
-
-    Returns
-    -------
-    int
-        0; 1 where demo, doctor or verify found an error; 2 where the command could not do its work; as in a shell, 130
-        after an interrupt and 141 when the reader of the output has gone.
+    Returns 0; 1 where demo, doctor or verify found an error; 2 where the command could not do its work; as in a shell,
+    130 after an interrupt and 141 when the reader of the output has gone.
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))

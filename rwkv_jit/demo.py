@@ -44,13 +44,9 @@ TIMED_SHAPES = {"cuda": (8, 1024, 32), "cpu": (1, 48, 2)}
 def run() -> dict[str, Any]:
     """Compile, run, check and time; the user's kernel cache stays as it was.
 
-    Returns
-    -------
-    dict
-        device, compiler, missing (what CUDA kernels lack here, or None); kernels: one record per compiled kernel, of
-        timex without a head_size;
-        calls: one record per op, head size and dtype; checked_shape, timed_shape (B, T, H); cache: path, entries and
-        bytes of the user's own; passed: whether every error is below its limit.
+    Returns device, compiler, missing (what CUDA kernels lack here, or None); kernels: one record per compiled kernel,
+    of timex without a head_size; calls: one record per op, head size and dtype; checked_shape, timed_shape (B, T, H);
+    cache: path, entries and bytes of the user's own; passed: whether every error is below its limit.
     """
     device = "cuda" if machine.is_available() else "cpu"
     compiled_by = missing = None
@@ -163,10 +159,7 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
 def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Call an op, and compare y and its gradients with float64.
 
-    Returns
-    -------
-    dict
-        first_call_ms; error and gradient_error, relative in L2; limit; passed.
+    Returns first_call_ms; error and gradient_error, relative in L2; limit; passed.
     """
     function, in_torch = OPS[op]
     inputs, dy = _inputs(op, CHECKED_SHAPES[device], head_size, dtype, device)

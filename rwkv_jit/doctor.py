@@ -31,13 +31,7 @@ class Finding(NamedTuple):
 
 
 def run() -> dict[str, Any]:
-    """Check everything.
-
-    Returns
-    -------
-    dict
-        findings: dicts of name, state, text and mend; passed: whether none is an error.
-    """
+    """Check everything; return findings, dicts of name, state, text and mend, and passed, whether none is an error."""
     findings = [finding._asdict() for check in _CHECKS for finding in _guarded(check)]
     return {"findings": findings, "passed": all(finding["state"] != "error" for finding in findings)}
 

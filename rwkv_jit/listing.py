@@ -14,15 +14,7 @@ SPARE = ("origin", "shared_bytes", "bytes", "last_used", "spill_bytes", "registe
 
 
 def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the columns of NAMED say of a kernel; None for what it does not have.
-
-    Parameters
-    ----------
-    name : str
-        Of its template.
-    parameters : mapping
-        Of the template.
-    """
+    """Return what the columns of NAMED say of a kernel, by its template; None for what it does not have."""
     sizes = [str(parameters[size]) for size in ("HEAD_SIZE", "VALUE_SIZE") if size in parameters]
     return {
         "direction": _direction(name, parameters) if parameters and name in _library() else None,
@@ -49,12 +41,7 @@ def _library() -> frozenset[str]:
 def show(kernels: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print a table of kernels, with a column for what else tells those apart whose rows are alike.
 
-    Parameters
-    ----------
-    kernels : sequence of mapping
-        Each has its `parameters`, and everything that `columns` names.
-    columns : sequence of str
-        What the table shows of them.
+    Each kernel has its `parameters`, and everything that `columns` names.
     """
     telling = itemgetter(*(name for name in columns if name in ("layer", "arch", "name", *NAMED)))
     alike: dict[object, list[Mapping[str, Any]]] = {}

@@ -66,17 +66,9 @@ def fill(asked: argparse.Namespace) -> None:
 def read(path: Path) -> Model:
     """Read what a model needs.
 
-    Parameters
-    ----------
-    path : Path
-        A checkpoint (.pth, .pt, .bin or .safetensors), a description (.json), or the folder of one (config.json).
-
-    Raises
-    ------
-    ValueError
-        The file cannot be read, is damaged, or of another kind.
-    UnsupportedConfigError
-        It is no model that these ops serve: what was looked for, and what there is.
+    `path` is a checkpoint (.pth, .pt, .bin or .safetensors), a description (.json), or the folder of one (config.json).
+    Raises ValueError where the file cannot be read, is damaged, or of another kind; UnsupportedConfigError where it is
+    no model that these ops serve: what was looked for, and what there is.
     """
     try:
         return _read(path / "config.json" if path.is_dir() else path)

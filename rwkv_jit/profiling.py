@@ -63,28 +63,15 @@ def _range(name: str) -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Profile a phase of an op.
+    """Profile a phase of an op: the command's op, shape, dtype, phase, inputs, backend and trace.
 
-    Parameters
-    ----------
-    arguments : argparse.Namespace
-        op, shape, dtype, phase, inputs, backend, trace: the command's.
-
-    Returns
-    -------
-    dict
-        env : the environment report; op, shape, dtype, phase, inputs, backend, runs; least_bytes : what a run cannot do
-        without reading and writing; kernels : one dict per kernel, copy and fill, the longest first, with name,
-        launches and self_us a run, median_us of a launch, share of their time, bytes a run (of copies, else None),
-        registers, shared_bytes, grid and block (None where they are not known); total_us : their sum; trace : the files
-        that were written, chrome and tensorboard, or None.
-
-    Raises
-    ------
-    ValueError
-        The shape cannot be read, the op has no such phase, the traces cannot be written, or there is no GPU.
-    RwkvJitError
-        The profiler saw nothing.
+    Returns env, the environment report; op, shape, dtype, phase, inputs, backend, runs; least_bytes, what a run cannot
+    do without reading and writing; kernels: one dict per kernel, copy and fill, the longest first, with name, launches
+    and self_us a run, median_us of a launch, share of their time, bytes a run (of copies, else None), registers,
+    shared_bytes, grid and block (None where they are not known); total_us, their sum; trace, the files that were
+    written, chrome and tensorboard, or None.
+    Raises ValueError where the shape cannot be read, the op has no such phase, the traces cannot be written, or there
+    is no GPU; RwkvJitError where the profiler saw nothing.
     """
     case, folder = case_of(arguments), _folder(arguments.trace)
     call = _warm_call(case, arguments.backend)
@@ -135,21 +122,10 @@ def _warm_call(case: Case, backend: str) -> Callable[[], Any]:
 
 
 def record(call: Callable[[], Any], folder: Path, name: str) -> Path:
-    """Run under torch.profiler, which watches one run more than it keeps.
+    """Run a call under torch.profiler, which watches one run more than it keeps; return the trace for TensorBoard.
 
-    Parameters
-    ----------
-    call : callable
-        What runs.
-    folder : Path
-        Where the trace is written, for TensorBoard and as `trace.json` for Chrome's and Perfetto's viewers.
-    name : str
-        Of the run in TensorBoard.
-
-    Returns
-    -------
-    Path
-        The trace for TensorBoard.
+    The trace is written into `folder`, for TensorBoard, where the run has this name, and as `trace.json` for Chrome's
+    and Perfetto's viewers.
     """
     before = set(folder.iterdir())
     with profile(
@@ -234,15 +210,7 @@ def show(result: dict[str, Any]) -> None:
 def run_bare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a phase once between cudaProfilerStart and cudaProfilerStop, after a warm-up, without torch.profiler.
 
-    Returns
-    -------
-    dict
-        op, shape, dtype, phase, inputs and backend.
-
-    Raises
-    ------
-    ValueError
-        As `run`.
+    Returns op, shape, dtype, phase, inputs and backend. Raises ValueError as `run`.
     """
     case = case_of(arguments)
     call = _warm_call(case, arguments.backend)

@@ -21,16 +21,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence
     """Print a table: as wide as a terminal, else in whole lines that other programs can read.
 
     On a terminal, lines break between words and behind the slashes of a path. Of a table that is still too wide, what
-    all rows have in common is said once; then it loses columns that can be spared; then it becomes a list of records.
-
-    Parameters
-    ----------
-    head : sequence of str
-        The names of the columns; empty for a table without them.
-    rows : sequence of sequence
-        The cells. A column of numbers is set to the right.
-    spare : sequence of str, optional
-        Columns that a narrow terminal does without, the first of them first.
+    all rows have in common is said once; then it loses columns that can be spared, the first of `spare` first; then it
+    becomes a list of records. `head` is empty for a table without names of columns. A column of numbers is set to the
+    right.
     """
     texts = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
     if not head and not texts:
@@ -51,14 +44,7 @@ class _Formatter(string.Formatter):
 def records(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], spare: Sequence[str] = ()) -> None:
     """Print a table of records; a "-" stands for None.
 
-    Parameters
-    ----------
-    columns : mapping
-        The form of the cells, like "{compile_ms:.0f}", by the name of the column.
-    rows : sequence of mapping
-        The records.
-    spare : sequence of str, optional
-        As in `table`.
+    `columns` has the form of the cells, like "{compile_ms:.0f}", by the name of the column; `spare` is as in `table`.
     """
     form = _Formatter().vformat
     table(list(columns), [[form(cell, (), row) for cell in columns.values()] for row in rows], spare)

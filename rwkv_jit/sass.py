@@ -21,10 +21,8 @@ _OLDEST_OF_CUDA_13 = 75
 def disassemble(cubin: bytes, arch: str) -> str:
     """Return the SASS of a cubin.
 
-    Raises
-    ------
-    RwkvJitError
-        There is no disassembler, or none that knows the architecture: the message names the command that installs one.
+    Raises RwkvJitError where there is no disassembler, or none that knows the architecture: the message names the
+    command that installs one.
     """
     complaint = "there is neither nvdisasm nor cuobjdump"
     with tempfile.TemporaryDirectory(prefix="rwkv_jit-") as folder:

@@ -38,23 +38,12 @@ Call = tuple[Candidate, ...]  # the kernels of a call: a forward, and with gradi
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tune, and store what was chosen unless it is a dry run.
 
-    Returns
-    -------
-    dict
-        gpu, arch; path, the file it was stored in, or None; rows : one dict per op, shape and purpose, with op, shape,
-        training, default and fastest (what is taken by default and what was fastest, with ms and spread), chosen
-        (whether the fastest is stored), measured (one dict per kernel) and dropped (those of other results).
-
-    Raises
-    ------
-    ValueError
-        A shape does not fit.
-    UnsupportedConfigError
-        There are no chunked kernels for a shape, or none for this GPU.
-    RwkvJitError
-        There is no GPU or no NVRTC, or the default's results are wrong.
-    CacheError
-        The choices cannot be stored.
+    Returns gpu, arch; path, the file it was stored in, or None; rows: one dict per op, shape and purpose, with op,
+    shape, training, default and fastest (what is taken by default and what was fastest, with ms and spread), chosen
+    (whether the fastest is stored), measured (one dict per kernel) and dropped (those of other results).
+    Raises ValueError where a shape does not fit, UnsupportedConfigError where there are no chunked kernels for a shape
+    or none for this GPU, RwkvJitError where there is no GPU or no NVRTC or the default's results are wrong, and
+    CacheError where the choices cannot be stored.
     """
     asked = [bench.read_shape(text) for text in arguments.shape or ()]
     if not torch.cuda.is_available():

@@ -39,13 +39,7 @@ METHODS = (
 
 
 def check_gpu() -> None:
-    """Check that there is something to measure on.
-
-    Raises
-    ------
-    ValueError
-        There is no GPU, no CuPy or no NVRTC.
-    """
+    """Check that there is something to measure on. Raises ValueError where there is no GPU, no CuPy or no NVRTC."""
     if not own_machine.is_available():
         raise ValueError("bench: needs a GPU, CuPy and NVRTC; `rwkv-jit info` shows what is missing")
 
@@ -53,24 +47,12 @@ def check_gpu() -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure; without a GPU what calls run on the CPU, on small shapes unless one is asked for.
 
-    Parameters
-    ----------
-    arguments : argparse.Namespace
-        The command's.
-
-    Returns
-    -------
-    dict
-        env, copy_tb_per_s, device, and rows: one dict per op, shape, dtype, phase, inputs and contestant (who, what)
-        with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us, floor_ms, fraction, peak_mib; errors of
-        y and each gradient, and error, the largest of them; other_error, the distance from the backend `other`. skipped
-        is None, or what is in the way of a contestant, which has no figures then.
-
-    Raises
-    ------
-    ValueError
-        Options do not go together, a shape cannot be read, there is a GPU without CuPy or NVRTC, or what is asked for
-        needs a GPU, and there is none.
+    Returns env, copy_tb_per_s, device, and rows: one dict per op, shape, dtype, phase, inputs and contestant (who,
+    what) with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us, floor_ms, fraction, peak_mib; errors
+    of y and each gradient, and error, the largest of them; other_error, the distance from the backend `other`. skipped
+    is None, or what is in the way of a contestant, which has no figures then.
+    Raises ValueError where options do not go together, a shape cannot be read, there is a GPU without CuPy or NVRTC, or
+    what is asked for needs a GPU, and there is none.
     """
     entries = asked_for(arguments)
     if not torch.cuda.is_available():
@@ -90,10 +72,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def asked_for(arguments: argparse.Namespace) -> list[Entry]:
     """Return what a command line names; a decode takes one token, whatever the shape says.
 
-    Raises
-    ------
-    ValueError
-        A shape, a backend, a phase or inputs do not fit an op.
+    Raises ValueError where a shape, a backend, a phase or inputs do not fit an op.
     """
     phases, backend, kind = arguments.phase or USUAL_PHASES, arguments.backend, arguments.inputs or "usual"
     ops = arguments.op or [op for op in sorted(OPS) if _has(op, phases, kind, backend)]

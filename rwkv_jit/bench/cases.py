@@ -78,13 +78,7 @@ class Case(NamedTuple):
         return {name: self.decay for name in OPTIONS.get(self.op, {})}
 
     def check(self) -> Case:
-        """Return the case itself.
-
-        Raises
-        ------
-        ValueError
-            The op has no such phase, or no such inputs.
-        """
+        """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
         if self.op == "timex" and self.with_state:
             raise ValueError(f"--phase: expected one of {', '.join(PHASES[:3])} for timex, got {self.phase}")
         if self.op not in ops_of(self.kind):
@@ -116,13 +110,7 @@ def ops_of(kind: str) -> Sequence[str]:
 
 
 def read_shape(text: str) -> tuple[int, ...]:
-    """Return B, T, H, N from a command line.
-
-    Raises
-    ------
-    ValueError
-        These are not four positive numbers.
-    """
+    """Return B, T, H, N from a command line. Raises ValueError where these are not four positive numbers."""
     sizes = _sizes(text)
     if len(sizes) != 4:
         raise ValueError(f"shape: expected four positive numbers B,T,H,N, got {text!r}")
@@ -138,10 +126,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
     """Return B, T, H, K, V from a command line, where B,T,H,N stands for equal head sizes.
 
-    Raises
-    ------
-    ValueError
-        These are not four or five positive numbers; of wkv4 and timex not those of B,T,C and B,C,T either.
+    Raises ValueError where these are not four or five positive numbers; of wkv4 and timex not those of B,T,C and B,C,T
+    either.
     """
     sizes = _sizes(text)
     if len(sizes) not in ((3, 4) if op in WITHOUT_HEADS else (4, 5)):
@@ -168,22 +154,9 @@ def names_of(op: str) -> tuple[str, ...]:
 
 
 def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cuda") -> list[Tensor]:
-    """Return inputs like a model's, in the op's order, that require gradients.
+    """Return inputs like a model's, in the op's order, all of one dtype, that require gradients.
 
-    Parameters
-    ----------
-    op : str
-        The op.
-    shape : sequence of int
-        B, T, H and the head size, or B, T, H, K, V.
-    dtype : torch.dtype
-        Of all of them.
-    device : str, default "cuda"
-        Where they are made.
-
-    Returns
-    -------
-    list of torch.Tensor
+    The shape is B, T, H and the head size, or B, T, H, K, V.
     """
     batch, tokens, heads, head_size = shape[:4]
     channels = heads * head_size  # of all heads

@@ -69,10 +69,7 @@ def backends_of(op: str) -> list[str]:
 def backend_of(case: Case, asked: str) -> str:
     """Return the backend that a case takes where this one is asked for, by a name that can be asked for.
 
-    Raises
-    ------
-    UnsupportedConfigError
-        It cannot do it: what is in the way.
+    Raises UnsupportedConfigError where it cannot do it: what is in the way.
     """
     batch, tokens, heads, head_size, value_size = case.shape
     device = torch.cuda.current_device()
@@ -100,21 +97,9 @@ def backend_of(case: Case, asked: str) -> str:
 
 
 def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestant], dict[str, str]]:
-    """Return our contestants.
+    """Return our contestants, first what "auto" takes, and what is in the way of backends that were asked for.
 
-    Parameters
-    ----------
-    case : Case
-        The call.
-    asked : sequence of str, optional
-        Backends; by default all that can do it. Names that come to the same backend are one contestant.
-
-    Returns
-    -------
-    contestants : list of Contestant
-        What "auto" takes is the first.
-    obstacles : dict
-        What is in the way of backends that were asked for, by their names.
+    By default all backends that can do it are. Names that come to the same backend are one contestant.
     """
     taken: dict[str, Contestant] = {}
     obstacles: dict[str, str] = {}
@@ -218,23 +203,9 @@ def rows_of(
     peers: Sequence[Contestant] = (),
     tell: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure a case on a GPU.
+    """Measure a case on a GPU, with peers beside ours; return a row for each contestant, skipped ones last.
 
-    Parameters
-    ----------
-    entry : Entry
-        The case, and the backends of ours.
-    copy_tb_per_s : float
-        The bandwidth of a copy.
-    peers : sequence of Contestant, optional
-        Who is measured beside ours.
-    tell : callable, optional
-        Gets the rounds that are done and all.
-
-    Returns
-    -------
-    list of dict
-        One for each contestant, skipped ones last.
+    The floor goes by the bandwidth of a copy. `tell` gets the rounds that are done and all.
     """
     case = entry.case
     own, refused = ours(case, entry.backends)
@@ -319,12 +290,9 @@ def _errors(
     gradients. So float64 judges the whole call, with its backend and geometry, by the first tokens of its first row.
     All tokens of it are held against another backend of ours.
 
-    Returns
-    -------
-    list of dict
-        For each contestant errors, by the names of the results; error, the largest of them; other, the backend of ours
-        that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
-        or the reference has no memory.
+    For each contestant there are errors, by the names of the results; error, the largest of them; other, the backend of
+    ours that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
+    or the reference has no memory.
     """
     tokens = min(case.shape[1], _tokens_to_check(case))
     try:

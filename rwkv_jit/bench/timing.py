@@ -54,14 +54,8 @@ def spread(times: Sequence[float]) -> dict[str, Any]:
 class Turns:
     """Calls on sets of inputs that are taken in turn; `ms` times the next one, or a graph of some of them.
 
-    Parameters
-    ----------
-    calls : sequence of callable
-        The same call on every set; they have run before.
-    in_graph : bool
-        Whether to capture them in a CUDA graph. Where that fails, they are timed one by one.
-    flush : torch.Tensor, optional
-        Written before each run where the sets alone do not fill the cache.
+    They are the same call on every set, and have run before. Where they cannot be captured `in_graph`, they are timed
+    one by one. `flush` is written before each run where the sets alone do not fill the cache.
     """
 
     def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: bool, flush: torch.Tensor | None = None) -> None:
@@ -130,23 +124,11 @@ def _capture(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 
 def host_us(calls: Sequence[Callable[[], Any]], seconds: float = _HOST_SECONDS) -> float:
-    """Return the time that the host takes for a call among others, which need not have ended on the GPU.
+    """Return the microseconds that the host takes for a call among others, which need not have ended on the GPU.
 
-    Rows of calls, as a model makes them, as many as keep to the time that there is: the median of the fastest row. A
-    virtual machine has phases in which all that a host does is slower, and they are longer than a row. The first call
-    of a row is left out where there are more: it finds a GPU that sleeps.
-
-    Parameters
-    ----------
-    calls : sequence of callable
-        The same call on every set of inputs.
-    seconds : float, default 0.5
-        That the rows may take.
-
-    Returns
-    -------
-    float
-        Microseconds.
+    Rows of calls, as a model makes them, as many as keep to the `seconds` that there are: the median of the fastest
+    row. A virtual machine has phases in which all that a host does is slower, and they are longer than a row. The first
+    call of a row is left out where there are more: it finds a GPU that sleeps.
     """
     started = time.perf_counter()
     calls[0]()
@@ -172,19 +154,9 @@ def interleaved(
 ) -> list[list[float] | Exception]:
     """Time several things in rounds, one after another, so that clocks drift alike for all.
 
-    Parameters
-    ----------
-    runs : sequence of callable
-        Each times itself once and returns milliseconds.
-    budget_ms : float
-        What all rounds shall take; there are at least LEAST_ROUNDS and at most MOST_ROUNDS.
-    tell : callable, optional
-        Gets the rounds that are done and all.
-
-    Returns
-    -------
-    list
-        The times of each, or what it raised; the others go on without it. The rounds of the warm-up are not in it.
+    Each of `runs` times itself once and returns milliseconds. All rounds shall take `budget_ms`; there are at least
+    LEAST_ROUNDS and at most MOST_ROUNDS. `tell` gets the rounds that are done and all.
+    Returns the times of each, or what it raised; the others go on without it. The rounds of the warm-up are not in it.
     """
     times: list[list[float]] = [[] for _ in runs]
     raised: dict[int, Exception] = {}
