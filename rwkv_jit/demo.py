@@ -169,7 +169,7 @@ def check(op: str, head_size: int | None, dtype: torch.dtype, device: str) -> di
         torch.cuda.synchronize()
     first_call_ms = 1e3 * (time.perf_counter() - started)
     exact = _run_both_ways(in_torch, [x.detach().double().requires_grad_() for x in inputs], dy.double())
-    errors = [_relative_error(x, y) for x, y in zip(results, exact, strict=True)]
+    errors = [float((x.double() - y).norm() / y.norm()) for x, y in zip(results, exact, strict=True)]
     return {
         "first_call_ms": first_call_ms,
         "error": errors[0],
@@ -211,10 +211,6 @@ def _run_both_ways(function: Callable[..., Any], inputs: Sequence[Tensor], dy: T
     """Return y and the gradients of the inputs."""
     y, _ = function(*inputs)
     return (y.detach(), *torch.autograd.grad(y, inputs, dy))
-
-
-def _relative_error(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact).norm() / exact.norm())
 
 
 _KERNELS = {

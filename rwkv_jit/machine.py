@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rwkv_jit import cache, cuda, env, identity, kernel, stats
+from rwkv_jit import __version__, cache, cuda, env, identity, kernel, stats
 from rwkv_jit.errors import NvrtcNotFoundError
 
 
@@ -75,25 +75,22 @@ def env_report() -> dict[str, Any]:
         package, python, platform, torch, torch_cuda, cupy, nvrtc, nvrtc_libraries, gpus, cache and the RWKVJIT_*
         variables that are set. `nvrtc` is the library that really compiles.
     """
-    from rwkv_jit import __version__
-
-    report: dict[str, Any] = {
+    try:
+        nvrtc: dict[str, Any] = {"nvrtc": identity.identity(), "nvrtc_libraries": identity.libraries()}
+    except NvrtcNotFoundError as error:
+        nvrtc = {"nvrtc": str(error)}
+    return {
         "rwkv_jit": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "cupy": cuda.installed_cupy(),
+        **nvrtc,
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "cache": str(env.cache_dir()),
+        "environment": env.set_variables(),
     }
-    try:
-        report["nvrtc"] = identity.identity()
-        report["nvrtc_libraries"] = identity.libraries()
-    except NvrtcNotFoundError as error:
-        report["nvrtc"] = str(error)
-    report["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
-    report["cache"] = str(env.cache_dir())
-    report["environment"] = env.set_variables()
-    return report
 
 
 def _gpu(index: int) -> str:

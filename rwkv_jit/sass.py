@@ -48,8 +48,7 @@ def _tools() -> Iterator[str]:
     folders += [str(found) for path in sys.path for where in _WHEELS for found in Path(path).glob(where)]
     for name in _ARGUMENTS:
         for folder in folders:
-            tool = shutil.which(name, path=folder) if folder else None
-            if tool:
+            if folder and (tool := shutil.which(name, path=folder)):
                 yield tool
 
 

@@ -161,14 +161,20 @@ def put(name: str, data: bytes) -> None:
     if not env.cache_is_on():
         return
     path = env.cache_dir() / name
-    if _publish(path, data):
-        _used.add(path)
-        stats.count("bytes_written", len(data))
-        most = env.cache_max_bytes()
-        try:
-            prune(most)
-        except CacheError as error:
-            stats.say_once(f"the cache is larger than {most} bytes: {error}", key=str(error))
+    try:
+        files.make_folder(_root() / path.parent.name)
+        files.publish(path, data)
+    except OSError as error:
+        text = f"kernels are not kept: {path.parent} cannot be written ({reason(error)})"
+        _say(error, env.cache_dir(), "kernels are not kept in the cache", text)
+        return
+    _used.add(path)
+    stats.count("bytes_written", len(data))
+    most = env.cache_max_bytes()
+    try:
+        prune(most)
+    except CacheError as error:
+        stats.say_once(f"the cache is larger than {most} bytes: {error}", key=str(error))
 
 
 @contextlib.contextmanager
@@ -202,17 +208,6 @@ def _root() -> Path:
     with contextlib.suppress(OSError):
         owned.adopt(root)  # else writing says what is wrong
     return root
-
-
-def _publish(path: Path, data: bytes) -> bool:
-    try:
-        files.make_folder(_root() / path.parent.name)
-        files.publish(path, data)
-    except OSError as error:
-        text = f"kernels are not kept: {path.parent} cannot be written ({reason(error)})"
-        _say(error, env.cache_dir(), "kernels are not kept in the cache", text)
-        return False
-    return True
 
 
 def _say(error: OSError, root: Path, untrusted: str, otherwise: str) -> None:

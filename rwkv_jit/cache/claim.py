@@ -32,7 +32,7 @@ def held(root: Path, digest: str, what: str, has_lock: bool) -> Iterator[None]:
     compiles for itself.
     """
     name, own = f"{_FOLDER}/{digest[:40]}.claim", None
-    if has_lock and _is_shared_by_nodes(root):
+    if has_lock and (env.spans_nodes() or lock.network_file_system(root) is not None):
         with contextlib.suppress(OSError):
             files.make_folder(root / _FOLDER)
             own = _take(root, name, what)
@@ -43,10 +43,6 @@ def held(root: Path, digest: str, what: str, has_lock: bool) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 if files.read(root, name, most=_MOST_BYTES) == own:  # another node may have taken it over
                     files.delete(root, name)
-
-
-def _is_shared_by_nodes(root: Path) -> bool:
-    return env.spans_nodes() or lock.network_file_system(root) is not None
 
 
 def _take(root: Path, name: str, what: str) -> bytes | None:
