@@ -60,16 +60,15 @@ def run() -> dict[str, Any]:
         [partial(_call, op, size, dtype, device) for op in OPS for size in _head_sizes(op) for dtype in DTYPES]
     )
     results: list[list[dict[str, Any]]] = []
-    finished, total = 0, sum(map(len, groups))
+    total = sum(map(len, groups))
     with report.progress("compiling, then calling") as tell:
         for jobs in groups:
             results.append([])
             with empty_cache():  # wkv5 and wkv6 share a kernel
                 for job in jobs:
                     if tell:
-                        tell(finished, total)
+                        tell(sum(map(len, results)), total)
                     results[-1].append(job())
-                    finished += 1
     *of_compiles, of_calls = results
     cache = machine.cache_info()
     return {
