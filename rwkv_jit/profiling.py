@@ -38,9 +38,7 @@ def case_of(arguments: argparse.Namespace) -> Case:
 
     Raises ValueError where the shape cannot be read, or the op has no such phase or inputs.
     """
-    sizes = cases.shape_of(arguments.op, arguments.shape)
-    if arguments.phase == "decode":
-        sizes = (sizes[0], 1, *sizes[2:])
+    sizes = cases.shape_of(arguments.op, arguments.shape, arguments.phase)
     dtype, kind = bench.DTYPES[arguments.dtype], arguments.inputs
     return Case(arguments.op, sizes, dtype, arguments.phase, kind=kind).check()
 

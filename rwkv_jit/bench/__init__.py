@@ -83,9 +83,7 @@ def asked_for(arguments: argparse.Namespace) -> list[Entry]:
                 expected = ", ".join(measure.backends_of(op))
                 raise ValueError(f"--backend: expected one of {expected} for {op}, got {backend}")
             for phase in phases:
-                sizes = cases.shape_of(op, text)
-                if phase == "decode":
-                    sizes = (sizes[0], 1, *sizes[2:])
+                sizes = cases.shape_of(op, text, phase)
                 if kind == "packed" and arguments.shape is None:
                     sizes = (1, sizes[0] * sizes[1], *sizes[2:])
                 case = Case(op, sizes, DTYPES[arguments.dtype or "bf16"], phase, kind=kind).check()

@@ -123,8 +123,8 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if all(part.strip().isdigit() and int(part) > 0 for part in parts) else ()
 
 
-def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
-    """Return B, T, H, K, V from a command line, where B,T,H,N stands for equal head sizes.
+def shape_of(op: str, text: str, phase: str = "forward") -> tuple[int, int, int, int, int]:
+    """Return B, T, H, K, V from a command line, where B,T,H,N stands for equal head sizes; T is 1 for a decode.
 
     Raises ValueError where these are not four or five positive numbers; of wkv4 and timex not those of B,T,C and B,C,T
     either.
@@ -135,9 +135,9 @@ def shape_of(op: str, text: str) -> tuple[int, int, int, int, int]:
         raise ValueError(f"--shape: expected positive numbers {forms} for {op}, got {text!r}")
     if len(sizes) == 3:
         batch, tokens, channels = sizes if op == "wkv4" else (sizes[0], sizes[2], sizes[1])
-        return batch, tokens, 1, channels, channels
+        sizes = (batch, tokens, 1, channels)
     batch, tokens, heads, head_size = sizes[:4]
-    return batch, tokens, heads, head_size, sizes[-1]
+    return batch, 1 if phase == "decode" else tokens, heads, head_size, sizes[-1]
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------------
