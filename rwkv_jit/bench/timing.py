@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle, pairwise
@@ -205,9 +206,4 @@ def copy_tb_per_s() -> float:
 def cpu_ms(function: Callable[[], Any], runs: int = 7) -> list[float]:
     """Return the times of a call on the CPU, after one that is not counted."""
     function()
-    times = []
-    for _ in range(runs):
-        started = time.perf_counter()
-        function()
-        times.append(1e3 * (time.perf_counter() - started))
-    return times
+    return [1e3 * seconds for seconds in timeit.repeat(function, number=1, repeat=runs)]
