@@ -27,10 +27,7 @@ DESCRIPTIONS = {
 }
 TEMPORARY = "rwkv_jit-temporary-"  # how the name of a directory begins whose kernels are deleted after the work
 
-_SWITCH = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+_SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _SAY_WHERE_THE_HOME_IS = ("XDG_CACHE_HOME", "HOME", "USERPROFILE", "LOCALAPPDATA")
 _NOWHERE = Path(os.devnull) / "rwkv_jit"  # can neither be read nor made
