@@ -34,6 +34,7 @@ DIRECTIONS = ("forward", "backward")
 # those of uneven ones that are packed. Where the number of multiprocessors is not known, calls have heads enough.
 _LONG = 2**16
 _LENGTHS = (_LONG, rule.SHORT_TOKENS, 1)
+_STATELESS_LENGTHS = (64, 32, rule.SHORT_TOKENS)  # of those without initial states, which have kernels of their own
 _MULTIPROCESSORS = 2**16
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
@@ -305,6 +306,12 @@ class _Calls(NamedTuple):
             for tokens in _LENGTHS
             for case in self.in_parts(self.case._replace(tokens=tokens))
             for of_heads in ({}, few_heads, few_heads | {"is_packed": True, "longest": tokens})
+            for training, known in product(purposes, several)
+        ]
+        made += [
+            self.problem(known, case._replace(training=training))._replace(has_initial_state=False)
+            for tokens in _STATELESS_LENGTHS
+            for case in self.in_parts(self.case._replace(tokens=tokens))
             for training, known in product(purposes, several)
         ]
         if direction == "backward":

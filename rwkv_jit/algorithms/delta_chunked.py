@@ -179,7 +179,7 @@ def _skips_zeros(p: Problem) -> bool:
 
     Both directions have to say the same, and warp groups know nothing of it.
     """
-    is_short = not p.has_initial_state and p.tokens <= 2 * p.chunk_len
+    is_short = not (p.is_batch_invariant or p.has_initial_state) and p.tokens <= 2 * p.chunk_len
     return is_short and (p.chunk_len == min(CHUNK_LENS) or not p.training)
 
 

@@ -440,8 +440,9 @@ launch schedule machine
 tensors algorithms.parts modes
 plan custom algorithms.narrow algorithms.recurrent algorithms.delta_chunked algorithms.delta_large
 algorithms.wkv4 algorithms.timex_tiles algorithms.timex_transforms algorithms.diagonal_chunked
-algorithms.diagonal_groups algorithms.segments
+algorithms.diagonal_groups
 algorithms.diagonal_large
+algorithms.segments
 algorithms.whole
 tuned
 rule
