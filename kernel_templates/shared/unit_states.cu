@@ -1,5 +1,5 @@
-// States from which a walk finds what it does to any state: the identity for the matrix P of S P, and a row of ones, where
-// VALUE_SIZE is 1, for a diagonal of it.
+// States from which a walk finds what it does to any state: the identity for the matrix P of S P, and where VALUE_SIZE
+// is 1 a row of ones, for its diagonal.
 //
 //   states  [sequences, heads, V, K]  fp32  out
 //
