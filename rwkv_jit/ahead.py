@@ -34,7 +34,8 @@ DIRECTIONS = ("forward", "backward")
 # those of uneven ones that are packed. Where the number of multiprocessors is not known, calls have heads enough.
 _LONG = 2**16
 _LENGTHS = (_LONG, rule.SHORT_TOKENS, 1)
-_STATELESS_LENGTHS = (64, 32, rule.SHORT_TOKENS)  # of those without initial states, which have kernels of their own
+# Of those without initial states, which have kernels of their own; their final states are float32.
+_STATELESS_LENGTHS = (64, 32, rule.SHORT_TOKENS)
 _MULTIPROCESSORS = 2**16
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)
@@ -310,7 +311,7 @@ class _Calls(NamedTuple):
         ]
         made += [
             self.problem(known, case._replace(training=training))._replace(has_initial_state=False)
-            for tokens in _STATELESS_LENGTHS
+            for tokens in (_STATELESS_LENGTHS if self.asked.state_type == "fp32" else ())
             for case in self.in_parts(self.case._replace(tokens=tokens))
             for training, known in product(purposes, several)
         ]

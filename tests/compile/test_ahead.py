@@ -141,7 +141,7 @@ SCANNED = {"prepare", "scan", "join", "token_gradients", "key_gradients"}
 # Short sequences of large heads have chunks that groups do not take.
 OF_GROUPS = {"group_scan", *SCANNED, "key_gradients_by_halves"}
 GATED = {"scan", "chunked_backward", *OF_SEGMENTS}
-GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients"}
+GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients", "join"}
 
 
 @pytest.mark.usefixtures("checked_only")
@@ -155,8 +155,8 @@ GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients"}
         ("wkv5", 40, "sm_80", {}, GATED, "scan", 64),
         ("gla", 40, "sm_80", {"decay_bound": -1.0}, GATED, "scan", 64),
         ("linear_attention", 40, "sm_80", {}, GATED, "scan", 0),
-        ("wkv5", 136, "sm_80", {}, {"scan", "key_gradients"}, "scan", 64),
-        ("wkv6", 136, "sm_80", {"decay": "sigmoid"}, {"scan", "key_gradients"}, "scan", 0),
+        ("wkv5", 136, "sm_80", {}, {"scan", "key_gradients", "join"}, "scan", 64),
+        ("wkv6", 136, "sm_80", {"decay": "sigmoid"}, {"scan", "key_gradients", "join"}, "scan", 0),
         ("wkv5", 264, "sm_90", {}, GATED_GROUPS, "prepare", 64),
         ("gla", 136, "sm_90", {"decay_bound": -1.0}, GATED_GROUPS, "prepare", 64),
         ("wkv7", 4, "sm_75", {}, set(), None, 0),
@@ -201,10 +201,11 @@ def call_all_ways(on_gpu, monkeypatch):
 
     def call(op, keys, values, w_dtype, state_dtype, layout, **options):
         function, sizes, of_head = getattr(rwkv_jit, op), {"K": keys, "V": values, "B": 1}, keys * values / 64**2
-        on_gpu.multiprocessors = most = max(24, int(of_head) + 1)  # more than one head keeps busy
+        # More than one head keeps busy, and enough for its segments.
+        on_gpu.multiprocessors = most = max(24, int(of_head) + 1, 8 * math.ceil(values / 64))
         many = max(most, math.ceil(most / of_head))
-        of_one_length = [*product((1, many), (1, 16, 64)), (1, 2048), (1, 2100)]
-        if op == "wkv7" and max(keys, values) > 128:  # which are cut from more tokens on
+        of_one_length = [*product((1, many), (1, 16, 32, 64)), (1, 2048), (1, 2100)]
+        if max(keys, values) > 128:  # which are cut from more tokens on
             of_one_length.append((1, 32768))
         ways = [*product(of_one_length, [None]), *product([(1, 2100)], [EVEN, ALONE, UNEVEN])]
         for (heads, tokens), bounds in ways:
@@ -219,7 +220,13 @@ def call_all_ways(on_gpu, monkeypatch):
             options |= {"initial_state": state, "output_final_state": True, "state_layout": layout}
             options["cu_seqlens"] = None if bounds is None else torch.tensor(bounds)
             function(*given, **options)
-            for leaves in ([state], [*given, state]):
+            for leaves in ([state], [*given, state], given):
+                if leaves is given:  # whose final states are float32
+                    if state_dtype != torch.float32:
+                        continue
+                    options["initial_state"] = None
+                    with torch.no_grad():
+                        function(*given, **options)
                 for each in leaves:
                     each.requires_grad_()
                 for used in (1, 2):  # y, and the final state too

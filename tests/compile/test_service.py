@@ -326,7 +326,7 @@ OTHER_RULES["wkv7_group_backward"] = {
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
 OTHER_RULES["wkv7_key_gradients_by_halves"] = {
-    "num_threads must be 8 for each token of a chunk": {"NUM_THREADS": 256},
+    "num_threads must be 4 for each token of a chunk": {"NUM_THREADS": 512},
     "shared_bytes is what the geometry says": {"SHARED_BYTES": 16},
 }
 OTHER_RULES["gla_key_gradients"] = {"shared_bytes is what the geometry says": {"SHARED_BYTES": 16}}
