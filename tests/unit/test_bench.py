@@ -2,7 +2,9 @@
 
 import json
 import statistics
+import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -234,6 +236,15 @@ def test_graphs_take_every_set_equally_often(clock):
     assert turns.ms() == pytest.approx(3.0)
     assert turns.in_graph
     assert seen == []
+
+
+def test_inputs_live_as_long_as_the_graph_that_reads_them(clock):
+    inputs = torch.zeros(4)
+    alive = weakref.ref(inputs)
+    turns = timing.Turns([partial(lambda x: clock.spend(len(x)), inputs)], in_graph=True)
+    del inputs
+    assert alive() is not None
+    assert turns.in_graph
 
 
 def test_what_cannot_be_captured_is_timed_without_a_graph(clock):
