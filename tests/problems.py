@@ -9,7 +9,7 @@ MANY = 1 << 20  # multiprocessors, of which any number of heads leaves some idle
 
 
 def problem(
-    op, dtype="bf16", K=64, V=None, arch="sm_90", B=1, T=64, H=1, few_heads=False, backend="recurrent", decay=None,
+    op, dtype="bf16", K=64, V=None, arch="sm_90", B=1, T=4096, H=1, few_heads=False, backend="recurrent", decay=None,
     state_layout=None, types=(), **changes,
 ):  # fmt: skip
     """Return the problem of a call; `types` are those of inputs that differ from `dtype`."""

@@ -49,7 +49,7 @@ def timex(batch, tokens):
 # Other kernels of calls: the direction, the template, and the problem.
 PART = problem("wkv4", "bf16", backend="split", T=1024, C=64, types={"w": "fp32", "u": "fp32"})
 SEGMENTED = ("wkv7", "gla")
-SEGMENTS = {"backend": "segments", "chunk_len": 32, "decay": "sigmoid"}
+SEGMENTS = {"backend": "segments", "chunk_len": 32, "decay": "sigmoid", "T": 64}
 CHUNKED = {"backend": "chunked", "chunk_len": 32, "decay": "sigmoid"}
 STATES = {"state_type": "bf16", "has_initial_state": True, "has_final_state": True}
 NARROW = {"backend": "chunked", "chunk_len": 32, "is_narrow": True}
@@ -75,6 +75,11 @@ OTHERS = {
     # With 128 registers a thread they would spill.
     "wkv7_chunked_forward_sm_100": ("forward", "wkv7_chunked_forward", problem("wkv7", **CHUNKED, arch="sm_100")),
     "wkv6_chunked_forward_sm_100": ("forward", "gla_scan", problem("wkv6", **CHUNKED, arch="sm_100")),
+    # Short sequences that begin with nothing.
+    **{
+        f"wkv7_chunked_{way}_short": (way, f"wkv7_chunked_{way}", problem("wkv7", **CHUNKED | {"chunk_len": 16}, T=16))
+        for way in WAYS
+    },
     # What every op takes around its own kernels.
     "sum_rows": ("backward", "sum_rows", problem("wkv6")),
     "copy_states": ("backward", "copy_states", problem("wkv7", **STATES)),

@@ -441,7 +441,7 @@ GIVEN = {
     "wkv7_key_gradients_by_halves": LARGE,
     **dict.fromkeys(("gla_prepare", "gla_group_scan", "gla_group_key_gradients"), LARGE),
     "sum_rows": {"op": "wkv6"},
-    "copy_states": {**SEGMENTS, "has_final_state": True},
+    "copy_states": {**SEGMENTS, "T": 64, "has_final_state": True},
     "unit_states": {**LARGE, "backend": "large_segments"},
     "narrow_rows": {"backend": "chunked", "chunk_len": 32, "is_narrow": True},
 }

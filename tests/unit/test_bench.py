@@ -123,6 +123,9 @@ def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
     assert not torch.equal(first.inputs[0], second.inputs[0])
 
 
+# ---- floors ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("phase", cases.PHASES)
 @pytest.mark.parametrize("op", bench.OPS)
 def test_floor_is_what_the_tensors_hold(op, phase):

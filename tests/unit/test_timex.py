@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rwkv_jit
 from rwkv_jit import ahead, kernel, tensors
 from rwkv_jit.algorithms import timex_tiles, whole
-from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import timex as op
 from rwkv_jit.ops.table import OPS
@@ -518,6 +518,17 @@ def test_torch_op_launches_the_same(driver):
             "timex_convolve", "timex_filter_gradient", "timex_filter_gradient_sum", "timex_convolve",
         ]  # fmt: skip
         assert [x.shape for x in grads] == [w.shape, k.shape]
+
+
+@pytest.mark.parametrize("backend", ["tiles", "transforms"])
+def test_first_use_inside_a_capture_is_an_error(driver, backend):
+    driver.capturing = True
+    for _ in range(2):
+        with pytest.raises(RwkvJitError, match="timex: first use inside a CUDA graph capture"):
+            rwkv_jit.timex(torch.zeros(3, 64), torch.zeros(2, 3, 64), backend=backend)
+    driver.capturing = False
+    rwkv_jit.timex(torch.zeros(3, 64), torch.zeros(2, 3, 64), backend=backend)
+    assert driver.launches
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
