@@ -29,11 +29,12 @@ OPTIONS = {
     **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv4": ("decay",), "timex": ("tokens", "batch"),
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
-# Of all lengths one stands for those that the tensor cores take, in segments too, one for those that are a short chunk,
-# and one for the others; of all GPUs one that has too few heads whatever a call has, for calls of one length and for
-# those of uneven ones that are packed. Where the number of multiprocessors is not known, calls have heads enough.
+# Of all lengths one stands for those that the tensor cores take, in segments too, one for those of a few chunks, one
+# for those that are a short chunk, and one for the others; of all GPUs one that has too few heads whatever a call has,
+# for calls of one length and for those of uneven ones that are packed. Where the number of multiprocessors is not
+# known, calls have heads enough.
 _LONG = 2**16
-_LENGTHS = (_LONG, rule.SHORT_TOKENS, 1)
+_LENGTHS = (_LONG, 128, rule.SHORT_TOKENS, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
 _STATELESS_LENGTHS = (64, 32, rule.SHORT_TOKENS)
 _MULTIPROCESSORS = 2**16

@@ -197,7 +197,7 @@ def parameter_sizes(function: int, most: int | None = None) -> list[int] | None:
     None where the driver cannot say (before CUDA 12.4). It has no count: to ask for one parameter too many is an error,
     harmless but reported by compute-sanitizer.
     """
-    get_info = _parameter_info()
+    get_info = _driver_function("cuFuncGetParamInfo")
     if get_info is None:
         return None
     sizes: list[int] = []
@@ -209,11 +209,57 @@ def parameter_sizes(function: int, most: int | None = None) -> list[int] | None:
 
 
 @cache
-def _parameter_info() -> Any:
+def _driver_function(name: str) -> Any:
+    """Return a function of the driver that CuPy does not have; None where the driver does not have it either."""
     try:
-        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuFuncGetParamInfo
+        return getattr(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"), name)
     except (OSError, AttributeError):
         return None
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("__", ctypes.c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of the driver's CUlaunchAttributeID
+_OVERLAPPING_SINCE = 12040  # CUDA of drivers that take such launches into a graph too
+
+
+@cache
+def overlapping_launch() -> Any:
+    """Return what launches as the driver's `launchKernel`, but lets the kernel begin beside the one before it.
+
+    That is what `launchKernel` itself does where the driver is too old.
+    """
+    launch_ex = _driver_function("cuLaunchKernelEx")
+    if launch_ex is None or _runtime().driverGetVersion() < _OVERLAPPING_SINCE:
+        return driver().launchKernel
+    attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+    address = ctypes.addressof(attribute)
+    launch_ex.argtypes = [ctypes.c_void_p] * 4
+    error_type = driver().CUDADriverError
+
+    def launch(function: int, *shape_and_stream: int) -> None:
+        *shape, stream, table, extra = shape_and_stream
+        config = _LaunchConfig(*shape, stream, address, 1)
+        status = launch_ex(ctypes.addressof(config), function, table, extra)
+        if status:
+            raise error_type(status)
+
+    launch.attribute = attribute  # type: ignore[attr-defined]  # kept alive, as the address is what launches take
+    return launch
 
 
 def zero(address: int, count: int, stream: int) -> None:

@@ -33,7 +33,8 @@ class Launch:
     """A kernel on a device with its grid and block, and room for its arguments.
 
     `arguments` are in the kernel's order, each with struct's letters and what is passed: a `Value`, or what is the same
-    in every launch. The room is per thread, as a launch releases the interpreter lock.
+    in every launch. The room is per thread, as a launch releases the interpreter lock. A kernel that `overlaps` may
+    begin beside the one before it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Launch:
         block: Extent,
         arguments: Sequence[tuple[str, Any]],
         shared_bytes: int = 0,
+        overlaps: bool = False,
     ):
         cuda.make_current(device)
         self.kernel = kernel  # keeps the module alive
@@ -65,7 +67,7 @@ class Launch:
             else:
                 self._places.append(len(self._memory))
                 self._memory += struct.pack("=" + _padded(letters), *(x if isinstance(x, tuple) else (x,)))
-        self._driver_launch = cuda.driver().launchKernel
+        self._driver_launch = cuda.overlapping_launch() if overlaps else cuda.driver().launchKernel
         self._rooms = threading.local()
         if shared_bytes:
             cuda.allow_shared_bytes(self.function, shared_bytes)

@@ -211,7 +211,7 @@ class Plan:
         arguments = [self._argument(step, argument, arrays) for argument in declared]
         block = (int(own.parameters["NUM_THREADS"]), 1, 1)
         shared_bytes = int(own.parameters.get("SHARED_BYTES", step.shared_bytes))
-        return Launch(own, step.entry, self.device.index, grid, block, arguments, shared_bytes)
+        return Launch(own, step.entry, self.device.index, grid, block, arguments, shared_bytes, step.overlaps)
 
     def _argument(self, step: Step, argument: Argument, arrays: Mapping[str, Tensor | None]) -> tuple[str, Any]:
         """Return the letters of an argument, and what is passed: a place among the values, or a constant."""

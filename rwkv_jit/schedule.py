@@ -44,6 +44,7 @@ class Step(NamedTuple):
     per_block: tuple[str, int] | None = None  # a buffer, and the bytes of it that each of them has
     is_beside: bool = False  # on the stream beside the call's
     waits: bool = False  # for what the other stream has so far
+    overlaps: bool = False  # may begin beside the launch before it, for whose results it waits itself (overlap.cuh)
 
     def request(self, gpu: Gpu) -> kernel.Request:
         """Return the kernel to find or compile."""

@@ -16,7 +16,8 @@
 // cancels exactly, as both of its places hold the same products.
 //
 //   r w k v a b, cu_seqlens, checkpoints, framed   as in the forward         dy  [batch, tokens, heads, V]  T_IO  in
-//   carried  [sequences, heads], as the states  in, by halves out: E before the chunks that are taken by halves
+//   carried  [sequences, heads], as the states  in, by halves out: E before the chunks that are taken by halves, where
+//            these are not all
 //   grad_final_state    [sequences, heads, V, K] or kv  fp32  in or null
 //   dr dk da db  T_IO, dw  T_W  [batch, tokens, heads, K];   dv  T_IO  [batch, tokens, heads, V]   out
 //   grad_initial_state  [sequences, heads, V, K] or kv  fp32  out or null
@@ -24,11 +25,12 @@
 // Grid (sequences, heads). A warp holds 16 TILES value rows of E in fp32 for the whole sequence and makes U, dX and dV
 // for them as the forward does, in transposes; then the gradients of the keys' side for 16 channels at a time. The
 // chunks of a head behind those in frames come first, in a launch of its own with BY_HALVES: as in the forward S' and
-// E' are S and E then, and the gradients of the keys' side are those of wkv7_halves.cuh. SKIPS_ZEROS is as in the
-// forward.
+// E' are S and E then, and the gradients of the keys' side are those of wkv7_halves.cuh. The launch for the chunks in
+// frames may begin beside it (overlap.cuh). SKIPS_ZEROS is as in the forward.
 #include "wkv7_key_side.cuh"
 #include "wkv7_value_side.cuh"
 #include "wkv7_halves.cuh"
+#include "overlap.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
@@ -84,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     if constexpr (LARGEST_DECAY > 0) {
         const i64 in_frames = framed[sequence * heads + head];
         if (BY_HALVES && in_frames >= chunks) return;
+        if constexpr (BY_HALVES) let_next_launch_begin();
         has_rest = in_frames < chunks;
+        if (!BY_HALVES && has_rest && in_frames == 0) return end_behind_previous_launch();  // nothing is left to do
         (BY_HALVES ? first : chunks) = in_frames;
     }
     first *= CHUNK_LEN;
@@ -134,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
                     static_cast<int>(min(span.length - last, i64(CHUNK_LEN))));
     }
     StateRows e[TILES];
-    const float* const from = has_rest && !BY_HALVES ? carried : grad_final_state;
+    const float* const from = has_rest && !BY_HALVES ? after_previous_launch(carried) : grad_final_state;
     read_state<STATE_LAYOUT>(e, from ? from + state_offset : nullptr, first_value);
 
     const auto operand_r = tile_of(smem.work.operands.r), operand_a = tile_of(smem.work.operands.a);
@@ -312,14 +316,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         raw_w.write_slopes(dw + token * key_stride, static_cast<unsigned>(key_stride), smem.growth, steps);
     }
     wait_for_copies<0>();
-    float* const to = BY_HALVES ? carried : grad_initial_state;
-    if (to == nullptr) return;
-    __syncthreads();
-    write_factor(smem.factor, pending_exponent);
-    __syncthreads();
+    float* const to = BY_HALVES && first > 0 ? carried : grad_initial_state;
+    if (to != nullptr) {
+        __syncthreads();
+        write_factor(smem.factor, pending_exponent);
+        __syncthreads();
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-        scale_columns(e[i], smem.factor);
-        write_state<STATE_LAYOUT>(to + state_offset, e[i], first_value + 16 * i);
+        for (int i = 0; i < TILES; ++i) {
+            scale_columns(e[i], smem.factor);
+            write_state<STATE_LAYOUT>(to + state_offset, e[i], first_value + 16 * i);
+        }
     }
+    if constexpr (LARGEST_DECAY > 0 && !BY_HALVES) end_behind_previous_launch();
 }

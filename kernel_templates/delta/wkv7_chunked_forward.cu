@@ -13,7 +13,8 @@
 //           nothing is looked at and nothing written.
 //   carried  [sequences, heads], as the states but fp32  out: the state behind those chunks, where it is not the last
 //
-// With BY_HALVES the kernel does the rest of such heads, from what the first launch left in `framed` and `carried`.
+// With BY_HALVES the kernel does the rest of such heads, from what the first launch left in `framed` and `carried`. With
+// a `board` (overlap.cuh, [2 + sequences heads], zeros) it may begin beside the first, whose heads it takes as they come.
 // Then S' is S, the factor e^D lies between the outputs' product and the state's, and the token matrices and the
 // operands are as write_matrices_by_halves of wkv7_chunk.cuh makes them.
 //
@@ -24,6 +25,7 @@
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
 // Between two chunks S lacks the factor e^(D - m); it gets it together with the next chunk's e^m.
 #include "wkv7_chunk.cuh"
+#include "overlap.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
@@ -47,17 +49,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    Checkpoint* __restrict__ checkpoints, int* __restrict__ framed, float* __restrict__ carried,
+    Checkpoint* __restrict__ checkpoints, int* __restrict__ framed, float* __restrict__ carried, int* board,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
     i64 tokens, i64 heads, float scale) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, head = blockIdx.y;
+    i64 sequence = blockIdx.x, head = blockIdx.y;
+    if (MAY_LEAVE_FRAMES && board != nullptr) let_next_launch_begin();
+    if (BY_HALVES && board != nullptr) {
+        const i64 piece = left_piece(board, head * gridDim.x + sequence, i64(gridDim.x) * heads);
+        if (piece < 0) return;
+        sequence = piece / heads, head = piece % heads;
+    }
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
-    const int first = BY_HALVES ? framed[sequence * heads + head] : 0;
+    const int first = BY_HALVES ? *written_meanwhile(framed + sequence * heads + head) : 0;
     if (BY_HALVES && first >= chunks) return;
     const i64 done = i64(first) * CHUNK_LEN;
     const int first_value = warp_id() * WARP_ROWS;
@@ -96,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     copy_values(first_steps), commit_copies();
     if (first_steps > 0) from_w.load(next_w, first_steps);
     StateRows state[TILES];
-    if constexpr (BY_HALVES) read_state<STATE_LAYOUT>(state, carried + state_offset, first_value);
+    if constexpr (BY_HALVES) read_state<STATE_LAYOUT>(state, written_meanwhile(carried + state_offset), first_value);
     else read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
@@ -192,17 +200,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     if (MAY_LEAVE_FRAMES && threadIdx.x == 0)
         framed[sequence * heads + head] = chunks - left;
     const bool has_left = MAY_LEAVE_FRAMES && left > 0;
-    if (final_state == nullptr && !has_left) return;
-    __syncthreads();
-    write_factor(smem.factor, pending_exponent);
-    __syncthreads();
-    if (!has_values) return;
+    if (final_state != nullptr || has_left) {
+        __syncthreads();
+        write_factor(smem.factor, pending_exponent);
+        __syncthreads();
+        if (has_values)
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-        scale_columns(state[i], smem.factor);
-        // The row is worked out again: kept, it would be a register more in the loop.
-        const int row = warp_id() * WARP_ROWS + 16 * i;
-        if (has_left) write_state<STATE_LAYOUT>(carried + state_offset, state[i], row);
-        else write_state<STATE_LAYOUT>(final_state + state_offset, state[i], row);
+            for (int i = 0; i < TILES; ++i) {
+                scale_columns(state[i], smem.factor);
+                // The row is worked out again: kept, it would be a register more in the loop.
+                const int row = warp_id() * WARP_ROWS + 16 * i;
+                if (has_left) write_state<STATE_LAYOUT>(carried + state_offset, state[i], row);
+                else write_state<STATE_LAYOUT>(final_state + state_offset, state[i], row);
+            }
+    }
+    if (MAY_LEAVE_FRAMES && board != nullptr) {
+        __syncthreads();  // everybody has written
+        if (threadIdx.x == 0) report(board, has_left, sequence * heads + head);
     }
 }

@@ -9,11 +9,14 @@
 //     [dR; dA]^T = S'^T [dY; dX]^T + K^T [dArk; dAak]^T + B^T [dArb; dAab]^T
 //     [dK; dB]^T = E'^T [V; U]^T + R^T [dArk dArb] + A^T [dAak dAab]
 //
+// The launch may begin beside that of the chunks by halves (overlap.cuh).
+//
 // The solve with Tm and the products with single token matrices stay a warp's own. Results go by way of the operands'
 // tiles to the tensors, whole rows at a time: pieces of 32 bytes by single warps cost 0.2 ms in 1.9.
 #include "wgmma.cuh"
 #include "wkv7_key_side.cuh"
 #include "wkv7_value_side.cuh"
+#include "overlap.cuh"
 
 static_assert(HEAD_SIZE % TILE_COLUMNS == 0 && VALUE_SIZE % TILE_COLUMNS == 0 && CHUNK_LEN == 32,
               "head sizes in steps of 64, chunks of 32");
@@ -180,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     if constexpr (LARGEST_DECAY > 0) {
         const i64 in_frames = framed[sequence * heads + head];
         has_rest = in_frames < chunks, chunks = in_frames;
+        if (has_rest && chunks == 0) return end_behind_previous_launch();  // nothing is left to do
     }
     const i64 last = chunks * CHUNK_LEN - CHUNK_LEN;
     const auto start = [&](Strides s, i64 token) {
@@ -224,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
     }
     StateRows all_e[1];
     StateRows& e = all_e[0];
-    const float* const from = has_rest ? carried : grad_final_state;
+    const float* const from = has_rest ? after_previous_launch(carried) : grad_final_state;
     read_state<STATE_LAYOUT>(e, from ? from + state_offset : nullptr, first_value);
 
     OperandTwins operands = {twin_of(smem.r_a, 0), twin_of(smem.r_a, 1), twin_of(smem.b_k, 0), twin_of(smem.b_k, 1)};
@@ -408,10 +412,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_ba
         write_dw(dw + row, static_cast<unsigned>(key_stride), smem.growth, smem.slopes, steps);
     }
     wait_for_copies<0>();
-    if (grad_initial_state == nullptr) return;
-    __syncthreads();
-    write_factor(smem.factor, pending_exponent);
-    __syncthreads();
-    scale_columns(e, smem.factor);
-    write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e, first_value);
+    if (grad_initial_state != nullptr) {
+        __syncthreads();
+        write_factor(smem.factor, pending_exponent);
+        __syncthreads();
+        scale_columns(e, smem.factor);
+        write_state<STATE_LAYOUT>(grad_initial_state + state_offset, e, first_value);
+    }
+    if constexpr (LARGEST_DECAY > 0) end_behind_previous_launch();
 }

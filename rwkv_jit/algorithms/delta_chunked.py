@@ -9,13 +9,14 @@ from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.parts import LARGEST_HEAD, Candidate, Case, Obstacle, candidates_of_blocks, padded
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step
+from rwkv_jit.schedule import Schedule, Step, Zero, aligned
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 16)
 TEMPLATES = ("wkv7_chunked_forward", "wkv7_chunked_backward", "wkv7_group_backward")
 _HALVES_THREADS = 256  # that a multiprocessor has room for by halves, which takes all registers there are
 _FEW_CHUNKS = 16  # of a sequence: with fewer, blocks are many and it counts that more of them fit
+_MANY_CHUNKS = 32  # of a sequence, so that what may leave frames is looked at while others are walked over
 _TUNED_THREADS = (64, 128, 256, 512)  # of the forward's blocks, that are worth measuring
 
 
@@ -160,15 +161,23 @@ def kept(p: Problem) -> dict[str, Any]:
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
-    bind = {"checkpoints": "checkpoints" if p.training else None}
-    steps = tuple(_step(p, "forward", bind, by_halves) for by_halves in parts.ways(p))
-    left, scratch = (kept(p), _carried(p)) if p.training else ({}, _carried(p) | parts.kept_frames(p))
+    board = {}  # short sequences are over before another launch could begin beside them
+    if p.has_halves and p.gpu.number >= parts.OVERLAPS_SINCE and p.tokens >= _MANY_CHUNKS * p.chunk_len:
+        board = {"board": aligned(4 * (2 + p.N * p.H))}
+    bind = {"checkpoints": "checkpoints" if p.training else None, "board": "board" if board else None}
+    in_frames, *by_halves = (_step(p, "forward", bind, by_halves) for by_halves in parts.ways(p))
+    zeros = (Zero(buffer) for buffer in board)
+    steps: tuple[Step | Zero, ...] = (*zeros, in_frames, *(step._replace(overlaps=bool(board)) for step in by_halves))
+    left, scratch = kept(p), _carried(p) | board
+    if not p.training:
+        left, scratch = {}, scratch | parts.kept_frames(p)
     return Schedule(steps, parts.forward_results(p), left, scratch, parts.vectors(p))
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward: what a head has behind its chunks in frames comes first."""
-    steps = tuple(_step(p, "backward", {}, by_halves) for by_halves in reversed(parts.ways(p)))
+    """Return the backward: what a head has behind its chunks in frames comes first, and the other heads beside it."""
+    *by_halves, in_frames = (_step(p, "backward", {}, by_halves) for by_halves in reversed(parts.ways(p)))
+    steps = (*by_halves, in_frames._replace(overlaps=bool(by_halves) and p.gpu.number >= parts.OVERLAPS_SINCE))
     return Schedule(
         steps, parts.backward_results(p), scratch=_carried(p), vectors=parts.vectors(p), main=len(steps) - 1
     )  # fmt: skip

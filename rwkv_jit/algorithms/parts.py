@@ -222,6 +222,9 @@ def halved(p: Problem) -> str | None:
     return "halved" if p.has_halves else None
 
 
+OVERLAPS_SINCE = 90  # of the architectures, on which a launch may begin beside the one before it
+
+
 def ways(p: Problem) -> tuple[bool, ...]:
     """Return the launches of a kernel that meets decays: in frames and, where decays may leave these, by halves."""
     return (False, True) if p.has_halves else (False,)

@@ -184,11 +184,9 @@ def _ragged(p: Problem, count: Any, length: Any) -> _Cut:
 def _of_segments(p: Problem, **sizes: Any) -> Problem:
     """Return the problem that the kernels of segments have.
 
-    Large heads choose as where there are many: the segments of few heads fill the GPU.
+    They choose as where heads are many: the segments of few heads fill the GPU.
     """
-    gpu, backend = p.gpu, "chunked"
-    if _kind(p) == "large":
-        gpu, backend = p.gpu._replace(multiprocessors=None), "large"
+    gpu, backend = p.gpu._replace(multiprocessors=None), "large" if _kind(p) == "large" else "chunked"
     return p._replace(
         state_type="fp32", state_layout="vk", has_initial_state=True, backend=backend, gpu=gpu, **sizes
     )  # fmt: skip

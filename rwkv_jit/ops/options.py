@@ -28,7 +28,8 @@ class CallOptions(TypedDict, total=False):
     num_threads : int, optional
         Threads of a block. The recurrent kernels take 32, 64, 128 or 256. Those on the tensor cores take a multiple of
         32 up to 512 in the forward, and not less than the head sizes ask for; their backward has one choice. Errors
-        name the legal ones. By default chosen by the head sizes, or as tuned where `chunk_len` is not given either.
+        name the legal ones. By default chosen by the head sizes and by whether there are few heads, or as tuned where
+        `chunk_len` is not given either.
     backend : {"auto", "recurrent", "chunked", "split", "reference"}, default "auto"
         Leave it at "auto". Where a result must not depend on the batch, call `set_batch_invariant`.
         "recurrent" are CUDA kernels that go token by token in float32. "chunked" takes the tensor cores, for heads that

@@ -201,9 +201,9 @@ def call_all_ways(on_gpu, monkeypatch):
 
     def call(op, keys, values, w_dtype, state_dtype, layout, **options):
         function, sizes, of_head = getattr(rwkv_jit, op), {"K": keys, "V": values, "B": 1}, keys * values / 64**2
-        # More than one head keeps busy, and enough for its segments.
+        # More than one head keeps busy, and enough for its segments; too few for all heads.
         on_gpu.multiprocessors = most = max(24, int(of_head) + 1, 8 * math.ceil(values / 64))
-        many = max(most, math.ceil(most / of_head))
+        many = max(most + 1, math.ceil(most / of_head))
         of_one_length = [*product((1, many), (1, 16, 32, 64)), (1, 2048), (1, 2100)]
         if max(keys, values) > 128:  # which are cut from more tokens on
             of_one_length.append((1, 32768))

@@ -133,7 +133,7 @@ def test_every_option_is_a_list(build):
     for is_ragged in (False, True):
         wanted += [("gla_join", is_ragged, *[None] * 6)]
         wanted += [("gla_segment", is_ragged, *case[:2], None, case[2], None, None) for case in cases]
-    of_scans = [*states, *states, ("vk", "fp32")]  # of long calls, short ones and segments
+    of_scans = [*4 * states, ("vk", "fp32")]  # of long calls and short ones, many heads and few, and of segments
     for name, of_states in (("gla_recurrent_forward", states), ("gla_scan", of_scans)):
         wanted += [(name, None, *case[:2], "fp32", case[2], *state) for case in cases for state in of_states]
     assert sorted(found, key=str) == sorted(wanted, key=str)

@@ -86,6 +86,7 @@ CALLS = [
     partial(op, "wkv7", 1, 2048, 1, 64, backend="split", decay="sigmoid"),
     *(partial(op, name, 1, 2100, 1, 64, packed=True, backend="split") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 2, size, decays="mixed") for name in ("wkv6", "wkv7") for size in (64, 256)),
+    *(partial(op, "wkv7", 2, 1030, 3, size, decays="mixed", backend="chunked") for size in (64, 128)),
     *(partial(op, name, 2, 70, 2, 100, num_threads=128) for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 90, 2, 200, 136) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 90, 2, 256, 512) for name in ("wkv6", "linear_attention")),

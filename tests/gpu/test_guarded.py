@@ -71,9 +71,9 @@ CASES = [
 ]
 
 
-def make(op, kind, decay=None, dtype="bf16", head_size=64, batch=2, tokens=130, w_dtype=None):
+def make(op, kind, decay=None, dtype="bf16", head_size=64, batch=2, tokens=130, w_dtype=None, heads=None):
     """The inputs of a call: as a model's but for the decays."""
-    heads = max(3, comparing.enough_heads(head_size))
+    heads = heads or max(3, comparing.enough_heads(head_size))
     given = comparing.make_inputs(op, DTYPES[dtype], batch, tokens, heads, head_size)
     g = -0.01 - 0.6 * torch.rand(given["w"].shape, device="cuda", dtype=torch.float64)
     KINDS.get(kind, kind)(g)
@@ -277,6 +277,49 @@ def test_a_cuda_graph_replays_with_other_decays(op, head_size):
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, want)
+
+
+def strong(heads, begin=0, end=None):
+    """Some of many heads out of range, from a token on."""
+
+    def change(g):
+        g[:, begin:end, heads] = -40.0
+
+    return change
+
+
+MANY = {
+    "none": mild, "the first head": strong(0), "the last head": strong(-1), "a third": strong(slice(None, None, 3)),
+    "two heads late": strong([3, 50], 500), "two heads early": strong([3, 50], 0, 500), "all": strong(slice(None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("op", ["wkv7"])
+def test_launches_side_by_side(op, head_size, kind):
+    """Of more heads than the GPU has room for, each comes out as among few; in a graph and with other decays too."""
+    given = make(op, MANY[kind], batch=256 // head_size, tokens=1040, head_size=head_size, heads=100)
+    options = {"decay": "raw", "backend": "chunked"}
+    y, final, grads, weights = run(op, given, **options)
+    few = torch.tensor([0, 3, 4, 50, 51, 98, 99], device="cuda")
+    part = {n: x.detach()[:, :, few].requires_grad_() for n, x in given.items()}
+    alone = run(op, part, None, (weights[0][:, :, few], weights[1][:, few]), **options)
+    for one, other in zip((y, *grads), (alone[0], *alone[2]), strict=True):
+        assert relative(one[:, :, few], other) < LIMIT
+    assert relative(final[:, few], alone[1]) < LIMIT
+    decays, graph = given["w"].detach().clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        leaves = {n: x.detach().requires_grad_() for n, x in given.items()}  # of the stream that is captured
+        captured = run(op, leaves, None, weights, **options)
+    for w in (torch.full_like(decays, -3.0), decays):
+        with torch.no_grad():
+            given["w"].copy_(w)
+        for x in (*captured[:2], *captured[2]):
+            x.detach().fill_(float("nan"))
+        graph.replay()
+    for one, other in zip((y, final, *grads), (*captured[:2], *captured[2]), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])

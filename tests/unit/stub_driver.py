@@ -46,6 +46,7 @@ class Launch(NamedTuple):
     # Of kernels of the library:
     request: kernel.Request | None
     letters: dict  # struct's, by the names of the arguments
+    overlaps: bool = False
 
     @property
     def template(self):
@@ -86,10 +87,10 @@ class Gpus:
     """A driver with one GPU per architecture. It knows how many bytes each argument of a kernel has."""
 
     class CUDADriverError(Exception):
-        """What CuPy raises."""
+        """What CuPy raises, made of the driver's number."""
 
-        def __init__(self, text, status=1):
-            super().__init__(text)
+        def __init__(self, status):
+            super().__init__({1: "CUDA_ERROR_INVALID_VALUE", 201: "CUDA_ERROR_INVALID_CONTEXT"}[status])
             self.status = status
 
     CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -107,6 +108,7 @@ class Gpus:
         self.shared_bytes = {}
         self.before_reading = lambda: None
         self.refuses = False
+        self.version = 12_040
         self.with_context = set()  # threads that have one; those that make a plan get it
         # Of `on_gpu` alone:
         self.home = 0  # the device of all tensors
@@ -160,11 +162,28 @@ class Gpus:
         sizes = self.sizes.get(entry, own)
         return None if sizes is None else sizes[:most]
 
-    def launchKernel(self, function, *rest):  # noqa: N802
+    def driver_function(self, name):
+        """Functions that CuPy does not have; they take attributes, like those of ctypes."""
+        return functools.partial(self.launch_beside) if name == "cuLaunchKernelEx" else None
+
+    def launch_beside(self, config, function, table, extra):
+        """An overlapping launch, which says so in its only attribute; returns what the driver refuses with."""
+        config = cuda._LaunchConfig.from_address(config)
+        assert config.attribute_count == 1
+        attribute = (ctypes.c_int * 3).from_address(config.attributes)
+        assert (attribute[0], attribute[2]) == (6, 1)
+        shape = [getattr(config, name) for name, _ in config._fields_[:7]]
+        try:
+            self.launchKernel(function, *shape, config.stream, table, extra, overlaps=True)
+        except self.CUDADriverError as error:
+            return error.status
+        return 0
+
+    def launchKernel(self, function, *rest, overlaps=False):  # noqa: N802
         if self.refuses:
-            raise self.CUDADriverError("CUDA_ERROR_INVALID_VALUE")
+            raise self.CUDADriverError(1)
         if threading.get_ident() not in self.with_context:
-            raise self.CUDADriverError("CUDA_ERROR_INVALID_CONTEXT", 201)
+            raise self.CUDADriverError(201)
         module, entry, letters = self.functions[function]
         self.before_reading()
         sizes = self.parameter_sizes(function)
@@ -172,7 +191,7 @@ class Gpus:
         arguments = tuple(ctypes.string_at(address, size) for address, size in zip(table, sizes, strict=True))
         launch = Launch(
             self.current, module.device, entry, rest[:3], rest[3:6], rest[6], rest[7], arguments,
-            self.requests.get(module.image), letters,
+            self.requests.get(module.image), letters, overlaps,
         )  # fmt: skip
         self.order.append(launch)
         self.while_running(launch)
@@ -187,6 +206,9 @@ class Gpus:
         return self.resident_blocks
 
     # Of the runtime:
+    def driverGetVersion(self):  # noqa: N802
+        return self.version
+
     streamNonBlocking = eventDisableTiming = 1  # noqa: N815
     setDevice = make_current  # noqa: N815
 
@@ -241,6 +263,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(cuda, layer, lambda: made)
     for name in ("load_module", "function", "parameter_sizes"):
         monkeypatch.setattr(cuda, name, getattr(made, name))
+    monkeypatch.setattr(cuda, "_driver_function", made.driver_function)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
@@ -250,7 +273,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     with contextlib.ExitStack() as cleared:
-        for clear in (tensors._capability.cache_clear, custom._launches.clear):
+        for clear in (tensors._capability.cache_clear, custom._launches.clear, cuda.overlapping_launch.cache_clear):
             clear()
             cleared.callback(clear)
         yield made

@@ -1026,6 +1026,51 @@ def test_scan_of_few_heads_leaves_room_to_the_other_kernels(on_gpu, monkeypatch)
 
 
 @pytest.mark.parametrize(
+    ("arch", "tokens", "is_beside"), [("sm_90", 1024, True), ("sm_90", 1000, False), ("sm_80", 1024, False)]
+)
+@pytest.mark.parametrize("decay", ["raw", "sigmoid"])
+def test_launches_by_halves_are_beside_those_in_frames(arch, tokens, is_beside, decay, on_gpu):
+    """The second of both may begin early, where the GPU can; forwards only with a board, that is zeros before."""
+    on_gpu.use(arch)
+    given = make_long("wkv7", (B, tokens, H, 64), grad=True)
+    y, _ = wkv7(given, decay=decay, backend="chunked", chunk_len=32)
+    forward, on_gpu.order = on_gpu.order, []
+    y.backward(torch.ones_like(y))
+    halves = decay == "raw"
+
+    def launches(order):
+        return [(is_by_halves(x.template, x.request.parameters), x.overlaps) for x in order if x[0] != "zero"]
+
+    assert launches(forward) == [(False, False), (True, is_beside)][: 1 + halves]
+    assert launches(on_gpu.order) == [(True, False), (False, halves and arch == "sm_90")][1 - halves :]
+    boards = {x.named["board"] for x in forward if x[0] != "zero"}
+    zeros = [(address, size) for what, address, size, _ in (x for x in forward if x[0] == "zero")]
+    if halves and is_beside:
+        assert zeros == [(*boards, 4 * (2 + B * H) + -4 * (2 + B * H) % 16)]
+        assert forward[0][0] == "zero"
+    else:
+        assert (boards, zeros) == ({0}, [])
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "wanted"), [(32, 54, 256), (66, 54, 256), (67, 54, 128), (32, 32, 256), (32, 900, 256)]
+)
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "gla", "linear_attention"])
+def test_few_heads_have_twice_as_many_threads(op, heads, tokens, wanted, on_gpu):
+    """Those that have a multiprocessor each; under `set_batch_invariant` none has."""
+    assert on_gpu.multiprocessors == 132
+    given = make_long(op, (2, tokens, heads, 64))
+    try:
+        for is_invariant, threads in ((False, wanted), (True, 128)):
+            rwkv_jit.set_batch_invariant(is_invariant)
+            run(op, given, backend="chunked")
+            (launch,) = [x for x in on_gpu.take() if x.template == "gla_scan"]
+            assert launch.block[0] == launch.parameters["NUM_THREADS"] == threads
+    finally:
+        rwkv_jit.set_batch_invariant(False)
+
+
+@pytest.mark.parametrize(
     ("arch", "value_size", "wanted"),
     [
         ("sm_80", 120, ["gla_scan", "gla_chunked_backward"]),
@@ -1099,7 +1144,8 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
     launches = [launch for launch in in_frames(on_gpu.take()) if launch.template not in HOUSEKEEPING]
     assert names(launches) == [forward, backward] * 2
     tuned = [launch for launch in launches if launch.template in (forward, backward)]
-    assert [launch.block[0] for launch in tuned] == [256, 64, 64, 64]
+    by_rule = 64 if op == "wkv7" else 128  # of few heads
+    assert [launch.block[0] for launch in tuned] == [256, 64, by_rule, 64]
     assert [tuned[n].parameters["BLOCKS_PER_SM"] for n in (0, -1)] == [1, 4]
     limits = {launch.parameters["LARGEST_DECAY"] for launch in tuned}
     assert limits == {LARGEST_DECAY["bf16"] if op in ("wkv5", "wkv6", "gla") else 0}  # wkv7 trains with sigmoids

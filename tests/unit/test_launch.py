@@ -78,11 +78,58 @@ def test_kernel_whose_arguments_the_driver_disputes_is_never_launched(gpus, size
 
 def test_gpu_that_has_less_shared_memory_says_so(gpus, monkeypatch):
     def refuse(*_):
-        raise gpus.CUDADriverError("CUDA_ERROR_INVALID_VALUE")
+        raise gpus.CUDADriverError(1)
 
     monkeypatch.setattr(gpus, "funcSetAttribute", refuse)
     with pytest.raises(RwkvJitError, match="shared_bytes: this GPU does not give a block 999999 bytes"):
         make_launch(gpus, "q", shared_bytes=999_999)
+
+
+# ---- beside the kernel before -------------------------------------------------------------------------------------
+
+
+def overlapping_launch_of(gpus, letters="qf"):
+    gpus.sizes["scale"] = [struct.calcsize(f"={letter}") for letter in letters]
+    arguments = [(letter, Value(place)) for place, letter in enumerate(letters)]
+    return Launch(gpus.make_kernel("sm_80"), "scale", 0, (2, 3, 4), (64, 2, 1), arguments, 512, overlaps=True)
+
+
+def test_overlapping_launch_passes_the_same(gpus):
+    overlapping_launch_of(gpus).launch(7, (5, 0.5))
+    (launch,) = gpus.launches
+    assert launch.overlaps
+    assert (launch.grid, launch.block, launch.shared_bytes, launch.stream) == ((2, 3, 4), (64, 2, 1), 512, 7)
+    assert launch.arguments == packed("qf", 5, 0.5)
+
+
+@pytest.mark.parametrize("version", [12_030, 11_080])
+def test_older_driver_launches_one_after_the_other(gpus, version):
+    gpus.version = version
+    overlapping_launch_of(gpus).launch(7, (5, 0.5))
+    (launch,) = gpus.launches
+    assert not launch.overlaps
+    assert launch.arguments == packed("qf", 5, 0.5)
+
+
+def test_driver_without_overlapping_launches_is_no_error(gpus, monkeypatch):
+    monkeypatch.setattr(cuda, "_driver_function", lambda name: None)
+    overlapping_launch_of(gpus).launch(7, (5, 0.5))
+    assert not gpus.launches[0].overlaps
+
+
+def test_overlapping_launch_that_is_refused_raises(gpus):
+    made = overlapping_launch_of(gpus)
+    gpus.refuses = True
+    with pytest.raises(gpus.CUDADriverError):
+        made.launch(7, (5, 0.5))
+    assert gpus.launches == []
+
+
+def test_overlapping_launch_in_a_thread_that_has_used_no_gpu(gpus):
+    made = overlapping_launch_of(gpus)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(made.launch, 7, (5, 0.5)).result()
+    assert gpus.launches[0].overlaps
 
 
 # ---- devices and modules -----------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def bind():
         block: tuple
         arguments: list
         shared_bytes: int
+        overlaps: bool
 
     def load(wanted, soon=()):
         return [

@@ -276,8 +276,9 @@ def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):
     """For this GPU its choices alone; for a named architecture those of every GPU of it, and for those without."""
     store(make(), make(gpu="another GPU", forward_blocks=1), make(op="wkv6", chunk_len=64, backward_blocks=1))
     rule, back = {(32, 128, 4), (16, 128, 4)}, {(32, 128, 2), (16, 128, 2)}  # of long calls and of short ones
-    assert [geometries(each) for each in requests("sm_90", "wkv6")] == [rule | {(64, 256, 2)}, back | {(64, 128, 1)}]
-    assert [geometries(each) for each in requests("sm_90", "wkv5")] == [rule, back]
+    few = rule | {(32, 256, 2), (16, 256, 2)}  # of few heads too
+    assert [geometries(each) for each in requests("sm_90", "wkv6")] == [few | {(64, 256, 2)}, back | {(64, 128, 1)}]
+    assert [geometries(each) for each in requests("sm_90", "wkv5")] == [few, back]
     assert geometries(requests("sm_90")[0]) == geometries(requests("sm_90a")[0]) == rule | {(16, 256, 2), (16, 256, 1)}
     assert geometries(requests("sm_90")[1]) == back | {(16, 128, 3)}
     assert geometries(requests("sm_100")[0]) == {(32, 128, 3), (16, 128, 3)}
