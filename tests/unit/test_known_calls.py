@@ -1070,6 +1070,18 @@ def test_few_heads_have_twice_as_many_threads(op, heads, tokens, wanted, on_gpu)
         rwkv_jit.set_batch_invariant(False)
 
 
+@pytest.mark.parametrize("op", ["wkv5", "wkv6", "gla", "linear_attention"])
+def test_segments_have_the_threads_of_many_heads(op, on_gpu):
+    """They fill the GPU, even one on which every segment has a multiprocessor."""
+    on_gpu.multiprocessors = 16
+    run(op, make_long(op, (1, 2048, 2, 64)), backend="split")
+    launches = on_gpu.take()
+    assert "gla_segment" in names(launches)
+    (scan,) = [x for x in launches if x.template == "gla_scan"]
+    assert scan.grid[0] * scan.grid[1] <= on_gpu.multiprocessors
+    assert scan.block[0] == 128
+
+
 @pytest.mark.parametrize(
     ("arch", "value_size", "wanted"),
     [
