@@ -71,8 +71,9 @@ class Plan:
         self._alignments = tuple((index, tensors.alignment(x, vectors[name])) for index, name, x in inputs)
         self._alignment = max((multiple for _, multiple in self._alignments), default=1)
         self._first, self._last = inputs[0][0], inputs[-1][0] + 1
-        self._results = [self._result(x.shape, DTYPES[x.dtype], arrays) for x in schedule.results.values()]
-        self._kept_floats = sum(schedule.kept.values()) // 4 if schedule.kept else None
+        self._results = [tensors.memory(x.shape, DTYPES[x.dtype]) for x in schedule.results.values()]
+        if schedule.kept:
+            self._results.append(tensors.memory((sum(schedule.kept.values()) // 4,), torch.float32))
         self._plan_of_copies: Plan | None = None
         with torch.cuda.device(self.device.index):
             if not self._kept:  # the backward sees what the forward saw
@@ -91,56 +92,44 @@ class Plan:
         values = [0 if x is None else x.data_ptr() for x in arrays]
         if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
             return self._run_copies(arrays)
-        device = self.device
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.run(arrays)
         results = []
-        for shape, dtype in self._results:
-            if dtype:
-                made = torch.empty(shape, dtype=dtype, device=device)
-            else:  # whatever the strides of dimensions of size 1 are
-                made = torch.empty_like(arrays[shape], memory_format=torch.contiguous_format)
+        for shape, strides, dtype in self._results:
+            made = tensors.new(shape, strides, dtype)
             results.append(made)
             values.append(made.data_ptr())
-        if self._kept_floats is not None:
-            memory = torch.empty(self._kept_floats, dtype=torch.float32, device=device)
-            results.append(memory)
-            begin = memory.data_ptr()
-            for offset in self._kept_places:
-                values.append(begin + offset)
-        elif self._kept:
-            begin = values[self._saved]
+        if self._kept_places:
+            begin = values[self._saved] if self._kept else values.pop()
             for offset in self._kept_places:
                 values.append(begin + offset)
         if self._scratch_bytes:
-            scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
+            scratch = tensors.new((self._scratch_bytes,), (1,), torch.uint8)
             begin = scratch.data_ptr()
             for offset in self._scratch_places:
                 values.append(begin + offset)
-        index = device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index and not self._sides:
+        if self._sides:
+            self._launch_beside(stream, values)
+        else:
             for step in self._launches:
                 step.launch(stream, values)
-        else:
-            self._launch(stream, values)
         return results
 
-    def _launch(self, stream: int, values: Sequence[int]) -> None:
-        """Launch on a device that need not be current, and where the schedule says so on two streams."""
-        with torch.cuda.device(self.device.index):
-            if not self._sides:
-                for step in self._launches:
-                    step.launch(stream, values)
-                return
-            side = tensors.side_stream(self.device.index)
-            try:
-                for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
-                    if waits and is_beside:
-                        side.follow()
-                    elif waits:
-                        side.join()
-                    step.launch(side.raw if is_beside else stream, values)
-            finally:  # what follows on this stream may take the memory that the side stream's kernels still use
-                side.join()
+    def _launch_beside(self, stream: int, values: Sequence[int]) -> None:
+        """Launch on two streams, as the schedule says."""
+        side = tensors.side_stream(self.device.index)
+        try:
+            for step, (is_beside, waits) in zip(self._launches, self._sides, strict=True):
+                if waits and is_beside:
+                    side.follow()
+                elif waits:
+                    side.join()
+                step.launch(side.raw if is_beside else stream, values)
+        finally:  # what follows on this stream may take the memory that the side stream's kernels still use
+            side.join()
 
     def _is_misaligned(self, values: Sequence[int]) -> bool:
         return any(values[index] % multiple for index, multiple in self._alignments)
@@ -158,13 +147,6 @@ class Plan:
         return self._plan_of_copies.run(copies)
 
     # ---- bind ----
-
-    def _result(self, shape: tuple[int, ...], dtype: torch.dtype, arrays: Mapping[str, Tensor | None]) -> Any:
-        """Return the arguments of `torch.empty`; or None for a dtype, and the array that the result is like."""
-        for index, x in enumerate(arrays.values()):
-            if x is not None and x.shape == shape and x.dtype == dtype and (x.is_contiguous() or index in self._copies):
-                return index, None
-        return shape, dtype
 
     def _bind(self, arrays: Mapping[str, Tensor | None], soon: Sequence[kernel.Request]) -> None:
         """Load the kernels, and find a place for every argument of theirs."""
@@ -246,7 +228,7 @@ class Plan:
         dim = next((letter for letter in dim if letter in dims), "")
         if not dim:
             return 0
-        strides = _contiguous_strides(x.shape) if is_copy else x.stride()
+        strides = tensors.memory(x.shape, x.dtype).strides if is_copy else x.stride()
         if dim == "B" and step.segments > 1 and "T" in dims:  # segments of all sequences follow each other
             token = dims.index("T")
             return int(strides[token] * (x.shape[token] // step.segments))
@@ -287,7 +269,3 @@ def _needs_copy(x: Tensor, dims: str, vector: int, segments: int) -> bool:
     # Segments of all sequences have to follow each other with one stride.
     token = dims.index("T")
     return segments > 1 and x.shape[0] > 1 and x.stride(0) != x.stride(token) * x.shape[token]
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

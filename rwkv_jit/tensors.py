@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -260,6 +261,37 @@ def likeness(arrays: Sequence[Tensor]) -> Callable[..., bool]:
         return lambda *_: False
     check: Callable[..., bool] = _Guards(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+class Memory(NamedTuple):
+    """What a new tensor without gaps is made of."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def memory(shape: Sequence[int], dtype: torch.dtype) -> Memory:
+    """Return what a tensor of this shape is made of."""
+    strides = (math.prod(n or 1 for n in shape[index + 1 :]) for index in range(len(shape)))
+    return Memory(tuple(shape), tuple(strides), dtype)
+
+
+def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the current device, of a shape, strides and a dtype."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# What code of torch's compiler makes tensors with: it takes half the time of torch's own.
+new: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cuda", _new)
+
+
+def new_on(device: int, made_of: Memory) -> Tensor:
+    """Return a tensor on a device, whichever is current."""
+    if torch._C._cuda_getDevice() == device:
+        return new(*made_of)
+    with torch.cuda.device(device):
+        return new(*made_of)
 
 
 # ---- devices and addresses ---------------------------------------------------------------------------------------

@@ -138,6 +138,8 @@ SENTINEL = 7
 @pytest.fixture
 def guarded_memory(monkeypatch):
     """New tensors of the call under test are full of NaN and have a band behind them that must stay as it is."""
+    from rwkv_jit import tensors
+
     bands = []
     empty = torch.empty
 
@@ -153,8 +155,14 @@ def guarded_memory(monkeypatch):
         assert memory_format is torch.contiguous_format or x.is_contiguous()
         return guarded(x.shape, dtype=dtype or x.dtype, device=x.device)
 
+    def new(shape, strides, dtype):
+        made = guarded(*shape, dtype=dtype, device="cuda")
+        assert made.stride() == strides
+        return made
+
     monkeypatch.setattr(torch, "empty", guarded)
     monkeypatch.setattr(torch, "empty_like", guarded_like)
+    monkeypatch.setattr(tensors, "new", new)
     yield
     monkeypatch.undo()
     torch.cuda.synchronize()

@@ -302,6 +302,10 @@ def on_gpu(gpus, nothing_known, monkeypatch):
 
         return made
 
+    def new(shape, strides, dtype):
+        assert gpus.current == gpus.home
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
     monkeypatch.setattr(torch.Tensor, "device", property(device), raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device.type == "cuda"), raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: x.device.index, raising=False)
@@ -313,6 +317,7 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: gpus.multiprocessors)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
     monkeypatch.setattr(tensors, "_sides", {})
+    monkeypatch.setattr(tensors, "new", new)
     monkeypatch.setattr(kernel, "_stored", gpus.serve)
     return gpus
 

@@ -244,9 +244,9 @@ def test_pieces_of_scratch_are_apart_and_begin_where_16_bytes_can_be_read(on_gpu
 
 
 def test_zeros_are_written_in_their_order_on_the_streams_of_calls(on_gpu, monkeypatch):
-    seen, empty = [], torch.empty
+    seen, new = [], tensors.new
     on_gpu.while_running = lambda launch: seen.append(_floats(launch.named["flags"], 4))
-    monkeypatch.setattr(torch, "empty", lambda *size, **more: empty(*size, **more).fill_(7))
+    monkeypatch.setattr(tensors, "new", lambda *memory: new(*memory).fill_(7))
     steps = (step(f"{MIX}, float* flags"), Zero("flags"), step(f"{MIX}, float* flags"), Zero("nothing"))
     run(schedule(*steps, scratch={"flags": 16, "nothing": 0}), make())
     assert seen[0] != [0.0] * 4
