@@ -23,6 +23,11 @@ _MODULES = {
     "wkv5": "rwkv_jit.ops.wkv5",
     "wkv6": "rwkv_jit.ops.wkv6",
     "wkv7": "rwkv_jit.ops.wkv7",
+    "gla_update": "rwkv_jit.inference.update",
+    "linear_attention_update": "rwkv_jit.inference.update",
+    "wkv5_update": "rwkv_jit.inference.update",
+    "wkv6_update": "rwkv_jit.inference.update",
+    "wkv7_update": "rwkv_jit.inference.update",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
     "timex_ref": "rwkv_jit.reference",
@@ -32,6 +37,8 @@ _MODULES = {
     "wkv7_ref": "rwkv_jit.reference",
     "CallOptions": "rwkv_jit.ops.options",
     "DecayOptions": "rwkv_jit.ops.options",
+    "UpdateOptions": "rwkv_jit.inference.update",
+    "DecayUpdateOptions": "rwkv_jit.inference.update",
     "Template": "rwkv_jit.custom",
     "specialize": "rwkv_jit.ahead",
     "compile_async": "rwkv_jit.ahead",
@@ -56,10 +63,12 @@ __all__ = [
     "CallOptions",
     "CompileError",
     "DecayOptions",
+    "DecayUpdateOptions",
     "NvrtcNotFoundError",
     "RwkvJitError",
     "Template",
     "UnsupportedConfigError",
+    "UpdateOptions",
     "add_hook",
     "cache_info",
     "clear_cache",
@@ -68,10 +77,12 @@ __all__ = [
     "get_bfloat16_precision",
     "gla",
     "gla_ref",
+    "gla_update",
     "is_available",
     "is_batch_invariant",
     "linear_attention",
     "linear_attention_ref",
+    "linear_attention_update",
     "set_batch_invariant",
     "set_bfloat16_precision",
     "specialize",
@@ -83,16 +94,28 @@ __all__ = [
     "wkv4_update",
     "wkv5",
     "wkv5_ref",
+    "wkv5_update",
     "wkv6",
     "wkv6_ref",
+    "wkv6_update",
     "wkv7",
     "wkv7_ref",
+    "wkv7_update",
 ]
 
 if TYPE_CHECKING:
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+    from rwkv_jit.inference.update import (
+        DecayUpdateOptions,
+        UpdateOptions,
+        gla_update,
+        linear_attention_update,
+        wkv5_update,
+        wkv6_update,
+        wkv7_update,
+    )
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.modes import (
         get_bfloat16_precision,
@@ -124,4 +147,5 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
-after.imported("torch", then="rwkv_jit.ops.registry")
+for _ops in ("ops", "inference"):
+    after.imported("torch", then=f"rwkv_jit.{_ops}.registry")

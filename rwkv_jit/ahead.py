@@ -15,6 +15,8 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
+from rwkv_jit.inference import steps
+from rwkv_jit.inference.steps import Pool
 from rwkv_jit.ops import checks, known_calls, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES
@@ -29,6 +31,7 @@ OPTIONS = {
     **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv4": ("decay",), "timex": ("tokens", "batch"),
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
+UPDATE = "update"  # what stands beside the directions: one or a few tokens over a pool of states
 # Of all lengths one stands for those that the tensor cores take, in segments too, one for those of a few chunks, one
 # for those that are a short chunk, and one for the others; of all GPUs one that has too few heads whatever a call has,
 # for calls of one length and for those of uneven ones that are packed. Where the number of multiprocessors is not
@@ -184,6 +187,7 @@ def warm(
     value_sizes: int | Iterable[int] | None = None,
     tokens: int | Iterable[int] | None = None,
     batches: int | Iterable[int] | None = None,
+    updates: bool = False,
 ) -> list[kernel.Kernel]:
     """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
 
@@ -210,7 +214,7 @@ def warm(
     w_dtype : torch.dtype, optional
         Of w (g, and u): float32, or like r, k, v, which is the default.
     state_dtype : torch.dtype, default torch.float32
-        Of the initial state.
+        Of the initial state, and of pools.
     progress : callable, optional
         Called with the numbers of finished and of all kernels, before the first and after each.
     decay_bound : float, optional
@@ -221,6 +225,9 @@ def warm(
         T, for timex alone: its kernels go by the tokens of a row. Calls with contiguous inputs find them.
     batches : int or iterable of int, optional
         B, for timex alone; by default all.
+    updates : bool, default False
+        The kernels of `<op>_update` too, for batches of any size, one token and several, states rounded either way,
+        indices of 32 bits, and a w0 that is float32 or of the dtype of w. Of wkv4 and timex there are none.
 
     Returns
     -------
@@ -242,7 +249,7 @@ def warm(
     """
     cases = product(
         _several(arch, str), *(_several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
-        _several(dtypes, torch.dtype), DIRECTIONS if backward else DIRECTIONS[:1],
+        _several(dtypes, torch.dtype), [*DIRECTIONS[: 1 + backward], *([UPDATE] if updates else [])],
     )  # fmt: skip
     requests = [
         request
@@ -347,13 +354,18 @@ def call_requests(
     types = _types(entry, dtype) | dict.fromkeys(_wide(entry), _storage("w_dtype", w_dtype))
     state_type = _storage("state_dtype", state_dtype)
     _refuse_lengths(op, tokens, batch)
+    if direction == UPDATE and not entry.has_heads:
+        raise ValueError(f"updates: there are none of {op} over a pool of states")
     if entry.has_heads:
         if head_size is None:
             raise TypeError(f"head_sizes: {op} needs some, got None")
+        way = DIRECTIONS[0] if direction == UPDATE else direction
         calls = _checked(
-            op, head_size, value_size, dtype, arch, direction, "auto", decay, decay_bound, state_layout, None, None
+            op, head_size, value_size, dtype, arch, way, "auto", decay, decay_bound, state_layout, None, None
         )
         calls = calls._replace(asked=calls.asked._replace(types=types, state_type=state_type))
+        if direction == UPDATE:
+            return _update_requests(calls.asked, _storage("w_dtype", w_dtype))
         problems = calls.problems(direction, _known(arch))
     else:
         if state_dtype != torch.float32:
@@ -371,6 +383,20 @@ def call_requests(
                 for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
             ]
     return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
+
+
+def _update_requests(p: Problem, w_type: str) -> list[kernel.Request]:
+    """Return the kernels of updates: of one token and of several, with few blocks and many."""
+    asked = product(
+        (1, 2), (_MULTIPROCESSORS, None), dict.fromkeys(("fp32", w_type) if "w" in p.op.inputs else ("fp32",)),
+        (False,) if p.state_type == "fp32" else (False, True),
+    )  # fmt: skip
+    return [
+        request
+        for tokens, multiprocessors, w0_type, is_stochastic in asked
+        for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
+        for request in steps.schedule(own, Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic)).requests(p.gpu)
+    ]
 
 
 def _known(arch: str | None) -> list[Known]:

@@ -170,12 +170,13 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--batch", "B, for timex alone (default: all)", _size)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
-    parser.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
+    text = "default: both; update: the kernels of <op>_update"
+    parser.add_argument("--direction", choices=("forward", "backward", "both", "update"), default="both", help=text)
     add("--decay", "raw, sigmoid, log, direct (default: the op's)")
     parser.add_argument("--decay-bound", type=float, metavar="X", help="as calls will give it, e.g. -1")
     add("--state-layout", "vk, kv (default: the op's)")
     add("--w-dtype", "of w, g and u (default: that of r, k, v)", _dtype)
-    add("--state-dtype", "of the initial state (default: fp32)", _dtype)
+    add("--state-dtype", "of the initial state, and of pools (default: fp32)", _dtype)
     text = "high: for calls after torch.set_float32_matmul_precision('high') and set_bfloat16_precision('high')"
     parser.add_argument("--precision", choices=("high",), help=text)
 

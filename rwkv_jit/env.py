@@ -20,6 +20,7 @@ DESCRIPTIONS = {
     "RWKVJIT_CACHE_MAX_MB": "size above which the least recently used kernels are deleted (default: 512)",
     "RWKVJIT_CACHE_SHARED": "1: trust cache directories and files that other users own or may write",
     "RWKVJIT_ARCH": "architecture to compile for instead of the GPU's own, e.g. sm_80 or compute_80 (PTX)",
+    "RWKVJIT_CHECK": "1: look at the slots of every update on a GPU, which waits for it",
     "RWKVJIT_ASSERT_CACHED": "1: a kernel that is not in the cache is an error instead of a compile",
     "RWKVJIT_LINEINFO": "1: compile with line numbers for profilers",
     "RWKVJIT_KEEP_SOURCE": "1: keep the source of every kernel that is compiled, in the cache directory",
@@ -52,10 +53,11 @@ def _is_on(name: str, default: bool = False) -> bool:
     return is_on
 
 
-# Whether directories and files that others own or may write are trusted, a compile is an error, kernels carry line
-# numbers, and the source of compiled kernels is kept.
+# Whether directories and files that others own or may write are trusted, a compile is an error, slots on a GPU are
+# looked at, kernels carry line numbers, and the source of compiled kernels is kept.
 cache_is_shared = partial(_is_on, "RWKVJIT_CACHE_SHARED")
 assert_cached = partial(_is_on, "RWKVJIT_ASSERT_CACHED")
+checks_indices = partial(_is_on, "RWKVJIT_CHECK")
 lineinfo = partial(_is_on, "RWKVJIT_LINEINFO")
 keep_source = partial(_is_on, "RWKVJIT_KEEP_SOURCE")
 

@@ -13,6 +13,8 @@ from problems import problem, requests
 import rwkv_jit
 from bench import history
 from rwkv_jit import identity, kernel
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.inference import steps
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -109,7 +111,17 @@ HALVES = {f"{template.removesuffix('_by_halves')}_by_halves": template for templ
 PARTS = {f"wkv4_part_{way}": f"wkv4_{way}" for way in WAYS}
 # The forms that wkv5 went through, at the head size that was studied, by their place.
 HISTORY = {f"wkv5_history_{number}": number for number in range(1, 6)}
-FLAGSHIPS = [*(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *HISTORY]
+# One token over a pool, with few blocks and many.
+UPDATES = {
+    f"{op}_update_{layout}_{head_size}_{state_type}_{batch}": problem(
+        op, K=head_size, T=1, H=32, B=batch, N=batch, state_type=state_type, state_layout=layout
+    )._replace(gpu=Gpu("sm_90", multiprocessors=132))
+    for op, head_size in (("wkv7", 64), ("wkv6", 64), ("gla", 128))
+    for layout in ("vk", "kv")
+    for state_type in ("fp32", "bf16")
+    for batch in (1, 256)
+}  # fmt: skip
+FLAGSHIPS = [*(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *HISTORY, *UPDATES]
 
 
 def used(name):
@@ -123,6 +135,9 @@ def used(name):
         direction, template, given = OTHERS[PARTS[name]]
         request = requests(direction, given)[template]
         made = kernel.get(request._replace(parameters={**request.parameters, "RESULTS": False}))
+    elif name in UPDATES:
+        (request,) = steps.schedule(UPDATES[name], steps.Pool(1, 0)).requests(UPDATES[name].gpu)
+        made = kernel.get(request)
     elif name in HISTORY:
         forms = history.requests("wkv5", (1, 54, 32, 64), torch.bfloat16, "sm_90")
         made = kernel.get(forms[HISTORY[name] - 1])

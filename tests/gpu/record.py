@@ -9,10 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-# The ops, and how the names of their templates begin.
+# The ops, and how the names of their templates begin; inference is as one more, whose modules no other op needs.
+INFERENCE = "inference"
 STEMS = {
     "timex": "timex", "wkv4": "wkv4", "wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla",
-    "linear_attention": "gla",
+    "linear_attention": "gla", INFERENCE: "update",
 }  # fmt: skip
 OPS = tuple(STEMS)
 # The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
@@ -71,13 +72,18 @@ def own_modules(op: str) -> set[str]:
 
 
 def _in_rooms() -> set[str]:
-    return {f"{room}/{path.name}" for room in ROOMS for path in (ROOT / "rwkv_jit" / room).glob("*.py")}
+    return set().union(*map(_in_room, ROOMS))
+
+
+def _in_room(room: str) -> set[str]:
+    return {f"{room}/{path.name}" for path in (ROOT / "rwkv_jit" / room).glob("*.py")}
 
 
 def modules(op: str) -> list[str]:
     """All modules that decide about the results of an op."""
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
-    return sorted({*LAUNCHING, *_in_rooms()} - of_others - {PLAIN})
+    own = _in_room(INFERENCE) if op == INFERENCE else set()
+    return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {PLAIN})
 
 
 def templates(op: str) -> list[str]:

@@ -70,6 +70,19 @@ def timex(batch, channels, tokens, dtype, backend="tiles"):
     torch.autograd.grad(y, leaves, torch.randn_like(y))
 
 
+def update(name, batch, tokens, heads, head_size, value_size, state=FP32, layout="vk", **options):
+    """Tokens of rows in a pool, one of which has no slot."""
+    given = {
+        n: x.detach() for n, x in comparing.make_inputs(name, BF16, batch, tokens, heads, head_size, value_size).items()
+    }
+    sizes = (value_size, head_size) if layout == "vk" else (head_size, value_size)
+    pool = torch.randn(batch + 3, heads, *sizes, device="cuda").to(state)
+    slots = torch.randperm(batch + 3, device="cuda")[:batch].to(torch.int32)
+    slots[-1] = -1
+    function = getattr(rwkv_jit, f"{name}_update")
+    function(pool, *given.values(), state_indices=slots, state_layout=layout, **options)
+
+
 def history_of(name, shape, dtype):
     for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
         if isinstance(form, history.Form):
@@ -113,6 +126,17 @@ CALLS = [
     *(partial(timex, batch, 1, 2900, dtype) for batch in (1, 20) for dtype in (FP32, BF16)),
     *(partial(timex, 3, 2, tokens, FP32, "transforms") for tokens in (77, 2000, 3000, 8000, 16384)),
     *(partial(timex, 3, 2, tokens, BF16, "transforms") for tokens in (768, 2001)),
+    *(
+        partial(update, name, 3, tokens, 2, *sizes, state=state, layout=layout, **more)
+        for name in (*GATED, "wkv7")
+        for layout in ("vk", "kv")
+        for tokens, sizes, state, more in (
+            (1, (64, 64), FP32, {}),
+            (3, (50, 13), BF16, {"rounding": "stochastic", "seed": 5}),
+            (2, (300, 136), FP32, {}),
+        )
+    ),
+    partial(update, "gla", 300, 1, 2, 128, 128, layout="kv"),
     partial(history_of, "wkv5", (1, 54, 2, 64), torch.float16),
     partial(history_of, "timex", (9, 200, 1, 2), FP32),
 ]

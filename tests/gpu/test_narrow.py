@@ -53,11 +53,12 @@ def test_every_head_size(op, head_size, problems):
 @pytest.mark.parametrize("tokens", [4, 16, 33, 300])
 @pytest.mark.parametrize("op", OPS)
 def test_every_length_alone_and_packed(op, tokens):
-    given = inputs(op, tokens=tokens)
-    check(op, given, comparing.make_state(given, 2, layout="vk"), state_layout="vk")
+    given, few = inputs(op, tokens=tokens), 2e-4 if tokens < 16 else 0.0  # whose errors hardly cancel
+    check(op, given, comparing.make_state(given, 2, layout="vk"), rounding=few, state_layout="vk")
     given = inputs(op, tokens=tokens, batch=1)
     bounds = torch.tensor([0, tokens // 3, tokens // 3, tokens], device="cuda")
-    check(op, given, comparing.make_state(given, 3, layout="vk"), state_layout="vk", cu_seqlens=bounds)
+    state = comparing.make_state(given, 3, layout="vk")
+    check(op, given, state, rounding=few, state_layout="vk", cu_seqlens=bounds)
 
 
 @pytest.mark.usefixtures("guarded_memory")

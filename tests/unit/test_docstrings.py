@@ -14,6 +14,7 @@ from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
+UPDATES = [f"{op}_update" for op in OPS]
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
@@ -49,7 +50,9 @@ def documented(name):
 
 
 def test_the_public_functions_are_known():
-    assert sorted(FUNCTIONS) == sorted([*OPS, *WITHOUT_HEADS, *REFERENCES, *COMPILING, *ASKING, *SETTING, "add_hook"])
+    assert sorted(FUNCTIONS) == sorted([
+        *OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES, *COMPILING, *ASKING, *SETTING, "add_hook",
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -57,9 +60,9 @@ def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
     wanted = {"Raises", "Examples"} if name in SETTING else {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
-    if name in (*OPS, *WITHOUT_HEADS, *COMPILING):
+    if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *COMPILING):
         wanted |= {"Raises", "Examples"}
-    if name in (*OPS, *WITHOUT_HEADS):
+    if name in (*OPS, *WITHOUT_HEADS, *UPDATES):
         wanted |= {"Notes", "References"}
     first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
     assert (first[-1] in ".:", second) == (True, "")
@@ -123,6 +126,11 @@ SIGNATURES = {
     "linear_attention": f"q, k, v, {OF_SEQUENCES}, normalize=False, **options",
     "wkv4": "w, u, k, v, initial_state=None, output_final_state=False, decay='raw', backend='auto'",
     "wkv4_update": "state, w, u, k, v, decay='raw'",
+    "wkv5_update": "state, r, k, v, w, u, **options",
+    "wkv6_update": "state, r, k, v, w, u, **options",
+    "wkv7_update": "state, r, w, k, v, a, b, **options",
+    "gla_update": "state, q, k, v, g, **options",
+    "linear_attention_update": "state, q, k, v, **options",
     "timex": "w, k, eps=0.0, backend='auto'",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
@@ -134,13 +142,13 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *REFERENCES])
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES])
 def test_signature(name):
     plain = [x.replace(annotation=inspect.Parameter.empty) for x in parameters(name).values()]
     assert str(inspect.Signature(plain)) == f"({SIGNATURES[name]})"
 
 
-@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS])
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES])
 def test_results_in_the_examples_are_right(name, monkeypatch):
     """The examples run on the CPU as they stand, but for the device."""
     import doctest

@@ -449,7 +449,9 @@ rule
 ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
 ops.flops ops.torch_op
 ops.wide_keys
-ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7
+ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference inference.rounding inference.steps
+inference.registry
+inference.update inference.flops
 ahead bench.cases
 bench.measure
 bench

@@ -34,8 +34,11 @@ def test_totals_are_the_sums_of_the_sections():
 
 @pytest.fixture
 def copied_sources(tmp_path, monkeypatch):
-    templates = [f"kernel_templates/{name}" for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex")]
-    for folder in (*templates, "rwkv_jit", "rwkv_jit/ops", "rwkv_jit/algorithms"):
+    templates = [
+        f"kernel_templates/{name}"
+        for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex", "inference")
+    ]
+    for folder in (*templates, "rwkv_jit", "rwkv_jit/ops", "rwkv_jit/algorithms", "rwkv_jit/inference"):
         (tmp_path / folder).mkdir(parents=True)
         for path in (record.ROOT / folder).iterdir():
             if path.is_file():
@@ -100,7 +103,23 @@ def test_ops_are_stale_by_what_is_theirs_alone(path, ops, copied_sources):
 def test_every_op_is_covered():
     from rwkv_jit.ops.table import OPS
 
-    assert {name: op.stem for name, op in OPS.items()} == record.STEMS
+    assert {name: op.stem for name, op in OPS.items()} | {"inference": "update"} == record.STEMS
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        ("kernel_templates/inference/update.cuh", "count /= 2, index +=", "count /= 2, index -="),
+        ("rwkv_jit/inference/steps.py", "_MOST_KEY_WARPS = 16", "_MOST_KEY_WARPS = 8"),
+        ("rwkv_jit/plan.py", "if x is None else x.data_ptr()", "if x is None else 0"),
+    ],
+)
+def test_a_change_of_inference_is_seen_there_and_by_no_op(copied_sources, path, old, new):
+    before, of_op = record.digest("inference"), record.digest("wkv7")
+    assert old in (copied_sources / path).read_text(encoding="utf-8")
+    _edit(copied_sources / path, lambda text: text.replace(old, new, 1))
+    assert record.digest("inference") != before
+    assert (record.digest("wkv7") != of_op) == (path == "rwkv_jit/plan.py")
 
 
 def test_a_section_counts_outcomes_and_names_failures():

@@ -1,0 +1,377 @@
+// A head's state in registers for a few tokens: which part of it a thread holds, the sums over keys, rounding.
+//
+// The state is a matrix whose rows are values in the vk layout and keys in the kv layout. A thread holds KEYS keys of
+// VALUES values; VECTOR neighbours of a row are one access. KEY_LANES lanes of a warp share the keys of a value, in
+// the kv layout KEY_WARPS warps too.
+//
+// Needs HEAD_SIZE, VALUE_SIZE, NUM_THREADS, VECTOR, KEY_LANES, KEY_WARPS, ROWS, INDEX_BYTES, ONE_TOKEN, DELTA, BONUS,
+// DECAY, STATE_LAYOUT, STOCHASTIC.
+#pragma once
+#include "sequence.cuh"
+
+template <int BYTES> struct IndexOf { using Type = int; };
+template <> struct IndexOf<8> { using Type = i64; };
+using Index = IndexOf<INDEX_BYTES>::Type;
+
+constexpr bool IS_VK = STATE_LAYOUT == StateLayout::vk;
+constexpr int WARPS = NUM_THREADS / 32, VALUE_LANES = 32 / KEY_LANES, VALUE_WARPS = WARPS / KEY_WARPS;
+constexpr int KEYS = IS_VK ? VECTOR * ceil_div(HEAD_SIZE, VECTOR * KEY_LANES) : ROWS;
+constexpr int VALUES = IS_VK ? ROWS : VECTOR;
+constexpr int PADDED_KEYS = KEYS * KEY_LANES * KEY_WARPS;
+constexpr int BLOCK_VALUES = VALUES * VALUE_LANES * VALUE_WARPS;
+constexpr int VALUE_BLOCKS = ceil_div(VALUE_SIZE, BLOCK_VALUES);
+// The lanes of a warp whose index differs in these bits share the keys of a value.
+constexpr int FIRST_LANE = IS_VK ? 1 : VALUE_LANES, END_LANE = FIRST_LANE * KEY_LANES;
+// A buffer for the token after this one spares a barrier.
+constexpr int BUFFERS = !ONE_TOKEN && PADDED_KEYS <= 512 ? 2 : 1;
+
+static_assert(PADDED_KEYS >= HEAD_SIZE, "the lanes that share keys hold all of them");
+static_assert((IS_VK ? HEAD_SIZE : VALUE_SIZE) % VECTOR == 0, "a row of the state consists of whole accesses");
+static_assert(!IS_VK || KEY_WARPS == 1, "in the vk layout a warp holds all keys of its values");
+
+using Tile = float[VALUES][KEYS];
+
+__device__ inline int lane() { return threadIdx.x % 32; }
+__device__ inline int key_lane() { return IS_VK ? lane() % KEY_LANES : lane() / VALUE_LANES; }
+__device__ inline int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
+__device__ inline int key_of(int j) {
+    return IS_VK ? (j / VECTOR * KEY_LANES + key_lane()) * VECTOR + j % VECTOR
+                 : (j * KEY_WARPS + key_warp()) * KEY_LANES + key_lane();
+}
+// The first of the thread's values in the block.
+__device__ inline int own_values() {
+    const int value_lane = IS_VK ? lane() / KEY_LANES : lane() % VALUE_LANES;
+    return (static_cast<int>(threadIdx.x / 32) / KEY_WARPS * VALUE_LANES + value_lane) * VALUES;
+}
+
+// ---- a token ----
+
+// A token's inputs, as all threads read them; zeros past HEAD_SIZE, so that these keys add nothing.
+struct Token {
+    float r[PADDED_KEYS], k[PADDED_KEYS], d[DECAY == Decay::none ? 4 : PADDED_KEYS];
+    float a[DELTA ? PADDED_KEYS : 4], b[DELTA ? PADDED_KEYS : 4], u[BONUS ? PADDED_KEYS : 4];
+    float v[ceil_div(BLOCK_VALUES, 4) * 4];
+};
+
+// A thread's share of a row between its load and its place in shared memory, so that loads need not wait.
+template <typename T, int SIZE, int PADDED> struct Share {
+    static constexpr int COUNT = ceil_div(PADDED, NUM_THREADS);
+    T held[COUNT];
+    __device__ void load(const T* source, int size = SIZE) {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            const int i = threadIdx.x + n * NUM_THREADS;
+            held[n] = i < size && (PADDED % NUM_THREADS == 0 || i < PADDED) ? source[i] : from_float<T>(0.0f);
+        }
+    }
+    template <typename Map> __device__ void store(float* target, Map map) const {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            const int i = threadIdx.x + n * NUM_THREADS;
+            if (PADDED % NUM_THREADS == 0 || i < PADDED) target[i] = map(n, to_float(held[n]));
+        }
+    }
+    __device__ void store(float* target) const {
+        store(target, [](int, float x) { return x; });
+    }
+};
+
+struct Held {
+    Share<T_IO, HEAD_SIZE, PADDED_KEYS> r, k, a, b;
+    Share<T_W, HEAD_SIZE, PADDED_KEYS> w;
+    Share<T_W0, HEAD_SIZE, PADDED_KEYS> w0;
+    Share<T_U, HEAD_SIZE, PADDED_KEYS> u;
+    Share<T_IO, VALUE_SIZE, BLOCK_VALUES> v;
+
+    __device__ void store(Token& token, bool has_w0) const {
+        r.store(token.r), k.store(token.k), v.store(token.v);
+        if constexpr (DELTA) a.store(token.a), b.store(token.b);
+        if constexpr (BONUS) u.store(token.u);
+        if constexpr (DECAY != Decay::none)
+            w.store(token.d, [&](int n, float x) {
+                return decay_factor<DECAY>(has_w0 ? x + to_float(w0.held[n]) : x);
+            });
+    }
+};
+
+// The thread's keys of a row in shared memory.
+__device__ inline void read_keys(float (&x)[KEYS], const float* row) {
+    if constexpr (IS_VK) {
+#pragma unroll
+        for (int j = 0; j < KEYS; j += VECTOR) {
+            const auto pack = *reinterpret_cast<const Pack<float, min_of(VECTOR, 4)>*>(row + key_of(j));
+#pragma unroll
+            for (int i = 0; i < min_of(VECTOR, 4); ++i) x[j + i] = pack.at[i];
+            if constexpr (VECTOR == 8) {
+                const auto next = *reinterpret_cast<const Pack<float, 4>*>(row + key_of(j) + 4);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) x[j + 4 + i] = next.at[i];
+            }
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) x[j] = row[key_of(j)];
+    }
+}
+
+// ---- sums over keys ----
+
+// Adds x[i] over the lanes that share keys. While the count is even an exchange halves what a lane keeps, so that sums
+// cost about one shuffle each. Afterwards x[0 .. KEPT) are the sums of the indices `kept_index` + 0, 1, ...
+__device__ constexpr int kept_of(int count, int bit) {
+    return bit >= END_LANE ? count : kept_of(count % 2 ? count : count / 2, 2 * bit);
+}
+constexpr int KEPT = kept_of(VALUES, FIRST_LANE);
+
+template <int BIT, int COUNT> __device__ inline void add_over_lanes(float* x) {
+    if constexpr (BIT < END_LANE) {
+        if constexpr (COUNT % 2) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) x[i] += __shfl_xor_sync(0xffffffffu, x[i], BIT);
+            add_over_lanes<2 * BIT, COUNT>(x);
+        } else {
+            const bool upper = threadIdx.x & BIT;
+#pragma unroll
+            for (int i = 0; i < COUNT / 2; ++i) {
+                const float sent = upper ? x[i] : x[i + COUNT / 2];
+                x[i] = (upper ? x[i + COUNT / 2] : x[i]) + __shfl_xor_sync(0xffffffffu, sent, BIT);
+            }
+            add_over_lanes<2 * BIT, COUNT / 2>(x);
+        }
+    }
+}
+__device__ constexpr int repeats_of(int count, int bit) {
+    return bit >= END_LANE ? 0 : (count % 2 ? bit : 0) | repeats_of(count % 2 ? count : count / 2, 2 * bit);
+}
+constexpr int REPEATS = repeats_of(VALUES, FIRST_LANE);  // the bits of lanes over which kept sums repeat
+
+// The first index that a lane keeps, and the bits of the lanes that keep an index.
+__device__ inline int kept_index() {
+    int index = 0, count = VALUES;
+#pragma unroll
+    for (int bit = FIRST_LANE; bit < END_LANE; bit *= 2)
+        if (count % 2 == 0) count /= 2, index += threadIdx.x & bit ? count : 0;
+    return index;
+}
+__device__ inline int keeper_of(int index) {
+    int bits = 0, count = VALUES;
+#pragma unroll
+    for (int bit = FIRST_LANE; bit < END_LANE; bit *= 2)
+        if (count % 2 == 0) count /= 2, bits |= index / count % 2 ? bit : 0;
+    return bits;
+}
+
+// What the warps that share keys tell each other: the sums of a value, and those that are one for all values.
+struct Sums {
+    float sa[KEY_WARPS][KEY_WARPS > 1 ? BLOCK_VALUES : 1], y[KEY_WARPS][KEY_WARPS > 1 ? BLOCK_VALUES : 1];
+    float pair[KEY_WARPS][2];
+};
+
+// ---- the step ----
+
+// One token: the tile moves on, and y is written by the lanes that keep its sums.
+__device__ inline void update_tile(Tile& tile, const Token& token, Sums& sums, T_IO* y, int first_value, float scale) {
+    float r[KEYS], k[KEYS], d[KEYS], sa[VALUES] = {}, read[VALUES] = {}, pair[2] = {};
+    read_keys(r, token.r), read_keys(k, token.k);
+    if constexpr (DECAY != Decay::none) read_keys(d, token.d);
+    {
+        float a[KEYS], b[KEYS], u[KEYS];
+        if constexpr (DELTA) read_keys(a, token.a), read_keys(b, token.b);
+        if constexpr (BONUS) read_keys(u, token.u);
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) {
+            const float q = BONUS || DECAY == Decay::none ? r[j] : r[j] * d[j];
+            pair[0] += BONUS ? u[j] * r[j] * k[j] : r[j] * k[j];
+            if constexpr (DELTA) pair[1] += r[j] * b[j];
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+                read[i] += tile[i][j] * q;
+                if constexpr (DELTA) sa[i] += tile[i][j] * a[j];
+            }
+        }
+    }
+    add_over_lanes<FIRST_LANE, VALUES>(read);
+    if constexpr (DELTA) add_over_lanes<FIRST_LANE, VALUES>(sa);
+#pragma unroll
+    for (int bit = FIRST_LANE; bit < END_LANE; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < (DELTA ? 2 : 1); ++i) pair[i] += __shfl_xor_sync(0xffffffffu, pair[i], bit);
+
+    const int own = own_values(), kept = kept_index();
+    const bool writes = (lane() & REPEATS) == 0;
+    float all_sa[VALUES];
+    if constexpr (KEY_WARPS == 1) {
+        if constexpr (DELTA) {
+            const int group = lane() & ~((END_LANE - 1) & ~(FIRST_LANE - 1));
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i)
+                all_sa[i] = __shfl_sync(0xffffffffu, sa[i % KEPT], group | keeper_of(i));
+        }
+    } else {
+        if (writes) {
+#pragma unroll
+            for (int i = 0; i < KEPT; ++i) {
+                sums.y[key_warp()][own + kept + i] = read[i];
+                if constexpr (DELTA) sums.sa[key_warp()][own + kept + i] = sa[i];
+            }
+        }
+        if (lane() == 0) sums.pair[key_warp()][0] = pair[0], sums.pair[key_warp()][1] = pair[1];
+        __syncthreads();
+        pair[0] = pair[1] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) all_sa[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) read[i] = sa[i] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < KEY_WARPS; ++n) {
+            pair[0] += sums.pair[n][0], pair[1] += sums.pair[n][1];
+#pragma unroll
+            for (int i = 0; i < KEPT; ++i) {
+                read[i] += sums.y[n][own + kept + i];
+                if constexpr (DELTA) sa[i] += sums.sa[n][own + kept + i];
+            }
+            if constexpr (DELTA) {
+#pragma unroll
+                for (int i = 0; i < VALUES; ++i) all_sa[i] += sums.sa[n][own + i];
+            }
+        }
+    }
+
+    float v[VALUES], b[KEYS];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) v[i] = token.v[own + i];
+    if constexpr (DELTA) read_keys(b, token.b);
+#pragma unroll
+    for (int j = 0; j < KEYS; ++j)
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            if constexpr (DECAY != Decay::none) tile[i][j] *= d[j];
+            tile[i][j] += v[i] * k[j];
+            if constexpr (DELTA) tile[i][j] += all_sa[i] * b[j];
+        }
+    if (!writes || key_warp() != 0) return;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) {
+        const int value = own + kept + i;
+        float sum = read[i] + token.v[value] * pair[0];
+        if constexpr (DELTA) sum += sa[i] * pair[1];
+        if (first_value + value < VALUE_SIZE) y[value] = from_float<T_IO>(scale * sum);
+    }
+}
+
+// ---- the state ----
+
+// Calls visit(i, j, offset, is_there) for every access: tile[i][j] is its first element, which is `offset` elements
+// from the thread's first one. Where no thread has anything past the end, the compiler knows.
+template <typename Visit> __device__ inline void for_accesses(int first_value, Visit visit) {
+    constexpr bool HAS_ALL_KEYS = PADDED_KEYS == HEAD_SIZE, HAS_ALL_VALUES = VALUE_SIZE % BLOCK_VALUES == 0;
+    const int value = first_value + own_values();
+#pragma unroll
+    for (int i = 0; i < (IS_VK ? VALUES : 1); ++i)
+#pragma unroll
+        for (int j = 0; j < KEYS; j += IS_VK ? VECTOR : 1) {
+            const bool has_key = HAS_ALL_KEYS || key_of(j) < HEAD_SIZE;
+            const bool has_value = HAS_ALL_VALUES || value + i < VALUE_SIZE;
+            visit(i, j, IS_VK ? i * HEAD_SIZE + j * KEY_LANES : j * KEY_WARPS * KEY_LANES * VALUE_SIZE,
+                  has_key && has_value);
+        }
+}
+// The place of the thread's first element in the head.
+__device__ inline int first_element(int first_value) {
+    const int value = first_value + own_values();
+    return IS_VK ? value * HEAD_SIZE + key_of(0) : key_of(0) * VALUE_SIZE + value;
+}
+__device__ inline float& element(Tile& tile, int i, int j, int n) { return IS_VK ? tile[i][j + n] : tile[i + n][j]; }
+
+// All accesses are under way before the first one is looked at.
+__device__ inline void read_tile(Tile& tile, const T_STATE* head, int first_value) {
+    using Access = Words<T_STATE, VECTOR>;
+    constexpr int ACCESSES = VALUES * KEYS / VECTOR;
+    Access held[ACCESSES];
+    const T_STATE* const first = head + first_element(first_value);
+    int n = 0;
+    for_accesses(first_value, [&](int, int, int offset, bool is_there) {
+        held[n++] = is_there ? load_early<Access>(first + offset) : Access{};
+    });
+    n = 0;
+    for_accesses(first_value, [&](int i, int j, int, bool) {
+#pragma unroll
+        for (int e = 0; e < VECTOR; ++e) element(tile, i, j, e) = held[n].at(e);
+        ++n;
+    });
+}
+
+// ---- rounding ----
+
+// Philox 4x32 with 10 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011): 16 bytes at random
+// of a counter and a seed.
+__device__ inline uint4 philox(i64 counter, i64 seed) {
+    unsigned x = counter, y = counter >> 32, z = 0, t = 0, key = seed, other_key = seed >> 32;
+#pragma unroll
+    for (int i = 0; i < 10; ++i) {
+        const unsigned low = 0xD2511F53u * x, high = __umulhi(0xD2511F53u, x);
+        const unsigned other_low = 0xCD9E8D57u * z, other_high = __umulhi(0xCD9E8D57u, z);
+        x = other_high ^ y ^ key, y = other_low, z = high ^ t ^ other_key, t = low;
+        key += 0x9E3779B9u, other_key += 0xBB67AE85u;
+    }
+    return {x, y, z, t};
+}
+
+// One of the two neighbours of x, the nearer one more often, so that the mean is x; by 16 bits at random.
+template <typename T> __device__ inline T round_at_random(float x, unsigned random) {
+    constexpr int SPARE = is_bf16<T> ? 16 : 13;  // bits of a float that T has not
+    const unsigned bits = __float_as_uint(x);
+    // What is not finite, or may leave the range of float16, has nothing between its neighbours.
+    if ((bits & 0x7fffffffu) >= (is_bf16<T> ? 0x7f7f0000u : 0x477fe000u)) return from_float<T>(x);
+    if constexpr (!is_bf16<T>) {
+        // Below 2^-14 the neighbours are multiples of 2^-24.
+        if ((bits & 0x7fffffffu) < 0x38800000u) {
+            const float whole = floorf(fabsf(x) * 16777216.0f + random * (1.0f / 65536.0f));
+            return from_float<T>(copysignf(whole * (1.0f / 16777216.0f), x));
+        }
+    }
+    const unsigned mask = (1u << SPARE) - 1;
+    return from_float<T>(__uint_as_float((bits + (random & mask)) & ~mask));
+}
+
+constexpr int OF_ONE_DRAW = 8;  // elements of a head for which 16 bytes at random last
+constexpr int TILES_OF_HEAD = ceil_div(VALUE_SIZE * HEAD_SIZE, OF_ONE_DRAW);
+
+// One store for an access, spelt out: the compiler may make four of it.
+template <typename Access> __device__ inline void write_access(void* target, const Access& x) {
+    if constexpr (sizeof(Access) == 16) {
+        const uint4& words = reinterpret_cast<const uint4&>(x);
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words.x), "r"(words.y),
+                     "r"(words.z), "r"(words.w) : "memory");
+    } else if constexpr (sizeof(Access) == 8) {
+        const uint2& words = reinterpret_cast<const uint2&>(x);
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(target), "r"(words.x), "r"(words.y) : "memory");
+    } else {
+        *static_cast<Access*>(target) = x;
+    }
+}
+
+// `draw` is the place of the head's first draw among those of the pool: which bits an element gets does not go by the
+// shape of blocks.
+__device__ inline void write_tile(T_STATE* head, Tile& tile, int first_value, i64 seed, i64 draw) {
+    const int first = first_element(first_value);
+    T_STATE* const target = head + first;
+    for_accesses(first_value, [&](int i, int j, int offset, bool is_there) {
+        if (!is_there) return;
+        Pack<T_STATE, VECTOR> pack;
+        if constexpr (STOCHASTIC) {
+            const int index = first + offset;
+            const uint4 words = philox(draw + index / OF_ONE_DRAW, seed);
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e) {
+                const int place = (index + e) % OF_ONE_DRAW;
+                const unsigned word = place < 2 ? words.x : place < 4 ? words.y : place < 6 ? words.z : words.w;
+                pack.at[e] = round_at_random<T_STATE>(element(tile, i, j, e), word >> (place % 2 * 16) & 0xffffu);
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < VECTOR; ++e) pack.at[e] = from_float<T_STATE>(element(tile, i, j, e));
+        }
+        write_access(target + offset, pack);
+    });
+}

@@ -1,0 +1,87 @@
+// One or a few tokens of many sequences, whose states lie in a pool and are changed in place. Per head, S [V, K]:
+//
+//     with DELTA     sa = S a;  S' = S diag(d) + sa b^T + v k^T;  y = scale S' r
+//     without        S' = S diag(d) + v k^T;  with BONUS y = scale (S r + (sum_j u_j r_j k_j) v), else y = scale S' r
+//
+//   r k       [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; d = decay_factor(w + w0)
+//   a b       the same shape as r, T_IO, in with DELTA, else null
+//   v, y      [batch, tokens, heads, V]  T_IO   in, out; y without gaps
+//   u, w0     [heads, K]  T_U, T_W0  in, or null: u without BONUS, w0 where nothing is added to w
+//   state     [slots, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in and out; a slot has no gaps
+//   state_indices, write_indices  [batch]  int32 or int64  in, or null: row i has slot i, and writes where it reads
+//   seed      [1]  i64  in with STOCHASTIC, else null
+//
+// A row whose slot is at or below `null_index`, or past the pool, reads no state and gets y of zeros. A state is not
+// written to such a slot. Rows that write to one slot leave it with some of both.
+//
+// Grid (heads * VALUE_BLOCKS, rows, further rows). The state passes once: y and the rank-one correction are sums over
+// the state as it was. So it is read by accesses of 16 bytes, all of which are under way before the first is used.
+#include "overlap.cuh"
+#include "update.cuh"
+
+struct Smem {
+    Token token[BUFFERS];
+    Sums sums;
+};
+static_assert(sizeof(Smem) <= 48 * 1024, "head_size needs more than 48 KB of shared memory");
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_states(
+    const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
+    const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_U* __restrict__ u, const T_W0* __restrict__ w0,
+    T_STATE* state, const Index* __restrict__ state_indices, const Index* __restrict__ write_indices,
+    const i64* __restrict__ seed, T_IO* __restrict__ y, Strides r_strides, Strides w_strides, Strides k_strides,
+    Strides v_strides, Strides a_strides, Strides b_strides, i64 slot_stride, i64 slots, i64 null_index, i64 batch,
+    i64 tokens, i64 heads, float scale) {
+    __shared__ alignas(16) Smem smem;
+    const i64 row = i64(blockIdx.z) * gridDim.y + blockIdx.y, head = blockIdx.x / VALUE_BLOCKS;
+    if (row >= batch) return;
+    const int first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
+    let_next_launch_begin();
+    state = after_previous_launch(state);
+    const i64 from = state_indices != nullptr ? i64(state_indices[row]) : row;
+    const i64 to = write_indices != nullptr ? i64(write_indices[row]) : from;
+
+    y += (row * tokens * heads + head) * VALUE_SIZE + first_value;
+    const i64 y_stride = heads * VALUE_SIZE;
+    if ((state_indices != nullptr && from <= null_index) || from >= slots || from < 0) {
+        const int width = min(BLOCK_VALUES, VALUE_SIZE - first_value);
+#pragma unroll 1
+        for (i64 t = 0; t < tokens; ++t)
+#pragma unroll 1
+            for (int i = threadIdx.x; i < width; i += NUM_THREADS) y[t * y_stride + i] = from_float<T_IO>(0.0f);
+        return;
+    }
+
+    const auto start = [&](Strides s) { return row * s.batch + head * s.head; };
+    r += start(r_strides), w += start(w_strides), k += start(k_strides);
+    v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
+    u += head * HEAD_SIZE, w0 = w0 != nullptr ? w0 + head * HEAD_SIZE : nullptr;
+    Held held;
+    const auto load = [&](i64 t) {
+        held.r.load(r + t * r_strides.token), held.k.load(k + t * k_strides.token);
+        if constexpr (DECAY != Decay::none) held.w.load(w + t * w_strides.token);
+        if constexpr (DELTA) held.a.load(a + t * a_strides.token), held.b.load(b + t * b_strides.token);
+        held.v.load(v + t * v_strides.token, VALUE_SIZE - first_value);
+    };
+    load(0);
+    if constexpr (BONUS) held.u.load(u);
+    if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0);
+
+    const i64 of_head = head * (VALUE_SIZE * HEAD_SIZE);
+    Tile tile;
+    read_tile(tile, state + from * slot_stride + of_head, first_value);
+
+    const i64 steps = ONE_TOKEN ? 1 : tokens;
+#pragma unroll 1
+    for (i64 t = 0; t < steps; ++t) {
+        Token& token = smem.token[t % BUFFERS];
+        if (BUFFERS == 1 && t > 0) __syncthreads();
+        held.store(token, w0 != nullptr);
+        __syncthreads();
+        if (t + 1 < steps) load(t + 1);
+        update_tile(tile, token, smem.sums, y + t * y_stride, first_value, scale);
+    }
+    if ((write_indices != nullptr && to <= null_index) || to >= slots || to < 0) return;
+    const i64 number = STOCHASTIC ? *seed : 0;
+    write_tile(state + to * slot_stride + of_head, tile, first_value, number, (to * heads + head) * TILES_OF_HEAD);
+}

@@ -1,0 +1,1 @@
+"""Inference: steps of a few tokens over a pool of states."""

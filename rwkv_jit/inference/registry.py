@@ -1,0 +1,42 @@
+"""The torch ops of inference: registered at once, as an exported program names them, run by modules imported later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rwkv_jit import after
+
+_LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
+# By name: the schema, and the module that has `run`, `fake` and `record` of it. All of them change tensors in place.
+_OPS = {
+    "update_states": (
+        "(str op, Tensor(a!) state, Tensor(b!) y, Tensor[] inputs, Tensor? w0, Tensor? state_indices, "
+        "Tensor? write_indices, Tensor? seed, int null_index, float scale, str decay, str state_layout) -> ()",
+        "rwkv_jit.inference.update",
+    ),
+}
+
+
+def find(name: str) -> Any:
+    """Return the torch op of a name."""
+    return getattr(torch.ops.rwkv_jit, name).default
+
+
+def _later(module: str, part: str) -> Callable[..., Any]:
+    def run(*arguments: Any, **named: Any) -> Any:
+        return getattr(import_module(module), part)(*arguments, **named)
+
+    return run
+
+
+for _name, (_schema, _module) in _OPS.items():
+    _LIBRARY.define(_name + _schema)
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _later(_module, "run"), _key)
+    _LIBRARY.impl(_name, _later(_module, "record"), "Autograd", with_keyset=True)
+    torch.library.register_fake(f"rwkv_jit::{_name}", _later(_module, "fake"), lib=_LIBRARY)
+after.imported("torch.utils.flop_counter", then="rwkv_jit.inference.flops")  # which nobody but those who count needs

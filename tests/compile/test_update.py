@@ -1,0 +1,57 @@
+"""The kernel of updates for every architecture, at odd sizes too, and what its template refuses."""
+
+import itertools
+
+import pytest
+from problems import problem
+
+from rwkv_jit import kernel
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.inference import steps
+
+OPS = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+# Multiples of an access, of a part of one, and of none.
+SIZES = [(64, 64), (128, 128), (256, 64), (100, 52), (50, 6), (7, 13), (1, 1)]
+
+
+def request(op, head_size=64, value_size=64, *, batch=1, layout="vk", state="fp32", pool=None, **more):
+    given = problem(
+        op, K=head_size, V=value_size, T=1, B=batch, N=batch, state_layout=layout, state_type=state, few_heads=True
+    )._replace(**more)
+    (made,) = steps.schedule(given, pool or steps.Pool(1, 0)).requests(given.gpu)
+    return made
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize(("op", "state"), [("wkv7", "fp32"), ("wkv6", "bf16"), ("gla", "fp16")])
+def test_compiles_without_spills_everywhere(arch, layout, op, state):
+    made = kernel.get(request(op, layout=layout, state=state)._replace(arch=arch))
+    assert made.spill_bytes == 0
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("op", OPS)
+def test_any_sizes_rounding_and_indices(op, sizes):
+    pools = list(itertools.product((16, 2), (4, 8), (False, True)))
+    for number, layout in enumerate(("vk", "kv")):  # each size and op meets some of them
+        place = 5 * OPS.index(op) + 2 * SIZES.index(sizes) + number
+        alignment, index_bytes, is_stochastic = pools[place % len(pools)]
+        pool = steps.Pool(3, 1, alignment, index_bytes, is_stochastic=is_stochastic)
+        kernel.get(request(op, *sizes, layout=layout, state="bf16", pool=pool))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"ROWS": 1, "STATE_LAYOUT": "kv"}, "the lanes that share keys hold all of them"),
+        ({"HEAD_SIZE": 66}, "a row of the state consists of whole accesses"),
+        ({"KEY_WARPS": 2, "NUM_THREADS": 64}, "in the vk layout a warp holds all keys of its values"),
+        ({"HEAD_SIZE": 4096, "KEY_LANES": 32, "ROWS": 1}, "head_size needs more than 48 KB of shared memory"),
+    ],
+)
+def test_rules(change, rule):
+    made = request("wkv7")
+    with pytest.raises(UnsupportedConfigError, match=f"update_states: {rule}; got "):
+        kernel.get(made._replace(parameters={**made.parameters, **change}))
