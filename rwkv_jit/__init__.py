@@ -40,6 +40,8 @@ _MODULES = {
     "UpdateOptions": "rwkv_jit.inference.update",
     "DecayUpdateOptions": "rwkv_jit.inference.update",
     "Template": "rwkv_jit.custom",
+    "StatePool": "rwkv_jit.inference.pool",
+    "StateSpec": "rwkv_jit.inference.pool",
     "specialize": "rwkv_jit.ahead",
     "compile_async": "rwkv_jit.ahead",
     "warm": "rwkv_jit.ahead",
@@ -66,6 +68,8 @@ __all__ = [
     "DecayUpdateOptions",
     "NvrtcNotFoundError",
     "RwkvJitError",
+    "StatePool",
+    "StateSpec",
     "Template",
     "UnsupportedConfigError",
     "UpdateOptions",
@@ -107,6 +111,7 @@ if TYPE_CHECKING:
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+    from rwkv_jit.inference.pool import StatePool, StateSpec
     from rwkv_jit.inference.update import (
         DecayUpdateOptions,
         UpdateOptions,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from typing import Any
 
@@ -237,29 +238,40 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of the driver's CUlaunchAttributeID
 _OVERLAPPING_SINCE = 12040  # CUDA of drivers that take such launches into a graph too
 
 
-@cache
-def overlapping_launch() -> Any:
-    """Return what launches as the driver's `launchKernel`, but lets the kernel begin beside the one before it.
+def prepared_launch(function: int, shape: Sequence[int], table: int, overlaps: bool) -> Callable[[int], None]:
+    """Return what launches a kernel on a raw stream, for one thread at a time.
 
-    That is what `launchKernel` itself does where the driver is too old.
+    `shape` is the grid, the block and the bytes of shared memory, `table` the address of those of the arguments. A
+    kernel that `overlaps` may begin beside the one before it, where the driver is not too old. What the driver refuses
+    with is raised as CuPy does.
     """
-    launch_ex = _driver_function("cuLaunchKernelEx")
-    if launch_ex is None or _runtime().driverGetVersion() < _OVERLAPPING_SINCE:
-        return driver().launchKernel
-    attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-    address = ctypes.addressof(attribute)
-    launch_ex.argtypes = [ctypes.c_void_p] * 4
+    launch_ex = _launch_ex()
+    if launch_ex is None:
+        plain = driver().launchKernel
+        return lambda stream: plain(function, *shape, stream, table, 0)
+    attribute, config = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1), _LaunchConfig(*shape)
+    if overlaps and _runtime().driverGetVersion() >= _OVERLAPPING_SINCE:
+        config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
+    run = partial(launch_ex, ctypes.addressof(config), function, table, 0)
     error_type = driver().CUDADriverError
 
-    def launch(function: int, *shape_and_stream: int) -> None:
-        *shape, stream, table, extra = shape_and_stream
-        config = _LaunchConfig(*shape, stream, address, 1)
-        status = launch_ex(ctypes.addressof(config), function, table, extra)
+    def launch(stream: int) -> None:
+        config.stream = stream
+        status = run()
         if status:
             raise error_type(status)
 
-    launch.attribute = attribute  # type: ignore[attr-defined]  # kept alive, as the address is what launches take
+    launch.attribute = attribute  # type: ignore[attr-defined]  # kept alive, as its address is in the config
     return launch
+
+
+@cache
+def _launch_ex() -> Any:
+    """Return what launches from a config that stays as it is, and so in less time; None where there is no such."""
+    launch_ex = _driver_function("cuLaunchKernelEx")
+    if launch_ex is not None:
+        launch_ex.argtypes = [ctypes.c_void_p] * 4
+    return launch_ex
 
 
 def zero(address: int, count: int, stream: int) -> None:

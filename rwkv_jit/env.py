@@ -20,7 +20,7 @@ DESCRIPTIONS = {
     "RWKVJIT_CACHE_MAX_MB": "size above which the least recently used kernels are deleted (default: 512)",
     "RWKVJIT_CACHE_SHARED": "1: trust cache directories and files that other users own or may write",
     "RWKVJIT_ARCH": "architecture to compile for instead of the GPU's own, e.g. sm_80 or compute_80 (PTX)",
-    "RWKVJIT_CHECK": "1: look at the slots of every update on a GPU, which waits for it",
+    "RWKVJIT_CHECK": "1: look at the slots of updates on a GPU, which waits for it; set it before the first one",
     "RWKVJIT_ASSERT_CACHED": "1: a kernel that is not in the cache is an error instead of a compile",
     "RWKVJIT_LINEINFO": "1: compile with line numbers for profilers",
     "RWKVJIT_KEEP_SOURCE": "1: keep the source of every kernel that is compiled, in the cache directory",

@@ -53,7 +53,7 @@ class Launch:
         self.device = device
         self.function = kernel.function(device, entry)
         _check_sizes(entry, self.function, [struct.calcsize("=" + letters) for letters, _ in arguments])
-        self._shape = (*grid, *block, shared_bytes)
+        self._shape, self._overlaps = (*grid, *block, shared_bytes), overlaps
         self._is_empty = 0 in grid
         given = [(letters, x.place) for letters, x in arguments if isinstance(x, Value)]
         self._pick: Callable[[Sequence[Any]], Sequence[Any]] = _picker([place for _, place in given])
@@ -67,17 +67,17 @@ class Launch:
             else:
                 self._places.append(len(self._memory))
                 self._memory += struct.pack("=" + _padded(letters), *(x if isinstance(x, tuple) else (x,)))
-        self._driver_launch = cuda.overlapping_launch() if overlaps else cuda.driver().launchKernel
         self._rooms = threading.local()
         if shared_bytes:
             cuda.allow_shared_bytes(self.function, shared_bytes)
 
-    def _room(self) -> tuple[Any, int, Any]:
-        """Return this thread's arguments (a buffer to write to), the table of them, and what keeps it alive."""
+    def _room(self) -> tuple[Any, Callable[[int], None], Any]:
+        """Return this thread's arguments (a buffer to write to), what launches with them, and what keeps them alive."""
         memory = ctypes.create_string_buffer(self._memory, max(len(self._memory), 1))
         first = ctypes.addressof(memory)
         table = (ctypes.c_void_p * len(self._places))(*[first + place for place in self._places])
-        self._rooms.made = made = (memory, ctypes.addressof(table), table)
+        run = cuda.prepared_launch(self.function, self._shape, ctypes.addressof(table), self._overlaps)
+        self._rooms.made = made = (memory, run, table)
         return made
 
     def launch(self, stream: int, values: Sequence[Any]) -> None:
@@ -85,17 +85,17 @@ class Launch:
         if self._is_empty:
             return
         try:
-            memory, table, _ = self._rooms.made
+            memory, run, _ = self._rooms.made
         except AttributeError:
-            memory, table, _ = self._room()
+            memory, run, _ = self._room()
         self._layout.pack_into(memory, 0, *self._pick(values))
         try:
-            self._driver_launch(self.function, *self._shape, stream, table, 0)
+            run(stream)
         except Exception as error:
             if getattr(error, "status", None) != _INVALID_CONTEXT:
                 raise
             cuda.make_current(self.device)  # this thread has used no GPU yet
-            self._driver_launch(self.function, *self._shape, stream, table, 0)
+            run(stream)
 
 
 def _padded(letters: str) -> str:

@@ -132,9 +132,9 @@ def wkv7_update(
     Arithmetic is float32 whatever the dtypes are; a state of 16 bits is rounded once in a call. Relative L2 error of y
     and of float32 states against float64 on the same inputs: below 5e-6, and that of rounding y where it has 16 bits.
 
-    Indices on the CPU are checked. On a GPU kernels read and write no slot that is not in the pool; with
-    RWKVJIT_CHECK=1 every call looks at them, which waits for the GPU: an index past the pool, and two rows that write
-    to one slot, are errors then.
+    Indices on the CPU are checked. On a GPU kernels read and write no slot that is not in the pool. With
+    RWKVJIT_CHECK=1 from the start every call looks at them, which waits for the GPU: an index past the pool, and two
+    rows that write to one slot, are errors then.
 
     Long prompts are for `wkv7`: tokens go one after another here. The first call with a head size, dtype and decay
     compiles for this GPU and stores the result on disk; in a CUDA graph it must have come before. CPU tensors run plain
@@ -376,63 +376,76 @@ class _Step(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A call that has come before: a check whether the tensors of another one are like its own, and y's memory."""
+    """A call that has come before: what tells whether another one is like it, its plan, and what its y is made of."""
 
-    are_alike: Callable[..., bool]
+    options: list[tuple[str, Any]]  # that are no tensors
+    tensors: list[str]  # those that are
+    are_alike: Callable[..., bool]  # the pool, the inputs and these
     plan: Plan
     y: Memory
 
 
 _known: BySignature[_Known] = BySignature()
 _plans: BySignature[Plan] = BySignature()
+_PLAIN = (str, int, float, type(None))
 _ADDRESS_BITS = 15  # of an address that is no multiple of 16
 
 
 def _call(op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
     """Run an update: at once where the call is known, else after all checks."""
-    get = options.get
-    given = [*arrays, get("w0"), state, get("state_indices"), get("write_indices"), get("seed"), get("out")]
     asked: Any = None
+    known: _Known | None = None
     try:
-        if tensors.is_eager() and not env.checks_indices():
+        if tensors.is_eager():
             asked = (
-                op.name, arrays[0].shape, get("null_index"), get("scale"), get("decay"), get("state_layout"),
-                get("rounding"), torch.is_grad_enabled(), modes.is_batch_invariant(), state.data_ptr() & _ADDRESS_BITS,
-                *[x is None for x in given],
+                op.name, arrays[0].shape, tuple(options), torch.is_grad_enabled(), modes.is_batch_invariant(),
+                state.data_ptr() & _ADDRESS_BITS,
             )  # fmt: skip
             known = _known.get(asked)
-            if known is not None and known.are_alike(*[x for x in given if x is not None]):
-                y = given[-1]
-                if y is None:
-                    y = given[-1] = tensors.new_on(known.plan.device.index, known.y)
-                known.plan.run(given)
-                return y  # type: ignore[no-any-return]
+            if known is not None:
+                for name, value in known.options:
+                    if options[name] is not value and options[name] != value:
+                        known = None
+                        break
+                else:
+                    if not known.are_alike(state, *arrays, *[options[name] for name in known.tensors]):
+                        known = None
     except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
-        asked = None
-    return _checked_call(op, state, arrays, dict(options), given, asked)
+        asked = known = None
+    if known is None:
+        return _checked_call(op, state, arrays, dict(options), asked)
+    get = options.get
+    y = get("out")
+    if y is None:
+        y = tensors.new_on(known.plan.device.index, known.y)
+    known.plan.run([*arrays, get("w0"), state, get("state_indices"), get("write_indices"), get("seed"), y])
+    return y
 
 
-def _checked_call(
-    op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], given: Sequence[Any], asked: Any
-) -> Tensor:
+def _checked_call(op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], asked: Any) -> Tensor:
+    """Run an update after all checks; one that was `asked` for so is known from then on."""
     name = f"{op.name}_update"
-    if sharding.any_distributed(given):
+    if sharding.any_distributed((state, *arrays, *options.values())):
         raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
     cast = torch_op.under_autocast(op, arrays)
     if cast is not None:
         with tensors.exactly(cast[0]):
             return _call(op, state, cast, options)
     step = _check(op, name, state, arrays, options)
-    is_direct = step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)
-    if not is_direct:
+    if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
         registry.find("update_states")(op.name, *step[1:])
         return step.y
     if step.y.numel() == 0:
         return step.y
     plan = _run_kernel(step)
-    present = [x for x in given if x is not None]
-    if asked is not None and all(isinstance(x, Tensor) for x in present):
-        _known.keep(asked, _Known(tensors.likeness(present), plan, tensors.memory(step.y.shape, step.y.dtype)))
+    own = [option for option, value in options.items() if isinstance(value, Tensor)]
+    others = [(option, value) for option, value in options.items() if option not in own]
+    # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
+    are_the_same = all(isinstance(x, Tensor) for x in (state, *arrays)) and not env.checks_indices()
+    are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
+    if asked is not None and are_the_same:
+        are_alike = tensors.likeness([state, *arrays, *(options[option] for option in own)])
+        _known.keep(asked, _Known(others, own, are_alike, plan, tensors.memory(step.y.shape, step.y.dtype)))
     return step.y
 
 

@@ -265,7 +265,7 @@ def test_compiled_whole(op, recurrence):
 
 
 @pytest.mark.parametrize("recurrence", ["wkv7", "wkv6"])
-def test_slots_are_looked_at_when_asked(op, recurrence, monkeypatch):
+def test_slots_are_looked_at_when_asked(op, recurrence, nothing_known, monkeypatch):
     setup = Setup(recurrence, (5, 1, 2, 64, 64))
     monkeypatch.setenv("RWKVJIT_CHECK", "1")
     for slots, message in (
@@ -286,3 +286,93 @@ def test_few_blocks_and_many_take_other_shapes(op, recurrence, layout, launched)
         setup.check(setup.update(), setup.slot)
     few, many = ({n: x for n, x in k.parameters.items() if n in ("ROWS", "VECTOR")} for k in launched)
     assert few != many
+
+
+def test_a_pool_of_states_waits_for_no_gpu(op):
+    pool = rwkv_jit.StatePool.rwkv7(8, layers=2, heads=4, head_size=64, width=256, reserved=1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first, second = pool.allocate(2)
+        pool.wkv[:, first].fill_(1.0)
+        pool.time_shift[:, second].fill_(2.0)
+        third, fourth = pool.fork(first, 2)
+        pool.copy([first, second], [second, first])
+        pool.reset(third)
+        rows = pool.indices([0, first, second, third, fourth])
+        pool.free(fourth)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rows.tolist() == [0, first, second, third, fourth]
+    means = [float(pool.wkv[:, slot].mean()) for slot in (first, second, third, fourth)]
+    assert means == [0.0, 1.0, 0.0, 1.0]
+    assert float(pool.time_shift[:, first].float().mean()) == 2.0
+
+
+def test_texts_come_and_go_in_a_pool(op):
+    """Random steps of a server, in a graph for each batch size: states are those of every text on its own."""
+    layers, heads, size, slots = 2, 2, 64, 12
+    pool = rwkv_jit.StatePool.rwkv7(slots, layers, heads, size, heads * size)
+    shape, graphs = (heads, size), {}
+    texts, steps = {}, torch.Generator().manual_seed(1)
+    bytes_before = None
+
+    def draw(limit):
+        return int(torch.randint(limit, (1,), generator=steps))
+
+    def graph_of(batch):
+        if batch not in graphs:
+            given = [torch.zeros(batch, *shape, device="cuda") for _ in range(6)]
+            rows, outputs = torch.zeros(batch, dtype=torch.int32, device="cuda"), []
+
+            def run():
+                return [rwkv_jit.wkv7_update(pool.wkv[layer], *given, state_indices=rows) for layer in range(layers)]
+
+            held = pool.wkv.clone()
+            run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs += run()
+            pool.wkv.copy_(held)
+            graphs[batch] = graph, given, rows, outputs
+        return graphs[batch]
+
+    for step in range(400):
+        if pool.free_count and draw(3) == 0:
+            (slot,) = pool.allocate()
+            texts[slot] = torch.zeros(layers, heads, size, size, device="cuda", dtype=torch.float64)
+        elif pool.free_count and texts and draw(3) == 0:
+            source = sorted(texts)[draw(len(texts))]
+            (slot,) = pool.fork(source)
+            texts[slot] = texts[source].clone()
+        elif len(texts) > 3 and draw(3) == 0:
+            slot = sorted(texts)[draw(len(texts))]
+            pool.free(slot)
+            del texts[slot]
+        if not texts:
+            continue
+        batch = [slot for slot in texts if draw(4)]
+        padded = 4 * -(-len(batch) // 4)
+        if not padded:
+            continue
+        graph, given, rows, outputs = graph_of(padded)
+        made = comparing.make_inputs("wkv7", torch.float32, padded, 1, heads, size)
+        for held, x in zip(given, made.values(), strict=True):
+            held.copy_(x.detach()[:, 0])
+        rows.copy_(torch.tensor([*batch, *[-1] * (padded - len(batch))], dtype=torch.int32))
+        graph.replay()
+        exact = [x.detach()[: len(batch)].double() for x in made.values()]
+        for layer in range(layers):
+            before = torch.stack([texts[slot][layer] for slot in batch])
+            want, after = rwkv_jit.wkv7_ref(*exact, before, True)
+            assert comparing.relative(outputs[layer][: len(batch)], want[:, 0]) < 1e-5
+            for slot, state in zip(batch, after, strict=True):
+                texts[slot][layer] = state
+        if step == 200:
+            torch.cuda.synchronize()
+            bytes_before = torch.cuda.memory_allocated()
+    for slot, state in texts.items():
+        assert comparing.relative(pool.wkv[:, slot], state) < 1e-5
+    del before, want, after, exact, made
+    texts_bytes = sum(x.numel() * 8 for x in texts.values())
+    assert torch.cuda.memory_allocated() <= bytes_before + texts_bytes + 2**20

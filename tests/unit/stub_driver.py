@@ -164,17 +164,18 @@ class Gpus:
 
     def driver_function(self, name):
         """Functions that CuPy does not have; they take attributes, like those of ctypes."""
-        return functools.partial(self.launch_beside) if name == "cuLaunchKernelEx" else None
+        return functools.partial(self.launch_by_config) if name == "cuLaunchKernelEx" else None
 
-    def launch_beside(self, config, function, table, extra):
-        """An overlapping launch, which says so in its only attribute; returns what the driver refuses with."""
+    def launch_by_config(self, config, function, table, extra):
+        """A launch, which says in an attribute if it overlaps; returns what the driver refuses with."""
         config = cuda._LaunchConfig.from_address(config)
-        assert config.attribute_count == 1
-        attribute = (ctypes.c_int * 3).from_address(config.attributes)
-        assert (attribute[0], attribute[2]) == (6, 1)
+        if config.attribute_count:
+            attribute = (ctypes.c_int * 3).from_address(config.attributes)
+            assert (config.attribute_count, attribute[0], attribute[2]) == (1, 6, 1)
         shape = [getattr(config, name) for name, _ in config._fields_[:7]]
         try:
-            self.launchKernel(function, *shape, config.stream, table, extra, overlaps=True)
+            overlaps = bool(config.attribute_count)
+            self.launchKernel(function, *shape, config.stream, table, extra, overlaps=overlaps)
         except self.CUDADriverError as error:
             return error.status
         return 0
@@ -273,7 +274,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     with contextlib.ExitStack() as cleared:
-        for clear in (tensors._capability.cache_clear, custom._launches.clear, cuda.overlapping_launch.cache_clear):
+        for clear in (tensors._capability.cache_clear, custom._launches.clear, cuda._launch_ex.cache_clear):
             clear()
             cleared.callback(clear)
         yield made

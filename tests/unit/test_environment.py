@@ -426,7 +426,7 @@ def test_counts_of_many_threads_add_up():
 
 # Every module imports from lines above its own alone.
 ORDER = """
-errors after report signatures gpu reference dlpack bench.timing ops algorithms
+errors after report signatures gpu reference dlpack bench.timing ops algorithms inference
 env template models sass
 stats problem listing cache.files cache.entry
 forks cache.lock cache.owned ops.table
@@ -447,9 +447,9 @@ algorithms.whole
 tuned
 rule
 ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
-ops.flops ops.torch_op
+ops.flops ops.torch_op inference.pool
 ops.wide_keys
-ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference inference.rounding inference.steps
+ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry
 inference.update inference.flops
 ahead bench.cases

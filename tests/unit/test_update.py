@@ -1,5 +1,6 @@
 """Updates of pools without a GPU: values in plain torch, what is checked, what is launched, and how it is cut."""
 
+import ctypes
 import itertools
 import math
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, modes, tensors
+from rwkv_jit import ahead, kernel, modes, signatures, tensors
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference import rounding, steps, update
 from rwkv_jit.ops.table import OPS
@@ -353,9 +354,30 @@ def test_a_known_call_is_short(on_gpu):
     call("wkv7", moved, inputs, state_indices=slots, out=out)
     (launch,) = on_gpu.take()
     assert (launch.named["state"], launch.parameters["VECTOR"]) == (moved.data_ptr(), 1)
-    call("wkv7", pool, inputs, state_indices=slots, out=out, scale=2.0)
-    (launch,) = on_gpu.take()
-    assert (launch.named["scale"], launch.parameters["VECTOR"]) == (2.0, 4)
+    for scale in (2.0, 2.0, 3.0):
+        call("wkv7", pool, inputs, state_indices=slots, out=out, scale=scale)
+        (launch,) = on_gpu.take()
+        assert (launch.named["scale"], launch.parameters["VECTOR"]) == (scale, 4)
+
+
+def test_what_another_library_holds_is_read_in_every_call(on_gpu):
+    inputs, pool = make("wkv7"), make_pool("wkv7")
+    slots = torch.tensor([5, 2, 0]).numpy()
+    for number in range(3):
+        slots[0] = 3 + number
+        call("wkv7", pool, inputs, state_indices=slots, rounding="nearest")
+        (launch,) = on_gpu.take()
+        assert launch.named["state_indices"] == slots.__array_interface__["data"][0]
+    with pytest.raises(ValueError, match="rounding"):
+        call("wkv7", pool, inputs, state_indices=slots, rounding=slots)
+
+
+def test_seeds_are_passed_in_every_call(on_gpu):
+    inputs, pool, seeds = make("wkv7"), make_pool("wkv7", dtype=torch.bfloat16), []
+    on_gpu.while_running = lambda launch: seeds.append(ctypes.c_int64.from_address(launch.named["seed"]).value)
+    for seed in (5, 6, torch.tensor([7]), torch.tensor([8])):
+        call("wkv7", pool, inputs, rounding="stochastic", seed=seed)
+    assert seeds == [5, 6, 7, 8]
 
 
 def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
@@ -364,6 +386,7 @@ def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     call("wkv7", pool, inputs, state_indices=slots)
     assert len(on_gpu.take()) == 1
     monkeypatch.setenv("RWKVJIT_CHECK", "1")
+    signatures.forget()
     with pytest.raises(ValueError, match=r"state_indices: expected slots below 7, .* got \[9\]"):
         call("wkv7", pool, inputs, state_indices=slots)
     assert not on_gpu.take()
