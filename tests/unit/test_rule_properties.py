@@ -112,6 +112,9 @@ def pretended(gpus, nothing_known, monkeypatch):
     def compiled(rendered, arch, parameters):
         return Compiled(gpus.archs[0].encode(), arch, {rendered.name: Resources(32)})
 
+    def new(shape, strides, dtype):
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
     monkeypatch.setenv("RWKVJIT_CACHE", "0")
     monkeypatch.setattr(compiler, "compile", compiled)
     monkeypatch.setattr(identity, "identity", lambda: "12.9 0123abcd")
@@ -119,6 +122,7 @@ def pretended(gpus, nothing_known, monkeypatch):
         monkeypatch.setattr(module, "is_for_kernels", lambda backend, x: True)
     monkeypatch.setattr(tensors, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(tensors, "validate", lambda name, x: None)
+    monkeypatch.setattr(tensors, "new", new)
     monkeypatch.setattr(tensors, "packing", lambda cu_seqlens, tokens: cu_seqlens)
     monkeypatch.setattr(tensors, "readable_packing", lambda cu_seqlens: cu_seqlens)
     monkeypatch.setattr(checks, "_check_packing", lambda cu_seqlens, first: None)
