@@ -283,6 +283,18 @@ __device__ inline int first_element(int first_value) {
 }
 __device__ inline float& element(Tile& tile, int i, int j, int n) { return IS_VK ? tile[i][j + n] : tile[i + n][j]; }
 
+// Past the caches of a multiprocessor, so that a later load does not find what is old by then.
+__device__ inline Index read_from_l2(const Index* source) { return *static_cast<const volatile Index*>(source); }
+
+// Has the tile brought near: a line by the thread whose access it begins with.
+__device__ inline void prefetch_tile(const T_STATE* head, int first_value) {
+    const T_STATE* const first = head + first_element(first_value);
+    for_accesses(first_value, [&](int, int, int offset, bool is_there) {
+        if (is_there && reinterpret_cast<unsigned long long>(first + offset) % 128 == 0)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(first + offset) : "memory");
+    });
+}
+
 // All accesses are under way before the first one is looked at.
 __device__ inline void read_tile(Tile& tile, const T_STATE* head, int first_value) {
     using Access = Words<T_STATE, VECTOR>;

@@ -16,6 +16,8 @@
 //
 // Grid (heads * VALUE_BLOCKS, rows, further rows). The state passes once: y and the rank-one correction are sums over
 // the state as it was. So it is read by accesses of 16 bytes, all of which are under way before the first is used.
+// The launch may begin beside the one before, and lets the next one begin beside itself: it has its state brought near
+// meanwhile, and reads nothing that the other may still write.
 #include "overlap.cuh"
 #include "update.cuh"
 
@@ -36,8 +38,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     const i64 row = i64(blockIdx.z) * gridDim.y + blockIdx.y, head = blockIdx.x / VALUE_BLOCKS;
     if (row >= batch) return;
     const int first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
+    const i64 of_head = head * (VALUE_SIZE * HEAD_SIZE);
     let_next_launch_begin();
+    // The launch before may still write the index and the state: they are only brought near.
+    const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + row)) : row;
+    if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + of_head, first_value);
     state = after_previous_launch(state);
+    r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
+    a = written_meanwhile(a), b = written_meanwhile(b), u = written_meanwhile(u), w0 = written_meanwhile(w0);
+    state_indices = written_meanwhile(state_indices), write_indices = written_meanwhile(write_indices);
+    seed = written_meanwhile(seed);
     const i64 from = state_indices != nullptr ? i64(state_indices[row]) : row;
     const i64 to = write_indices != nullptr ? i64(write_indices[row]) : from;
 
@@ -67,7 +77,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     if constexpr (BONUS) held.u.load(u);
     if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0);
 
-    const i64 of_head = head * (VALUE_SIZE * HEAD_SIZE);
     Tile tile;
     read_tile(tile, state + from * slot_stride + of_head, first_value);
 

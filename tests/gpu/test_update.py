@@ -252,6 +252,41 @@ def test_a_graph_takes_other_inputs_slots_and_seeds(op, recurrence):
     assert torch.equal(wanted[kept], out[kept])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 40, 700])
+def test_an_update_reads_what_the_one_before_it_writes(op, layout, batch):
+    """The second begins beside the first: its rows, slots and states must not be those of before."""
+    shape, steps = (batch, 2, 64), 12
+    made = comparing.make_inputs("wkv7", torch.float32, batch, 1, 2, 64)
+    _, w, k, v, a, b = (x.detach()[:, 0] for x in made.values())
+    pool = torch.randn(batch, 2, 64, 64, device="cuda")
+    before, outs = pool.clone(), torch.full((steps + 1, *shape), float("nan"), device="cuda")
+    first = torch.randn(shape, device="cuda")
+    slots = torch.arange(batch, dtype=torch.int32, device="cuda")
+
+    def run():
+        outs[0].copy_(first)
+        for step in range(steps):
+            options = {"state_indices": slots, "out": outs[step + 1], "scale": 0.1, "state_layout": layout}
+            rwkv_jit.wkv7_update(pool, outs[step], w, k, v, a, b, **options)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(5):
+        pool.copy_(before)
+        outs.fill_(float("nan"))
+        graph.replay()
+        state, x = before.double(), first.double()
+        exact = [y.double().unsqueeze(1) for y in (w, k, v, a, b)]
+        for step in range(steps):
+            y, state = rwkv_jit.wkv7_ref(x.unsqueeze(1), *exact, state, True, scale=0.1, state_layout=layout)
+            x = y[:, 0]
+            assert comparing.relative(outs[step + 1], x) < 1e-4
+        assert comparing.relative(pool, state) < 1e-4
+
+
 @pytest.mark.parametrize("recurrence", ["wkv7", "linear_attention"])
 def test_compiled_whole(op, recurrence):
     setup, update = Setup(recurrence, (5, 1, 2, 64, 64)), getattr(rwkv_jit, f"{recurrence}_update")
