@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rwkv_jit.algorithms.parts import OVERLAPS_SINCE
+from rwkv_jit.gpu import TENSOR_CORES
 from rwkv_jit.problem import BYTES, Problem
 from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
@@ -18,7 +19,8 @@ _MOST_ROWS = 65535  # of a grid's second extent
 _ACCESS_BYTES = 16
 _MOST_KEY_WARPS = 16
 # What follows was measured on an H100. Numbers of the state that a thread holds, and threads that a multiprocessor
-# shall have room for then: in a few cases more numbers are faster than more threads.
+# shall have room for then: in a few cases more numbers are faster than more threads. Code for sm_80 takes some more
+# registers than the others.
 _HELD, _MOST_HELD = 32, 64
 _RESIDENT, _FEWER_RESIDENT = 768, 512
 _HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
@@ -67,7 +69,7 @@ def geometry(p: Problem, pool: Pool) -> dict[str, Parameter]:
     cut = spread(p, vector, False)
     if p.multiprocessors is not None and p.B * p.H * _value_blocks(p, cut) < few * p.multiprocessors:
         cut = spread(p, vector, True)
-    is_light = vector * int(cut["ROWS"]) <= _HELD and p.T == 1
+    is_light = vector * int(cut["ROWS"]) <= _HELD and p.T == 1 and p.gpu.number > TENSOR_CORES
     resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
     return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
 

@@ -15,10 +15,10 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 SIZES = [(64, 64), (128, 128), (256, 64), (100, 52), (50, 6), (7, 13), (1, 1)]
 
 
-def request(op, head_size=64, value_size=64, *, batch=1, layout="vk", state="fp32", pool=None, **more):
+def request(op, head_size=64, value_size=64, *, arch="sm_90", layout="vk", state="fp32", pool=None):
     given = problem(
-        op, K=head_size, V=value_size, T=1, B=batch, N=batch, state_layout=layout, state_type=state, few_heads=True
-    )._replace(**more)
+        op, K=head_size, V=value_size, T=1, arch=arch, state_layout=layout, state_type=state, few_heads=True
+    )
     (made,) = steps.schedule(given, pool or steps.Pool(1, 0)).requests(given.gpu)
     return made
 
@@ -27,7 +27,7 @@ def request(op, head_size=64, value_size=64, *, batch=1, layout="vk", state="fp3
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize(("op", "state"), [("wkv7", "fp32"), ("wkv6", "bf16"), ("gla", "fp16")])
 def test_compiles_without_spills_everywhere(arch, layout, op, state):
-    made = kernel.get(request(op, layout=layout, state=state)._replace(arch=arch))
+    made = kernel.get(request(op, arch=arch, layout=layout, state=state))
     assert made.spill_bytes == 0
 
 

@@ -11,6 +11,7 @@ import torch
 def example(root, monkeypatch):
     """Runs an example as a program, on the CPU; returns what it exits with."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(str(root / "examples"))  # as for a program that is run from there
 
     def example(name, *arguments):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
@@ -25,7 +26,7 @@ def example(root, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["wkv4", "wkv6_forward", "wkv7_forward", "timex", "own_kernel", "unusual_head_sizes", "train_byte_lm"],
+    ["wkv4", "wkv6_forward", "wkv7_forward", "timex", "own_kernel", "unusual_head_sizes", "train_byte_lm", "serve"],
 )
 def test_help_runs_nothing(name, example, monkeypatch, capsys, root):
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it ran"))
