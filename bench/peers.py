@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.bench import measure
-from rwkv_jit.bench.cases import Case
+from rwkv_jit.bench.cases import UPDATE, Case
 from rwkv_jit.bench.measure import Contestant, Inputs, swapped
 from rwkv_jit.reference import SIGMOID_RATE
 
@@ -72,22 +72,27 @@ _KEPT = "chunk_rwkv7 disable_recompute"  # keeps for its backward what chunk_rwk
 
 
 def _fla(case: Case) -> list[Contestant]:
-    """FLA takes logarithms of the decays, and states [B, H, K, V]."""
+    """FLA takes logarithms of the decays, and states [B, H, K, V] in float32. It writes new states, and no pool."""
     if case.op == "wkv4":
         return [Contestant("fla", "fused_recurrent_rwkv4", _fla_wkv4, is_foreign=True)]
     if case.op not in _OF_FLA:
         return []
     module, functions = _OF_FLA[case.op]
-    functions = {
-        name: options for name, options in functions.items()
-        if case.shape[1] <= _MOST_STEPS or not name.startswith("fused_recurrent")
-    }  # fmt: skip
-    if case.op == "wkv7":
+
+    def is_measured(name: str) -> bool:
+        return case.shape[1] <= _MOST_STEPS if name.startswith("fused_recurrent") else case.phase != UPDATE
+
+    functions = {name: options for name, options in functions.items() if is_measured(name)}
+    if "chunk_rwkv7" in functions:
         if case.decay == "sigmoid" and case.shape[3] <= _LARGEST_BOUNDED:
             functions["chunk_rwkv7"] = {**functions["chunk_rwkv7"], "lower_bound": -SIGMOID_RATE}
         if case.has_gradients:
             functions[_KEPT] = {**functions["chunk_rwkv7"], "disable_recompute": True}
     index = {"wkv6": 3, "wkv7": 1}.get(case.op)  # of w
+
+    def as_there(state: Tensor) -> Tensor:
+        """Return states as FLA has them, or FLA's as the case has them."""
+        return swapped(state.float()) if case.state_layout == "vk" else state.float()
 
     def contestant(name: str, options: dict[str, Any]) -> Contestant:
         def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -96,9 +101,9 @@ def _fla(case: Case) -> list[Contestant]:
             return y, final
 
         if index is None:
-            return Contestant("fla", name, run, is_foreign=True)
+            return Contestant("fla", name, run, convert_state=as_there, is_foreign=True)
         convert = partial(_replaced, index=index, change=partial(log_decay, decay=case.decay))
-        return Contestant("fla", name, run, convert, swapped, True)
+        return Contestant("fla", name, run, convert, as_there, True)
 
     return [contestant(name, options) for name, options in functions.items()]
 
@@ -120,7 +125,7 @@ _OF_WIND = ("chunked_cuda", "backstepping_longhead", "backstepping_smallhead", "
 
 def _wind(case: Case) -> list[Contestant]:
     """Wind takes RWKV-7 in bfloat16, decays as exp(-exp(w)) and states in bfloat16; its chunks are of 16 tokens."""
-    if case.op != "wkv7" or case.kind == "packed":
+    if case.op != "wkv7" or case.kind == "packed" or case.phase == UPDATE:
         return []
 
     def contestant(name: str) -> Contestant:
@@ -149,7 +154,7 @@ def _load(name: str, *sizes: int) -> None:
 
 def _flash_rwkv(case: Case) -> list[Contestant]:
     """flash-rwkv computes the forward of RWKV-6 at head size 64, on [B, T, C]."""
-    if case.op != "wkv6" or case.has_gradients or case.kind == "packed":
+    if case.op != "wkv6" or case.has_gradients or case.kind == "packed" or case.phase == UPDATE:
         return []
 
     def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

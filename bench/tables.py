@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rwkv_jit.bench.cases import KINDS, OPS
+from rwkv_jit.bench.cases import KINDS, OPS, UPDATE
 from rwkv_jit.bench.measure import OURS, is_host_bound
 
 Row = Mapping[str, Any]
@@ -175,7 +175,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     dict
         machine : what it was measured on, and how its tables read; picture : the picture's line; speedups : a table of
         how many times faster than the best peer; service : a table of what the service costs; errors : a table of
-        errors by result; and a table for each op, by its name.
+        errors by result; inference : a table of updates; and a table of all else for each op, by its name.
     """
     rows = result["rows"]
     floor = "" if result["copy_tb_per_s"] is None else (
@@ -191,9 +191,10 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "speedups": _lines(_speedup_lines(rows)),
         "service": _service(result.get("service")),
         "errors": _errors(rows),
+        "inference": _updates([row for row in rows if row["phase"] == UPDATE]),
     }
     for op in OPS:
-        of_op = [row for row in rows if row["op"] == op]
+        of_op = [row for row in rows if row["op"] == op and row["phase"] != UPDATE]
         shown[op] = _table(of_op) if of_op else _NOTHING
     return shown
 
@@ -243,7 +244,7 @@ def _errors(rows: Sequence[Row]) -> str:
     """Return a table of the errors of each result, of every call of ours that has gradients."""
     lines = []
     for row in rows:
-        if row["who"] == OURS and len(row["errors"]) > 1:
+        if row["who"] == OURS and row["phase"] in WITH_GRADIENTS and row["errors"]:
             errors = ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
             other = "" if row["other"] is None else f"{row['other_error']:.1e} from {row['other']}"
             call = f"{row['op']} {shape_of(row)} {row['dtype']}"
@@ -275,15 +276,36 @@ def _table(rows: list[Row]) -> str:
         table.append(
             [shape, dtype, who, *(_time(by_phase.get(phase)) for phase in phases), faster, host, error, memory]
         )
-    text = _lines(table)
+    return _lines(table) + _left_out(rows)
+
+
+def _updates(rows: list[Row]) -> str:
+    """Return a table of updates, with a line for each case and contestant."""
+    if not rows:
+        return _NOTHING
+    first = our_rows(rows)
+    head = ["call", "dtype", "by", "update ms", "rwkv_jit is faster", "host us", "error of y", "of the states"]
+    table = [head, ["---"] * len(head)]
+    for row in rows:
+        is_compared = row["median_ms"] is not None and row["who"] != OURS and case_of(row) in first
+        table.append([
+            f"{row['op']} {shape_of(row)}", row["dtype"], contestant(row), _time(row),
+            Speedup(first[case_of(row)], row).written if is_compared else "",
+            "" if row["host_us"] is None else _host(row),
+            *(f"{row['errors'][name]:.1e}" if name in row["errors"] else "" for name in ("y", "state")),
+        ])  # fmt: skip
+    return _lines(table) + _left_out(rows)
+
+
+def _left_out(rows: Iterable[Row]) -> str:
+    """Return a list of what was not measured, and why; nothing where all was."""
     left_out: dict[str, dict[str, None]] = {}  # by what was in the way
     for row in rows:
         if row["median_ms"] is None:
             case = f"{contestant(row)} {shape_of(row)} {row['dtype']} {row['phase']}"
             left_out.setdefault(obstacle(row), {})[case] = None
-    if left_out:
-        text += "\nLeft out:\n\n" + "".join(f"- {why}: {'; '.join(cases)}\n" for why, cases in left_out.items())
-    return text
+    items = "".join(f"- {why}: {'; '.join(cases)}\n" for why, cases in left_out.items())
+    return f"\nLeft out:\n\n{items}" if items else ""
 
 
 def _host(row: Row) -> str:

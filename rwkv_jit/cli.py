@@ -17,8 +17,11 @@ _DIGEST = "print the bundle's SHA-256, which `rwkv-jit cache import --digest` ch
 _CHUNKED_OPS = tuple(name for name, op in OPS.items() if op.has_heads)
 _OPS = tuple(OPS)
 _BACKENDS = ("auto", "recurrent", "chunked", "split", "tiles", "transforms", "fft")
-_PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
-_KINDS = ("usual", "strong", "one-strong", "packed")
+_PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", "update")
+_KINDS = (
+    "usual", "strong", "one-strong", "packed", "bf16-states", "kv-states", "vk-states", "bf16-kv-states",
+    "bf16-vk-states",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,13 +126,13 @@ def add_cases(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=_BACKENDS, help="only this one of ours (default: all)")
     text = "may be repeated (default: forward and forward+backward)"
     parser.add_argument("--phase", action="append", choices=_PHASES, help=text)
-    text = "decays that no chunk bears, in all heads or in one of a batch; or packed sequences (default: usual)"
-    parser.add_argument("--inputs", choices=_KINDS, help=text)
+    text = "decays that no chunk bears, in all heads or in one of a batch; packed sequences; or states of updates"
+    parser.add_argument("--inputs", choices=_KINDS, help=f"{text} (default: usual)")
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", choices=_OPS, help="what to run")
-    text = "or as the bench takes it (default: 8,4096,64,64); decode takes one token"
+    text = "or as the bench takes it (default: 8,4096,64,64); decode and update take one token"
     parser.add_argument("--shape", default="8,4096,64,64", metavar="B,T,H,N", help=text)
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="default: bf16")
     parser.add_argument("--phase", choices=_PHASES, default="forward", help="default: forward")

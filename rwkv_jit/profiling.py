@@ -34,7 +34,7 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # of a trace's events
 
 
 def case_of(arguments: argparse.Namespace) -> Case:
-    """Return what a command line names; a decode takes one token, whatever the shape says.
+    """Return what a command line names; a decode and an update take one token, whatever the shape says.
 
     Raises ValueError where the shape cannot be read, or the op has no such phase or inputs.
     """
@@ -227,9 +227,13 @@ def show_bare(result: dict[str, Any]) -> None:
 _ENTRY = re.compile(r"__global__ void .*\b(\w+)\($", re.MULTILINE)
 
 
-def _names_of(op: str) -> list[str]:
-    """Return the names of the kernels that calls of an op can launch, but for those that all ops share."""
-    names = [name for name in template.names() if name.startswith(f"{table.OPS[op].stem}_")]
+def _names_of(op: str, phase: str) -> list[str]:
+    """Return the names of the kernels that calls of an op can launch, but for those that all ops share.
+
+    Updates of all ops have one of their own.
+    """
+    stem = phase if phase == cases.UPDATE else table.OPS[op].stem
+    names = [name for name in template.names() if name.startswith(f"{stem}_")]
     return sorted({entry for name in names for entry in _ENTRY.findall(template.library(name).body)})
 
 
@@ -248,7 +252,7 @@ def ncu_command(arguments: argparse.Namespace) -> str:
     Raises ValueError where the shape cannot be read, or there is no such kernel.
     """
     case_of(arguments)
-    kernel, known = arguments.ncu.strip(), _names_of(arguments.op)
+    kernel, known = arguments.ncu.strip(), _names_of(arguments.op, arguments.phase)
     if kernel not in known and not _is_expression(kernel):
         names = ", ".join(known)
         raise ValueError(f"--ncu: expected one of {names}, or regex: and an expression, got {arguments.ncu!r}")

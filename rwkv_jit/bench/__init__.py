@@ -33,8 +33,9 @@ METHODS = (
     "Clocks as found. Floor: the fewest bytes of a call at the bandwidth of a copy in the same run. Host: until a call "
     "has returned, in the fastest row of calls; a † marks where it takes longer than the GPU, so that calls one after "
     "another take its time. Peak: memory of one call, of a backward with its forward, and the inputs. Error: relative "
-    "L2 of the call that was timed against float64, the largest of y and the gradients, over at most 300 tokens of a "
-    "row. Other: the largest distance, over all tokens, from another backend of ours."
+    "L2 of the call that was timed against float64, the largest of y, the gradients and the states of an update, over "
+    "at most 300 tokens of a row, or 64 rows. Other: the largest distance, over all tokens, from another backend of "
+    "ours, or from our update."
 )
 
 
@@ -49,8 +50,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Returns env, copy_tb_per_s, device, and rows: one dict per op, shape, dtype, phase, inputs and contestant (who,
     what) with median_ms, low_ms and high_ms (quartiles), runs, in_graph, host_us, floor_ms, fraction, peak_mib; errors
-    of y and each gradient, and error, the largest of them; other_error, the distance from the backend `other`. skipped
-    is None, or what is in the way of a contestant, which has no figures then.
+    of y, each gradient and the states of an update, and error, the largest of them; other_error, the distance from the
+    backend `other`. skipped is None, or what is in the way of a contestant, which has no figures then.
     Raises ValueError where options do not go together, a shape cannot be read, there is a GPU without CuPy or NVRTC, or
     what is asked for needs a GPU, and there is none.
     """
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def asked_for(arguments: argparse.Namespace) -> list[Entry]:
-    """Return what a command line names; a decode takes one token, whatever the shape says.
+    """Return what a command line names; a decode and an update take one token, whatever the shape says.
 
     Raises ValueError where a shape, a backend, a phase or inputs do not fit an op.
     """
@@ -79,10 +80,10 @@ def asked_for(arguments: argparse.Namespace) -> list[Entry]:
     entries: dict[Case, Entry] = {}
     for text in SHAPES if arguments.shape is None else (arguments.shape,):
         for op in ops:
-            if backend not in (None, *measure.backends_of(op)):
-                expected = ", ".join(measure.backends_of(op))
-                raise ValueError(f"--backend: expected one of {expected} for {op}, got {backend}")
             for phase in phases:
+                if backend not in (None, *measure.backends_of(op, phase)):
+                    expected = ", ".join(measure.backends_of(op, phase))
+                    raise ValueError(f"--backend: expected one of {expected} for {op}, got {backend}")
                 sizes = cases.shape_of(op, text, phase)
                 if kind == "packed" and arguments.shape is None:
                     sizes = (1, sizes[0] * sizes[1], *sizes[2:])
@@ -93,8 +94,9 @@ def asked_for(arguments: argparse.Namespace) -> list[Entry]:
 
 def _has(op: str, phases: Sequence[str], kind: str, backend: str | None) -> bool:
     """Return whether an op is meant where none is named."""
-    has_phases = op != "timex" or not set(phases) & set(cases.WITH_STATES)
-    return has_phases and op in cases.ops_of(kind) and backend in (None, *measure.backends_of(op))
+    has_phases = set(phases) <= set(cases.phases_of(op))
+    can = has_phases and op in cases.ops_of(kind)
+    return can and all(backend in (None, *measure.backends_of(op, phase)) for phase in phases)
 
 
 def on_cpu(arguments: argparse.Namespace, entries: Sequence[Entry]) -> dict[str, Any]:

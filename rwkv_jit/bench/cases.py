@@ -28,20 +28,36 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
-PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
+UPDATE = "update"
+PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", UPDATE)
 WITH_STATES = ("decode", "prefill")
+OF_ONE_TOKEN = ("decode", UPDATE)
 WITHOUT_HEADS = tuple(name for name, op in table.OPS.items() if not op.has_heads)
-# Kinds of inputs. Of one head means of one of a batch: of 512 where a batch of 8 has 64.
-KINDS = {"usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed"}
+# Kinds of inputs. Of one head means of one of a batch: of 512 where a batch of 8 has 64. Those of states are for
+# updates: usual ones are float32, in the layout that calls of the op take by themselves.
+KINDS = {
+    "usual": "", "strong": "strong decays", "one-strong": "one head's decays strong", "packed": "16 packed",
+    "bf16-states": "bfloat16 states", "kv-states": "states [K, V]", "vk-states": "states [V, K]",
+    "bf16-kv-states": "bfloat16 states [K, V]", "bf16-vk-states": "bfloat16 states [V, K]",
+}  # fmt: skip
 _WITH_HEADS = tuple(name for name, op in table.OPS.items() if op.has_heads)
 _WITH_DECAYS = tuple(name for name in _WITH_HEADS if table.OPS[name].decay != "none")
-_OPS_OF_KINDS = {"strong": _WITH_DECAYS, "one-strong": _WITH_DECAYS, "packed": _WITH_HEADS}
+_WITH_LAYOUT = {x: tuple(name for name in _WITH_HEADS if table.OPS[name].state_layout == x) for x in ("vk", "kv")}
+_OPS_OF_KINDS = {
+    "strong": _WITH_DECAYS, "one-strong": _WITH_DECAYS, "packed": _WITH_HEADS, "bf16-states": _WITH_HEADS,
+    "kv-states": _WITH_LAYOUT["vk"], "bf16-kv-states": _WITH_LAYOUT["vk"],
+    "vk-states": _WITH_LAYOUT["kv"], "bf16-vk-states": _WITH_LAYOUT["kv"],
+}  # fmt: skip
+UPDATES: dict[str, Callable[..., Tensor]] = {op: getattr(rwkv_jit, f"{op}_update") for op in _WITH_HEADS}
 _PACKED = 16  # sequences
 MOST_SETS = 256
 
 
 class Case(NamedTuple):
-    """A call that is measured; a decode takes one token and a state, a prefill returns the state."""
+    """A call that is measured; a decode takes one token and a state, a prefill returns the state.
+
+    An update takes one token of each sequence, whose states lie in a pool and change in place.
+    """
 
     op: str
     shape: tuple[int, int, int, int, int]  # B, T, H, K, V; the channels of wkv4 and timex are those of all heads
@@ -73,37 +89,68 @@ class Case(NamedTuple):
         return "raw" if self.op == "wkv7" and "strong" in self.kind else decay_of(self.op)
 
     @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the states."""
+        return torch.bfloat16 if "bf16" in self.kind else torch.float32
+
+    @property
+    def state_layout(self) -> str:
+        """The order of the last two dimensions of a state of an op that has heads."""
+        return next((layout for layout in ("vk", "kv") if layout in self.kind), table.OPS[self.op].state_layout)
+
+    @property
     def options(self) -> dict[str, Any]:
         """What calls of the op and of its reference are given beside the inputs."""
-        return {name: self.decay for name in OPTIONS.get(self.op, {})}
+        decay = {name: self.decay for name in OPTIONS.get(self.op, {})}
+        is_usual = self.state_layout == table.OPS[self.op].state_layout
+        return decay if is_usual else {**decay, "state_layout": self.state_layout}
 
     def check(self) -> Case:
         """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
-        if self.op == "timex" and self.with_state:
-            raise ValueError(f"--phase: expected one of {', '.join(PHASES[:3])} for timex, got {self.phase}")
+        phases = phases_of(self.op)
+        if self.phase not in phases:
+            raise ValueError(f"--phase: expected one of {', '.join(phases)} for {self.op}, got {self.phase}")
         if self.op not in ops_of(self.kind):
             raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
+        if self.kind.endswith("states") and self.phase != UPDATE:
+            raise ValueError(f"--inputs: {self.kind} are those of an update, and not of {self.phase}")
         if self.kind == "packed" and (self.shape[0] != 1 or self.shape[1] < _PACKED or self.phase == "decode"):
             raise ValueError(f"--inputs: packed ones are a batch of 1 with {_PACKED} or more tokens, and no decode")
         return self
 
 
 class Given(NamedTuple):
-    """What a call is given: leaves that want gradients, the gradient of y, the state of a decode, ends of sequences."""
+    """What a call is given: leaves that want gradients, the gradient of y, the state of a decode, ends of sequences.
+
+    The state of an update is the pool, and `slots` says where the state of each sequence lies in it.
+    """
 
     inputs: list[Tensor]
     dy: Tensor
     state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    slots: Tensor | None = None
 
     def size(self) -> int:
         """Return the bytes of all."""
-        return sum(x.nbytes for x in (*self.inputs, self.dy, self.state) if x is not None)
+        return sum(x.nbytes for x in (*self.inputs, self.dy, self.state, self.slots) if x is not None)
+
+    def states(self, most: int | None = None) -> Tensor | None:
+        """Return the states of the first sequences, of all by default, one after another; of a pool a copy."""
+        if self.state is None:
+            return None
+        return self.state[:most] if self.slots is None else self.state[self.slots[:most]]
 
 
 def ops_of(kind: str) -> Sequence[str]:
     """Return the ops that have inputs of a kind."""
     return _OPS_OF_KINDS.get(kind, tuple(OPS))
+
+
+def phases_of(op: str) -> Sequence[str]:
+    """Return the phases that an op has."""
+    without = {"timex": (*WITH_STATES, UPDATE), "wkv4": (UPDATE,)}.get(op, ())
+    return tuple(phase for phase in PHASES if phase not in without)
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------------
@@ -124,7 +171,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def shape_of(op: str, text: str, phase: str = "forward") -> tuple[int, int, int, int, int]:
-    """Return B, T, H, K, V from a command line, where B,T,H,N stands for equal head sizes; T is 1 for a decode.
+    """Return B, T, H, K, V from a command line, where B,T,H,N stands for equal head sizes.
+
+    T is 1 for a decode and for an update.
 
     Raises ValueError where these are not four or five positive numbers; of wkv4 and timex not those of B,T,C and B,C,T
     either.
@@ -137,7 +186,7 @@ def shape_of(op: str, text: str, phase: str = "forward") -> tuple[int, int, int,
         batch, tokens, channels = sizes if op == "wkv4" else (sizes[0], sizes[2], sizes[1])
         sizes = (batch, tokens, 1, channels)
     batch, tokens, heads, head_size = sizes[:4]
-    return batch, 1 if phase == "decode" else tokens, heads, head_size, sizes[-1]
+    return batch, 1 if phase in OF_ONE_TOKEN else tokens, heads, head_size, sizes[-1]
 
 
 # ---- inputs ------------------------------------------------------------------------------------------------------
@@ -196,8 +245,9 @@ def given_for(case: Case, device: str = "cuda") -> Given:
     if index is not None and case.wide_decay:
         inputs[index] = inputs[index].detach().float().requires_grad_()
     like_y = inputs[1] if case.op == "timex" else inputs[names.index("v")]
-    state = _state(case, device) if case.phase == "decode" else None
-    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device))
+    state = _state(case, device) if case.phase in OF_ONE_TOKEN else None
+    slots = torch.randperm(case.shape[0], device=device).int() if case.phase == UPDATE else None
+    return Given(inputs, torch.randn_like(like_y, requires_grad=False), state, ends_of(case, device), slots)
 
 
 def ends_of(case: Case, device: str = "cuda") -> Tensor | None:
@@ -227,8 +277,8 @@ def _state(case: Case, device: str) -> Tensor:
         made = torch.randn(batch, 3, heads * head_size, device=device)
         made[:, 1] = made[:, 1].abs() + 0.5
         return made
-    sizes = (value_size, head_size) if table.OPS[case.op].state_layout == "vk" else (head_size, value_size)
-    return torch.randn(batch, heads, *sizes, device=device)
+    sizes = (value_size, head_size) if case.state_layout == "vk" else (head_size, value_size)
+    return torch.randn(batch, heads, *sizes, device=device).to(case.state_dtype)
 
 
 def sets_for(case: Case, cache_bytes: int) -> list[Given]:
@@ -252,12 +302,14 @@ def are_cold(sets: Sequence[Given], cache_bytes: int) -> bool:
 def least_bytes(case: Case) -> int:
     """Return the fewest bytes through memory: every input is read once in a pass, every result written once.
 
-    With I the bytes of the inputs, Y those of y, which are those of its gradient, and S those of the state in float32:
+    With I the bytes of the inputs, Y those of y, which are those of its gradient, and S those of the state, float32 but
+    in updates of other states:
 
-        forward I + Y;   backward I + Y + I;   forward+backward both;   prefill I + Y + S;   decode I + Y + 2 S
+        forward I + Y;   backward I + Y + I;   forward+backward both;   prefill I + Y + S
+        decode and update I + Y + 2 S
 
     The backward reads the inputs again, as the gradient of y comes after the whole forward. What a kernel keeps between
-    the passes, or between its own parts, is not counted: an algorithm could do without it.
+    the passes, or between its own parts, is not counted: an algorithm could do without it. Nor are slots.
     """
     op, item = table.OPS[case.op], case.dtype.itemsize
     batch, _, heads, head_size, value_size = case.shape
@@ -272,7 +324,7 @@ def least_bytes(case: Case) -> int:
     )  # fmt: skip
     output = item * elements(op.output)
     sequences = _PACKED if case.kind == "packed" else batch
-    state = 4 * sequences * channels * (value_size if op.has_heads else 3)
+    state = case.state_dtype.itemsize * sequences * channels * (value_size if op.has_heads else 3)
     forward, backward = inputs + output, inputs + output + inputs
     return {
         "forward": forward,
@@ -280,6 +332,7 @@ def least_bytes(case: Case) -> int:
         "forward+backward": forward + backward,
         "prefill": forward + state,
         "decode": forward + 2 * state,
+        UPDATE: forward + 2 * state,
     }[case.phase]
 
 

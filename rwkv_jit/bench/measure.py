@@ -15,16 +15,18 @@ from rwkv_jit import modes, rule, tensors
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.bench import cases, timing
-from rwkv_jit.bench.cases import OPS, REFERENCES, Case, Given, ends_of
+from rwkv_jit.bench.cases import OPS, REFERENCES, UPDATE, UPDATES, Case, Given, ends_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import table
 from rwkv_jit.ops import timex as timex_module
+from rwkv_jit.reference import decay_factor
 
 OURS = "rwkv_jit"
 MOST_LOOPED_TOKENS = 128  # of a loop in torch: its launches are many, and its time grows no other way than linearly
 BUDGET_MS = 4000.0  # of the rounds of a case
 CPU_SHAPE = (1, 32, 2, 16, 16)  # where none is asked for
 MOST_TOKENS = 300  # of a row, where errors are taken: the reference walks over them in float64
+MOST_ROWS = 64  # of an update, where errors are taken
 _MOST_STATES = 2**28  # elements that the reference keeps for its backward
 
 Inputs = Sequence[Tensor]
@@ -46,31 +48,38 @@ class Contestant(NamedTuple):
     """Who is measured: a backend of ours, or a peer.
 
     `run` takes inputs, the state before them or None, and what else a case has: whether the state behind them is
-    wanted, and the ends of packed sequences. It returns y and that state. `convert` makes such inputs of the op's, as
-    differentiable operations; it is not timed.
+    wanted, and the ends of packed sequences. It returns y and that state; y is None where it computes nothing, but
+    takes the time that others are held against. `convert` makes such inputs of the op's, as differentiable operations,
+    and `convert_state` such states of the op's, and after an update the op's of such; they are not timed.
+
+    An update gives states in the order of the rows, but to what `takes_pools`: that gets the pool, the slots in it, and
+    memory for y, and returns the pool.
     """
 
     who: str
     what: str
-    run: Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor, Any]]
+    run: Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor | None, Any]]
     convert: Callable[[Inputs], Inputs] = lambda inputs: inputs
     convert_state: Callable[[Tensor], Tensor] = lambda state: state
     is_foreign: bool = False  # whether it is tried in a process of its own first, as it may end one
+    takes_pools: bool = False
 
 
 # ---- ours --------------------------------------------------------------------------------------------------------
 
 
-def backends_of(op: str) -> list[str]:
-    """Return the backends that calls of an op can ask for, "auto" first."""
-    return [name for name in table.OPS[op].backends if name != "reference"]
+def backends_of(op: str, phase: str = "forward") -> list[str]:
+    """Return the backends that calls of an op can ask for, "auto" first, which alone updates have."""
+    return ["auto"] if phase == UPDATE else [name for name in table.OPS[op].backends if name != "reference"]
 
 
 def backend_of(case: Case, asked: str) -> str:
     """Return the backend that a case takes where this one is asked for, by a name that can be asked for.
 
-    Raises UnsupportedConfigError where it cannot do it: what is in the way.
+    That of an update is "update". Raises UnsupportedConfigError where it cannot do it: what is in the way.
     """
+    if case.phase == UPDATE:
+        return UPDATE
     batch, tokens, heads, head_size, value_size = case.shape
     device = torch.cuda.current_device()
     if case.op == "timex":
@@ -103,7 +112,7 @@ def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestan
     """
     taken: dict[str, Contestant] = {}
     obstacles: dict[str, str] = {}
-    for name in backends_of(case.op) if asked is None else asked:
+    for name in backends_of(case.op, case.phase) if asked is None else asked:
         try:
             backend = backend_of(case, name)
         except UnsupportedConfigError as error:
@@ -115,7 +124,11 @@ def ours(case: Case, asked: Sequence[str] | None = None) -> tuple[list[Contestan
 
 
 def our_call(case: Case, asked: str, backend: str) -> Contestant:
-    """Return the contestant that asks for a backend of ours."""
+    """Return the contestant that asks for a backend of ours. Raises ValueError where an update asks for one."""
+    if case.phase == UPDATE:
+        if asked != "auto":
+            raise ValueError(f"--backend: expected auto for an update, got {asked}")
+        return Contestant(OURS, backend, _our_update(case), takes_pools=True)
     function = partial(OPS[case.op], backend=asked, **case.options)
 
     def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
@@ -125,11 +138,19 @@ def our_call(case: Case, asked: str, backend: str) -> Contestant:
     return Contestant(OURS, backend, run)
 
 
+def _our_update(case: Case) -> Callable[[Inputs, Tensor | None, Mapping[str, Any]], tuple[Tensor, Any]]:
+    function = partial(UPDATES[case.op], **case.options)
+    return lambda inputs, pool, more: (function(pool, *inputs, **more), pool)
+
+
 # ---- torch -------------------------------------------------------------------------------------------------------
 
 
 def torch_peers(case: Case) -> list[Contestant]:
-    """Return what torch alone can do of a case."""
+    """Return what torch alone can do of a case; of an update a copy of the states too, which reads and writes them."""
+    if case.phase == UPDATE:
+        copy = Contestant("torch", "copy", _copy, convert_state=lambda states: torch.stack([states, states]))
+        return [copy, Contestant("torch", "step in place", partial(_step, case))]
     if case.op == "timex":
         return [Contestant("torch", "conv1d", _conv1d), Contestant("torch", "fft", _fft)]
     if case.op in ("wkv5", "wkv6") and case.shape[1] <= MOST_LOOPED_TOKENS and case.kind != "packed":
@@ -169,6 +190,38 @@ def _naive(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tup
         outputs.append((r[:, t].unsqueeze(-2) @ (u.unsqueeze(-1) * product + state)).squeeze(-2))
         state = product + (factors[:, t] if w.dim() == 4 else factors) * state
     return torch.stack(outputs, dim=1).to(inputs[2].dtype), state
+
+
+def _copy(inputs: Inputs, both: Tensor | None, more: Mapping[str, Any]) -> tuple[None, Any]:
+    """Copy states from one memory into another."""
+    assert both is not None
+    return None, both[1].copy_(both[0])
+
+
+def _step(case: Case, inputs: Inputs, states: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """Make the step of an update by products of matrices, in the dtype of the states, which change in place."""
+    assert states is not None
+    op, (batch, _, heads, head_size, value_size) = table.OPS[case.op], case.shape
+    given = dict(zip(op.names, inputs, strict=True))
+
+    def rows(name: str, wide: torch.dtype = states.dtype) -> Tensor:
+        """Return an input as a row for each head of each sequence."""
+        x = given[name].to(wide)
+        return x.expand(batch, 1, heads, x.shape[-1]).reshape(batch * heads, 1, x.shape[-1])
+
+    r, k, v = map(rows, "rkv")
+    scale = head_size**-0.5 if op.scale is None else op.scale
+    r = r if scale == 1 else scale * r
+    kv = (states if case.state_layout == "kv" else states.mT).view(batch * heads, head_size, value_size)
+    # The bonus of u is for the token itself, of which the state before it knows nothing.
+    y = r @ kv + (r * rows("u") * k).sum(-1, keepdim=True) * v if "u" in given else None
+    if "a" in given:
+        k, v = torch.cat([k, rows("b")], 1), torch.cat([v, rows("a") @ kv], 1)
+    if "w" in given:
+        kv.mul_(decay_factor(rows("w", torch.float32), case.decay).to(kv.dtype).mT)
+    kv.baddbmm_(k.mT, v)
+    y = r @ kv if y is None else y
+    return y.view(batch, 1, heads, value_size).to(given["v"].dtype), states
 
 
 # ---- rows --------------------------------------------------------------------------------------------------------
@@ -230,6 +283,8 @@ def rows_of(
             skipped.append(row(entry, *who, one_line(times)))
         elif not all(map(math.isfinite, (*errors["errors"].values(), errors["other_error"] or 0.0))):
             skipped.append(row(entry, *who, "its results are not finite, so it has no speed"))
+        elif case.phase == UPDATE and not _stay_finite(turns.calls):
+            skipped.append(row(entry, *who, "its states did not stay finite, so it has no speed"))
         else:
             measured.append(
                 row(entry, *who)
@@ -240,12 +295,28 @@ def rows_of(
     return measured + skipped
 
 
+def _stay_finite(calls: Sequence[Callable[[], Any]]) -> bool:
+    """Return whether results are finite once more, of updates that have changed their states many times."""
+    return all(bool(x.isfinite().all()) for call in calls for x in call() if x is not None)
+
+
 def run_once(
     case: Case, contestant: Contestant, given: Given, grad: Callable[..., Any] = torch.autograd.grad
 ) -> Callable[[], Any]:
-    """Return the call of a case by a contestant; for a backward alone, the forward runs here."""
+    """Return the call of a case by a contestant; for a backward alone, the forward runs here.
+
+    An update changes states of its own. It holds what it returned last: where that is new memory, each set has its own.
+    """
     inputs = [x.detach() for x in contestant.convert(given.inputs)]
     state, more = beside(case, contestant, given)
+    if case.phase == UPDATE:
+        last: list[Any] = []
+
+        def update() -> Any:
+            last[:] = [contestant.run(inputs, state, more)]
+            return last[0]
+
+        return update
     if not case.has_gradients:
         return lambda: contestant.run(inputs, state, more)
     leaves = [x.requires_grad_() for x in inputs]
@@ -256,7 +327,14 @@ def run_once(
 
 
 def beside(case: Case, contestant: Contestant, given: Given) -> tuple[Tensor | None, dict[str, Any]]:
-    """Return the state that a contestant begins with, and what else it is given beside the inputs."""
+    """Return the state that a contestant begins with, and what else it is given beside the inputs.
+
+    An update changes the state, so it is a copy.
+    """
+    if given.slots is not None and given.state is not None:
+        if contestant.takes_pools:
+            return given.state.clone(), {"state_indices": given.slots, "out": torch.empty_like(given.dy)}
+        return contestant.convert_state(given.state[given.slots]), {"output_final_state": True}
     more: dict[str, Any] = {"output_final_state": True} if case.with_state else {}
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens
@@ -268,7 +346,9 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
     first = run_once(case, contestant, sets[0])
     first()
     torch.cuda.synchronize()
-    peak = timing.peak_bytes(lambda: run_once(case, contestant, sets[0])()) + sets[0].size()
+    # The states of an update are those of the set: what makes a copy of them is no part of the call.
+    whole = first if case.phase == UPDATE else lambda: run_once(case, contestant, sets[0])()
+    peak = timing.peak_bytes(whole) + sets[0].size()
     calls = [first, *(run_once(case, contestant, given) for given in sets[1:])]
     for call in calls:
         call()
@@ -278,7 +358,7 @@ def _ready(case: Case, contestant: Contestant, sets: Sequence[Given], flush: Ten
 
 # ---- errors ------------------------------------------------------------------------------------------------------
 
-Results = dict[str, Tensor]  # y, and the gradients by the names of their inputs: dr, dw
+Results = dict[str, Tensor]  # y; the gradients by the names of their inputs: dr, dw; and the state behind an update
 
 
 def _errors(
@@ -288,7 +368,8 @@ def _errors(
 
     The first tokens of a row depend on nothing behind them. Where the gradient of y is zero elsewhere, so do their
     gradients. So float64 judges the whole call, with its backend and geometry, by the first tokens of its first row.
-    All tokens of it are held against another backend of ours.
+    All tokens of it are held against another backend of ours. Of an update float64 judges y and the states of its first
+    rows, whose slots lie anywhere in the pool; those of others are held against ours, in all rows.
 
     For each contestant there are errors, by the names of the results; error, the largest of them; other, the backend of
     ours that did it too; and other_error, the largest distance to that. They are None where something cannot be done,
@@ -326,10 +407,15 @@ def _tokens_to_check(case: Case) -> int:
 
 
 def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
-    """Return the part of an input, of y or of their gradients that the first tokens of the first row need."""
+    """Return the part of an input, of y or of their gradients that the first tokens of the first row need.
+
+    Of an update, and of its states in the order of the rows, it is that of the first rows.
+    """
     if case.op == "timex":  # the last column of w is that of the token itself
         return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
-    return x if name.removeprefix("d") in table.OPS[case.op].fixed else x[:1, :tokens]
+    if name.removeprefix("d") in table.OPS[case.op].fixed:
+        return x
+    return x[:MOST_ROWS] if case.phase == UPDATE else x[:1, :tokens]
 
 
 def _exact(case: Case, given: Given, tokens: int) -> Results:
@@ -339,11 +425,15 @@ def _exact(case: Case, given: Given, tokens: int) -> Results:
         beginning(case, name, x.detach(), tokens).double().requires_grad_()
         for name, x in zip(names, given.inputs, strict=True)
     ]
-    more: dict[str, Any] = {} if given.state is None else {"initial_state": given.state[:1].double()}
+    state = given.states(MOST_ROWS if case.phase == UPDATE else 1)
+    more: dict[str, Any] = {} if state is None else {"initial_state": state.double()}
+    if case.phase == UPDATE:
+        more["output_final_state"] = True
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
-    y = REFERENCES[case.op](*exact, **more, **case.options)[0]
-    return _with_gradients(case, y, exact, beginning(case, "y", given.dy, tokens).double())
+    y, final = REFERENCES[case.op](*exact, **more, **case.options)
+    results = _with_gradients(case, y, exact, beginning(case, "y", given.dy, tokens).double())
+    return {**results, "state": final.detach()} if case.phase == UPDATE else results
 
 
 def _with_gradients(case: Case, y: Tensor, inputs: Inputs, dy: Tensor) -> Results:
@@ -358,7 +448,13 @@ def _results(case: Case, contestant: Contestant, given: Given) -> Results:
     try:
         inputs = contestant.convert(given.inputs if case.has_gradients else [x.detach() for x in given.inputs])
         state, more = beside(case, contestant, given)
-        return _with_gradients(case, contestant.run(inputs, state, more)[0], given.inputs, given.dy)
+        y, final = contestant.run(inputs, state, more)
+        if y is None:
+            return {}
+        results = _with_gradients(case, y, given.inputs, given.dy)
+        if case.phase == UPDATE:
+            results["state"] = final[given.slots] if contestant.takes_pools else contestant.convert_state(final)
+        return results
     except Exception:
         return {}
 

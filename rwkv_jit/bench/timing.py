@@ -60,7 +60,7 @@ class Turns:
     """
 
     def __init__(self, calls: Sequence[Callable[[], Any]], in_graph: bool, flush: torch.Tensor | None = None) -> None:
-        self._calls, self._flush = calls, flush  # a graph reads the inputs of its calls, and does not hold them
+        self.calls, self._flush = calls, flush  # a graph reads the inputs of its calls, and does not hold them
         torch.cuda.synchronize()
         self.host_us = host_us(calls)
         graph = _captured(calls) if in_graph else None

@@ -11,6 +11,7 @@ from rwkv_jit.bench.cases import Case
 from rwkv_jit.bench.measure import Entry
 
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill")
+UPDATED = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 SHAPE = "1,70,4,64"
 
 
@@ -42,6 +43,31 @@ def test_every_phase_has_its_figures(run, name, phase, monkeypatch):
     torches = [row for row in result["rows"] if row["who"] == "torch"]
     assert bool(torches) == (name in ("wkv5", "wkv6", "timex"))
     assert all(row["skipped"] is None and row["error"] < 1e-2 for row in torches), torches
+
+
+@pytest.mark.parametrize("kind", ["usual", "bf16-states"])
+@pytest.mark.parametrize("name", UPDATED)
+def test_updates_have_their_figures(run, name, kind, monkeypatch):
+    monkeypatch.setattr(cases, "MOST_SETS", 8)
+    options = ("--shape", "70,1,4,64", "--phase", "update", "--inputs", kind, "--json")
+    code, printed, said = run("bench", "--op", name, *options)
+    assert (code, said) == (0, "")
+    rows = json.loads(printed)["rows"]
+    assert [(row["who"], row["what"]) for row in rows] == [
+        ("rwkv_jit", "update"), ("torch", "copy"), ("torch", "step in place"),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["skipped"] is None, row
+        assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["in_graph"]
+        assert row["host_us"] > 0
+        assert row["peak_mib"] > 0
+    ours, copy, step = rows
+    assert list(ours["errors"]) == list(step["errors"]) == ["y", "state"]
+    assert ours["error"] < 1e-2
+    assert ours["errors"]["state"] < (1e-2 if kind == "bf16-states" else 5e-6)
+    assert step["other_error"] < (0.1 if kind == "bf16-states" else 1e-2)
+    assert copy["errors"] == {}
 
 
 @pytest.mark.parametrize("phase", PHASES)

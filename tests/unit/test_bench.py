@@ -22,7 +22,15 @@ SMALL = (2, 6, 2, 4, 3)
 
 def small(op, phase="forward", dtype=torch.float32, **more):
     shape = cases.shape_of(op, "2,6,2,4") if op in cases.WITHOUT_HEADS else SMALL
+    shape = (5, 1, *SMALL[2:]) if phase == "update" else shape
     return Case(op, shape, dtype, phase, **more)
+
+
+def updates(op, dtype=torch.float32):
+    """An update of each kind of states that the op has."""
+    kinds = ["usual", *(kind for kind in cases.KINDS if kind.endswith("states") and op in cases.ops_of(kind))]
+    assert len(kinds) == 4
+    return [small(op, "update", dtype, kind=kind).check() for kind in kinds]
 
 
 @pytest.fixture
@@ -109,6 +117,44 @@ def test_packed_inputs_are_sequences_of_unequal_lengths():
         Case("wkv6", (1, 20, 1, 2, 2), torch.float32, "decode", kind="packed").check()
 
 
+@pytest.mark.parametrize("op", cases.UPDATES)
+def test_an_update_is_given_a_pool(op):
+    own, other = ("kv", "vk") if op in ("gla", "linear_attention") else ("vk", "kv")
+    sizes = {"vk": (3, 4), "kv": (4, 3)}
+    wanted = [(torch.float32, own), (torch.bfloat16, own), (torch.float32, other), (torch.bfloat16, other)]
+    for case, (dtype, layout) in zip(updates(op), wanted, strict=True):
+        given = cases.given_for(case, "cpu")
+        assert (given.state.dtype, given.state.shape) == (dtype, (5, 2, *sizes[layout]))
+        assert given.slots.dtype == torch.int32
+        assert sorted(given.slots.tolist()) == [0, 1, 2, 3, 4]
+        assert (case.state_layout, case.options.get("state_layout", own)) == (layout, layout)
+        assert case.options.get("decay") == ("sigmoid" if op == "wkv7" else None)
+        wanted_states = torch.stack([given.state[slot] for slot in given.slots.tolist()])
+        assert torch.equal(given.states(), wanted_states)
+        assert torch.equal(given.states(2), wanted_states[:2])
+        inputs, bytes_of_states = (
+            sum(x.nbytes for x in given.inputs),
+            5 * 2 * 12 * (2 if dtype == torch.bfloat16 else 4),
+        )
+        assert given.size() == inputs + 5 * 2 * 3 * 4 + bytes_of_states + 5 * 4
+    orders = {tuple(cases.given_for(small(op, "update"), "cpu").slots.tolist()) for _ in range(20)}
+    assert len(orders) > 1
+
+
+def test_states_of_updates_are_no_inputs_of_other_phases():
+    message = "^--inputs: bf16-states are those of an update, and not of decode$"
+    with pytest.raises(ValueError, match=message):
+        small("wkv7", "decode", kind="bf16-states").check()
+    with pytest.raises(ValueError, match="^--inputs: gla has none that are kv-states$"):
+        small("gla", "update", kind="kv-states").check()
+    for op in ("wkv4", "timex"):
+        with pytest.raises(ValueError, match=f"^--phase: expected one of forward, .* for {op}, got update$"):
+            Case(op, (1, 1, 2, 4, 4), torch.float32, "update").check()
+    assert (cases.shape_of("wkv7", "8,4096,64,64", "update"), small("wkv7").state_dtype) == (
+        (8, 1, 64, 64, 64), torch.float32,
+    )  # fmt: skip
+
+
 def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
     case = small("wkv6")
     size = cases.given_for(case).size()
@@ -129,7 +175,7 @@ def test_sets_exceed_twice_the_cache(monkeypatch, on_cpu):
 @pytest.mark.parametrize("phase", cases.PHASES)
 @pytest.mark.parametrize("op", bench.OPS)
 def test_floor_is_what_the_tensors_hold(op, phase):
-    if op == "timex" and phase in cases.WITH_STATES:
+    if phase not in cases.phases_of(op):
         return
     wide = op in ("wkv6", "wkv7")
     case = small(op, phase, torch.bfloat16, wide_decay=wide)
@@ -142,8 +188,33 @@ def test_floor_is_what_the_tensors_hold(op, phase):
         "forward+backward": 3 * inputs + 2 * y,
         "decode": inputs + y + 2 * state,
         "prefill": inputs + y + state,
+        "update": inputs + y + 2 * given.state.nbytes if phase == "update" else None,
     }
     assert cases.least_bytes(case) == wanted[phase]
+
+
+@pytest.mark.parametrize(("op", "shape", "kind", "size"), [
+    ("wkv7", (1024, 1, 64, 64, 64), "usual", 6 * 2**23 + 2**23 + 2 * 2**30),
+    ("wkv7", (1024, 1, 64, 64, 64), "bf16-states", 6 * 2**23 + 2**23 + 2 * 2**29),
+    ("gla", (64, 1, 32, 128, 128), "vk-states", 4 * 2**19 + 2**19 + 2 * 2**27),
+    ("wkv6", (1, 1, 32, 64, 64), "usual", 4 * 2**12 + 2**12 + 2**12 + 2 * 2**19),
+])  # fmt: skip
+def test_floor_of_an_update_is_its_states_read_and_written(op, shape, kind, size):
+    """Inputs, y and the states of float32 or bfloat16, twice."""
+    case = Case(op, shape, torch.bfloat16, "update", kind=kind).check()
+    assert cases.least_bytes(case) == size
+    assert cases.floor_ms(case, 2.5) == pytest.approx(size / 2.5e9)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "size"), [
+    ("usual", torch.float32, 1540), ("bf16-states", torch.bfloat16, 1300),
+])  # fmt: skip
+def test_sets_of_an_update_have_a_pool_each(on_cpu, kind, dtype, size):
+    """Of wkv7, 5 rows, 2 heads, K 4 and V 3: 800 bytes have r, w, k, a and b, 240 v and y, 20 slots, and 480 states."""
+    sets = cases.sets_for(small("wkv7", "update", kind=kind), 3000)
+    assert [given.size() for given in sets] == [size] * (6000 // size + 1)
+    assert {given.state.dtype for given in sets} == {dtype}
+    assert len({given.state.data_ptr() for given in sets}) == len(sets)
 
 
 # ---- timing ------------------------------------------------------------------------------------------------------
@@ -314,6 +385,77 @@ def test_everyone_has_a_turn_in_every_round():
 # ---- who is measured ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("op", cases.UPDATES)
+def test_updates_of_ours_and_of_torch_are_those_of_float64(op, monkeypatch):
+    monkeypatch.setattr(measure, "MOST_ROWS", 3)
+    for case in updates(op):
+        given = cases.given_for(case, "cpu")
+        before, own = given.state.clone(), measure.our_call(case, "auto", "update")
+        everyone = [own, *measure.torch_peers(case)]
+        assert [(each.who, each.what) for each in everyone] == [
+            ("rwkv_jit", "update"), ("torch", "copy"), ("torch", "step in place"),
+        ]  # fmt: skip
+        ours, copy, step = measure._errors(case, everyone, given, [own])
+        assert torch.equal(given.state, before)
+        narrow = case.state_dtype == torch.bfloat16
+        for errors, of_y, of_states in ((ours, 2e-6, 4e-3), (step, 3e-2, 2e-2)):
+            assert list(errors["errors"]) == ["y", "state"]
+            assert 0 < errors["errors"]["y"] < (of_y if narrow else 2e-6)
+            assert 0 < errors["errors"]["state"] < (of_states if narrow else 2e-6)
+            assert errors["error"] == max(errors["errors"].values())
+        assert (ours["errors"]["state"] > 1e-4) == narrow  # it is the state as it was written
+        assert (ours["other"], ours["other_error"]) == (None, None)
+        assert step["other"] == "update"
+        assert 0 <= step["other_error"] < (3e-2 if narrow else 3e-6)
+        assert copy == {"error": None, "errors": {}, "other": None, "other_error": None}
+
+
+@pytest.mark.parametrize("op", cases.UPDATES)
+def test_updates_go_on_from_states_of_their_own(op):
+    for case in updates(op):
+        if case.state_dtype == torch.bfloat16:
+            continue
+        given = cases.given_for(case, "cpu")
+        before = given.state.clone()
+        own, _, step = everyone = [measure.our_call(case, "auto", "update"), *measure.torch_peers(case)]
+        calls = [measure.run_once(case, each, given) for each in everyone]
+        states = torch.stack([before[slot] for slot in given.slots.tolist()])
+        inputs = [x.detach() for x in given.inputs]
+        memory = set()
+        for _ in range(3):
+            y, states = cases.REFERENCES[op](*inputs, states, True, **case.options)
+            for each, call in zip((own, step), (calls[0], calls[2]), strict=True):
+                found, final = call()
+                memory |= {(each.what, found.data_ptr() if each is own else 0, final.data_ptr())}
+                torch.testing.assert_close(found, y)
+                torch.testing.assert_close(final[given.slots] if each is own else final, states)
+        assert len(memory) == 2  # ours writes y where it is told, and both the states where they were
+        assert torch.equal(given.state, before)
+
+
+def test_a_copy_reads_and_writes_the_states(on_cpu):
+    case = small("gla", "update", kind="bf16-vk-states")
+    given, copy = cases.given_for(case), measure.torch_peers(case)[0]
+    both, _ = measure.beside(case, copy, given)
+    both[1].zero_()
+    y, written = copy.run(given.inputs, both, {})
+    assert y is None
+    assert written.data_ptr() == both[1].data_ptr() != both.data_ptr()
+    assert torch.equal(written, given.states())
+    assert written.nbytes == given.state.nbytes == 5 * 2 * 3 * 4 * 2
+
+
+def test_new_states_stay_until_their_set_comes_round(on_cpu):
+    """Else all sets would write into one memory, which a cache holds."""
+    case = small("wkv6", "update")
+    new = Contestant("fla", "x", lambda inputs, state, more: reference.wkv6_ref(*inputs, state, **more))
+    calls = [measure.run_once(case, new, given) for given in (cases.given_for(case), cases.given_for(case))]
+    alive = [weakref.ref(call()[1]) for call in calls]
+    assert [each() is not None for each in alive] == [True, True]
+    calls[0]()
+    assert [each() is not None for each in alive] == [False, True]
+
+
 @pytest.mark.parametrize("phase", ["forward+backward", "decode", "prefill"])
 @pytest.mark.parametrize("op", ["wkv5", "wkv6", "timex"])
 def test_torch_computes_the_same(op, phase):
@@ -421,23 +563,75 @@ def test_rows_of_a_case(clock, own, phase):
     ours, off = (row for row in rows if not row["skipped"])
     assert [ours["what"], off["what"]] == ["chunked", "off"]
     assert list(ours) == list(measure.COLUMNS)
-    assert (ours["suite"], ours["op"], ours["shape"], ours["dtype"]) == ("made up", "wkv6", list(SMALL), "float32")
+    assert (ours["suite"], ours["op"], ours["shape"], ours["dtype"]) == ("made up", "wkv6", list(case.shape), "float32")
     assert {(row["phase"], row["inputs"]) for row in rows} == {(phase, "usual")}
     passes = 2 if phase == "forward+backward" else 1
     assert (ours["median_ms"], off["median_ms"]) == (2.0 * passes, 4.0 * passes)
     assert ours["low_ms"] == ours["high_ms"] == ours["median_ms"]
     assert ours["runs"] == off["runs"] == timing.MOST_ROUNDS
-    assert ours["in_graph"] == (phase in ("forward", "decode", "prefill"))
+    assert ours["in_graph"] == (phase in ("forward", "decode", "prefill", "update"))
     assert ours["host_us"] > 0
     assert ours["floor_ms"] == pytest.approx(cases.least_bytes(case) * 1e-3)
     assert ours["fraction"] == pytest.approx(ours["floor_ms"] / ours["median_ms"])
     assert ours["peak_mib"] == pytest.approx(3 + cases.given_for(case).size() / 2**20)
     gradients = ["dr", "dk", "dv", "dw", "du"] if "backward" in phase else []
-    assert list(ours["errors"]) == ["y", *gradients]
+    assert list(ours["errors"]) == ["y", *gradients, *(["state"] if phase == "update" else [])]
     assert ours["error"] == max(ours["errors"].values()) < 2e-6
     assert (off["error"], off["other_error"]) == (pytest.approx(0.5, abs=1e-5), pytest.approx(0.5, abs=1e-5))
     assert (ours["other"], ours["other_error"]) == ("recurrent", 0.0)
     assert {row["median_ms"] for row in rows if row["skipped"]} == {None}
+
+
+def test_a_copy_and_a_step_have_rows_beside_an_update(clock, monkeypatch):
+    def timed(contestant, ms):
+        return contestant._replace(run=lambda *given: (clock.spend(ms), contestant.run(*given))[1])
+
+    case = small("wkv7", "update", kind="kv-states")
+    own, copy, step = measure.our_call(case, "auto", "update"), *measure.torch_peers(case)
+    monkeypatch.setattr(measure, "ours", lambda case, asked=None: ([timed(own, 2.0)], {}))
+    copies, around, beside = [], [], measure.beside
+
+    def counted(*given):
+        copies.append(given)
+        return beside(*given)
+
+    def peak_bytes(call):
+        around.append(len(copies))
+        call()
+        around.append(len(copies))
+        return 0
+
+    monkeypatch.setattr(measure, "beside", counted)
+    monkeypatch.setattr(timing, "peak_bytes", peak_bytes)
+    rows = measure.rows_of(Entry("made up", case, ["auto"]), 1e-6, [timed(copy, 1.0), timed(step, 8.0)])
+    assert [(row["who"], row["what"], row["median_ms"], row["skipped"]) for row in rows] == [
+        ("rwkv_jit", "update", 2.0, None), ("torch", "copy", 1.0, None), ("torch", "step in place", 8.0, None),
+    ]  # fmt: skip
+    assert [list(row["errors"]) for row in rows] == [["y", "state"], [], ["y", "state"]]
+    assert [row["error"] is None for row in rows] == [False, True, False]
+    assert {row["in_graph"] for row in rows} == {True}
+    assert {(row["phase"], row["inputs"]) for row in rows} == {("update", "kv-states")}
+    assert [row["floor_ms"] for row in rows] == [pytest.approx((5 * 160 + 2 * 120 + 2 * 480) * 1e-3)] * 3
+    assert around[::2] == around[1::2]  # a call that is made ready copies states, which are no part of its memory
+
+
+def test_states_that_grow_without_bound_have_no_speed(clock, monkeypatch):
+    """One step from the states that are given is finite."""
+    case = small("wkv6", "update")
+    states = {}
+
+    def grows(inputs, state, more):
+        clock.spend(1.0)
+        y, final = reference.wkv6_ref(*inputs, state, **more)
+        grown = states.setdefault(id(state), [state, 1.0])
+        grown[1] *= 1e10
+        return y, final * (grown[1] / 1e10)
+
+    monkeypatch.setattr(measure, "ours", lambda *_: ([contestant(clock, "update", 2.0)], {}))
+    ours, grown = measure.rows_of(Entry(None, case), 1.0, [Contestant("fla", "x", grows)])
+    assert (ours["skipped"], ours["median_ms"]) == (None, 2.0)
+    assert grown["skipped"] == "its states did not stay finite, so it has no speed"
+    assert grown["median_ms"] is None
 
 
 def test_backends_that_cannot_are_rows_too(clock, monkeypatch):
@@ -446,7 +640,7 @@ def test_backends_that_cannot_are_rows_too(clock, monkeypatch):
     assert (row["who"], row["what"], row["skipped"]) == ("rwkv_jit", "split", "backend: 'split' has no segments")
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in cases.KINDS if not kind.endswith("states")])
 @pytest.mark.parametrize("op", bench.OPS)
 def test_errors_are_those_of_the_first_tokens_of_the_whole_call(op, kind, monkeypatch):
     """What is judged has seen all tokens: of the reference over all of them, some, float64 finds no fault with."""
@@ -563,6 +757,8 @@ def test_command_measures_what_it_is_asked_for(gpu, run):
         (["--inputs", "one-strong", "--phase", "forward"], {"wkv5", "wkv6", "wkv7", "gla"}),
         (["--inputs", "packed"], {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}),
         (["--phase", "decode"], {*bench.OPS} - {"timex"}),
+        (["--phase", "update"], {*bench.OPS} - {"timex", "wkv4"}),
+        (["--phase", "update", "--inputs", "vk-states"], {"gla", "linear_attention"}),
     ],
 )
 def test_ops_are_those_that_can(arguments, ops):
@@ -570,7 +766,7 @@ def test_ops_are_those_that_can(arguments, ops):
 
     entries = bench.asked_for(cli._parser().parse_args(["bench", *arguments]))
     assert {entry.case.op for entry in entries} == ops
-    if "decode" in arguments:
+    if {"decode", "update"} & {*arguments}:
         assert {entry.case.shape[1] for entry in entries} == {1}
     if "packed" in arguments:
         assert {entry.case.shape[0] for entry in entries} == {1}
@@ -588,6 +784,9 @@ def test_a_case_that_fails_hides_no_other_and_an_interrupt_none_before_it(gpu, r
     ("arguments", "message"),
     [
         (["--op", "timex", "--phase", "decode"], "one of forward, backward, forward+backward for timex, got decode"),
+        (["--op", "wkv4", "--phase", "update"], "forward+backward, decode, prefill for wkv4, got update"),
+        (["--op", "wkv6", "--phase", "update", "--backend", "recurrent"], "one of auto for wkv6, got recurrent"),
+        (["--op", "wkv6", "--inputs", "bf16-states"], "bf16-states are those of an update, and not of forward"),
         (["--op", "wkv6", "--backend", "tiles"], "one of auto, recurrent, chunked, split for wkv6, got tiles"),
         (["--op", "timex", "--backend", "split"], "one of auto, tiles, transforms, fft for timex, got split"),
         (["--op", "wkv7", "--shape", "1,2"], "positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2'"),
@@ -650,6 +849,19 @@ def test_the_cpu_measures_what_it_is_asked_for(no_gpu, run):
     text = run("bench", "--op", "wkv6", "--shape", "2,3,2,4", "--phase", "decode")[1]
     assert "wkv6 (2, 1, 2, 4, 4) bfloat16, decode\n" in text
     assert text.startswith("CPU reference; not the speed of the kernels.")
+
+
+def test_the_cpu_measures_updates(no_gpu, run):
+    options = ("--op", "wkv7", "--shape", "3,8,2,16", "--phase", "update")
+    (row,) = json.loads(run("bench", *options, "--json")[1])["rows"]
+    assert (row["shape"], row["phase"], row["what"], row["median_ms"]) == ([3, 1, 2, 16, 16], "update", "auto", 2.0)
+    assert 1e-4 < row["errors"]["y"] < 3e-3  # y is bfloat16, and the states are not
+    assert 0 < row["errors"]["state"] < 1e-6
+    text = run("bench", *options, "--inputs", "bf16-kv-states")[1]
+    assert "\nwkv7 (3, 1, 2, 16, 16) bfloat16, update, bfloat16 states [K, V]\n" in text
+    assert "errors of rwkv_jit auto: y " in text
+    found = json.loads(run("bench", "--phase", "update", "--json")[1])
+    assert [row["op"] for row in found["rows"]] == ["gla", "linear_attention", "wkv5", "wkv6", "wkv7"]
 
 
 def test_names_of_the_command_line_are_those_of_the_bench():

@@ -54,17 +54,24 @@ def test_peers_of_fla_get_what_they_ask_for(op, index, names, monkeypatch):
         calls.append(options)
         decay = {} if op == "linear_attention" else {"decay": "log"}
         scale = {name: options[name] for name in ("scale",) if name in options}
+        assert initial_state is None or initial_state.dtype == torch.float32
         return refer(*inputs, initial_state, output_final_state, cu_seqlens, **decay, **scale, state_layout="kv")
 
     monkeypatch.setattr(peers, "_loaded", lambda module, name: fla)
     shape = (1, 20, 2, 4, 3)
     everything = [small(op, "forward+backward"), small(op, "decode"), Case(op, shape, torch.float32, kind="packed")]
+    everything += [
+        Case(op, (3, 1, 2, 4, 3), torch.float32, "update", kind=kind).check()
+        for kind in cases.KINDS
+        if op in cases.ops_of(kind) and (kind == "usual" or kind.endswith("states"))
+    ]
     if op != "linear_attention":
         everything.append(small(op, "forward+backward", kind="strong"))
     for case in everything:
         found = peers._fla(case)
         kept = ["chunk_rwkv7 disable_recompute"] if op == "wkv7" and case.has_gradients else []
-        assert [each.what for each in found] == [*names, *kept]
+        steps = [name for name in names if name.startswith("fused_recurrent")]
+        assert [each.what for each in found] == (steps if case.phase == "update" else [*names, *kept])
         assert all(each.is_foreign and each.who == "fla" for each in found)
         errors = errors_of(case, found)
         assert all(0 < error < 4e-6 for error in errors), errors
@@ -93,6 +100,26 @@ def test_steps_of_fla_are_left_out_where_they_are_many(op):
     left_out = {each.what for each in peers._fla(few)} - {each.what for each in peers._fla(many)}
     assert left_out == {each.what for each in peers._fla(few) if "recurrent" in each.what}
     assert len(left_out) == 1
+
+
+def test_steps_alone_are_beside_updates():
+    """They write new states, all of which are held against float64 and against ours."""
+    case = Case("wkv7", (3, 1, 2, 4, 4), torch.float32, "update", kind="bf16-states")
+    assert peers._wind(case) == []
+    assert peers._flash_rwkv(case._replace(op="wkv6")) == []
+
+    def fla(*inputs, initial_state, output_final_state, scale):
+        assert initial_state.shape == (3, 2, 4, 4)
+        return reference.wkv7_ref(*inputs, initial_state, output_final_state, decay="log", state_layout="kv")
+
+    (peer,) = peers._fla(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "_loaded", lambda module, name: fla)
+        own = measure.our_call(case, "auto", "update")
+        (found,) = measure._errors(case, [peer], cases.given_for(case, "cpu"), [own])
+    assert list(found["errors"]) == ["y", "state"]
+    assert 0 < found["error"] < 2e-6
+    assert 1e-4 < found["other_error"] < 4e-3  # ours rounds its states
 
 
 def test_peer_of_wkv4_begins_with_an_empty_state(monkeypatch):
@@ -406,8 +433,14 @@ def test_recorded_rows_are_of_the_suites_which_have_strong_decays_steps_and_pack
         *(("packed", op, (1, 32768, 64, 64, 64), phase, "packed") for op in three for phase in both),
         *(("decode", op, shape, "decode", "usual") for op in (*three, "wkv5") for shape in steps),
         *(("decode", "wkv4", (batch, 1, 2048), "decode", "usual") for batch in (1, 64)),
+        *(("inference", "wkv7", (batch, 1, 64, 64, 64), "update", kind)
+          for batch in (1, 32, 256, 1024) for kind in ("usual", "bf16-states")),
+        *(("inference", "gla", (batch, 1, 32, 128, 128), "update", kind)
+          for batch in (1, 64, 512) for kind in ("usual", "vk-states")),
+        *(("inference", "wkv6", (batch, 1, 32, 64, 64), "update", "usual") for batch in (1, 64)),
     }  # fmt: skip
-    assert len(everything) == 58
+    assert len(everything) == 74
+    assert len(suites.entries_of(["inference"])) == 16
     (profile,) = suites.entries_of(["profile"])
     assert (profile.case.dtype, profile.case.wide_decay) == (torch.float16, True)
     assert set(profile.backends) == {"auto", "recurrent", "chunked"}

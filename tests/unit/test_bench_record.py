@@ -278,7 +278,8 @@ def test_a_table_has_a_line_for_each_contestant_and_a_column_for_each_phase():
 
 def test_blocks_are_the_machine_the_picture_the_speedups_and_the_ops():
     blocks = tables.blocks(result())
-    assert list(blocks) == ["machine", "picture", "speedups", "service", "errors", *cases.OPS]
+    assert list(blocks) == ["machine", "picture", "speedups", "service", "errors", "inference", *cases.OPS]
+    assert blocks["inference"] == "The record has none of these yet.\n"
     empty = {op for op in cases.OPS if blocks[op] == "The record has none of these yet.\n"}
     assert empty == {"wkv5", "linear_attention"}
     assert blocks["machine"].startswith(f"{tables.machine(result())}. Medians")
@@ -296,6 +297,35 @@ def test_errors_are_a_table_of_results():
         "3.0e-03 from recurrent |"
     ]
     assert tables.blocks(result())["errors"] == "The record has none of these yet.\n"
+
+
+def test_updates_are_a_table_of_their_own():
+    update = {"shape": (32, 1, 64, 64, 64), "phase": "update"}
+    errors = {"y": 1.7e-3, "state": 4e-8}
+    rows = [
+        row(),
+        row(**update, what="update", median=0.1, fraction=0.9, errors=errors, error=1.7e-3),
+        row(**update, who="torch", what="copy", median=0.08, errors={}, error=None),
+        row(**update, who="fla", what="step", median=0.2, errors={"y": 2e-3, "state": 1e-7}, host_us=250.0),
+        row(**update, what="update", inputs="bf16-states", median=0.05, fraction=0.8, errors=errors),
+        left_out("no\n room", **update, who="fla", what="step", inputs="bf16-states"),
+    ]
+    blocks = tables.blocks(result(rows=rows))
+    assert blocks["inference"] == (
+        "| call | dtype | by | update ms | rwkv_jit is faster | host us | error of y | of the states |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| wkv7 (32, 1, 64, 64) | bfloat16 | rwkv_jit update | 0.100 (0.0980 to 0.104) 90% |  | 12.0 | 1.7e-03"
+        " | 4.0e-08 |\n"
+        "| wkv7 (32, 1, 64, 64) | bfloat16 | torch copy | 0.0800 (0.0784 to 0.0832) 625% | 0.8× | 12.0 |  |  |\n"
+        "| wkv7 (32, 1, 64, 64) | bfloat16 | fla step | 0.200 (0.196 to 0.208) 250% | 2.0× | 250.0 † | 2.0e-03"
+        " | 1.0e-07 |\n"
+        "| wkv7 (32, 1, 64, 64), bfloat16 states | bfloat16 | rwkv_jit update | 0.0500 (0.0490 to 0.0520) 80% |  | 12.0"
+        " | 1.7e-03 | 4.0e-08 |\n"
+        "| wkv7 (32, 1, 64, 64), bfloat16 states | bfloat16 | fla step | left out |  |  |  |  |\n"
+        "\nLeft out:\n\n- no room: fla step (32, 1, 64, 64), bfloat16 states bfloat16 update\n"
+    )
+    assert blocks["wkv7"] == tables.blocks(result(rows=rows[:1]))["wkv7"]
+    assert blocks["errors"] == "The record has none of these yet.\n"
 
 
 def test_service_is_a_table_of_its_own():

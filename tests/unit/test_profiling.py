@@ -47,12 +47,27 @@ def arguments(*given):
 @pytest.mark.parametrize("phase", bench.PHASES)
 @pytest.mark.parametrize("op", bench.OPS)
 def test_phases_are_those_of_the_op(op, phase, cpu, monkeypatch):
-    if op == "timex" and phase in ("decode", "prefill"):
+    if phase not in cases.phases_of(op):
         return
     case = profiling.case_of(arguments(op, "--shape", "2,3,2,4", "--dtype", "fp32", "--phase", phase))
-    assert case.shape == (2, 1 if phase == "decode" else 3, 2, 4, 4)
+    assert case.shape == (2, 1 if phase in ("decode", "update") else 3, 2, 4, 4)
     given = cases.given_for(case)
     monkeypatch.setattr(cases, "given_for", lambda case: given)
+    if phase == "update":
+        call = profiling.prepare(case)
+        cpu.clear()
+        for _ in range(2):  # the states go on
+            y, final = bench.OPS[op](
+                *given.inputs, initial_state=given.states(), output_final_state=True, **case.options
+            )
+            made = call()
+            torch.testing.assert_close(made[0], y.detach())
+            torch.testing.assert_close(made[1][given.slots], final.detach())
+            given = given._replace(state=made[1].clone())
+        assert cpu == ["update"] * 2
+        with pytest.raises(ValueError, match="^--backend: expected auto for an update, got recurrent$"):
+            profiling.prepare(case, "recurrent")
+        return
     state = {} if given.state is None else {"initial_state": given.state}
     y, final = bench.OPS[op](*given.inputs, **case.options, **state)
     call = profiling.prepare(case)
@@ -232,6 +247,7 @@ WKV4_KERNELS = "expected one of wkv4_backward, wkv4_forward, or regex: and an ex
             "wkv7_scan, wkv7_segment, wkv7_token_gradients, or regex: and an expression, got",
         ),
         (["wkv5", "--ncu", "nope"], "--ncu: expected one of gla_backward, gla_forward, gla_group_key_gradients, "),
+        (["wkv7", "--phase", "update", "--ncu", "wkv7_scan"], "--ncu: expected one of update_states, or regex: and an"),
         (["wkv4", "--ncu", ""], f"--ncu: {WKV4_KERNELS}, got ''"),
         (["wkv4", "--ncu", "regex:("], f"--ncu: {WKV4_KERNELS}, got"),
         (["wkv7", "--bare", "--ncu", "x"], "argument --ncu: not allowed with argument --bare"),
