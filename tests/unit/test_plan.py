@@ -243,6 +243,12 @@ def test_pieces_of_scratch_are_apart_and_begin_where_16_bytes_can_be_read(on_gpu
     assert abs(named["three"] - named["one"]) >= 32
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (3, 0, 5), (0,)])
+def test_memory_of_results_is_that_of_contiguous_tensors(shape):
+    made = tensors.memory(shape, torch.float32)
+    assert made.strides == torch.empty(shape).stride()
+
+
 def test_zeros_are_written_in_their_order_on_the_streams_of_calls(on_gpu, monkeypatch):
     seen, new = [], tensors.new
     on_gpu.while_running = lambda launch: seen.append(_floats(launch.named["flags"], 4))

@@ -375,9 +375,19 @@ def test_what_another_library_holds_is_read_in_every_call(on_gpu):
 def test_seeds_are_passed_in_every_call(on_gpu):
     inputs, pool, seeds = make("wkv7"), make_pool("wkv7", dtype=torch.bfloat16), []
     on_gpu.while_running = lambda launch: seeds.append(ctypes.c_int64.from_address(launch.named["seed"]).value)
-    for seed in (5, 6, torch.tensor([7]), torch.tensor([8])):
+    for seed in (5, 5, 6, torch.tensor([7]), torch.tensor([8])):
         call("wkv7", pool, inputs, rounding="stochastic", seed=seed)
-    assert seeds == [5, 6, 7, 8]
+    assert seeds == [5, 5, 6, 7, 8]
+
+
+def test_gradients_are_refused_before_a_launch(on_gpu):
+    inputs, pool = make("wkv7"), make_pool("wkv7")
+    call("wkv7", pool, inputs)
+    on_gpu.take()
+    inputs["v"].requires_grad_()
+    with pytest.raises(RuntimeError, match="changes the states in place and has no gradient"):
+        call("wkv7", pool, inputs)
+    assert not on_gpu.take()
 
 
 def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
