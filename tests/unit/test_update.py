@@ -416,7 +416,8 @@ def problem(name, layout, state_type, batch=B, tokens=1, arch="sm_90", multiproc
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(NAMES), st.sampled_from(["vk", "kv"]), st.sampled_from(["fp32", "bf16"]),
-    st.integers(1, 1100), st.integers(1, 1100), st.integers(1, 600), st.integers(1, 70), st.integers(1, 3),
+    st.integers(1, 1100), st.integers(1, 1100), st.integers(1, 600) | st.integers(65_000, 200_000), st.integers(1, 70),
+    st.integers(1, 3),
     st.sampled_from([2, 4, 8, 16]),
 )  # fmt: skip
 def test_blocks_hold_all_of_a_head(name, layout, state_type, head_size, value_size, batch, heads, tokens, alignment):
