@@ -238,40 +238,24 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of the driver's CUlaunchAttributeID
 _OVERLAPPING_SINCE = 12040  # CUDA of drivers that take such launches into a graph too
 
 
-def prepared_launch(function: int, shape: Sequence[int], table: int, overlaps: bool) -> Callable[[int], None]:
-    """Return what launches a kernel on a raw stream, for one thread at a time.
+def prepared_launch(
+    function: int, shape: Sequence[int], table: Any, overlaps: bool
+) -> tuple[Any, Callable[[], int], Any]:
+    """Return a launch for one thread at a time: its config, what launches with it, and what must be kept beside both.
 
-    `shape` is the grid, the block and the bytes of shared memory, `table` the address of those of the arguments. A
-    kernel that `overlaps` may begin beside the one before it, where the driver is not too old. What the driver refuses
-    with is raised as CuPy does.
+    The config's `stream` is to be set before each launch, which returns the driver's status. `shape` is the grid, the
+    block and the bytes of shared memory, `table` an array of the addresses of the arguments. A kernel that `overlaps`
+    may begin beside the one before it, where the driver is not too old.
     """
-    launch_ex = _launch_ex()
+    launch_ex = _driver_function("cuLaunchKernelEx")
     if launch_ex is None:
-        plain = driver().launchKernel
-        return lambda stream: plain(function, *shape, stream, table, 0)
+        raise RwkvJitError(f"the driver (CUDA {driver_version()}) is too old: kernels need one of CUDA 11.8 or later")
+    launch_ex.argtypes = [ctypes.c_void_p] * 4
     attribute, config = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1), _LaunchConfig(*shape)
     if overlaps and _runtime().driverGetVersion() >= _OVERLAPPING_SINCE:
         config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
-    run = partial(launch_ex, ctypes.addressof(config), function, table, 0)
-    error_type = driver().CUDADriverError
-
-    def launch(stream: int) -> None:
-        config.stream = stream
-        status = run()
-        if status:
-            raise error_type(status)
-
-    launch.attribute = attribute  # type: ignore[attr-defined]  # kept alive, as its address is in the config
-    return launch
-
-
-@cache
-def _launch_ex() -> Any:
-    """Return what launches from a config that stays as it is, and so in less time; None where there is no such."""
-    launch_ex = _driver_function("cuLaunchKernelEx")
-    if launch_ex is not None:
-        launch_ex.argtypes = [ctypes.c_void_p] * 4
-    return launch_ex
+    run = partial(launch_ex, ctypes.addressof(config), function, ctypes.addressof(table), 0)
+    return config, run, (attribute, table)
 
 
 def zero(address: int, count: int, stream: int) -> None:

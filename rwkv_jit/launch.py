@@ -71,31 +71,31 @@ class Launch:
         if shared_bytes:
             cuda.allow_shared_bytes(self.function, shared_bytes)
 
-    def _room(self) -> tuple[Any, Callable[[int], None], Any]:
-        """Return this thread's arguments (a buffer to write to), what launches with them, and what keeps them alive."""
+    def _room(self) -> tuple[Any, ...]:
+        """Return this thread's arguments (a buffer to write to), and its launch as `cuda.prepared_launch` does."""
         memory = ctypes.create_string_buffer(self._memory, max(len(self._memory), 1))
         first = ctypes.addressof(memory)
         table = (ctypes.c_void_p * len(self._places))(*[first + place for place in self._places])
-        run = cuda.prepared_launch(self.function, self._shape, ctypes.addressof(table), self._overlaps)
-        self._rooms.made = made = (memory, run, table)
+        self._rooms.made = made = memory, *cuda.prepared_launch(self.function, self._shape, table, self._overlaps)
         return made
 
     def launch(self, stream: int, values: Sequence[Any]) -> None:
         """Launch on a raw stream; the device must be current. An empty grid launches nothing."""
         if self._is_empty:
             return
+        # The driver is called from here: for a launch there is this frame of Python and no other.
         try:
-            memory, run, _ = self._rooms.made
+            memory, config, run, _ = self._rooms.made
         except AttributeError:
-            memory, run, _ = self._room()
+            memory, config, run, _ = self._room()
         self._layout.pack_into(memory, 0, *self._pick(values))
-        try:
-            run(stream)
-        except Exception as error:
-            if getattr(error, "status", None) != _INVALID_CONTEXT:
-                raise
+        config.stream = stream
+        status = run()
+        if status == _INVALID_CONTEXT:
             cuda.make_current(self.device)  # this thread has used no GPU yet
-            run(stream)
+            status = run()
+        if status:
+            raise cuda.driver().CUDADriverError(status)
 
 
 def _padded(letters: str) -> str:

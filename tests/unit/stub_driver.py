@@ -274,7 +274,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: made.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
     with contextlib.ExitStack() as cleared:
-        for clear in (tensors._capability.cache_clear, custom._launches.clear, cuda._launch_ex.cache_clear):
+        for clear in (tensors._capability.cache_clear, custom._launches.clear):
             clear()
             cleared.callback(clear)
         yield made

@@ -111,10 +111,11 @@ def test_older_driver_launches_one_after_the_other(gpus, version):
     assert launch.arguments == packed("qf", 5, 0.5)
 
 
-def test_driver_without_overlapping_launches_is_no_error(gpus, monkeypatch):
+def test_driver_that_is_too_old_says_so(gpus, monkeypatch):
     monkeypatch.setattr(cuda, "_driver_function", lambda name: None)
-    overlapping_launch_of(gpus).launch(7, (5, 0.5))
-    assert not gpus.launches[0].overlaps
+    with pytest.raises(RwkvJitError, match=r"^the driver \(CUDA 12.4\) is too old: kernels need one of CUDA 11.8"):
+        overlapping_launch_of(gpus).launch(7, (5, 0.5))
+    assert gpus.launches == []
 
 
 def test_overlapping_launch_that_is_refused_raises(gpus):
