@@ -166,6 +166,8 @@ class Problem(NamedTuple):
     wants_inputs: bool = True  # or the backward makes the gradient of the initial state alone
     is_narrow: bool = False  # the tensor cores take rows as float16 ones of another call
     is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
+    # The states are slots of a pool, and of the sequences, which are packed, one launch may leave some to others.
+    is_pooled: bool = False
     # Whether sequences are cut is chosen when the call runs: what the forward keeps has room for it either way.
     leaves_cut_open: bool = False
 

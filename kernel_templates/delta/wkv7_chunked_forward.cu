@@ -21,11 +21,13 @@
 // With SKIPS_ZEROS, for short sequences without initial states, nothing is multiplied by a state of zeros, nor added to
 // one that nobody reads.
 //
-// Grid (sequences, heads). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
-// transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
+// Grid (sequences, heads); with POOLED (heads, sequences), so that sequences for other launches, which end at once, leave
+// no multiprocessor with less to do than others. A warp holds 16 TILES value rows of S in fp32 for the whole sequence and
+// works with transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
 // Between two chunks S lacks the factor e^(D - m); it gets it together with the next chunk's e^m.
 #include "wkv7_chunk.cuh"
 #include "overlap.cuh"
+#include "pooled.cuh"
 
 constexpr int TILES = ceil_div(VALUES / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
@@ -51,16 +53,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
     Checkpoint* __restrict__ checkpoints, int* __restrict__ framed, float* __restrict__ carried, int* board,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
-    i64 tokens, i64 heads, float scale) {
+    i64 tokens, i64 heads, float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    i64 sequence = blockIdx.x, head = blockIdx.y;
+    i64 sequence = POOLED ? blockIdx.y : blockIdx.x, head = POOLED ? blockIdx.x : blockIdx.y;
     if (MAY_LEAVE_FRAMES && board != nullptr) let_next_launch_begin();
     if (BY_HALVES && board != nullptr) {
-        const i64 piece = left_piece(board, head * gridDim.x + sequence, i64(gridDim.x) * heads);
+        const i64 piece = left_piece(board, POOLED ? sequence * gridDim.x + head : head * gridDim.x + sequence,
+                                     i64(gridDim.x) * (POOLED ? gridDim.y : heads));
         if (piece < 0) return;
         sequence = piece / heads, head = piece % heads;
+    }
+    if (is_for_others(pieces, sequence, wave)) {
+        if (MAY_LEAVE_FRAMES && board != nullptr && threadIdx.x == 0) report(board, false, 0);
+        return;
     }
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
@@ -105,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     if (first_steps > 0) from_w.load(next_w, first_steps);
     StateRows state[TILES];
     if constexpr (BY_HALVES) read_state<STATE_LAYOUT>(state, written_meanwhile(carried + state_offset), first_value);
-    else read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
+    else read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride), first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
@@ -184,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         solve(u_rows, tm, u);                                         // U <- Tm U
         add_triangles(lower(out, rb, u_rows));                        // Y <- Y + Arb U
         store_sums(outputs, first_value, out);
-        if (!SKIPS_ZEROS || left > 1 || final_state != nullptr)
+        if (!SKIPS_ZEROS || left > 1 || has_last_state(final_state, pieces, sequence))
             add_outer(state, outer(v_rows, operand_k), outer(u_rows, operand_b));  // S' <- S' + V^T K + U^T B
         __syncwarp();
         const T_IO* const own_y = &smem.y[0][first_value];
@@ -200,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     if (MAY_LEAVE_FRAMES && threadIdx.x == 0)
         framed[sequence * heads + head] = chunks - left;
     const bool has_left = MAY_LEAVE_FRAMES && left > 0;
-    if (final_state != nullptr || has_left) {
+    if (has_last_state(final_state, pieces, sequence) || has_left) {
         __syncthreads();
         write_factor(smem.factor, pending_exponent);
         __syncthreads();
@@ -211,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
                 // The row is worked out again: kept, it would be a register more in the loop.
                 const int row = warp_id() * WARP_ROWS + 16 * i;
                 if (has_left) write_state<STATE_LAYOUT>(carried + state_offset, state[i], row);
-                else write_state<STATE_LAYOUT>(final_state + state_offset, state[i], row);
+                else write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state[i], row);
             }
     }
     if (MAY_LEAVE_FRAMES && board != nullptr) {

@@ -19,6 +19,7 @@
 
 __device__ inline int channel_of(int row) { return channel_of_column<Order::lanes>(row); }
 #include "group_scan.cuh"
+#include "pooled.cuh"
 
 // Stages of a chunk: W and R0 by slab, the token matrices, B and K0 by slab; backwards B and K0 first.
 constexpr int STEPS = 2 * SLABS + 1;
@@ -49,11 +50,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
     const int* __restrict__ halved, T_IO* __restrict__ output, T_IO* __restrict__ solved, uint4* __restrict__ states,
     T_STATE* __restrict__ last,
-    float4* __restrict__ carried, Strides input_strides, i64 tokens, i64 heads, Walk walk) {
+    float4* __restrict__ carried, Strides input_strides, i64 tokens, i64 heads, Walk walk,
+    const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
+    if (is_for_others(pieces, sequence, wave)) return;  // as all of a cluster are
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const int begin = walk.begin, end = min(walk.end, chunks);
@@ -134,8 +137,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
         if (goes_on) exponents.load_pending(frame(begin - 1), halved + place_of_chunk(begin - 1) * SLABS, part);
         load_begin(begin);
         load_values(begin);
+        const T_STATE* const own_first = first_state(first, state_offset, pieces, sequence, head, slot_stride);
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
-            x = present && first != nullptr && !goes_on ? to_float(first[state_offset + place]) : 0.0f;
+            x = present && own_first != nullptr && !goes_on ? to_float(own_first[place]) : 0.0f;
         });
         const float4* const carried_in = carried_state();
         for_each_accumulator(state, [&](Accumulator& x, int i) { load_if(goes_on, x, carried_in + i * CONSUMERS); });
@@ -276,10 +280,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
             for_each_accumulator(state, [&](const Accumulator& x, int i) {
                 carried_out[i * CONSUMERS] = {x[0], x[1], x[2], x[3]};
             });
-        } else if (last != nullptr) {
+        } else if (has_last_state(last, pieces, sequence)) {
             exponents.scale(state, true);
+            T_STATE* const own_last = last_state(last, state_offset, pieces, sequence, head, slot_stride);
             for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
-                if (present) last[state_offset + place] = from_float<T_STATE>(x);
+                if (present) own_last[place] = from_float<T_STATE>(x);
             });
         }
         wait_until_read();

@@ -19,6 +19,7 @@
 // the state in fp32 for the whole sequence; KEY_WARPS warps have the same rows and add up their X and Y. The operands
 // come in stages, 64 channels of two of them for each of these warps, STAGES - 1 stages ahead. Between two chunks the
 // state lacks the factor that ends a chunk; it gets it together with the one that begins the next.
+#include "pooled.cuh"
 #include "wkv7_slab.cuh"
 
 constexpr int ROW_WARPS = WARPS / KEY_WARPS, VALUE_ROWS = 16 * ROW_WARPS;
@@ -63,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
     const int* __restrict__ halved, T_IO* __restrict__ output, T_IO* __restrict__ solved, uint4* __restrict__ states,
-    T_STATE* __restrict__ last, Strides input_strides, i64 tokens, i64 heads) {
+    T_STATE* __restrict__ last, Strides input_strides, i64 tokens, i64 heads, const Piece* __restrict__ pieces,
+    i64 slot_stride, int wave) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     constexpr int ROW_BLOCKS = ceil_div(VALUE_SIZE, VALUE_ROWS);
@@ -72,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
     const int own_row = 16 * row_warp, first_value = block_row + own_row,
               first_channel = key_warp * (SPAN_SLABS * TILE_COLUMNS);
+    if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const i64 first_slot = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN);
@@ -162,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) load_stage(stage);
     if (chunks > 0) load_frame(0);
+    const T_STATE* const own_first = first_state(first, state_offset, pieces, sequence, head, slot_stride);
     for_each_element(state, first_value, first_channel, [&](float& x, int value, int channel, bool present) {
-        x = present && first != nullptr ? to_float(first[state_offset + state_index<STATE_LAYOUT>(value, channel)])
-                                        : 0.0f;
+        x = present && own_first != nullptr ? to_float(own_first[state_index<STATE_LAYOUT>(value, channel)]) : 0.0f;
     });
 
     int stage = 0;
@@ -336,13 +339,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
         }
     }
     wait_for_copies<0>();
-    if (last == nullptr) return;
+    if (!has_last_state(last, pieces, sequence)) return;
     __syncthreads();
     write_factor(true);
     __syncthreads();
 #pragma unroll
     for (int slab = 0; slab < SPAN_SLABS; ++slab) scale_slab(slab);
+    T_STATE* const own_last = last_state(last, state_offset, pieces, sequence, head, slot_stride);
     for_each_element(state, first_value, first_channel, [&](float& x, int value, int channel, bool present) {
-        if (present) last[state_offset + state_index<STATE_LAYOUT>(value, channel)] = from_float<T_STATE>(x);
+        if (present) own_last[state_index<STATE_LAYOUT>(value, channel)] = from_float<T_STATE>(x);
     });
 }

@@ -24,6 +24,7 @@ constexpr int SLABS = ceil_div(HEAD_SIZE, TILE_COLUMNS), CHANNELS = SLABS * TILE
               VALUES = 32 * ceil_div(VALUE_SIZE, 32);
 __device__ inline int channel_of(int row) { return row; }
 #include "group_scan.cuh"
+#include "pooled.cuh"
 
 constexpr int OWN_ROWS = VALUE_ROWS / GROUPS;  // value rows of Y that a group makes
 constexpr int STEPS = SLABS + 1;               // stages of a chunk: Q and K by slab, then P
@@ -44,12 +45,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ pairs, const float* __restrict__ frames,
     const int* __restrict__ halved, T_IO* __restrict__ output, uint4* __restrict__ states, T_STATE* __restrict__ last,
-    Strides input_strides,
-    i64 tokens, i64 heads) {
+    Strides input_strides, i64 tokens, i64 heads, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
+    if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const i64 first_slot = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN);
@@ -112,8 +113,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
         };
         load_begin(0);
         load_values(0);
+        const T_STATE* const own_first = first_state(first, state_offset, pieces, sequence, head, slot_stride);
         for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
-            x = present && first != nullptr ? to_float(first[state_offset + place]) : 0.0f;
+            x = present && own_first != nullptr ? to_float(own_first[place]) : 0.0f;
         });
         const i64 out_stride = heads * VALUE_SIZE;
         const i64 out_place =
@@ -206,10 +208,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
             write_outputs<OWN_ROWS>(output + out_place + token * out_stride, out_stride, smem.outputs[warp], sum,
                                           rows, width);
         }
-        if (last != nullptr) {
+        if (has_last_state(last, pieces, sequence)) {
             exponents.scale(state, true);
+            T_STATE* const own_last = last_state(last, state_offset, pieces, sequence, head, slot_stride);
             for_each_element(state, part, block_row, [&](float& x, bool present, i64 place) {
-                if (present) last[state_offset + place] = from_float<T_STATE>(x);
+                if (present) own_last[place] = from_float<T_STATE>(x);
             });
         }
         wait_until_read();

@@ -19,8 +19,9 @@
 // Where decays leave the range of a chunk's frame, the rest of the head goes by halves: then S' is S, the factor e^D
 // lies between Y's product and the state's, and P, Q and K are as write_pairs_by_halves of gla_chunk.cuh makes them.
 //
-// Grid (sequences, heads, value rows / ROWS). A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
+// Grid (sequences, heads, value rows / ROWS); with POOLED heads come first, as in wkv7_chunked_forward. A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
 #include "gla_chunk.cuh"
+#include "pooled.cuh"
 
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;
@@ -197,10 +198,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
     int* __restrict__ framed,
     Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides, i64 tokens, i64 heads,
-    float scale) {
+    float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x, number = blockIdx.y;
+    const i64 sequence = POOLED ? blockIdx.y : blockIdx.x, number = POOLED ? blockIdx.x : blockIdx.y;
+    if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + number * s.head; };
     const i64 output_stride = heads * VALUE_SIZE;
@@ -230,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if (channel + 1 < HEAD_SIZE) head.bonus.y = scale * to_float(u[number * HEAD_SIZE + channel + 1]);
     }
     StateRows state[TILES];
-    read_state<STATE_LAYOUT>(state, first ? first + state_offset : nullptr, head.first_value);
+    read_state<STATE_LAYOUT>(state, first_state(first, state_offset, pieces, sequence, number, slot_stride), head.first_value);
 
     float2& pending_exponent = smem.pending_exponent[threadIdx.x % PAIRS];
     const auto leave_frames = [&](i64 end) {
@@ -257,14 +259,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if (has_tokens && token < span.length) leave_frames(span.length);
     }
     wait_for_copies<0>();
-    if (last == nullptr) return;
+    if (!has_last_state(last, pieces, sequence)) return;
     __syncthreads();
     write_factor(smem.factor, pending_exponent);
     __syncthreads();
     if (!head.has_values) return;
+    T_STATE* const own_last = last_state(last, state_offset, pieces, sequence, number, slot_stride);
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
         if constexpr (HAS_DECAY) scale_columns(state[i], smem.factor);
-        write_state<STATE_LAYOUT>(last + state_offset, state[i], head.first_value + 16 * i);
+        write_state<STATE_LAYOUT>(own_last, state[i], head.first_value + 16 * i);
     }
 }

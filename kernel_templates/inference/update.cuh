@@ -313,6 +313,13 @@ __device__ inline void read_tile(Tile& tile, const T_STATE* head, int first_valu
     });
 }
 
+__device__ inline void clear_tile(Tile& tile) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) tile[i][j] = 0.0f;
+}
+
 // ---- rounding ----
 
 // Philox 4x32 with 10 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011): 16 bytes at random

@@ -14,11 +14,16 @@
 // A row whose slot is at or below `null_index`, or past the pool, reads no state and gets y of zeros. A state is not
 // written to such a slot. Rows that write to one slot leave it with some of both.
 //
+// With PACKED a row is a piece of `arrange_sequences`, which says its tokens and its slots: r is [tokens, heads, K], and
+// so are the others, and the indices are null. Pieces of many tokens are for other launches. What is behind the last
+// piece gets zeros.
+//
 // Grid (heads * VALUE_BLOCKS, rows, further rows). The state passes once: y and the rank-one correction are sums over
 // the state as it was. So it is read by accesses of 16 bytes, all of which are under way before the first is used.
 // The launch may begin beside the one before, and lets the next one begin beside itself: it has its state brought near
 // meanwhile, and reads nothing that the other may still write.
 #include "overlap.cuh"
+#include "pieces.cuh"
 #include "update.cuh"
 
 struct Smem {
@@ -33,36 +38,54 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     T_STATE* state, const Index* __restrict__ state_indices, const Index* __restrict__ write_indices,
     const i64* __restrict__ seed, T_IO* __restrict__ y, Strides r_strides, Strides w_strides, Strides k_strides,
     Strides v_strides, Strides a_strides, Strides b_strides, i64 slot_stride, i64 slots, i64 null_index, i64 batch,
-    i64 tokens, i64 heads, float scale) {
+    i64 tokens, i64 heads, float scale, const i64* __restrict__ bounds, const Piece* __restrict__ pieces) {
     __shared__ alignas(16) Smem smem;
     const i64 row = i64(blockIdx.z) * gridDim.y + blockIdx.y, head = blockIdx.x / VALUE_BLOCKS;
     if (row >= batch) return;
     const int first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
     const i64 of_head = head * (VALUE_SIZE * HEAD_SIZE);
     let_next_launch_begin();
-    // The launch before may still write the index and the state: they are only brought near.
-    const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + row)) : row;
-    if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + of_head, first_value);
+    if constexpr (!PACKED) {
+        // The launch before may still write the index and the state: they are only brought near.
+        const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + row)) : row;
+        if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + of_head, first_value);
+    }
     state = after_previous_launch(state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
     a = written_meanwhile(a), b = written_meanwhile(b), u = written_meanwhile(u), w0 = written_meanwhile(w0);
     state_indices = written_meanwhile(state_indices), write_indices = written_meanwhile(write_indices);
     seed = written_meanwhile(seed);
-    const i64 from = state_indices != nullptr ? i64(state_indices[row]) : row;
-    const i64 to = write_indices != nullptr ? i64(write_indices[row]) : from;
-
-    y += (row * tokens * heads + head) * VALUE_SIZE + first_value;
     const i64 y_stride = heads * VALUE_SIZE;
-    if ((state_indices != nullptr && from <= null_index) || from >= slots || from < 0) {
+    y += head * VALUE_SIZE + first_value;
+    const auto write_zeros = [&](i64 begin, i64 end) {
         const int width = min(BLOCK_VALUES, VALUE_SIZE - first_value);
 #pragma unroll 1
-        for (i64 t = 0; t < tokens; ++t)
+        for (i64 t = begin; t < end; ++t)
 #pragma unroll 1
             for (int i = threadIdx.x; i < width; i += NUM_THREADS) y[t * y_stride + i] = from_float<T_IO>(0.0f);
-        return;
+    };
+    i64 from, to, begin = 0;
+    if constexpr (PACKED) {
+        bounds = written_meanwhile(bounds), pieces = written_meanwhile(pieces);
+        const i64 end = bounds[batch], share = (tokens - end + batch - 1) / batch;
+        write_zeros(end + row * share, min(end + (row + 1) * share, tokens));
+        const Piece piece = pieces[row];
+        begin = bounds[row], tokens = bounds[row + 1] - begin;
+        if (piece.kind == PieceKind::zeros) write_zeros(begin, begin + tokens);
+        if (piece.kind != PieceKind::few_tokens) return;
+        from = piece.read, to = piece.write, null_index = -1;
+        y += begin * y_stride;
+    } else {
+        from = state_indices != nullptr ? i64(state_indices[row]) : row;
+        to = write_indices != nullptr ? i64(write_indices[row]) : from;
+        y += row * tokens * y_stride;
+        if ((state_indices != nullptr && from <= null_index) || from >= slots || from < 0) {
+            write_zeros(0, tokens);
+            return;
+        }
     }
 
-    const auto start = [&](Strides s) { return row * s.batch + head * s.head; };
+    const auto start = [&](Strides s) { return (PACKED ? begin * s.token : row * s.batch) + head * s.head; };
     r += start(r_strides), w += start(w_strides), k += start(k_strides);
     v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
     u += head * HEAD_SIZE, w0 = w0 != nullptr ? w0 + head * HEAD_SIZE : nullptr;
@@ -78,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) update_
     if (DECAY != Decay::none && w0 != nullptr) held.w0.load(w0);
 
     Tile tile;
-    read_tile(tile, state + from * slot_stride + of_head, first_value);
+    if (PACKED && from < 0) clear_tile(tile);
+    else read_tile(tile, state + from * slot_stride + of_head, first_value);
 
     const i64 steps = ONE_TOKEN ? 1 : tokens;
 #pragma unroll 1

@@ -13,6 +13,7 @@
 // Grid (sequences * heads, ROW_BLOCKS): value rows do not depend on each other, so any split of them is exact.
 // Shared memory holds CHUNK_LEN tokens as floats, the decay already mapped; the next chunk waits in registers.
 // Every sum and the state are fp32 and any decay is safe: nothing is ever divided by it.
+#include "pooled.cuh"
 #include "tile.cuh"
 
 struct Smem {
@@ -26,11 +27,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_forward(
     const T_U* __restrict__ u, const T_STATE* __restrict__ initial_state, const i64* __restrict__ cu_seqlens,
     T_IO* __restrict__ y, T_STATE* __restrict__ final_state, float* __restrict__ checkpoints,
     Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides, i64 tokens, i64 heads,
-    int interval, float scale) {
+    int interval, float scale,
+    const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
     __shared__ alignas(16) Smem smem;
     const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
     const int block_row = blockIdx.y * BLOCK_ROWS;
     const int width = min(BLOCK_ROWS, VALUE_SIZE - block_row);
+    if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
 
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + head * s.head; };
@@ -58,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_forward(
     load(0);
     clear_shared(reinterpret_cast<float*>(&smem), sizeof(Smem) / sizeof(float));
     Rectangle state;
-    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, block_row);
+    read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride), block_row);
     float bonus[COLUMNS] = {};
     if constexpr (BONUS) read_channels(bonus, u + head * HEAD_SIZE);
     __syncthreads();
@@ -110,5 +113,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_forward(
         __syncthreads();
         if (y != nullptr) write_values(y + token * y_stride, y_stride, smem.y[0], steps, width);
     }
-    if (final_state != nullptr) write_state<STATE_LAYOUT>(final_state + state_offset, state, block_row);
+    if (has_last_state(final_state, pieces, sequence))
+        write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state, block_row);
 }

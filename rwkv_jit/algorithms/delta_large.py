@@ -397,7 +397,7 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
     state_type = "fp32" if is_backward else p.state_type
     own: dict[str, Parameter] = {
         **_sizes(p), **parts.types(p), "T_STATE": state_type, "VALUES": _values(p.V), "BACKWARD": is_backward,
-        "LARGEST_DECAY": parts.largest_decay(p),
+        "LARGEST_DECAY": parts.largest_decay(p), "POOLED": p.is_pooled,
     }  # fmt: skip
     if _has_groups(p.chunk_len, p.gpu) and p.num_threads in (None, _GROUP_THREADS):
         group = _group_cut(p.K, p.V, p.gpu, walk.few_heads and p.num_threads is None)

@@ -230,13 +230,13 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": blocks, **parts.level_tiles(p, _key_tile_bytes(p.K, p.chunk_len), shared, blocks),
-        "ROWS": rows, "BACKWARD": backward, "FOR_GROUPS": for_groups,
+        "ROWS": rows, "BACKWARD": backward, "FOR_GROUPS": for_groups, "POOLED": p.is_pooled,
         "LARGEST_DECAY": parts.largest_decay(p), **parts.types(p),
     }  # fmt: skip
     if backward:
         parameters["T_STATE"] = "fp32"
     bind = {**parts.given(p), "q": "r", **scan_ends(p, direction), **bind}
-    return Step("gla_scan", "gla_scan", parameters, (p.N, p.H, -(-p.V // rows)), bind)
+    return Step("gla_scan", "gla_scan", parameters, (*parts.sequences_and_heads(p), -(-p.V // rows)), bind)
 
 
 def backward(p: Problem) -> Schedule:

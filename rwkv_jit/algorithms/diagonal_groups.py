@@ -125,7 +125,7 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any]) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": THREADS, "VALUE_ROWS": value_rows,
         "STAGES": stages, "BACKWARD": backward, "SHARED_BYTES": _scan_shared_bytes(p.K, value_rows, stages),
-        "LARGEST_DECAY": parts.largest_decay(p),
+        "LARGEST_DECAY": parts.largest_decay(p), "POOLED": p.is_pooled,
         **parts.named(parts.types(p), "T_IO", "T_STATE", "DECAY", "STATE_LAYOUT"),
     }  # fmt: skip
     if backward:

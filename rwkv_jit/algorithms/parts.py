@@ -99,6 +99,11 @@ def check_heads(p: Problem, backend: str) -> None:
         raise UnsupportedConfigError(f"backend: {backend!r} takes up to {MOST_HEADS} heads, got {p.H}; use 'recurrent'")
 
 
+def sequences_and_heads(p: Problem) -> tuple[Any, Any]:
+    """Return two extents of a grid that has a block for each sequence and head, in the order that kernels take."""
+    return (p.H, p.N) if p.is_pooled else (p.N, p.H)
+
+
 # ---- sizes -------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +149,12 @@ def given(p: Problem) -> dict[str, Any]:
         bind["final_state"] = None
     if not p.has_initial_state:
         bind["grad_initial_state"] = None
-    return bind
+    return bind | _of_pool(p)
+
+
+def _of_pool(p: Problem) -> dict[str, Any]:
+    """Return what arguments about a pool are bound to, in calls that have none."""
+    return {} if p.is_pooled else {"pieces": None, "slot_stride": 0, "wave": 0}
 
 
 def types(p: Problem, *without: str) -> dict[str, Parameter]:
@@ -293,15 +303,19 @@ def copy_states(
     p: Problem, source: str, target: str, source_type: str, target_type: str, source_layout: str, target_layout: str,
     row_step: Any = 1, first_row: Any = 0,
 ) -> Step:  # fmt: skip
-    """Return the step that copies states to another type or layout: of every sequence row i * row_step + first_row."""
+    """Return the step that copies states to another type or layout: of every sequence row i * row_step + first_row.
+
+    Of calls over a pool the initial states are read there, and the final ones written.
+    """
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_FROM": source_type, "T_TO": target_type, "NUM_THREADS": _COPY_THREADS,
         "FROM_VK": source_layout == "vk", "TO_VK": target_layout == "vk", "RAGGED": False,
+        "FROM_POOL": p.is_pooled and source == "initial_state", "TO_POOL": p.is_pooled and target == "final_state",
     }  # fmt: skip
     grid = (p.N * p.H, -(-p.V // _COPY_TILE), -(-p.K // _COPY_TILE))
     bind = {
         "from": source, "to": target, "cu_seqlens": None, "heads": p.H, "row_step": row_step, "first_row": first_row,
-        "tokens": 0, "segment_len": 0,
+        "tokens": 0, "segment_len": 0, **_of_pool(p),
     }  # fmt: skip
     return Step("copy_states", "copy_states", parameters, grid, bind)
 

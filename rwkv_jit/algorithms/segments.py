@@ -188,7 +188,8 @@ def _of_segments(p: Problem, **sizes: Any) -> Problem:
     """
     gpu, backend = p.gpu._replace(multiprocessors=None), "large" if _kind(p) == "large" else "chunked"
     return p._replace(
-        state_type="fp32", state_layout="vk", has_initial_state=True, backend=backend, gpu=gpu, **sizes
+        state_type="fp32", state_layout="vk", has_initial_state=True, backend=backend, gpu=gpu, is_pooled=False,
+        **sizes,
     )  # fmt: skip
 
 
@@ -326,7 +327,7 @@ def forward(p: Problem) -> Schedule:
     first = None
     if p.has_initial_state:
         first = "initial_state"
-        if (p.state_type, p.state_layout) != ("fp32", "vk"):
+        if p.is_pooled or (p.state_type, p.state_layout) != ("fp32", "vk"):
             steps.append(parts.copy_states(p, "initial_state", "first", p.state_type, "fp32", p.state_layout, "vk"))
             first, scratch["first"] = "first", p.state_bytes
     last = None

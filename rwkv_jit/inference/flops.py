@@ -1,4 +1,4 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for updates: as much as for the op over as many tokens."""
+"""What `FlopCounterMode` of torch counts over pools of states: as much as for the op over as many tokens."""
 
 from __future__ import annotations
 
@@ -17,4 +17,5 @@ def _count(op: str, state: Tensor, y: Tensor, inputs: Sequence[Tensor], *_: Any,
     return 2 * products * inputs[0].numel() * y.shape[-1]
 
 
-flop_counter.register_flop_formula(registry.find("update_states").overloadpacket, get_raw=True)(_count)
+for _name in ("update_states", "varlen_states"):
+    flop_counter.register_flop_formula(registry.find(_name).overloadpacket, get_raw=True)(_count)

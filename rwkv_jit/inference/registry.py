@@ -18,6 +18,13 @@ _OPS = {
         "Tensor? write_indices, Tensor? seed, int null_index, float scale, str decay, str state_layout) -> ()",
         "rwkv_jit.inference.update",
     ),
+    "varlen_states": (
+        "(str op, Tensor(a!) state, Tensor(b!) y, Tensor[] inputs, Tensor? w0, Tensor cu_seqlens, "
+        "Tensor? state_indices, Tensor? write_indices, Tensor? has_initial_state, Tensor? num_active, "
+        "Tensor? checkpoint_offsets, Tensor? checkpoint_indices, Tensor? seed, int null_index, int? max_seqlen, "
+        "float scale, str decay, float? decay_bound, str state_layout) -> ()",
+        "rwkv_jit.inference.varlen",
+    ),
 }
 
 

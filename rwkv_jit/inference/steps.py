@@ -60,7 +60,7 @@ class Pool(NamedTuple):
     is_stochastic: bool = False
 
 
-def geometry(p: Problem, pool: Pool) -> dict[str, Parameter]:
+def geometry(p: Problem, pool: Pool, is_packed: bool = False) -> dict[str, Parameter]:
     """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM."""
     size = BYTES[p.state_type]
     row = p.K if p.state_layout == "vk" else p.V
@@ -69,9 +69,13 @@ def geometry(p: Problem, pool: Pool) -> dict[str, Parameter]:
     cut = spread(p, vector, False)
     if p.multiprocessors is not None and p.B * p.H * _value_blocks(p, cut) < few * p.multiprocessors:
         cut = spread(p, vector, True)
-    is_light = vector * int(cut["ROWS"]) <= _HELD and p.T == 1 and p.gpu.number > TENSOR_CORES
+    is_light = vector * int(cut["ROWS"]) <= _HELD and _has_one_token(p, is_packed) and p.gpu.number > TENSOR_CORES
     resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
     return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
+
+
+def _has_one_token(p: Problem, is_packed: bool) -> bool:
+    return p.T == 1 and not is_packed
 
 
 def _power(value: float) -> int:
@@ -115,20 +119,28 @@ def _value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
 
 def schedule(p: Problem, pool: Pool) -> Schedule:
     """Return the launch of a step: the state is bound to its first slot, y to memory of the caller's."""
-    cut = geometry(p, pool)
+    return Schedule((step(p, pool),))
+
+
+def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
+    """Return the launch for p.B rows: of as many tokens each, or pieces of packed sequences."""
+    cut = geometry(p, pool, is_packed)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
         "T_W": p.types.get("w", "fp32"), "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
         "DECAY": p.decay, "STATE_LAYOUT": p.state_layout, "DELTA": p.op.family == "delta",
         "BONUS": "u" in p.op.inputs, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
-        "ONE_TOKEN": p.T == 1, **cut,
+        "ONE_TOKEN": _has_one_token(p, is_packed), "PACKED": is_packed, **cut,
     }  # fmt: skip
     bind = {
         **{name: None for name in ("w", "u", "a", "b") if name not in p.op.inputs},
         "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
         "tokens": p.T, "heads": p.H, "scale": p.scale,
     }  # fmt: skip
+    others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
+    bind |= dict.fromkeys(others)
     rows = min(p.B, _MOST_ROWS)
     grid = (p.H * _value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
-    step = Step("update_states", "update_states", parameters, grid, bind, overlaps=p.gpu.number >= OVERLAPS_SINCE)
-    return Schedule((step,))
+    # Packed rows read what the launch before has just written, so that nothing could be brought near meanwhile.
+    overlaps = p.gpu.number >= OVERLAPS_SINCE and not is_packed
+    return Step("update_states", "update_states", parameters, grid, bind, overlaps=overlaps)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import env, modes, tensors
-from rwkv_jit.inference import registry, rounding, steps
-from rwkv_jit.inference.steps import Pool
-from rwkv_jit.ops import checks, plain, sharding, torch_op
+from rwkv_jit import modes, tensors
+from rwkv_jit.inference import arguments, calls, plainly, registry, steps
+from rwkv_jit.ops import checks, torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
-from rwkv_jit.problem import Op, Problem
-from rwkv_jit.reference import gla_ref, linear_attention_ref, wkv5_ref, wkv6_ref, wkv7_ref
+from rwkv_jit.problem import Op
 from rwkv_jit.signatures import BySignature
-from rwkv_jit.tensors import Memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_REFERENCES: dict[str, Callable[..., Any]] = {
-    "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref, "linear_attention": linear_attention_ref,
-}  # fmt: skip
-_ROUNDINGS = ("nearest", "stochastic")
-_INDEX_TYPES = (torch.int32, torch.int64)
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -152,7 +143,7 @@ def wkv7_update(
     >>> rwkv_jit.wkv7_update(pool, r, w, k, v, a, b, state_indices=slots).shape
     torch.Size([3, 4, 64])
     """
-    return _call(OPS["wkv7"], state, (r, w, k, v, a, b), options)
+    return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
 
 
 def wkv6_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayUpdateOptions]) -> Tensor:
@@ -202,7 +193,7 @@ def wkv6_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
     >>> rwkv_jit.wkv6_update(pool, r, k, v, w, torch.zeros(4, 64, device="cuda")).shape
     torch.Size([3, 4, 64])
     """
-    return _call(OPS["wkv6"], state, (r, k, v, w, u), options)
+    return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
 
 
 def wkv5_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayUpdateOptions]) -> Tensor:
@@ -251,7 +242,7 @@ def wkv5_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
     >>> rwkv_jit.wkv5_update(pool, r, k, v, w, u).shape
     torch.Size([3, 4, 64])
     """
-    return _call(OPS["wkv5"], state, (r, k, v, w, u), options)
+    return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
 
 
 def gla_update(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[DecayUpdateOptions]) -> Tensor:
@@ -300,7 +291,7 @@ def gla_update(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[Dec
     >>> rwkv_jit.gla_update(pool, q, k, v, torch.nn.functional.logsigmoid(x)).shape
     torch.Size([3, 4, 128])
     """
-    return _call(OPS["gla"], state, (q, k, v, g), options)
+    return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
 
 
 def linear_attention_update(state: Any, q: Any, k: Any, v: Any, **options: Unpack[UpdateOptions]) -> Tensor:
@@ -347,7 +338,7 @@ def linear_attention_update(state: Any, q: Any, k: Any, v: Any, **options: Unpac
     >>> rwkv_jit.linear_attention_update(pool, q, k, torch.randn(3, 4, 128, device="cuda")).shape
     torch.Size([3, 4, 128])
     """
-    return _call(OPS["linear_attention"], state, (q, k, v), options)
+    return calls.call(_KIND, OPS["linear_attention"], state, (q, k, v), options)
 
 
 # ---- a call ------------------------------------------------------------------------------------------------------
@@ -370,83 +361,33 @@ class _Step(NamedTuple):
     state_layout: str
 
     @property
+    def given(self) -> tuple[Any, ...]:
+        return self[1:]
+
+    @property
     def tensors(self) -> list[Tensor | None]:
-        """Return the tensors in the order in which plans take them."""
-        return [*self.inputs, self.w0, self.state, self.state_indices, self.write_indices, self.seed, self.y]
+        return [*self.inputs, self.state, self.w0, self.state_indices, self.write_indices, self.seed, self.y]
 
+    @property
+    def adds_w0(self) -> bool:
+        return False
 
-class _Known(NamedTuple):
-    """A call that has come before: what tells whether another one is like it, its plan, and what its y is made of."""
-
-    options: list[tuple[str, Any]]  # that are no tensors
-    tensors: list[str]  # those that are
-    are_alike: Callable[..., bool]  # the pool, the inputs and these
-    plan: Plan
-    y: Memory
-
-
-_known: BySignature[_Known] = BySignature()
-_plans: BySignature[Plan] = BySignature()
-_PLAIN = (str, int, float, type(None))
-_ADDRESS_BITS = 15  # of an address that is no multiple of 16
-
-
-def _call(op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Run an update: at once where the call is known, else after all checks."""
-    asked: Any = None
-    known: _Known | None = None
-    try:
-        if tensors.is_eager():
-            asked = (
-                op.name, arrays[0].shape, tuple(options), torch.is_grad_enabled(), modes.is_batch_invariant(),
-                state.data_ptr() & _ADDRESS_BITS,
-            )  # fmt: skip
-            known = _known.get(asked)
-            if known is not None:
-                for name, value in known.options:
-                    if options[name] is not value and options[name] != value:
-                        known = None
-                        break
-                else:
-                    if not known.are_alike(state, *arrays, *[options[name] for name in known.tensors]):
-                        known = None
-    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
-        asked = known = None
-    if known is None:
-        return _checked_call(op, state, arrays, dict(options), asked)
-    get = options.get
-    y = get("out")
-    if y is None:
-        y = tensors.new_on(known.plan.device.index, known.y)
-    known.plan.run([*arrays, get("w0"), state, get("state_indices"), get("write_indices"), get("seed"), y])
-    return y
-
-
-def _checked_call(op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], asked: Any) -> Tensor:
-    """Run an update after all checks; one that was `asked` for so is known from then on."""
-    name = f"{op.name}_update"
-    if sharding.any_distributed((state, *arrays, *options.values())):
-        raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
-    cast = torch_op.under_autocast(op, arrays)
-    if cast is not None:
-        with tensors.exactly(cast[0]):
-            return _call(op, state, cast, options)
-    step = _check(op, name, state, arrays, options)
-    if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
-        registry.find("update_states")(op.name, *step[1:])
-        return step.y
-    if step.y.numel() == 0:
-        return step.y
-    plan = _run_kernel(step)
-    own = [option for option, value in options.items() if isinstance(value, Tensor)]
-    others = [(option, value) for option, value in options.items() if option not in own]
-    # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
-    are_the_same = all(isinstance(x, Tensor) for x in (state, *arrays)) and not env.checks_indices()
-    are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
-    if asked is not None and are_the_same:
-        are_alike = tensors.likeness([state, *arrays, *(options[option] for option in own)])
-        _known.keep(asked, _Known(others, own, are_alike, plan, tensors.memory(step.y.shape, step.y.dtype)))
-    return step.y
+    def run(self) -> Plan:
+        alignment = self.state.data_ptr() & calls.ADDRESS_BITS
+        key = self.op.name, *self[-4:], modes.is_batch_invariant(), alignment, tensors.signature(self.tensors)
+        plan = _plans.get(key)
+        if plan is None:
+            problem = calls.problem_of(
+                self.op, self.inputs, self.state, scale=self.scale, decay=self.decay, state_layout=self.state_layout
+            )
+            indices = self.state_indices if self.state_indices is not None else self.write_indices
+            index_bytes = 4 if indices is None else indices.element_size()
+            pool = calls.pool_of(self.state, index_bytes, self.null_index, self.w0, self.seed)
+            names = (*self.op.names, "state", *_KIND.tensors, "y")
+            named = {**dict(zip(names, self.tensors, strict=True)), "state": calls.one_slot(self.state)}
+            plan = _plans.keep(key, Plan(steps.schedule(problem, pool), problem, named))
+        plan.run(self.tensors)
+        return plan
 
 
 def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
@@ -457,21 +398,10 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
     TypeError, ValueError, RuntimeError
         Naming the argument, what was expected and what came.
     """
-    has_decay = op.decay != "none"
-    legal = [x for x in DecayUpdateOptions.__annotations__ if has_decay or x not in ("decay", "w0")]
-    for option in options:
-        if option not in legal:
-            raise TypeError(f"{name}() got an unexpected keyword argument {option!r}; there are {', '.join(legal)}")
-    decay, layout = options.get("decay", op.decay), options.get("state_layout", op.state_layout)
-    rounds = options.get("rounding", "nearest")
-    for option, value, values in (
-        ("decay", decay, op.decays if has_decay else ("none",)), ("state_layout", layout, checks.STATE_LAYOUTS),
-        ("rounding", rounds, _ROUNDINGS),
-    ):  # fmt: skip
-        checks.check_name(option, value, values)
-    null_index = options.get("null_index", -1)
-    if not isinstance(null_index, int) or isinstance(null_index, bool) or not -(2**31) <= null_index < 2**31:
-        raise TypeError(f"null_index: expected an int of 32 bits, got {null_index!r}")
+    legal = [x for x in DecayUpdateOptions.__annotations__ if op.decay != "none" or x not in ("decay", "w0")]
+    arguments.check_names(name, options, legal)
+    decay, layout, rounds = arguments.names(op, options)
+    null_index = arguments.null_index(options.get("null_index", -1))
 
     inputs = checks.as_tensors(op, arrays)
     lead = inputs[op.lead]
@@ -480,219 +410,52 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
     wide = not lead.is_cuda
     sizes = checks.check_inputs(op, inputs, wide)
     lead = inputs[op.lead]
-    scale = options.get("scale", op.scale)
-    scale = float(sizes["K"]) ** -0.5 if scale is None else scale
-    checks.check_number("scale", scale)
+    scale = arguments.scale(op, options, sizes)
 
     state = tensors.from_any("state", state, in_place=True)
-    _check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(layout)), lead, wide)
+    arguments.check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(layout)), lead, wide)
     batch, heads, head_size = sizes["B"], sizes["H"], sizes["K"]
-    w0 = options.get("w0")
-    if w0 is not None:
-        w0 = tensors.from_any("w0", w0)
-        if tuple(w0.shape) not in ((heads, head_size), (heads * head_size,)):
-            raise ValueError(
-                f"w0: expected shape [{heads}, {head_size}] or [{heads * head_size}], got {list(w0.shape)}"
-            )
-        _check_dtype("w0", w0, tuple(tensors.STORAGE), lead)
-    indices = [_indices(x, options.get(x), batch, lead) for x in ("state_indices", "write_indices")]
-    if None not in indices and indices[0].dtype != indices[1].dtype:  # type: ignore[union-attr]
-        raise TypeError(f"write_indices: expected {indices[0].dtype} like state_indices, got {indices[1].dtype}")  # type: ignore[union-attr]
-    if indices[0] is None and batch > state.shape[0]:
+    w0 = arguments.w0(options.get("w0"), heads, head_size, lead)
+    read, written = (arguments.indices(x, options.get(x), batch, lead) for x in ("state_indices", "write_indices"))
+    slots = {"state_indices": read, "write_indices": written}
+    arguments.check_alike(slots)
+    if read is None and batch > state.shape[0]:
         raise ValueError(f"state: expected a slot for each of the {batch} rows, or state_indices; got {state.shape[0]}")
-    _check_slots(indices[0], indices[1], state.shape[0], null_index)
-    v = inputs[op.names.index("v")]
-    y = options.get("out")
-    if y is None:
-        y = torch.empty_like(v, memory_format=torch.contiguous_format)
-        y = y if len(arrays[op.lead].shape) == 4 else y.squeeze(1)
-    else:
-        y = _check_out(y, tensors.from_any("v", arrays[op.names.index("v")]))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (state, y, w0, *inputs)):
-        raise RuntimeError(f"{name}: {_no_gradient(op)}")
-    seed = _seed(options.get("seed"), rounds, state, lead)
-    return _Step(op, state, y, inputs, w0, indices[0], indices[1], seed, null_index, float(scale), decay, layout)
+    if arguments.may_look_at(slots.values()):
+        arguments.check_slots(slots, state.shape[0], null_index)
+    place = op.names.index("v")
+    y = arguments.y_of(options.get("out"), inputs[place], tensors.from_any("v", arrays[place]))
+    arguments.refuse_gradients(op, name, (state, y, w0, inputs))
+    seed = arguments.seed_tensor(options.get("seed"), rounds, state, lead)
+    return _Step(op, state, y, inputs, w0, read, written, seed, null_index, scale, decay, layout)
 
 
-def _no_gradient(op: Op) -> str:
-    return f"changes the states in place and has no gradient; use {op.name}, or torch.no_grad()"
+_KIND = calls.Kind("update", "update_states", ("w0", "state_indices", "write_indices", "seed"), _check)
+_plans: BySignature[Plan] = BySignature()
 
 
-def _check_pool(op: Op, state: Tensor, of_slot: tuple[int, ...], lead: Tensor, wide: bool) -> None:
-    if state.dim() != 4 or tuple(state.shape[1:]) != of_slot:
-        raise ValueError(f"state: expected shape [slots, {', '.join(map(str, of_slot))}], got {list(state.shape)}")
-    checks.check_state(op, "state", state, [tuple(state.shape)], lead, wide)
-    if state.numel() and not state[0].is_contiguous():
-        raise ValueError(f"state: expected slots without gaps, got strides {state.stride()} of {list(state.shape)}")
-    if state.shape[0] > 1 and state.stride(0) < state[0].numel():
-        raise ValueError(f"state: expected slots that do not overlap, got strides {state.stride()}")
+# ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def _check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype], lead: Tensor) -> None:
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.device != lead.device:
-        raise ValueError(f"{name}: expected device {lead.device}, got {x.device}")
-
-
-def _indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
-    if given is None:
-        return None
-    x = tensors.from_any(name, given)
-    if tuple(x.shape) != (batch,):
-        raise ValueError(f"{name}: expected shape [{batch}], a slot for each row, got {list(x.shape)}")
-    _check_dtype(name, x, _INDEX_TYPES, lead)
-    return x
-
-
-def _check_slots(read: Tensor | None, written: Tensor | None, slots: int, null_index: int) -> None:
-    """Check the values of indices where that costs nothing, on the CPU, or where the user has asked for it."""
-    given = {"state_indices": read, "write_indices": written}
-    present = {name: x for name, x in given.items() if x is not None}
-    if not present or torch.compiler.is_compiling() or not tensors.are_plain(present.values()):
-        return
-    first = next(iter(present.values()))
-    if first.is_cuda and (not env.checks_indices() or tensors.capturing()):
-        return
-    values = {name: x.tolist() for name, x in present.items()}
-    for name, numbers in values.items():
-        outside = [number for number in numbers if number > null_index and not 0 <= number < slots]
-        if outside:
-            raise ValueError(f"{name}: expected slots below {slots}, or up to {null_index} for none; got {outside[:8]}")
-    places = [number for number in list(values.values())[-1] if number > null_index]
-    if len(set(places)) < len(places):
-        twice = sorted({place for place in places if places.count(place) > 1})
-        raise ValueError(
-            f"{list(values)[-1]}: expected another slot for each row that is written, got {twice[:8]} twice"
-        )
-
-
-def _check_out(out: Any, v: Tensor) -> Tensor:
-    y = tensors.from_any("out", out, in_place=True)
-    if y.shape != v.shape:
-        raise ValueError(f"out: expected shape {list(v.shape)} like v, got {list(y.shape)}")
-    _check_dtype("out", y, (v.dtype,), v)
-    if not y.is_contiguous():
-        raise ValueError(f"out: expected memory without gaps, got strides {y.stride()}")
-    return y
-
-
-def _seed(seed: Any, rounds: str, state: Tensor, lead: Tensor) -> Tensor | None:
-    """Return the seed as a tensor; None where nothing is rounded at random."""
-    if rounds == "nearest":
-        if seed is not None:
-            raise ValueError(f"seed: goes with rounding='stochastic', got {seed!r}")
-        return None
-    if seed is None:
-        raise ValueError("seed: rounding='stochastic' needs an int or a tensor of one int64, got None")
-    if isinstance(seed, Tensor):
-        if seed.numel() != 1:
-            raise ValueError(f"seed: expected one number, got shape {list(seed.shape)}")
-        _check_dtype("seed", seed, (torch.int64,), lead)
-    elif not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
-        raise TypeError(f"seed: expected an int of 64 bits or a tensor of one, got {seed!r}")
-    else:
-        seed = torch.full((1,), seed, dtype=torch.int64, device=lead.device)
-    return seed if state.dtype in (torch.float16, torch.bfloat16) else None
-
-
-# ---- kernels -----------------------------------------------------------------------------------------------------
-
-
-def _run_kernel(step: _Step) -> Plan:
-    """Run a step by its kernel, and return its plan."""
-    alignment = step.state.data_ptr() & _ADDRESS_BITS
-    key = step.op.name, *step[-4:], modes.is_batch_invariant(), alignment, tensors.signature(step.tensors)
-    plan = _plans.get(key)
-    if plan is None:
-        problem, pool = _described(step)
-        names = (*step.op.names, "w0", "state", "state_indices", "write_indices", "seed", "y")
-        named = dict(zip(names, step.tensors, strict=True))
-        # The kernel takes the pool's address, which is that of the first slot: a slot has no gaps.
-        named["state"] = step.state[0] if step.state.shape[0] else step.state
-        plan = _plans.keep(key, Plan(steps.schedule(problem, pool), problem, named))
-    plan.run(step.tensors)
-    return plan
-
-
-def _described(step: _Step) -> tuple[Problem, Pool]:
-    op, state = step.op, step.state
-    sizes: dict[str, Any] = {}
-    for dims, x in zip(op.inputs.values(), step.inputs, strict=True):
-        sizes.update(zip(dims, x.shape, strict=True))
-    problem = Problem(
-        op, tensors.gpu(state.device.index),
-        {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, step.inputs, strict=True)},
-        N=sizes["B"], state_type=tensors.STORAGE[state.dtype], scale=step.scale, decay=step.decay,
-        state_layout=step.state_layout, is_batch_invariant=modes.is_batch_invariant(), **sizes,
-    )  # fmt: skip
-    slots = state.shape[0]
-    stride = state.stride(0) if slots > 1 else 0
-    address = state.data_ptr() | 16 | (stride * state.element_size() if slots > 1 else 0)
-    indices = step.state_indices if step.state_indices is not None else step.write_indices
-    return problem, Pool(
-        slots, stride, address & -address, 4 if indices is None else indices.element_size(), step.null_index,
-        "fp32" if step.w0 is None else tensors.STORAGE[step.w0.dtype], step.seed is not None,
-    )  # fmt: skip
-
-
-# ---- plain torch, and the torch op -------------------------------------------------------------------------------
-
-
-def _run_plainly(step: _Step) -> None:
-    """Run a step in plain torch."""
-    op, state, slots = step.op, step.state, step.state.shape[0]
-    rows = torch.arange(step.inputs[op.lead].shape[0], device=state.device)
-    read = rows if step.state_indices is None else step.state_indices.to(torch.int64)
-    written = read if step.write_indices is None else step.write_indices.to(torch.int64)
-    null_index = step.null_index if step.state_indices is not None else -1
-    there = (read > null_index) & (read >= 0) & (read < slots)
-    null_index = step.null_index if step.write_indices is not None else null_index
-    written = written.masked_fill(~there | (written <= null_index) | (written >= slots), -1)
-
-    inputs = dict(zip(op.names, step.inputs, strict=True))
-    if step.w0 is not None:
-        w0 = step.w0.view(inputs["w"].shape[-2:]).float()
-        inputs["w"] = inputs["w"].to(torch.promote_types(inputs["w"].dtype, torch.float32)) + w0
-    some = {name: x[there] if "B" in op.inputs[name] else x for name, x in inputs.items()}
-    wide = torch.promote_types(state.dtype, torch.float32)
-    begun = state[read[there]].to(wide)
-    y, final = plain.loop(
-        _REFERENCES[op.name], list(some.values()), begun, None, step.scale, step.decay, step.state_layout
-    )
-    shown = step.y.view(step.inputs[op.names.index("v")].shape)
-    shown.zero_()
-    shown[there] = y.to(shown.dtype)
-    kept = written[there] >= 0
-    places, final = written[there][kept], final[kept]
-    if step.seed is not None:
-        of_slot = final[0].numel() // final.shape[1] if final.numel() else 0
-        bits = rounding.random_bits(places, final.shape[1], of_slot, int(step.seed))
-        final = rounding.round_at_random(final.float(), state.dtype, bits.view(final.shape))
-    state[places] = final.to(state.dtype)
-
-
-def run(op: str, *arguments: Any) -> None:
+def run(op: str, *given: Any) -> None:
     """Run the torch op with CPU or CUDA tensors."""
-    step = _Step(OPS[op], *arguments)
+    step = _Step(OPS[op], *given)
     if step.y.numel() == 0:
         return
     if step.state.is_cuda:
-        _run_kernel(step)
+        step.run()
         return
     torch_op.say_reference(f"{op}_update", step.state)
     with tensors.exactly(step.state), torch.no_grad():
-        _run_plainly(step)
+        plainly.update(*step)
 
 
-def fake(op: str, *arguments: Any) -> None:
+def fake(op: str, *given: Any) -> None:
     """Do nothing with tensors that have no memory."""
 
 
-def record(keys: Any, op: str, state: Tensor, y: Tensor, inputs: Sequence[Tensor], *rest: Any) -> None:
+def record(keys: Any, op: str, *given: Any) -> None:
     """Refuse to record gradients."""
-    given = (state, y, *inputs, *rest)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
-        raise RuntimeError(f"{op}_update: {_no_gradient(OPS[op])}")
+    arguments.refuse_gradients(OPS[op], f"{op}_update", given)
     with torch._C._AutoDispatchBelowAutograd():
-        registry.find("update_states").redispatch(keys & torch._C._after_autograd_keyset, op, state, y, inputs, *rest)
+        registry.find(_KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)

@@ -47,24 +47,32 @@ def check_options(
     ):
         check_name(name, value, legal)
     check_number("scale", scale)
-    if decay_bound is not None:
-        if not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
-            raise ValueError(
-                f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}"
-            )
-        if isinstance(decay_bound, int):
-            check_number("decay_bound", decay_bound)
+    check_decay_bound(decay_bound)
     for name, count in (
         ("checkpoint_interval", checkpoint_interval),
         ("chunk_len", chunk_len),
         ("num_threads", num_threads),
     ):
-        if count is None and name != "checkpoint_interval":
-            continue
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"{name}: expected an int, got {count!r}")
-        if not 1 <= count < 2**31:
-            raise ValueError(f"{name}: expected at least 1, got {count}")
+        if count is not None or name == "checkpoint_interval":
+            check_count(name, count)
+
+
+def check_decay_bound(decay_bound: Any) -> None:
+    """Check the hint about decays."""
+    if decay_bound is None:
+        return
+    if not (isinstance(decay_bound, (int, float)) and decay_bound < 0):
+        raise ValueError(f"decay_bound: expected a negative number, the least log-decay of a step, got {decay_bound!r}")
+    if isinstance(decay_bound, int):
+        check_number("decay_bound", decay_bound)
+
+
+def check_count(name: str, count: Any) -> None:
+    """Check a number of tokens or threads."""
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{name}: expected an int, got {count!r}")
+    if not 1 <= count < 2**31:
+        raise ValueError(f"{name}: expected at least 1, got {count}")
 
 
 def check_name(name: str, value: Any, legal: Sequence[str]) -> None:
@@ -118,7 +126,7 @@ def check_tensors(
     sequences = sizes["B"]
     if cu_seqlens is not None:
         cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
-        _check_packing(cu_seqlens, lead)
+        check_packing(cu_seqlens, lead)
         sequences = cu_seqlens.shape[0] - 1
     if initial_state is not None:
         initial_state = tensors.from_any("initial_state", initial_state)
@@ -177,7 +185,7 @@ def check_state(op: Op, name: str, state: Tensor, shapes: Sequence[tuple[int, ..
         raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {state.dtype}")
 
 
-def _check_packing(cu_seqlens: Tensor, lead: Tensor) -> None:
+def check_packing(cu_seqlens: Tensor, lead: Tensor) -> None:
     """Check what can be said of cu_seqlens without reading its values."""
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected shape [sequences + 1], got {list(cu_seqlens.shape)}")

@@ -12,8 +12,8 @@ OWED = Path(__file__).with_name("owed.json")
 # The ops, and how the names of their templates begin; inference is as one more, whose modules no other op needs.
 INFERENCE = "inference"
 STEMS = {
-    "timex": "timex", "wkv4": "wkv4", "wkv5": "gla", "wkv6": "gla", "wkv7": "wkv7", "gla": "gla",
-    "linear_attention": "gla", INFERENCE: "update",
+    "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
+    "linear_attention": ("gla",), INFERENCE: ("gla", "wkv7"),  # beside those in a folder of its own
 }  # fmt: skip
 OPS = tuple(STEMS)
 # The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
@@ -88,7 +88,10 @@ def modules(op: str) -> list[str]:
 
 def templates(op: str) -> list[str]:
     """The kernels of an op, and those that all ops take."""
-    found = [*(ROOT / "kernel_templates").rglob(f"{STEMS[op]}_*.cu"), *(ROOT / "kernel_templates/shared").glob("*.cu")]
+    folder = ROOT / "kernel_templates"
+    found = [path for stem in STEMS[op] for path in folder.rglob(f"{stem}_*.cu")]
+    for name in ("shared", INFERENCE) if op == INFERENCE else ("shared",):
+        found += (folder / name).glob("*.cu")
     return sorted(path.name for path in found)
 
 

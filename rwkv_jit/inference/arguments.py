@@ -1,0 +1,195 @@
+"""The checks of arguments that all calls over a pool of states have in common.
+
+Each raises TypeError or ValueError: the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import env, tensors
+from rwkv_jit.ops import checks
+from rwkv_jit.problem import Op
+
+ROUNDINGS = ("nearest", "stochastic")
+INDEX_TYPES = (torch.int32, torch.int64)
+
+
+# ---- options -----------------------------------------------------------------------------------------------------
+
+
+def check_names(function: str, options: Iterable[str], legal: Sequence[str]) -> None:
+    """Check that there are such options."""
+    for option in options:
+        if option not in legal:
+            raise TypeError(f"{function}() got an unexpected keyword argument {option!r}; there are {', '.join(legal)}")
+
+
+def names(op: Op, options: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the decay, the state's layout and the rounding."""
+    decay, layout = options.get("decay", op.decay), options.get("state_layout", op.state_layout)
+    rounds = options.get("rounding", "nearest")
+    for option, value, values in (
+        ("decay", decay, ("none",) if op.decay == "none" else op.decays),
+        ("state_layout", layout, checks.STATE_LAYOUTS),
+        ("rounding", rounds, ROUNDINGS),
+    ):
+        checks.check_name(option, value, values)
+    return decay, layout, rounds
+
+
+def scale(op: Op, options: Mapping[str, Any], sizes: Mapping[str, int]) -> float:
+    """Return the factor of y."""
+    value = options.get("scale", op.scale)
+    value = float(sizes["K"]) ** -0.5 if value is None else value
+    checks.check_number("scale", value)
+    return float(value)
+
+
+def refuse_gradients(op: Op, name: str, given: Sequence[Any]) -> None:
+    """Check that no gradient is wanted of tensors, or of lists of them.
+
+    Raises
+    ------
+    RuntimeError
+        One is, which states changed in place cannot give.
+    """
+    if not torch.is_grad_enabled():
+        return
+    several = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
+    if any(isinstance(x, Tensor) and x.requires_grad for x in several):
+        raise RuntimeError(
+            f"{name}: changes the states in place and has no gradient; use {op.name}, or torch.no_grad()"
+        )
+
+
+# ---- tensors -----------------------------------------------------------------------------------------------------
+
+
+def check_pool(op: Op, state: Tensor, of_slot: tuple[int, ...], lead: Tensor, wide: bool) -> None:
+    """Check a pool whose slots have this shape."""
+    if state.dim() != 4 or tuple(state.shape[1:]) != of_slot:
+        raise ValueError(f"state: expected shape [slots, {', '.join(map(str, of_slot))}], got {list(state.shape)}")
+    checks.check_state(op, "state", state, [tuple(state.shape)], lead, wide)
+    if state.numel() and not state[0].is_contiguous():
+        raise ValueError(f"state: expected slots without gaps, got strides {state.stride()} of {list(state.shape)}")
+    if state.shape[0] > 1 and state.stride(0) < state[0].numel():
+        raise ValueError(f"state: expected slots that do not overlap, got strides {state.stride()}")
+
+
+def check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype], lead: Tensor) -> None:
+    """Check a dtype, and that a tensor is where the inputs are."""
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device != lead.device:
+        raise ValueError(f"{name}: expected device {lead.device}, got {x.device}")
+
+
+def indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
+    """Return the slots of the rows, or None where nobody gives any."""
+    if given is None:
+        return None
+    x = tensors.from_any(name, given)
+    if tuple(x.shape) != (batch,):
+        raise ValueError(f"{name}: expected shape [{batch}], a slot for each row, got {list(x.shape)}")
+    check_dtype(name, x, INDEX_TYPES, lead)
+    return x
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Check a shape."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
+
+
+def check_alike(given: Mapping[str, Tensor | None]) -> None:
+    """Check that indices, those that are there, have one dtype."""
+    present = {name: x for name, x in given.items() if x is not None}
+    for name, x in present.items():
+        first = next(iter(present))
+        if x.dtype != present[first].dtype:
+            raise TypeError(f"{name}: expected {present[first].dtype} like {first}, got {x.dtype}")
+
+
+def may_look_at(given: Iterable[Tensor | None]) -> bool:
+    """Return whether values may be looked at: where that costs nothing, on the CPU, or the user has asked for it."""
+    present = [x for x in given if x is not None]
+    if not present or torch.compiler.is_compiling() or not tensors.are_plain(present):
+        return False
+    return not present[0].is_cuda or (env.checks_indices() and not tensors.capturing())
+
+
+def check_slots(
+    given: Mapping[str, Tensor | None], slots: int, null_index: int, more_written: Tensor | None = None
+) -> None:
+    """Check the values of slots: those that are read, and behind them those that are written where there are such.
+
+    `more_written` are slots of checkpoints.
+    """
+    values = {name: x.tolist() for name, x in given.items() if x is not None}
+    if more_written is not None:
+        values["checkpoint_indices"] = more_written.tolist()
+    for name, numbers in values.items():
+        outside = [number for number in numbers if number > null_index and not 0 <= number < slots]
+        if outside:
+            raise ValueError(f"{name}: expected slots below {slots}, or up to {null_index} for none; got {outside[:8]}")
+    written = [name for name in given if name in values][-1:] + [name for name in values if name not in given]
+    places = [number for name in written for number in values[name] if number > null_index]
+    if len(set(places)) < len(places):
+        twice = sorted({place for place in places if places.count(place) > 1})
+        raise ValueError(f"{written[-1]}: expected another slot for each state that is written, got {twice[:8]} twice")
+
+
+def w0(given: Any, heads: int, head_size: int, lead: Tensor) -> Tensor | None:
+    """Return what is added to w before its map."""
+    if given is None:
+        return None
+    x = tensors.from_any("w0", given)
+    if tuple(x.shape) not in ((heads, head_size), (heads * head_size,)):
+        raise ValueError(f"w0: expected shape [{heads}, {head_size}] or [{heads * head_size}], got {list(x.shape)}")
+    check_dtype("w0", x, tuple(tensors.STORAGE), lead)
+    return x
+
+
+def null_index(value: Any) -> int:
+    """Return the slot that is none, with all below it."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -(2**31) <= value < 2**31:
+        raise TypeError(f"null_index: expected an int of 32 bits, got {value!r}")
+    return value
+
+
+def y_of(given: Any, v: Tensor, asked_v: Tensor) -> Tensor:
+    """Return where y is written: what is `given`, or new memory; of the shape that the caller's v has."""
+    if given is None:
+        return torch.empty_like(v, memory_format=torch.contiguous_format).view(asked_v.shape)
+    v = asked_v
+    y = tensors.from_any("out", given, in_place=True)
+    if y.shape != v.shape:
+        raise ValueError(f"out: expected shape {list(v.shape)} like v, got {list(y.shape)}")
+    check_dtype("out", y, (v.dtype,), v)
+    if not y.is_contiguous():
+        raise ValueError(f"out: expected memory without gaps, got strides {y.stride()}")
+    return y
+
+
+def seed_tensor(seed: Any, rounds: str, state: Tensor, lead: Tensor) -> Tensor | None:
+    """Return the seed as a tensor; None where nothing is rounded at random."""
+    if rounds == "nearest":
+        if seed is not None:
+            raise ValueError(f"seed: goes with rounding='stochastic', got {seed!r}")
+        return None
+    if seed is None:
+        raise ValueError("seed: rounding='stochastic' needs an int or a tensor of one int64, got None")
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1:
+            raise ValueError(f"seed: expected one number, got shape {list(seed.shape)}")
+        check_dtype("seed", seed, (torch.int64,), lead)
+    elif not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise TypeError(f"seed: expected an int of 64 bits or a tensor of one, got {seed!r}")
+    else:
+        seed = torch.full((1,), seed, dtype=torch.int64, device=lead.device)
+    return seed if state.dtype in (torch.float16, torch.bfloat16) else None

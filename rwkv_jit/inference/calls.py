@@ -1,0 +1,173 @@
+"""Calls over a pool of states: those that are known run at once, all others after their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import env, modes, tensors
+from rwkv_jit.inference import registry
+from rwkv_jit.inference.steps import Pool
+from rwkv_jit.ops import sharding, torch_op
+from rwkv_jit.plan import Plan
+from rwkv_jit.problem import Op, Problem
+from rwkv_jit.signatures import BySignature
+from rwkv_jit.tensors import Memory
+
+ADDRESS_BITS = 15  # of an address that is no multiple of 16
+_PLAIN = (str, int, float, type(None))
+
+
+class Step(Protocol):
+    """A call that has been checked."""
+
+    @property
+    def state(self) -> Tensor:
+        """Return the pool."""
+
+    @property
+    def y(self) -> Tensor:
+        """Return where y is written."""
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """Return what the torch op takes behind the op's name."""
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors as plans take them: the inputs, the pool, those that are options, y."""
+
+    @property
+    def adds_w0(self) -> bool:
+        """Return whether w0 is added to w before kernels run."""
+
+    def run(self) -> Plan:
+        """Run the kernels, and return their plan."""
+
+
+class Kind(NamedTuple):
+    """What tells the functions over a pool apart."""
+
+    name: str  # as it stands behind an op's
+    torch_op: str
+    tensors: tuple[str, ...]  # the options that are tensors, in the order in which plans take them
+    check: Callable[[Op, str, Any, Sequence[Any], dict[str, Any]], Step]
+
+
+class _Known(NamedTuple):
+    """A call that has come before: what tells whether another one is like it, its plan, and what its y is made of."""
+
+    options: list[tuple[str, Any]]  # that are no tensors
+    tensors: list[str]  # those that are
+    are_alike: Callable[..., bool]  # the pool, the inputs and these
+    plan: Plan
+    y: Memory
+    adds_w0: bool
+
+
+_known: BySignature[_Known] = BySignature()
+
+
+def call(kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
+    """Run a call: at once where it is known, else after all checks."""
+    asked: Any = None
+    known: _Known | None = None
+    try:
+        if tensors.is_eager():
+            asked = (
+                op.name, kind.name, arrays[0].shape, tuple(options), torch.is_grad_enabled(),
+                modes.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
+            )  # fmt: skip
+            known = _known.get(asked)
+            if known is not None:
+                for name, value in known.options:
+                    if options[name] is not value and options[name] != value:
+                        known = None
+                        break
+                else:
+                    if not known.are_alike(state, *arrays, *[options[name] for name in known.tensors]):
+                        known = None
+    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
+        asked = known = None
+    if known is None:
+        return _checked_call(kind, op, state, arrays, dict(options), asked)
+    get = options.get
+    y = get("out")
+    if y is None:
+        y = tensors.new_on(known.plan.device.index, known.y)
+    if known.adds_w0:
+        arrays = with_w0(op, arrays, options["w0"])
+    known.plan.run([*arrays, state, *map(get, kind.tensors), y])
+    return y
+
+
+def with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
+    """Return the inputs with w + w0 in the place of w, in float32 at least."""
+    place = op.names.index("w")
+    w = inputs[place]
+    return [
+        *inputs[:place],
+        w + w0.view(w.shape[-2:]).to(torch.promote_types(w.dtype, torch.float32)),
+        *inputs[place + 1 :],
+    ]
+
+
+def _checked_call(kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], asked: Any) -> Tensor:
+    """Run a call after all checks; one that was `asked` for so is known from then on."""
+    name = f"{op.name}_{kind.name}"
+    if sharding.any_distributed((state, *arrays, *options.values())):
+        raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
+    cast = torch_op.under_autocast(op, arrays)
+    if cast is not None:
+        with tensors.exactly(cast[0]):
+            return call(kind, op, state, cast, options)
+    step = kind.check(op, name, state, arrays, options)
+    if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
+        registry.find(kind.torch_op)(op.name, *step.given)
+        return step.y
+    if step.y.numel() == 0:
+        return step.y
+    plan = step.run()
+    own = [option for option, value in options.items() if isinstance(value, Tensor)]
+    others = [(option, value) for option, value in options.items() if option not in own]
+    # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
+    are_the_same = all(isinstance(x, Tensor) for x in (state, *arrays)) and not env.checks_indices()
+    are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
+    if asked is not None and are_the_same:
+        are_alike = tensors.likeness([state, *arrays, *(options[option] for option in own)])
+        made_of = tensors.memory(step.y.shape, step.y.dtype)
+        _known.keep(asked, _Known(others, own, are_alike, plan, made_of, step.adds_w0))
+    return step.y
+
+
+# ---- what kernels are made for -----------------------------------------------------------------------------------
+
+
+def problem_of(op: Op, inputs: Sequence[Tensor], state: Tensor, **more: Any) -> Problem:
+    """Return the problem of a call on a GPU."""
+    sizes: dict[str, Any] = {}
+    for dims, x in zip(op.inputs.values(), inputs, strict=True):
+        sizes.update(zip(dims, x.shape, strict=True))
+    return Problem(
+        op, tensors.gpu(state.device.index),
+        {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, inputs, strict=True)},
+        **{"N": sizes["B"], "state_type": tensors.STORAGE[state.dtype],
+           "is_batch_invariant": modes.is_batch_invariant(), **sizes, **more},
+    )  # fmt: skip
+
+
+def pool_of(state: Tensor, index_bytes: int, null_index: int, w0: Tensor | None, seed: Tensor | None) -> Pool:
+    """Return what kernels know of a pool."""
+    slots = state.shape[0]
+    stride = state.stride(0) if slots > 1 else 0
+    address = state.data_ptr() | 16 | (stride * state.element_size() if slots > 1 else 0)
+    w0_type = "fp32" if w0 is None else tensors.STORAGE[w0.dtype]
+    return Pool(slots, stride, address & -address, index_bytes, null_index, w0_type, seed is not None)
+
+
+def one_slot(state: Tensor) -> Tensor:
+    """Return what kernels are bound to: they take the pool's address, that of its first slot, which has no gaps."""
+    return state[0] if state.shape[0] else state

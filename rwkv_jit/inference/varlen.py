@@ -1,0 +1,594 @@
+"""Sequences of any lengths, whose states lie in a pool and change in place: prompts beside decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import modes, rule, tensors
+from rwkv_jit.algorithms import parts
+from rwkv_jit.algorithms.parts import Case
+from rwkv_jit.inference import arguments, calls, plainly, registry, varlen_steps
+from rwkv_jit.inference.varlen_steps import FEW_TOKENS, Varlen
+from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.plan import Plan
+from rwkv_jit.problem import Op, Problem
+from rwkv_jit.signatures import BySignature
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class VarlenOptions(TypedDict, total=False):
+    """Options of `wkv5_varlen`, `wkv6_varlen`, `wkv7_varlen`, `gla_varlen` and `linear_attention_varlen`, by name.
+
+    Attributes
+    ----------
+    cu_seqlens : torch.Tensor, shape (sequences + 1,), int32 or int64
+        Where sequences begin and end: sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1]. It never falls.
+    state_indices : torch.Tensor, shape (sequences,), int32 or int64, optional
+        The slot of each sequence. Without it sequence i has slot i.
+    write_indices : torch.Tensor, shape (sequences,), dtype of `state_indices`, optional
+        The slot that the state after a sequence is written to, where that is another one than it is read from. Two
+        sequences must not write to one slot, nor one read what another writes.
+    has_initial_state : torch.Tensor, shape (sequences,), bool or uint8, optional
+        Where it is false, a sequence begins with zeros, whatever its slot holds. Without it all begin with their slot.
+    null_index : int, default -1
+        A slot at or below it is none: SGLang and FlashInfer have -1, vLLM has 0. A sequence that has none gets zeros
+        for y, and no state of it is read or written. Where `write_indices` has none, y is right and no state is
+        written. So it is with a slot past the pool.
+    num_active : torch.Tensor of one int32, optional
+        How many sequences there are: those behind them count as empty, so that a CUDA graph serves any number of them.
+    max_seqlen : int, optional
+        About the most tokens that a sequence has: up to 8 fewer kernels are needed, and many of few sequences are cut,
+        so that the whole GPU works on them. Any lengths are right, whatever it says.
+    checkpoint_offsets : torch.Tensor, shape (sequences, checkpoints), dtype of `cu_seqlens`, optional
+        Numbers of tokens after which the state of a sequence is written too, to `checkpoint_indices`: for prefix
+        caches. They ascend in a row; one that does not, that is 0 or behind the sequence counts as none.
+    checkpoint_indices : torch.Tensor, shape (sequences, checkpoints), dtype of `state_indices`, optional
+        The slots of these states; one at or below `null_index` is none.
+    out : torch.Tensor, shape and dtype of v, optional
+        Where y is written, without gaps.
+    scale : float
+        Factor of y: 1 by default, for `gla_varlen` and `linear_attention_varlen` K^-0.5.
+    state_layout : {"vk", "kv"}
+        Order of the last two dimensions of a state: "vk" by default, for `gla_varlen` and `linear_attention_varlen`
+        "kv".
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        As in `UpdateOptions`, for sequences of up to 8 tokens without checkpoints. After longer ones states are rounded
+        to the nearest: once in so many tokens loses nothing.
+    seed : int or torch.Tensor of one int64 on the device
+        For "stochastic", as in `UpdateOptions`.
+    """
+
+    cu_seqlens: Any
+    state_indices: Any
+    write_indices: Any
+    has_initial_state: Any
+    null_index: int
+    num_active: Any
+    max_seqlen: int | None
+    checkpoint_offsets: Any
+    checkpoint_indices: Any
+    out: Any
+    scale: float
+    state_layout: str
+    rounding: str
+    seed: Any
+
+
+class DecayVarlenOptions(VarlenOptions, total=False):
+    """Options of the functions that have a decay, beside those of `VarlenOptions`.
+
+    Attributes
+    ----------
+    decay : {"raw", "sigmoid", "log", "direct"}
+        As in `DecayOptions`: "raw" by default, for `gla_varlen` "log".
+    decay_bound : float, optional
+        A hint, as in `DecayOptions`.
+    w0 : torch.Tensor, shape (H, K) or (H * K,), float16, bfloat16 or float32, optional
+        Is added to w (g) before the map that `decay` names, in float32.
+    """
+
+    decay: str
+    decay_bound: float | None
+    w0: Any
+
+
+# ---- the public calls --------------------------------------------------------------------------------------------
+
+
+def wkv7_varlen(
+    state: Any, r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, **options: Unpack[DecayVarlenOptions]
+) -> Tensor:
+    r"""RWKV-7 time mixing of sequences of any lengths, which changes states of a pool in place: prompts beside decodes.
+
+        sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
+
+    per sequence and head, token by token, with S [V, K]. T is the tokens of all sequences, one sequence behind another,
+    H the heads, K and V the head sizes of keys and values.
+
+    Parameters
+    ----------
+    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
+        The pool, as in `wkv7_update`.
+    r, k, a, b : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        As `wkv7` takes them. Any strides; where the last one is not 1, a copy is made.
+    w : torch.Tensor, shape and dtype of r, or float32
+        Decay before the map that `decay` names.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
+        Value.
+    **options
+        By name, as `VarlenOptions` and `DecayVarlenOptions` say; `cu_seqlens` must be given.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+        `out` where it is given. Tokens of no sequence get zeros.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. The states are as they were.
+    RuntimeError
+        An input wants a gradient, which states changed in place cannot give: `wkv7` can.
+    RwkvJitError
+        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    Sequences of up to 8 tokens are computed as by `wkv7_update`, and have its precision. Longer ones are computed as by
+    `wkv7` with packed sequences. Where a prompt is cut, into several calls or by checkpoints, results differ by no more
+    than that, and by what rounding a state of 16 bits does.
+
+    The lengths are looked at on the GPU alone: nothing waits for it, and a CUDA graph replays with others. The kernels
+    take any values of cu_seqlens and indices without a stray access.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> r, w, k, v, a, b = torch.randn(6, 102, 4, 64, device="cuda") / 8
+    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
+    >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
+    >>> rwkv_jit.wkv7_varlen(pool, r, w, k, v, a, b, cu_seqlens=bounds, state_indices=slots).shape
+    torch.Size([102, 4, 64])
+    """
+    return calls.call(_KIND, OPS["wkv7"], state, (r, w, k, v, a, b), options)
+
+
+def wkv6_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+    r"""RWKV-6 time mixing of sequences of any lengths, which changes states of a pool in place.
+
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
+        The pool, as in `wkv7_update`.
+    r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Receptance and key, as `wkv6` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
+        Value.
+    w : torch.Tensor, shape and dtype of r, or float32
+        Decay before the map that `decay` names.
+    u : torch.Tensor, shape (H, K), dtype of r or float32
+        Bonus of the current token.
+    **options
+        As in `wkv7_varlen`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+        `out` where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `wkv7_varlen`.
+
+    Notes
+    -----
+    Precision, lengths and first calls are those of `wkv7_varlen`.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> r, k, v, w = torch.randn(4, 50, 4, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 20, 50], device="cuda")
+    >>> rwkv_jit.wkv6_varlen(pool, r, k, v, w, torch.zeros(4, 64, device="cuda"), cu_seqlens=bounds).shape
+    torch.Size([50, 4, 64])
+    """
+    return calls.call(_KIND, OPS["wkv6"], state, (r, k, v, w, u), options)
+
+
+def wkv5_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+    r"""RWKV-5 time mixing of sequences of any lengths, which changes states of a pool in place.
+
+        y = scale (S r + (sum_j u_j r_j k_j) v);   S <- S diag(d(w)) + v k^T
+
+    per sequence and head, token by token, with S [V, K] and one decay for all tokens.
+
+    Parameters
+    ----------
+    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
+        The pool, as in `wkv7_update`.
+    r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Receptance and key, as `wkv5` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
+        Value.
+    w, u : torch.Tensor, shape (H, K), dtype of r or float32
+        Decay before the map that `decay` names, and bonus of the current token.
+    **options
+        As in `wkv7_varlen`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+        `out` where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `wkv7_varlen`.
+
+    Notes
+    -----
+    Precision, lengths and first calls are those of `wkv7_varlen`.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> r, k, v = torch.randn(3, 50, 4, 64, device="cuda")
+    >>> w, u = torch.randn(2, 4, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 20, 50], device="cuda")
+    >>> rwkv_jit.wkv5_varlen(pool, r, k, v, w, u, cu_seqlens=bounds).shape
+    torch.Size([50, 4, 64])
+    """
+    return calls.call(_KIND, OPS["wkv5"], state, (r, k, v, w, u), options)
+
+
+def gla_varlen(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[DecayVarlenOptions]) -> Tensor:
+    r"""Gated linear attention of sequences of any lengths, which changes states of a pool in place.
+
+        S <- S diag(d(g)) + v k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
+        The pool, as in `wkv7_update`. In the vk layout the last two sizes are (V, K).
+    q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Query and key, as `gla` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        Value.
+    g : torch.Tensor, shape and dtype of q, or float32
+        Decay before the map that `decay` names; by default its logarithm.
+    **options
+        As in `wkv7_varlen`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+        `out` where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `wkv7_varlen`.
+
+    Notes
+    -----
+    Precision, lengths and first calls are those of `wkv7_varlen`.
+
+    References
+    ----------
+    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 128, device="cuda")
+    >>> q, k, x = torch.randn(3, 50, 4, 64, device="cuda")
+    >>> v, g = torch.randn(50, 4, 128, device="cuda"), torch.nn.functional.logsigmoid(x)
+    >>> rwkv_jit.gla_varlen(pool, q, k, v, g, cu_seqlens=torch.tensor([0, 20, 50], device="cuda")).shape
+    torch.Size([50, 4, 128])
+    """
+    return calls.call(_KIND, OPS["gla"], state, (q, k, v, g), options)
+
+
+def linear_attention_varlen(state: Any, q: Any, k: Any, v: Any, **options: Unpack[VarlenOptions]) -> Tensor:
+    r"""Linear attention of sequences of any lengths, which changes states of a pool in place.
+
+        S <- S + v k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
+        The pool, as in `wkv7_update`. In the vk layout the last two sizes are (V, K).
+    q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
+        Query and key, as `linear_attention` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        Value.
+    **options
+        By name, as `VarlenOptions` says; `cu_seqlens` must be given.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+        `out` where it is given.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `wkv7_varlen`.
+
+    Notes
+    -----
+    Precision, lengths and first calls are those of `wkv7_varlen`.
+
+    References
+    ----------
+    Katharopoulos et al., Transformers are RNNs, arXiv:2006.16236.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 128, device="cuda")
+    >>> q, k = torch.randn(2, 50, 4, 64, device="cuda")
+    >>> v, bounds = torch.randn(50, 4, 128, device="cuda"), torch.tensor([0, 20, 50], device="cuda")
+    >>> rwkv_jit.linear_attention_varlen(pool, q, k, v, cu_seqlens=bounds).shape
+    torch.Size([50, 4, 128])
+    """
+    return calls.call(_KIND, OPS["linear_attention"], state, (q, k, v), options)
+
+
+# ---- a call ------------------------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """A call that has been checked. Its inputs are [1, T, ..]."""
+
+    op: Op
+    state: Tensor
+    y: Tensor
+    inputs: Sequence[Tensor]
+    w0: Tensor | None
+    cu_seqlens: Tensor
+    state_indices: Tensor | None
+    write_indices: Tensor | None
+    has_initial_state: Tensor | None
+    num_active: Tensor | None
+    checkpoint_offsets: Tensor | None
+    checkpoint_indices: Tensor | None
+    seed: Tensor | None
+    null_index: int
+    max_seqlen: int | None
+    scale: float
+    decay: str
+    decay_bound: float | None
+    state_layout: str
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        return self[1:]
+
+    @property
+    def has_few_tokens(self) -> bool:
+        """Return whether no sequence has more tokens than go one by one."""
+        most = self.inputs[self.op.lead].shape[1] if self.max_seqlen is None else self.max_seqlen
+        return most <= FEW_TOKENS and self.checkpoint_offsets is None
+
+    @property
+    def adds_w0(self) -> bool:
+        return self.w0 is not None and not self.has_few_tokens
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return [*self.inputs, self.state, *self[4:13], self.y]
+
+    def run(self) -> Plan:
+        inputs = self.inputs
+        if self.w0 is not None and self.adds_w0:
+            inputs = calls.with_w0(self.op, inputs, self.w0)
+        arrays = [*inputs, *self.tensors[len(inputs) :]]
+        alignment = self.state.data_ptr() & calls.ADDRESS_BITS
+        options = self[13:], self.has_few_tokens, modes.is_batch_invariant()
+        key = self.op.name, options, alignment, tensors.signature(arrays)
+        plan = _plans.get(key)
+        if plan is None:
+            named = dict(zip((*self.op.names, "state", *_KIND.tensors, "y"), arrays, strict=True))
+            named["state"] = calls.one_slot(self.state)
+            plan = _plans.keep(key, self._plan(inputs, named))
+        plan.run(arrays)
+        return plan
+
+    def _plan(self, inputs: Sequence[Tensor], named: dict[str, Tensor | None]) -> Plan:
+        options = {"scale": self.scale, "decay": self.decay, "state_layout": self.state_layout}
+        p = calls.problem_of(self.op, inputs, self.state, **options)
+        w0 = None if self.adds_w0 else self.w0
+        several = [x for x in (self.state_indices, self.write_indices, self.checkpoint_indices) if x is not None]
+        pool = calls.pool_of(self.state, several[0].element_size() if several else 4, self.null_index, w0, self.seed)
+        sequences = self.cu_seqlens.shape[0] - 1
+        checkpoints = 0 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1]
+        call = Varlen(sequences, checkpoints, self.cu_seqlens.element_size(), self.has_few_tokens)
+        if not call.has_few_tokens:
+            p = p._replace(**self._algorithm(p, sequences))
+        return Plan(varlen_steps.schedule(p, pool, call), p, named)
+
+    def _algorithm(self, p: Problem, sequences: int) -> dict[str, Any]:
+        """Return what the rule says of sequences that are no short ones, as fields of the problem."""
+        device = self.state.device.index
+        multiprocessors = tensors.multiprocessors(device)
+        longest = self.max_seqlen or (p.T if sequences == 1 else 0)
+        # Segments are for few heads, unless there are checkpoints.
+        may_cut = longest and sequences * p.H <= multiprocessors and self.checkpoint_offsets is None
+        case = Case(
+            self.op, p.types["v"], p.K, p.V, p.T // sequences if may_cut else p.T, self.decay, self.decay_bound, None,
+            training=False, blocks=sequences * p.H, is_packed=True,
+            multiprocessors=(lambda: multiprocessors) if may_cut else None, longest=longest,
+        )  # fmt: skip
+        if modes.is_batch_invariant():
+            case = case.of_any_batch()
+        # What has a sequence in the second extent of a grid has no room for more of them.
+        pieces = sequences * (1 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1] + 1)
+        backend = "auto" if pieces <= parts.MOST_HEADS else "recurrent"
+        made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
+        return {**made._asdict(), "chunk_len": made.chunk_len or 0}
+
+
+def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
+    """Check a call, and return it with all options.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        Naming the argument, what was expected and what came.
+    """
+    has_decay = op.decay != "none"
+    legal = [x for x in DecayVarlenOptions.__annotations__ if has_decay or x not in ("decay", "decay_bound", "w0")]
+    arguments.check_names(name, options, legal)
+    decay, layout, rounds = arguments.names(op, options)
+    null_index = arguments.null_index(options.get("null_index", -1))
+
+    inputs = checks.as_tensors(op, arrays)
+    if inputs[op.lead].dim() == 3:
+        inputs = [x.unsqueeze(0) if x.dim() == 3 else x for x in inputs]
+    wide = not inputs[op.lead].is_cuda
+    sizes = checks.check_inputs(op, inputs, wide)
+    lead = inputs[op.lead]
+    scale = arguments.scale(op, options, sizes)
+    decay_bound, most = options.get("decay_bound"), options.get("max_seqlen")
+    checks.check_decay_bound(decay_bound)
+    if most is not None:
+        checks.check_count("max_seqlen", most)
+
+    if options.get("cu_seqlens") is None:
+        raise TypeError(f"{name}() needs cu_seqlens, where each sequence begins and ends")
+    bounds = tensors.from_any("cu_seqlens", options["cu_seqlens"])
+    checks.check_packing(bounds, lead)
+    count = bounds.shape[0] - 1
+    state = tensors.from_any("state", state, in_place=True)
+    arguments.check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(layout)), lead, wide)
+    w0 = arguments.w0(options.get("w0"), sizes["H"], sizes["K"], lead)
+    read, written = (arguments.indices(x, options.get(x), count, lead) for x in ("state_indices", "write_indices"))
+    if read is None and count > state.shape[0]:
+        raise ValueError(
+            f"state: expected a slot for each of the {count} sequences, or state_indices; got {state.shape[0]}"
+        )
+    has_state = options.get("has_initial_state")
+    if has_state is not None:
+        has_state = tensors.from_any("has_initial_state", has_state)
+        arguments.check_shape("has_initial_state", has_state, (count,))
+        arguments.check_dtype("has_initial_state", has_state, (torch.bool, torch.uint8), lead)
+    active = options.get("num_active")
+    if active is not None:
+        active = tensors.from_any("num_active", active)
+        arguments.check_shape("num_active", active, (1,))
+        arguments.check_dtype("num_active", active, (torch.int32,), lead)
+    offsets, places = (options.get(x) for x in ("checkpoint_offsets", "checkpoint_indices"))
+    if (offsets is None) != (places is None):
+        raise ValueError("checkpoint_offsets: goes with checkpoint_indices, got one of both")
+    if offsets is not None:
+        offsets, places = (tensors.from_any(x, options[x]) for x in ("checkpoint_offsets", "checkpoint_indices"))
+        if offsets.dim() != 2 or offsets.shape[0] != count or not offsets.shape[1]:
+            raise ValueError(f"checkpoint_offsets: expected shape [{count}, checkpoints], got {list(offsets.shape)}")
+        arguments.check_shape("checkpoint_indices", places, tuple(offsets.shape))
+        arguments.check_dtype("checkpoint_offsets", offsets, (bounds.dtype,), lead)
+        arguments.check_dtype("checkpoint_indices", places, arguments.INDEX_TYPES, lead)
+    arguments.check_alike({"state_indices": read, "write_indices": written, "checkpoint_indices": places})
+    y = arguments.y_of(
+        options.get("out"), inputs[op.names.index("v")], tensors.from_any("v", arrays[op.names.index("v")])
+    )
+    arguments.refuse_gradients(op, name, (state, y, w0, inputs))
+    seed = arguments.seed_tensor(options.get("seed"), rounds, state, lead)
+    step = _Step(
+        op, state, y, inputs, w0, bounds, read, written, has_state, active, offsets, places, seed, null_index, most,
+        scale, decay, decay_bound, layout,
+    )  # fmt: skip
+    _check_values(step)
+    return step
+
+
+def _check_values(step: _Step) -> None:
+    """Check the values of bounds and indices where that costs nothing, or where the user has asked for it."""
+    given = [step.cu_seqlens, step.state_indices, step.write_indices, step.num_active, step.checkpoint_indices]
+    if not arguments.may_look_at(given):
+        return
+    tokens, slots = step.inputs[step.op.lead].shape[1], step.state.shape[0]
+    bounds = step.cu_seqlens.tolist()
+    if (
+        bounds[0] != 0
+        or bounds[-1] > tokens
+        or any(end < begin for begin, end in zip(bounds, bounds[1:], strict=False))
+    ):
+        raise ValueError(
+            f"cu_seqlens: expected to begin at 0, never fall and end at {tokens} at most, got {bounds[:8]}"
+        )
+    count = len(bounds) - 1
+    active = count if step.num_active is None else int(step.num_active)
+    if not 0 <= active <= count:
+        raise ValueError(f"num_active: expected 0 to {count}, got {active}")
+    read, written = (None if x is None else x[:active] for x in (step.state_indices, step.write_indices))
+    arguments.check_slots(
+        {"state_indices": read, "write_indices": written}, slots, step.null_index,
+        None if step.checkpoint_indices is None else step.checkpoint_indices[:active].flatten(),
+    )  # fmt: skip
+
+
+_KIND = calls.Kind(
+    "varlen",
+    "varlen_states",
+    ("w0", "cu_seqlens", "state_indices", "write_indices", "has_initial_state", "num_active", "checkpoint_offsets",
+     "checkpoint_indices", "seed"),
+    _check,
+)  # fmt: skip
+_plans: BySignature[Plan] = BySignature()
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def run(op: str, *given: Any) -> None:
+    """Run the torch op with CPU or CUDA tensors."""
+    step = _Step(OPS[op], *given)
+    if step.y.numel() == 0:
+        return
+    if step.state.is_cuda:
+        step.run()
+        return
+    torch_op.say_reference(f"{op}_varlen", step.state)
+    with tensors.exactly(step.state), torch.no_grad():
+        options = step.null_index, step.scale, step.decay, step.state_layout
+        plainly.varlen(*step[:13], *options, FEW_TOKENS)
+
+
+def fake(op: str, *given: Any) -> None:
+    """Do nothing with tensors that have no memory."""
+
+
+def record(keys: Any, op: str, *given: Any) -> None:
+    """Refuse to record gradients."""
+    arguments.refuse_gradients(OPS[op], f"{op}_varlen", given)
+    with torch._C._AutoDispatchBelowAutograd():
+        registry.find(_KIND.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)

@@ -1,0 +1,52 @@
+"""The kernels of sequences of any lengths over a pool of states: all that a call launches compiles."""
+
+import pytest
+from problems import problem
+
+from rwkv_jit import kernel
+from rwkv_jit.inference import steps, varlen_steps
+from rwkv_jit.inference.varlen_steps import Varlen
+
+
+def requests(op, call, arch="sm_90", size=64, pool=None, **more):
+    given = problem(op, K=size, arch=arch, **{"T": 300, "backend": "chunked", "chunk_len": 32, **more})
+    schedule = varlen_steps.schedule(given, pool or steps.Pool(9, 1), call)
+    return {
+        (made.template.name, made.parameters.get("BY_HALVES", False)): made for made in schedule.requests(given.gpu)
+    }
+
+
+@pytest.mark.parametrize(
+    ("op", "arch", "size", "more"),
+    [
+        ("wkv7", "sm_80", 64, {"decay": "sigmoid"}),
+        ("wkv7", "sm_90", 128, {"decay": "raw", "state_layout": "kv", "state_type": "bf16"}),
+        ("wkv7", "sm_90", 256, {"backend": "large", "chunk_len": 64}),
+        ("wkv7", "sm_120", 200, {"backend": "large"}),
+        ("wkv7", "sm_75", 50, {"backend": "recurrent", "chunk_len": 0}),
+        ("wkv6", "sm_120", 64, {"state_type": "fp16"}),
+        ("gla", "sm_90", 256, {"backend": "large", "chunk_len": 64}),
+        ("wkv5", "sm_90", 36, {"backend": "recurrent", "chunk_len": 0}),
+        ("linear_attention", "sm_100", 128, {}),
+        ("wkv7", "sm_90", 64, {"backend": "segments", "T": 9000, "state_layout": "kv", "state_type": "bf16"}),
+        ("gla", "sm_80", 64, {"backend": "segments", "T": 9000}),
+    ],
+)
+def test_all_kernels_compile(op, arch, size, more):
+    for made in requests(op, Varlen(5), arch, size, **more).values():
+        kernel.get(made)
+
+
+@pytest.mark.parametrize("index_bytes", [4, 8])
+@pytest.mark.parametrize("bound_bytes", [4, 8])
+def test_bounds_and_indices_of_both_widths(index_bytes, bound_bytes):
+    call = Varlen(5, checkpoints=2, bound_bytes=bound_bytes)
+    kernel.get(requests("wkv7", call, pool=steps.Pool(9, 1, index_bytes=index_bytes))["arrange_sequences", False])
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("op", ["wkv7", "wkv6", "linear_attention"])
+def test_few_tokens_take_no_memory_for_registers(op, arch, layout):
+    made = requests(op, Varlen(5, has_few_tokens=True), arch, state_layout=layout)["update_states", False]
+    assert kernel.get(made).spill_bytes == 0
