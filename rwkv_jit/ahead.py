@@ -15,8 +15,9 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import steps
+from rwkv_jit.inference import steps, varlen_steps
 from rwkv_jit.inference.steps import Pool
+from rwkv_jit.inference.varlen_steps import Varlen
 from rwkv_jit.ops import checks, known_calls, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES
@@ -226,8 +227,9 @@ def warm(
     batches : int or iterable of int, optional
         B, for timex alone; by default all.
     updates : bool, default False
-        The kernels of `<op>_update` too, for batches of any size, one token and several, states rounded either way,
-        indices of 32 bits, and a w0 that is float32 or of the dtype of w. Of wkv4 and timex there are none.
+        The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, states
+        rounded either way, indices of 32 bits, and a w0 that is float32 or of the dtype of w. Of wkv4 and timex there
+        are none.
 
     Returns
     -------
@@ -328,6 +330,18 @@ class _Calls(NamedTuple):
             made += [p._replace(wants_inputs=False) for p in of_states]
         return made
 
+    def pooled_problems(self, several: Sequence[Known]) -> list[Problem]:
+        """Return the problems that stand for sequences of any lengths over a pool, longer ones than updates take."""
+        asked = self._replace(asked=self.asked._replace(is_narrow=False))
+        case = self.case._replace(dtype=self.asked.types["v"], training=False, is_packed=True)
+        few_heads: dict[str, Any] = {"blocks": 1, "multiprocessors": lambda: _MULTIPROCESSORS}
+        return [
+            asked.problem(known, case._replace(tokens=tokens, **of_heads))
+            for tokens in (_LONG, rule.SHORT_TOKENS)
+            for of_heads in ({"multiprocessors": None}, few_heads, few_heads | {"longest": tokens})
+            for known in several
+        ]
+
     def in_parts(self, case: Case) -> list[Case]:
         """Return the calls that are made of one of these, where its keys go in parts."""
         if case.op.family != "diagonal":
@@ -365,7 +379,9 @@ def call_requests(
         )
         calls = calls._replace(asked=calls.asked._replace(types=types, state_type=state_type))
         if direction == UPDATE:
-            return _update_requests(calls.asked, _storage("w_dtype", w_dtype))
+            w_type = _storage("w_dtype", w_dtype)
+            pooled = calls.pooled_problems(_known(arch))
+            return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type)]
         problems = calls.problems(direction, _known(arch))
     else:
         if state_dtype != torch.float32:
@@ -396,6 +412,23 @@ def _update_requests(p: Problem, w_type: str) -> list[kernel.Request]:
         for tokens, multiprocessors, w0_type, is_stochastic in asked
         for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
         for request in steps.schedule(own, Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic)).requests(p.gpu)
+    ]
+
+
+def _varlen_requests(several: Sequence[Problem], w_type: str) -> list[kernel.Request]:
+    """Return the kernels of sequences of any lengths. Where w0 is added to w, that is float32."""
+    asked = product(
+        several, dict.fromkeys((w_type, "fp32") if "w" in several[0].op.inputs else (w_type,)), (4, 8),
+        (False,) if several[0].state_type == "fp32" else (False, True),
+    )  # fmt: skip
+    return [
+        request
+        for p, own_w, bound_bytes, is_stochastic in asked
+        for own in [p._replace(types={**p.types, **({"w": own_w} if "w" in p.types else {})})]
+        for has_few_tokens in (False, True)
+        for request in varlen_steps.schedule(
+            own, Pool(1, 0, is_stochastic=is_stochastic), Varlen(1, 0, bound_bytes, has_few_tokens)
+        ).requests(p.gpu)
     ]
 
 

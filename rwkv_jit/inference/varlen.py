@@ -439,22 +439,26 @@ class _Step(NamedTuple):
     def _algorithm(self, p: Problem, sequences: int) -> dict[str, Any]:
         """Return what the rule says of sequences that are no short ones, as fields of the problem."""
         device = self.state.device.index
-        multiprocessors = tensors.multiprocessors(device)
-        longest = self.max_seqlen or (p.T if sequences == 1 else 0)
-        # Segments are for few heads, unless there are checkpoints.
-        may_cut = longest and sequences * p.H <= multiprocessors and self.checkpoint_offsets is None
-        case = Case(
-            self.op, p.types["v"], p.K, p.V, p.T // sequences if may_cut else p.T, self.decay, self.decay_bound, None,
-            training=False, blocks=sequences * p.H, is_packed=True,
-            multiprocessors=(lambda: multiprocessors) if may_cut else None, longest=longest,
-        )  # fmt: skip
-        if modes.is_batch_invariant():
-            case = case.of_any_batch()
+
+        def chosen(case: Case) -> dict[str, Any]:
+            case = case.of_any_batch() if modes.is_batch_invariant() else case
+            made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
+            return {**made._asdict(), "chunk_len": made.chunk_len or 0}
+
         # What has a sequence in the second extent of a grid has no room for more of them.
         pieces = sequences * (1 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1] + 1)
         backend = "auto" if pieces <= parts.MOST_HEADS else "recurrent"
-        made = rule.chosen(backend, case, lambda: tensors.gpu(device), lambda: rule.known(device))
-        return {**made._asdict(), "chunk_len": made.chunk_len or 0}
+        case = Case(
+            self.op, p.types["v"], p.K, p.V, p.T, self.decay, self.decay_bound, None, training=False,
+            blocks=sequences * p.H, is_packed=True,
+        )  # fmt: skip
+        longest, multiprocessors = self.max_seqlen or (p.T if sequences == 1 else 0), tensors.multiprocessors(device)
+        if longest and sequences * p.H <= multiprocessors and self.checkpoint_offsets is None:
+            cut = case._replace(tokens=p.T // sequences, multiprocessors=lambda: multiprocessors, longest=longest)
+            made = chosen(cut)
+            if made["backend"] == "segments":
+                return made
+        return chosen(case)
 
 
 def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:

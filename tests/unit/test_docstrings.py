@@ -14,7 +14,7 @@ from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
-UPDATES = [f"{op}_update" for op in OPS]
+UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen") for op in OPS]
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
