@@ -450,8 +450,10 @@ ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.kno
 ops.flops ops.torch_op inference.pool
 ops.wide_keys
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
-inference.registry
-inference.update inference.flops
+inference.registry inference.varlen_steps inference.arguments
+inference.calls
+inference.plainly inference.flops
+inference.update inference.varlen
 ahead bench.cases
 bench.measure
 bench

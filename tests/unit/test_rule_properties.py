@@ -125,7 +125,7 @@ def pretended(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(tensors, "new", new)
     monkeypatch.setattr(tensors, "packing", lambda cu_seqlens, tokens: cu_seqlens)
     monkeypatch.setattr(tensors, "readable_packing", lambda cu_seqlens: cu_seqlens)
-    monkeypatch.setattr(checks, "_check_packing", lambda cu_seqlens, first: None)
+    monkeypatch.setattr(checks, "check_packing", lambda cu_seqlens, first: None)
     monkeypatch.setattr(tensors, "side_stream", lambda device: SimpleNamespace(raw=8, follow=int, join=int))
     monkeypatch.setattr(cuda, "parameter_sizes", lambda function, most: None)
     monkeypatch.setattr(cuda, "make_current", lambda device: gpus.with_context.add(threading.get_ident()))
