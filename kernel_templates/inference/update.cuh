@@ -123,12 +123,12 @@ __device__ constexpr int kept_of(int count, int bit) {
 }
 constexpr int KEPT = kept_of(VALUES, FIRST_LANE);
 
-template <int BIT, int COUNT> __device__ inline void add_over_lanes(float* x) {
-    if constexpr (BIT < END_LANE) {
+template <int BIT, int COUNT, int END = END_LANE> __device__ inline void add_over_lanes(float* x) {
+    if constexpr (BIT < END) {
         if constexpr (COUNT % 2) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) x[i] += __shfl_xor_sync(0xffffffffu, x[i], BIT);
-            add_over_lanes<2 * BIT, COUNT>(x);
+            add_over_lanes<2 * BIT, COUNT, END>(x);
         } else {
             const bool upper = threadIdx.x & BIT;
 #pragma unroll
@@ -136,7 +136,7 @@ template <int BIT, int COUNT> __device__ inline void add_over_lanes(float* x) {
                 const float sent = upper ? x[i] : x[i + COUNT / 2];
                 x[i] = (upper ? x[i + COUNT / 2] : x[i]) + __shfl_xor_sync(0xffffffffu, sent, BIT);
             }
-            add_over_lanes<2 * BIT, COUNT / 2>(x);
+            add_over_lanes<2 * BIT, COUNT / 2, END>(x);
         }
     }
 }

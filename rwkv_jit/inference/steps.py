@@ -15,7 +15,7 @@ from rwkv_jit.problem import BYTES, Problem
 from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
 
-_MOST_ROWS = 65535  # of a grid's second extent
+MOST_ROWS = 65535  # of a grid's second extent
 _ACCESS_BYTES = 16
 _MOST_KEY_WARPS = 16
 # What follows was measured on an H100. Numbers of the state that a thread holds, and threads that a multiprocessor
@@ -29,7 +29,7 @@ _KEYS_OF_WARP, _MOST_WARPS = 128, 8
 _KV_THREADS = 128
 # Blocks of a multiprocessor below which a call has few, whose threads take less each.
 _FEW_VK, _FEW_KV = 4, 2
-_SPREAD = ("VECTOR", "KEY_LANES", "KEY_WARPS", "ROWS", "NUM_THREADS")
+SPREAD = ("VECTOR", "KEY_LANES", "KEY_WARPS", "ROWS", "NUM_THREADS")
 
 
 class Pool(NamedTuple):
@@ -67,7 +67,7 @@ def geometry(p: Problem, pool: Pool, is_packed: bool = False) -> dict[str, Param
     vector = math.gcd(row, min(_ACCESS_BYTES, pool.alignment) // size)
     spread, few = (_spread_vk, _FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
     cut = spread(p, vector, False)
-    if p.multiprocessors is not None and p.B * p.H * _value_blocks(p, cut) < few * p.multiprocessors:
+    if p.multiprocessors is not None and p.B * p.H * value_blocks(p, cut) < few * p.multiprocessors:
         cut = spread(p, vector, True)
     is_light = vector * int(cut["ROWS"]) <= _HELD and _has_one_token(p, is_packed) and p.gpu.number > TENSOR_CORES
     resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
@@ -78,41 +78,41 @@ def _has_one_token(p: Problem, is_packed: bool) -> bool:
     return p.T == 1 and not is_packed
 
 
-def _power(value: float) -> int:
+def power(value: float) -> int:
     """Return the least power of two that is not below."""
     return 1 << (max(math.ceil(value), 1) - 1).bit_length()
 
 
 def _spread_vk(p: Problem, vector: int, has_few_blocks: bool) -> dict[str, Parameter]:
     """Return how warps hold values of their own: a lane has some keys of several of them."""
-    key_lanes = min(_power(p.K / vector), 32)
+    key_lanes = min(power(p.K / vector), 32)
     keys = vector * math.ceil(p.K / (vector * key_lanes))
     held = _HELD // 2 if has_few_blocks and key_lanes == 32 else _HELD
-    rows = max(1, min(held // keys, _power(p.V * key_lanes / 32)))
-    warps = min(_power(p.K / _KEYS_OF_WARP), _MOST_WARPS)
+    rows = max(1, min(held // keys, power(p.V * key_lanes / 32)))
+    warps = min(power(p.K / _KEYS_OF_WARP), _MOST_WARPS)
     return {"VECTOR": vector, "KEY_LANES": key_lanes, "KEY_WARPS": 1, "ROWS": rows, "NUM_THREADS": 32 * warps}
 
 
 def _spread_kv(p: Problem, vector: int, has_few_blocks: bool) -> dict[str, Parameter]:
     """Return how warps share the keys of a block's values: an access of several keys in a lane."""
     access = vector * BYTES[p.state_type]
-    value_lanes = min(_power(p.V / vector), 32, max(1, (64 if has_few_blocks or p.K > _HEAVY else 128) // access))
+    value_lanes = min(power(p.V / vector), 32, max(1, (64 if has_few_blocks or p.K > _HEAVY else 128) // access))
     key_lanes = 32 // value_lanes
     if has_few_blocks:
         rows = 8 // BYTES[p.state_type]
     else:
         rows = max(1, min(math.ceil(p.K / (2 * key_lanes)), _MOST_HELD // vector))
-    key_warps = min(_power(p.K / (key_lanes * rows)), _MOST_KEY_WARPS)
-    value_warps = min(max(1, _KV_THREADS // (32 * key_warps)), _power(p.V / (value_lanes * vector)))
+    key_warps = min(power(p.K / (key_lanes * rows)), _MOST_KEY_WARPS)
+    value_warps = min(max(1, _KV_THREADS // (32 * key_warps)), power(p.V / (value_lanes * vector)))
     return {
         "VECTOR": vector, "KEY_LANES": key_lanes, "KEY_WARPS": key_warps,
         "ROWS": math.ceil(p.K / (key_lanes * key_warps)), "NUM_THREADS": 32 * key_warps * value_warps,
     }  # fmt: skip
 
 
-def _value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
+def value_blocks(p: Problem, cut: Mapping[str, Parameter]) -> Any:
     """Return how many blocks share the values of a head."""
-    vector, key_lanes, key_warps, rows, threads = (int(cut[name]) for name in _SPREAD)
+    vector, key_lanes, key_warps, rows, threads = (int(cut[name]) for name in SPREAD)
     values = rows if p.state_layout == "vk" else vector
     return math.ceil(p.V / (values * (32 // key_lanes) * (threads // 32 // key_warps)))
 
@@ -139,8 +139,8 @@ def step(p: Problem, pool: Pool, is_packed: bool = False) -> Step:
     }  # fmt: skip
     others = ("state_indices", "write_indices") if is_packed else ("bounds", "pieces")
     bind |= dict.fromkeys(others)
-    rows = min(p.B, _MOST_ROWS)
-    grid = (p.H * _value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
+    rows = min(p.B, MOST_ROWS)
+    grid = (p.H * value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
     # Packed rows read what the launch before has just written, so that nothing could be brought near meanwhile.
     overlaps = p.gpu.number >= OVERLAPS_SINCE and not is_packed
     return Step("update_states", "update_states", parameters, grid, bind, overlaps=overlaps)

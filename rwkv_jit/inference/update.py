@@ -390,7 +390,7 @@ class _Step(NamedTuple):
         return plan
 
 
-def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
+def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[str, Any]) -> _Step:
     """Check a call, and return it with all options.
 
     Raises
@@ -430,7 +430,7 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
     return _Step(op, state, y, inputs, w0, read, written, seed, null_index, scale, decay, layout)
 
 
-_KIND = calls.Kind("update", "update_states", ("w0", "state_indices", "write_indices", "seed"), _check)
+_KIND = calls.Kind("update", "update_states", ("w0", "state_indices", "write_indices", "seed"), check)
 _plans: BySignature[Plan] = BySignature()
 
 

@@ -425,7 +425,7 @@ def test_blocks_hold_all_of_a_head(name, layout, state_type, head_size, value_si
     size = 4 if state_type == "fp32" else 2
     alignment = max(alignment, size)
     cut = steps.geometry(p, steps.Pool(batch, heads * head_size * value_size, alignment))
-    vector, key_lanes, key_warps, rows, threads = (cut[name] for name in steps._SPREAD)
+    vector, key_lanes, key_warps, rows, threads = (cut[name] for name in steps.SPREAD)
     row = head_size if layout == "vk" else value_size
     assert row % vector == 0
     assert vector * size <= alignment

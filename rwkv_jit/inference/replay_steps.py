@@ -1,0 +1,124 @@
+"""The kernel of steps that read a state and the entries since it was written, and write it once in a while.
+
+The geometry is that of updates, but that a block has all values of a head where these are not many: blocks that share a
+head read its entries once each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rwkv_jit.algorithms.parts import OVERLAPS_SINCE
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import TENSOR_CORES
+from rwkv_jit.inference import steps
+from rwkv_jit.inference.steps import Pool
+from rwkv_jit.problem import Problem
+from rwkv_jit.schedule import Schedule, Step
+from rwkv_jit.template import Parameter
+
+_MOST_WARPS = 8
+# Threads that a multiprocessor shall have room for: of a step of one token, of one of several, and with more keys.
+_RESIDENT, _FEWER_RESIDENT, _HEAVY, _HEAVY_RESIDENT = 512, 512, 256, 256
+
+
+class Ring(NamedTuple):
+    """What tells rings apart for a kernel, and what a launch does with one.
+
+    Attributes
+    ----------
+    length, entries : int
+        The most entries that are kept, and how many there is room for.
+    kept : int
+        With more than so many a state is written.
+    is_draft : bool
+        The tokens are drafts: cursors and states stay.
+    accept_bytes : int
+        Of the numbers of accepted drafts: 4 or 8.
+    """
+
+    length: int
+    entries: int
+    kept: int
+    is_draft: bool = False
+    accept_bytes: int = 4
+
+
+def entry_bytes(has_decay: bool, has_delta: bool, head_size: int, value_size: int, size: int) -> int:
+    """Return the bytes of an entry of a head, with inputs of `size` bytes."""
+    of_keys = 4 * has_decay + size * (1 + has_delta)
+    return head_size * of_keys + value_size * (size + 4 * has_delta)
+
+
+def best_length(state_bytes: int, bytes_of_entry: int) -> int:
+    """Return how many entries to keep so that a token moves the fewest bytes, from 1 to 15.
+
+    With so many a token reads half of them on average, and the state is written once in one token more. The state is
+    read in every token.
+    """
+    return min(range(1, 16), key=lambda length: state_bytes / (length + 1) + bytes_of_entry * length / 2)
+
+
+def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Parameter]:
+    """Return what `steps.geometry` does, and SHARED_BYTES."""
+    cut = steps.geometry(p, pool)
+    if p.state_layout == "vk":
+        of_warp = int(cut["ROWS"]) * 32 // int(cut["KEY_LANES"])
+        warps = max(int(cut["NUM_THREADS"]) // 32, min(steps.power(p.V / of_warp), _MOST_WARPS))
+        cut["NUM_THREADS"] = 32 * warps
+    threads = int(cut["NUM_THREADS"])
+    shared = shared_bytes(p, cut, ring, tokens)
+    if shared > p.gpu.shared_limit:
+        raise UnsupportedConfigError(
+            f"length: {ring.entries} entries of head sizes {p.K}, {p.V} and {tokens} tokens need {shared} bytes of "
+            f"shared memory in a block, and {p.gpu.arch} has {p.gpu.shared_limit}"
+        )
+    is_light = tokens == 1 and p.gpu.number > TENSOR_CORES
+    resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
+    return {**cut, "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, resident, shared), "SHARED_BYTES": shared}
+
+
+def shared_bytes(p: Problem, cut: dict[str, Parameter], ring: Ring, tokens: int) -> int:
+    """Return the bytes of shared memory of a block: at least what the template's struct takes."""
+    vector, key_lanes, key_warps, rows, threads = (int(cut[name]) for name in steps.SPREAD)
+    is_vk, has_decay, has_delta = p.state_layout == "vk", p.decay != "none", p.op.family == "delta"
+    keys = (vector * math.ceil(p.K / (vector * key_lanes)) if is_vk else rows) * key_lanes * key_warps
+    values = (rows if is_vk else vector) * (32 // key_lanes) * (threads // 32 // key_warps)
+    past = ring.length if tokens else ring.entries
+    most, step, folded = past + tokens, max(tokens, 1), 1 if ring.is_draft else past + tokens
+    token = 2 * keys + (keys if has_decay else 4) + 2 * (keys if has_delta else 4)
+    token += (keys if tokens and "u" in p.op.inputs else 4) + -(-values // 4) * 4
+    floats = step * token + (keys * (past + 1) if has_decay else 4)
+    floats += folded * keys + (folded * keys if has_delta else 4)
+    floats = -(-floats // 4) * 4 + most * step * (4 if has_delta else 1)
+    floats += step * (1 + has_delta) * key_warps * values + folded * values + (folded * values if has_delta else 1)
+    return -(-4 * floats // 16) * 16
+
+
+def schedule(p: Problem, pool: Pool, ring: Ring, tokens: int) -> Schedule:
+    """Return the launch of a step of so many tokens, or of none: the state is bound to its first slot."""
+    cut = geometry(p, pool, ring, tokens)
+    constants: dict[str, Parameter] = {"DELTA": p.op.family == "delta", "BONUS": False, "DECAY": p.decay}
+    if tokens:
+        constants["BONUS"] = "u" in p.op.inputs
+    elif p.decay != "none":  # entries hold decays as they are
+        constants["DECAY"] = "raw"
+    parameters: dict[str, Parameter] = {
+        "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
+        "T_W": p.types.get("w", "fp32"), "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
+        "STATE_LAYOUT": p.state_layout, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
+        "ACCEPT_BYTES": ring.accept_bytes, "ONE_TOKEN": tokens == 1, "TOKENS": tokens, "DRAFT": ring.is_draft,
+        "LENGTH": ring.length, "ENTRIES": ring.entries, **constants, **cut,
+    }  # fmt: skip
+    inputs = ("r", "w", "k", "v", "a", "b", "u")
+    bind = {
+        **{name: None for name in inputs if name not in p.op.inputs},
+        **({"accept_lens": None} if tokens else {"y": None, "w0": None}),
+        "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
+        "heads": p.H, "kept": ring.kept, "scale": p.scale,
+    }  # fmt: skip
+    rows = min(p.B, steps.MOST_ROWS)
+    grid = (p.H * steps.value_blocks(p, cut), rows, -(-p.B // max(rows, 1)))
+    overlaps = p.gpu.number >= OVERLAPS_SINCE
+    return Schedule((Step("replay_states", "replay_states", parameters, grid, bind, overlaps=overlaps),))

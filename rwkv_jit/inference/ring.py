@@ -1,0 +1,210 @@
+"""The tokens since the states of a pool were written: a ring of entries for each slot and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+from rwkv_jit.errors import brief
+from rwkv_jit.inference import replay_steps
+from rwkv_jit.ops.table import OPS
+
+OP_NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
+_DTYPES = (*tensors.STORAGE, torch.float64)
+MOST_ENTRIES = 16
+
+
+class ReplayRing:
+    """The tokens of each slot since its state was written, for `wkv7_replay`, `wkv7_verify` and their like.
+
+    It is memory and bookkeeping of one layer. A state of a pool and the entries of its slot are the state of a text
+    together:
+
+        S = S0 diag(d_1 ... d_n) + sum_i (u_i (p_i b_i)^T + v_i (p_i k_i)^T)   with p_i = d_{i+1} ... d_n
+
+    with n the cursor of the slot, and u_i = S_{i-1} a_i; without the delta term there are no u and b, and linear
+    attention has no d. `replay_flush` makes S0 of it where a state is to be saved, copied or read by something else.
+
+    Parameters
+    ----------
+    slots : int
+        How many slots the pool has.
+    op : {"wkv7", "wkv6", "wkv5", "gla", "linear_attention"}
+        Whose tokens these are.
+    heads : int
+        Heads of a state, H.
+    head_size : int
+        K.
+    value_size : int, optional
+        V; K by default.
+    length : int, from 1 to 16, optional
+        The most entries that are kept: the state is written once in `length` + 1 tokens. By default so many that a
+        token moves the fewest bytes, by its share of that write and by the entries that it reads: 5 for wkv7 with heads
+        of 64 and float32 states, 3 where states have 16 bits, 8 for heads of 128.
+    drafts : int, default 0
+        The most tokens of a call of `wkv7_verify`, for which there is room behind the cursor at any time. There are at
+        most 16 entries with those that are kept.
+    dtype : torch.dtype, default torch.bfloat16
+        Of r, k and v in the calls: float16, bfloat16 or float32; float64 too on the CPU.
+    state_dtype : torch.dtype, default torch.float32
+        Of the states, by which the default of `length` goes.
+    device : torch.device or str, default "cuda"
+        Where the memory is.
+
+    Attributes
+    ----------
+    slots, heads, head_size, value_size, length, drafts : int
+        As they were given.
+    op : str
+        As it was given.
+    dtype : torch.dtype
+        As it was given.
+    d : torch.Tensor, shape (slots, H, length + drafts, K), float32, or None
+        The factors of decay.
+    b, k : torch.Tensor, shape (slots, H, length + drafts, K), dtype; b may be None
+        The keys of u and v.
+    v : torch.Tensor, shape (slots, H, length + drafts, V), dtype
+        Values.
+    u : torch.Tensor, shape (slots, H, length + drafts, V), float32, or None
+        What the state held for a.
+    cursors : torch.Tensor, shape (slots,), int32
+        How many entries of a slot count.
+    arrivals : torch.Tensor, shape (slots,), int32
+        Zeros between launches, in which blocks count each other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    Notes
+    -----
+    All memory is taken at once: with bfloat16, wkv7 and heads of 64 an entry has 896 bytes for each head, where a
+    float32 state has 16384.
+
+    Examples
+    --------
+    >>> pool = rwkv_jit.StatePool.rwkv7(8, layers=2, heads=4, head_size=64, width=256)
+    >>> rings = [rwkv_jit.ReplayRing(8, "wkv7", 4, 64) for _ in range(2)]
+    >>> rings[0].length, rings[0].k.shape
+    (5, torch.Size([8, 4, 5, 64]))
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        op: str,
+        heads: int,
+        head_size: int,
+        value_size: int | None = None,
+        length: int | None = None,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cuda",
+    ):
+        if op not in OP_NAMES:
+            raise ValueError(f"op: expected one of {', '.join(OP_NAMES)}, got {op!r}")
+        for name, given in (("dtype", dtype), ("state_dtype", state_dtype)):
+            if given not in _DTYPES:
+                raise TypeError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {brief(given)}")
+        self.op, self.dtype = op, dtype
+        self.slots, self.heads = _count("slots", slots, 1), _count("heads", heads, 1)
+        self.head_size = _count("head_size", head_size, 1)
+        self.value_size = head_size if value_size is None else _count("value_size", value_size, 1)
+        self.drafts = _count("drafts", drafts, 0)
+        has_decay, has_delta = OPS[op].decay != "none", OPS[op].family == "delta"
+        if length is None:
+            of_state = head_size * self.value_size * state_dtype.itemsize
+            length = replay_steps.best_length(
+                of_state,
+                replay_steps.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize),
+            )
+        self.length = _count("length", length, 1)
+        if self.entries > MOST_ENTRIES:
+            raise ValueError(f"length: expected at most {MOST_ENTRIES} with the {drafts} drafts, got {length}")
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def new(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(slots, heads, self.entries, size, dtype=dtype, device=device)
+
+        # A tensor that is made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.d = new(head_size, wide) if has_decay else None
+            self.b = new(head_size, dtype) if has_delta else None
+            self.k = new(head_size, dtype)
+            self.v = new(self.value_size, dtype)
+            self.u = new(self.value_size, wide) if has_delta else None
+            self.cursors = torch.zeros(slots, dtype=torch.int32, device=device)
+            self.arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    @property
+    def entries(self) -> int:
+        """How many entries there is room for, in each slot and head."""
+        return self.length + self.drafts
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.k.device
+
+    @property
+    def fields(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order in which the torch op takes them; None for those that are not there."""
+        return self.cursors, self.arrivals, self.d, self.b, self.k, self.v, self.u
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are there."""
+        return [x for x in self.fields if x is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all entries, of all slots."""
+        return sum(x.nbytes for x in self.tensors)
+
+    def reset(self, slots: int | Iterable[int] | Tensor | None = None) -> None:
+        """Forget the entries of slots, whose states count as they are from then on: for new texts.
+
+        Parameters
+        ----------
+        slots : int, several ints or torch.Tensor of them, optional
+            The slots; all by default. Those of a tensor on a GPU are not looked at.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `slots` are no ints, or there are no such slots.
+
+        Examples
+        --------
+        >>> ring.reset(pool.allocate(2))
+        """
+        if slots is None:
+            self.cursors.zero_()
+            return
+        if isinstance(slots, Tensor):
+            if slots.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"slots: expected torch.int32 or torch.int64, got {slots.dtype}")
+            self.cursors.index_fill_(0, slots.to(torch.int64), 0)
+            return
+        listed = list(slots) if isinstance(slots, Iterable) else [slots]
+        if any(not isinstance(slot, int) or isinstance(slot, bool) for slot in listed):
+            raise TypeError(f"slots: expected an int or several, got {brief(slots)}")
+        if any(not 0 <= slot < self.slots for slot in listed):
+            raise ValueError(f"slots: expected slots below {self.slots}, got {brief(slots)}")
+        is_cuda = self.device.type == "cuda"  # from pinned memory the copy does not wait for the GPU
+        index = torch.tensor(listed, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self.cursors.index_fill_(0, index.to(self.device, non_blocking=is_cuda), 0)
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {brief(value)}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {brief(value)}")
+    return value
