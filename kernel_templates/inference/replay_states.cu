@@ -27,6 +27,7 @@
 using AcceptLen = IndexOf<ACCEPT_BYTES>::Type;
 constexpr bool HAS_TOKENS = TOKENS > 0, HAS_DECAY = DECAY != Decay::none;
 constexpr int PAST = HAS_TOKENS ? LENGTH : ENTRIES;  // the most entries that there are before
+constexpr int AT_ONCE = min_of(max_of(TOKENS, 1), 4);  // tokens that are loaded together
 constexpr int MOST = PAST + TOKENS, STEPS = max_of(TOKENS, 1), FOLDED = DRAFT ? 1 : MOST;
 // Entries are read by accesses of so many neighbours, those of a row of a token in shared memory too.
 __device__ constexpr bool are_whole(int count) { return HEAD_SIZE % count == 0 && PADDED_KEYS % count == 0; }
@@ -54,6 +55,14 @@ static_assert(ENTRIES >= LENGTH && LENGTH > 0 && (!DRAFT || LENGTH + TOKENS <= E
 __device__ inline unsigned arrive(unsigned* arrivals) { return atomicInc(arrivals, gridDim.x - 1); }
 
 // ---- entries ----
+
+// Has the entries of a head brought near, a line by each thread.
+template <int SIZE, typename T> __device__ inline void prefetch_entries(const T* first, int count) {
+    constexpr int OF_LINE = 128 / sizeof(T);
+#pragma unroll 1
+    for (int i = threadIdx.x * OF_LINE; i < count * SIZE; i += NUM_THREADS * OF_LINE)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(first + i) : "memory");
+}
 
 // The lane's keys of an entry, as they come from memory.
 struct Keys {
@@ -236,7 +245,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
     if constexpr (HAS_TOKENS) {
         // The launch before may still write the index and the state: they are only brought near.
         const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + row)) : row;
-        if (likely >= 0 && likely < slots) prefetch_tile(state + likely * slot_stride + of_head, first_value);
+        if (likely >= 0 && likely < slots) {
+            prefetch_tile(state + likely * slot_stride + of_head, first_value);
+            const i64 first = (likely * heads + head) * ENTRIES;
+            const int count = min(*static_cast<volatile int*>(cursors + likely), LENGTH);
+            prefetch_entries<HEAD_SIZE>(entry_k + first * HEAD_SIZE, count);
+            prefetch_entries<VALUE_SIZE>(entry_v + first * VALUE_SIZE, count);
+            if constexpr (HAS_DECAY) prefetch_entries<HEAD_SIZE>(entry_d + first * HEAD_SIZE, count);
+            if constexpr (DELTA) {
+                prefetch_entries<HEAD_SIZE>(entry_b + first * HEAD_SIZE, count);
+                prefetch_entries<VALUE_SIZE>(entry_u + first * VALUE_SIZE, count);
+            }
+        }
     }
     state = after_previous_launch(state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
@@ -261,20 +281,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
     entry_v += of_entries * VALUE_SIZE + first_value, entry_u += of_entries * VALUE_SIZE + first_value;
     const int cursor = *static_cast<volatile int*>(cursors + slot);
     const auto start = [&](Strides s) { return row * s.batch + head * s.head; };
-    Held held[STEPS];
+    Held held[AT_ONCE];
+    // The tokens from `first` on; all that are loaded at once have a place in registers.
+    const auto load_tokens = [&](int first) {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+            const int t = first + n;
+            if (t >= TOKENS) break;
+            held[n].r.load(r + t * r_strides.token), held[n].k.load(k + t * k_strides.token);
+            if constexpr (HAS_DECAY) held[n].w.load(w + t * w_strides.token);
+            if constexpr (DELTA) held[n].a.load(a + t * a_strides.token), held[n].b.load(b + t * b_strides.token);
+            held[n].v.load(v + t * v_strides.token, VALUE_SIZE - first_value);
+        }
+    };
     if constexpr (HAS_TOKENS) {
         r += start(r_strides), w += start(w_strides), k += start(k_strides);
         v += start(v_strides) + first_value, a += start(a_strides), b += start(b_strides);
         u += head * HEAD_SIZE, w0 = w0 != nullptr ? w0 + head * HEAD_SIZE : nullptr;
-#pragma unroll
-        for (int t = 0; t < TOKENS; ++t) {
-            held[t].r.load(r + t * r_strides.token), held[t].k.load(k + t * k_strides.token);
-            if constexpr (HAS_DECAY) held[t].w.load(w + t * w_strides.token);
-            if constexpr (DELTA) held[t].a.load(a + t * a_strides.token), held[t].b.load(b + t * b_strides.token);
-            held[t].v.load(v + t * v_strides.token, VALUE_SIZE - first_value);
-            if constexpr (BONUS) held[t].u.load(u);
-            if (HAS_DECAY && w0 != nullptr) held[t].w0.load(w0);
-        }
+        load_tokens(0);
     }
 
     Tile tile;
@@ -320,8 +344,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
     if constexpr (!HAS_TOKENS) read_tile(tile, own_state, first_value);
 
     if constexpr (HAS_TOKENS) {
+        Share<T_W0, HEAD_SIZE, PADDED_KEYS> of_w0;
+        Share<T_U, HEAD_SIZE, PADDED_KEYS> of_u;
+        if (HAS_DECAY && w0 != nullptr) of_w0.load(w0);
+        if constexpr (BONUS) of_u.load(u);
+#pragma unroll 1
+        for (int first = 0; first < TOKENS; first += AT_ONCE) {
+            if (first > 0) load_tokens(first);
 #pragma unroll
-        for (int t = 0; t < TOKENS; ++t) held[t].store(smem.token[t], w0 != nullptr);
+            for (int n = 0; n < AT_ONCE; ++n) {
+                if (first + n >= TOKENS) break;
+                held[n].w0 = of_w0, held[n].u = of_u;
+                held[n].store(smem.token[first + n], w0 != nullptr);
+            }
+        }
     }
     if constexpr (HAS_DECAY) {
 #pragma unroll

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from rwkv_jit.algorithms.parts import OVERLAPS_SINCE
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import TENSOR_CORES
 from rwkv_jit.inference import steps
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.problem import Problem
@@ -19,8 +18,9 @@ from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
 
 _MOST_WARPS = 8
-# Threads that a multiprocessor shall have room for: of a step of one token, of one of several, and with more keys.
-_RESIDENT, _FEWER_RESIDENT, _HEAVY, _HEAVY_RESIDENT = 512, 512, 256, 256
+# Threads that a multiprocessor shall have room for: of a step of few tokens, and of one of more or with more keys.
+# Not measured yet.
+_RESIDENT, _MOST_LIGHT_TOKENS, _HEAVY, _HEAVY_RESIDENT = 512, 4, 256, 256
 
 
 class Ring(NamedTuple):
@@ -74,8 +74,8 @@ def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Param
             f"length: {ring.entries} entries of head sizes {p.K}, {p.V} and {tokens} tokens need {shared} bytes of "
             f"shared memory in a block, and {p.gpu.arch} has {p.gpu.shared_limit}"
         )
-    is_light = tokens == 1 and p.gpu.number > TENSOR_CORES
-    resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
+    is_heavy = p.K > _HEAVY or tokens > _MOST_LIGHT_TOKENS
+    resident = _HEAVY_RESIDENT if is_heavy else _RESIDENT
     return {**cut, "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, resident, shared), "SHARED_BYTES": shared}
 
 

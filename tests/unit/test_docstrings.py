@@ -14,7 +14,8 @@ from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
 FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwkv_jit, name))]
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
-UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen") for op in OPS]
+UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
+COMMITTING = ["replay_commit", "replay_flush"]
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
@@ -51,13 +52,13 @@ def documented(name):
 
 def test_the_public_functions_are_known():
     assert sorted(FUNCTIONS) == sorted([
-        *OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES, *COMPILING, *ASKING, *SETTING, "add_hook",
+        *OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES, *COMPILING, *ASKING, *SETTING, *COMMITTING, "add_hook",
     ])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
-    wanted = {"Raises", "Examples"} if name in SETTING else {"Returns"}
+    wanted = {"Raises", "Examples"} if name in (*SETTING, *COMMITTING) else {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
     if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *COMPILING):
