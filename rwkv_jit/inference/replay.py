@@ -152,7 +152,7 @@ def wkv7_replay(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "wkv7", 4, 64, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "wkv7", 4, 64, dtype=torch.float32, device="cuda")
     >>> r, w, k, v, a, b = torch.randn(6, 3, 4, 64, device="cuda") / 8
     >>> slots = torch.tensor([5, 2, 11], dtype=torch.int32, device="cuda")
     >>> rwkv_jit.wkv7_replay(pool, ring, r, w, k, v, a, b, state_indices=slots).shape
@@ -206,7 +206,7 @@ def wkv7_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "wkv7", 4, 64, drafts=4, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "wkv7", 4, 64, drafts=4, dtype=torch.float32, device="cuda")
     >>> r, w, k, v, a, b = torch.randn(6, 16, 4, 4, 64, device="cuda") / 8
     >>> y = rwkv_jit.wkv7_verify(pool, ring, r, w, k, v, a, b)
     >>> accepted = torch.randint(5, (16,), device="cuda")  # as the model's head says
@@ -260,7 +260,7 @@ def wkv6_replay(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "wkv6", 4, 64, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "wkv6", 4, 64, dtype=torch.float32, device="cuda")
     >>> r, k, v, w = torch.randn(4, 16, 2, 4, 64, device="cuda")
     >>> u = torch.zeros(4, 64, device="cuda")
     >>> rwkv_jit.wkv6_replay(pool, ring, r, k, v, w, u).shape
@@ -312,7 +312,7 @@ def wkv6_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "wkv6", 4, 64, drafts=2, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "wkv6", 4, 64, drafts=2, dtype=torch.float32, device="cuda")
     >>> r, k, v, w = torch.randn(4, 16, 2, 4, 64, device="cuda")
     >>> u = torch.zeros(4, 64, device="cuda")
     >>> rwkv_jit.wkv6_verify(pool, ring, r, k, v, w, u).shape
@@ -364,7 +364,7 @@ def wkv5_replay(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "wkv5", 4, 64, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "wkv5", 4, 64, dtype=torch.float32, device="cuda")
     >>> r, k, v = torch.randn(3, 16, 2, 4, 64, device="cuda")
     >>> w, u = torch.randn(2, 4, 64, device="cuda")
     >>> rwkv_jit.wkv5_replay(pool, ring, r, k, v, w, u).shape
@@ -414,7 +414,7 @@ def wkv5_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "wkv5", 4, 64, drafts=2, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "wkv5", 4, 64, drafts=2, dtype=torch.float32, device="cuda")
     >>> r, k, v = torch.randn(3, 16, 2, 4, 64, device="cuda")
     >>> w, u = torch.randn(2, 4, 64, device="cuda")
     >>> rwkv_jit.wkv5_verify(pool, ring, r, k, v, w, u).shape
@@ -466,7 +466,7 @@ def gla_replay(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "gla", 4, 64, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "gla", 4, 64, dtype=torch.float32, device="cuda")
     >>> q, k, v, x = torch.randn(4, 16, 2, 4, 64, device="cuda")
     >>> g = torch.nn.functional.logsigmoid(x)
     >>> rwkv_jit.gla_replay(pool, ring, q, k, v, g).shape
@@ -516,7 +516,7 @@ def gla_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "gla", 4, 64, drafts=2, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "gla", 4, 64, drafts=2, dtype=torch.float32, device="cuda")
     >>> q, k, v, x = torch.randn(4, 16, 2, 4, 64, device="cuda")
     >>> g = torch.nn.functional.logsigmoid(x)
     >>> rwkv_jit.gla_verify(pool, ring, q, k, v, g).shape
@@ -566,7 +566,7 @@ def linear_attention_replay(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "linear_attention", 4, 64, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "linear_attention", 4, 64, dtype=torch.float32, device="cuda")
     >>> q, k, v = torch.randn(3, 16, 2, 4, 64, device="cuda")
     >>> rwkv_jit.linear_attention_replay(pool, ring, q, k, v).shape
     torch.Size([16, 2, 4, 64])
@@ -613,7 +613,7 @@ def linear_attention_verify(
     Examples
     --------
     >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
-    >>> ring = rwkv_jit.ReplayRing(16, "linear_attention", 4, 64, drafts=2, dtype=torch.float32)
+    >>> ring = rwkv_jit.ReplayRing(16, "linear_attention", 4, 64, drafts=2, dtype=torch.float32, device="cuda")
     >>> q, k, v = torch.randn(3, 16, 2, 4, 64, device="cuda")
     >>> rwkv_jit.linear_attention_verify(pool, ring, q, k, v).shape
     torch.Size([16, 2, 4, 64])

@@ -146,6 +146,10 @@ SIGNATURES = {
     "wkv4_ref": "w, u, k, v, initial_state=None, output_final_state=False, decay='raw'",
     "timex_ref": "w, k, eps=0.0",
 }
+SIGNATURES |= {
+    f"{op}_{kind}": SIGNATURES[f"{op}_update"].replace("state, ", "state, ring, ", 1)
+    for op in OPS for kind in ("replay", "verify")
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES])
