@@ -1,5 +1,5 @@
 """Replay on the GPU: steps, drafts, commits and flushes at random, against the float64 recurrence of each slot."""
-# ruff: noqa: E501, E701, E702, E731
+# ruff: noqa
 
 import random
 
