@@ -188,10 +188,10 @@ def test_states_are_rounded_at_random(op, recurrence, layout, state, head_size):
     for seed in (3, 3, 4):
         torch.manual_seed(5)
         setup = Setup(recurrence, size, "bf16", state, layout)
-        # Some below the normal numbers of float16, some near the end of the range.
-        setup.pool[setup.slot.long()] *= torch.tensor([1.0, 1e-6, 1e-7, 0.0], device="cuda").repeat(head_size)[
-            :head_size
-        ]
+        # Values below the normal numbers of float16, so that their rows of the state stay there.
+        size_of_value = torch.tensor([1.0, 1e-6, 1e-7, 0.0], device="cuda").repeat(head_size)[:head_size]
+        setup.given["v"] *= size_of_value.to(setup.given["v"].dtype)
+        setup.pool[setup.slot.long()] *= (size_of_value[:, None] if layout == "vk" else size_of_value).to(DTYPES[state])
         setup.before = setup.memory.clone()
         setup.update(rounding="stochastic", seed=torch.tensor([seed], device="cuda"))
         setups.append(setup)

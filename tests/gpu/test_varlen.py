@@ -133,6 +133,18 @@ def test_few_heads_go_in_segments(op, recurrence, lengths, tail, layout, state):
     setup.check(y, [i for i in range(len(lengths)) if i not in null])
 
 
+@pytest.mark.parametrize("recurrence", ["wkv7", "gla"])
+def test_segments_read_here_and_write_there(op, recurrence):
+    setup = Setup(recurrence, [3000, 5, 2000, 4000], 2)
+    free = [i for i in range(setup.slots) if i not in setup.slot.tolist()]
+    written = torch.tensor([free[0], NULL, free[1], NULL], dtype=torch.int32, device="cuda")
+    has_state = torch.tensor([True, True, False, True], device="cuda")
+    setup.pool[int(setup.slot[2])] = float("nan")
+    setup.before.copy_(setup.memory)
+    y = setup.run(write_indices=written, has_initial_state=has_state, max_seqlen=4000)
+    setup.check(y, written=written, begins_empty=[2])
+
+
 @pytest.mark.parametrize("recurrence", ["wkv7", "wkv6"])
 def test_sequences_of_many_chunks_leave_frames_to_a_second_launch(op, recurrence):
     setup = Setup(recurrence, [5000, 1, 4000, 0, 3, 2100], 2, decays="mixed")
