@@ -53,14 +53,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
     Checkpoint* __restrict__ checkpoints, int* __restrict__ framed, float* __restrict__ carried, int* board,
     Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
-    i64 tokens, i64 heads, float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
+    i64 tokens, i64 heads, float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    i64 sequence = POOLED ? blockIdx.y : blockIdx.x, head = POOLED ? blockIdx.x : blockIdx.y;
+    i64 sequence = piece_of(POOLED ? blockIdx.y : blockIdx.x, wave, waves), head = POOLED ? blockIdx.x : blockIdx.y;
     if (MAY_LEAVE_FRAMES && board != nullptr) let_next_launch_begin();
     if (BY_HALVES && board != nullptr) {
-        const i64 piece = left_piece(board, POOLED ? sequence * gridDim.x + head : head * gridDim.x + sequence,
+        const i64 piece = left_piece(board, POOLED ? i64(blockIdx.y) * gridDim.x + head : head * gridDim.x + sequence,
                                      i64(gridDim.x) * (POOLED ? gridDim.y : heads));
         if (piece < 0) return;
         sequence = piece / heads, head = piece % heads;

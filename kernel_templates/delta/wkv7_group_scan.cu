@@ -51,10 +51,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(NUM
     const int* __restrict__ halved, T_IO* __restrict__ output, T_IO* __restrict__ solved, uint4* __restrict__ states,
     T_STATE* __restrict__ last,
     float4* __restrict__ carried, Strides input_strides, i64 tokens, i64 heads, Walk walk,
-    const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
+    const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
+    const i64 sequence = piece_of(blockIdx.x / ROW_BLOCKS, wave, waves), head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
     if (is_for_others(pieces, sequence, wave)) return;  // as all of a cluster are
     const Span span = sequence_span(cu_seqlens, sequence, tokens);

@@ -65,11 +65,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_sc
     const uint4* __restrict__ operands, const uint4* __restrict__ matrices, const float* __restrict__ frames,
     const int* __restrict__ halved, T_IO* __restrict__ output, T_IO* __restrict__ solved, uint4* __restrict__ states,
     T_STATE* __restrict__ last, Strides input_strides, i64 tokens, i64 heads, const Piece* __restrict__ pieces,
-    i64 slot_stride, int wave) {
+    i64 slot_stride, int wave, int waves) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
     constexpr int ROW_BLOCKS = ceil_div(VALUE_SIZE, VALUE_ROWS);
-    const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
+    const i64 sequence = piece_of(blockIdx.x / ROW_BLOCKS, wave, waves), head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
     const int row_warp = warp % ROW_WARPS, key_warp = warp / ROW_WARPS;
     const int own_row = 16 * row_warp, first_value = block_row + own_row,

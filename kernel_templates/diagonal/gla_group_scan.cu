@@ -45,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) gla_group_scan(
     const T_IO* __restrict__ input, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     const uint4* __restrict__ operands, const uint4* __restrict__ pairs, const float* __restrict__ frames,
     const int* __restrict__ halved, T_IO* __restrict__ output, uint4* __restrict__ states, T_STATE* __restrict__ last,
-    Strides input_strides, i64 tokens, i64 heads, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
+    Strides input_strides, i64 tokens, i64 heads, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = blockIdx.x / ROW_BLOCKS, head = blockIdx.y;
+    const i64 sequence = piece_of(blockIdx.x / ROW_BLOCKS, wave, waves), head = blockIdx.y;
     const int block_row = blockIdx.x % ROW_BLOCKS * VALUE_ROWS, warp = warp_id();
     if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);

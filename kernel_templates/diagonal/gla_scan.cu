@@ -198,10 +198,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
     int* __restrict__ framed,
     Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides, i64 tokens, i64 heads,
-    float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
+    float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
-    const i64 sequence = POOLED ? blockIdx.y : blockIdx.x, number = POOLED ? blockIdx.x : blockIdx.y;
+    const i64 sequence = piece_of(POOLED ? blockIdx.y : blockIdx.x, wave, waves), number = POOLED ? blockIdx.x : blockIdx.y;
     if (is_for_others(pieces, sequence, wave)) return;
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + number * s.head; };

@@ -8,7 +8,8 @@
 //                       in ascending order; what does not ascend, or is behind the sequence, counts as none
 //   checkpoint_indices  [sequences, checkpoints]  Index  in or null: the slots of these states
 //   bounds  [pieces + 1]  int64  out: where pieces begin, to be read as cu_seqlens
-//   pieces  [pieces]  Piece  out: `checkpoints` + 1 for each sequence, the last one with what is behind its checkpoints
+//   pieces  [pieces]  Piece  out: `checkpoints` + 1 for each sequence: one to each checkpoint, and one with what is behind
+//           these; those that are left over are empty
 //
 // A slot at or below `null_index`, or outside the pool, is none. A sequence that has none gets zeros for y. Sequences
 // of up to `few_tokens`, without checkpoints, are for the launch that goes token by token.
@@ -43,18 +44,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) arrange_sequences(
 
     bounds += sequence * (checkpoints + 1), pieces += sequence * (checkpoints + 1);
     i64 done = begin;
-    int wave = 0;
+    int wave = 0;  // of the piece that comes next, which is also its place
     for (i64 i = 0; i < checkpoints; ++i) {
         const i64 next = begin + i64(checkpoint_offsets[sequence * checkpoints + i]);
         const int to = legal(checkpoint_indices[sequence * checkpoints + i], true);
-        const bool is_there = !is_null && to >= 0 && next > done && next <= end;
-        bounds[i] = done;
-        pieces[i] = {from, to, is_there ? wave : -1, PieceKind::none};
-        if (is_there) done = next, from = to, ++wave;
+        if (is_null || to < 0 || next <= done || next > end) continue;
+        bounds[wave] = done;
+        pieces[wave] = {from, to, wave, PieceKind::none};
+        done = next, from = to, ++wave;
     }
-    bounds[checkpoints] = done;
+    bounds[wave] = done;
     const bool is_long = !is_null && !is_empty && (wave > 0 || end - done > few_tokens);
     const int kind = is_empty || is_long ? PieceKind::none : is_null ? PieceKind::zeros : PieceKind::few_tokens;
-    pieces[checkpoints] = {from, last, is_long ? wave : -1, kind};
+    pieces[wave] = {from, last, is_long ? wave : -1, kind};
+    for (i64 i = wave + 1; i <= checkpoints; ++i) {
+        bounds[i] = end;
+        pieces[i] = {-1, -1, -1, PieceKind::none};
+    }
     if (sequence == sequences - 1) bounds[checkpoints + 1] = end;
 }

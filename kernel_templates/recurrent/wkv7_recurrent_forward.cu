@@ -27,9 +27,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
     float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, Strides w_strides,
     Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, int interval,
-    float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave) {
+    float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     __shared__ alignas(16) Smem smem;
-    const i64 sequence = blockIdx.x / heads, head = blockIdx.x % heads;
+    const i64 sequence = piece_of(blockIdx.x / heads, wave, waves), head = blockIdx.x % heads;
     const int block_row = blockIdx.y * BLOCK_ROWS;
     const int width = min(BLOCK_ROWS, VALUE_SIZE - block_row);
     if (is_for_others(pieces, sequence, wave)) return;

@@ -34,7 +34,12 @@ __device__ inline T* last_state(T* states, i64 row_offset, const Piece* pieces, 
     return states + (POOLED ? slot_offset(pieces[sequence].write, slot_stride, head) : row_offset);
 }
 
-// Whether a sequence is for another launch.
+// The piece of a sequence that a wave of launches does, of `waves`; without a pool a sequence is one.
+__device__ inline i64 piece_of(i64 sequence, int wave, int waves) {
+    return POOLED ? sequence * waves + wave : sequence;
+}
+
+// Whether a piece is for another launch.
 __device__ inline bool is_for_others(const Piece* pieces, i64 sequence, int wave) {
     return POOLED && pieces[sequence].wave != wave;
 }

@@ -415,7 +415,7 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
         own |= _block(p.gpu, cut.num_threads, _MOST_THREADS, shared)
         own |= {"KEY_WARPS": cut.key_warps, "STAGES": cut.stages}
     passed = {"carried": "carried" if walk.parts > 1 else None}
-    return Step(template, template, own, (p.N * -(-p.V // rows), p.H, 1), {**bind, **passed}, arch)
+    return Step(template, template, own, (parts.launched(p) * -(-p.V // rows), p.H, 1), {**bind, **passed}, arch)
 
 
 def _chunk_step(

@@ -130,7 +130,7 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any]) -> Step:
     }  # fmt: skip
     if backward:
         parameters["T_STATE"] = "fp32"
-    grid = (p.N * -(-p.V // value_rows), p.H, 1)
+    grid = (parts.launched(p) * -(-p.V // value_rows), p.H, 1)
     given = {**_given(p), **scan_ends(p, direction), "halved": parts.halved(p)}
     return Step("gla_group_scan", "gla_group_scan", parameters, grid, {**given, **bind}, _ARCH)
 

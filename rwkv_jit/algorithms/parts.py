@@ -101,7 +101,12 @@ def check_heads(p: Problem, backend: str) -> None:
 
 def sequences_and_heads(p: Problem) -> tuple[Any, Any]:
     """Return two extents of a grid that has a block for each sequence and head, in the order that kernels take."""
-    return (p.H, p.N) if p.is_pooled else (p.N, p.H)
+    return (p.H, launched(p)) if p.is_pooled else (p.N, p.H)
+
+
+def launched(p: Problem) -> Any:
+    """Return how many sequences a launch is for."""
+    return p.N // p.waves if p.is_pooled else p.N
 
 
 # ---- sizes -------------------------------------------------------------------------------------------------------
@@ -154,7 +159,7 @@ def given(p: Problem) -> dict[str, Any]:
 
 def _of_pool(p: Problem) -> dict[str, Any]:
     """Return what arguments about a pool are bound to, in calls that have none."""
-    return {} if p.is_pooled else {"pieces": None, "slot_stride": 0, "wave": 0}
+    return {"waves": p.waves} if p.is_pooled else {"pieces": None, "slot_stride": 0, "wave": 0, "waves": 1}
 
 
 def types(p: Problem, *without: str) -> dict[str, Parameter]:

@@ -56,7 +56,14 @@ def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
     is_cut = p.backend == "segments"
     arrange = _arrange(p, pool, call, 0 if is_cut else FEW_TOKENS)
     of_chunks = whole.forward(
-        p._replace(N=pieces, is_packed=True, is_pooled=True, has_initial_state=True, has_final_state=True)
+        p._replace(
+            N=pieces,
+            is_packed=True,
+            is_pooled=True,
+            waves=call.checkpoints + 1,
+            has_initial_state=True,
+            has_final_state=True,
+        )
     )
     waves: list[Step | Zero] = []
     for wave in range(call.checkpoints + 1):

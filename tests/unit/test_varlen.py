@@ -247,7 +247,7 @@ def test_checkpoints_come_in_waves(on_gpu):
     assert [x.named["wave"] for x in waves] == [0, 1, 2]
     assert {x.template for x in waves} == {"wkv7_chunked_forward"}
     assert {x.stream for x in (arrange, *waves, few)} == {few.stream}
-    assert (arrange.named["checkpoints"], few.grid[1], waves[0].grid) == (2, 9, (H, 9, 1))
+    assert (arrange.named["checkpoints"], few.grid[1], waves[0].grid) == (2, 9, (H, 3, 1))
 
 
 @pytest.mark.parametrize("name", ["wkv7", "gla"])
