@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rwkv_jit import env, modes, tensors
 from rwkv_jit.inference import registry
+from rwkv_jit.inference.ring import ReplayRing
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.ops import sharding, torch_op
 from rwkv_jit.plan import Plan
@@ -29,8 +30,8 @@ class Step(Protocol):
         """Return the pool."""
 
     @property
-    def y(self) -> Tensor:
-        """Return where y is written."""
+    def y(self) -> Tensor | None:
+        """Return where y is written, if anything is."""
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -38,7 +39,11 @@ class Step(Protocol):
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """Return the tensors as plans take them: the inputs, the pool, those that are options, y."""
+        """Return the tensors as plans take them: the inputs, the pool, those that are options, y, those of a ring."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to do."""
 
     @property
     def adds_w0(self) -> bool:
@@ -51,10 +56,11 @@ class Step(Protocol):
 class Kind(NamedTuple):
     """What tells the functions over a pool apart."""
 
-    name: str  # as it stands behind an op's
+    name: str  # of the public function, with {op} for the op's name
     torch_op: str
     tensors: tuple[str, ...]  # the options that are tensors, in the order in which plans take them
-    check: Callable[[Op, str, Any, Sequence[Any], dict[str, Any]], Step]
+    check: Callable[..., Step]  # of the op, the name, the pool, the inputs, the options, and the ring if there is one
+    has_tokens: bool = True  # the inputs are those of the op
 
 
 class _Known(NamedTuple):
@@ -62,24 +68,27 @@ class _Known(NamedTuple):
 
     options: list[tuple[str, Any]]  # that are no tensors
     tensors: list[str]  # those that are
-    are_alike: Callable[..., bool]  # the pool, the inputs and these
+    are_alike: Callable[..., bool]  # the pool, the ring, the inputs and these
     plan: Plan
-    y: Memory
+    y: Memory | None
     adds_w0: bool
 
 
 _known: BySignature[_Known] = BySignature()
 
 
-def call(kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Run a call: at once where it is known, else after all checks."""
+def call(
+    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping[str, Any], ring: ReplayRing | None = None
+) -> Tensor:
+    """Run a call: at once where it is known, else after all checks; return y, which kinds without one do not have."""
     asked: Any = None
     known: _Known | None = None
     try:
         if tensors.is_eager():
+            length, of_ring = (0, ()) if ring is None else (ring.length, ring.tensors)
             asked = (
-                op.name, kind.name, arrays[0].shape, tuple(options), torch.is_grad_enabled(),
-                modes.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
+                op.name, kind.name, length, arrays[0].shape if arrays else None, tuple(options),
+                torch.is_grad_enabled(), modes.is_batch_invariant(), state.data_ptr() & ADDRESS_BITS,
             )  # fmt: skip
             known = _known.get(asked)
             if known is not None:
@@ -88,20 +97,20 @@ def call(kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: Mapping
                         known = None
                         break
                 else:
-                    if not known.are_alike(state, *arrays, *[options[name] for name in known.tensors]):
+                    if not known.are_alike(state, *of_ring, *arrays, *[options[name] for name in known.tensors]):
                         known = None
     except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
         asked = known = None
     if known is None:
-        return _checked_call(kind, op, state, arrays, dict(options), asked)
+        return _checked_call(kind, op, state, arrays, dict(options), ring, asked)
     get = options.get
     y = get("out")
-    if y is None:
+    if y is None and known.y is not None:
         y = tensors.new_on(known.plan.device.index, known.y)
     if known.adds_w0:
         arrays = with_w0(op, arrays, options["w0"])
-    known.plan.run([*arrays, state, *map(get, kind.tensors), y])
-    return y
+    known.plan.run([*arrays, state, *map(get, kind.tensors), y, *(() if ring is None else ring.fields)])
+    return y  # type: ignore[return-value]
 
 
 def with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
@@ -115,21 +124,23 @@ def with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
     ]
 
 
-def _checked_call(kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], asked: Any) -> Tensor:
+def _checked_call(
+    kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options: dict[str, Any], ring: ReplayRing | None, asked: Any
+) -> Tensor:
     """Run a call after all checks; one that was `asked` for so is known from then on."""
-    name = f"{op.name}_{kind.name}"
+    name = kind.name.format(op=op.name)
     if sharding.any_distributed((state, *arrays, *options.values())):
         raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
-    cast = torch_op.under_autocast(op, arrays)
+    cast = torch_op.under_autocast(op, arrays) if kind.has_tokens else None
     if cast is not None:
         with tensors.exactly(cast[0]):
-            return call(kind, op, state, cast, options)
-    step = kind.check(op, name, state, arrays, options)
+            return call(kind, op, state, cast, options, ring)
+    step = kind.check(op, name, state, arrays, options, *(() if ring is None else (ring,)))
     if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
         registry.find(kind.torch_op)(op.name, *step.given)
-        return step.y
-    if step.y.numel() == 0:
-        return step.y
+        return step.y  # type: ignore[return-value]
+    if step.is_empty:
+        return step.y  # type: ignore[return-value]
     plan = step.run()
     own = [option for option, value in options.items() if isinstance(value, Tensor)]
     others = [(option, value) for option, value in options.items() if option not in own]
@@ -137,10 +148,11 @@ def _checked_call(kind: Kind, op: Op, state: Any, arrays: Sequence[Any], options
     are_the_same = all(isinstance(x, Tensor) for x in (state, *arrays)) and not env.checks_indices()
     are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
     if asked is not None and are_the_same:
-        are_alike = tensors.likeness([state, *arrays, *(options[option] for option in own)])
-        made_of = tensors.memory(step.y.shape, step.y.dtype)
+        of_ring = () if ring is None else ring.tensors
+        are_alike = tensors.likeness([state, *of_ring, *arrays, *(options[option] for option in own)])
+        made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
         _known.keep(asked, _Known(others, own, are_alike, plan, made_of, step.adds_w0))
-    return step.y
+    return step.y  # type: ignore[return-value]
 
 
 # ---- what kernels are made for -----------------------------------------------------------------------------------

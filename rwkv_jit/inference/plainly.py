@@ -12,7 +12,7 @@ from rwkv_jit.inference import rounding
 from rwkv_jit.inference.calls import with_w0
 from rwkv_jit.ops import plain
 from rwkv_jit.problem import Op
-from rwkv_jit.reference import gla_ref, linear_attention_ref, wkv5_ref, wkv6_ref, wkv7_ref
+from rwkv_jit.reference import decay_factor, gla_ref, linear_attention_ref, wkv5_ref, wkv6_ref, wkv7_ref
 
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref, "linear_attention": linear_attention_ref,
@@ -114,3 +114,68 @@ def pieces(
                     yield Piece(done, begin + offset, read, place, False)
                     read, done = place, begin + offset
         yield Piece(done, end, read, last, done == begin)
+
+
+def replay(
+    op: Op, state: Tensor, y: Tensor | None, cursors: Tensor, arrivals: Tensor, d: Tensor | None, b: Tensor | None,
+    k: Tensor, v: Tensor, u: Tensor | None, length: int, inputs: Sequence[Tensor], w0: Tensor | None,
+    state_indices: Tensor | None, accept_lens: Tensor | None, seed: Tensor | None, null_index: int, scale: float,
+    decay: str, state_layout: str, kept: int | None,
+) -> None:  # fmt: skip
+    """Run the tokens of each row on its state with its entries; with more than `kept` of them the state is written."""
+    slots, tokens = state.shape[0], inputs[op.lead].shape[1] if inputs else 0
+    wide = torch.promote_types(state.dtype, torch.promote_types(k.dtype, torch.float32))
+    rows = next((x for x in (*inputs[:1], accept_lens) if x is not None), state)
+    read = torch.arange(len(rows), device=state.device) if state_indices is None else state_indices.to(torch.int64)
+    there = (read > (-1 if state_indices is None else null_index)) & (read >= 0) & (read < slots)
+    places = read[there]
+    past = cursors[places].to(torch.int64).clamp(0, length)
+    if accept_lens is not None:
+        past = past + accept_lens[there].to(torch.int64).clamp(0, k.shape[2] - length)
+    now = state[places].to(wide)
+    now = now if state_layout == "vk" else now.transpose(-1, -2)
+    for i in range(k.shape[2]):
+        entry = [None if x is None else x[places, :, i].to(wide) for x in (d, u, b, v, k)]
+        now = torch.where((i < past)[:, None, None, None], _with_entry(now, *entry), now)
+    is_written = torch.zeros_like(past, dtype=torch.bool) if kept is None else past + tokens > kept
+
+    if tokens and y is not None:
+        summed = inputs if w0 is None else with_w0(op, inputs, w0)
+        given = {
+            name: (x[there] if "B" in op.inputs[name] else x).to(wide) for name, x in zip(op.names, summed, strict=True)
+        }
+        if "w" in given:
+            given["w"] = decay_factor(given["w"], decay)
+        shown = y.view(inputs[op.names.index("v")].shape)
+        shown.zero_()
+        for t in range(tokens):
+            token = {
+                name: x[:, t] if "T" in op.inputs[name] else x.expand_as(given["k"][:, t]) for name, x in given.items()
+            }
+            own_u = (now @ token["a"].unsqueeze(-1)).squeeze(-1) if "a" in token else None
+            before, now = now, _with_entry(now, token.get("w"), own_u, token.get("b"), token["v"], token["k"])
+            result = ((before if "u" in token else now) @ token["r"].unsqueeze(-1)).squeeze(-1)
+            if "u" in token:
+                result = result + (token["u"] * token["r"] * token["k"]).sum(-1, keepdim=True) * token["v"]
+            shown[there, t] = (scale * result).to(shown.dtype)
+            keeps = ~is_written
+            made = (token.get("w"), own_u, token.get("b"), token["v"], token["k"])
+            for field, x in zip((d, u, b, v, k), made, strict=True):
+                if field is not None and x is not None:
+                    field[places[keeps], :, (past + t)[keeps]] = x[keeps].to(field.dtype)
+    if kept is None:
+        return
+    final = now if state_layout == "vk" else now.transpose(-1, -2)
+    _write(state, places[is_written], final[is_written].contiguous(), seed)
+    cursors[places] = torch.where(is_written, 0, past + tokens).to(torch.int32)
+
+
+def _with_entry(
+    now: Tensor, d: Tensor | None, u: Tensor | None, b: Tensor | None, v: Tensor | None, k: Tensor | None
+) -> Tensor:
+    """Return states [V, K] with one more token in them."""
+    assert v is not None
+    assert k is not None
+    now = now if d is None else now * d.unsqueeze(-2)
+    now = now + v.unsqueeze(-1) * k.unsqueeze(-2)
+    return now if u is None or b is None else now + u.unsqueeze(-1) * b.unsqueeze(-2)

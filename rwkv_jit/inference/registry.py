@@ -19,11 +19,11 @@ _OPS = {
         "rwkv_jit.inference.update",
     ),
     "replay_states": (
-        "(str op, str mode, Tensor(a!) state, Tensor(b!)? y, Tensor(c!) cursors, Tensor(d!) arrivals, Tensor(e!)? d, "
+        "(str op, str phase, Tensor(a!) state, Tensor(b!)? y, Tensor(c!) cursors, Tensor(d!) arrivals, Tensor(e!)? d, "
         "Tensor(f!)? b, Tensor(g!) k, Tensor(h!) v, Tensor(i!)? u, int length, Tensor[] inputs, Tensor? w0, "
         "Tensor? state_indices, Tensor? accept_lens, Tensor? seed, int null_index, float scale, str decay, "
         "str state_layout) -> ()",
-        "rwkv_jit.inference.replay",
+        "rwkv_jit.inference.replay_calls",
     ),
     "varlen_states": (
         "(str op, Tensor(a!) state, Tensor(b!) y, Tensor[] inputs, Tensor? w0, Tensor cu_seqlens, "

@@ -10,31 +10,15 @@ So a step reads the state and its entries, and adds an entry. Drafts are entries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-import torch
 from torch import Tensor
 
-from rwkv_jit import env, modes, tensors
-from rwkv_jit.errors import brief
-from rwkv_jit.inference import arguments, calls, registry, replay_steps, rounding, update
+from rwkv_jit.inference import replay_calls
 from rwkv_jit.inference.ring import ReplayRing
-from rwkv_jit.ops import checks, sharding, torch_op
-from rwkv_jit.ops.table import OPS
-from rwkv_jit.plan import Plan
-from rwkv_jit.problem import Op, Problem
-from rwkv_jit.reference import decay_factor
-from rwkv_jit.signatures import BySignature
-from rwkv_jit.tensors import Memory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-MOST_TOKENS = 8
-_STEP, _DRAFT, _COMMIT, _FLUSH = "step", "draft", "commit", "flush"
-_FIELDS = ("cursors", "arrivals", "entry_d", "entry_b", "entry_k", "entry_v", "entry_u")
 
 
 class FlushOptions(TypedDict, total=False):
@@ -158,7 +142,7 @@ def wkv7_replay(
     >>> rwkv_jit.wkv7_replay(pool, ring, r, w, k, v, a, b, state_indices=slots).shape
     torch.Size([3, 4, 64])
     """
-    return _call(OPS["wkv7"], _STEP, state, ring, (r, w, k, v, a, b), options)
+    return replay_calls.step("wkv7", state, ring, (r, w, k, v, a, b), options)
 
 
 def wkv7_verify(
@@ -212,7 +196,7 @@ def wkv7_verify(
     >>> accepted = torch.randint(5, (16,), device="cuda")  # as the model's head says
     >>> rwkv_jit.replay_commit(pool, ring, accepted)
     """
-    return _call(OPS["wkv7"], _DRAFT, state, ring, (r, w, k, v, a, b), options)
+    return replay_calls.draft("wkv7", state, ring, (r, w, k, v, a, b), options)
 
 
 def wkv6_replay(
@@ -266,7 +250,7 @@ def wkv6_replay(
     >>> rwkv_jit.wkv6_replay(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["wkv6"], _STEP, state, ring, (r, k, v, w, u), options)
+    return replay_calls.step("wkv6", state, ring, (r, k, v, w, u), options)
 
 
 def wkv6_verify(
@@ -318,7 +302,7 @@ def wkv6_verify(
     >>> rwkv_jit.wkv6_verify(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["wkv6"], _DRAFT, state, ring, (r, k, v, w, u), options)
+    return replay_calls.draft("wkv6", state, ring, (r, k, v, w, u), options)
 
 
 def wkv5_replay(
@@ -370,7 +354,7 @@ def wkv5_replay(
     >>> rwkv_jit.wkv5_replay(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["wkv5"], _STEP, state, ring, (r, k, v, w, u), options)
+    return replay_calls.step("wkv5", state, ring, (r, k, v, w, u), options)
 
 
 def wkv5_verify(
@@ -420,7 +404,7 @@ def wkv5_verify(
     >>> rwkv_jit.wkv5_verify(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["wkv5"], _DRAFT, state, ring, (r, k, v, w, u), options)
+    return replay_calls.draft("wkv5", state, ring, (r, k, v, w, u), options)
 
 
 def gla_replay(
@@ -472,7 +456,7 @@ def gla_replay(
     >>> rwkv_jit.gla_replay(pool, ring, q, k, v, g).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["gla"], _STEP, state, ring, (q, k, v, g), options)
+    return replay_calls.step("gla", state, ring, (q, k, v, g), options)
 
 
 def gla_verify(
@@ -522,7 +506,7 @@ def gla_verify(
     >>> rwkv_jit.gla_verify(pool, ring, q, k, v, g).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["gla"], _DRAFT, state, ring, (q, k, v, g), options)
+    return replay_calls.draft("gla", state, ring, (q, k, v, g), options)
 
 
 def linear_attention_replay(
@@ -571,7 +555,7 @@ def linear_attention_replay(
     >>> rwkv_jit.linear_attention_replay(pool, ring, q, k, v).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["linear_attention"], _STEP, state, ring, (q, k, v), options)
+    return replay_calls.step("linear_attention", state, ring, (q, k, v), options)
 
 
 def linear_attention_verify(
@@ -618,7 +602,7 @@ def linear_attention_verify(
     >>> rwkv_jit.linear_attention_verify(pool, ring, q, k, v).shape
     torch.Size([16, 2, 4, 64])
     """
-    return _call(OPS["linear_attention"], _DRAFT, state, ring, (q, k, v), options)
+    return replay_calls.draft("linear_attention", state, ring, (q, k, v), options)
 
 
 def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unpack[FlushOptions]) -> None:
@@ -659,7 +643,7 @@ def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unp
     >>> accepted = torch.tensor([4, 0, 2], device="cuda")
     >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
     """
-    _commit(_COMMIT, state, ring, accept_lens, options)
+    replay_calls.commit(state, ring, accept_lens, options)
 
 
 def replay_flush(state: Any, ring: ReplayRing, **options: Unpack[FlushOptions]) -> None:
@@ -688,390 +672,4 @@ def replay_flush(state: Any, ring: ReplayRing, **options: Unpack[FlushOptions]) 
     >>> rwkv_jit.replay_flush(states.wkv[layer], ring, state_indices=states.indices(slot))
     >>> ring.reset(states.fork(slot, 2))
     """
-    _commit(_FLUSH, state, ring, None, options)
-
-
-# ---- a call ------------------------------------------------------------------------------------------------------
-
-
-class Step(NamedTuple):
-    """A call that has been checked, as the torch op takes it behind the name of the op."""
-
-    op: Op
-    mode: str
-    state: Tensor
-    y: Tensor | None
-    cursors: Tensor
-    arrivals: Tensor
-    d: Tensor | None
-    b: Tensor | None
-    k: Tensor
-    v: Tensor
-    u: Tensor | None
-    length: int
-    inputs: Sequence[Tensor]
-    w0: Tensor | None
-    state_indices: Tensor | None
-    accept_lens: Tensor | None
-    seed: Tensor | None
-    null_index: int
-    scale: float
-    decay: str
-    state_layout: str
-
-    @property
-    def fields(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors of the ring."""
-        return self[4:11]
-
-    @property
-    def rows(self) -> int:
-        """Return how many rows there are."""
-        rows = self.inputs[self.op.lead] if self.inputs else self.state_indices
-        rows = self.accept_lens if rows is None else rows
-        return self.state.shape[0] if rows is None else rows.shape[0]
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of a row; none of a commit."""
-        return self.inputs[self.op.lead].shape[1] if self.inputs else 0
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """Return the tensors in the order in which plans take them."""
-        more = (self.w0, self.state, self.state_indices, self.accept_lens, self.seed, self.y)
-        return [*self.inputs, *more, *self.fields]
-
-
-class _Known(NamedTuple):
-    """A call that has come before: what tells whether another one is like it, its plan, and what its y is made of."""
-
-    options: list[tuple[str, Any]]  # that are no tensors
-    tensors: list[str]  # those that are
-    are_alike: Callable[..., bool]  # the pool, the ring, the inputs and these
-    plan: Plan
-    y: Memory | None
-
-
-_known: BySignature[_Known] = BySignature()
-_plans: BySignature[Plan] = BySignature()
-_PLAIN = (str, int, float, type(None))
-
-
-def _find(
-    op_name: str, mode: str, state: Any, ring: Any, arrays: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Any, _Known | None]:
-    """Return what a call is asked for by, and what is known of it; None for one that has to be checked."""
-    asked: Any = None
-    try:
-        if tensors.is_eager():
-            asked = (
-                op_name, mode, ring.length, arrays[0].shape if arrays else None, tuple(options),
-                torch.is_grad_enabled(), modes.is_batch_invariant(), state.data_ptr() & calls.ADDRESS_BITS,
-            )  # fmt: skip
-            known = _known.get(asked)
-            if known is not None and all(options[name] == value for name, value in known.options):
-                own = [options[name] for name in known.tensors]
-                if known.are_alike(state, *ring.tensors, *arrays, *own):
-                    return asked, known
-    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
-        return None, None
-    return asked, None
-
-
-def _call(op: Op, mode: str, state: Any, ring: Any, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Run a step: at once where the call is known, else after all checks."""
-    asked, known = _find(op.name, mode, state, ring, arrays, options)
-    if known is None:
-        return _checked_call(op, mode, state, ring, arrays, dict(options), asked)
-    get = options.get
-    y = get("out")
-    if y is None:
-        assert known.y is not None
-        y = tensors.new_on(known.plan.device.index, known.y)
-    known.plan.run([*arrays, get("w0"), state, get("state_indices"), None, get("seed"), y, *ring.fields])
-    return y
-
-
-def _checked_call(
-    op: Op, mode: str, state: Any, ring: Any, arrays: Sequence[Any], options: dict[str, Any], asked: Any
-) -> Tensor:
-    name = f"{op.name}_{'replay' if mode == _STEP else 'verify'}"
-    if sharding.any_distributed((state, *arrays, *options.values())):
-        raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
-    cast = torch_op.under_autocast(op, arrays)
-    if cast is not None:
-        with tensors.exactly(cast[0]):
-            return _call(op, mode, state, ring, cast, options)
-    step = _check_step(op, name, mode, state, ring, arrays, options)
-    assert step.y is not None
-    _run(step, [state, *arrays], options, asked, ring)
-    return step.y
-
-
-def _run(step: Step, given: Sequence[Any], options: Mapping[str, Any], asked: Any, ring: ReplayRing) -> None:
-    """Run what has been checked; a call that was `asked` for so is known from then on."""
-    if not (step.state.is_cuda and tensors.is_eager() and tensors.are_plain(step.tensors)):
-        registry.find("replay_states")(step.op.name, *step[1:])
-        return
-    if _is_empty(step):
-        return
-    plan = _run_kernel(step)
-    own = [option for option, value in options.items() if isinstance(value, Tensor)]
-    others = [(option, value) for option, value in options.items() if option not in own]
-    # Others are looked at anew each time: arrays of another library, seeds that are numbers, slots to check.
-    are_the_same = all(isinstance(x, Tensor) for x in given) and not env.checks_indices()
-    are_the_same = are_the_same and all(isinstance(x, _PLAIN) and option != "seed" for option, x in others)
-    if asked is not None and are_the_same:
-        state, *arrays = given
-        are_alike = tensors.likeness([state, *ring.tensors, *arrays, *(options[option] for option in own)])
-        made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
-        _known.keep(asked, _Known(others, own, are_alike, plan, made_of))
-
-
-def _is_empty(step: Step) -> bool:
-    return step.rows == 0 or step.state.numel() == 0 or (step.y is not None and step.y.numel() == 0)
-
-
-def _check_step(
-    op: Op, name: str, mode: str, state: Any, ring: Any, arrays: Sequence[Any], options: dict[str, Any]
-) -> Step:
-    """Check a step, and return it with all options.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError
-        Naming the argument, what was expected and what came.
-    """
-    unfit = ["decay", "w0"] * (op.decay == "none") + ["rounding", "seed"] * (mode == _DRAFT)
-    every = dict.fromkeys([*FlushOptions.__annotations__, *ReplayOptions.__annotations__])
-    arguments.check_names(name, options, [x for x in every if x not in unfit])
-    _check_ring(op, ring)
-    step = update.check(op, name, state, arrays, options)
-    _check_sizes(ring, step.state, step.state_layout, step.inputs[op.lead].dtype)
-    tokens, most = step.inputs[op.lead].shape[1], MOST_TOKENS if mode == _STEP else min(MOST_TOKENS, ring.drafts)
-    if tokens > most:
-        whose = "" if mode == _STEP else f", as the ring has room for {ring.drafts} drafts"
-        raise ValueError(f"{op.public_names[op.lead]}: expected at most {most} tokens{whose}, got {tokens}")
-    return Step(
-        op, mode, step.state, step.y, *ring.fields, ring.length, step.inputs, step.w0, step.state_indices, None,
-        step.seed, step.null_index, step.scale, step.decay, step.state_layout,
-    )  # type: ignore[call-arg]  # fmt: skip
-
-
-def _check_ring(op: Op | None, ring: Any) -> None:
-    if not isinstance(ring, ReplayRing):
-        raise TypeError(f"ring: expected a ReplayRing, got {brief(ring)}")
-    if op is not None and ring.op != op.name:
-        raise ValueError(f"ring: expected one of {op.name}, got one of {ring.op}")
-
-
-def _check_sizes(ring: ReplayRing, state: Tensor, layout: str, dtype: torch.dtype) -> None:
-    last = (ring.value_size, ring.head_size) if layout == "vk" else (ring.head_size, ring.value_size)
-    own = (ring.slots, ring.heads, *last)
-    if tuple(state.shape) != own:
-        raise ValueError(f"ring: expected one of states {list(state.shape)}, got one of {list(own)}")
-    if dtype != ring.dtype:
-        raise TypeError(f"ring: expected entries of {dtype} like the inputs, got {ring.dtype}")
-    if ring.device != state.device:
-        raise ValueError(f"ring: expected device {state.device}, got {ring.device}")
-
-
-def _commit(mode: str, state: Any, ring: Any, accept_lens: Any, options: Mapping[str, Any]) -> None:
-    """Run a commit or a flush."""
-    given = [] if accept_lens is None else [accept_lens]
-    asked, known = _find(getattr(ring, "op", ""), mode, state, ring, given, options)
-    if known is not None:
-        get = options.get
-        known.plan.run([None, state, get("state_indices"), accept_lens, get("seed"), None, *ring.fields])
-        return
-    name = f"replay_{mode}"
-    arguments.check_names(name, options, list(FlushOptions.__annotations__))
-    _check_ring(None, ring)
-    op = OPS[ring.op]
-    if sharding.any_distributed((state, *given, *options.values())):
-        raise TypeError(f"state: {name} changes it in place and takes no DTensors; pass to_local() of each")
-    layout, rounds = options.get("state_layout", op.state_layout), options.get("rounding", "nearest")
-    checks.check_name("state_layout", layout, checks.STATE_LAYOUTS)
-    checks.check_name("rounding", rounds, arguments.ROUNDINGS)
-    null_index = arguments.null_index(options.get("null_index", -1))
-    pool = tensors.from_any("state", state, in_place=True)
-    sizes = {"H": ring.heads, "K": ring.head_size, "V": ring.value_size}
-    arguments.check_pool(op, pool, tuple(sizes[dim] for dim in op.state_dims(layout)), pool, not pool.is_cuda)
-    _check_sizes(ring, pool, layout, ring.dtype)
-    indices = options.get("state_indices")
-    counts = None if accept_lens is None else tensors.from_any("accept_lens", accept_lens)
-    rows = len(pool) if counts is None else counts.numel()
-    if indices is not None:
-        indices = tensors.from_any("state_indices", indices)
-        rows = indices.numel()
-        indices = arguments.indices("state_indices", indices, rows, pool)
-    elif rows > len(pool):
-        raise ValueError(f"state: expected a slot for each of the {rows} rows, or state_indices; got {len(pool)}")
-    if arguments.may_look_at([indices]):
-        arguments.check_slots({"state_indices": indices}, len(pool), null_index)
-    if mode == _COMMIT:
-        if counts is None:
-            raise TypeError("accept_lens: expected a torch.Tensor, got None")
-        if tuple(counts.shape) != (rows,):
-            raise ValueError(f"accept_lens: expected shape [{rows}], a number for each row, got {list(counts.shape)}")
-        arguments.check_dtype("accept_lens", counts, arguments.INDEX_TYPES, pool)
-        _check_counts(counts, ring)
-    arguments.refuse_gradients(op, name, [pool])
-    seed = arguments.seed_tensor(options.get("seed"), rounds, pool, pool)
-    step = Step(
-        op, mode, pool, None, *ring.fields, ring.length, (), None, indices, counts, seed, null_index, 1.0, op.decay,
-        layout,
-    )  # type: ignore[call-arg]  # fmt: skip
-    _run(step, [state, *given], options, asked, ring)
-
-
-def _check_counts(counts: Tensor, ring: ReplayRing) -> None:
-    """Check the values of `accept_lens` where that costs nothing, on the CPU, or where the user has asked for it."""
-    if torch.compiler.is_compiling() or not tensors.are_plain([counts]):
-        return
-    if counts.is_cuda and (not env.checks_indices() or tensors.capturing()):
-        return
-    outside = [number for number in counts.tolist() if not 0 <= number <= ring.drafts]
-    if outside:
-        raise ValueError(f"accept_lens: expected numbers from 0 to the ring's {ring.drafts} drafts, got {outside[:8]}")
-
-
-# ---- kernels -----------------------------------------------------------------------------------------------------
-
-
-def _run_kernel(step: Step) -> Plan:
-    """Run a step by its kernel, and return its plan."""
-    alignment = step.state.data_ptr() & calls.ADDRESS_BITS
-    key = (
-        step.op.name, step.mode, step.length, *step[-4:], modes.is_batch_invariant(), alignment,
-        tensors.signature(step.tensors),
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans.keep(key, _plan(step))
-    plan.run(step.tensors)
-    return plan
-
-
-def _plan(step: Step) -> Plan:
-    op, state = step.op, step.state
-    index_bytes = 4 if step.state_indices is None else step.state_indices.element_size()
-    pool = calls.pool_of(state, index_bytes, step.null_index, step.w0, step.seed)
-    if step.inputs:
-        options = {"scale": step.scale, "decay": step.decay, "state_layout": step.state_layout}
-        problem = calls.problem_of(op, step.inputs, state, **options)
-    else:  # a plan has to have an input
-        problem = Problem(
-            replace(op, inputs={"cursors": "N"}), tensors.gpu(state.device.index), {"v": tensors.STORAGE[step.k.dtype]},
-            B=step.rows, N=step.rows, T=0, H=state.shape[1], K=step.k.shape[-1], V=step.v.shape[-1],
-            state_type=tensors.STORAGE[state.dtype], decay=step.decay, state_layout=step.state_layout,
-            is_batch_invariant=modes.is_batch_invariant(),
-        )  # fmt: skip
-    ring = replay_steps.Ring(
-        step.length, step.k.shape[2], 0 if step.mode == _FLUSH else step.length, step.mode == _DRAFT,
-        4 if step.accept_lens is None else step.accept_lens.element_size(),
-    )  # fmt: skip
-    inputs = op.names if step.inputs else ()
-    names = (*inputs, "w0", "state", "state_indices", "accept_lens", "seed", "y", *_FIELDS)
-    named = dict(zip(names, step.tensors, strict=True))
-    named["state"] = calls.one_slot(state)
-    return Plan(replay_steps.schedule(problem, pool, ring, step.tokens), problem, named)
-
-
-# ---- plain torch, and the torch op -------------------------------------------------------------------------------
-
-
-def _run_plainly(step: Step) -> None:
-    """Run a step in plain torch: the states as they are with their entries, and the tokens on them."""
-    op, state, slots = step.op, step.state, step.state.shape[0]
-    wide = torch.promote_types(state.dtype, torch.promote_types(step.k.dtype, torch.float32))
-    read = torch.arange(step.rows, device=state.device)
-    read = read if step.state_indices is None else step.state_indices.to(torch.int64)
-    null_index = -1 if step.state_indices is None else step.null_index
-    there = (read > null_index) & (read >= 0) & (read < slots)
-    places = read[there]
-    entries, tokens = step.k.shape[2], step.tokens
-
-    past = step.cursors[places].to(torch.int64).clamp(0, step.length)
-    if step.accept_lens is not None:
-        past = past + step.accept_lens[there].to(torch.int64).clamp(0, entries - step.length)
-    is_vk = step.state_layout == "vk"
-    now = state[places].to(wide)
-    now = now if is_vk else now.transpose(-1, -2)
-
-    def add(now: Tensor, d: Tensor | None, u: Tensor | None, b: Tensor | None, v: Tensor, k: Tensor) -> Tensor:
-        now = now if d is None else now * d.unsqueeze(-2)
-        now = now + v.unsqueeze(-1) * k.unsqueeze(-2)
-        return now if u is None or b is None else now + u.unsqueeze(-1) * b.unsqueeze(-2)
-
-    for i in range(entries):
-        own = [None if x is None else x[places, :, i].to(wide) for x in (step.d, step.u, step.b, step.v, step.k)]
-        now = torch.where((i < past)[:, None, None, None], add(now, *own), now)  # type: ignore[arg-type]
-    is_flush = past + tokens > (0 if step.mode == _FLUSH else step.length)
-    if step.mode == _DRAFT:
-        is_flush = torch.zeros_like(is_flush)
-
-    if tokens:
-        assert step.y is not None
-        given = {name: x[there] if "B" in op.inputs[name] else x for name, x in zip(op.names, step.inputs, strict=True)}
-        given = {name: x.to(wide) for name, x in given.items()}
-        if step.w0 is not None:
-            given["w"] = given["w"] + step.w0.view(given["w"].shape[-2:]).to(wide)
-        if "w" in given:
-            given["w"] = decay_factor(given["w"], step.decay)
-        shown = step.y.view(step.inputs[op.names.index("v")].shape)
-        shown.zero_()
-        ys = []
-        for t in range(tokens):
-            x = {
-                name: z[:, t] if "T" in op.inputs[name] else z.expand_as(given["k"][:, t]) for name, z in given.items()
-            }
-            u = None if "a" not in x else (now @ x["a"].unsqueeze(-1)).squeeze(-1)
-            before = now
-            now = add(now, x.get("w"), u, x.get("b"), x["v"], x["k"])
-            seen = before if "u" in x else now
-            y = (seen @ x["r"].unsqueeze(-1)).squeeze(-1)
-            if "u" in x:
-                y = y + (x["u"] * x["r"] * x["k"]).sum(-1, keepdim=True) * x["v"]
-            ys.append(step.scale * y)
-            keeps = ~is_flush
-            for field, value in ((step.d, x.get("w")), (step.b, x.get("b")), (step.k, x["k"]), (step.v, x["v"]),
-                                 (step.u, u)):  # fmt: skip
-                if field is not None and value is not None:
-                    field[places[keeps], :, (past + t)[keeps]] = value[keeps].to(field.dtype)
-        shown[there] = torch.stack(ys, 1).to(shown.dtype)
-    if step.mode == _DRAFT:
-        return
-    final = (now if is_vk else now.transpose(-1, -2))[is_flush].contiguous()
-    written = places[is_flush]
-    if step.seed is not None and len(written):
-        size = final[0].numel() // final.shape[1]
-        bits = rounding.random_bits(written, final.shape[1], size, int(step.seed))
-        final = rounding.round_at_random(final.float(), state.dtype, bits.view(final.shape))
-    state[written] = final.to(state.dtype)
-    step.cursors[places] = torch.where(is_flush, 0, past + tokens).to(torch.int32)
-
-
-def run(op: str, *given: Any) -> None:
-    """Run the torch op with CPU or CUDA tensors."""
-    step = Step(OPS[op], *given)
-    if _is_empty(step):
-        return
-    if step.state.is_cuda:
-        _run_kernel(step)
-        return
-    torch_op.say_reference(f"{op}_replay", step.state)
-    with tensors.exactly(step.state), torch.no_grad():
-        _run_plainly(step)
-
-
-def fake(op: str, *given: Any) -> None:
-    """Do nothing with tensors that have no memory."""
-
-
-def record(keys: Any, op: str, *given: Any) -> None:
-    """Refuse to record gradients."""
-    arguments.refuse_gradients(OPS[op], f"{op}_replay", given)
-    with torch._C._AutoDispatchBelowAutograd():
-        registry.find("replay_states").redispatch(keys & torch._C._after_autograd_keyset, op, *given)
+    replay_calls.flush(state, ring, options)

@@ -141,6 +141,9 @@ class ReplayRing:
             self.u = new(self.value_size, wide) if has_delta else None
             self.cursors = torch.zeros(slots, dtype=torch.int32, device=device)
             self.arrivals = torch.zeros(slots, dtype=torch.int32, device=device)
+        # In the order in which kernels take them; None for those that are not there.
+        self.fields = (self.cursors, self.arrivals, self.d, self.b, self.k, self.v, self.u)
+        self.tensors = tuple(x for x in self.fields if x is not None)
 
     @property
     def entries(self) -> int:
@@ -151,16 +154,6 @@ class ReplayRing:
     def device(self) -> torch.device:
         """Where the memory is."""
         return self.k.device
-
-    @property
-    def fields(self) -> tuple[Tensor | None, ...]:
-        """The tensors in the order in which the torch op takes them; None for those that are not there."""
-        return self.cursors, self.arrivals, self.d, self.b, self.k, self.v, self.u
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are there."""
-        return [x for x in self.fields if x is not None]
 
     @property
     def nbytes(self) -> int:

@@ -369,6 +369,10 @@ class _Step(NamedTuple):
         return [*self.inputs, self.state, self.w0, self.state_indices, self.write_indices, self.seed, self.y]
 
     @property
+    def is_empty(self) -> bool:
+        return self.y.numel() == 0
+
+    @property
     def adds_w0(self) -> bool:
         return False
 
@@ -430,7 +434,7 @@ def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[st
     return _Step(op, state, y, inputs, w0, read, written, seed, null_index, scale, decay, layout)
 
 
-_KIND = calls.Kind("update", "update_states", ("w0", "state_indices", "write_indices", "seed"), check)
+_KIND = calls.Kind("{op}_update", "update_states", ("w0", "state_indices", "write_indices", "seed"), check)
 _plans: BySignature[Plan] = BySignature()
 
 
@@ -440,7 +444,7 @@ _plans: BySignature[Plan] = BySignature()
 def run(op: str, *given: Any) -> None:
     """Run the torch op with CPU or CUDA tensors."""
     step = _Step(OPS[op], *given)
-    if step.y.numel() == 0:
+    if step.is_empty:
         return
     if step.state.is_cuda:
         step.run()

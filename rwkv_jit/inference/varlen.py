@@ -400,6 +400,10 @@ class _Step(NamedTuple):
         return most <= FEW_TOKENS and self.checkpoint_offsets is None
 
     @property
+    def is_empty(self) -> bool:
+        return self.y.numel() == 0
+
+    @property
     def adds_w0(self) -> bool:
         return self.w0 is not None and not self.has_few_tokens
 
@@ -561,7 +565,7 @@ def _check_values(step: _Step) -> None:
 
 
 _KIND = calls.Kind(
-    "varlen",
+    "{op}_varlen",
     "varlen_states",
     ("w0", "cu_seqlens", "state_indices", "write_indices", "has_initial_state", "num_active", "checkpoint_offsets",
      "checkpoint_indices", "seed"),
@@ -576,7 +580,7 @@ _plans: BySignature[Plan] = BySignature()
 def run(op: str, *given: Any) -> None:
     """Run the torch op with CPU or CUDA tensors."""
     step = _Step(OPS[op], *given)
-    if step.y.numel() == 0:
+    if step.is_empty:
         return
     if step.state.is_cuda:
         step.run()
