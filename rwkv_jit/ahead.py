@@ -15,7 +15,8 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import steps, varlen_steps
+from rwkv_jit.inference import replay_steps, steps, varlen_steps
+from rwkv_jit.inference.replay_steps import Ring
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.inference.varlen_steps import Varlen
 from rwkv_jit.ops import checks, known_calls, timex, wide_keys
@@ -189,6 +190,7 @@ def warm(
     tokens: int | Iterable[int] | None = None,
     batches: int | Iterable[int] | None = None,
     updates: bool = False,
+    rings: Iterable[tuple[int, int]] = (),
 ) -> list[kernel.Kernel]:
     """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
 
@@ -230,6 +232,9 @@ def warm(
         The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, states
         rounded either way, indices of 32 bits, and a w0 that is float32 or of the dtype of w. Of wkv4 and timex there
         are none.
+    rings : iterable of (int, int), default none
+        Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
+        token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
 
     Returns
     -------
@@ -249,6 +254,7 @@ def warm(
     --------
     >>> kernels = rwkv_jit.warm("wkv7", head_sizes=[64, 96], arch=["sm_80", "sm_90"])
     """
+    several_rings = tuple(rings)
     cases = product(
         _several(arch, str), *(_several(given, int) for given in (head_sizes, value_sizes, tokens, batches)),
         _several(dtypes, torch.dtype), [*DIRECTIONS[: 1 + backward], *([UPDATE] if updates else [])],
@@ -258,7 +264,7 @@ def warm(
         for target, head_size, value_size, count, batch, dtype, direction in cases
         for request in call_requests(
             op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
-            value_size, count, batch,
+            value_size, count, batch, several_rings,
         )
     ]  # fmt: skip
     return compile_all(requests, progress)
@@ -358,6 +364,7 @@ def call_requests(
     op: str, head_size: int | None, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
     state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
     value_size: int | None = None, tokens: int | None = None, batch: int | None = None,
+    rings: Sequence[tuple[int, int]] = (),
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the kernels that calls of an op may need in one direction.
 
@@ -381,7 +388,8 @@ def call_requests(
         if direction == UPDATE:
             w_type = _storage("w_dtype", w_dtype)
             pooled = calls.pooled_problems(_known(arch))
-            return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type)]
+            of_rings = [request for each in rings for request in _replay_requests(calls.asked, w_type, *each)]
+            return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type), *of_rings]
         problems = calls.problems(direction, _known(arch))
     else:
         if state_dtype != torch.float32:
@@ -412,6 +420,24 @@ def _update_requests(p: Problem, w_type: str) -> list[kernel.Request]:
         for tokens, multiprocessors, w0_type, is_stochastic in asked
         for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
         for request in steps.schedule(own, Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic)).requests(p.gpu)
+    ]
+
+
+def _replay_requests(p: Problem, w_type: str, length: int, drafts: int) -> list[kernel.Request]:
+    """Return the kernels of a ring: of steps, of drafts, of commits and of flushes, with few blocks and many."""
+    checks.check_count("rings", length)
+    step, ring = (1, False), Ring(length, length + drafts, length)
+    phases = [step, *dict.fromkeys([(1, True), (drafts, True)] if drafts else []), (0, False)]
+    asked = product(
+        phases, (_MULTIPROCESSORS, None), dict.fromkeys(("fp32", w_type) if "w" in p.op.inputs else ("fp32",)),
+        (False,) if p.state_type == "fp32" else (False, True),
+    )  # fmt: skip
+    return [
+        request
+        for (tokens, is_draft), multiprocessors, w0_type, is_stochastic in asked
+        for own in [p._replace(T=tokens, gpu=p.gpu._replace(multiprocessors=multiprocessors))]
+        for pool in [Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic and not is_draft)]
+        for request in replay_steps.schedule(own, pool, ring._replace(is_draft=is_draft), tokens).requests(p.gpu)
     ]
 
 

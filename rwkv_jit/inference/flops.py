@@ -11,11 +11,19 @@ from torch.utils import flop_counter
 from rwkv_jit.inference import registry
 from rwkv_jit.ops.table import OPS
 
+_INPUTS = 8  # their place behind y among the arguments of a replay
+
 
 def _count(op: str, state: Tensor, y: Tensor, inputs: Sequence[Tensor], *_: Any, **__: Any) -> int:
     products = 4 if OPS[op].family == "delta" else 2
     return 2 * products * inputs[0].numel() * y.shape[-1]
 
 
+def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *given: Any, **__: Any) -> int:
+    """Count the tokens; what commits and flushes do is counted of none."""
+    return 0 if y is None else _count(op, state, y, given[_INPUTS])
+
+
 for _name in ("update_states", "varlen_states"):
     flop_counter.register_flop_formula(registry.find(_name).overloadpacket, get_raw=True)(_count)
+flop_counter.register_flop_formula(registry.find("replay_states").overloadpacket, get_raw=True)(_count_replay)

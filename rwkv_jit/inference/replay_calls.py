@@ -149,7 +149,7 @@ class _Step(NamedTuple):
             )  # fmt: skip
         ring = replay_steps.Ring(
             self.length, self.k.shape[2], self.kept or 0, self.kept is None,
-            4 if self.accept_lens is None else self.accept_lens.element_size(),
+            0 if self.accept_lens is None else self.accept_lens.element_size(),
         )  # fmt: skip
         all_names = (*names, "state", *_TENSORS, "y", *_FIELDS)
         named = {**dict(zip(all_names, self.tensors, strict=True)), "state": calls.one_slot(state)}

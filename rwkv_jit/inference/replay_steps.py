@@ -35,14 +35,14 @@ class Ring(NamedTuple):
     is_draft : bool
         The tokens are drafts: cursors and states stay.
     accept_bytes : int
-        Of the numbers of accepted drafts: 4 or 8.
+        Of the numbers of accepted drafts, of a commit alone: 4 or 8.
     """
 
     length: int
     entries: int
     kept: int
     is_draft: bool = False
-    accept_bytes: int = 4
+    accept_bytes: int = 0
 
 
 def entry_bytes(has_decay: bool, has_delta: bool, head_size: int, value_size: int, size: int) -> int:
@@ -104,17 +104,18 @@ def schedule(p: Problem, pool: Pool, ring: Ring, tokens: int) -> Schedule:
         constants["BONUS"] = "u" in p.op.inputs
     elif p.decay != "none":  # entries hold decays as they are
         constants["DECAY"] = "raw"
+    types = {**p.types, "w0": pool.w0_type} if tokens else {}
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "T_IO": p.types["v"], "T_STATE": p.state_type,
-        "T_W": p.types.get("w", "fp32"), "T_U": p.types.get("u", "fp32"), "T_W0": pool.w0_type,
+        "T_W": types.get("w", "fp32"), "T_U": types.get("u", "fp32"), "T_W0": types.get("w0", "fp32"),
         "STATE_LAYOUT": p.state_layout, "STOCHASTIC": pool.is_stochastic, "INDEX_BYTES": pool.index_bytes,
-        "ACCEPT_BYTES": ring.accept_bytes, "ONE_TOKEN": tokens == 1, "TOKENS": tokens, "DRAFT": ring.is_draft,
+        "ACCEPT_BYTES": ring.accept_bytes or 4, "ONE_TOKEN": tokens == 1, "TOKENS": tokens, "DRAFT": ring.is_draft,
         "LENGTH": ring.length, "ENTRIES": ring.entries, **constants, **cut,
     }  # fmt: skip
     inputs = ("r", "w", "k", "v", "a", "b", "u")
     bind = {
         **{name: None for name in inputs if name not in p.op.inputs},
-        **({"accept_lens": None} if tokens else {"y": None, "w0": None}),
+        **({} if ring.accept_bytes else {"accept_lens": None}),
         "slot_stride": pool.slot_stride, "slots": pool.slots, "null_index": pool.null_index, "batch": p.B,
         "heads": p.H, "kept": ring.kept, "scale": p.scale,
     }  # fmt: skip

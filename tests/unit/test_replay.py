@@ -1,19 +1,42 @@
 """Replay in plain torch: steps, drafts, commits and flushes in any order are the float64 recurrence."""
 
+import ctypes
 import random
 
 import pytest
 import torch
+from stub_driver import entered
 
 import rwkv_jit
+from rwkv_jit import ahead, kernel
+from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
+from rwkv_jit.inference import replay_steps
 from rwkv_jit.ops.table import OPS
 
 NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 B, H, K, V, SLOTS, LENGTH, DRAFTS = 4, 2, 12, 20, 7, 3, 4
 
 
-def make(name, tokens, fixed):
-    sizes = {"B": B, "T": tokens, "H": H, "K": K, "V": V}
+def tokens(name, count=1, rows=B, dtype=torch.float32):
+    return {own: x.to(dtype) for own, x in make(name, count, {}, rows).items()}
+
+
+def make_pool(name, dtype=torch.float32, slots=SLOTS):
+    sizes = {"H": H, "K": K, "V": V}
+    op = OPS[name]
+    return torch.randn(slots, *(sizes[dim] for dim in op.state_dims(op.state_layout))).to(dtype)
+
+
+def make_ring(name, length=LENGTH, drafts=DRAFTS, dtype=torch.float32, slots=SLOTS, size=K, value_size=V):
+    return rwkv_jit.ReplayRing(slots, name, H, size, value_size, length, drafts, dtype, device="cpu")
+
+
+def step(name, pool, ring, given, **options):
+    return getattr(rwkv_jit, f"{name}_replay")(pool, ring, *given.values(), **options)
+
+
+def make(name, tokens, fixed, rows=B):
+    sizes = {"B": rows, "T": tokens, "H": H, "K": K, "V": V}
     given = {
         own: fixed.get(own, torch.randn([sizes[dim] for dim in dims]) * 0.3).double()
         for own, dims in OPS[name].inputs.items()
@@ -71,9 +94,291 @@ def test_steps_drafts_and_flushes_are_the_recurrence(name, layout):
     torch.testing.assert_close(pool, truth)
 
 
-def test_drafts_need_room():
-    pool = torch.zeros(B, H, V, K)
-    ring = rwkv_jit.ReplayRing(B, "wkv7", H, K, V, drafts=1, dtype=torch.float32, device="cpu")
-    given = [torch.zeros(B, 2, H, V if own == "v" else K) for own in OPS["wkv7"].inputs]
-    with pytest.raises(ValueError, match="r: expected at most 1 tokens, as the ring has room for 1 drafts, got 2"):
-        rwkv_jit.wkv7_verify(pool, ring, *given)
+@pytest.mark.parametrize("name", ["wkv7", "gla"])
+def test_rows_without_slots_are_left_alone(name):
+    """Nothing is read of them, nor of entries that do not count, and nothing is written."""
+    pool, ring = make_pool(name), make_ring(name)
+    for x in ring.tensors:
+        if x.is_floating_point():
+            x.fill_(float("nan"))
+    before = [x.clone() for x in (pool, *ring.tensors)]
+    slots = torch.tensor([-1, -9, -2, -3])
+    y = step(name, pool, ring, tokens(name), state_indices=slots, null_index=-1)
+    assert not y.any()
+    rwkv_jit.replay_commit(pool, ring, torch.ones(B, dtype=torch.int32), state_indices=slots)
+    rwkv_jit.replay_flush(pool, ring, state_indices=slots)
+    for x, was in zip((pool, *ring.tensors), before, strict=True):
+        assert torch.equal(x.nan_to_num(7), was.nan_to_num(7))
+
+
+def test_states_are_rounded_at_random_when_they_are_written():
+    found = []
+    for seed in (3, 3, 4, None):
+        torch.manual_seed(1)
+        pool, ring = make_pool("wkv7", torch.bfloat16), make_ring("wkv7", length=1)
+        options = {} if seed is None else {"rounding": "stochastic", "seed": seed}
+        for _ in range(2):
+            step("wkv7", pool, ring, tokens("wkv7"), **options)
+        found.append(pool[:B])
+    first, again, other, nearest = found
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    torch.testing.assert_close(first, nearest, rtol=2**-7, atol=0)
+
+
+def test_a_reset_forgets_entries():
+    pool, ring = make_pool("wkv7"), make_ring("wkv7")
+    given, slots = tokens("wkv7", 2), torch.arange(B)
+    before = pool.clone()
+    step("wkv7", pool, ring, given, state_indices=slots)
+    assert ring.cursors[:B].tolist() == [2] * B
+    for which, kept in ((1, [2, 0, 2, 2]), ([0, 3], [0, 0, 2, 0]), (torch.tensor([2]), [0] * B), (None, [0] * B)):
+        ring.reset(which)
+        assert ring.cursors[:B].tolist() == kept
+    assert torch.equal(pool, before)
+
+
+def test_what_flops_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counts = []
+    for function in ("wkv7_replay", "wkv7_update"):
+        pool, ring = make_pool("wkv7"), make_ring("wkv7")
+        with FlopCounterMode(display=False) as counter:
+            extra = (ring,) if function == "wkv7_replay" else ()
+            getattr(rwkv_jit, function)(pool, *extra, *tokens("wkv7").values())
+            if extra:
+                rwkv_jit.replay_flush(pool, ring)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_compiled_graph_has_all_calls_in_it():
+    given, slots, accepted = tokens("wkv7", 2), torch.tensor([5, 2, 0, 1]), torch.tensor([1, 0, 2, 1])
+
+    def run(pool, ring, *inputs):
+        y = rwkv_jit.wkv7_replay(pool, ring, *inputs, state_indices=slots)
+        y = y + rwkv_jit.wkv7_verify(pool, ring, *inputs, state_indices=slots)
+        rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+        return y
+
+    found = []
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(2)
+        pool, ring = make_pool("wkv7"), make_ring("wkv7")
+        found.append((function(pool, ring, *given.values()), pool, *ring.tensors))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# ---- what is checked ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"op": "wkv8"}, ValueError, "op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv8'"),
+        ({"slots": 0}, ValueError, "slots: expected at least 1, got 0"),
+        ({"heads": 2.0}, TypeError, "heads: expected an int, got 2.0"),
+        ({"length": 0}, ValueError, "length: expected at least 1, got 0"),
+        ({"length": 13}, ValueError, "length: expected at most 16 with the 4 drafts, got 13"),
+        ({"drafts": -1}, ValueError, "drafts: expected at least 0, got -1"),
+        ({"dtype": torch.int8}, TypeError, "dtype: expected .*torch.float16.* got torch.int8"),
+    ],
+)
+def test_rings_that_cannot_be(changes, error, message):
+    given = {"slots": SLOTS, "op": "wkv7", "heads": H, "head_size": K, "drafts": DRAFTS, "device": "cpu"}
+    with pytest.raises(error, match=message):
+        rwkv_jit.ReplayRing(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"write_indices": torch.arange(B)}, TypeError, "unexpected keyword argument 'write_indices'"),
+        ({"state_indices": torch.tensor([0, 1, 2, SLOTS])}, ValueError, f"state_indices: expected slots below {SLOTS}"),
+        ({"state_indices": torch.tensor([0, 1, 1, 2])}, ValueError, "state_indices: .* got \\[1\\] twice"),
+        ({"out": torch.empty(1)}, ValueError, "out: expected shape"),
+        ({"decay": "none"}, ValueError, "decay: expected"),
+        ({"seed": 1}, ValueError, "seed: goes with rounding='stochastic'"),
+        ({"null_index": 1.5}, TypeError, "null_index: expected an int"),
+    ],
+)
+def test_steps_that_do_not_fit(options, error, message):
+    pool, ring = make_pool("wkv7"), make_ring("wkv7")
+    before = [x.clone() for x in (pool, *ring.tensors)]
+    with pytest.raises(error, match=message):
+        step("wkv7", pool, ring, tokens("wkv7"), **options)
+    for x, was in zip((pool, *ring.tensors), before, strict=True):
+        assert torch.equal(x, was)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"name": "wkv6"}, ValueError, "ring: expected one of wkv7, got one of wkv6"),
+        ({"slots": SLOTS + 1}, ValueError, "ring: expected one of states"),
+        ({"dtype": torch.bfloat16}, TypeError, "ring: expected entries of torch.float32 like the inputs"),
+    ],
+)
+def test_rings_of_something_else(changes, error, message):
+    pool, ring = make_pool("wkv7"), make_ring(**{"name": "wkv7", **changes})
+    with pytest.raises(error, match=message):
+        step("wkv7", pool, ring, tokens("wkv7"))
+
+
+def test_what_is_no_ring():
+    with pytest.raises(TypeError, match="ring: expected a ReplayRing, got 3"):
+        step("wkv7", make_pool("wkv7"), 3, tokens("wkv7"))
+    with pytest.raises(TypeError, match="ring: expected a ReplayRing, got None"):
+        rwkv_jit.replay_flush(make_pool("wkv7"), None)
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_drafts_need_room(drafts):
+    ring = make_ring("wkv7", drafts=drafts)
+    message = f"r: expected at most {drafts} tokens, as the ring has room for {drafts} drafts, got 3"
+    with pytest.raises(ValueError, match=message):
+        rwkv_jit.wkv7_verify(make_pool("wkv7"), ring, *tokens("wkv7", 3).values())
+
+
+def test_steps_have_eight_tokens_at_most():
+    with pytest.raises(ValueError, match="r: expected at most 8 tokens, got 9"):
+        step("wkv7", make_pool("wkv7"), make_ring("wkv7"), tokens("wkv7", 9))
+
+
+def test_drafts_are_rounded_by_nobody():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rounding'"):
+        rwkv_jit.wkv7_verify(
+            make_pool("wkv7"), make_ring("wkv7"), *tokens("wkv7").values(), rounding="stochastic", seed=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "error", "message"),
+    [
+        (None, {}, TypeError, "accept_lens: expected a torch.Tensor or .*, got NoneType"),
+        (torch.tensor([1, 5]), {}, ValueError, "accept_lens: expected numbers from 0 to the ring's 4 drafts, got .5."),
+        (torch.tensor([-1]), {}, ValueError, "accept_lens: expected numbers from 0 to the ring's 4 drafts, got .-1."),
+        (torch.tensor([[1]]), {}, ValueError, "accept_lens: expected shape .rows., a number for each row"),
+        (torch.tensor([1.0]), {}, TypeError, "accept_lens: expected torch.int32 or torch.int64, got torch.float32"),
+        (torch.ones(SLOTS + 1, dtype=torch.int32), {}, ValueError, "state: expected a slot for each of the 8 rows"),
+        (torch.tensor([1]), {"state_indices": torch.tensor([1, 2])}, ValueError, "state_indices: expected shape .1."),
+        (torch.tensor([1]), {"scale": 1.0}, TypeError, "unexpected keyword argument 'scale'"),
+    ],
+)
+def test_commits_that_do_not_fit(counts, options, error, message):
+    pool, ring = make_pool("wkv7"), make_ring("wkv7")
+    rwkv_jit.wkv7_verify(pool, ring, *tokens("wkv7", 4).values())
+    before = [x.clone() for x in (pool, *ring.tensors)]
+    with pytest.raises(error, match=message):
+        rwkv_jit.replay_commit(pool, ring, counts, **options)
+    for x, was in zip((pool, *ring.tensors), before, strict=True):
+        assert torch.equal(x, was)
+
+
+def test_gradients_are_refused():
+    given = tokens("wkv7")
+    given["k"].requires_grad_()
+    with pytest.raises(RuntimeError, match="wkv7_replay: changes the states in place and has no gradient; use wkv7"):
+        step("wkv7", make_pool("wkv7"), make_ring("wkv7"), given)
+
+
+# ---- what is launched --------------------------------------------------------------------------------------------
+
+
+def test_each_call_is_one_launch(on_gpu):
+    pool, ring, given = make_pool("wkv7"), make_ring("wkv7"), tokens("wkv7", 4)
+    slots, accepted = torch.tensor([5, 2, 0, 1], dtype=torch.int32), torch.ones(B, dtype=torch.int64)
+    rwkv_jit.wkv7_verify(pool, ring, *given.values(), state_indices=slots)
+    rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
+    rwkv_jit.replay_flush(pool, ring)
+    verify, commit, flush = on_gpu.take()
+    assert {launch.template for launch in (verify, commit, flush)} == {"replay_states"}
+    fields = ("cursors", "arrivals", "entry_d", "entry_b", "entry_k", "entry_v", "entry_u")
+    for launch in (verify, commit, flush):
+        assert [launch.named[name] for name in fields] == [x.data_ptr() for x in ring.fields]
+        assert (launch.named["state"], launch.named["slots"]) == (pool.data_ptr(), SLOTS)
+    assert [verify.parameters[x] for x in ("TOKENS", "DRAFT", "LENGTH", "ENTRIES")] == [4, True, LENGTH, 7]
+    assert [verify.named[name] for name in given] == [x.data_ptr() for x in given.values()]
+    assert (verify.named["state_indices"], verify.named["batch"]) == (slots.data_ptr(), B)
+    assert [commit.parameters[x] for x in ("TOKENS", "DRAFT", "ACCEPT_BYTES")] == [0, False, 8]
+    assert (commit.named["accept_lens"], commit.named["kept"]) == (accepted.data_ptr(), LENGTH)
+    assert (flush.named["accept_lens"], flush.named["kept"], flush.named["batch"]) == (0, 0, SLOTS)
+
+
+def test_a_known_call_is_short(on_gpu):
+    pool, ring, given, out = make_pool("wkv7"), make_ring("wkv7"), tokens("wkv7"), torch.empty(B, 1, H, V)
+    slots, accepted = torch.tensor([5, 2, 0, 1], dtype=torch.int32), torch.ones(B, dtype=torch.int32)
+
+    def run():
+        return step("wkv7", pool, ring, given, state_indices=slots, out=out)
+
+    assert run() is out
+    assert len(entered(run)) <= 13
+    rwkv_jit.replay_commit(pool, ring, accepted)
+    assert len(entered(lambda: rwkv_jit.replay_commit(pool, ring, accepted))) <= 12
+    on_gpu.take()
+    # A ring elsewhere is as good; another length is another call.
+    for length in (LENGTH, LENGTH, 2):
+        other = make_ring("wkv7", length=length)
+        step("wkv7", pool, other, given, state_indices=slots, out=out)
+        (launch,) = on_gpu.take()
+        assert (launch.named["entry_k"], launch.parameters["LENGTH"]) == (other.k.data_ptr(), length)
+
+
+def test_what_has_gaps_is_copied(on_gpu):
+    pool, ring = make_pool("wkv7"), make_ring("wkv7")
+    apart = torch.tensor([5, 9, 2, 9, 0, 9, 1, 9], dtype=torch.int32)[::2]
+    seen = []
+    on_gpu.while_running = lambda launch: seen.append(
+        [(ctypes.c_int32 * B).from_address(launch.named[name])[:] for name in ("state_indices", "accept_lens")]
+    )
+    rwkv_jit.replay_commit(pool, ring, apart, state_indices=apart)
+    rwkv_jit.replay_commit(pool, ring, apart, state_indices=apart)
+    assert seen == [[[5, 2, 0, 1]] * 2] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+def test_every_kernel_is_made_ahead(name, state, on_gpu, monkeypatch):
+    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    given = {"state_dtype": state, "value_sizes": V, "rings": [(LENGTH, DRAFTS)]}
+    made = rwkv_jit.warm(name, K, torch.bfloat16, backward=False, arch="sm_80", updates=True, **given)
+    keys = {kernel.memory_key(request) for request in made}
+    for batch in (B, 5000):
+        pool = make_pool(name, state, slots=batch)
+        ring = make_ring(name, dtype=torch.bfloat16, slots=batch)
+        accepted = torch.ones(batch, dtype=torch.int32)
+        w0 = {} if name == "linear_attention" else {"w0": torch.zeros(H, K)}
+        for more in ({}, w0):
+            for count, kind in ((1, "replay"), (1, "verify"), (DRAFTS, "verify")):
+                inputs = tokens(name, count, batch, torch.bfloat16)
+                getattr(rwkv_jit, f"{name}_{kind}")(pool, ring, *inputs.values(), **more)
+            rwkv_jit.replay_commit(pool, ring, accepted)
+            rwkv_jit.replay_flush(pool, ring)
+    launches = on_gpu.take()
+    assert len(launches) == 20
+    for launch in launches:
+        assert kernel.memory_key(launch.request) in keys, launch.parameters
+
+
+def test_first_use_in_a_capture_says_so(on_gpu):
+    on_gpu.capturing = True
+    with pytest.raises(RwkvJitError, match="first use inside a CUDA graph capture"):
+        rwkv_jit.replay_flush(make_pool("wkv7"), make_ring("wkv7"))
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "entry", "length"), [(16384, 896, 5), (8192, 896, 3), (65536, 1792, 8), (64, 4096, 1)]
+)
+def test_the_length_moves_the_fewest_bytes(state_bytes, entry, length):
+    assert replay_steps.best_length(state_bytes, entry) == length
+
+
+def test_entries_that_no_block_can_hold_are_refused(on_gpu):
+    ring = make_ring("wkv7", size=1024, value_size=1024, length=15, drafts=1)
+    pool = torch.zeros(SLOTS, H, 1024, 1024)
+    given = [torch.zeros(1, H, 1024) for _ in range(6)]
+    with pytest.raises(UnsupportedConfigError, match="length: 16 entries of head sizes 1024, 1024 and 1 tokens need"):
+        rwkv_jit.wkv7_replay(pool, ring, *given)
