@@ -232,7 +232,7 @@ def warm(
         The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, states
         rounded either way, indices of 32 bits, and a w0 that is float32 or of the dtype of w. Of wkv4 and timex there
         are none.
-    rings : iterable of (int, int), default none
+    rings : iterable of (int, int), default ()
         Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
 

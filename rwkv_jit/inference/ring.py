@@ -16,6 +16,7 @@ from rwkv_jit.ops.table import OPS
 OP_NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
 _DTYPES = (*tensors.STORAGE, torch.float64)
 MOST_ENTRIES = 16
+_LEAST_BYTES = 2**24  # of the states of a call, from which replay pays: measured on an H100
 
 
 class ReplayRing:
@@ -61,8 +62,8 @@ class ReplayRing:
         As they were given.
     op : str
         As it was given.
-    dtype : torch.dtype
-        As it was given.
+    dtype, state_dtype : torch.dtype
+        As they were given.
     d : torch.Tensor, shape (slots, H, length + drafts, K), float32, or None
         The factors of decay.
     b, k : torch.Tensor, shape (slots, H, length + drafts, K), dtype; b may be None
@@ -112,7 +113,7 @@ class ReplayRing:
         for name, given in (("dtype", dtype), ("state_dtype", state_dtype)):
             if given not in _DTYPES:
                 raise TypeError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {brief(given)}")
-        self.op, self.dtype = op, dtype
+        self.op, self.dtype, self.state_dtype = op, dtype, state_dtype
         self.slots, self.heads = _count("slots", slots, 1), _count("heads", heads, 1)
         self.head_size = _count("head_size", head_size, 1)
         self.value_size = head_size if value_size is None else _count("value_size", value_size, 1)
@@ -154,6 +155,29 @@ class ReplayRing:
     def device(self) -> torch.device:
         """Where the memory is."""
         return self.k.device
+
+    def pays(self, rows: int) -> bool:
+        """Return whether a step of so many rows takes less time than an update.
+
+        Parameters
+        ----------
+        rows : int
+            The rows of a call.
+
+        Returns
+        -------
+        bool
+            Whether the states of the rows have 16 MiB or more, and are not those of wkv7 in 16 bits. So it was measured
+            on an H100: below that the entries cost more time than the writes, and an entry of wkv7 is large beside a
+            state of 16 bits.
+
+        Examples
+        --------
+        >>> rwkv_jit.ReplayRing(64, "wkv7", 64, 64).pays(16)
+        True
+        """
+        is_large = rows * self.heads * self.head_size * self.value_size * self.state_dtype.itemsize >= _LEAST_BYTES
+        return is_large and (OPS[self.op].family != "delta" or self.state_dtype.itemsize > 2)
 
     @property
     def nbytes(self) -> int:

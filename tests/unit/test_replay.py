@@ -370,6 +370,21 @@ def test_first_use_in_a_capture_says_so(on_gpu):
 
 
 @pytest.mark.parametrize(
+    ("name", "state", "rows", "pays"),
+    [
+        ("wkv7", torch.float32, 16, True),
+        ("wkv7", torch.float32, 15, False),
+        ("gla", torch.bfloat16, 32, True),
+        ("gla", torch.bfloat16, 31, False),
+        ("wkv7", torch.bfloat16, 512, False),
+    ],
+)
+def test_where_replay_pays(name, state, rows, pays):
+    ring = rwkv_jit.ReplayRing(1, name, 64, 64, state_dtype=state, device="cpu")
+    assert ring.pays(rows) == pays
+
+
+@pytest.mark.parametrize(
     ("state_bytes", "entry", "length"), [(16384, 896, 5), (8192, 896, 3), (65536, 1792, 8), (64, 4096, 1)]
 )
 def test_the_length_moves_the_fewest_bytes(state_bytes, entry, length):
