@@ -44,8 +44,8 @@ class ReplayRing:
         V; K by default.
     length : int, from 1 to 16, optional
         The most entries that are kept: the state is written once in `length` + 1 tokens. By default so many that a
-        token moves the fewest bytes, by its share of that write and by the entries that it reads: 5 for wkv7 with heads
-        of 64 and float32 states, 3 where states have 16 bits, 8 for heads of 128.
+        token takes the least time, by its share of that write and by the entries that it reads: 4 for wkv7 with heads
+        of 64 and float32 states, 3 where states have 16 bits, 6 for heads of 128.
     drafts : int, default 0
         The most tokens of a call of `wkv7_verify`, for which there is room behind the cursor at any time. There are at
         most 16 entries with those that are kept.
@@ -92,7 +92,7 @@ class ReplayRing:
     >>> pool = rwkv_jit.StatePool.rwkv7(8, layers=2, heads=4, head_size=64, width=256)
     >>> rings = [rwkv_jit.ReplayRing(8, "wkv7", 4, 64) for _ in range(2)]
     >>> rings[0].length, rings[0].k.shape
-    (5, torch.Size([8, 4, 5, 64]))
+    (4, torch.Size([8, 4, 4, 64]))
     """
 
     def __init__(

@@ -53,7 +53,8 @@ def test_every_head_size(op, head_size, problems):
 @pytest.mark.parametrize("tokens", [4, 16, 33, 300])
 @pytest.mark.parametrize("op", OPS)
 def test_every_length_alone_and_packed(op, tokens):
-    given, few = inputs(op, tokens=tokens), 2e-4 if tokens < 16 else 0.0  # whose errors hardly cancel
+    given = inputs(op, tokens=tokens)
+    few = 2e-4 if op == "linear_attention" and tokens < 16 else 0.0  # as docs/guides/precision.md says
     check(op, given, comparing.make_state(given, 2, layout="vk"), rounding=few, state_layout="vk")
     given = inputs(op, tokens=tokens, batch=1)
     bounds = torch.tensor([0, tokens // 3, tokens // 3, tokens], device="cuda")
