@@ -312,3 +312,21 @@ def test_no_call_waits_for_the_gpu(op):
         texts.ring.reset([0, 1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_slots_up_to_the_null_index_are_none(op):
+    texts = Texts("wkv7", dtype="fp32")
+    slots, there = torch.tensor([1, 4, 2], dtype=torch.int32, device="cuda"), torch.tensor([1], device="cuda")
+    options = {"state_indices": slots, "null_index": 2, "state_layout": "vk"}
+    for kind in ("replay", "verify"):
+        given = texts.tokens(ROWS, 2)
+        y = texts.call(kind, given, slots, null_index=2)
+        own = comparing.of_tokens("wkv7", given, there)
+        want, final = texts.exact(own, slots[there])
+        assert comparing.relative(y[there], want) < 5e-6
+        assert not y[[0, 2]].any()
+        texts.state[slots[there].long()] = final
+    rwkv_jit.replay_commit(texts.pool, texts.ring, torch.full((ROWS,), 2, device="cuda"), **options)
+    rwkv_jit.replay_flush(texts.pool, texts.ring, **options)
+    assert not texts.ring.cursors.any()
+    texts.check()
