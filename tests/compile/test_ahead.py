@@ -101,6 +101,7 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     assert {each.origin for each in again} == {"disk"}
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_warm_compiles_just_what_specialize_names():
     made = rwkv_jit.warm(
         "wkv6", 4, torch.float16, backward=False, arch="sm_80", decay="log", state_layout="kv",
@@ -211,12 +212,12 @@ def call_all_ways(on_gpu, monkeypatch):
         for (heads, tokens), bounds in ways:
             dims = {**sizes, "H": heads, "T": tokens}
             given = [
-                torch.zeros([dims[dim] for dim in shape], dtype=w_dtype if name in "wu" else torch.bfloat16)
+                torch.empty([dims[dim] for dim in shape], dtype=w_dtype if name in "wu" else torch.bfloat16)
                 for name, shape in OPS[op].inputs.items()
             ]
             sequences = 1 if bounds is None else len(bounds) - 1
             of_state = (values, keys) if layout == "vk" else (keys, values)
-            state = torch.zeros(sequences, heads, *of_state, dtype=state_dtype)
+            state = torch.empty(sequences, heads, *of_state, dtype=state_dtype)
             options |= {"initial_state": state, "output_final_state": True, "state_layout": layout}
             options["cu_seqlens"] = None if bounds is None else torch.tensor(bounds)
             function(*given, **options)
@@ -231,7 +232,7 @@ def call_all_ways(on_gpu, monkeypatch):
                     each.requires_grad_()
                 for used in (1, 2):  # y, and the final state too
                     results = function(*given, **options)[:used]
-                    torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
+                    torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
         return asked(on_gpu.asked)
 
     return call
