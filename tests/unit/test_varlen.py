@@ -18,9 +18,7 @@ RECURRENCE = pytest.mark.parametrize("name", NAMES)
 
 def make(name, tokens, dtype=torch.float64, size=K, value_size=V, heads=H, fill=torch.randn):
     sizes = {"B": 1, "T": tokens, "H": heads, "K": size, "V": value_size}
-    inputs = {
-        own: (fill([sizes[dim] for dim in dims]) * 0.3).to(dtype) for own, dims in OPS[name].inputs.items()
-    }
+    inputs = {own: (fill([sizes[dim] for dim in dims]) * 0.3).to(dtype) for own, dims in OPS[name].inputs.items()}
     if name == "gla":
         inputs["w"] = -inputs["w"].abs()
     return inputs
