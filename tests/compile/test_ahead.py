@@ -101,7 +101,6 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     assert {each.origin for each in again} == {"disk"}
 
 
-@pytest.mark.usefixtures("checked_only")
 def test_warm_compiles_just_what_specialize_names():
     made = rwkv_jit.warm(
         "wkv6", 4, torch.float16, backward=False, arch="sm_80", decay="log", state_layout="kv",

@@ -85,7 +85,6 @@ def test_equal_builds_are_equal_bytes_whatever_the_cache_held(build, tmp_path, m
     assert files[3].read_bytes() == files[0].read_bytes()
 
 
-@pytest.mark.usefixtures("checked_only")
 def test_kernels_of_another_compiler_do_not_get_into_a_bundle(build, tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     forward = (*SMALL, "--direction", "forward", "-o")
