@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import secrets
 import shutil
@@ -95,15 +96,23 @@ def root():
     return ROOT
 
 
+@pytest.fixture(scope="session")
+def temporaries(tmp_path_factory):
+    """Folders, each for one test. `mktemp` would look at all that are there, and they are thousands."""
+    root = tmp_path_factory.mktemp("temporaries")
+    return (root / str(number) for number in itertools.count())
+
+
 @pytest.fixture
-def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
+def fresh_service(tmp_path, temporaries, monkeypatch):
     """An empty cache and locks of the test's own, and a process that has compiled, counted and said nothing yet."""
-    from rwkv_jit import cuda, env, identity, kernel, stats, template
+    from rwkv_jit import cuda, env, identity, kernel, stats
     from rwkv_jit.cache import installed
 
     for name in env.DESCRIPTIONS:
         monkeypatch.delenv(name, raising=False)
-    cache_dir, temporary = tmp_path / "cache", tmp_path_factory.mktemp("temporary")
+    cache_dir, temporary = tmp_path / "cache", next(temporaries)
+    temporary.mkdir(mode=0o700)
     monkeypatch.setenv("RWKVJIT_CACHE_DIR", str(cache_dir))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -115,7 +124,7 @@ def fresh_service(tmp_path, tmp_path_factory, monkeypatch):
         kernel.forget()  # and what the cache remembers
         stats._said.clear()
         identity._assumed.clear()
-        for cached in (identity.identity, cuda._layer, cuda.nvrtc, template.library):
+        for cached in (identity.identity, cuda._layer, cuda.nvrtc):
             cached.cache_clear()
 
     forget()
@@ -141,9 +150,11 @@ def own_templates(tmp_path, monkeypatch):
 
     copy = tmp_path / "templates"
     shutil.copytree(template.directory(), copy)
-    monkeypatch.setattr(template, "directory", lambda: copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(template, "directory", lambda: copy)
+        template.library.cache_clear()
+        yield copy
     template.library.cache_clear()
-    return copy
 
 
 @pytest.fixture

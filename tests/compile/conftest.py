@@ -41,15 +41,28 @@ def compiled_once(request, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(compiler, "_run", remembered)
 
 
+_read = set()  # digests of what this process has read without a fault
+
+
 @pytest.fixture
 def checked_only(monkeypatch):
     """NVRTC reads a source and checks its rules, but makes no machine code: for tests that are about which kernels.
 
-    That takes a twentieth of the time. `test_matrix` compiles every choice in earnest. Image and resources are made up.
+    That takes a twentieth of the time, and a source need not be read again. `test_matrix` compiles every choice in
+    earnest. Image and resources are made up.
     """
 
     def checked(rendered, arch, parameters):
-        nvrtc, target = cuda.nvrtc(), compiler.target_for(arch)
+        target = compiler.target_for(arch)
+        digest = sha256(repr((rendered, target)).encode()).digest()
+        if digest not in _read:
+            read(rendered, target, parameters)
+            _read.add(digest)
+        used = {rendered.name: cache.Resources(32, 0, 0)} if target.startswith("sm_") else {}
+        return cache.Compiled(sha256(rendered.source.encode()).digest(), target, used)
+
+    def read(rendered, target, parameters):
+        nvrtc = cuda.nvrtc()
         names = [name.encode() for name, _ in rendered.headers]
         texts = [text.encode() for _, text in rendered.headers]
         program = nvrtc.createProgram(rendered.source, f"{rendered.name}.cu", texts, names)
@@ -59,7 +72,5 @@ def checked_only(monkeypatch):
             raise compiler._explain(rendered, target, parameters, nvrtc.getProgramLog(program)) from error
         finally:
             nvrtc.destroyProgram(program)
-        used = {rendered.name: cache.Resources(32, 0, 0)} if target.startswith("sm_") else {}
-        return cache.Compiled(sha256(rendered.source.encode()).digest(), target, used)
 
     monkeypatch.setattr(compiler, "compile", checked)

@@ -211,12 +211,12 @@ def call_all_ways(on_gpu, monkeypatch):
         for (heads, tokens), bounds in ways:
             dims = {**sizes, "H": heads, "T": tokens}
             given = [
-                torch.zeros([dims[dim] for dim in shape], dtype=w_dtype if name in "wu" else torch.bfloat16)
+                torch.empty([dims[dim] for dim in shape], dtype=w_dtype if name in "wu" else torch.bfloat16)
                 for name, shape in OPS[op].inputs.items()
             ]
             sequences = 1 if bounds is None else len(bounds) - 1
             of_state = (values, keys) if layout == "vk" else (keys, values)
-            state = torch.zeros(sequences, heads, *of_state, dtype=state_dtype)
+            state = torch.empty(sequences, heads, *of_state, dtype=state_dtype)
             options |= {"initial_state": state, "output_final_state": True, "state_layout": layout}
             options["cu_seqlens"] = None if bounds is None else torch.tensor(bounds)
             function(*given, **options)
@@ -231,7 +231,7 @@ def call_all_ways(on_gpu, monkeypatch):
                     each.requires_grad_()
                 for used in (1, 2):  # y, and the final state too
                     results = function(*given, **options)[:used]
-                    torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
+                    torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
         return asked(on_gpu.asked)
 
     return call

@@ -66,6 +66,7 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     assert rwkv_jit.specialize("wkv7", 8, arch="compute_80", direction="backward").origin == "bundle"
 
 
+@pytest.mark.usefixtures("checked_only")
 def test_equal_builds_are_equal_bytes_whatever_the_cache_held(build, tmp_path, monkeypatch):
     files = [tmp_path / f"{number}.bundle" for number in range(4)]
     origins = []

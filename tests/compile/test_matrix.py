@@ -653,6 +653,7 @@ LEFT_OUT = [
     ("wkv7_recurrent_backward", "wkv7", 8, "sm_80", "log"),
     ("wkv7_recurrent_backward", "wkv7", 136, "sm_90", "direct"),
     ("wkv7_recurrent_forward", "wkv7", 4, "sm_75", "sigmoid"),
+    ("wkv7_recurrent_forward", "wkv7", 8, "sm_80", "raw"),
     ("wkv7_recurrent_forward", "wkv7", 136, "compute_80", "raw"),
     ("wkv7_scan", "wkv7", 136, "compute_80", "raw"),
     ("wkv7_segment", "wkv7", 8, "compute_80", "raw"),

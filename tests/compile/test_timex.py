@@ -9,6 +9,8 @@ from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 # Of w and k; rows and tokens so that blocks have 8, 16 or 32 rows, and inputs are streamed or not.
 SAMPLES = {
     "sm_80": [("fp32", "fp32", 32, 768), ("bf16", "bf16", 8, 16384)],

@@ -9,6 +9,8 @@ from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.inference import steps
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 OPS = ("wkv6", "wkv7", "linear_attention")  # whose kernels have all that those of the others have
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 # Multiples of an access, of a part of one, and of none.

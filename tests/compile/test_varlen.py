@@ -7,6 +7,8 @@ from rwkv_jit import kernel
 from rwkv_jit.inference import steps, varlen_steps
 from rwkv_jit.inference.varlen_steps import Varlen
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def requests(op, call, arch="sm_90", size=64, pool=None, **more):
     given = problem(op, K=size, arch=arch, **{"T": 300, "backend": "chunked", "chunk_len": 32, **more})

@@ -11,6 +11,8 @@ from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TYPES = {"w": "fp32", "u": "fp32", "k": "bf16", "v": "bf16"}
 
 

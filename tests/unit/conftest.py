@@ -9,6 +9,8 @@ import pytest
 from stub_driver import gpus, on_gpu  # noqa: F401, fixtures of this tier
 
 WITHOUT_CUPY = Path(__file__).with_name("without_cupy")
+NO_CUPY = runpy.run_path(str(WITHOUT_CUPY / "sitecustomize.py"))["NoCupy"]
+sys.meta_path.remove(NO_CUPY)  # other tiers are collected in this process too
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +27,9 @@ def _without_cupy(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("cupy")]:
         monkeypatch.delitem(sys.modules, name)  # of a test of another tier in this process
     monkeypatch.setenv("PYTHONPATH", str(WITHOUT_CUPY), prepend=os.pathsep)
-    finder = runpy.run_path(str(WITHOUT_CUPY / "sitecustomize.py"))["NoCupy"]
+    sys.meta_path.insert(0, NO_CUPY)
     yield
-    sys.meta_path.remove(finder)
+    sys.meta_path.remove(NO_CUPY)
 
 
 @pytest.fixture

@@ -547,6 +547,14 @@ def own(clock, monkeypatch):
     return found
 
 
+@pytest.fixture
+def short_looks_at_the_host(monkeypatch):
+    """The host's clock is a real one; rows of calls are made for a hundredth of a second."""
+    host_us = timing.host_us
+    monkeypatch.setattr(timing, "host_us", lambda calls, seconds=None: host_us(calls, 0.01))
+
+
+@pytest.mark.usefixtures("short_looks_at_the_host")
 @pytest.mark.parametrize("phase", cases.PHASES)
 def test_rows_of_a_case(clock, own, phase):
     case = small("wkv6", phase)
@@ -582,6 +590,7 @@ def test_rows_of_a_case(clock, own, phase):
     assert {row["median_ms"] for row in rows if row["skipped"]} == {None}
 
 
+@pytest.mark.usefixtures("short_looks_at_the_host")
 def test_a_copy_and_a_step_have_rows_beside_an_update(clock, monkeypatch):
     def timed(contestant, ms):
         return contestant._replace(run=lambda *given: (clock.spend(ms), contestant.run(*given))[1])

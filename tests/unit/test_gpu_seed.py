@@ -49,7 +49,9 @@ def run_made_up(root, tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
     def run_made_up(*arguments, failures=5):
-        command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", *arguments]
+        # pytest imports hypothesis to report on it, which takes as long as some of these runs.
+        without = [option for plugin in ("cacheprovider", "hypothesispytest") for option in ("-p", f"no:{plugin}")]
+        command = [sys.executable, "-m", "pytest", "--tb=short", *without, *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 1, done.stdout + done.stderr
         (seed,) = re.findall(r"^tests/gpu: random inputs of --seed (\d+)$", done.stdout, flags=re.MULTILINE)

@@ -23,7 +23,7 @@ def usual_modes():
 def make(op, shape, dtype, grad=False):
     sizes = {**dict(zip("BTHK", shape, strict=True)), "V": shape[-1]}
     shapes = [[sizes[dim] for dim in dims] for dims in OPS[op].inputs.values()]
-    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
+    return [torch.empty(shape, dtype=dtype).requires_grad_(grad) for shape in shapes]  # nobody looks at numbers
 
 
 def run(op, given, **options):
@@ -40,7 +40,7 @@ def call(op, shape, grad, bounds=None, dtype=HALF):
     more = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds)}
     y, _ = run(op, given, **more)
     if grad:
-        torch.autograd.grad(y.float().sum(), given)
+        torch.autograd.grad(y, given, torch.empty_like(y))
 
 
 @pytest.mark.parametrize("enabled", [1, None, "on"])

@@ -1,6 +1,7 @@
 """Schedules: who writes and reads what, in every launch of every algorithm, and how their blocks are cut."""
 
 import contextlib
+import functools
 import itertools
 import re
 from types import SimpleNamespace
@@ -140,6 +141,12 @@ def check_blocks(p, schedule):
     assert schedule.launches[schedule.main]
 
 
+@functools.cache
+def check_names(template, names):
+    """Check that a template has parameters of these names; thousands of launches ask for the same ones."""
+    template.check(dict.fromkeys(names))
+
+
 def check_problem(p, bind):
     forward, backward = whole.forward(p), whole.backward(p)
     assert forward.kept == (whole.kept(p) if p.training else {})
@@ -155,7 +162,7 @@ def check_problem(p, bind):
     }  # fmt: skip
     for step in (*forward.launches, *backward.launches):
         made = step.request(p.gpu)
-        made.template.check(made.parameters)
+        check_names(made.template, tuple(made.parameters))
         made.template.render(made.parameters)
         assert made.parameters.items() >= {name: x for name, x in said.items() if name in made.parameters}.items()
     results = {"y"} | ({"final_state"} if p.has_final_state else set())

@@ -116,24 +116,25 @@ def test_argument_goes_before_the_users_choice_before_the_shipped_one_before_the
 
 
 @pytest.mark.parametrize(
-    ("call", "is_taken"),
+    ("sizes", "options", "is_taken"),
     [
-        ({}, True),
-        ({"inputs": given(40)}, True),  # as the kernels see it: 64
-        ({"inputs": given(64, 40)}, True),
-        ({"inputs": given(32)}, False),
-        ({"inputs": given(64, 96)}, False),
-        ({"inputs": given(64, 32)}, False),
-        ({"training": False}, False),
-        ({"inputs": given(dtype=torch.float16)}, True),
-        ({"decay": "raw", "decay_bound": -1.0}, True),
+        ({}, {}, True),
+        ({"head_size": 40}, {}, True),  # as the kernels see it: 64
+        ({"value_size": 40}, {}, True),
+        ({"head_size": 32}, {}, False),
+        ({"value_size": 96}, {}, False),
+        ({"value_size": 32}, {}, False),
+        ({}, {"training": False}, False),
+        ({"dtype": torch.float16}, {}, True),
+        ({}, {"decay": "raw", "decay_bound": -1.0}, True),
     ],
     ids=str,
 )
-def test_choice_is_for_its_head_size_and_purpose(call, is_taken):
+def test_choice_is_for_its_head_size_and_purpose(sizes, options, is_taken):
     store(make())
-    assert (resolved(**call) == ("chunked", Geometry(16, 256, 2, 3))) is is_taken
-    assert resolved(**call)[0] == "chunked"
+    found = resolved(inputs=given(**sizes), **options)
+    assert (found == ("chunked", Geometry(16, 256, 2, 3))) is is_taken
+    assert found[0] == "chunked"
 
 
 def test_calls_that_the_recurrent_kernels_serve_take_none():
