@@ -28,6 +28,10 @@ _MODULES = {
     "wkv5_update": "rwkv_jit.inference.update",
     "wkv6_update": "rwkv_jit.inference.update",
     "wkv7_update": "rwkv_jit.inference.update",
+    "activate": "rwkv_jit.inference.layer",
+    "gated_norm": "rwkv_jit.inference.layer",
+    "prepare_keys": "rwkv_jit.inference.layer",
+    "shift_mix": "rwkv_jit.inference.layer",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
     "timex_ref": "rwkv_jit.reference",
@@ -73,11 +77,13 @@ __all__ = [
     "Template",
     "UnsupportedConfigError",
     "UpdateOptions",
+    "activate",
     "add_hook",
     "cache_info",
     "clear_cache",
     "compile_async",
     "env_report",
+    "gated_norm",
     "get_bfloat16_precision",
     "gla",
     "gla_ref",
@@ -87,8 +93,10 @@ __all__ = [
     "linear_attention",
     "linear_attention_ref",
     "linear_attention_update",
+    "prepare_keys",
     "set_batch_invariant",
     "set_bfloat16_precision",
+    "shift_mix",
     "specialize",
     "timex",
     "timex_ref",
@@ -111,6 +119,7 @@ if TYPE_CHECKING:
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+    from rwkv_jit.inference.layer import activate, gated_norm, prepare_keys, shift_mix
     from rwkv_jit.inference.pool import StatePool, StateSpec
     from rwkv_jit.inference.update import (
         DecayUpdateOptions,

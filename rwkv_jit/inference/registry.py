@@ -18,6 +18,10 @@ _OPS = {
         "Tensor? write_indices, Tensor? seed, int null_index, float scale, str decay, str state_layout) -> ()",
         "rwkv_jit.inference.update",
     ),
+    "layer_step": (
+        "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()",
+        "rwkv_jit.inference.layer",
+    ),
 }
 
 

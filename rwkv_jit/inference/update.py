@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import env, modes, tensors
-from rwkv_jit.inference import registry, rounding, steps
+from rwkv_jit.inference import registry, rounding, slot_checks, steps
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.ops import checks, plain, sharding, torch_op
 from rwkv_jit.ops.table import OPS
@@ -26,7 +26,6 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref, "linear_attention": linear_attention_ref,
 }  # fmt: skip
 _ROUNDINGS = ("nearest", "stochastic")
-_INDEX_TYPES = (torch.int32, torch.int64)
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -494,13 +493,13 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
             raise ValueError(
                 f"w0: expected shape [{heads}, {head_size}] or [{heads * head_size}], got {list(w0.shape)}"
             )
-        _check_dtype("w0", w0, tuple(tensors.STORAGE), lead)
-    indices = [_indices(x, options.get(x), batch, lead) for x in ("state_indices", "write_indices")]
+        slot_checks.check_dtype("w0", w0, tuple(tensors.STORAGE), lead)
+    indices = [slot_checks.check_indices(x, options.get(x), batch, lead) for x in ("state_indices", "write_indices")]
     if None not in indices and indices[0].dtype != indices[1].dtype:  # type: ignore[union-attr]
         raise TypeError(f"write_indices: expected {indices[0].dtype} like state_indices, got {indices[1].dtype}")  # type: ignore[union-attr]
     if indices[0] is None and batch > state.shape[0]:
         raise ValueError(f"state: expected a slot for each of the {batch} rows, or state_indices; got {state.shape[0]}")
-    _check_slots(indices[0], indices[1], state.shape[0], null_index)
+    slot_checks.check_slots(indices[0], indices[1], state.shape[0], null_index)
     v = inputs[op.names.index("v")]
     y = options.get("out")
     if y is None:
@@ -528,50 +527,11 @@ def _check_pool(op: Op, state: Tensor, of_slot: tuple[int, ...], lead: Tensor, w
         raise ValueError(f"state: expected slots that do not overlap, got strides {state.stride()}")
 
 
-def _check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype], lead: Tensor) -> None:
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
-    if x.device != lead.device:
-        raise ValueError(f"{name}: expected device {lead.device}, got {x.device}")
-
-
-def _indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
-    if given is None:
-        return None
-    x = tensors.from_any(name, given)
-    if tuple(x.shape) != (batch,):
-        raise ValueError(f"{name}: expected shape [{batch}], a slot for each row, got {list(x.shape)}")
-    _check_dtype(name, x, _INDEX_TYPES, lead)
-    return x
-
-
-def _check_slots(read: Tensor | None, written: Tensor | None, slots: int, null_index: int) -> None:
-    """Check the values of indices where that costs nothing, on the CPU, or where the user has asked for it."""
-    given = {"state_indices": read, "write_indices": written}
-    present = {name: x for name, x in given.items() if x is not None}
-    if not present or torch.compiler.is_compiling() or not tensors.are_plain(present.values()):
-        return
-    first = next(iter(present.values()))
-    if first.is_cuda and (not env.checks_indices() or tensors.capturing()):
-        return
-    values = {name: x.tolist() for name, x in present.items()}
-    for name, numbers in values.items():
-        outside = [number for number in numbers if number > null_index and not 0 <= number < slots]
-        if outside:
-            raise ValueError(f"{name}: expected slots below {slots}, or up to {null_index} for none; got {outside[:8]}")
-    places = [number for number in list(values.values())[-1] if number > null_index]
-    if len(set(places)) < len(places):
-        twice = sorted({place for place in places if places.count(place) > 1})
-        raise ValueError(
-            f"{list(values)[-1]}: expected another slot for each row that is written, got {twice[:8]} twice"
-        )
-
-
 def _check_out(out: Any, v: Tensor) -> Tensor:
     y = tensors.from_any("out", out, in_place=True)
     if y.shape != v.shape:
         raise ValueError(f"out: expected shape {list(v.shape)} like v, got {list(y.shape)}")
-    _check_dtype("out", y, (v.dtype,), v)
+    slot_checks.check_dtype("out", y, (v.dtype,), v)
     if not y.is_contiguous():
         raise ValueError(f"out: expected memory without gaps, got strides {y.stride()}")
     return y
@@ -588,7 +548,7 @@ def _seed(seed: Any, rounds: str, state: Tensor, lead: Tensor) -> Tensor | None:
     if isinstance(seed, Tensor):
         if seed.numel() != 1:
             raise ValueError(f"seed: expected one number, got shape {list(seed.shape)}")
-        _check_dtype("seed", seed, (torch.int64,), lead)
+        slot_checks.check_dtype("seed", seed, (torch.int64,), lead)
     elif not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise TypeError(f"seed: expected an int of 64 bits or a tensor of one, got {seed!r}")
     else:

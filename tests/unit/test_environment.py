@@ -450,8 +450,8 @@ ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.kno
 ops.flops ops.torch_op inference.pool
 ops.wide_keys
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
-inference.registry
-inference.update inference.flops
+inference.layer_plain inference.layer_steps inference.registry inference.slot_checks
+inference.layer inference.update inference.flops
 ahead bench.cases
 bench.measure
 bench
