@@ -52,8 +52,8 @@ __device__ inline float sum_of_block(float x, float (&parts)[WARPS]) {
     return sum;
 }
 
-// What a thread reads of the parameters. Where it has few channels, all of that is under way before the sums.
-constexpr bool IS_AHEAD = ITEMS == 1;
+// What a thread reads of the parameters. In a step of decode all of that is under way before the sums.
+constexpr bool IS_AHEAD = ONE_TOKEN && ITEMS == 1;
 struct Norm {
     const T_WEIGHT* weight;
     const T_BIAS* bias;

@@ -399,7 +399,8 @@ def _no_gradient(name: str) -> str:
 
 
 def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> _Call:
-    x, add, weight, bias, mixes = _as_tensors("shift_mix", inputs[:-2])
+    x = tensors.from_any("x", inputs[0])
+    _, add, weight, bias, mixes = _as_tensors("shift_mix", inputs[:-2])
     if x.dim() not in (2, 3) or not x.shape[-1]:
         raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
     _check_lead("x", x)

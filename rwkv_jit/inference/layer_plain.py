@@ -18,7 +18,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _plus(x: Tensor, y: Tensor | None) -> Tensor:
-    return x if y is None else x + _wide(y).view(x.shape[-2:])
+    return x if y is None else x + _wide(y).reshape(x.shape[-2:])
 
 
 def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]) -> None:
@@ -50,12 +50,12 @@ def prepare_keys(
     """Run `prepare_keys`; written are k, v where there is a first one, a and b."""
     k, v, rate, v_first, v_gate, k_k, k_a, a0, v0 = inputs
     shape, heads = k.shape, k.shape[-2:]
-    k, rate = _wide(k), torch.sigmoid(_plus(_wide(rate).view(shape), a0))
-    kk = F.normalize(k * _wide(k_k).view(heads), dim=-1, eps=1e-12)
-    made = [k * (1 + (rate - 1) * _wide(k_a).view(heads))]
+    k, rate = _wide(k), torch.sigmoid(_plus(_wide(rate).reshape(shape), a0))
+    kk = F.normalize(k * _wide(k_k).reshape(heads), dim=-1, eps=1e-12)
+    made = [k * (1 + (rate - 1) * _wide(k_a).reshape(heads))]
     if v_first is not None:
-        v, share = _wide(v).view(shape), torch.sigmoid(_plus(_wide(v_gate).view(shape), v0))
-        made.append(v + (_wide(v_first).view(shape) - v) * share)
+        v, share = _wide(v).reshape(shape), torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
+        made.append(v + (_wide(v_first).reshape(shape) - v) * share)
     for target, x in zip(written, (*made, -kk, kk * rate), strict=True):
         target.copy_(x)
 
@@ -64,9 +64,9 @@ def gated_norm(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int
     """Run `gated_norm`."""
     y, r, k, v, g, r_k, weight, bias = map(_wide, inputs)
     heads = y.shape[-2:]
-    normed = F.layer_norm(y, heads[1:], eps=eps) * weight.view(heads) + bias.view(heads)
-    bonus = (r.view(y.shape) * k.view(y.shape) * r_k.view(heads)).sum(-1, keepdim=True)
-    written[0].copy_(((normed + bonus * v.view(y.shape)) * g.view(y.shape)).view(written[0].shape))
+    normed = F.layer_norm(y, heads[1:], eps=eps) * weight.reshape(heads) + bias.reshape(heads)
+    bonus = (r.reshape(y.shape) * k.reshape(y.shape) * r_k.reshape(heads)).sum(-1, keepdim=True)
+    written[0].copy_(((normed + bonus * v.reshape(y.shape)) * g.reshape(y.shape)).view(written[0].shape))
 
 
 def activate(
