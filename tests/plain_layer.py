@@ -1,5 +1,7 @@
 """The small work of a layer of RWKV-7, and a whole layer of decode, as the equations are written, in float64."""
 
+import math
+
 import torch
 
 
@@ -69,7 +71,7 @@ def decode(p, x, time_shift, channel_shift, states, v_first=None):
     rate = xa @ p["att.a1"] @ p["att.a2"]
     own = v.view(-1, *heads)
     k, v, a, b = prepare_keys(k.view(-1, *heads), own, rate, p["att.k_k"], p["att.k_a"], p["att.a0"], **more)
-    d, r = torch.exp(-torch.exp(torch.tensor(-0.5)) * torch.sigmoid(w)).view(-1, *heads), r.view(-1, *heads)
+    d, r = torch.exp(-math.exp(-0.5) * torch.sigmoid(w)).view(-1, *heads), r.view(-1, *heads)
     states = states.double()
     read = torch.einsum("bhvk,bhk->bhv", states, a)
     states = states * d[:, :, None] + read[..., None] * b[:, :, None] + v[..., None] * k[:, :, None]
