@@ -30,8 +30,8 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(shape, device="cuda").to(dtype)
 
 
-def check(x, want):
-    assert comparing.relative(x, want) < LIMITS[x.dtype]
+def check(x, want, limit=0.0):
+    assert comparing.relative(x, want) < max(limit, LIMITS[x.dtype])
 
 
 class Texts:
@@ -65,7 +65,8 @@ class Texts:
         pool, slots = self.before[:, : self.pool.shape[1]], self.slots.tolist()
         z, want, left = plain_layer.shift_mix(**self.given, pool=pool, bounds=self.bounds, slots=slots,
                                               null_index=null_index)  # fmt: skip
-        check(mixed.view(want.shape), want)
+        # A token that float32 and float64 round to two neighbours in 16 bits is rare, and seen in mixes of float32.
+        check(mixed.view(want.shape), want, 0.0 if self.pool.dtype == torch.float32 else 5e-5)
         if "add" in self.given:
             check(residual, z)
         else:
