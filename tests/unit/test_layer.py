@@ -421,6 +421,10 @@ def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     assert len(on_gpu.take()) == 1
     monkeypatch.setenv("RWKVJIT_CHECK", "1")
     signatures.forget()
+    slots[1] = 2
+    rwkv_jit.shift_mix(**arguments, state_indices=slots)
+    on_gpu.take()
+    slots[1] = 9
     with pytest.raises(ValueError, match=r"state_indices: expected slots below 7, .* got \[9\]"):
         rwkv_jit.shift_mix(**arguments, state_indices=slots)
     assert not on_gpu.take()
