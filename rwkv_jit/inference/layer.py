@@ -617,7 +617,7 @@ def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
     )  # fmt: skip
     count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tokens = x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1
-    index_bytes = 0 if indices is None else indices.element_size()
+    index_bytes = 4 if indices is None else indices.element_size()
     sequences = Sequences(count, tokens, cu_seqlens is not None, slots, stride, index_bytes, call.null_index)
     return layer_steps.shift_mix(given, sequences, call.eps), given
 

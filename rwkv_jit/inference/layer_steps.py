@@ -1,5 +1,7 @@
 """The kernels of the small work of a layer: how each is cut, and its launch.
 
+Tensors that a call does not have are null: plans know their names all the same.
+
 None of them goes by how many rows there are: a row has the same result in any batch.
 """
 
@@ -81,7 +83,7 @@ class Sequences(NamedTuple):
     slots, slot_stride : int
         Of the pool, and the elements from one slot to the next.
     index_bytes : int
-        Of the indices: 4 or 8; 0 where there are none.
+        Of the indices: 4 or 8.
     null_index : int
         A slot at or below it is none.
     """
@@ -91,7 +93,7 @@ class Sequences(NamedTuple):
     is_packed: bool = False
     slots: int = 1
     slot_stride: int = 0
-    index_bytes: int = 0
+    index_bytes: int = 4
     null_index: int = -1
 
 
@@ -107,30 +109,21 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
     threads = min(_ROW_THREADS, 32 * ceil(channels / (32 * vector)))
     parameters: dict[str, Parameter] = {
         "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads, "HAS_ADD": "add" in given.types,
-        "ONE_TOKEN": sequences.tokens == 1 and not sequences.is_packed, "INDEX_BYTES": sequences.index_bytes or 4,
+        "ONE_TOKEN": sequences.tokens == 1 and not sequences.is_packed, "INDEX_BYTES": sequences.index_bytes,
         "T_IO": given.types["x"], **_types(given, ("weight", "bias", "mixes", "shift")),
     }  # fmt: skip
-    bind: dict[str, Any] = {
+    bind = {
         "rows": given.rows, "tokens": sequences.tokens, "sequences": sequences.number, "slots": sequences.slots,
         "slot_stride": sequences.slot_stride, "null_index": sequences.null_index, "eps": eps,
-        **_absent(given, ("add",)),
     }  # fmt: skip
-    absent = {
-        "residual": "add" not in given.types, "state_indices": not sequences.index_bytes,
-        "cu_seqlens": not sequences.is_packed,
-    }  # fmt: skip
-    bind |= {name: None for name, is_absent in absent.items() if is_absent}
     return _schedule("shift_mix", given, vector, parameters, (given.rows, 1, 1), bind)
 
 
 def prepare_keys(given: Given) -> Schedule:
     """Return the launch of `prepare_keys`."""
-    bind = _absent(given, ("v_first", "v_gate", "a0", "v0"))
-    if "v_first" not in given.types:
-        bind["new_v"] = None
     more: dict[str, Parameter] = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
     more |= _types(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0"))
-    return _of_heads("prepare_keys", "k", given, more, bind)
+    return _of_heads("prepare_keys", "k", given, more, {})
 
 
 def gated_norm(given: Given, eps: float) -> Schedule:
@@ -189,7 +182,3 @@ def _vector(size: int, given: Given, *written: str) -> int:
 def _types(given: Given, names: Sequence[str]) -> dict[str, Parameter]:
     """Return the types of these as templates name them; what is absent has one too."""
     return {f"T_{name.upper()}": given.types.get(name, "fp32") for name in names}
-
-
-def _absent(given: Given, names: Sequence[str]) -> dict[str, Any]:
-    return {name: None for name in names if name not in given.types}

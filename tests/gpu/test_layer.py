@@ -42,7 +42,7 @@ class Texts:
         self.bounds = [0, *accumulate(lengths)]
         shape = shape or (self.bounds[-1], channels)
         # A mean that is not zero shows a variance that is not that of what is left.
-        self.given = {"x": random(*shape, dtype=io) + 2, "weight": 1 + random(channels) / 5, "bias": random(channels)}
+        self.given = {"x": random(*shape, dtype=io) + 16, "weight": 1 + random(channels) / 5, "bias": random(channels)}
         self.given["mixes"] = torch.rand((mixes, channels) if mixes else (channels,), device="cuda")
         self.given |= {name: self.given[name].to(parameters) for name in ("weight", "bias", "mixes")}
         if has_add:
@@ -148,6 +148,9 @@ def test_a_text_may_be_cut_anywhere(op, kind):
 def test_wrong_bounds_touch_nothing_else(op):
     """Bounds that change after they were checked give wrong values, in the pool's slots and the results alone."""
     texts = Texts(64, [4, 3, 5], KINDS[1])
+    for name in ("x", "add"):  # with rows before and behind that nobody may read
+        wide = torch.full((3 * 12, 64), float("nan"), device="cuda")
+        texts.given[name] = wide[12:24].copy_(texts.given[name])
     bounds = texts.packed
     texts.run(cu_seqlens=bounds)
     graph = torch.cuda.CUDAGraph()
@@ -161,6 +164,7 @@ def test_wrong_bounds_touch_nothing_else(op):
         others = torch.ones(len(texts.pool), dtype=torch.bool, device="cuda")
         others[texts.slots.long()] = False
         assert bool(texts.memory[others].isnan().all())
+        assert bool(texts.pool[texts.slots.long()].isfinite().all())
         assert bool(mixed.isfinite().all())
 
 
@@ -204,7 +208,7 @@ def test_keys_of_zero_have_no_direction(op):
 def make_norm(kind, size, lead=(5,), heads=3):
     io, parameters, _ = (DTYPES[name] for name in kind)
     given = {name: random(*lead, heads, size, dtype=io) for name in "yrkv"}
-    given["y"] += 2
+    given["y"] += 16
     given |= {"g": random(*lead, heads * size, dtype=io), "r_k": random(heads, size, dtype=parameters)}
     return given | {name: random(heads * size, dtype=parameters) for name in ("weight", "bias")}
 

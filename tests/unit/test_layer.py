@@ -356,6 +356,15 @@ def test_what_is_not_given_is_null(on_gpu):
     assert {n for n, x in launch.addresses.items() if not x} == {"v_first", "v_gate", "a0", "v0", "new_v"}
 
 
+def test_nothing_is_launched_for_nothing(on_gpu):
+    for _ in range(2):
+        assert rwkv_jit.shift_mix(**make_shift((0, C)))[1].shape == (6, 0, C)
+        assert rwkv_jit.prepare_keys(**make_keys(lead=(0,)))[0].shape == (0, H, N)
+        assert rwkv_jit.gated_norm(**make_norm(lead=(0,))).shape == (0, C)
+        assert rwkv_jit.activate(torch.ones(2, 0), "tanh").shape == (2, 0)
+    assert not on_gpu.take()
+
+
 def test_results_are_those_of_the_kernel(on_gpu):
     for _ in range(2):
         k, v, a, b = rwkv_jit.prepare_keys(**make_keys())
