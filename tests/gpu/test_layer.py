@@ -26,6 +26,12 @@ pytestmark = pytest.mark.parametrize("op", ["inference"])  # the section of the 
 KIND = pytest.mark.parametrize("kind", KINDS, ids="-".join)
 
 
+def with_kinds(name, sizes):
+    """Each size with two kinds, and each kind with several sizes."""
+    pairs = [(size, KINDS[(place + shift) % len(KINDS)]) for place, size in enumerate(sizes) for shift in (0, 3)]
+    return pytest.mark.parametrize((name, "kind"), pairs, ids=[f"{size}-{'-'.join(kind)}" for size, kind in pairs])
+
+
 def random(*shape, dtype=torch.float32):
     return torch.randn(shape, device="cuda").to(dtype)
 
@@ -86,18 +92,16 @@ class Texts:
 # ---- residual, norm, shift and mixes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels", CHANNELS)
+@with_kinds("channels", CHANNELS)
 @pytest.mark.parametrize("mixes", [0, 1, 5, 6])
-@KIND
 def test_one_token_of_each_row(op, channels, mixes, kind, guarded_memory):
     texts = Texts(channels, [1] * 5, kind, mixes, has_add=mixes != 5)
     texts.check(*texts.run())
 
 
-@pytest.mark.parametrize("channels", CHANNELS)
+@with_kinds("channels", CHANNELS)
 @pytest.mark.parametrize("lengths", [[4] * 3, [0, 3, 1, 0, 0, 9, 2, 0], [1], [70]])
 @pytest.mark.parametrize("mixes", [1, 6])
-@KIND
 def test_texts_of_any_lengths(op, channels, lengths, mixes, kind, guarded_memory):
     texts = Texts(channels, lengths, kind, mixes)
     texts.check(*texts.run(cu_seqlens=texts.packed))
@@ -182,9 +186,8 @@ def make_keys(kind, size, lead=(5,), heads=3, has_first=True):
     return given
 
 
-@pytest.mark.parametrize("size", SIZES)
+@with_kinds("size", SIZES)
 @pytest.mark.parametrize("without", [(), ("a0",), ("v0", "a0"), ("v_first", "v_gate", "v0")], ids=len)
-@KIND
 def test_keys_and_values(op, size, without, kind, guarded_memory):
     for lead, heads in (((5,), 3), ((2, 3), 1), ((), 17)):
         given = {name: x for name, x in make_keys(kind, size, lead, heads).items() if name not in without}
@@ -213,8 +216,7 @@ def make_norm(kind, size, lead=(5,), heads=3):
     return given | {name: random(heads * size, dtype=parameters) for name in ("weight", "bias")}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@KIND
+@with_kinds("size", SIZES)
 def test_norm_of_heads_with_bonus_and_gate(op, size, kind, guarded_memory):
     for lead, heads in (((5,), 3), ((2, 3), 1), ((), 17)):
         given = make_norm(kind, size, lead, heads)
