@@ -12,18 +12,23 @@ def norm(x, weight, bias, eps):
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double() + bias.double()
 
 
-def shift_mix(x, weight, bias, mixes, pool, bounds, slots, add=None, null_index=-1, eps=1e-5):
-    """The residual, the mixes [M, tokens, C] and the pool afterwards, of texts that `bounds` and `slots` list."""
+def shift_mix(x, weight, bias, mixes, pool, bounds, slots, add=None, null_index=-1, eps=1e-5, off=0.0):
+    """The residual, the mixes [M, tokens, C] and the pool afterwards, of texts that `bounds` and `slots` list.
+
+    n of the token before is rounded to the pool's dtype when it is `off` by so much.
+    """
     channels, pool = x.shape[-1], pool.clone()
     z = x.double() if add is None else x.double() + add.double()
     n, shares = norm(z.view(-1, channels), weight, bias, eps), mixes.double().view(-1, channels)
     mixed = torch.empty(len(shares), *n.shape, dtype=torch.float64, device=x.device)
-    for slot, begin, end in zip(slots, bounds, bounds[1:], strict=False):
+    behind = range(bounds[-1], len(n))  # tokens of no text, which are as texts without a slot
+    texts = [*zip(slots, bounds, bounds[1:], strict=False), *((-1, token, token + 1) for token in behind)]
+    for slot, begin, end in texts:
         is_there = null_index < slot and 0 <= slot < len(pool)
         before = pool[slot].double() if is_there else torch.zeros(channels, dtype=torch.float64, device=x.device)
         for token in range(begin, end):
             mixed[:, token] = n[token] + (before - n[token]) * shares
-            before = n[token].to(pool.dtype).double()
+            before = (n[token] + off).to(pool.dtype).double()
         if is_there and begin < end:
             pool[slot] = n[end - 1].to(pool.dtype)
     return z, mixed, pool

@@ -6,22 +6,24 @@
 //   weight, bias   [CHANNELS]  T_WEIGHT, T_BIAS  in       mixes  [MIXES, CHANNELS]  T_MIXES  in
 //   shift          [slots, CHANNELS]  T_SHIFT  in and out: n of the token before the first, and of the last; no gaps
 //   state_indices  [sequences]  int32 or int64  in, or null: sequence i has slot i
-//   cu_seqlens     [sequences + 1]  i64  in, or null: each sequence has `tokens` rows
+//   cu_seqlens     [sequences + 1]  int32 or int64  in where PACKED: where sequences begin and end; else each has
+//                  `tokens` rows
 //   residual       [rows, CHANNELS]  T_IO  out with HAS_ADD, else null: z
 //   mixed          [MIXES, rows, CHANNELS]  T_IO  out
 //
-// A sequence whose slot is at or below `null_index`, or past the pool, begins with zeros and keeps nothing.
+// A sequence whose slot is at or below `null_index`, or past the pool, begins with zeros and keeps nothing. So does a row
+// that is in none, whatever the bounds say.
 // n_{t-1} is rounded as the pool has it also within a sequence, so that it does not matter where a text is cut.
 //
 // Grid (rows). A block has a row, and with more than one token the row before it too, whose norm it makes again: blocks
 // need not wait for each other. The block of a sequence's first row has the last row for that, and is the one that reads
 // the pool and then writes it.
 #include "layer.cuh"
-#include "span.cuh"
 
-template <int BYTES> struct IndexOf { using Type = int; };
-template <> struct IndexOf<8> { using Type = i64; };
-using Index = IndexOf<INDEX_BYTES>::Type;
+template <int BYTES> struct IntegerOf { using Type = int; };
+template <> struct IntegerOf<8> { using Type = i64; };
+using Index = IntegerOf<INDEX_BYTES>::Type;
+using Bound = IntegerOf<BOUND_BYTES>::Type;
 
 constexpr int WARPS = NUM_THREADS / 32, ITEMS = ceil_div(CHANNELS, VECTOR * NUM_THREADS);
 using Row = float[ITEMS][VECTOR];
@@ -97,7 +99,7 @@ __device__ inline void load_row(Row& z, const T_IO* x, const T_IO* add, i64 row)
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
     const T_IO* __restrict__ x, const T_IO* __restrict__ add, const T_WEIGHT* __restrict__ weight,
     const T_BIAS* __restrict__ bias, const T_MIXES* __restrict__ mixes, T_SHIFT* shift,
-    const Index* __restrict__ state_indices, const i64* __restrict__ cu_seqlens, T_IO* __restrict__ residual,
+    const Index* __restrict__ state_indices, const Bound* __restrict__ cu_seqlens, T_IO* __restrict__ residual,
     T_IO* __restrict__ mixed, i64 rows, i64 tokens, i64 sequences, i64 slots, i64 slot_stride, i64 null_index,
     float eps) {
     __shared__ Smem smem;
@@ -114,26 +116,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
     state_indices = written_meanwhile(state_indices), cu_seqlens = written_meanwhile(cu_seqlens);
 
     i64 sequence = row, first = row, last = row;
-    if constexpr (!ONE_TOKEN) {
-        if (cu_seqlens == nullptr) {
-            sequence = row / tokens, first = sequence * tokens, last = first + tokens - 1;
-        } else {
-            i64 end = sequences - 1;  // the last sequence that begins at the row or before it
-            sequence = 0;
-            while (sequence < end) {
-                const i64 middle = (sequence + end + 1) / 2;
-                if (cu_seqlens[middle] <= row) sequence = middle;
-                else end = middle - 1;
-            }
-            const Span span = sequence_span(cu_seqlens, sequence, rows);
-            // Whatever the bounds are, this is a row that is there.
-            first = span.begin, last = min(max(span.begin + span.length - 1, row), rows - 1);
+    if constexpr (PACKED) {
+        sequence = 0;
+        for (i64 end = sequences - 1; sequence < end;) {  // the last sequence that begins at the row or before it
+            const i64 middle = (sequence + end + 1) / 2;
+            if (cu_seqlens[middle] <= row) sequence = middle;
+            else end = middle - 1;
         }
+        const i64 begin = max(i64(cu_seqlens[sequence]), i64(0)), end = min(i64(cu_seqlens[sequence + 1]), rows);
+        if (begin <= row && row < end) first = begin, last = end - 1;
+        else sequence = -1;
+    } else if constexpr (!ONE_TOKEN) {
+        sequence = row / tokens, first = sequence * tokens, last = first + tokens - 1;
     }
-    const bool is_first = row <= first;
+    const bool is_first = row == first;
     const i64 other = is_first ? last : row - 1;
     i64 slot = -1;
-    if (is_first) {
+    if (is_first && sequence >= 0) {
         const i64 index = state_indices != nullptr ? i64(state_indices[sequence]) : sequence;
         if ((state_indices == nullptr || index > null_index) && index < slots) slot = index;
     }

@@ -128,6 +128,15 @@ def may_look_at(given: Iterable[Tensor | None]) -> bool:
     return not present[0].is_cuda or (env.checks_indices() and not tensors.capturing())
 
 
+def check_bounds(bounds: Sequence[int], tokens: int) -> None:
+    """Check the values of cu_seqlens."""
+    falls = any(end < begin for begin, end in zip(bounds, bounds[1:], strict=False))
+    if bounds[0] != 0 or bounds[-1] > tokens or falls:
+        raise ValueError(
+            f"cu_seqlens: expected to begin at 0, never fall and end at {tokens} at most, got {bounds[:8]}"
+        )
+
+
 def check_slots(
     given: Mapping[str, Tensor | None], slots: int, null_index: int, more_written: Tensor | None = None
 ) -> None:

@@ -23,7 +23,6 @@ _WRITTEN = {
     "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b"), "gated_norm": ("out",),
     "activate": ("y",),
 }  # fmt: skip
-_PACKING = len(OPS["shift_mix"].inputs) + 1  # the place of cu_seqlens
 
 
 # ---- the public calls --------------------------------------------------------------------------------------------
@@ -67,7 +66,8 @@ def shift_mix(
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
-        Where each of N packed texts begins and ends in x, which is [T, C] or [1, T, C] then; `state_indices` has N.
+        Where each of N texts begins and ends in x, which is [T, C] or [1, T, C] then; `state_indices` has N. Tokens
+        behind the last text are texts without a slot.
     null_index : int, default -1
         A slot at or below it is none. A row that has none begins as with zeros in the pool, and no slot is read or
         written. So it is with a slot past the pool.
@@ -102,8 +102,8 @@ def shift_mix(
     others.
 
     The first call with new C, M, dtypes and addresses compiles for this GPU and stores the result on disk; in a CUDA
-    graph it must have come before. Slots are checked as in `wkv7_update`, and packings as in `wkv7`. CPU tensors run
-    plain torch, with one notice.
+    graph it must have come before. On a GPU nobody looks at the values of slots and of `cu_seqlens` unless
+    RWKVJIT_CHECK=1; kernels touch no other memory whatever they are. CPU tensors run plain torch, with one notice.
 
     References
     ----------
@@ -329,7 +329,6 @@ class _Known(NamedTuple):
 
     are_alike: Callable[..., bool]
     plan: Plan
-    packed_rows: int  # 0 without a packing, which is looked at in every call
 
 
 _known: BySignature[_Known] = BySignature()
@@ -356,8 +355,6 @@ def _run(name: str, inputs: Sequence[Any], written: Sequence[Any], options: tupl
         asked = known = None
     if known is None:
         return _checked_run(name, inputs, written, options, asked)
-    if known.packed_rows:
-        arrays[_PACKING] = tensors.packing(arrays[_PACKING], known.packed_rows)
     return known.plan.run(arrays)
 
 
@@ -376,8 +373,7 @@ def _checked_run(
         plan = _plan(call)
         made = plan.run(call.tensors)
         if asked is not None and all(isinstance(x, Tensor) for x in arrays) and not env.checks_indices():
-            packed_rows = call.lead.shape[-2] if name == "shift_mix" and call.inputs[-1] is not None else 0
-            _known.keep(asked, _Known(tensors.likeness(arrays), plan, packed_rows))
+            _known.keep(asked, _Known(tensors.likeness(arrays), plan))
         return made
     new = {x: torch.empty(shape, dtype=call.lead.dtype, device=call.lead.device) for x, shape in call.made.items()}
     if call.lead.numel():
@@ -417,16 +413,10 @@ def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: 
     cu_seqlens, sequences = inputs[-1], leading[0]
     if cu_seqlens is not None:
         cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens: expected shape [texts + 1], got {list(cu_seqlens.shape)}")
-        arguments.check_dtype("cu_seqlens", cu_seqlens, arguments.INDEX_TYPES, x)
-        if x.dim() == 3 and leading[0] != 1:
-            raise ValueError(f"cu_seqlens: expected x of [tokens, {channels}] or one row, got {list(x.shape)}")
+        checks.check_packing(cu_seqlens, x if x.dim() == 3 else x.unsqueeze(0))
         sequences = cu_seqlens.shape[0] - 1
-        if torch.compiler.is_compiling() or not tensors.are_plain([cu_seqlens]):
-            cu_seqlens = tensors.readable_packing(cu_seqlens)
-        else:
-            cu_seqlens = tensors.packing(cu_seqlens, leading[-1])
+        if arguments.may_look_at([cu_seqlens]):
+            arguments.check_bounds(cu_seqlens.tolist(), leading[-1])
     shift = tensors.from_any("shift", written[0], in_place=True)
     _check_pool(shift, channels, x)
     indices = arguments.indices("state_indices", inputs[-2], sequences, x)
@@ -595,8 +585,9 @@ def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
     )  # fmt: skip
     count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tokens = x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1
+    bound_bytes = 0 if cu_seqlens is None else cu_seqlens.element_size()
     index_bytes = 4 if indices is None else indices.element_size()
-    sequences = Sequences(count, tokens, cu_seqlens is not None, slots, stride, index_bytes, call.null_index)
+    sequences = Sequences(count, tokens, bound_bytes, slots, stride, index_bytes, call.null_index)
     return layer_steps.shift_mix(given, sequences, call.eps), given
 
 

@@ -30,15 +30,17 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
     if add is not None:
         written[2].copy_(z)
     n = F.layer_norm(z, (channels,), weight.to(z.dtype), bias.to(z.dtype), eps).reshape(-1, channels)
-    rows = x.shape[0]
-    bounds = torch.arange(rows + 1, device=x.device) * (len(n) // rows) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None:
+        bounds = torch.arange(x.shape[0] + 1, device=x.device) * (len(n) // x.shape[0])
+    else:
+        bounds = cu_seqlens.to(torch.int64).clamp(0, len(n))
     has_tokens = bounds[1:] > bounds[:-1]
     slots = torch.arange(len(bounds) - 1, device=x.device) if state_indices is None else state_indices.to(torch.int64)
     is_null = slots <= null_index if state_indices is not None else torch.zeros_like(has_tokens)
     is_kept = has_tokens & ~is_null & (slots >= 0) & (slots < len(shift))
     kept = n.to(shift.dtype)
     before = kept.roll(1, 0)
-    before[bounds[:-1][has_tokens]] = 0
+    before[bounds[:-1][has_tokens]] = before[bounds[-1] :] = 0
     before[bounds[:-1][is_kept]] = shift[slots[is_kept]]
     shift[slots[is_kept]] = kept[bounds[1:][is_kept] - 1]
     mixed.copy_((n + (before.to(n.dtype) - n) * mixes.to(n.dtype).view(-1, 1, channels)).view(mixed.shape))

@@ -78,8 +78,8 @@ class Sequences(NamedTuple):
     ----------
     number, tokens : int
         How many there are, and the tokens of each.
-    is_packed : bool
-        They have any lengths.
+    bound_bytes : int
+        Of the numbers in cu_seqlens: 4 or 8; 0 where all sequences have as many tokens.
     slots, slot_stride : int
         Of the pool, and the elements from one slot to the next.
     index_bytes : int
@@ -90,7 +90,7 @@ class Sequences(NamedTuple):
 
     number: int
     tokens: int = 1
-    is_packed: bool = False
+    bound_bytes: int = 0
     slots: int = 1
     slot_stride: int = 0
     index_bytes: int = 4
@@ -105,11 +105,12 @@ def problem(name: str, given: Given) -> Problem:
 def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
     """Return the launch of `shift_mix`: the pool is bound to its first slot."""
     channels, mixes = given.sizes
-    vector = _vector(channels, given, "x", "shift")
+    vector, is_packed = _vector(channels, given, "x", "shift"), sequences.bound_bytes > 0
     threads = min(_ROW_THREADS, 32 * ceil(channels / (32 * vector)))
     parameters: dict[str, Parameter] = {
         "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads, "HAS_ADD": "add" in given.types,
-        "ONE_TOKEN": sequences.tokens == 1 and not sequences.is_packed, "INDEX_BYTES": sequences.index_bytes,
+        "PACKED": is_packed, "ONE_TOKEN": sequences.tokens == 1 and not is_packed,
+        "BOUND_BYTES": sequences.bound_bytes or 4, "INDEX_BYTES": sequences.index_bytes,
         "T_IO": given.types["x"], **_types(given, ("weight", "bias", "mixes", "shift")),
     }  # fmt: skip
     bind = {

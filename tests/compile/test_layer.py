@@ -16,14 +16,14 @@ OPS = layer_steps.OPS
 
 def request(
     name, channels=2048, heads=32, *, arch="sm_90", io="bf16", parameters="bf16", shift="bf16", mixes=6, tokens=1,
-    is_packed=False, without=(), alignment=16,
+    bound_bytes=0, without=(), alignment=16,
 ):  # fmt: skip
     op = OPS[name]
     types = {x: parameters if x in op.wide else io for x in op.inputs if x not in without}
     given = Given(Gpu(arch), types, 6, (heads, channels // heads), alignment)
     if name == "shift_mix":
         given = given._replace(types=types | {"shift": shift}, sizes=(channels, mixes))
-        made = layer_steps.shift_mix(given, Sequences(6 // tokens, tokens, is_packed, index_bytes=8), 1e-5)
+        made = layer_steps.shift_mix(given, Sequences(6 // tokens, tokens, bound_bytes, index_bytes=8), 1e-5)
     elif name == "prepare_keys":
         made = layer_steps.prepare_keys(given)
     elif name == "gated_norm":
@@ -47,8 +47,8 @@ def test_compiles_without_spills_everywhere(arch, types, name):
 @pytest.mark.parametrize("channels", [2048, 8192])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 def test_prompts_do_not_spill(channels, arch):
-    for tokens, is_packed in ((3, False), (1, True)):
-        made = kernel.get(request("shift_mix", channels, arch=arch, tokens=tokens, is_packed=is_packed))
+    for tokens, bound_bytes in ((3, 0), (1, 4), (1, 8)):
+        made = kernel.get(request("shift_mix", channels, arch=arch, tokens=tokens, bound_bytes=bound_bytes))
         assert made.spill_bytes == 0
 
 

@@ -16,6 +16,7 @@ import rwkv_jit
 from rwkv_jit import signatures
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference import layer_steps
+from rwkv_jit.inference.arguments import INDEX_TYPES
 from rwkv_jit.inference.layer_steps import Given, Sequences
 from rwkv_jit.problem import BYTES
 
@@ -69,21 +70,23 @@ def test_texts_of_a_pool(data):
     dtype = data.draw(st.sampled_from(list(LIMITS)))
     has_row, has_add = data.draw(st.booleans()), data.draw(st.booleans())
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    shape = (1, bounds[-1], C) if has_row else (bounds[-1], C)
+    tokens, bound_dtype = bounds[-1] + data.draw(st.integers(0, 2)), data.draw(st.sampled_from(INDEX_TYPES))
+    shape = (1, tokens, C) if has_row else (tokens, C)
     arguments = make_shift(shape, mixes, dtype, data.draw(st.sampled_from([dtype, torch.float32])), add=has_add)
     options = {"state_indices": torch.tensor(slots, dtype=torch.int32), "null_index": null_index}
+    options["cu_seqlens"] = torch.tensor(bounds, dtype=bound_dtype)
     before = arguments["shift"].clone()
     there = [slot for slot in slots if slot > null_index]
     if len(set(there)) < len(there) or any(slot < 0 for slot in there):
         with pytest.raises(ValueError, match="state_indices: expected"):
-            rwkv_jit.shift_mix(**arguments, **options, cu_seqlens=torch.tensor(bounds))
+            rwkv_jit.shift_mix(**arguments, **options)
         assert torch.equal(arguments["shift"], before)
         return
     if dtype == torch.float64 and arguments["weight"].dtype != dtype:
         arguments |= {n: arguments[n].double() for n in ("weight", "bias", "mixes")}
     named = {n: x for n, x in arguments.items() if n != "shift"}
     want_z, want, pool = plain_layer.shift_mix(**named, pool=before, bounds=bounds, slots=slots, null_index=null_index)
-    z, mixed = rwkv_jit.shift_mix(**arguments, **options, cu_seqlens=torch.tensor(bounds))
+    z, mixed = rwkv_jit.shift_mix(**arguments, **options)
     assert mixed.shape == ((mixes, *shape) if mixes else shape)
     check(mixed.view(want.shape), want, 2)
     check(arguments["shift"], pool.double())
@@ -259,11 +262,11 @@ FAULTS = [
     ("shift_mix", TypeError, "state_indices: expected torch.int32 or", {"state_indices": ZEROS(3)}),
     ("shift_mix", ValueError, "state_indices: expected slots below 7", {"state_indices": torch.tensor([0, 1, 7])}),
     ("shift_mix", ValueError, r"state_indices: .* got \[1\] twice", {"state_indices": torch.tensor([1, 0, 1])}),
-    ("shift_mix", ValueError, r"cu_seqlens: expected shape \[texts \+ 1\]", {"cu_seqlens": ZEROS(1).int()}),
+    ("shift_mix", ValueError, r"cu_seqlens: expected shape \[sequences \+ 1\]", {"cu_seqlens": ZEROS(1).int()}),
     ("shift_mix", TypeError, "cu_seqlens: expected torch.int32 or", {"cu_seqlens": ZEROS(2)}),
-    ("shift_mix", ValueError, "cu_seqlens: expected values rising from 0 to 3", {"cu_seqlens": torch.tensor([0, 2])}),
+    ("shift_mix", ValueError, "cu_seqlens: .* end at 3 at most, got", {"cu_seqlens": torch.tensor([0, 4])}),
     (
-        "shift_mix", ValueError, r"cu_seqlens: expected x of \[tokens, 12\] or one row",
+        "shift_mix", ValueError, "cu_seqlens: expected a batch of 1 with packed sequences, got a batch of 3",
         {"x": ZEROS(B, T, C), "add": None, "cu_seqlens": torch.tensor([0, 4])},
     ),
     ("shift_mix", TypeError, "null_index: expected an int of 32 bits, got None", {"null_index": None}),
@@ -321,7 +324,8 @@ def test_slots_without_a_row_are_as_they_were():
 def test_the_kernel_gets_the_pool_and_the_texts(on_gpu):
     arguments = make_shift((5, C))
     memory = torch.zeros(2 * SLOTS, C)
-    arguments["shift"], slots, bounds = memory[::2], torch.tensor([5, 2, -1]), torch.tensor([0, 2, 2, 5])
+    arguments["shift"], slots = memory[::2], torch.tensor([5, 2, -1])
+    bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     for _ in range(2):
         z, mixed = rwkv_jit.shift_mix(**arguments, state_indices=slots, cu_seqlens=bounds, null_index=0, eps=0.25)
         (launch,) = on_gpu.take()
@@ -333,12 +337,9 @@ def test_the_kernel_gets_the_pool_and_the_texts(on_gpu):
         assert {n: passed[n] for n in ("x", "add", "mixes")} == {
             n: arguments[n].data_ptr() for n in ("x", "add", "mixes")
         }
-        assert (launch.grid, launch.parameters["ONE_TOKEN"], launch.parameters["INDEX_BYTES"]) == ((5, 1, 1), False, 8)
-    bounds[1] = 1
-    rwkv_jit.shift_mix(**arguments, state_indices=slots, cu_seqlens=bounds, null_index=0, eps=0.25)
-    bounds[3] = 4
-    with pytest.raises(ValueError, match="cu_seqlens: expected values rising from 0 to 5"):
-        rwkv_jit.shift_mix(**arguments, state_indices=slots, cu_seqlens=bounds, null_index=0, eps=0.25)
+        numbers = {name: launch.parameters[name] for name in ("PACKED", "ONE_TOKEN", "INDEX_BYTES", "BOUND_BYTES")}
+        assert numbers == {"PACKED": True, "ONE_TOKEN": False, "INDEX_BYTES": 8, "BOUND_BYTES": 4}
+        assert launch.grid == (5, 1, 1)
 
 
 def test_what_is_not_given_is_null(on_gpu):
@@ -424,7 +425,7 @@ def test_gradients_are_refused_before_a_launch(on_gpu):
     assert not on_gpu.take()
 
 
-def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
+def test_slots_and_bounds_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     arguments, slots = make_shift(), torch.tensor([5, 9, 0], dtype=torch.int32)
     rwkv_jit.shift_mix(**arguments, state_indices=slots)
     assert len(on_gpu.take()) == 1
@@ -436,6 +437,8 @@ def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     slots[1] = 9
     with pytest.raises(ValueError, match=r"state_indices: expected slots below 7, .* got \[9\]"):
         rwkv_jit.shift_mix(**arguments, state_indices=slots)
+    with pytest.raises(ValueError, match="cu_seqlens: expected to begin at 0, never fall and end at 3 at most"):
+        rwkv_jit.shift_mix(**arguments, cu_seqlens=torch.tensor([0, 2, 1]))
     assert not on_gpu.take()
 
 
