@@ -31,15 +31,15 @@ class Batch(NamedTuple):
     """The next tokens of some texts, one text behind another."""
 
     tokens: Tensor  # [T]
-    slots: Tensor  # [N], where the states of each text are
-    bounds: Tensor | None = None  # [N + 1], where each text begins and ends; None if all have one token
+    slots: Tensor  # [N], int32, where the states of each text are
+    bounds: Tensor | None = None  # [N + 1], int32, where each text begins and ends; None if all have one token
 
 
 def pack(pieces: list[tuple[int, list[int]]], device: str) -> Batch:
     """Return the batch of several (slot, tokens)."""
-    tokens = [token for _, piece in pieces for token in piece]
-    bounds = [0, *accumulate(len(piece) for _, piece in pieces)]
-    return Batch(*(torch.tensor(x, device=device) for x in (tokens, [slot for slot, _ in pieces], bounds)))
+    tokens = torch.tensor([token for _, piece in pieces for token in piece], device=device)
+    slots, bounds = [slot for slot, _ in pieces], [0, *accumulate(len(piece) for _, piece in pieces)]
+    return Batch(tokens, *(torch.tensor(x, dtype=torch.int32, device=device) for x in (slots, bounds)))
 
 
 class Model:
@@ -112,16 +112,11 @@ class Model:
             more = {"v_first": first_v, "v_gate": v_gate[0], "v0": p["v0"]}
         k, v, a, b = rwkv_jit.prepare_keys(k, v, rate, p["k_k"], p["k_a"], a0=p["a0"], **more)
 
-        w = w.view(k.shape)  # without w0
-        if batch.bounds is None:
-            padded = {"state_indices": batch.slots, "null_index": 0}
-            y = rwkv_jit.wkv7_update(states, r, w, k, v, a, b, decay="sigmoid", w0=p["w0"], **padded)
-        else:
-            w = w.float() + p["w0"].float().view(self.heads, self.head_size)
-            packed = [z.unsqueeze(0) for z in (r, w, k, v, a, b)]
-            begun = states[batch.slots]
-            y, states[batch.slots] = rwkv_jit.wkv7(*packed, begun, True, cu_seqlens=batch.bounds, decay="sigmoid")
-            y = y[0]
+        options = {"state_indices": batch.slots, "null_index": 0, "decay": "sigmoid", "w0": p["w0"]}
+        recurrence = rwkv_jit.wkv7_update
+        if batch.bounds is not None:
+            recurrence, options["cu_seqlens"] = rwkv_jit.wkv7_varlen, batch.bounds
+        y = recurrence(states, r, w.view(k.shape), k, v, a, b, **options)
         y = rwkv_jit.gated_norm(y, r, k, v, gate, p["r_k"], p["ln_x.weight"], p["ln_x.bias"])
         return F.linear(y, p["output.weight"]), first_v
 
