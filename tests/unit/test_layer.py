@@ -1,6 +1,7 @@
 """The small work of a layer without a GPU: values in plain torch, what is checked, what is launched, how it is cut."""
 
 import importlib
+import itertools
 import math
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import signatures
+from rwkv_jit import ahead, kernel, signatures
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference import layer_steps
 from rwkv_jit.inference.arguments import INDEX_TYPES
@@ -496,6 +497,70 @@ def test_a_layer_of_decode_takes_seven_launches_and_nothing_else_beside_products
     ]  # fmt: skip
     assert launched == {layers: layers * layer for layers in (2, 3)}
     assert asked[3] - asked[2] == Counter(PRODUCTS)
+
+
+# ---- what is made ahead ------------------------------------------------------------------------------------------
+
+
+def warmed(monkeypatch, dtype, **options):
+    """What tells the kernels apart that are made ahead for heads of 16 in 32 channels."""
+    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    made = rwkv_jit.warm("wkv7", 16, dtype, backward=False, arch="sm_90", updates=True, widths=32, **options)
+    return {kernel.memory_key(request) for request in made}
+
+
+def check_asked(on_gpu, made):
+    """Check that all kernels since the last time were made ahead, and return their names."""
+    launches = on_gpu.take()
+    assert [x.template for x in launches if kernel.memory_key(x.request) not in made] == []
+    return {x.template for x in launches}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, example, dtype, monkeypatch):
+    on_gpu.use("sm_90")
+    made = warmed(monkeypatch, dtype, decay="sigmoid")
+    model = example.Model(example.random_weights(2, 32, 16, 64, 0, "cpu", dtype))
+    pool = model.new_pool(300)
+    for count in (1, 300):
+        model.logits(example.Batch(torch.arange(count) % 64, torch.arange(1, count + 1, dtype=torch.int32)), pool)
+        assert check_asked(on_gpu, made) == {f"layer_{name}" for name in layer_steps.OPS} | {"update_states"}
+    for lengths in ((40,), (1, 2), (9, 1, 70)):
+        texts = [(1 + place, [3] * length) for place, length in enumerate(lengths)]
+        model.logits(example.pack(texts, "cpu"), pool)
+        assert "layer_shift_mix" in check_asked(on_gpu, made)
+
+
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+def test_every_kernel_of_a_layer_is_made_ahead(on_gpu, parameters, gates, kept, monkeypatch):
+    on_gpu.use("sm_90")
+    made = warmed(monkeypatch, torch.bfloat16, w_dtype=gates, state_dtype=torch.float16)
+    for mixes, add, bounds, shape in itertools.product(
+        (6, 0), (True, False), (None, torch.int32, torch.int64), ((B, 32), (1, T, 32))
+    ):
+        if mixes or add:
+            arguments = make_shift(shape, mixes, torch.bfloat16, parameters, add=add)
+            arguments["shift"] = arguments["shift"].to(kept)
+            packed = {} if bounds is None else {"cu_seqlens": torch.tensor([0, 2], dtype=bounds)}
+            rwkv_jit.shift_mix(**arguments, **packed)
+    for first, has_biases in itertools.product((True, False), (True, False)):
+        given = make_keys(torch.bfloat16, parameters, heads=2, size=16, first=first)
+        given |= {name: given[name].to(gates) for name in ("rate", "v_gate") if name in given}
+        rwkv_jit.prepare_keys(**{name: x for name, x in given.items() if has_biases or name not in ("a0", "v0")})
+    rwkv_jit.gated_norm(**make_norm(torch.bfloat16, parameters, heads=2, size=16))
+    for count in (1, 2, 3, 4, 8, 12):
+        rwkv_jit.activate(torch.ones(2, count).bfloat16(), ("tanh", "sigmoid"))
+    assert check_asked(on_gpu, made) == {f"layer_{name}" for name in layer_steps.OPS}
+
+
+def test_a_width_goes_with_updates_of_wkv7():
+    for op, updates in (("wkv7", False), ("wkv6", True)):
+        with pytest.raises(ValueError, match="width: goes with updates of wkv7 alone, got 32"):
+            rwkv_jit.warm(op, 16, arch="sm_90", updates=updates, widths=32)
+    with pytest.raises(ValueError, match="width: expected an int of at least 1, got 0"):
+        rwkv_jit.warm("wkv7", 16, arch="sm_90", updates=True, widths=[32, 0])
 
 
 # ---- how it is cut -----------------------------------------------------------------------------------------------
