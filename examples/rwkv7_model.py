@@ -1,4 +1,4 @@
-"""RWKV-7 ("Goose", x070) for inference, in plain torch and the ops of rwkv_jit. `serve.py` serves it.
+"""RWKV-7 ("Goose", x070) for inference, in matrix products of torch and the ops of rwkv_jit. `serve.py` serves it.
 
 A model reads tokens of several texts at once, whose states lie in a `StatePool`. Its parameters have the names of
 BlinkDL's checkpoints, which it loads. The equations are those of arXiv:2503.14456.
@@ -18,6 +18,9 @@ import rwkv_jit
 # Where random vectors lie, by the end of their names; matrices have a variance of one over their inputs.
 RANGES = {"w0": (-6, 1), "a0": (-1, 1), "v0": (-1, 1), "k_k": (0.7, 1), "k_a": (0.7, 1)}
 RANGES |= {"weight": (1, 1), "bias": (0, 0)}
+# The low-rank corrections: which of them a layer has after the first, and what stands between their matrices.
+CORRECTIONS = {"w": "tanh", "a": "identity", "g": "sigmoid", "v": "identity"}
+MIXES = "wagvrk"  # the order of mixed tokens: those of the corrections come first
 UNUSED = [f"blocks.0.att.v{number}" for number in range(3)]  # the first layer's v is not mixed; some files have them
 
 
@@ -28,26 +31,15 @@ class Batch(NamedTuple):
     """The next tokens of some texts, one text behind another."""
 
     tokens: Tensor  # [T]
-    slots: Tensor  # [N], where the states of each text are
-    bounds: Tensor | None = None  # [N + 1], where each text begins and ends; None if all have one token
+    slots: Tensor  # [N], int32, where the states of each text are
+    bounds: Tensor | None = None  # [N + 1], int32, where each text begins and ends; None if all have one token
 
 
 def pack(pieces: list[tuple[int, list[int]]], device: str) -> Batch:
     """Return the batch of several (slot, tokens)."""
-    tokens = [token for _, piece in pieces for token in piece]
-    bounds = [0, *accumulate(len(piece) for _, piece in pieces)]
-    return Batch(*(torch.tensor(x, device=device) for x in (tokens, [slot for slot, _ in pieces], bounds)))
-
-
-def shifted(x: Tensor, states: Tensor, batch: Batch) -> Tensor:
-    """Return the token before each one, and keep the last one of every text."""
-    if batch.bounds is None:
-        before, last = states[batch.slots], x
-    else:
-        before, last = x.roll(1, 0), x[batch.bounds[1:] - 1]
-        before[batch.bounds[:-1]] = states[batch.slots]
-    states[batch.slots] = last
-    return before
+    tokens = torch.tensor([token for _, piece in pieces for token in piece], device=device)
+    slots, bounds = [slot for slot, _ in pieces], [0, *accumulate(len(piece) for _, piece in pieces)]
+    return Batch(tokens, *(torch.tensor(x, dtype=torch.int32, device=device) for x in (slots, bounds)))
 
 
 class Model:
@@ -61,10 +53,20 @@ class Model:
         while f"blocks.{len(self.blocks)}.ln1.weight" in weights:
             prefix = f"blocks.{len(self.blocks)}."
             self.blocks.append({name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)})
+        for p in self.blocks:
+            self.join(p)
         self.top = {name: x for name, x in weights.items() if not name.startswith("blocks.")}
         # The first norm sees single tokens: it is taken once for the whole vocabulary.
         self.embedding = self.norm(weights["emb.weight"], self.blocks[0], "ln0")
         self.parameters = sum(x.numel() for x in weights.values())
+
+    def join(self, p: dict[str, Tensor]) -> None:
+        """Make one tensor of all mixes of a layer, and one of all first and of all second low-rank matrices."""
+        p["mixes"] = torch.stack([p.pop(f"att.x_{letter}") for letter in MIXES])
+        pairs = [[p.pop(f"att.{x}{number}") for number in "12"] for x in CORRECTIONS if f"att.{x}1" in p]
+        rank = max(second.shape[0] for _, second in pairs)
+        p["first"] = torch.stack([F.pad(first, (0, rank - first.shape[1])) for first, _ in pairs])
+        p["second"] = torch.stack([F.pad(second, (0, 0, 0, rank - second.shape[0])) for _, second in pairs])
 
     def new_pool(self, texts: int) -> rwkv_jit.StatePool:
         """Return memory for the states of so many texts. Slot 0 is the padding of batches."""
@@ -74,11 +76,17 @@ class Model:
     @torch.inference_mode()
     def logits(self, batch: Batch, pool: rwkv_jit.StatePool) -> Tensor:
         """Read a batch, and return the logits [N, vocab] behind the last token of every text."""
-        x, first_v = self.embedding[batch.tokens], None
+        x, branch, first_v = self.embedding[batch.tokens], None, None
+        texts = {"state_indices": batch.slots, "null_index": 0, "cu_seqlens": batch.bounds}
         for layer, p in enumerate(self.blocks):
-            mixed, first_v = self.time_mix(self.norm(x, p, "ln1"), first_v, p, layer, batch, pool)
-            x = x + mixed
-            x = x + self.channel_mix(self.norm(x, p, "ln2"), p, pool.channel_shift[layer], batch)
+            norm = p["ln1.weight"], p["ln1.bias"]
+            x, mixed = rwkv_jit.shift_mix(x, *norm, p["mixes"], pool.time_shift[layer], add=branch, **texts)
+            branch, first_v = self.time_mix(mixed, first_v, p, pool.wkv[layer], batch)
+            norm = p["ln2.weight"], p["ln2.bias"]
+            x, mixed = rwkv_jit.shift_mix(x, *norm, p["ffn.x_k"], pool.channel_shift[layer], add=branch, **texts)
+            inner = F.linear(mixed, p["ffn.key.weight"])
+            branch = F.linear(rwkv_jit.activate(inner, "relu_squared", out=inner), p["ffn.value.weight"])
+        x = x + branch
         if batch.bounds is not None:
             x = x[batch.bounds[1:] - 1]
         return F.linear(self.norm(x, self.top, "ln_out"), self.top["head.weight"]).float()
@@ -88,42 +96,29 @@ class Model:
         return F.layer_norm(x, (self.width,), p[f"{name}.weight"], p[f"{name}.bias"])
 
     def time_mix(
-        self, x: Tensor, first_v: Tensor | None, p: dict, layer: int, batch: Batch, pool: rwkv_jit.StatePool
+        self, mixed: Tensor, first_v: Tensor | None, p: dict[str, Tensor], states: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """Return the mixed tokens, and the v of the first layer."""
-        p = {name.removeprefix("att."): z for name, z in p.items() if name.startswith("att.")}
-        change = shifted(x, pool.time_shift[layer], batch) - x
-        xr, xw, xk, xv, xa, xg = (x + change * p[f"x_{letter}"] for letter in "rwkvag")
+        """Return what is added to the residual, and the v of the first layer."""
+        p = {name.removeprefix("att."): z for name, z in p.items()}
+        xv, xr, xk = mixed[3:]
         r, k, v = (F.linear(*z) for z in ((xr, p["receptance.weight"]), (xk, p["key.weight"]), (xv, p["value.weight"])))
-        w = torch.tanh(xw @ p["w1"]) @ p["w2"]  # without w0
-        rate = torch.sigmoid(p["a0"] + xa @ p["a1"] @ p["a2"])
-        gate = torch.sigmoid(xg @ p["g1"]) @ p["g2"]
+        r, k, v = (z.view(-1, self.heads, self.head_size) for z in (r, k, v))
+        low = torch.bmm(mixed[: len(p["first"])], p["first"])
+        rwkv_jit.activate(low, list(CORRECTIONS.values())[: len(low)], out=low)
+        w, rate, gate, *v_gate = torch.bmm(low, p["second"])
         if first_v is None:
-            first_v = v
+            first_v, more = v, {}
         else:
-            v = v + (first_v - v) * torch.sigmoid(p["v0"] + xv @ p["v1"] @ p["v2"])
-        kk = k * p["k_k"]
-        k = k * (1 + (rate - 1) * p["k_a"])
+            more = {"v_first": first_v, "v_gate": v_gate[0], "v0": p["v0"]}
+        k, v, a, b = rwkv_jit.prepare_keys(k, v, rate, p["k_k"], p["k_a"], a0=p["a0"], **more)
 
-        r, w, k, v, kk, rate = (z.view(-1, self.heads, self.head_size) for z in (r, w, k, v, kk, rate))
-        kk = F.normalize(kk, dim=-1)
-        a, b, states = -kk, kk * rate, pool.wkv[layer]
-        if batch.bounds is None:
-            padded = {"state_indices": batch.slots, "null_index": 0}
-            y = rwkv_jit.wkv7_update(states, r, w, k, v, a, b, decay="sigmoid", w0=p["w0"], **padded)
-        else:
-            w = w.float() + p["w0"].float().view(self.heads, self.head_size)
-            packed = [z.unsqueeze(0) for z in (r, w, k, v, a, b)]
-            begun = states[batch.slots]
-            y, states[batch.slots] = rwkv_jit.wkv7(*packed, begun, True, cu_seqlens=batch.bounds, decay="sigmoid")
-        y = F.group_norm(y.view(x.shape), self.heads, p["ln_x.weight"], p["ln_x.bias"], eps=64e-5)
-        y = y + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).view(x.shape)
-        return F.linear(y * gate, p["output.weight"]), first_v
-
-    def channel_mix(self, x: Tensor, p: dict[str, Tensor], states: Tensor, batch: Batch) -> Tensor:
-        """Return two layers with a squared relu between them."""
-        mixed = x + (shifted(x, states, batch) - x) * p["ffn.x_k"]
-        return F.linear(F.relu(F.linear(mixed, p["ffn.key.weight"])).square(), p["ffn.value.weight"])
+        options = {"state_indices": batch.slots, "null_index": 0, "decay": "sigmoid", "w0": p["w0"]}
+        recurrence = rwkv_jit.wkv7_update
+        if batch.bounds is not None:
+            recurrence, options["cu_seqlens"] = rwkv_jit.wkv7_varlen, batch.bounds
+        y = recurrence(states, r, w.view(k.shape), k, v, a, b, **options)
+        y = rwkv_jit.gated_norm(y, r, k, v, gate, p["r_k"], p["ln_x.weight"], p["ln_x.bias"])
+        return F.linear(y, p["output.weight"]), first_v
 
 
 # ---- its parameters ----------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ class Decoder:
     def __init__(self, model: Model, pool: rwkv_jit.StatePool):
         self.model, self.pool = model, pool
         most = 1 << (len(pool) - 2).bit_length()
-        self.tokens, self.slots = torch.zeros(2, most, dtype=torch.int64, device=model.device)
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=model.device)
+        self.slots = torch.zeros(most, dtype=torch.int32, device=model.device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if model.device != "cpu":
             memory = torch.cuda.graph_pool_handle()  # shared, as the graphs run one after another
@@ -235,7 +236,7 @@ class Server:
 
 
 def check(model: Model, requests: list[Request]) -> tuple[list[str], int]:
-    """Decode requests again, each alone and with nothing but `wkv7`; return what differs, and how many were near ties.
+    """Decode requests again, each alone and by `wkv7_varlen`; return what differs, and how many were near ties.
 
     In 16 bits the size of a batch changes the rounding, so that a token may win that is the second best alone. That is
     a near tie if the two logits are close. Drawn texts are left out there.

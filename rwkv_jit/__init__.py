@@ -33,6 +33,10 @@ _MODULES = {
     "wkv5_varlen": "rwkv_jit.inference.varlen",
     "wkv6_varlen": "rwkv_jit.inference.varlen",
     "wkv7_varlen": "rwkv_jit.inference.varlen",
+    "activate": "rwkv_jit.inference.layer",
+    "gated_norm": "rwkv_jit.inference.layer",
+    "prepare_keys": "rwkv_jit.inference.layer",
+    "shift_mix": "rwkv_jit.inference.layer",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
     "timex_ref": "rwkv_jit.reference",
@@ -100,11 +104,13 @@ __all__ = [
     "UnsupportedConfigError",
     "UpdateOptions",
     "VarlenOptions",
+    "activate",
     "add_hook",
     "cache_info",
     "clear_cache",
     "compile_async",
     "env_report",
+    "gated_norm",
     "get_bfloat16_precision",
     "gla",
     "gla_ref",
@@ -120,10 +126,12 @@ __all__ = [
     "linear_attention_update",
     "linear_attention_varlen",
     "linear_attention_verify",
+    "prepare_keys",
     "replay_commit",
     "replay_flush",
     "set_batch_invariant",
     "set_bfloat16_precision",
+    "shift_mix",
     "specialize",
     "timex",
     "timex_ref",
@@ -155,6 +163,7 @@ if TYPE_CHECKING:
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
+    from rwkv_jit.inference.layer import activate, gated_norm, prepare_keys, shift_mix
     from rwkv_jit.inference.pool import StatePool, StateSpec
     from rwkv_jit.inference.replay import (
         FlushOptions,

@@ -15,7 +15,8 @@ from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import replay_steps, steps, varlen_steps
+from rwkv_jit.inference import layer_steps, replay_steps, steps, varlen_steps
+from rwkv_jit.inference.layer_steps import Given, Sequences
 from rwkv_jit.inference.replay_steps import Ring
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.inference.varlen_steps import Varlen
@@ -30,7 +31,8 @@ from rwkv_jit.template import STORAGE_TYPES, Parameter
 # What is told of calls to ops that have it, beside dtypes.
 _OF_HEADS = ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype")
 OPTIONS = {
-    **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv4": ("decay",), "timex": ("tokens", "batch"),
+    **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv7": (*_OF_HEADS, "width"),
+    "wkv4": ("decay",), "timex": ("tokens", "batch"),
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
 UPDATE = "update"  # what stands beside the directions: one or a few tokens over a pool of states
@@ -191,6 +193,7 @@ def warm(
     batches: int | Iterable[int] | None = None,
     updates: bool = False,
     rings: Iterable[tuple[int, int]] = (),
+    widths: int | Iterable[int] | None = None,
 ) -> list[kernel.Kernel]:
     """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
 
@@ -235,6 +238,11 @@ def warm(
     rings : iterable of (int, int), default ()
         Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
+    widths : int or iterable of int, optional
+        C of RWKV-7 models, with `updates`: the kernels of `shift_mix`, `prepare_keys`, `gated_norm` and `activate` too.
+        Parameters are all float32 or all of the dtype of r, k, v; the pool of last tokens has that dtype or
+        `state_dtype`; rate and v_gate have the dtype of w; a0 is there, with v0 where there is v_first, or neither is;
+        there are six mixes, or one and something to add.
 
     Returns
     -------
@@ -262,9 +270,10 @@ def warm(
     requests = [
         request
         for target, head_size, value_size, count, batch, dtype, direction in cases
+        for width in (_several(widths, int) if direction == UPDATE or not updates else [None])
         for request in call_requests(
             op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
-            value_size, count, batch, several_rings,
+            value_size, count, batch, width, several_rings,
         )
     ]  # fmt: skip
     return compile_all(requests, progress)
@@ -363,7 +372,7 @@ def _schedule(problem: Problem, direction: str) -> Schedule:
 def call_requests(
     op: str, head_size: int | None, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
     state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
-    value_size: int | None = None, tokens: int | None = None, batch: int | None = None,
+    value_size: int | None = None, tokens: int | None = None, batch: int | None = None, width: int | None = None,
     rings: Sequence[tuple[int, int]] = (),
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the kernels that calls of an op may need in one direction.
@@ -377,6 +386,10 @@ def call_requests(
     _refuse_lengths(op, tokens, batch)
     if direction == UPDATE and not entry.has_heads:
         raise ValueError(f"updates: there are none of {op} over a pool of states")
+    if width is not None:
+        if op != "wkv7" or direction != UPDATE:
+            raise ValueError(f"width: goes with updates of wkv7 alone, got {width!r}")
+        _check_sizes(width=width)
     if entry.has_heads:
         if head_size is None:
             raise TypeError(f"head_sizes: {op} needs some, got None")
@@ -388,8 +401,9 @@ def call_requests(
         if direction == UPDATE:
             w_type = _storage("w_dtype", w_dtype)
             pooled = calls.pooled_problems(_known(arch))
+            of_layer = [] if width is None else _layer_requests(calls.asked, width, w_type)
             of_rings = [request for each in rings for request in _replay_requests(calls.asked, w_type, *each)]
-            return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type), *of_rings]
+            return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type), *of_layer, *of_rings]
         problems = calls.problems(direction, _known(arch))
     else:
         if state_dtype != torch.float32:
@@ -443,19 +457,53 @@ def _replay_requests(p: Problem, w_type: str, length: int, drafts: int) -> list[
 
 def _varlen_requests(several: Sequence[Problem], w_type: str) -> list[kernel.Request]:
     """Return the kernels of sequences of any lengths. Where w0 is added to w, that is float32."""
+    types = tuple(dict.fromkeys((w_type, "fp32"))) if "w" in several[0].op.inputs else ("fp32",)
     asked = product(
-        several, dict.fromkeys((w_type, "fp32") if "w" in several[0].op.inputs else (w_type,)), (4, 8),
-        (False,) if several[0].state_type == "fp32" else (False, True),
+        several, types, (4, 8), (False,) if several[0].state_type == "fp32" else (False, True),
+        ((False, "fp32"), *((True, w0_type) for w0_type in types)),
     )  # fmt: skip
     return [
         request
-        for p, own_w, bound_bytes, is_stochastic in asked
+        for p, own_w, bound_bytes, is_stochastic, (has_few_tokens, w0_type) in asked
         for own in [p._replace(types={**p.types, **({"w": own_w} if "w" in p.types else {})})]
-        for has_few_tokens in (False, True)
         for request in varlen_steps.schedule(
-            own, Pool(1, 0, is_stochastic=is_stochastic), Varlen(1, 0, bound_bytes, has_few_tokens)
+            own, Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic),
+            Varlen(1, 0, bound_bytes, has_few_tokens),
         ).requests(p.gpu)
+    ]  # fmt: skip
+
+
+def _layer_requests(p: Problem, width: int, w_type: str) -> list[kernel.Request]:
+    """Return the kernels of the small work of a layer, for decode and for prompts."""
+    own = p.types["v"]
+    schedules = [
+        layer_steps.activate(Given(p.gpu, {"x": own}, 1, (count,)), ("identity",), False) for count in (1, 2, 4, 8)
     ]
+
+    def given(op: str, parameters: str, sizes: tuple[int, int], without: Sequence[str] = (), **more: str) -> Given:
+        entry = layer_steps.OPS[op]
+        types = {x: parameters if x in entry.wide else own for x in entry.inputs if x not in without}
+        return Given(p.gpu, types | more, 1, sizes)
+
+    for parameters in dict.fromkeys((own, "fp32")):
+        schedules += [
+            layer_steps.shift_mix(given("shift_mix", parameters, (width, mixes), without, shift=kept), sequences, 0.0)
+            for (mixes, without), kept, sequences in product(
+                ((layer_steps.MOST_MIXES, ("add",)), (layer_steps.MOST_MIXES, ()), (1, ())),
+                dict.fromkeys((own, p.state_type)),
+                (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
+            )
+        ]
+        schedules += [
+            layer_steps.prepare_keys(given("prepare_keys", parameters, (1, p.K), (*first, *biases), **gates))
+            for first, gates in (
+                (("v_first", "v_gate", "v0"), {"rate": w_type}),
+                ((), {"rate": w_type, "v_gate": w_type}),
+            )  # fmt: skip
+            for biases in ((), ("a0", "v0"))
+        ]
+        schedules.append(layer_steps.gated_norm(given("gated_norm", parameters, (1, p.K)), 0.0))
+    return [request for each in schedules for request in each.requests(p.gpu)]
 
 
 def _known(arch: str | None) -> list[Known]:

@@ -133,7 +133,7 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
     asked = vars(parsed) | ({"direction": list(ahead.DIRECTIONS)} if parsed.direction == "both" else {})
     names = ("head_size", "value_size", "tokens", "batch", "dtype", "arch", "direction", "decay", "state_layout",
-             "decay_bound", "w_dtype", "state_dtype")  # fmt: skip
+             "decay_bound", "w_dtype", "state_dtype", "width")  # fmt: skip
 
     def values(op: str, name: str) -> list[Any]:
         given, own = asked[name], ahead.OPTIONS[op] if op in OPS else names

@@ -34,6 +34,7 @@ class Model(NamedTuple):
     dtype: str | None
     decays: tuple[str | None, ...] = (None,)  # None is the op's own
     state_layout: str | None = None
+    width: int | None = None  # of wkv7, where the file says it
 
 
 class _Tensor(NamedTuple):
@@ -49,7 +50,7 @@ def fill(asked: argparse.Namespace) -> None:
     Raises TypeError or ValueError where it says twice what the model is, or the model's dtype is none that kernels
     have; UnsupportedConfigError as `read`.
     """
-    for name in ("head_size", "value_size"):
+    for name in ("head_size", "value_size", "width"):
         if getattr(asked, name):
             raise ValueError(f"--{name.replace('_', '-')}: does not go with --model, which says it")
     model = read(Path(asked.model))
@@ -58,6 +59,7 @@ def fill(asked: argparse.Namespace) -> None:
     asked.op = [model.op]
     asked.head_size = None if model.head_size is None else [model.head_size]
     asked.value_size = None if model.value_size is None else [model.value_size]
+    asked.width = [model.width] if asked.direction == "update" else None
     asked.dtype = asked.dtype or [model.dtype]
     asked.decay = asked.decay or list(model.decays)
     asked.state_layout = asked.state_layout or [model.state_layout]
@@ -196,9 +198,11 @@ def _of_layer(layer: Mapping[str, _Tensor]) -> Model | None:
             heads, head_size = sizes
             values = shape_of(kind.values)
             value_size = values[0] // heads if len(values) == 2 and values[0] % heads == 0 else 0
+            keys = shape_of(kind.keys)
             return Model(
-                kind.op, head_size, value_size or head_size, dtype_of(kind.keys), kind.decays, kind.state_layout
-            )
+                kind.op, head_size, value_size or head_size, dtype_of(kind.keys), kind.decays, kind.state_layout,
+                keys[1] if kind.op == "wkv7" and len(keys) == 2 else None,
+            )  # fmt: skip
     decay, first, keys = map(shape_of, ("time_decay", "time_first", "key.weight"))
     # RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head.
     if decay and keys and "ln_x.weight" in layer and decay[0] > 0 and keys[0] % decay[0] == 0:
@@ -232,7 +236,10 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
         return Model(op, None, None, dtype)
     if "head_size" in config:  # RWKV's own; FLA's descriptions have none
         size = _number(path, config, "head_size")
-        return Model(op, size, size, dtype, ("raw", "sigmoid") if op == "wkv7" else (None,))
+        if op != "wkv7":
+            return Model(op, size, size, dtype)
+        width = _number(path, config, "hidden_size") if "hidden_size" in config else None
+        return Model(op, size, size, dtype, ("raw", "sigmoid"), width=width)
     of_fla: dict[str, Any] = {"decays": ("log",), "state_layout": "kv"} if op in ("wkv6", "wkv7") else {}
     of_op = ("head_dim",) if op == "wkv7" else ("num_heads", "expand_k", "expand_v")
     missing = [name for name in ("hidden_size", *of_op) if config.get(name) is None]
@@ -247,6 +254,7 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
         of_layers = config.get("value_dim")  # of all heads, and of each layer where it is a list
         value_dim = (of_layers[0] if isinstance(of_layers, list) and of_layers else of_layers) or hidden
         values = _number(path, {"value_dim": value_dim}, "value_dim") // max(hidden // keys, 1)
+        of_fla["width"] = hidden
     else:
         heads = _number(path, config, "num_heads")
         factors = (_number(path, config, name, is_whole=False) for name in ("expand_k", "expand_v"))

@@ -75,10 +75,15 @@ def check_pool(op: Op, state: Tensor, of_slot: tuple[int, ...], lead: Tensor, wi
     if state.dim() != 4 or tuple(state.shape[1:]) != of_slot:
         raise ValueError(f"state: expected shape [slots, {', '.join(map(str, of_slot))}], got {list(state.shape)}")
     checks.check_state(op, "state", state, [tuple(state.shape)], lead, wide)
-    if state.numel() and not state[0].is_contiguous():
-        raise ValueError(f"state: expected slots without gaps, got strides {state.stride()} of {list(state.shape)}")
-    if state.shape[0] > 1 and state.stride(0) < state[0].numel():
-        raise ValueError(f"state: expected slots that do not overlap, got strides {state.stride()}")
+    check_memory("state", state)
+
+
+def check_memory(name: str, pool: Tensor) -> None:
+    """Check where the slots of a pool lie."""
+    if pool.numel() and not pool[0].is_contiguous():
+        raise ValueError(f"{name}: expected slots without gaps, got strides {pool.stride()} of {list(pool.shape)}")
+    if pool.shape[0] > 1 and pool.stride(0) < pool[0].numel():
+        raise ValueError(f"{name}: expected slots that do not overlap, got strides {pool.stride()}")
 
 
 def check_dtype(name: str, x: Tensor, dtypes: Sequence[torch.dtype], lead: Tensor) -> None:
@@ -121,6 +126,15 @@ def may_look_at(given: Iterable[Tensor | None]) -> bool:
     if not present or torch.compiler.is_compiling() or not tensors.are_plain(present):
         return False
     return not present[0].is_cuda or (env.checks_indices() and not tensors.capturing())
+
+
+def check_bounds(bounds: Sequence[int], tokens: int) -> None:
+    """Check the values of cu_seqlens."""
+    falls = any(end < begin for begin, end in zip(bounds, bounds[1:], strict=False))
+    if bounds[0] != 0 or bounds[-1] > tokens or falls:
+        raise ValueError(
+            f"cu_seqlens: expected to begin at 0, never fall and end at {tokens} at most, got {bounds[:8]}"
+        )
 
 
 def check_slots(
@@ -166,11 +180,15 @@ def y_of(given: Any, v: Tensor, asked_v: Tensor) -> Tensor:
     """Return where y is written: what is `given`, or new memory; of the shape that the caller's v has."""
     if given is None:
         return torch.empty_like(v, memory_format=torch.contiguous_format).view(asked_v.shape)
-    v = asked_v
+    return out(given, tuple(asked_v.shape), asked_v, " like v")
+
+
+def out(given: Any, shape: tuple[int, ...], lead: Tensor, like: str = "") -> Tensor:
+    """Return what the caller wants written, of the dtype of an input."""
     y = tensors.from_any("out", given, in_place=True)
-    if y.shape != v.shape:
-        raise ValueError(f"out: expected shape {list(v.shape)} like v, got {list(y.shape)}")
-    check_dtype("out", y, (v.dtype,), v)
+    if tuple(y.shape) != shape:
+        raise ValueError(f"out: expected shape {list(shape)}{like}, got {list(y.shape)}")
+    check_dtype("out", y, (lead.dtype,), lead)
     if not y.is_contiguous():
         raise ValueError(f"out: expected memory without gaps, got strides {y.stride()}")
     return y

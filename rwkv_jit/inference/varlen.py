@@ -545,14 +545,7 @@ def _check_values(step: _Step) -> None:
         return
     tokens, slots = step.inputs[step.op.lead].shape[1], step.state.shape[0]
     bounds = step.cu_seqlens.tolist()
-    if (
-        bounds[0] != 0
-        or bounds[-1] > tokens
-        or any(end < begin for begin, end in zip(bounds, bounds[1:], strict=False))
-    ):
-        raise ValueError(
-            f"cu_seqlens: expected to begin at 0, never fall and end at {tokens} at most, got {bounds[:8]}"
-        )
+    arguments.check_bounds(bounds, tokens)
     count = len(bounds) - 1
     active = count if step.num_active is None else int(step.num_active)
     if not 0 <= active <= count:

@@ -83,6 +83,24 @@ def update(name, batch, tokens, heads, head_size, value_size, state=FP32, layout
     function(pool, *given.values(), state_indices=slots, state_layout=layout, **options)
 
 
+def layer(rows, heads, head_size, dtype=BF16, texts=None):
+    """What a layer does beside its products, for a token of each row or packed texts, one of which has no slot."""
+    channels, ends = heads * head_size, [0, *texts] if texts else None
+    pool = torch.randn(9, channels, device="cuda").to(dtype)
+    slots = torch.randperm(9, device="cuda")[: len(texts) if texts else rows].to(torch.int32)
+    slots[-1] = -1
+    x, add = torch.randn(2, rows, channels, device="cuda").to(dtype)
+    weight, bias = torch.randn(2, channels, device="cuda")
+    mixes = torch.rand(6, channels, device="cuda")
+    packed = {"cu_seqlens": torch.tensor(ends, device="cuda")} if texts else {}
+    x, mixed = rwkv_jit.shift_mix(x, weight, bias, mixes, pool, add=add, state_indices=slots, **packed)
+    r, k, v, g, rate, y = mixed.view(6, rows, heads, head_size)
+    rwkv_jit.prepare_keys(k, v, rate, weight, bias)
+    k, v, _, _ = rwkv_jit.prepare_keys(k, v, rate, weight, bias, a0=bias, v_first=r, v_gate=g, v0=weight)
+    rwkv_jit.gated_norm(y, r, k, v, g, bias, weight, bias)
+    rwkv_jit.activate(mixed, ("tanh", "sigmoid", "relu_squared", "identity", "tanh", "identity"), out=mixed)
+
+
 def history_of(name, shape, dtype):
     for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
         if isinstance(form, history.Form):
@@ -137,6 +155,8 @@ CALLS = [
         )
     ),
     partial(update, "gla", 300, 1, 2, 128, 128, layout="kv"),
+    *(partial(layer, 5, *sizes, dtype=dtype) for sizes in ((4, 64), (3, 33), (1, 1000)) for dtype in (BF16, FP32)),
+    partial(layer, 9, 32, 64, texts=(4, 4, 5, 9)),
     partial(history_of, "wkv5", (1, 54, 2, 64), torch.float16),
     partial(history_of, "timex", (9, 200, 1, 2), FP32),
 ]

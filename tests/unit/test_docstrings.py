@@ -16,6 +16,7 @@ OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
 COMMITTING = ["replay_commit", "replay_flush"]
+LAYER = ["shift_mix", "prepare_keys", "gated_norm", "activate"]
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
@@ -52,7 +53,7 @@ def documented(name):
 
 def test_the_public_functions_are_known():
     assert sorted(FUNCTIONS) == sorted([
-        *OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES, *COMPILING, *ASKING, *SETTING, *COMMITTING, "add_hook",
+        *OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *REFERENCES, *COMPILING, *ASKING, *SETTING, *COMMITTING, "add_hook",
     ])  # fmt: skip
 
 
@@ -61,9 +62,9 @@ def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
     wanted = {"Raises", "Examples"} if name in (*SETTING, *COMMITTING) else {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
-    if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *COMPILING):
+    if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *COMPILING):
         wanted |= {"Raises", "Examples"}
-    if name in (*OPS, *WITHOUT_HEADS, *UPDATES):
+    if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER):
         wanted |= {"Notes", "References"}
     first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
     assert (first[-1] in ".:", second) == (True, "")
@@ -79,7 +80,7 @@ def test_docstring_describes_every_parameter_once_and_in_order(name):
     assert [parameter for parameter in listed if parameter in order] == order
 
 
-@pytest.mark.parametrize("name", ["specialize", "warm", "wkv4", "timex"])
+@pytest.mark.parametrize("name", ["specialize", "warm", "wkv4", "timex", *LAYER])
 def test_docstring_names_the_defaults(name):
     text = sections(name)["Parameters"]
     for parameter in parameters(name).values():
@@ -138,6 +139,11 @@ SIGNATURES = {
     "gla_varlen": "state, q, k, v, g, **options",
     "linear_attention_varlen": "state, q, k, v, **options",
     "timex": "w, k, eps=0.0, backend='auto'",
+    "shift_mix": "x, weight, bias, mixes, shift, *, add=None, state_indices=None, cu_seqlens=None, null_index=-1, "
+    "eps=1e-05, out=None",
+    "prepare_keys": "k, v, rate, k_k, k_a, *, a0=None, v_first=None, v_gate=None, v0=None",
+    "gated_norm": "y, r, k, v, g, r_k, weight, bias, *, eps=0.00064, out=None",
+    "activate": "x, kinds, *, out=None",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv7_ref": f"r, w, k, v, a, b, {OF_SEQUENCES}, {OF_RWKV}",
@@ -152,13 +158,13 @@ SIGNATURES |= {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *REFERENCES])
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *REFERENCES])
 def test_signature(name):
     plain = [x.replace(annotation=inspect.Parameter.empty) for x in parameters(name).values()]
     assert str(inspect.Signature(plain)) == f"({SIGNATURES[name]})"
 
 
-@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES])
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER])
 def test_results_in_the_examples_are_right(name, monkeypatch):
     """The examples run on the CPU as they stand, but for the device."""
     import doctest

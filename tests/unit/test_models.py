@@ -33,10 +33,10 @@ LAYERS = {
                       {"bonus": (H, N), "k_proj.linear.weight": (C, 5), "v_proj.linear.weight": (H * V, 5)},
                       Model("wkv6", N, V, "bf16", ("log",), "kv")),
     "RWKV-7": ("blocks.{}.att.", {"w0": (1, 1, C), "a0": (1, 1, C), "r_k": (H, N), **RWKV, **LN},
-               Model("wkv7", N, N, "bf16", ("raw", "sigmoid"))),
+               Model("wkv7", N, N, "bf16", ("raw", "sigmoid"), None, C)),
     "RWKV-7 of FLA": ("model.layers.{}.attn.",
                       {"r_k": (H, N), "k_proj.weight": (C, C), "v_proj.weight": (H * V, C)},
-                      Model("wkv7", N, V, "bf16", ("log",), "kv")),
+                      Model("wkv7", N, V, "bf16", ("log",), "kv", C)),
 }  # fmt: skip
 
 
@@ -172,9 +172,10 @@ DESCRIBED = {
     "rwkv5": ({"hidden_size": 2048, "head_size": 64, "torch_dtype": "bfloat16"}, Model("wkv5", 64, 64, "bf16")),
     "rwkv6": ({"hidden_size": 2048, "head_size": 64, "dtype": "bfloat16"}, Model("wkv6", 64, 64, "bf16")),
     "rwkv6 of FLA": (FLA, Model("wkv6", 256, 512, "fp16", ("log",), "kv")),
-    "rwkv7": ({"hidden_size": 768, "head_dim": 64, "num_heads": None}, Model("wkv7", 64, 64, None, ("log",), "kv")),
+    "rwkv7": ({"hidden_size": 768, "head_dim": 64, "num_heads": None},
+              Model("wkv7", 64, 64, None, ("log",), "kv", 768)),
     "rwkv7 with values": ({"hidden_size": 768, "head_dim": 64, "value_dim": [1536, 1536], "dtype": "torch.bfloat16"},
-                          Model("wkv7", 64, 128, "bf16", ("log",), "kv")),
+                          Model("wkv7", 64, 128, "bf16", ("log",), "kv", 768)),
     "gla": (FLA, Model("gla", 256, 512, "fp16")),
     "linear_attn": (FLA | {"expand_k": 1.0}, Model("linear_attention", 512, 512, "fp16")),
 }  # fmt: skip

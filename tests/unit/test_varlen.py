@@ -316,11 +316,16 @@ def test_every_kernel_of_a_call_is_made_ahead(name, decay_bound, on_gpu, monkeyp
     options = {} if name == "linear_attention" else {"decay": OPS[name].decay, "decay_bound": decay_bound}
     made = rwkv_jit.warm(name, 64, torch.bfloat16, backward=False, arch="sm_80", updates=True, **options)
     keys = {kernel.memory_key(request) for request in made}
-    w0 = {} if name == "linear_attention" else {"w0": torch.zeros(H, 64)}
+    some = (
+        []
+        if name == "linear_attention"
+        else [{"w0": torch.zeros(H, 64, dtype=x)} for x in (torch.float32, torch.bfloat16)]
+    )
     for lengths, heads, most in (
         ((1, 1, 40), 2, None), ((1,) * 9, 1, 1), ((12, 1), 2, 12), ((1, 9000), 1, 9000), ((3, 500), 200, None),
+        ((1, 2), 2, None),
     ):  # fmt: skip
-        for more in ({}, w0 if heads == H else {}):
+        for more in ({}, *(some if heads == H else [])):
             *_, launches = on(on_gpu, name, lengths, heads, max_seqlen=most, **options, **more)
             for launch in launches:
                 assert kernel.memory_key(launch.request) in keys, launch.template

@@ -1,0 +1,184 @@
+// Where a half of a layer begins: the residual, its norm, and mixes of a token with the one before it. Per token t:
+//
+//     z_t = x_t + add_t;  n_t = (z_t - mean) / sqrt(variance + eps) weight + bias;  mixed[m] = n_t + (n_{t-1} - n_t) mixes[m]
+//
+//   x, add         [rows, CHANNELS]  T_IO  in; add with HAS_ADD, else null
+//   weight, bias   [CHANNELS]  T_WEIGHT, T_BIAS  in       mixes  [MIXES, CHANNELS]  T_MIXES  in
+//   shift          [slots, CHANNELS]  T_SHIFT  in and out: n of the token before the first, and of the last; no gaps
+//   state_indices  [sequences]  int32 or int64  in, or null: sequence i has slot i
+//   cu_seqlens     [sequences + 1]  int32 or int64  in where PACKED: where sequences begin and end; else each has
+//                  `tokens` rows
+//   residual       [rows, CHANNELS]  T_IO  out with HAS_ADD, else null: z
+//   mixed          [MIXES, rows, CHANNELS]  T_IO  out
+//
+// A sequence whose slot is at or below `null_index`, or past the pool, begins with zeros and keeps nothing. So does a row
+// that is in none, whatever the bounds say.
+// n_{t-1} is rounded as the pool has it also within a sequence, so that it does not matter where a text is cut.
+//
+// Grid (rows). A block has a row, and with more than one token the row before it too, whose norm it makes again: blocks
+// need not wait for each other. The block of a sequence's first row has the last row for that, and is the one that reads
+// the pool and then writes it.
+#include "layer.cuh"
+
+template <int BYTES> struct IntegerOf { using Type = int; };
+template <> struct IntegerOf<8> { using Type = i64; };
+using Index = IntegerOf<INDEX_BYTES>::Type;
+using Bound = IntegerOf<BOUND_BYTES>::Type;
+
+constexpr int WARPS = NUM_THREADS / 32, ITEMS = ceil_div(CHANNELS, VECTOR * NUM_THREADS);
+using Row = float[ITEMS][VECTOR];
+
+struct Smem {
+    float parts[ONE_TOKEN ? 2 : 4][WARPS];  // of sums over a row
+};
+static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS <= 1024, "num_threads must be a multiple of 32 up to 1024");
+static_assert(CHANNELS % VECTOR == 0, "a row consists of whole accesses");
+
+// For each piece of the thread: `act(n, channel)`.
+template <typename Act> __device__ inline void for_pieces(Act act) {
+#pragma unroll
+    for (int n = 0; n < ITEMS; ++n) {
+        const int channel = (n * NUM_THREADS + static_cast<int>(threadIdx.x)) * VECTOR;
+        if (CHANNELS % (VECTOR * NUM_THREADS) == 0 || channel < CHANNELS) act(n, channel);
+    }
+}
+
+__device__ inline float sum_of_block(float x, float (&parts)[WARPS]) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(0xffffffffu, x, bit);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();  // all parts are there
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sum += parts[i];
+    return sum;
+}
+
+// What a thread reads of the parameters. In a step of decode all of that is under way before the sums.
+constexpr bool IS_AHEAD = ONE_TOKEN && ITEMS == 1;
+struct Norm {
+    const T_WEIGHT* weight;
+    const T_BIAS* bias;
+    Piece<T_WEIGHT> slope;
+    Piece<T_BIAS> offset;
+    __device__ void load(int channel) { slope.load(weight + channel), offset.load(bias + channel); }
+
+    // z becomes n. The variance is that of what is left without the mean.
+    __device__ void apply(Row& z, float eps, float (&first)[WARPS], float (&second)[WARPS]) {
+        float sum = 0.0f, squares = 0.0f;
+        for_pieces([&](int n, int) {
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) sum += z[n][i];
+        });
+        const float mean = sum_of_block(sum, first) * (1.0f / CHANNELS);
+        for_pieces([&](int n, int) {
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) z[n][i] -= mean, squares += z[n][i] * z[n][i];
+        });
+        const float factor = 1.0f / sqrtf(sum_of_block(squares, second) * (1.0f / CHANNELS) + eps);
+        for_pieces([&](int n, int channel) {
+            if constexpr (!IS_AHEAD) load(channel);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) z[n][i] = z[n][i] * factor * slope.at(i) + offset.at(i);
+        });
+    }
+};
+
+__device__ inline void load_row(Row& z, const T_IO* x, const T_IO* add, i64 row) {
+    Piece<T_IO> held[ITEMS], added[ITEMS];
+    for_pieces([&](int n, int channel) {
+        held[n].load(x + row * CHANNELS + channel);
+        if constexpr (HAS_ADD) added[n].load(add + row * CHANNELS + channel);
+    });
+    for_pieces([&](int n, int) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) z[n][i] = HAS_ADD ? held[n].at(i) + added[n].at(i) : held[n].at(i);
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
+    const T_IO* __restrict__ x, const T_IO* __restrict__ add, const T_WEIGHT* __restrict__ weight,
+    const T_BIAS* __restrict__ bias, const T_MIXES* __restrict__ mixes, T_SHIFT* shift,
+    const Index* __restrict__ state_indices, const Bound* __restrict__ cu_seqlens, T_IO* __restrict__ residual,
+    T_IO* __restrict__ mixed, i64 rows, i64 tokens, i64 sequences, i64 slots, i64 slot_stride, i64 null_index,
+    float eps) {
+    __shared__ Smem smem;
+    const i64 row = blockIdx.x;
+    let_next_launch_begin();
+    for_pieces([&](int, int channel) {
+        prefetch(weight + channel), prefetch(bias + channel);
+#pragma unroll
+        for (int m = 0; m < MIXES; ++m) prefetch(mixes + m * CHANNELS + channel);
+    });
+    shift = after_previous_launch(shift);
+    x = written_meanwhile(x), add = written_meanwhile(add), weight = written_meanwhile(weight);
+    bias = written_meanwhile(bias), mixes = written_meanwhile(mixes);
+    state_indices = written_meanwhile(state_indices), cu_seqlens = written_meanwhile(cu_seqlens);
+
+    i64 sequence = row, first = row, last = row;
+    if constexpr (PACKED) {
+        sequence = 0;
+        for (i64 end = sequences - 1; sequence < end;) {  // the last sequence that begins at the row or before it
+            const i64 middle = (sequence + end + 1) / 2;
+            if (cu_seqlens[middle] <= row) sequence = middle;
+            else end = middle - 1;
+        }
+        const i64 begin = max(i64(cu_seqlens[sequence]), i64(0)), end = min(i64(cu_seqlens[sequence + 1]), rows);
+        if (begin <= row && row < end) first = begin, last = end - 1;
+        else sequence = -1;
+    } else if constexpr (!ONE_TOKEN) {
+        sequence = row / tokens, first = sequence * tokens, last = first + tokens - 1;
+    }
+    const bool is_first = row == first;
+    const i64 other = is_first ? last : row - 1;
+    i64 slot = -1;
+    if (is_first && sequence >= 0) {
+        const i64 index = state_indices != nullptr ? i64(state_indices[sequence]) : sequence;
+        if ((state_indices == nullptr || index > null_index) && index < slots) slot = index;
+    }
+
+    Row z, before;
+    load_row(z, x, add, row);
+    Norm norm{weight, bias};
+    Piece<T_SHIFT> kept[ITEMS];
+    Piece<T_MIXES> held[IS_AHEAD ? MIXES : 1];
+    if constexpr (IS_AHEAD)
+        for_pieces([&](int, int channel) {
+            norm.load(channel);
+#pragma unroll
+            for (int m = 0; m < MIXES; ++m) held[m].load(mixes + m * CHANNELS + channel);
+        });
+    // Behind the others, as its place has to be known first.
+    for_pieces([&](int n, int channel) {
+        kept[n] = {};
+        if (slot >= 0) kept[n].load(shift + slot * slot_stride + channel);
+    });
+    if constexpr (HAS_ADD) for_pieces([&](int n, int channel) { write(residual + row * CHANNELS + channel, z[n]); });
+    norm.apply(z, eps, smem.parts[0], smem.parts[1]);
+    if (!ONE_TOKEN && other != row) {
+        load_row(before, x, add, other);
+        norm.apply(before, eps, smem.parts[ONE_TOKEN ? 0 : 2], smem.parts[ONE_TOKEN ? 1 : 3]);
+    } else {
+        for_pieces([&](int n, int) {
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) before[n][i] = z[n][i];
+        });
+    }
+    if (slot >= 0)
+        for_pieces([&](int n, int channel) { write(shift + slot * slot_stride + channel, before[n]); });
+
+    for_pieces([&](int n, int channel) {
+        float change[VECTOR], result[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+            change[i] = (is_first ? kept[n].at(i) : rounded<T_SHIFT>(before[n][i])) - z[n][i];
+#pragma unroll
+        for (int m = 0; m < MIXES; ++m) {
+            Piece<T_MIXES>& mix = held[IS_AHEAD ? m : 0];
+            if constexpr (!IS_AHEAD) mix.load(mixes + m * CHANNELS + channel);
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) result[i] = z[n][i] + change[i] * mix.at(i);
+            write(mixed + (m * rows + row) * CHANNELS + channel, result);
+        }
+    });
+}

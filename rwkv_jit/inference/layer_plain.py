@@ -1,0 +1,82 @@
+"""The small work of a layer in plain torch: what CPU tensors run.
+
+Arithmetic is float32, or float64 where the inputs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _plus(x: Tensor, y: Tensor | None) -> Tensor:
+    return x if y is None else x + _wide(y).reshape(x.shape[-2:])
+
+
+def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]) -> None:
+    """Run `shift_mix`; written are the pool, the mixes, and the residual where something is added."""
+    x, add, weight, bias, mixes, state_indices, cu_seqlens = inputs
+    shift, mixed = written[:2]
+    channels = x.shape[-1]
+    z = _wide(x) if add is None else _wide(x) + _wide(add)
+    if add is not None:
+        written[2].copy_(z)
+    n = F.layer_norm(z, (channels,), weight.to(z.dtype), bias.to(z.dtype), eps).reshape(-1, channels)
+    if cu_seqlens is None:
+        bounds = torch.arange(x.shape[0] + 1, device=x.device) * (len(n) // x.shape[0])
+    else:
+        bounds = cu_seqlens.to(torch.int64).clamp(0, len(n))
+    has_tokens = bounds[1:] > bounds[:-1]
+    slots = torch.arange(len(bounds) - 1, device=x.device) if state_indices is None else state_indices.to(torch.int64)
+    is_null = slots <= null_index if state_indices is not None else torch.zeros_like(has_tokens)
+    is_kept = has_tokens & ~is_null & (slots >= 0) & (slots < len(shift))
+    kept = n.to(shift.dtype)
+    before = kept.roll(1, 0)
+    before[bounds[:-1][has_tokens]] = before[bounds[-1] :] = 0
+    before[bounds[:-1][is_kept]] = shift[slots[is_kept]]
+    shift[slots[is_kept]] = kept[bounds[1:][is_kept] - 1]
+    mixed.copy_((n + (before.to(n.dtype) - n) * mixes.to(n.dtype).view(-1, 1, channels)).view(mixed.shape))
+
+
+def prepare_keys(
+    inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]
+) -> None:
+    """Run `prepare_keys`; written are k, v where there is a first one, a and b."""
+    k, v, rate, v_first, v_gate, k_k, k_a, a0, v0 = inputs
+    shape, heads = k.shape, k.shape[-2:]
+    k, rate = _wide(k), torch.sigmoid(_plus(_wide(rate).reshape(shape), a0))
+    kk = F.normalize(k * _wide(k_k).reshape(heads), dim=-1, eps=1e-12)
+    made = [k * (1 + (rate - 1) * _wide(k_a).reshape(heads))]
+    if v_first is not None:
+        v, share = _wide(v).reshape(shape), torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
+        made.append(v + (_wide(v_first).reshape(shape) - v) * share)
+    for target, x in zip(written, (*made, -kk, kk * rate), strict=True):
+        target.copy_(x)
+
+
+def gated_norm(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]) -> None:
+    """Run `gated_norm`."""
+    y, r, k, v, g, r_k, weight, bias = map(_wide, inputs)
+    heads = y.shape[-2:]
+    normed = F.layer_norm(y, heads[1:], eps=eps) * weight.reshape(heads) + bias.reshape(heads)
+    bonus = (r.reshape(y.shape) * k.reshape(y.shape) * r_k.reshape(heads)).sum(-1, keepdim=True)
+    written[0].copy_(((normed + bonus * v.reshape(y.shape)) * g.reshape(y.shape)).view(written[0].shape))
+
+
+def activate(
+    inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
+) -> None:
+    """Run `activate`; in place where there is no input."""
+    (y,) = written
+    x = inputs[0] if inputs else y
+    functions = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu_squared": lambda part: F.relu(part).square()}
+    for own, part, kind in zip(y.view(len(kinds), -1), x.reshape(len(kinds), -1), kinds, strict=True):
+        own.copy_(functions[kind](_wide(part)) if kind in functions else part)

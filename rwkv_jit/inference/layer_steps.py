@@ -1,0 +1,185 @@
+"""The kernels of the small work of a layer: how each is cut, and its launch.
+
+Tensors that a call does not have are null: plans know their names all the same.
+
+None of them goes by how many rows there are: a row has the same result in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any, NamedTuple
+
+from rwkv_jit.algorithms.parts import OVERLAPS_SINCE
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.problem import BYTES, Op, Problem
+from rwkv_jit.schedule import Result, Schedule, Step
+from rwkv_jit.template import Parameter
+
+_ACCESS_BYTES = 16
+_ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
+_HEAD_THREADS = 64
+_ELEMENT_THREADS = 128
+KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that the kernel has for them
+MOST_PARTS = 31  # whose kinds a number of 64 bits says
+MOST_MIXES = 6
+_HEAD = "NHK"
+OPS = {
+    op.name: op
+    for op in (
+        Op("shift_mix", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC"), wide=("weight", "bias", "mixes")),
+        Op(
+            "prepare_keys",
+            dict(k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK"),
+            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0"),
+        ),
+        Op(
+            "gated_norm",
+            dict(y=_HEAD, r=_HEAD, k=_HEAD, v=_HEAD, g=_HEAD, r_k="HK", weight="HK", bias="HK"),
+            wide=("r_k", "weight", "bias"),
+        ),
+        Op("activate", dict(x="NC"), wide=()),
+    )
+}
+
+
+class Given(NamedTuple):
+    """What a call has.
+
+    Attributes
+    ----------
+    gpu : Gpu
+        What kernels are chosen and compiled for.
+    types : mapping of str to str
+        The storage types of the inputs that are given, and of the pool, by name.
+    rows : int
+        Tokens of all sequences together; of `activate` the parts.
+    sizes : tuple of int
+        (channels, mixes), or (heads, head size), or of `activate` the elements of a part.
+    alignment : int
+        Bytes that all addresses of what is written are a multiple of, up to 16.
+    results : mapping of str to Result
+        What the call makes.
+    """
+
+    gpu: Gpu
+    types: Mapping[str, str]
+    rows: int
+    sizes: tuple[int, ...]
+    alignment: int = _ACCESS_BYTES
+    results: Mapping[str, Result] = {}
+
+
+class Sequences(NamedTuple):
+    """The sequences of `shift_mix`, and the pool that has the token before each.
+
+    Attributes
+    ----------
+    number, tokens : int
+        How many there are, and the tokens of each.
+    bound_bytes : int
+        Of the numbers in cu_seqlens: 4 or 8; 0 where all sequences have as many tokens.
+    slots, slot_stride : int
+        Of the pool, and the elements from one slot to the next.
+    index_bytes : int
+        Of the indices: 4 or 8.
+    null_index : int
+        A slot at or below it is none.
+    """
+
+    number: int
+    tokens: int = 1
+    bound_bytes: int = 0
+    slots: int = 1
+    slot_stride: int = 0
+    index_bytes: int = 4
+    null_index: int = -1
+
+
+def problem(name: str, given: Given) -> Problem:
+    """Return the problem of a call, as plans want one."""
+    return Problem(OPS[name], given.gpu, given.types)
+
+
+def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
+    """Return the launch of `shift_mix`: the pool is bound to its first slot."""
+    channels, mixes = given.sizes
+    vector, is_packed = _vector(channels, given, "x", "shift"), sequences.bound_bytes > 0
+    threads = min(_ROW_THREADS, 32 * ceil(channels / (32 * vector)))
+    parameters: dict[str, Parameter] = {
+        "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads, "HAS_ADD": "add" in given.types,
+        "PACKED": is_packed, "ONE_TOKEN": sequences.tokens == 1 and not is_packed,
+        "BOUND_BYTES": sequences.bound_bytes or 4, "INDEX_BYTES": sequences.index_bytes,
+        "T_IO": given.types["x"], **_types(given, ("weight", "bias", "mixes", "shift")),
+    }  # fmt: skip
+    bind = {
+        "rows": given.rows, "tokens": sequences.tokens, "sequences": sequences.number, "slots": sequences.slots,
+        "slot_stride": sequences.slot_stride, "null_index": sequences.null_index, "eps": eps,
+    }  # fmt: skip
+    return _schedule("shift_mix", given, vector, parameters, (given.rows, 1, 1), bind)
+
+
+def prepare_keys(given: Given) -> Schedule:
+    """Return the launch of `prepare_keys`."""
+    more: dict[str, Parameter] = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
+    more |= _types(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0"))
+    return _of_heads("prepare_keys", "k", given, more, {})
+
+
+def gated_norm(given: Given, eps: float) -> Schedule:
+    """Return the launch of `gated_norm`."""
+    return _of_heads("gated_norm", "y", given, _types(given, ("r_k", "weight", "bias")), {"eps": eps})
+
+
+def activate(given: Given, kinds: Sequence[str], in_place: bool) -> Schedule:
+    """Return the launch of `activate`, whose y is x where it is in place."""
+    (count,) = given.sizes
+    vector = _vector(count, given, "x")
+    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(kinds))
+    parameters: dict[str, Parameter] = {
+        "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS,
+    }  # fmt: skip
+    grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
+    bind = {"count": count, "kinds": numbers, "y": "x" if in_place else "y"}
+    return _schedule("activate", given, vector, parameters, grid, bind)
+
+
+def _of_heads(name: str, lead: str, given: Given, more: Mapping[str, Parameter], bind: Mapping[str, Any]) -> Schedule:
+    """Return the launch of a kernel in which lanes share heads."""
+    heads, head_size = given.sizes
+    vector = _vector(head_size, given, lead)
+    lanes = min(32, 1 << (ceil(head_size / vector) - 1).bit_length())
+    parameters: dict[str, Parameter] = {
+        "T_IO": given.types[lead], "HEAD_SIZE": head_size, "VECTOR": vector, "LANES": lanes,
+        "NUM_THREADS": _HEAD_THREADS, **more,
+    }  # fmt: skip
+    grid = ceil(given.rows * heads * lanes / _HEAD_THREADS), 1, 1
+    return _schedule(name, given, vector, parameters, grid, {"rows": given.rows, "heads": heads, **bind})
+
+
+def _schedule(
+    name: str, given: Given, vector: int, parameters: Mapping[str, Parameter], grid: tuple[int, int, int],
+    bind: Mapping[str, Any],
+) -> Schedule:  # fmt: skip
+    template = f"layer_{name}"
+    step = Step(template, template, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
+    inputs = [x for x in OPS[name].inputs if x in given.types]
+    vectors = {x: min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in inputs}
+    return Schedule((step,), given.results, vectors=vectors)
+
+
+def _vector(size: int, given: Given, *written: str) -> int:
+    """Return how many neighbours a thread takes at once: as many as divide a row, and can be written at once."""
+    sizes = [BYTES[given.types[name]] for name in written]
+
+    def is_possible(vector: int) -> bool:
+        fits = size % vector == 0 and vector * sizes[0] <= _ACCESS_BYTES
+        return fits and all(min(_ACCESS_BYTES, vector * each) <= given.alignment for each in sizes)
+
+    return next((vector for vector in (8, 4, 2) if is_possible(vector)), 1)
+
+
+def _types(given: Given, names: Sequence[str]) -> dict[str, Parameter]:
+    """Return the types of these as templates name them; what is absent has one too."""
+    return {f"T_{name.upper()}": given.types.get(name, "fp32") for name in names}

@@ -1,0 +1,89 @@
+"""The small work of a layer of RWKV-7, and a whole layer of decode, as the equations are written, in float64."""
+
+import math
+
+import torch
+
+
+def norm(x, weight, bias, eps):
+    """Over the last dimension."""
+    x = x.double()
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double() + bias.double()
+
+
+def shift_mix(x, weight, bias, mixes, pool, bounds, slots, add=None, null_index=-1, eps=1e-5, off=0.0):
+    """The residual, the mixes [M, tokens, C] and the pool afterwards, of texts that `bounds` and `slots` list.
+
+    n of the token before is rounded to the pool's dtype when it is `off` by so much.
+    """
+    channels, pool = x.shape[-1], pool.clone()
+    z = x.double() if add is None else x.double() + add.double()
+    n, shares = norm(z.view(-1, channels), weight, bias, eps), mixes.double().view(-1, channels)
+    mixed = torch.empty(len(shares), *n.shape, dtype=torch.float64, device=x.device)
+    behind = range(bounds[-1], len(n))  # tokens of no text, which are as texts without a slot
+    texts = [*zip(slots, bounds, bounds[1:], strict=False), *((-1, token, token + 1) for token in behind)]
+    for slot, begin, end in texts:
+        is_there = null_index < slot and 0 <= slot < len(pool)
+        before = pool[slot].double() if is_there else torch.zeros(channels, dtype=torch.float64, device=x.device)
+        for token in range(begin, end):
+            mixed[:, token] = n[token] + (before - n[token]) * shares
+            before = (n[token] + off).to(pool.dtype).double()
+        if is_there and begin < end:
+            pool[slot] = n[end - 1].to(pool.dtype)
+    return z, mixed, pool
+
+
+def prepare_keys(k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None):
+    """The new k and v, a and b."""
+    heads = k.shape[-2:]
+    of_token, of_layer = (lambda x: x.double().reshape(k.shape)), (lambda x: x.double().reshape(heads))
+    rate = torch.sigmoid(of_token(rate) + (0 if a0 is None else of_layer(a0)))
+    kk = of_token(k) * of_layer(k_k)
+    kk = kk / kk.square().sum(-1, keepdim=True).sqrt().clamp_min(1e-12)
+    v = of_token(v)
+    if v_first is not None:
+        v = v + (of_token(v_first) - v) * torch.sigmoid(of_token(v_gate) + (0 if v0 is None else of_layer(v0)))
+    return of_token(k) * (1 + (rate - 1) * of_layer(k_a)), v, -kk, kk * rate
+
+
+def gated_norm(y, r, k, v, g, r_k, weight, bias, eps=64e-5):
+    """[..., C]."""
+    heads = y.shape[-2:]
+    r, k, v, g = (x.double().reshape(y.shape) for x in (r, k, v, g))
+    bonus = (r * k * r_k.double().reshape(heads)).sum(-1, keepdim=True) * v
+    return ((norm(y, weight.reshape(heads), bias.reshape(heads), eps) + bonus) * g).flatten(-2)
+
+
+ACTIVATIONS = {
+    "identity": lambda x: x, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
+    "relu_squared": lambda x: x.clamp(min=0).square(),
+}  # fmt: skip
+
+
+def decode(p, x, time_shift, channel_shift, states, v_first=None):
+    """One layer for a token of each row: x, v, and what the row's slots hold then. `p` is named as in checkpoints."""
+    p = {name: each.double() for name, each in p.items()}
+    heads = p["att.r_k"].shape
+    n = norm(x, p["ln1.weight"], p["ln1.bias"], 1e-5)
+    xr, xw, xk, xv, xa, xg = (n + (time_shift.double() - n) * p[f"att.x_{letter}"] for letter in "rwkvag")
+    r, k, v = (y @ p[f"att.{name}.weight"].T for name, y in (("receptance", xr), ("key", xk), ("value", xv)))
+    w = torch.tanh(xw @ p["att.w1"]) @ p["att.w2"] + p["att.w0"]
+    g = torch.sigmoid(xg @ p["att.g1"]) @ p["att.g2"]
+    more = {}
+    if v_first is not None:
+        more = {"v_first": v_first, "v_gate": xv @ p["att.v1"] @ p["att.v2"], "v0": p["att.v0"]}
+    rate = xa @ p["att.a1"] @ p["att.a2"]
+    own = v.view(-1, *heads)
+    k, v, a, b = prepare_keys(k.view(-1, *heads), own, rate, p["att.k_k"], p["att.k_a"], p["att.a0"], **more)
+    d, r = torch.exp(-math.exp(-0.5) * torch.sigmoid(w)).view(-1, *heads), r.view(-1, *heads)
+    states = states.double()
+    read = torch.einsum("bhvk,bhk->bhv", states, a)
+    states = states * d[:, :, None] + read[..., None] * b[:, :, None] + v[..., None] * k[:, :, None]
+    y = torch.einsum("bhvk,bhk->bhv", states, r)
+    y = gated_norm(y, r, k, v, g, p["att.r_k"], p["att.ln_x.weight"], p["att.ln_x.bias"])
+    x = x.double() + y @ p["att.output.weight"].T
+    m = norm(x, p["ln2.weight"], p["ln2.bias"], 1e-5)
+    mixed = m + (channel_shift.double() - m) * p["ffn.x_k"]
+    x = x + (mixed @ p["ffn.key.weight"].T).clamp(min=0).square() @ p["ffn.value.weight"].T
+    return x, own if v_first is None else v_first, n, m, states
