@@ -14,11 +14,6 @@ import torch
 from rwkv7_alone import read_alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
-
 PACKAGES = {"vllm": "rwkv_jit_vllm", "sglang": "rwkv_jit_sglang"}
 HEADS, HEAD_SIZE, LAYERS, VOCAB, SLOTS = 2, 8, 2, 32, 6
 WIDTH = HEADS * HEAD_SIZE
@@ -248,7 +243,9 @@ def test_a_checkpoint_becomes_a_folder(root, tmp_path, weights):
     official["blocks.0.att.v0"] = torch.zeros(1, 1, WIDTH)  # which nothing uses
     torch.save(official, tmp_path / "model.pth")
     program = [sys.executable, str(root / "examples/engines/rwkv7/rwkv7_slots.py")]
-    done = subprocess.run([*program, str(tmp_path / "model.pth"), str(tmp_path / "made")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*program, str(tmp_path / "model.pth"), str(tmp_path / "made")], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     slots = importlib.import_module("rwkv7_slots")
     config = json.loads((tmp_path / "made" / "config.json").read_text())
@@ -400,10 +397,10 @@ def installed(engine):
 def test_the_record_is_what_the_engine_has(engine):
     named = installed(engine)
     for name, (theirs, recorded) in RECORDED[engine].items():
-        plain = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         own = inspect.getattr_static(named(theirs.rpartition(".")[0]), theirs.rpartition(".")[2])
         parameters = inspect.signature(getattr(own, "__func__", own)).parameters.values()
-        assert [each.name for each in parameters if each.kind not in plain] == recorded.split(), name
+        assert [each.name for each in parameters if each.kind not in several] == recorded.split(), name
     for theirs, recorded in USED[engine].items():
         found = named(theirs)
         if dataclasses.is_dataclass(found):
@@ -445,9 +442,7 @@ def test_sglang_knows_the_model_after_registration(tmp_path, weights):
     spec, found = named("sglang.srt.configs.linear_attn_model_registry:get_linear_attn_config")(config)
     assert found is config
     backend = named("sglang.srt.configs.linear_attn_model_registry:import_backend_class")(spec.backend_class_name)
-    assert issubclass(
-        backend, named("sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase")
-    )
+    assert issubclass(backend, named("sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase"))
     shape = config.mamba2_cache_params.shape
     assert (shape.conv, shape.temporal) == ([(WIDTH, 1)] * 2, (HEADS, HEAD_SIZE, HEAD_SIZE))
     assert config.mamba2_cache_params.dtype.conv == torch.float32
@@ -456,10 +451,9 @@ def test_sglang_knows_the_model_after_registration(tmp_path, weights):
 # ---- how they are found ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("engine", "group"), [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")]
-)
+@pytest.mark.parametrize(("engine", "group"), [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")])
 def test_entry_points_resolve(root, engine, group):
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML; the engines need 3.11")
     said = tomllib.loads((root / "examples/engines" / engine / "pyproject.toml").read_text())
     assert said["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [PACKAGES[engine]]
     ((name, path),) = said["project"]["entry-points"][group].items()
@@ -476,7 +470,9 @@ def test_entry_points_resolve(root, engine, group):
 
 @pytest.mark.parametrize("engine", PACKAGES)
 def test_what_is_tested_here_imports_no_engine(root, engine):
-    program = f"import sys, {PACKAGES[engine]}.batch; sys.exit(len({{'vllm', 'sglang', 'transformers'}} & set(sys.modules)))"
+    program = (
+        f"import sys, {PACKAGES[engine]}.batch; sys.exit(len({{'vllm', 'sglang', 'transformers'}} & set(sys.modules)))"
+    )
     paths = [str(root), *(str(root / "examples/engines" / name) for name in ("rwkv7", engine))]
     code = f"import sys; sys.path[:0] = {paths!r}; {program}"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from rwkv7_slots import Step, States, power_of_two
+from rwkv7_slots import States, Step, power_of_two
 from torch import Tensor
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from rwkv7_slots import Step, States, power_of_two
+from rwkv7_slots import States, Step, power_of_two
 from torch import Tensor
 
 
@@ -72,5 +72,7 @@ def nothing_read(tokens: int, sizes: Sequence[tuple[int, ...]], kinds: Sequence[
     """Return a step and states for one text that nobody keeps: vLLM measures its memory so, before there is a pool."""
     slots = torch.ones(1, dtype=torch.int32, device=device)
     bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    states = States(*(torch.zeros(2, *size, dtype=kind, device=device) for size, kind in zip(sizes, kinds, strict=True)))
+    states = States(
+        *(torch.zeros(2, *size, dtype=kind, device=device) for size, kind in zip(sizes, kinds, strict=True))
+    )
     return Step(slots, bounds, torch.zeros_like(slots, dtype=torch.bool), power_of_two(tokens)), [states] * layers
