@@ -168,6 +168,12 @@ def test_a_prompt_in_pieces_goes_on_and_a_new_one_does_not(texts):
     texts((2, TEXTS[30:41], False))
 
 
+def test_a_sequence_without_tokens_stays_as_it_is(texts):
+    texts((4, TEXTS[:5], False), (2, TEXTS[24:28], False), (3, TEXTS[48:54], False))
+    texts((4, TEXTS[5:8], False), (3, [], False), (2, TEXTS[28:31], False))
+    texts((4, TEXTS[8:9], True), (3, TEXTS[54:55], True), (2, TEXTS[31:32], True))
+
+
 def test_a_hit_of_the_prefix_cache_goes_on_from_a_copy(texts):
     texts((3, TEXTS[:14], False))
     texts.copy(3, 2)
@@ -253,6 +259,7 @@ def test_a_checkpoint_becomes_a_folder(root, tmp_path, weights):
     read = slots.sizes_in(type("Config", (), config))
     assert read == slots.sizes_of(weights) == slots.Sizes(LAYERS, WIDTH, HEADS, VOCAB, 4 * WIDTH, 4, 5, 6, 7)
     found = safetensors.load_file(tmp_path / "made" / "model.safetensors")
+    assert found.keys() == weights.keys()
     model = slots.Rwkv7(read)
     assert model.load(found.items()) == weights.keys()
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
@@ -275,6 +282,35 @@ def test_parameters_that_do_not_fit_are_named(model, weights, change, said):
     change(weights)
     with pytest.raises(ValueError, match=said):
         model.load(weights.items())
+
+
+def test_the_check_tells_a_wrong_token(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(root / "examples" / "engines"))
+    check = importlib.import_module("check")
+    monkeypatch.delitem(sys.modules, "check")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(check, "alone", lambda weights, prompt, count: prompt[:1] * count)
+    wrong = []
+
+    def engine(folder, options):
+        assert (folder / "model.safetensors").is_file()
+        return lambda prompts, counts: ([p[:1] * c + wrong for p, c in zip(prompts, counts, strict=True)], 5)
+
+    monkeypatch.setattr(check, "with_vllm", engine)
+    monkeypatch.setattr(sys, "argv", ["check.py", "vllm", "--folder", str(tmp_path)])
+    assert check.main() == 0
+    assert "round 2: 11 of 11 texts as alone, 5 tokens from the prefix cache\n" in capsys.readouterr().out
+    wrong = [1]
+    assert check.main() == 1
+    assert "round 1: 0 of 11 texts" in capsys.readouterr().out
+
+
+def test_the_check_reads_each_text_alone(root, monkeypatch, weights):
+    monkeypatch.syspath_prepend(str(root / "examples" / "engines"))
+    check = importlib.import_module("check")
+    monkeypatch.delitem(sys.modules, "check")
+    found = check.alone(weights, TEXTS[:5], 3)
+    assert found == read_alone(weights, TEXTS[:5] + found[:2])[0][4:].argmax(-1).tolist()
 
 
 # ---- what the engines ask for ------------------------------------------------------------------------------------
