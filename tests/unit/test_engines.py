@@ -1,0 +1,525 @@
+"""The plugins for vLLM and SGLang: what they make of a batch, what the engines ask of them, and how they are found."""
+
+import ast
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from rwkv7_alone import read_alone
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+PACKAGES = {"vllm": "rwkv_jit_vllm", "sglang": "rwkv_jit_sglang"}
+HEADS, HEAD_SIZE, LAYERS, VOCAB, SLOTS = 2, 8, 2, 32, 6
+WIDTH = HEADS * HEAD_SIZE
+TEXTS = [(7 * i * i + 3 * i + text) % VOCAB for text in range(4) for i in range(24)]
+
+
+@pytest.fixture(autouse=True)
+def _paths(root, monkeypatch):
+    """Packages are imported as they lie in the checkout."""
+    for name in ("", "engines/rwkv7", "engines/vllm", "engines/sglang"):
+        monkeypatch.syspath_prepend(str(root / "examples" / name))
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("rwkv7_slots", "rwkv7_model", *PACKAGES.values())]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def weights():
+    """Weights of which none is zero or one, so that each of them counts."""
+    shapes = importlib.import_module("rwkv7_model").shapes
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, shape in shapes(LAYERS, WIDTH, HEADS, VOCAB, 4 * WIDTH, {"w": 4, "a": 5, "v": 6, "g": 7}).items():
+        x = torch.randn(shape, generator=generator)
+        found[name] = x * shape[-1] ** -0.5 if len(shape) == 2 else 0.5 + 0.5 * x
+    return found
+
+
+@pytest.fixture
+def model(weights):
+    slots = importlib.import_module("rwkv7_slots")
+    made = slots.Rwkv7(slots.sizes_of(weights))
+    made.load(weights.items())
+    return made
+
+
+# ---- what an engine has ------------------------------------------------------------------------------------------
+
+
+class Vllm:
+    """Pages of bytes, decodes before prompts, slot 0 for padding."""
+
+    padding = 0
+
+    def __init__(self):
+        self.batch = importlib.import_module("rwkv_jit_vllm.batch")
+        sizes, kinds = self.batch.shapes(HEADS, HEAD_SIZE, WIDTH), self.batch.dtypes("auto", torch.float32)
+        counts = [torch.Size(size).numel() * kind.itemsize for size, kind in zip(sizes, kinds, strict=True)]
+        self.states = []
+        for _ in range(LAYERS):
+            pages = torch.full((SLOTS, sum(counts) + 64), 77, dtype=torch.uint8)  # a page may be longer than its states
+            begin, bound = 0, []
+            for size, kind, count in zip(sizes, kinds, counts, strict=True):
+                bound.append(pages[:, begin : begin + count].view(kind).view(SLOTS, *size))
+                begin += count
+            self.states.append(self.batch.states_of(bound))
+
+    def step(self, rows):
+        """Return the step of (slot, tokens, tokens read before, whether it is a decode) of each sequence."""
+        decodes, prompts = ([row for row in rows if row[3] == is_decode] for is_decode in (True, False))
+        assert rows == decodes + prompts
+        self.buffer = torch.tensor([[row[0]] for row in decodes], dtype=torch.int32).view(-1, 1)
+        slots = torch.tensor([row[0] for row in prompts], dtype=torch.int32)
+        given = (slots, torch.tensor([row[2] > 0 for row in prompts])) if prompts else (None, None)
+        return self.batch.step_of(bounds_of(rows), max(row[1] for row in rows), self.buffer, *given)
+
+
+class Sglang:
+    """A tensor for each kind of state, prompts and decodes in any order, -1 for the padding of CUDA graphs."""
+
+    padding = -1
+
+    def __init__(self):
+        self.batch = importlib.import_module("rwkv_jit_sglang.batch")
+        conv, temporal = self.batch.shapes(HEADS, HEAD_SIZE, WIDTH)
+        conv = [torch.full((LAYERS, SLOTS, *size), 1e3) for size in conv]
+        temporal = torch.full((LAYERS, SLOTS, *temporal), 1e3)
+        self.states = [self.batch.states_of([x[layer] for x in conv], temporal[layer]) for layer in range(LAYERS)]
+
+    def step(self, rows):
+        """Return the step of (slot, tokens, tokens read before, whether it is a decode) of each sequence."""
+        self.buffer = torch.tensor([row[0] for row in rows], dtype=torch.int32)
+        if all(row[3] for row in rows):
+            return self.batch.step_of(self.buffer, bounds_of(rows))
+        before = torch.tensor([row[2] for row in rows], dtype=torch.int32)
+        return self.batch.step_of(self.buffer, bounds_of(rows), before, max(row[1] for row in rows))
+
+
+def bounds_of(rows):
+    return torch.tensor([0, *(row[1] for row in rows)]).cumsum(0).to(torch.int32)
+
+
+class Texts:
+    """Reads texts through an engine's side, and compares what comes out with each text alone."""
+
+    def __init__(self, engine, model, weights):
+        self.engine, self.model, self.weights = engine, model, weights
+        self.read = {}  # the tokens behind which a slot is
+
+    def __call__(self, *pieces, padding=0, idle_tokens=0):
+        """Read (slot, tokens, whether it is a decode) of some texts, and rows and tokens of none."""
+        rows = [(slot, len(new), len(self.read.get(slot, [])), is_decode) for slot, new, is_decode in pieces]
+        all_decode = all(is_decode for *_, is_decode in pieces)
+        rows += [(self.engine.padding, int(all_decode), 0, all_decode)] * padding
+        tokens = [token for _, new, _ in pieces for token in new] + [1] * (padding * all_decode + idle_tokens)
+        idle = [state[5].clone() for layer in self.engine.states for state in layer]
+        logits = self.run(self.engine.step(rows), tokens)
+        begin = 0
+        for slot, new, _ in pieces:
+            self.read[slot] = [*self.read.get(slot, []), *new]
+            self.compare(slot, logits[begin : begin + len(new)])
+            begin += len(new)
+        assert all(map(torch.equal, idle, [state[5] for layer in self.engine.states for state in layer]))
+
+    def run(self, step, tokens):
+        with torch.no_grad():
+            return self.model.head(self.model(self.model.embed(torch.tensor(tokens)), self.engine.states, step))
+
+    def compare(self, slot, logits):
+        expected, wkv, last = read_alone(self.weights, self.read[slot])
+        torch.testing.assert_close(logits.double(), expected[len(expected) - len(logits) :], rtol=1e-4, atol=1e-4)
+        for layer, of_layer in enumerate(self.engine.states):
+            for given, own in zip((wkv[layer], *last[layer]), of_layer, strict=True):
+                torch.testing.assert_close(own[slot].double(), given, rtol=1e-4, atol=1e-4)
+
+    def copy(self, source, target):
+        """What the engine does for a hit of its prefix cache."""
+        for of_layer in self.engine.states:
+            for state in of_layer:
+                state[target] = state[source]
+        self.read[target] = list(self.read[source])
+
+
+@pytest.fixture(params=[Vllm, Sglang])
+def texts(request, model, weights):
+    return Texts(request.param(), model, weights)
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------
+
+
+def test_decodes_beside_prompts_are_as_each_text_alone(texts):
+    texts((3, TEXTS[:13], False), (1, TEXTS[24:25], False), padding=2)
+    texts((3, TEXTS[13:14], True), (1, TEXTS[25:31], False), (4, TEXTS[48:57], False), padding=1, idle_tokens=3)
+    texts((3, TEXTS[14:15], True), (4, TEXTS[57:58], True), (1, TEXTS[31:32], False))
+
+
+def test_a_prompt_in_pieces_goes_on_and_a_new_one_does_not(texts):
+    for begin, end in ((0, 9), (9, 10), (10, 21)):
+        texts((2, TEXTS[begin:end], False))
+    del texts.read[2]  # another text gets the slot, whose states are as they were left
+    texts((2, TEXTS[30:41], False))
+
+
+def test_a_sequence_without_tokens_stays_as_it_is(texts, monkeypatch):
+    texts((4, TEXTS[:5], False), (2, TEXTS[24:28], False), (3, TEXTS[48:54], False))
+    written, write = [], torch.Tensor.__setitem__
+
+    def watched(x, index, value):
+        if isinstance(index, torch.Tensor):
+            written.append([row for row in index.tolist() if row not in (0, len(x) - 1)])  # what nobody reads
+        write(x, index, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "__setitem__", watched)
+        texts((4, TEXTS[5:8], False), (3, [], False), (2, TEXTS[28:31], False))
+    assert written
+    assert all(len(set(rows)) == len(rows) for rows in written)  # on a GPU any one of several would win
+    texts((4, TEXTS[8:9], True), (3, TEXTS[54:55], True), (2, TEXTS[31:32], True))
+
+
+def test_a_hit_of_the_prefix_cache_goes_on_from_a_copy(texts):
+    texts((3, TEXTS[:14], False))
+    texts.copy(3, 2)
+    texts((3, TEXTS[14:15], True), (2, TEXTS[50:56], False), padding=1)
+    texts((3, TEXTS[15:16], True), (2, TEXTS[56:57], True))
+
+
+def test_decodes_are_one_update_and_padding_touches_no_text(texts, monkeypatch):
+    import rwkv_jit
+
+    texts((3, TEXTS[:5], False), (1, TEXTS[24:27], False))
+    monkeypatch.setattr(rwkv_jit, "wkv7_varlen", lambda *_, **__: pytest.fail("it is for prompts"))
+    texts((3, TEXTS[5:6], True), (1, TEXTS[27:28], True), padding=2)
+
+
+def test_more_tokens_than_decodes_are_padding(texts):
+    texts((3, TEXTS[:5], False), (1, TEXTS[24:27], False))
+    texts((3, TEXTS[5:6], True), (1, TEXTS[27:28], True), idle_tokens=2)
+
+
+def test_a_graph_of_decodes_replays_with_other_slots(texts):
+    """A step is made once, and read again after its buffer has changed, as a CUDA graph does."""
+    texts((3, TEXTS[:5], False), (1, TEXTS[24:27], False), (4, TEXTS[48:51], False))
+    step = texts.engine.step([(texts.engine.padding, 1, 0, True)] * 2)
+    for first, second in ((3, 1), (4, 3), (1, texts.engine.padding)):
+        texts.engine.buffer.copy_(torch.tensor([first, second], dtype=torch.int32).view_as(texts.engine.buffer))
+        logits = texts.run(step, [9, 11])
+        for row, (slot, token) in enumerate(((first, 9), (second, 11))):
+            if slot > 0:
+                texts.read[slot].append(token)
+                texts.compare(slot, logits[row : row + 1])
+
+
+def test_nothing_is_read_back_from_the_gpu(texts):
+    """Neither values nor shapes that depend on them: a fake tensor has none."""
+    shifted = importlib.import_module("rwkv7_slots").shifted
+    states = torch.zeros(SLOTS, WIDTH)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for rows in ([(3, 1, 4, True)] * 2, [(3, 1, 4, True), (1, 5, 0, False)]):
+            x = torch.zeros(sum(row[1] for row in rows), WIDTH)
+            assert shifted(x, torch.empty_like(states), texts.engine.step(rows)).shape == x.shape
+
+
+def test_memory_is_measured_as_for_one_text_that_nobody_keeps(model, weights):
+    batch = importlib.import_module("rwkv_jit_vllm.batch")
+    sizes, kinds = batch.shapes(HEADS, HEAD_SIZE, WIDTH), batch.dtypes("auto", torch.float32)
+    step, states = batch.nothing_read(11, sizes, kinds, LAYERS, "cpu")
+    with torch.no_grad():
+        found = model.head(model(model.embed(torch.tensor(TEXTS[:11])), states, step))
+    assert found.shape == (11, VOCAB)
+    assert found.isfinite().all()
+
+
+def test_prompts_need_to_say_whether_they_go_on():
+    batch = importlib.import_module("rwkv_jit_vllm.batch")
+    with pytest.raises(ValueError, match="has_state: expected a bool for each prompt, got None"):
+        batch.step_of(torch.tensor([0, 3]), 3, None, torch.tensor([1]), None)
+
+
+def test_states_that_the_kernels_do_not_have_are_refused():
+    batch = importlib.import_module("rwkv_jit_vllm.batch")
+    assert batch.dtypes("bfloat16", torch.float16) == (torch.bfloat16, torch.float16, torch.float16)
+    with pytest.raises(ValueError, match="mamba_ssm_cache_dtype: expected one of auto, float32.*got fp8"):
+        batch.dtypes("fp8", torch.float16)
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_becomes_a_folder(root, tmp_path, weights):
+    safetensors = pytest.importorskip("safetensors.torch")
+    official = {name: x.view(1, 1, -1) if x.dim() == 1 else x for name, x in weights.items()}
+    official["blocks.0.att.v0"] = torch.zeros(1, 1, WIDTH)  # which nothing uses
+    torch.save(official, tmp_path / "model.pth")
+    program = [sys.executable, str(root / "examples/engines/rwkv7/rwkv7_slots.py")]
+    done = subprocess.run(
+        [*program, str(tmp_path / "model.pth"), str(tmp_path / "made")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    slots = importlib.import_module("rwkv7_slots")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert config["architectures"] == [slots.ARCHITECTURE]
+    read = slots.sizes_in(type("Config", (), config))
+    assert read == slots.sizes_of(weights) == slots.Sizes(LAYERS, WIDTH, HEADS, VOCAB, 4 * WIDTH, 4, 5, 6, 7)
+    found = safetensors.load_file(tmp_path / "made" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    model = slots.Rwkv7(read)
+    assert model.load(found.items()) == weights.keys()
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+
+    torch.save({"x": torch.zeros(1)}, tmp_path / "other.pth")
+    done = subprocess.run([*program, str(tmp_path / "other.pth"), str(tmp_path / "no")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith("other.pth: this is no RWKV-7 model: it lacks blocks.0.att.w1\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("head.weight"), "the checkpoint lacks head.weight"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra: the model has no such parameter"),
+        (lambda w: w.update({"ln_out.bias": torch.zeros(3)}), r"ln_out.bias: expected shape \[16\], got \[3\]"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(model, weights, change, said):
+    change(weights)
+    with pytest.raises(ValueError, match=said):
+        model.load(weights.items())
+
+
+def test_the_check_tells_a_wrong_token(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(root / "examples" / "engines"))
+    check = importlib.import_module("check")
+    monkeypatch.delitem(sys.modules, "check")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(check, "alone", lambda weights, prompt, count: prompt[:1] * count)
+    wrong = []
+
+    def engine(folder, options):
+        assert (folder / "model.safetensors").is_file()
+        return lambda prompts, counts: ([p[:1] * c + wrong for p, c in zip(prompts, counts, strict=True)], 5)
+
+    monkeypatch.setattr(check, "with_vllm", engine)
+    monkeypatch.setattr(sys, "argv", ["check.py", "vllm", "--folder", str(tmp_path)])
+    assert check.main() == 0
+    assert "round 2: 11 of 11 texts as alone, 5 tokens from the prefix cache\n" in capsys.readouterr().out
+    wrong = [1]
+    assert check.main() == 1
+    assert "round 1: 0 of 11 texts" in capsys.readouterr().out
+
+
+def test_the_check_reads_each_text_alone(root, monkeypatch, weights):
+    monkeypatch.syspath_prepend(str(root / "examples" / "engines"))
+    check = importlib.import_module("check")
+    monkeypatch.delitem(sys.modules, "check")
+    found = check.alone(weights, TEXTS[:5], 3)
+    assert found == read_alone(weights, TEXTS[:5] + found[:2])[0][4:].argmax(-1).tolist()
+
+
+# ---- what the engines ask for ------------------------------------------------------------------------------------
+
+# Where the engines declare what ours answers: our method, theirs, and the names that theirs takes.
+RECORDED = {
+    "vllm": {
+        "model.Rwkv7MetadataBuilder.build": (
+            "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder.build",
+            "self common_prefix_len common_attn_metadata fast_build num_accepted_tokens num_decode_draft_tokens_cpu",
+        ),
+        "model.Rwkv7Backend.get_name": ("vllm.v1.attention.backend:AttentionBackend.get_name", ""),
+        "model.Rwkv7Backend.get_builder_cls": ("vllm.v1.attention.backend:AttentionBackend.get_builder_cls", ""),
+        "model.Rwkv7Backend.is_ssm": ("vllm.v1.attention.backend:AttentionBackend.is_ssm", "cls"),
+        "model.Rwkv7States.get_state_shape": (
+            "vllm.model_executor.layers.mamba.abstract:MambaBase.get_state_shape", "self",
+        ),
+        "model.Rwkv7States.get_state_dtype": (
+            "vllm.model_executor.layers.mamba.abstract:MambaBase.get_state_dtype", "self",
+        ),
+        "model.Rwkv7ForCausalLM.embed_input_ids": (
+            "vllm.model_executor.models.interfaces_base:VllmModel.embed_input_ids", "self input_ids",
+        ),
+        "model.Rwkv7ForCausalLM.forward": (
+            "vllm.model_executor.models.interfaces_base:VllmModel.forward", "self input_ids positions",
+        ),
+        "model.Rwkv7ForCausalLM.compute_logits": (
+            "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration.compute_logits",
+            "self hidden_states",
+        ),
+        "model.Rwkv7ForCausalLM.get_mamba_state_shape_from_config": (
+            "vllm.model_executor.models.interfaces:IsHybrid.get_mamba_state_shape_from_config", "cls vllm_config",
+        ),
+        "model.Rwkv7ForCausalLM.get_mamba_state_copy_func": (
+            "vllm.model_executor.models.interfaces:SupportsMambaPrefixCaching.get_mamba_state_copy_func", "cls",
+        ),
+    },
+    "sglang": {
+        "backend.Rwkv7Backend.__init__": (
+            "sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase.__init__",
+            "self model_runner",
+        ),
+        "backend.Rwkv7Backend.init_forward_metadata": (
+            "sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase.init_forward_metadata",
+            "self forward_batch",
+        ),
+        "backend.Rwkv7Backend.init_forward_metadata_out_graph": (
+            "sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase"
+            ".init_forward_metadata_out_graph",
+            "self forward_batch in_capture",
+        ),
+        "model.RwkvJitRwkv7ForCausalLM.forward": (
+            "sglang.srt.models.lfm2:Lfm2ForCausalLM.forward",
+            "self input_ids positions forward_batch input_embeds",
+        ),
+        "model.RwkvJitRwkv7ForCausalLM.__init__": (
+            "sglang.srt.models.lfm2:Lfm2ForCausalLM.__init__", "self config quant_config prefix",
+        ),
+    },
+}  # fmt: skip
+# What the plugins read of the engines' objects, or pass to their functions.
+USED = {
+    "vllm": {
+        "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata": (
+            "state_indices_tensor_d state_indices_tensor_p has_initial_states_p"
+        ),
+        "vllm.v1.attention.backend:CommonAttentionMetadata": "query_start_loc max_query_len",
+        "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",
+        "vllm.model_executor.models.registry:_ModelRegistry.register_model": "self model_arch model_cls",
+    },
+    "sglang": {
+        "sglang.srt.layers.attention.mamba.mamba2_metadata:ForwardMetadata": "query_start_loc mamba_cache_indices",
+        "sglang.srt.model_executor.forward_batch_info:ForwardBatch": (
+            "extend_prefix_lens extend_seq_lens_cpu input_ids forward_mode"
+        ),
+        "sglang.srt.configs.linear_attn_model_registry:LinearAttnModelSpec": (
+            "config_class backend_class_name arch_names"
+        ),
+        "sglang.srt.configs.mamba_utils:Mamba2StateShape": (
+            "conv temporal intermediate_size conv_dim ssm_state_size num_heads head_dim state_size conv_kernel"
+        ),
+        "sglang.srt.configs.mamba_utils:Mamba2CacheParams": "dtype layers shape",
+    },
+}
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+
+
+@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in RECORDED for name in RECORDED[engine]])
+def test_methods_take_what_was_recorded(root, engine, name):
+    module, kind, method = name.split(".")
+    tree = ast.parse((root / "examples/engines" / engine / PACKAGES[engine] / f"{module}.py").read_text())
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
+    (own,) = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == method]
+    names = [each.arg for each in (*own.posonlyargs, *own.args)]
+    asked = RECORDED[engine][name][1].split()
+    assert names[: len(asked)] == asked[: len(names)]
+    assert len(asked) <= len(names) or own.kwarg is not None
+
+
+def installed(engine):
+    """Return what imports a name of an engine, as MODULE:NAME; without the engine the test is skipped."""
+    try:
+        version = importlib.metadata.version(engine)
+        importlib.import_module("transformers.configuration_utils")
+    except (importlib.metadata.PackageNotFoundError, ImportError):
+        pytest.skip(f"{engine} is not installed: only the record of {VERSIONS[engine]} is compared")
+
+    def named(path):
+        module, _, names = path.partition(":")
+        found = importlib.import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+        return found
+
+    print(f"{engine} {version}; the record is of {VERSIONS[engine]}")
+    return named
+
+
+@pytest.mark.parametrize("engine", RECORDED)
+def test_the_record_is_what_the_engine_has(engine):
+    named = installed(engine)
+    for name, (theirs, recorded) in RECORDED[engine].items():
+        several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        own = inspect.getattr_static(named(theirs.rpartition(".")[0]), theirs.rpartition(".")[2])
+        parameters = inspect.signature(getattr(own, "__func__", own)).parameters.values()
+        assert [each.name for each in parameters if each.kind not in several] == recorded.split(), name
+    for theirs, recorded in USED[engine].items():
+        found = named(theirs)
+        if dataclasses.is_dataclass(found):
+            assert set(recorded.split()) <= {each.name for each in dataclasses.fields(found)}, theirs
+        else:
+            assert recorded.split() == list(inspect.signature(found).parameters), theirs
+
+
+def test_vllm_knows_the_model_after_registration(tmp_path, weights):
+    named = installed("vllm")
+    slots = importlib.import_module("rwkv7_slots")
+    for _ in range(2):  # as in each of its processes, and again
+        importlib.import_module("rwkv_jit_vllm").register()
+    slots.write_folder(weights, tmp_path)
+    config = named("transformers:AutoConfig").from_pretrained(tmp_path)
+    assert slots.sizes_in(config) == slots.sizes_of(weights)
+    registered = named("vllm:ModelRegistry").models[slots.ARCHITECTURE].load_model_cls()
+    of_model = importlib.import_module("rwkv_jit_vllm.model")
+    assert registered is of_model.Rwkv7ForCausalLM
+    for protocol in ("is_attention_free", "has_inner_state", "is_text_generation_model"):
+        module = "interfaces_base" if protocol.startswith("is_text") else "interfaces"
+        assert named(f"vllm.model_executor.models.{module}:{protocol}")(registered)
+    backends = named("vllm.v1.attention.backends.registry:MambaAttentionBackendEnum")
+    assert backends["RWKV_JIT_RWKV7"].get_class() is of_model.Rwkv7Backend
+    assert not inspect.isabstract(of_model.Rwkv7States)
+    assert not inspect.isabstract(of_model.Rwkv7MetadataBuilder)
+
+
+def test_sglang_knows_the_model_after_registration(tmp_path, weights):
+    named = installed("sglang")
+    slots = importlib.import_module("rwkv7_slots")
+    for _ in range(2):
+        importlib.import_module("rwkv_jit_sglang").register()
+    slots.write_folder(weights, tmp_path)
+    config = named("transformers:AutoConfig").from_pretrained(tmp_path)
+    assert slots.sizes_in(config) == slots.sizes_of(weights)
+    model_class, _ = named("sglang.srt.models.registry:ModelRegistry").resolve_model_cls([slots.ARCHITECTURE])
+    assert model_class.__module__ == "rwkv_jit_sglang.model"
+    spec, found = named("sglang.srt.configs.linear_attn_model_registry:get_linear_attn_config")(config)
+    assert found is config
+    backend = named("sglang.srt.configs.linear_attn_model_registry:import_backend_class")(spec.backend_class_name)
+    assert issubclass(backend, named("sglang.srt.layers.attention.hybrid_linear_attn_backend:MambaAttnBackendBase"))
+    shape = config.mamba2_cache_params.shape
+    assert (shape.conv, shape.temporal) == ([(WIDTH, 1)] * 2, (HEADS, HEAD_SIZE, HEAD_SIZE))
+    assert config.mamba2_cache_params.dtype.conv == torch.float32
+
+
+# ---- how they are found ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "group"), [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")])
+def test_entry_points_resolve(root, engine, group):
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML; the engines need 3.11")
+    said = tomllib.loads((root / "examples/engines" / engine / "pyproject.toml").read_text())
+    assert said["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == [PACKAGES[engine]]
+    ((name, path),) = said["project"]["entry-points"][group].items()
+    assert name == "rwkv_jit"
+    register = importlib.metadata.EntryPoint(name, path, group).load()
+    assert not inspect.signature(register).parameters
+    source = inspect.getsource(register)
+    for path in [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]:
+        if isinstance(path, str) and path.startswith(f"{PACKAGES[engine]}."):  # what the engine imports later
+            module, _, kind = path.replace(":", ".").rpartition(".")
+            file = root / "examples/engines" / engine / f"{module.replace('.', '/')}.py"
+            assert kind in [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("engine", PACKAGES)
+def test_what_is_tested_here_imports_no_engine(root, engine):
+    program = (
+        f"import sys, {PACKAGES[engine]}.batch; sys.exit(len({{'vllm', 'sglang', 'transformers'}} & set(sys.modules)))"
+    )
+    paths = [str(root), *(str(root / "examples/engines" / name) for name in ("rwkv7", engine))]
+    code = f"import sys; sys.path[:0] = {paths!r}; {program}"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
