@@ -330,3 +330,15 @@ def test_slots_up_to_the_null_index_are_none(op):
     rwkv_jit.replay_flush(texts.pool, texts.ring, **options)
     assert not texts.ring.cursors.any()
     texts.check()
+
+
+def test_more_heads_than_run_at_once(op):
+    """A cursor stays until the last block of its row has read it."""
+    texts = Texts("wkv7", dtype="fp32", length=2, slots=2, heads=4000)
+    slots = torch.tensor([1], dtype=torch.int32, device="cuda")
+    for _ in range(4):
+        given = texts.tokens(1, 1)
+        want, final = texts.exact(given, slots)
+        assert comparing.relative(texts.call("replay", given, slots), want) < 5e-6
+        texts.state[slots.long()] = final
+    texts.check()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import env
+from rwkv_jit import stats
 
 SLOTS, HEADS, SIZE, DRAFTS, NULL = 24, 2, 64, 4, -1
 LIMIT = 2e-5  # of states after thousands of float32 steps
@@ -128,11 +128,10 @@ class Server:
 
 
 def held():
-    """Bytes on the GPU, bytes of the process, its open files, and the files of the cache."""
+    """Bytes on the GPU, bytes of the process, its open files, and what it compiled, loaded and wrote."""
     torch.cuda.synchronize()
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    files = sum(len(names) for _, _, names in os.walk(env.cache_dir()))
-    return torch.cuda.memory_allocated(), resident, len(os.listdir("/proc/self/fd")), files
+    return torch.cuda.memory_allocated(), resident, len(os.listdir("/proc/self/fd")), stats.snapshot()
 
 
 def soak(steps, seed):
