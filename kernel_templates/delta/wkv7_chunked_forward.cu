@@ -23,7 +23,8 @@
 //
 // Grid (sequences, heads); with POOLED (heads, sequences), so that sequences for other launches, which end at once, leave
 // no multiprocessor with less to do than others. A warp holds 16 TILES value rows of S in fp32 for the whole sequence and
-// works with transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
+// works with transposes, [value, token], so that what one product gives is the next one's left operand as it lies in
+// registers.
 // Between two chunks S lacks the factor e^(D - m); it gets it together with the next chunk's e^m.
 #include "wkv7_chunk.cuh"
 #include "overlap.cuh"
@@ -112,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     if (first_steps > 0) from_w.load(next_w, first_steps);
     StateRows state[TILES];
     if constexpr (BY_HALVES) read_state<STATE_LAYOUT>(state, written_meanwhile(carried + state_offset), first_value);
-    else read_state<STATE_LAYOUT>(state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride), first_value);
+    else read_state<STATE_LAYOUT>(
+        state, first_state(initial_state, state_offset, pieces, sequence, head, slot_stride), first_value);
 
     const auto operand_r = tile_of(smem.operands.r), operand_a = tile_of(smem.operands.a);
     const auto operand_k = tile_of(smem.operands.k), operand_b = tile_of(smem.operands.b);
@@ -218,7 +220,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
                 // The row is worked out again: kept, it would be a register more in the loop.
                 const int row = warp_id() * WARP_ROWS + 16 * i;
                 if (has_left) write_state<STATE_LAYOUT>(carried + state_offset, state[i], row);
-                else write_state<STATE_LAYOUT>(last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state[i], row);
+                else write_state<STATE_LAYOUT>(
+                    last_state(final_state, state_offset, pieces, sequence, head, slot_stride), state[i], row);
             }
     }
     if (MAY_LEAVE_FRAMES && board != nullptr) {

@@ -19,7 +19,8 @@
 // Where decays leave the range of a chunk's frame, the rest of the head goes by halves: then S' is S, the factor e^D
 // lies between Y's product and the state's, and P, Q and K are as write_pairs_by_halves of gla_chunk.cuh makes them.
 //
-// Grid (sequences, heads, value rows / ROWS); with POOLED heads come first, as in wkv7_chunked_forward. A warp holds 16 TILES rows of the state in fp32 for the whole sequence.
+// Grid (sequences, heads, value rows / ROWS); with POOLED heads come first, as in wkv7_chunked_forward. A warp holds 16
+// TILES rows of the state in fp32 for the whole sequence.
 #include "gla_chunk.cuh"
 #include "pooled.cuh"
 

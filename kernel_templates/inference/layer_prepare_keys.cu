@@ -8,7 +8,8 @@
 //   k_k, k_a, a0, v0           [heads, HEAD_SIZE]  T_K_K, T_K_A, T_A0, T_V0  in; a0 and v0 or null
 //   new_k, new_v, a, b         [rows, heads, HEAD_SIZE]  T_IO  out
 //
-// v_first, v_gate, v0 and new_v are null without HAS_V_FIRST, where v stays as it is. Grid (rows * heads / BLOCK_HEADS); LANES lanes have a head.
+// v_first, v_gate, v0 and new_v are null without HAS_V_FIRST, where v stays as it is. Grid (rows * heads / BLOCK_HEADS);
+// LANES lanes have a head.
 #include "layer_heads.cuh"
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_prepare_keys(

@@ -12,7 +12,7 @@
 //   entry_v, entry_u           [slots, heads, ENTRIES, V]  T_IO, float        in and out; u with DELTA
 //   cursors       [slots]  int  in and out: how many entries there are, up to LENGTH
 //   arrivals      [slots]  unsigned  zeros, before and after
-//   accept_lens   [batch]  int32 or int64  in where TOKENS is 0, or null: how many of the entries behind the cursor are there too
+//   accept_lens   [batch]  int32 or int64  in without TOKENS, or null: how many entries behind the cursor count too
 //
 // With TOKENS a step of decoding: a row whose ring would have more than `kept` entries has its state written, with all
 // of them and with these tokens, and begins anew. As a DRAFT: the tokens become entries behind the cursor, which stays,
@@ -307,7 +307,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
 
     // How many entries there are; none is read that is not among those of the slot, whatever the cursor is.
     int past = min(max(cursor, 0), LENGTH);
-    if (!HAS_TOKENS && accept_lens != nullptr) past += static_cast<int>(min(max(i64(accept_lens[row]), i64(0)), i64(ENTRIES - LENGTH)));
+    if (!HAS_TOKENS && accept_lens != nullptr)
+        past += static_cast<int>(min(max(i64(accept_lens[row]), i64(0)), i64(ENTRIES - LENGTH)));
     const bool is_flush = !DRAFT && past + TOKENS > kept;
     const int moved = is_flush ? 0 : past + TOKENS;
     unsigned arrived = 0;
