@@ -140,10 +140,12 @@ class Server:
 
 
 def held():
-    """Bytes on the GPU, bytes of the process, its open files, and what it compiled, loaded and wrote."""
+    """Bytes on the GPU, bytes of the process, its open files, kernels that it compiled, and bytes that it wrote."""
     torch.cuda.synchronize()
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return torch.cuda.memory_allocated(), resident, len(os.listdir("/proc/self/fd")), stats.snapshot()
+    made = stats.snapshot()
+    files = len(os.listdir("/proc/self/fd"))
+    return torch.cuda.memory_allocated(), resident, files, made["compiled"], made["bytes_written"]
 
 
 def soak(steps, seed):
