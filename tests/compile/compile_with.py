@@ -36,9 +36,10 @@ def requests_of(op, arch):
         for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])
         for direction in (*ahead.DIRECTIONS, *([ahead.UPDATE] if op == "wkv7" else []))
         for request in ahead.call_requests(
-            op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch
+            op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch,
+            **({"width": 2048, "rings": [(4, 4)]} if direction == ahead.UPDATE else {}),
         )
-    ]
+    ]  # fmt: skip
 
 
 def read(request):
