@@ -8,7 +8,7 @@ import torch
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel
+from rwkv_jit import ahead, kernel, tensors
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.inference import replay_steps
 from rwkv_jit.ops.table import OPS
@@ -124,6 +124,20 @@ def test_states_are_rounded_at_random_when_they_are_written():
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     torch.testing.assert_close(first, nearest, rtol=2**-7, atol=0)
+
+
+def test_slots_up_to_the_null_index_are_none():
+    pool, ring, given = make_pool("wkv7"), make_ring("wkv7"), tokens("wkv7")
+    slots = torch.tensor([1, 4, 2, 5])
+    y = step("wkv7", pool, ring, given, state_indices=slots, null_index=2)
+    assert [bool(row.any()) for row in y] == [False, True, False, True]
+    assert ring.cursors.tolist() == [0, 0, 0, 0, 1, 1, 0]
+
+
+def test_decays_and_sums_are_kept_in_float32():
+    ring = make_ring("wkv7", dtype=torch.bfloat16)
+    assert [x.dtype for x in (ring.d, ring.u)] == [torch.float32] * 2
+    assert [x.dtype for x in (ring.b, ring.k, ring.v)] == [torch.bfloat16] * 3
 
 
 def test_a_reset_forgets_entries():
@@ -277,6 +291,35 @@ def test_commits_that_do_not_fit(counts, options, error, message):
         assert torch.equal(x, was)
 
 
+def test_slots_of_a_reset_are_looked_at():
+    for slots, error in (([0, SLOTS], ValueError), (-1, ValueError), ([1.0], TypeError)):
+        with pytest.raises(error, match="slots: expected"):
+            make_ring("wkv7").reset(slots)
+
+
+def test_linear_attention_has_no_decay():
+    for option in ({"decay": "raw"}, {"w0": torch.zeros(H, K)}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            step("linear_attention", make_pool("linear_attention"), make_ring("linear_attention"),
+                 tokens("linear_attention"), **option)  # fmt: skip
+
+
+def test_a_ring_elsewhere_is_refused():
+    ring = rwkv_jit.ReplayRing(SLOTS, "wkv7", H, K, V, LENGTH, DRAFTS, torch.float32, device="meta")
+    with pytest.raises(ValueError, match="ring: expected device cpu, got meta"):
+        step("wkv7", make_pool("wkv7"), ring, tokens("wkv7"))
+
+
+def test_slots_of_a_flush_are_looked_at():
+    with pytest.raises(ValueError, match=f"state_indices: expected slots below {SLOTS}"):
+        rwkv_jit.replay_flush(make_pool("wkv7"), make_ring("wkv7"), state_indices=torch.tensor([0, SLOTS]))
+
+
+def test_gradients_of_a_pool_are_refused():
+    with pytest.raises(RuntimeError, match="replay_flush: changes the states in place and has no gradient"):
+        rwkv_jit.replay_flush(make_pool("wkv7").requires_grad_(), make_ring("wkv7"))
+
+
 def test_gradients_are_refused():
     given = tokens("wkv7")
     given["k"].requires_grad_()
@@ -325,6 +368,19 @@ def test_a_known_call_is_short(on_gpu):
         step("wkv7", pool, other, given, state_indices=slots, out=out)
         (launch,) = on_gpu.take()
         assert (launch.named["entry_k"], launch.parameters["LENGTH"]) == (other.k.data_ptr(), length)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_calls_of_the_same_tensors_are_told_apart(on_gpu, is_known, monkeypatch):
+    if not is_known:  # what calls find instead are plans
+        monkeypatch.setattr(tensors, "likeness", lambda arrays: lambda *_: False)
+    pool, given = make_pool("wkv7"), tokens("wkv7", 2)
+    for length, drafts in ((2, 4), (4, 2)):  # as much memory
+        ring = make_ring("wkv7", length=length, drafts=drafts)
+        for kind in ("replay", "verify", "replay"):
+            getattr(rwkv_jit, f"wkv7_{kind}")(pool, ring, *given.values())
+            (launch,) = on_gpu.take()
+            assert [launch.parameters[x] for x in ("LENGTH", "DRAFT")] == [length, kind == "verify"]
 
 
 def test_what_has_gaps_is_copied(on_gpu):
