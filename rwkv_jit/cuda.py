@@ -258,6 +258,15 @@ def prepared_launch(
     return config, run, (attribute, table)
 
 
+def read_integers(address: int, count: int, stream: int) -> list[int]:
+    """Return so many integers of 32 bits, when all that is on a raw stream has run."""
+    integers = (ctypes.c_int * count)()
+    runtime = _runtime()
+    runtime.memcpyAsync(ctypes.addressof(integers), address, 4 * count, runtime.memcpyDeviceToHost, stream)
+    runtime.streamSynchronize(stream)
+    return list(integers)
+
+
 def zero(address: int, count: int, stream: int) -> None:
     """Fill so many bytes with zeros, in the order of a raw stream."""
     _runtime().memsetAsync(address, 0, count, stream)

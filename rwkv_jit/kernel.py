@@ -182,22 +182,39 @@ def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[K
 
     Kernels that will be wanted `soon` compile behind them, and nobody waits for these.
     """
-    kernels = [_serve(request, may_compile=False) for request in requests]
-    missing = [request for request, known in zip(requests, kernels, strict=True) if known is None]
-    others = [request for request in soon if _serve(request, may_compile=False) is None]
-    compiled = iter([get(*missing)] if len(missing) == 1 and not others else _side_by_side(missing, others))
-    return [next(compiled) if known is None else known for known in kernels]
+    if len(requests) == 1 and not soon:
+        return [get(*requests)]  # in this thread
+    return _wait(_begin([*requests, *soon])[: len(requests)])
 
 
-def _side_by_side(requests: Sequence[Request], others: Sequence[Request]) -> list[Kernel]:
-    futures = [get_async(request) for request in requests]
-    for request in others:
-        get_async(request)  # who wants it meets its error
+def get_most(
+    requests: Sequence[Request], rest: Sequence[Request], soon: Sequence[Request] = ()
+) -> tuple[list[Kernel], list[Kernel | Future[Kernel]]]:
+    """Return several kernels as `get_all` does, and the rest: of those that compile behind all others the futures.
+
+    Where nothing may compile that is not in the cache, all are waited for.
+    """
+    count = len(requests)
+    if env.assert_cached():
+        kernels = get_all([*requests, *rest], soon)
+        return kernels[:count], [*kernels[count:]]
+    served = _begin([*requests, *soon, *rest])
+    return _wait(served[:count]), served[count + len(soon) :]
+
+
+def _begin(requests: Sequence[Request]) -> list[Kernel | Future[Kernel]]:
+    """Return the kernels that are stored, and the futures of the others; who wants one of these meets its error."""
+    stored = [_serve(request, may_compile=False) for request in requests]
+    return [known or get_async(request) for request, known in zip(requests, stored, strict=True)]
+
+
+def _wait(served: Sequence[Kernel | Future[Kernel]]) -> list[Kernel]:
     try:
-        return [future.result() for future in futures]
+        return [x.result() if isinstance(x, Future) else x for x in served]
     finally:
-        for future in futures:
-            future.cancel()  # where one has failed
+        for x in served:
+            if isinstance(x, Future):
+                x.cancel()  # where one has failed
 
 
 def get_async(request: Request) -> Future[Kernel]:
@@ -233,11 +250,13 @@ def memory_key(request: Request) -> Any:
 
 
 def _serve(request: Request, may_compile: bool) -> Kernel | None:
-    """Find a kernel, and compile it where it is nowhere and may be compiled."""
+    """Find a kernel, and compile it where it is nowhere and may be compiled; else do not wait for who compiles it."""
     key = memory_key(request)
     with _process.registry_lock:
         lock = _process.locks.setdefault(key, threading.Lock())
-    with lock:
+    if not lock.acquire(blocking=may_compile):
+        return None
+    try:
         served = _process.kernels.get(key)
         if served is not None:
             served = copy.copy(served)  # the same module; only where this request was served from differs
@@ -249,6 +268,8 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
                 served = _compile_once(request, rendered)
             if served is not None:
                 _process.kernels[key] = served
+    finally:
+        lock.release()
     if served is not None:
         event = {name: getattr(served, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
         stats.tell(event)

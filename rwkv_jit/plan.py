@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,36 @@ class _Zeros(NamedTuple):
 
     def launch(self, stream: int, values: Sequence[int]) -> None:
         cuda.zero(values[self.place], self.bytes, stream)
+
+
+class _Later:
+    """A launch whose kernel still compiles, and that has nothing to do in most calls.
+
+    Until the kernel is there each call looks whether it is needed, which waits for the GPU. Graphs have to have it.
+    """
+
+    def __init__(
+        self,
+        made: Future[kernel.Kernel],
+        bind: Callable[[kernel.Kernel], Launch],
+        replace: Callable[[Launch], None],
+        place: int,
+        count: int,
+        least: int,
+    ):
+        self._made, self._bind, self._replace = made, bind, replace
+        self._place, self._count, self._least = place, count, least  # of the integers that say so
+
+    def launch(self, stream: int, values: Sequence[int]) -> None:
+        if not self._made.done() and not tensors.capturing() and self._is_idle(stream, values):
+            return
+        launch = self._bind(self._made.result())
+        self._replace(launch)
+        launch.launch(stream, values)
+
+    def _is_idle(self, stream: int, values: Sequence[int]) -> bool:
+        counts = cuda.read_integers(values[self._place], self._count, stream)
+        return all(count >= self._least for count in counts)
 
 
 class Plan:
@@ -151,9 +183,8 @@ class Plan:
     def _bind(self, arrays: Mapping[str, Tensor | None], soon: Sequence[kernel.Request]) -> None:
         """Load the kernels, and find a place for every argument of theirs."""
         schedule, device = self._schedule, self.device.index
-        requests = schedule.requests(self._problem.gpu)
-        check_capture(self._problem.op.name, requests, device)
-        kernels = kernel.get_all(requests, soon)
+        check_capture(self._problem.op.name, schedule.requests(self._problem.gpu), device)
+        kernels = self._kernels(soon)
         grids = [_grid(step, own, device) for step, own in zip(schedule.launches, kernels, strict=True)]
 
         scratch = dict(schedule.scratch)
@@ -171,12 +202,21 @@ class Plan:
         self._places = {name: index for index, name in enumerate(names)}
         sizes = {**pieces, **scratch}
 
-        self._launches: list[Launch | _Zeros] = []
+        self._launches: list[Launch | _Zeros | _Later] = []
         self._sides: list[tuple[bool, bool]] = []
         bound = iter(zip(kernels, grids, strict=True))
         for item in schedule.steps:
             if isinstance(item, Step):
-                self._launches.append(self._launch_of(item, *next(bound), arrays))
+                own, grid = next(bound)
+                bind = self._launch_of(item, grid, arrays)
+                if isinstance(own, Future):
+                    assert item.idle_at is not None
+                    buffer, least = item.idle_at
+                    count = sizes[buffer] // 4
+                    replace = partial(self._launches.__setitem__, len(self._launches))
+                    self._launches.append(_Later(own, bind, replace, self._places[buffer], count, least))
+                else:
+                    self._launches.append(bind(own))
                 self._sides.append((item.is_beside, item.waits))
             elif sizes.get(item.buffer):
                 self._launches.append(_Zeros(self._places[item.buffer], sizes[item.buffer]))
@@ -184,16 +224,28 @@ class Plan:
         if not any(is_beside for is_beside, _ in self._sides):
             self._sides = []
 
+    def _kernels(self, soon: Sequence[kernel.Request]) -> list[kernel.Kernel | Future[kernel.Kernel]]:
+        """Return the kernels of the launches, and of those that may be idle, while they compile, the futures."""
+        gpu, launches = self._problem.gpu, self._schedule.launches
+        needed = [step.request(gpu) for step in launches if step.idle_at is None]
+        rest = [step.request(gpu) for step in launches if step.idle_at is not None]
+        made, others = kernel.get_most(needed, rest, soon)
+        return [(made if step.idle_at is None else others).pop(0) for step in launches]
+
     def _launch_of(
-        self, step: Step, own: kernel.Kernel, grid: tuple[int, int, int], arrays: Mapping[str, Tensor | None]
-    ) -> Launch:
-        declared = step.request(self._problem.gpu).template.arguments(step.entry)
+        self, step: Step, grid: tuple[int, int, int], arrays: Mapping[str, Tensor | None]
+    ) -> Callable[[kernel.Kernel], Launch]:
+        """Return what makes a launch of its kernel."""
+        template = step.request(self._problem.gpu).template
+        declared = template.arguments(step.entry)
         if declared is None:
-            raise RwkvJitError(f"{own.name}: there is no kernel {step.entry!r} whose arguments can be read")
+            raise RwkvJitError(f"{template.name}: there is no kernel {step.entry!r} whose arguments can be read")
         arguments = [self._argument(step, argument, arrays) for argument in declared]
-        block = (int(own.parameters["NUM_THREADS"]), 1, 1)
-        shared_bytes = int(own.parameters.get("SHARED_BYTES", step.shared_bytes))
-        return Launch(own, step.entry, self.device.index, grid, block, arguments, shared_bytes, step.overlaps)
+        block = (int(step.parameters["NUM_THREADS"]), 1, 1)
+        shared_bytes = int(step.parameters.get("SHARED_BYTES", step.shared_bytes))
+        return lambda own: Launch(
+            own, step.entry, self.device.index, grid, block, arguments, shared_bytes, step.overlaps
+        )  # fmt: skip
 
     def _argument(self, step: Step, argument: Argument, arrays: Mapping[str, Tensor | None]) -> tuple[str, Any]:
         """Return the letters of an argument, and what is passed: a place among the values, or a constant."""
@@ -250,9 +302,11 @@ def check_capture(op: str, requests: Sequence[kernel.Request], device: int) -> N
         )
 
 
-def _grid(step: Step, own: kernel.Kernel, device: int) -> tuple[int, int, int]:
+def _grid(step: Step, own: kernel.Kernel | Future[kernel.Kernel], device: int) -> tuple[int, int, int]:
     if not step.is_resident:
         return step.grid
+    if isinstance(own, Future):
+        own = own.result()
     # As many as its registers were given out for; where nobody has said that, as the driver finds.
     per_multiprocessor = own.parameters.get("BLOCKS_PER_SM") or cuda.driver().occupancyMaxActiveBlocksPerMultiprocessor(
         own.function(device, step.entry), int(own.parameters["NUM_THREADS"]), 0

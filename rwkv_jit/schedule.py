@@ -45,6 +45,9 @@ class Step(NamedTuple):
     is_beside: bool = False  # on the stream beside the call's
     waits: bool = False  # for what the other stream has so far
     overlaps: bool = False  # may begin beside the launch before it, for whose results it waits itself (overlap.cuh)
+    # A buffer of int32 and a number: where none of them is smaller there is nothing to do. So a call need not wait
+    # until the kernel is compiled.
+    idle_at: tuple[str, Any] | None = None
 
     def request(self, gpu: Gpu) -> kernel.Request:
         """Return the kernel to find or compile."""
@@ -138,5 +141,6 @@ def renamed(steps: Sequence[Step | Zero], names: Mapping[str, Any]) -> list[Step
             argument: names.get(source, source) if isinstance(source, str) else source
             for argument, source in step.bind.items()
         }
-        changed.append(step._replace(bind={**names, **bound}))
+        idle_at = step.idle_at and (names.get(step.idle_at[0], step.idle_at[0]), step.idle_at[1])
+        changed.append(step._replace(bind={**names, **bound}, idle_at=idle_at))
     return changed

@@ -229,4 +229,5 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
         (*parts.sequences_and_heads(p), 1),
         {**parts.given(p), **passed, **bind},
         arch,
+        idle_at=parts.all_framed(p) if by_halves else None,
     )

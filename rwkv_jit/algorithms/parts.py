@@ -227,6 +227,11 @@ def kept_frames(p: Problem) -> dict[str, Any]:
     return {"framed": 4 * p.N * p.H} if p.has_halves else {}
 
 
+def all_framed(p: Problem) -> tuple[str, Any] | None:
+    """Return what tells that the forward had all chunks in frames, of sequences of one length."""
+    return None if p.is_packed or p.is_pooled else ("framed", -(-p.T // p.chunk_len))
+
+
 def framed(p: Problem) -> str | None:
     """Return what a kernel's argument of that name is bound to."""
     return "framed" if p.has_halves and p.training else None

@@ -53,7 +53,10 @@ class Known:
         try:
             if asked:  # it may be illegal for the backward alone, which shall be said before a launch
                 kernel.get_all(sum(requests, []))
-            self._forward = Plan(schedules[0], problem, named, soon=sum(requests[1:], []))
+            backward = [step for schedule in schedules[1:] for step in schedule.launches]
+            backward.sort(key=lambda step: step.idle_at is not None)  # which may not be needed
+            soon = [step.request(problem.gpu) for step in backward]
+            self._forward = Plan(schedules[0], problem, named, soon=soon)
         except UnsupportedConfigError as error:
             raise with_nearest(error, problem, schedules[-1], asked) from error
 

@@ -120,6 +120,7 @@ class Gpus:
         self.resident_blocks = 2  # of a multiprocessor
         self.requests = {}  # those that were served, by image
         self.while_running = lambda launch: None  # what kernels do
+        self.reading = ()  # what is read when its stream is waited for
 
     @property
     def launches(self):
@@ -216,6 +217,16 @@ class Gpus:
 
     streamNonBlocking = eventDisableTiming = 1  # noqa: N815
     setDevice = make_current  # noqa: N815
+
+    memcpyDeviceToHost = 2  # noqa: N815
+
+    def memcpyAsync(self, target, source, count, kind, stream):  # noqa: N802
+        assert kind == self.memcpyDeviceToHost
+        self.reading = stream, target, source, count
+
+    def streamSynchronize(self, stream):  # noqa: N802
+        assert self.reading[0] == stream
+        ctypes.memmove(*self.reading[1:])
 
     def memsetAsync(self, address, value, count, stream):  # noqa: N802
         ctypes.memset(address, value, count)

@@ -2,18 +2,20 @@
 
 import ctypes
 import re
+import struct
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rwkv_jit import tensors
-from rwkv_jit.errors import RwkvJitError
+from rwkv_jit import kernel, tensors
+from rwkv_jit.errors import CompileError, RwkvJitError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Op, Problem
-from rwkv_jit.schedule import Result, Schedule, Step, Stride, Zero
+from rwkv_jit.schedule import Result, Schedule, Step, Stride, Zero, renamed
 from rwkv_jit.template import Template
 
 STRIDES = ("strides.cuh", "struct Strides { i64 batch, token, head; };\nstruct RowStrides { i64 batch, token; };\n")
@@ -366,3 +368,154 @@ def test_inputs_are_compared_with_dlpack_when_they_come_first(on_gpu, monkeypatc
     backward = {**arrays, "dy": torch.randn(B, T, H, K), "saved": torch.randn(4)}
     plan_of(schedule(), backward, {"kept": 16})
     assert seen == ["x", "u"]  # which the backward has again
+
+
+# ---- kernels that are not needed yet -----------------------------------------------------------------------------
+
+REST = step("const int* __restrict__ counts, float* __restrict__ y", entry="rest", idle_at=("counts", 5))
+COUNTS = step("int* __restrict__ counts, float* __restrict__ y", entry="count")
+
+
+@pytest.fixture
+def compiling(on_gpu, monkeypatch):
+    """The kernel "rest" is nowhere, and compiles until its future is given one; "count" leaves three numbers."""
+    futures, stored, really_get, counts = [], kernel._stored, kernel.get_async, [5, 7, 5]
+
+    def get_async(request):
+        futures.append((request, Future()))
+        return futures[-1][1]
+
+    def finish():
+        request, future = futures[-1]
+        future.set_result(stored(request, request.template.render(request.parameters), None))
+
+    def count(launch):
+        if launch.entry == "count":
+            ctypes.memmove(launch.named["counts"], struct.pack("=3i", *counts), 12)
+
+    monkeypatch.setattr(
+        kernel, "_stored", lambda request, *more: None if request.template.name == "rest" else stored(request, *more)
+    )
+    monkeypatch.setattr(kernel, "get_async", get_async)
+
+    def give_up():
+        for _, future in futures:
+            future.set_exception(TimeoutError("nobody finished the kernel"))
+
+    on_gpu.while_running = count
+    timer = threading.Timer(20, give_up)
+    timer.start()
+    yield SimpleNamespace(counts=counts, finish=finish, futures=futures, get_async=really_get)
+    timer.cancel()
+
+
+@pytest.fixture(params=["scratch", "kept"])
+def counting(request, compiling, on_gpu):
+    """Run a plan whose second launch is needed where a count is below 5; returns what it launched."""
+    arrays = make()
+    made = plan_of(schedule(COUNTS, REST, **{request.param: {"before": 16, "counts": 12}}), arrays)
+
+    def run():
+        made.run([*arrays.values()])
+        return [launch.entry for launch in on_gpu.take()]
+
+    return run
+
+
+def test_calls_go_on_without_a_kernel_that_has_nothing_to_do_while_it_compiles(counting, compiling, on_gpu):
+    for _ in range(2):
+        assert counting() == ["count"]
+    compiling.finish()
+    bound = []
+    for _ in range(2):
+        assert counting() == ["count", "rest"]
+        bound.append(len(on_gpu.functions))
+    assert bound == [2, 2]  # once for all calls
+    assert len(compiling.futures) == 1
+
+
+@pytest.mark.parametrize("counts", [[4, 5, 5], [5, 5, 4], [0, 9, 9]])
+def test_a_kernel_that_has_something_to_do_is_waited_for(counts, counting, compiling):
+    compiling.counts[:] = counts
+    timer = threading.Timer(0.1, compiling.finish)
+    timer.start()
+    assert counting() == ["count", "rest"]
+    timer.join()
+
+
+def test_a_capture_waits_for_a_kernel_that_still_compiles(counting, compiling, on_gpu):
+    """A graph may replay with inputs that need it, and nothing can be read in a capture."""
+    assert counting() == ["count"]
+    on_gpu.capturing = True
+    timer = threading.Timer(0.1, compiling.finish)
+    timer.start()
+    assert counting() == ["count", "rest"]
+    timer.join()
+
+
+def test_counts_are_those_of_the_forward_in_a_backward(compiling, on_gpu):
+    rest = REST._replace(idle_at=("kept_counts", 5), bind={"counts": "kept_counts"})
+    saved = torch.tensor([0, 5, 6, 0, 0, 4, 9, 9], dtype=torch.int32).view(torch.float32)
+    arrays = {**make(), "dy": torch.randn(B, T, H, K), "saved": saved}
+    made = plan_of(schedule(rest, step()), arrays, {"before": 4, "kept_counts": 8, "behind": 20})
+    made.run([*arrays.values()])
+    assert [launch.entry for launch in on_gpu.take()] == ["mix"]
+    saved.view(torch.int32)[2] = 4
+    compiling.finish()
+    made.run([*arrays.values()])
+    assert [launch.entry for launch in on_gpu.take()] == ["rest", "mix"]
+
+
+def test_steps_that_take_other_buffers_look_at_those():
+    (other,) = renamed([REST], {"counts": "other", "y": "z"})
+    assert other.idle_at == ("other", 5)
+    (same,) = renamed([step()], {"counts": "other"})
+    assert same.idle_at is None
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_of_the_next_call(counting, compiling):
+    assert counting() == ["count"]
+    compiling.futures[-1][1].set_exception(CompileError("it does not compile"))
+    with pytest.raises(CompileError, match="it does not compile"):
+        counting()
+
+
+def test_where_nothing_may_compile_the_first_call_says_what_is_missing(compiling, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    monkeypatch.setattr(kernel, "get_async", compiling.get_async)
+    with pytest.raises(CompileError, match="rest .* is not in the cache"):
+        plan_of(schedule(COUNTS, REST, scratch={"counts": 12}), make())
+
+
+def test_kernels_that_may_be_idle_compile_behind_all_others(monkeypatch, on_gpu):
+    asked = []
+    monkeypatch.setattr(kernel, "_stored", lambda *_: None)
+    monkeypatch.setattr(kernel, "get_async", lambda request: asked.append(request.template.name) or Future())
+    monkeypatch.setattr(kernel, "_wait", lambda served: 1 / 0)
+    soon = step(entry="later").request(Gpu("sm_80"))
+    with pytest.raises(ZeroDivisionError):
+        plan_of(schedule(REST, COUNTS, scratch={"counts": 12}), make(), None, [soon])
+    assert asked == ["count", "later", "rest"]
+
+
+def test_nobody_waits_for_a_kernel_that_may_be_idle_while_another_call_compiles_it(on_gpu, monkeypatch):
+    """As the forward's call has asked for those of the backward."""
+    may_compile, is_compiling, stored = threading.Event(), threading.Event(), kernel._stored
+
+    def compile_once(request, rendered):
+        is_compiling.set()
+        assert may_compile.wait(10)
+        return stored(request, rendered, None)
+
+    monkeypatch.setattr(
+        kernel, "_stored", lambda request, *more: None if request.template.name == "rest" else stored(request, *more)
+    )
+    monkeypatch.setattr(kernel, "_compile_once", compile_once)
+    kernel.get_async(REST.request(Gpu("sm_80")))
+    assert is_compiling.wait(10)
+    arrays = make()
+    made = plan_of(schedule(COUNTS, REST, scratch={"counts": 12}), arrays)
+    on_gpu.while_running = lambda launch: ctypes.memmove(launch.named["counts"], struct.pack("=3i", 5, 5, 5), 12)
+    made.run([*arrays.values()])
+    assert [launch.entry for launch in on_gpu.take()] == ["count"]
+    may_compile.set()

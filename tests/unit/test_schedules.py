@@ -53,11 +53,16 @@ def bind():
         shared_bytes: int
         overlaps: bool
 
-    def load(wanted, soon=()):
-        return [
-            SimpleNamespace(name=x.template.name, template=x.template, parameters=x.parameters, function=lambda *_: 0)
-            for x in wanted
-        ]
+    def load(*wanted):
+        return tuple(
+            [
+                SimpleNamespace(
+                    name=x.template.name, template=x.template, parameters=x.parameters, function=lambda *_: 0
+                )
+                for x in several
+            ]
+            for several in wanted[:2]
+        )
 
     def bound(schedule, problem, arrays, kept=None):
         made = plan.Plan(schedule, problem, arrays, kept)
@@ -82,7 +87,7 @@ def bind():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(plan, "Launch", Recorded)
-        patched.setattr(plan.kernel, "get_all", load)
+        patched.setattr(plan.kernel, "get_most", load)
         occupancy = SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda *_: 2)
         patched.setattr(plan.cuda, "driver", lambda: occupancy)
         patched.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

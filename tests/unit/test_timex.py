@@ -392,7 +392,7 @@ def test_training_compiles_the_backward_beside_the_forward(driver, monkeypatch):
     wanted = []
     monkeypatch.setattr(kernel, "get_async", lambda request: wanted.append(request))
     monkeypatch.setattr(kernel, "_stored", lambda *_: None)
-    monkeypatch.setattr(kernel, "_side_by_side", lambda requests, soon: wanted.extend((*requests, *soon)) or 1 / 0)
+    monkeypatch.setattr(kernel, "_begin", lambda requests: wanted.extend(requests) or 1 / 0)
     monkeypatch.setattr(kernel, "_compile_once", lambda request, _: wanted.append(request) or 1 / 0)
     tiles = {("timex_convolve", True), ("timex_filter_gradient", None)}
 
@@ -479,7 +479,7 @@ def test_known_calls_are_not_prepared_again(driver, backend, monkeypatch):
 
     count = len(train(0.0))
     with monkeypatch.context() as known:
-        for module, name in ((kernel, "get_all"), (op, "_check"), (op, "_find_backward")):
+        for module, name in ((kernel, "get_most"), (op, "_check"), (op, "_find_backward")):
             known.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
         assert len(train(0.0)) == count
         with pytest.raises(pytest.fail.Exception, match="_check was called"):

@@ -291,7 +291,7 @@ def asked(gpus):
 
 def no_more_preparations(monkeypatch):
     """From now on calls are known."""
-    for module, name in ((kernel, "get_all"), (checks, "check_inputs"), (known_calls, "plan_backward")):
+    for module, name in ((kernel, "get_most"), (checks, "check_inputs"), (known_calls, "plan_backward")):
         monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} was called"))
 
 
