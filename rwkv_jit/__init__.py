@@ -19,7 +19,7 @@ _MODULES = {
     "linear_attention": "rwkv_jit.ops.linear_attention",
     "timex": "rwkv_jit.ops.timex",
     "wkv4": "rwkv_jit.ops.wkv4",
-    "wkv4_update": "rwkv_jit.ops.wkv4",
+    "wkv4_update": "rwkv_jit.inference.wkv4",
     "wkv5": "rwkv_jit.ops.wkv5",
     "wkv6": "rwkv_jit.ops.wkv6",
     "wkv7": "rwkv_jit.ops.wkv7",
@@ -200,6 +200,7 @@ if TYPE_CHECKING:
         wkv6_varlen,
         wkv7_varlen,
     )
+    from rwkv_jit.inference.wkv4 import wkv4_update
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.modes import (
         get_bfloat16_precision,
@@ -211,7 +212,7 @@ if TYPE_CHECKING:
     from rwkv_jit.ops.linear_attention import linear_attention
     from rwkv_jit.ops.options import CallOptions, DecayOptions
     from rwkv_jit.ops.timex import timex
-    from rwkv_jit.ops.wkv4 import wkv4, wkv4_update
+    from rwkv_jit.ops.wkv4 import wkv4
     from rwkv_jit.ops.wkv5 import wkv5
     from rwkv_jit.ops.wkv6 import wkv6
     from rwkv_jit.ops.wkv7 import wkv7

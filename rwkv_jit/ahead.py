@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit import env, kernel, modes, rule, tensors, tuned
-from rwkv_jit.algorithms import whole
+from rwkv_jit.algorithms import whole, wkv4
 from rwkv_jit.algorithms.parts import Case
-from rwkv_jit.algorithms.wkv4 import backend_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference import layer_steps, replay_steps, steps, varlen_steps
@@ -233,8 +232,8 @@ def warm(
         B, for timex alone; by default all.
     updates : bool, default False
         The kernels of `<op>_update` and `<op>_varlen` too, for batches of any size, one token and several, states
-        rounded either way, indices of 32 bits, and a w0 that is float32 or of the dtype of w. Of wkv4 and timex there
-        are none.
+        rounded either way, indices of 32 bits, and a w0 that is float32 or of the dtype of w. wkv4 has an update alone,
+        and timex none.
     rings : iterable of (int, int), default ()
         Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
@@ -384,7 +383,7 @@ def call_requests(
     types = _types(entry, dtype) | dict.fromkeys(_wide(entry), _storage("w_dtype", w_dtype))
     state_type = _storage("state_dtype", state_dtype)
     _refuse_lengths(op, tokens, batch)
-    if direction == UPDATE and not entry.has_heads:
+    if direction == UPDATE and not entry.state:
         raise ValueError(f"updates: there are none of {op} over a pool of states")
     if width is not None:
         if op != "wkv7" or direction != UPDATE:
@@ -410,10 +409,14 @@ def call_requests(
             whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
             raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
         _refuse(op, head_size=head_size, value_size=value_size, state_layout=state_layout, decay_bound=decay_bound)
+        _refuse(op, rings=tuple(rings) or None)
         if op == "timex":
             _refuse(op, decay=decay)
             batches = _BATCHES if batch is None else [batch]
             problems = [_timex_problem(types, arch, direction, "auto", tokens, rows) for rows in batches]
+        elif direction == UPDATE:
+            made = [_wkv4_problem(types, arch, DIRECTIONS[0], "recurrent", decay, tokens=count) for count in (1, 2)]
+            return [request for p in made for request in wkv4.update(p, {}).requests(p.gpu)]
         else:
             problems = [
                 _wkv4_problem(types, arch, direction, "auto", decay, multiprocessors, length)
@@ -603,7 +606,7 @@ def _wkv4_problem(
     gpu = Gpu(*tensors.targets(arch), multiprocessors)
     return Problem(
         OPS["wkv4"], gpu, types, T=tokens, C=1, training=True, has_initial_state=True, has_final_state=True,
-        decay=decay or "raw", backend=backend_of(backend, 1, tokens, multiprocessors or 0),
+        decay=decay or "raw", backend=wkv4.backend_of(backend, 1, tokens, multiprocessors or 0),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from rwkv_jit.schedule import Result, Schedule, Step
 from rwkv_jit.template import Parameter
 
 CHUNK_LEN = 16  # tokens that a thread loads at once, and between the states that the forward saves
+_UPDATE_LEN = 8  # of an update of several tokens
 NUM_THREADS = 128
 
 # ---- how a sequence is split -------------------------------------------------------------------------------------
@@ -87,12 +88,27 @@ def backward(p: Problem) -> Schedule:
     return Schedule(_walks(p, "backward", bind), results, scratch={**scratch, **_summaries(p)})
 
 
-def _walks(p: Problem, direction: str, bind: Mapping[str, Any]) -> tuple[Step, ...]:
-    """Return the launches of a direction: where there are parts, first what each does on its own."""
-    types: dict[str, Parameter] = {
-        "T_IO": p.types["v"], "T_W": p.types["w"], "T_U": p.types["u"], "DECAY": p.decay, "CHUNK_LEN": CHUNK_LEN,
+def update(p: Problem, pool: Mapping[str, int], index_bytes: int = 4) -> Schedule:
+    """Return the launch of one or a few tokens; `pool` has the kernel's numbers about it: slots, strides, null_index.
+
+    The state is bound to the pool, y to memory of the caller's.
+    """
+    parameters = {**_types(p, 1 if p.T == 1 else _UPDATE_LEN), "INDEX_BYTES": index_bytes}
+    grid = (-(-p.B * p.C // NUM_THREADS), 1, 1)
+    bind = {**parts.given(p), "w_raw": "w", "bonus": "u", **pool}
+    return Schedule((Step("wkv4_update", "wkv4_update", parameters, grid, bind),))
+
+
+def _types(p: Problem, chunk_len: int) -> dict[str, Parameter]:
+    return {
+        "T_IO": p.types["v"], "T_W": p.types["w"], "T_U": p.types["u"], "DECAY": p.decay, "CHUNK_LEN": chunk_len,
         "NUM_THREADS": NUM_THREADS,
     }  # fmt: skip
+
+
+def _walks(p: Problem, direction: str, bind: Mapping[str, Any]) -> tuple[Step, ...]:
+    """Return the launches of a direction: where there are parts, first what each does on its own."""
+    types = _types(p, CHUNK_LEN)
     count, blocks = _parts(p), -(-p.B * p.C // NUM_THREADS)
     given = {
         **parts.given(p), "w_raw": "w", "bonus": "u", "part_len": _part_length(p),

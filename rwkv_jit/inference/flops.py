@@ -24,6 +24,12 @@ def _count_replay(op: str, phase: str, state: Tensor, y: Tensor | None, *given: 
     return 0 if y is None else _count(op, state, y, given[_INPUTS])
 
 
+def _count_wkv4(op: str, state: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    """Count two sums that gain a term each, and the output, which is made of the sums and a term more of each."""
+    return 8 * y.numel()
+
+
+flop_counter.register_flop_formula(registry.find("wkv4_states").overloadpacket, get_raw=True)(_count_wkv4)
 for _name in ("update_states", "varlen_states"):
     flop_counter.register_flop_formula(registry.find(_name).overloadpacket, get_raw=True)(_count)
 flop_counter.register_flop_formula(registry.find("replay_states").overloadpacket, get_raw=True)(_count_replay)

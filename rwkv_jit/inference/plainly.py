@@ -12,10 +12,16 @@ from rwkv_jit.inference import rounding
 from rwkv_jit.inference.calls import with_w0
 from rwkv_jit.ops import plain
 from rwkv_jit.problem import Op
-from rwkv_jit.reference import decay_factor, gla_ref, linear_attention_ref, wkv5_ref, wkv6_ref, wkv7_ref
+from rwkv_jit.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
+
+
+def _wkv4(k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, *_: Any, decay: str, **__: Any) -> Any:
+    return wkv4_ref(w, u, k, v, state, True, decay)
+
 
 _REFERENCES: dict[str, Callable[..., Any]] = {
-    "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref, "linear_attention": linear_attention_ref,
+    "wkv4": _wkv4, "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref,
+    "linear_attention": linear_attention_ref,
 }  # fmt: skip
 
 

@@ -18,6 +18,11 @@ _OPS = {
         "Tensor? write_indices, Tensor? seed, int null_index, float scale, str decay, str state_layout) -> ()",
         "rwkv_jit.inference.update",
     ),
+    "wkv4_states": (
+        "(str op, Tensor(a!) state, Tensor(b!) y, Tensor k, Tensor v, Tensor w, Tensor u, Tensor? state_indices, "
+        "Tensor? write_indices, int null_index, str decay) -> ()",
+        "rwkv_jit.inference.wkv4",
+    ),
     "replay_states": (
         "(str op, str phase, Tensor(a!) state, Tensor(b!)? y, Tensor(c!) cursors, Tensor(d!) arrivals, Tensor(e!)? d, "
         "Tensor(f!)? b, Tensor(g!) k, Tensor(h!) v, Tensor(i!)? u, int length, Tensor[] inputs, Tensor? w0, "

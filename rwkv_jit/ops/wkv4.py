@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import modes, tensors
-from rwkv_jit.ops import checks, known_calls, recording, registry, sharding, torch_op
+from rwkv_jit.ops import known_calls, recording, registry, torch_op
 from rwkv_jit.ops.known_calls import Known
 from rwkv_jit.ops.options import complete
 from rwkv_jit.ops.table import OPS
@@ -126,76 +126,6 @@ def wkv4(
 
 _TOKEN = replace(OP.op, inputs=dict(w="C", u="C", k="BC", v="BC"))
 _NO_GRADIENT = "changes the state in place and has no gradient; use wkv4, or torch.no_grad()"
-
-
-def wkv4_update(state: Any, w: Any, u: Any, k: Any, v: Any, decay: str = "raw") -> Tensor:
-    """RWKV-4 time mixing of one token, which changes the state in place: for decoding.
-
-        y = (num + e^(u + k) v) / (den + e^(u + k));   num <- e^d num + e^k v;   den <- e^d den + e^k
-
-    Parameters
-    ----------
-    state : torch.Tensor, shape (B, 3, C), float32
-        num, den and max, as `wkv4` takes and returns them; begin with 0, 0 and -1e38. It is changed, so it must have
-        memory of its own for every element, and an array of another library must be one that torch can write.
-    w, u : torch.Tensor, shape (C,), dtype of k or float32
-        Decay and bonus.
-    k, v : torch.Tensor, shape (B, C), float16, bfloat16 or float32
-        Key and value of the token.
-    decay : {"raw", "log"}, default "raw"
-        Whether the log-decay d is -exp(w) or w.
-
-    Returns
-    -------
-    y : torch.Tensor, shape (B, C), dtype of v
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The state is as it was.
-    RuntimeError
-        An input wants a gradient, which a state changed in place cannot give: `wkv4` can.
-
-    Notes
-    -----
-    The kernel, its precision, its first call and what autocast does are those of `wkv4`. No gradient is recorded.
-
-    References
-    ----------
-    Peng et al., RWKV: Reinventing RNNs for the Transformer Era, arXiv:2305.13048.
-
-    Examples
-    --------
-    >>> state = torch.tensor([0.0, 0.0, -1e38], device="cuda").view(1, 3, 1).repeat(2, 1, 96)
-    >>> w, u = torch.linspace(-5, 1, 96, device="cuda"), torch.zeros(96, device="cuda")
-    >>> y = rwkv_jit.wkv4_update(state, w, u, *torch.randn(2, 2, 96, device="cuda"))
-    >>> y.shape
-    torch.Size([2, 96])
-    """
-    arrays = w, u, k, v
-    asked = ("wkv4_update", decay, torch.is_grad_enabled())
-    known, _ = known_calls.find(asked, arrays, state, None, _TOKEN.lead)
-    if known is not None:
-        return _run_step(known, state, arrays)
-    if sharding.any_distributed((state, *arrays)):
-        raise TypeError("state: wkv4_update changes it in place and takes no DTensors; pass to_local() of each")
-    cast = torch_op.under_autocast(_TOKEN, arrays)
-    if cast is not None:
-        w, u, k, v = cast
-        with tensors.exactly(k):
-            return wkv4_update(state, w, u, k, v, decay)
-    checks.check_name("decay", decay, _TOKEN.decays)
-    given = checks.as_tensors(_TOKEN, arrays)
-    lead = given[_TOKEN.lead]
-    sizes = checks.check_inputs(_TOKEN, given, wide=not lead.is_cuda)
-    state = tensors.from_any("state", state, in_place=True)
-    shape = (sizes["B"], *(sizes[dim] for dim in _TOKEN.state))
-    checks.check_state(_TOKEN, "state", state, [shape], lead, wide=not lead.is_cuda)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (state, *given)):
-        raise RuntimeError(f"wkv4_update: {_NO_GRADIENT}")
-    if lead.is_cuda and tensors.is_eager() and tensors.are_plain((state, *given)):
-        return _run_step(_prepare_step(asked, state, given, decay), state, given)
-    return _step_op(state, *given, decay)  # type: ignore[no-any-return]
 
 
 def _prepare_step(asked: tuple[Any, ...], state: Tensor, arrays: Sequence[Tensor], decay: str) -> Known:

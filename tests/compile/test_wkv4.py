@@ -5,7 +5,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import kernel
-from rwkv_jit.algorithms import whole
+from rwkv_jit.algorithms import whole, wkv4
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops.table import OPS
@@ -31,6 +31,17 @@ def test_w_and_u_of_other_types(backend, parameters):
             "wkv4", arch="sm_90", direction=direction, decay="log", backend=backend, **parameters
         )
         assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_updates_compile_without_spills_everywhere(arch, dtype):
+    gpu = Gpu(arch)
+    for number, (tokens, decay, index_bytes) in enumerate(((1, "raw", 4), (1, "log", 8), (5, "log", 4), (5, "raw", 8))):
+        types = {"w": ("fp32", dtype)[number % 2], "u": (dtype, "fp32")[number // 2], "k": dtype, "v": dtype}
+        p = Problem(OPS["wkv4"], gpu, types, B=3, T=tokens, C=5, decay=decay)
+        (request,) = wkv4.update(p, {}, index_bytes).requests(gpu)
+        assert kernel.get(request).spill_bytes == 0
 
 
 @pytest.mark.parametrize(

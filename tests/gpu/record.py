@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-# The ops, and how the names of their templates begin; inference is as one more, whose modules no other op needs.
+# The ops, and how the names of their templates begin; inference is as one more, whose modules no other op needs but
+# wkv4, whose update stands there.
 INFERENCE = "inference"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
@@ -86,7 +87,7 @@ def _in_room(room: str) -> set[str]:
 def modules(op: str) -> list[str]:
     """All modules that decide about the results of an op."""
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
-    own = _in_room(INFERENCE) if op == INFERENCE else set()
+    own = _in_room(INFERENCE) if op in (INFERENCE, "wkv4") else set()
     return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {PLAIN})
 
 

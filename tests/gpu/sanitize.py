@@ -63,6 +63,15 @@ def wkv4(batch, tokens, channels, dtype, **options):
     torch.autograd.grad([y, final], [*leaves, state], [torch.randn_like(y), torch.randn_like(final)])
 
 
+def wkv4_update(batch, tokens, channels, dtype):
+    """Tokens of rows in a pool, one of which has no slot."""
+    w, u = torch.linspace(-6, 1, channels, device="cuda"), torch.randn(channels, device="cuda")
+    k, v = torch.randn(2, batch, tokens, channels, device="cuda").to(dtype)
+    slots = torch.randperm(batch + 3, device="cuda")[:batch].to(torch.int32)
+    slots[-1] = -1
+    rwkv_jit.wkv4_update(torch.rand(batch + 3, 3, channels, device="cuda"), w, u, k, v, state_indices=slots)
+
+
 def timex(batch, channels, tokens, dtype, backend="tiles"):
     w, k = (torch.randn(*size, channels, tokens, device="cuda").to(dtype) for size in ((), (batch,)))
     leaves = [x.requires_grad_() for x in (w, k)]
@@ -140,6 +149,7 @@ CALLS = [
     *(partial(scan_in_parts, "wkv7", batch, 640, 1, 256, decay="sigmoid") for batch in (1, 2)),
     *(partial(wkv4, 2, 70, 33, dtype) for dtype in (FP32, BF16)),
     partial(wkv4, 1, 700, 64, BF16, backend="split"),
+    *(partial(wkv4_update, 5, tokens, 33, dtype) for tokens in (1, 11) for dtype in (FP32, BF16)),
     *(partial(timex, 3, 2, tokens, dtype) for tokens in (1, 77, 700) for dtype in (FP32, BF16)),
     *(partial(timex, batch, 1, 2900, dtype) for batch in (1, 20) for dtype in (FP32, BF16)),
     *(partial(timex, 3, 2, tokens, FP32, "transforms") for tokens in (77, 2000, 3000, 8000, 16384)),

@@ -1,4 +1,4 @@
-"""RWKV-4 on a GPU: values, states and gradients against float64, and that nothing else is written."""
+"""RWKV-4 on a GPU: values, states and gradients against float64, updates of pools, and that nothing else is written."""
 
 import pytest
 import torch
@@ -236,3 +236,190 @@ def test_both_backends_are_chosen(op):
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     assert room.backend_of("auto", 96, 4096, multiprocessors) == "split"
     assert room.backend_of("auto", 256 * multiprocessors, 4096, multiprocessors) == "recurrent"
+
+
+# ---- updates of a pool -------------------------------------------------------------------------------------------
+
+# Rows, tokens and channels: a block and several, tokens that are loaded at once and more.
+POOL_SHAPES = [(5, 1, 96), (300, 1, 40), (3, 2, 31), (2, 8, 129), (4, 21, 96), (1, 1, 1), (1, 9, 2048)]
+# How the strides of a pool follow from its sizes, and from what lies between its slots.
+POOL_STRIDES = {
+    "of its shape": lambda slots, channels: (3 * channels, channels, 1),
+    "pages": lambda slots, channels: (3 * channels + 13, channels, 1),
+    "numbers first": lambda slots, channels: (channels, slots * channels, 1),
+    "channels first": lambda slots, channels: (1, slots, 3 * slots),
+}
+
+
+class Pool:
+    """Tokens of rows, and a pool of NaN but in the slots of the rows."""
+
+    def __init__(self, shape, dtype=torch.float32, strides="of its shape", decay="raw"):
+        batch, tokens, channels = shape
+        (w, u, *rows), _ = make(dtype, batch, tokens, channels)
+        self.inputs = [x.detach() for x in (-w.exp() if decay == "log" else w, u, *rows)]
+        self.slots, self.decay = batch + 11, decay
+        self.strides = POOL_STRIDES[strides](self.slots, channels)
+        self.memory = torch.full(((3 * channels + 13) * self.slots,), float("nan"), device="cuda")
+        self.slot = torch.randperm(self.slots, device="cuda")[:batch].to(torch.int32)
+        self.states[self.slot.long()] = make_state(batch, channels).detach()
+        self.before = self.memory.clone()
+
+    @property
+    def states(self):
+        return self.memory.as_strided((self.slots, 3, self.inputs[0].shape[0]), self.strides)
+
+    def update(self, **options):
+        options.setdefault("state_indices", self.slot)
+        return rwkv_jit.wkv4_update(self.states, *self.inputs, self.decay, **options)
+
+    def check(self, y, there=None, written=None):
+        """y of the rows that are `there` is right and that of others zero; `written` is where their states went."""
+        there = torch.arange(len(y), device="cuda") if there is None else there
+        read = self.slot[there].long()
+        written = read if written is None else written
+        before = self.before.as_strided(self.states.shape, self.strides)
+        w, u, k, v = (x.double() for x in self.inputs)
+        want, final = rwkv_jit.wkv4_ref(w, u, k[there], v[there], before[read].double(), True, self.decay)
+        assert relative(y[there], want) <= LIMITS[{x: n for n, x in DTYPES.items()}[y.dtype]]
+        others = torch.ones(len(y), dtype=torch.bool, device="cuda")
+        others[there] = False
+        assert bool((y[others] == 0).all())
+        kept = written >= 0
+        assert relative(self.states[written[kept]], final[kept]) <= 1e-5
+        left = self.before.clone()  # all but the states that were written is as it was
+        left.as_strided(self.states.shape, self.strides)[written[kept]] = self.states[written[kept]]
+        assert torch.equal(left.view(torch.int32), self.memory.view(torch.int32))
+
+
+@OP
+@pytest.mark.parametrize("decay", ["raw", "log"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", POOL_SHAPES)
+def test_a_pool_is_updated_and_all_other_slots_are_as_they_were(op, shape, dtype, decay):
+    pool = Pool(shape, DTYPES[dtype], decay=decay)
+    out = torch.full_like(pool.inputs[3], float("nan"))
+    assert pool.update(out=out) is out
+    pool.check(out)
+
+
+@OP
+@pytest.mark.parametrize("strides", POOL_STRIDES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_slots_at_any_strides_and_rows_without_one(op, strides, tokens, guarded_memory):
+    pool = Pool((9, tokens, 70), torch.bfloat16, strides)
+    slots = pool.slot.clone()
+    slots[1], slots[4], slots[7] = -1, -5, pool.slots
+    for x in pool.inputs[2:]:  # what belongs to no slot may be anything
+        x[[1, 4, 7]] = float("nan")
+    for _ in range(2):
+        pool.memory.copy_(pool.before)
+        pool.check(pool.update(state_indices=slots), torch.tensor([0, 2, 3, 5, 6, 8], device="cuda"))
+
+
+@OP
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("null_index", [-1, 0, 3])
+def test_states_are_read_here_and_written_there(op, index, null_index):
+    pool = Pool((6, 2, 96))
+    free = torch.ones(pool.slots, dtype=torch.bool, device="cuda")
+    free[: null_index + 1] = False
+    free[pool.slot.long()] = False
+    written = free.nonzero().flatten()[:6].to(index)
+    written[2], written[4] = null_index, pool.slots + 3
+    options = {"state_indices": pool.slot.to(index), "write_indices": written, "null_index": null_index}
+    places = written.clone()
+    places[[2, 4]] = -1
+    there = (pool.slot > null_index).nonzero().flatten()
+    out = torch.full_like(pool.inputs[3], float("nan"))
+    pool.check(pool.update(out=out, **options), there, places[there].long())
+
+
+@OP
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["usual", "large keys", "strong decay", "decay beyond floats", "large bonus"])
+def test_an_update_of_one_token_is_the_sequence_bit_for_bit(op, dtype, kind):
+    """As it was when the kernel of sequences did it."""
+    (w, u, k, v), _ = make(DTYPES[dtype], batch=7, tokens=30, channels=200, kind=kind)
+    w, u, k, v = (x.detach() for x in (w, u, k, v))
+    state = make_state(7, 200).detach()
+    want = state.clone()
+    for t in range(30):
+        y = rwkv_jit.wkv4_update(state, w, u, k[:, t], v[:, t])
+        now, want = rwkv_jit.wkv4(w, u, k[:, t : t + 1], v[:, t : t + 1], want, True, backend="recurrent")
+        assert torch.equal(y, now[:, 0])
+        assert torch.equal(state, want)
+
+
+@OP
+@pytest.mark.parametrize("kind", ["large keys", "large keys, slow decay", "strong decay", "large bonus"])
+def test_several_tokens_of_any_data(op, kind):
+    pool = Pool((5, 40, 96))
+    (w, u, k, v), _ = make(batch=5, tokens=40, kind=kind)
+    pool.inputs = [x.detach() for x in (w, u, k, v)]
+    pool.check(pool.update())
+
+
+@OP
+@pytest.mark.parametrize("how", ["tokens first", "channels last but one", "a slice"])
+def test_tokens_of_an_update_may_have_any_strides(op, how):
+    pool = Pool((5, 3, 96), torch.bfloat16)
+    for index in (2, 3):
+        x = pool.inputs[index]
+        pool.inputs[index] = {
+            "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+            "channels last but one": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+            "a slice": lambda x: torch.cat((x[..., :3], x), -1)[..., 3:],
+        }[how](x)
+    pool.check(pool.update())
+
+
+@OP
+def test_more_rows_than_a_grid_has_in_its_second_extent(op):
+    pool = Pool((70000, 1, 3))
+    pool.check(pool.update())
+
+
+@OP
+def test_an_update_of_a_graph_takes_other_tokens_and_slots(op):
+    pool, fresh = (Pool((5, 2, 96), torch.bfloat16) for _ in range(2))
+    out = torch.full_like(pool.inputs[3], float("nan"))
+    pool.update(out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.update(out=out)
+    for x, other in zip(pool.inputs, fresh.inputs, strict=True):
+        x.copy_(other)
+    pool.memory.copy_(fresh.memory)
+    pool.before, wanted = fresh.before, fresh.update()
+    pool.slot.copy_(fresh.slot)
+    pool.slot[2] = -1
+    out.fill_(float("nan"))
+    graph.replay()
+    kept = torch.tensor([0, 1, 3, 4], device="cuda")
+    pool.check(out, kept)
+    assert torch.equal(out[kept], wanted[kept])
+
+
+@OP
+def test_an_update_is_compiled_whole(op):
+    pool = Pool((5, 2, 96), torch.bfloat16)
+
+    def layer(states, slot, *given):
+        return 2 * rwkv_jit.wkv4_update(states, *given, state_indices=slot)
+
+    y = torch.compile(layer, fullgraph=True)(pool.states, pool.slot, *pool.inputs)
+    pool.check(y / 2)
+
+
+@OP
+def test_slots_of_an_update_are_looked_at_when_asked(op, nothing_known, monkeypatch):
+    monkeypatch.setenv("RWKVJIT_CHECK", "1")
+    pool = Pool((4, 1, 96))
+    pool.slot[1] = pool.slots
+    with pytest.raises(ValueError, match="state_indices: expected slots below"):
+        pool.update()
+    pool.slot[1] = pool.slot[0]
+    with pytest.raises(ValueError, match="state_indices: expected another slot for each state"):
+        pool.update()
+    assert torch.equal(pool.memory.view(torch.int32), pool.before.view(torch.int32))

@@ -127,7 +127,7 @@ SIGNATURES = {
     "gla": f"q, k, v, g, {OF_SEQUENCES}, **options",
     "linear_attention": f"q, k, v, {OF_SEQUENCES}, normalize=False, **options",
     "wkv4": "w, u, k, v, initial_state=None, output_final_state=False, decay='raw', backend='auto'",
-    "wkv4_update": "state, w, u, k, v, decay='raw'",
+    "wkv4_update": "state, w, u, k, v, decay='raw', *, state_indices=None, write_indices=None, null_index=-1, out=None",
     "wkv5_update": "state, r, k, v, w, u, **options",
     "wkv6_update": "state, r, k, v, w, u, **options",
     "wkv7_update": "state, r, w, k, v, a, b, **options",

@@ -455,7 +455,7 @@ inference.replay_steps
 inference.ring
 inference.calls
 inference.plainly inference.flops
-inference.layer inference.update inference.varlen
+inference.layer inference.update inference.varlen inference.wkv4
 inference.replay_calls
 inference.replay
 ahead bench.cases

@@ -230,7 +230,7 @@ def test_ncu_line_runs_the_same_phase_without_torch_profiler(kernels, file, run)
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 WRONG_SHAPE = "expected positive numbers B,T,H,N or B,T,H,K,V for wkv7, got '1,2,3'"
-WKV4_KERNELS = "expected one of wkv4_backward, wkv4_forward, or regex: and an expression"
+WKV4_KERNELS = "expected one of wkv4_backward, wkv4_forward, wkv4_update, or regex: and an expression"
 
 
 @pytest.mark.parametrize(
