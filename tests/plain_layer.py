@@ -12,25 +12,34 @@ def norm(x, weight, bias, eps):
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double() + bias.double()
 
 
-def shift_mix(x, weight, bias, mixes, pool, bounds, slots, add=None, null_index=-1, eps=1e-5, off=0.0):
+def shift_mix(
+    x, weight, bias, mixes, pool, bounds, slots, add=None, null_index=-1, eps=1e-5, off=0.0, has_state=None, active=None
+):
     """The residual, the mixes [M, tokens, C] and the pool afterwards, of texts that `bounds` and `slots` list.
 
-    n of the token before is rounded to the pool's dtype when it is `off` by so much.
+    n of the token before is rounded to the pool's dtype when it is `off` by so much. `has_state` says which texts begin
+    with their slot, and `active` how many there are.
     """
     channels, pool = x.shape[-1], pool.clone()
     z = x.double() if add is None else x.double() + add.double()
     n, shares = norm(z.view(-1, channels), weight, bias, eps), mixes.double().view(-1, channels)
     mixed = torch.empty(len(shares), *n.shape, dtype=torch.float64, device=x.device)
     behind = range(bounds[-1], len(n))  # tokens of no text, which are as texts without a slot
-    texts = [*zip(slots, bounds, bounds[1:], strict=False), *((-1, token, token + 1) for token in behind)]
-    for slot, begin, end in texts:
+    has_state = [True] * len(slots) if has_state is None else has_state
+    texts = [*zip(slots, has_state, bounds, bounds[1:], strict=False)]
+    texts = [*texts, *((-1, True, token, token + 1) for token in behind)] if active is None else texts[:active]
+    for slot, has_own, begin, end in texts:
         is_there = null_index < slot and 0 <= slot < len(pool)
-        before = pool[slot].double() if is_there else torch.zeros(channels, dtype=torch.float64, device=x.device)
+        before = (
+            pool[slot].double() if is_there and has_own else torch.zeros(channels, dtype=torch.float64, device=x.device)
+        )
         for token in range(begin, end):
             mixed[:, token] = n[token] + (before - n[token]) * shares
             before = (n[token] + off).to(pool.dtype).double()
         if is_there and begin < end:
             pool[slot] = n[end - 1].to(pool.dtype)
+    if active is not None:  # what is behind the texts that there are gets zeros
+        mixed[:, bounds[active] :] = z.view(-1, channels)[bounds[active] :] = 0
     return z, mixed, pool
 
 

@@ -8,11 +8,13 @@
 //   state_indices  [sequences]  int32 or int64  in, or null: sequence i has slot i
 //   cu_seqlens     [sequences + 1]  int32 or int64  in where PACKED: where sequences begin and end; else each has
 //                  `tokens` rows
+//   has_initial_state  [sequences]  one byte each  in or null: all have one. Where it is 0, a sequence begins with zeros
+//   num_active     [1]  int  in or null: how many sequences there are; rows of none of these get zeros
 //   residual       [rows, CHANNELS]  T_IO  out with HAS_ADD, else null: z
 //   mixed          [MIXES, rows, CHANNELS]  T_IO  out
 //
 // A sequence whose slot is at or below `null_index`, or past the pool, begins with zeros and keeps nothing. So does a row
-// that is in none, whatever the bounds say.
+// that is in none, whatever the bounds say; with `num_active` it gets zeros.
 // n_{t-1} is rounded as the pool has it also within a sequence, so that it does not matter where a text is cut.
 //
 // Grid (rows). A block has a row, and with more than one token the row before it too, whose norm it makes again: blocks
@@ -99,9 +101,10 @@ __device__ inline void load_row(Row& z, const T_IO* x, const T_IO* add, i64 row)
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
     const T_IO* __restrict__ x, const T_IO* __restrict__ add, const T_WEIGHT* __restrict__ weight,
     const T_BIAS* __restrict__ bias, const T_MIXES* __restrict__ mixes, T_SHIFT* shift,
-    const Index* __restrict__ state_indices, const Bound* __restrict__ cu_seqlens, T_IO* __restrict__ residual,
-    T_IO* __restrict__ mixed, i64 rows, i64 tokens, i64 sequences, i64 slots, i64 slot_stride, i64 null_index,
-    float eps) {
+    const Index* __restrict__ state_indices, const Bound* __restrict__ cu_seqlens,
+    const unsigned char* __restrict__ has_initial_state, const int* __restrict__ num_active,
+    T_IO* __restrict__ residual, T_IO* __restrict__ mixed, i64 rows, i64 tokens, i64 sequences, i64 slots,
+    i64 slot_stride, i64 null_index, float eps) {
     __shared__ Smem smem;
     const i64 row = blockIdx.x;
     let_next_launch_begin();
@@ -114,11 +117,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
     x = written_meanwhile(x), add = written_meanwhile(add), weight = written_meanwhile(weight);
     bias = written_meanwhile(bias), mixes = written_meanwhile(mixes);
     state_indices = written_meanwhile(state_indices), cu_seqlens = written_meanwhile(cu_seqlens);
+    has_initial_state = written_meanwhile(has_initial_state), num_active = written_meanwhile(num_active);
 
+    const i64 active = num_active != nullptr ? min(i64(*num_active), sequences) : sequences;
     i64 sequence = row, first = row, last = row;
     if constexpr (PACKED) {
         sequence = 0;
-        for (i64 end = sequences - 1; sequence < end;) {  // the last sequence that begins at the row or before it
+        for (i64 end = active - 1; sequence < end;) {  // the last sequence that begins at the row or before it
             const i64 middle = (sequence + end + 1) / 2;
             if (cu_seqlens[middle] <= row) sequence = middle;
             else end = middle - 1;
@@ -129,12 +134,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
     } else if constexpr (!ONE_TOKEN) {
         sequence = row / tokens, first = sequence * tokens, last = first + tokens - 1;
     }
-    const bool is_first = row == first;
+    const bool is_first = row == first, is_there = num_active == nullptr || (sequence >= 0 && sequence < active);
     const i64 other = is_first ? last : row - 1;
     i64 slot = -1;
+    bool begins_with_zeros = true;
     if (is_first && sequence >= 0) {
         const i64 index = state_indices != nullptr ? i64(state_indices[sequence]) : sequence;
         if ((state_indices == nullptr || index > null_index) && index < slots) slot = index;
+        begins_with_zeros = has_initial_state != nullptr && has_initial_state[sequence] == 0;
     }
 
     Row z, before;
@@ -151,8 +158,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_shift_mix(
     // Behind the others, as its place has to be known first.
     for_pieces([&](int n, int channel) {
         kept[n] = {};
-        if (slot >= 0) kept[n].load(shift + slot * slot_stride + channel);
+        if (slot >= 0 && !begins_with_zeros) kept[n].load(shift + slot * slot_stride + channel);
     });
+    if (!is_there) {
+        for_pieces([&](int, int channel) {
+            const float zeros[VECTOR] = {};
+            if constexpr (HAS_ADD) write(residual + row * CHANNELS + channel, zeros);
+#pragma unroll
+            for (int m = 0; m < MIXES; ++m) write(mixed + (m * rows + row) * CHANNELS + channel, zeros);
+        });
+        return;
+    }
     if constexpr (HAS_ADD) for_pieces([&](int n, int channel) { write(residual + row * CHANNELS + channel, z[n]); });
     norm.apply(z, eps, smem.parts[0], smem.parts[1]);
     if (!ONE_TOKEN && other != row) {

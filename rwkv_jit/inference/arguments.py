@@ -105,6 +105,34 @@ def indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
     return x
 
 
+def has_initial_state(given: Any, sequences: int, lead: Tensor) -> Tensor | None:
+    """Return which sequences begin with their slot, or None where nobody says so."""
+    if given is None:
+        return None
+    x = tensors.from_any("has_initial_state", given)
+    check_shape("has_initial_state", x, (sequences,))
+    check_dtype("has_initial_state", x, (torch.bool, torch.uint8), lead)
+    return x
+
+
+def num_active(given: Any, lead: Tensor) -> Tensor | None:
+    """Return how many sequences there are as a tensor, or None where nobody says so."""
+    if given is None:
+        return None
+    x = tensors.from_any("num_active", given)
+    check_shape("num_active", x, (1,))
+    check_dtype("num_active", x, (torch.int32,), lead)
+    return x
+
+
+def check_active(given: Tensor | None, sequences: int) -> int:
+    """Check the value of num_active, and return how many sequences there are."""
+    active = sequences if given is None else int(given)
+    if not 0 <= active <= sequences:
+        raise ValueError(f"num_active: expected 0 to {sequences}, got {active}")
+    return active
+
+
 def check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     """Check a shape."""
     if tuple(x.shape) != shape:

@@ -18,7 +18,7 @@ from rwkv_jit.signatures import BySignature
 
 _EPS, _EPS_OF_HEADS = 1e-5, 64e-5
 # What calls have beside the inputs of their op, and what they write, in the order of plans.
-_BESIDE = {"shift_mix": ("state_indices", "cu_seqlens")}
+_BESIDE = {"shift_mix": ("state_indices", "cu_seqlens", "has_initial_state", "num_active")}
 _WRITTEN = {
     "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b"), "gated_norm": ("out",),
     "activate": ("y",),
@@ -38,7 +38,9 @@ def shift_mix(
     add: Any = None,
     state_indices: Any = None,
     cu_seqlens: Any = None,
+    has_initial_state: Any = None,
     null_index: int = -1,
+    num_active: Any = None,
     eps: float = _EPS,
     out: Any = None,
 ) -> tuple[Tensor, Tensor]:
@@ -68,9 +70,15 @@ def shift_mix(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Where each of N texts begins and ends in x, which is [T, C] or [1, T, C] then; `state_indices` has N. Tokens
         behind the last text are texts without a slot.
+    has_initial_state : torch.Tensor, shape (B,) or (N,), bool or uint8, optional
+        Where it is false, a row or text begins as with zeros in the pool, whatever its slot holds; its last token is
+        written there all the same. Without it all begin with their slot.
     null_index : int, default -1
         A slot at or below it is none. A row that has none begins as with zeros in the pool, and no slot is read or
         written. So it is with a slot past the pool.
+    num_active : torch.Tensor of one int32, optional
+        How many rows or texts there are: of those behind them no slot is read or written, so that a CUDA graph serves
+        any number of them. With it, tokens of none of these get zeros for all results.
     eps : float, default 1e-05
         Of the layer norm.
     out : torch.Tensor, shape and dtype of the mixed tokens, optional
@@ -118,7 +126,7 @@ def shift_mix(
     >>> residual.shape, mixed.shape
     (torch.Size([3, 256]), torch.Size([6, 3, 256]))
     """
-    inputs = x, add, weight, bias, mixes, state_indices, cu_seqlens
+    inputs = x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active
     made = _run("shift_mix", inputs, (shift, out, None), (null_index, eps))
     return x if add is None else made[-1], made[0] if out is None else out
 
@@ -394,7 +402,8 @@ def _no_gradient(name: str) -> str:
 
 def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> _Call:
     x = tensors.from_any("x", inputs[0])
-    _, add, weight, bias, mixes = _as_tensors("shift_mix", inputs[:-2])
+    *arrays, state_indices, cu_seqlens, has_initial_state, num_active = inputs
+    _, add, weight, bias, mixes = _as_tensors("shift_mix", arrays)
     if x.dim() not in (2, 3) or not x.shape[-1]:
         raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
     _check_lead("x", x)
@@ -410,27 +419,31 @@ def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: 
     if add is not None:
         _check("shift_mix", "add", add, [tuple(x.shape)], x)
 
-    cu_seqlens, sequences = inputs[-1], leading[0]
+    sequences = leading[0]
     if cu_seqlens is not None:
         cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
         checks.check_packing(cu_seqlens, x if x.dim() == 3 else x.unsqueeze(0))
         sequences = cu_seqlens.shape[0] - 1
-        if arguments.may_look_at([cu_seqlens]):
-            arguments.check_bounds(cu_seqlens.tolist(), leading[-1])
     shift = tensors.from_any("shift", written[0], in_place=True)
     _check_pool(shift, channels, x)
-    indices = arguments.indices("state_indices", inputs[-2], sequences, x)
+    indices = arguments.indices("state_indices", state_indices, sequences, x)
+    has_state = arguments.has_initial_state(has_initial_state, sequences, x)
+    active = arguments.num_active(num_active, x)
     if indices is None and sequences > shift.shape[0]:
         raise ValueError(
             f"shift: expected a slot for each of the {sequences} rows, or state_indices; got {shift.shape[0]}"
         )
-    if arguments.may_look_at([indices]):
-        arguments.check_slots({"state_indices": indices}, shift.shape[0], null_index)
+    if arguments.may_look_at([cu_seqlens, indices, active]):
+        if cu_seqlens is not None:
+            arguments.check_bounds(cu_seqlens.tolist(), leading[-1])
+        there = arguments.check_active(active, sequences)
+        slots = {"state_indices": None if indices is None else indices[:there]}
+        arguments.check_slots(slots, shift.shape[0], null_index)
     shape = (*mixes.shape[:-1], *x.shape)
     made = {} if written[1] is not None else {"mixed": shape}
     out = None if written[1] is None else arguments.out(written[1], shape, x)
     made |= {} if add is None else {"residual": tuple(x.shape)}
-    given = [x, add, weight, bias, mixes, indices, cu_seqlens]
+    given = [x, add, weight, bias, mixes, indices, cu_seqlens, has_state, active]
     return _Call("shift_mix", given, [shift, out, None], made, x, null_index, float(eps))
 
 
@@ -574,7 +587,7 @@ def _described(call: _Call, alignment: int) -> tuple[Schedule, Given]:
 
 
 def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
-    x, _, _, _, mixes, indices, cu_seqlens = call.inputs
+    x, _, _, _, mixes, indices, cu_seqlens, *_ = call.inputs
     shift = call.written[0]
     channels, slots = x.shape[-1], shift.shape[0]
     stride = shift.stride(0) if slots > 1 else 0

@@ -23,7 +23,7 @@ def _plus(x: Tensor, y: Tensor | None) -> Tensor:
 
 def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]) -> None:
     """Run `shift_mix`; written are the pool, the mixes, and the residual where something is added."""
-    x, add, weight, bias, mixes, state_indices, cu_seqlens = inputs
+    x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active = inputs
     shift, mixed = written[:2]
     channels = x.shape[-1]
     z = _wide(x) if add is None else _wide(x) + _wide(add)
@@ -34,16 +34,22 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
         bounds = torch.arange(x.shape[0] + 1, device=x.device) * (len(n) // x.shape[0])
     else:
         bounds = cu_seqlens.to(torch.int64).clamp(0, len(n))
+    active = len(bounds) - 1 if num_active is None else min(max(int(num_active), 0), len(bounds) - 1)
+    bounds = bounds[: active + 1]
     has_tokens = bounds[1:] > bounds[:-1]
-    slots = torch.arange(len(bounds) - 1, device=x.device) if state_indices is None else state_indices.to(torch.int64)
+    slots = torch.arange(active, device=x.device) if state_indices is None else state_indices[:active].to(torch.int64)
     is_null = slots <= null_index if state_indices is not None else torch.zeros_like(has_tokens)
     is_kept = has_tokens & ~is_null & (slots >= 0) & (slots < len(shift))
     kept = n.to(shift.dtype)
     before = kept.roll(1, 0)
     before[bounds[:-1][has_tokens]] = before[bounds[-1] :] = 0
-    before[bounds[:-1][is_kept]] = shift[slots[is_kept]]
+    begun = is_kept if has_initial_state is None else is_kept & has_initial_state[:active].bool()
+    before[bounds[:-1][begun]] = shift[slots[begun]]
     shift[slots[is_kept]] = kept[bounds[1:][is_kept] - 1]
     mixed.copy_((n + (before.to(n.dtype) - n) * mixes.to(n.dtype).view(-1, 1, channels)).view(mixed.shape))
+    if num_active is not None:
+        for made in (mixed, *written[2:]):
+            made.view(-1, len(n), channels)[:, bounds[-1] :] = 0
 
 
 def prepare_keys(

@@ -504,16 +504,8 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
         raise ValueError(
             f"state: expected a slot for each of the {count} sequences, or state_indices; got {state.shape[0]}"
         )
-    has_state = options.get("has_initial_state")
-    if has_state is not None:
-        has_state = tensors.from_any("has_initial_state", has_state)
-        arguments.check_shape("has_initial_state", has_state, (count,))
-        arguments.check_dtype("has_initial_state", has_state, (torch.bool, torch.uint8), lead)
-    active = options.get("num_active")
-    if active is not None:
-        active = tensors.from_any("num_active", active)
-        arguments.check_shape("num_active", active, (1,))
-        arguments.check_dtype("num_active", active, (torch.int32,), lead)
+    has_state = arguments.has_initial_state(options.get("has_initial_state"), count, lead)
+    active = arguments.num_active(options.get("num_active"), lead)
     offsets, places = (options.get(x) for x in ("checkpoint_offsets", "checkpoint_indices"))
     if (offsets is None) != (places is None):
         raise ValueError("checkpoint_offsets: goes with checkpoint_indices, got one of both")
@@ -546,10 +538,7 @@ def _check_values(step: _Step) -> None:
     tokens, slots = step.inputs[step.op.lead].shape[1], step.state.shape[0]
     bounds = step.cu_seqlens.tolist()
     arguments.check_bounds(bounds, tokens)
-    count = len(bounds) - 1
-    active = count if step.num_active is None else int(step.num_active)
-    if not 0 <= active <= count:
-        raise ValueError(f"num_active: expected 0 to {count}, got {active}")
+    active = arguments.check_active(step.num_active, len(bounds) - 1)
     read, written = (None if x is None else x[:active] for x in (step.state_indices, step.write_indices))
     arguments.check_slots(
         {"state_indices": read, "write_indices": written}, slots, step.null_index,

@@ -102,6 +102,7 @@ def layer(rows, heads, head_size, dtype=BF16, texts=None):
     weight, bias = torch.randn(2, channels, device="cuda")
     mixes = torch.rand(6, channels, device="cuda")
     packed = {"cu_seqlens": torch.tensor(ends, device="cuda")} if texts else {}
+    packed |= {"has_initial_state": slots > 4, "num_active": torch.full((1,), 3, dtype=torch.int32, device="cuda")}
     x, mixed = rwkv_jit.shift_mix(x, weight, bias, mixes, pool, add=add, state_indices=slots, **packed)
     r, k, v, g, rate, y = mixed.view(6, rows, heads, head_size)
     rwkv_jit.prepare_keys(k, v, rate, weight, bias)

@@ -67,9 +67,10 @@ class Texts:
         options = {"state_indices": self.slots} | options
         return rwkv_jit.shift_mix(**self.given, shift=self.pool, **options)
 
-    def check(self, residual, mixed, null_index=-1):
+    def check(self, residual, mixed, null_index=-1, has_state=None, active=None):
         pool, slots = self.before[:, : self.pool.shape[1]], self.slots.tolist()
         given = self.given | {"pool": pool, "bounds": self.bounds, "slots": slots, "null_index": null_index}
+        given |= {"has_state": has_state, "active": active}
         z, _, left = plain_layer.shift_mix(**given)
         # Where n lies by the error of float32 from the middle of two neighbours in 16 bits, either of them is right.
         off = 0.0 if self.pool.dtype == torch.float32 else 4 * LIMITS[torch.float32]
@@ -81,7 +82,7 @@ class Texts:
         else:
             assert residual is self.given["x"]
         kept = [
-            slot for slot, (begin, end) in zip(slots, pairwise(self.bounds), strict=True)
+            slot for slot, (begin, end) in [*zip(slots, pairwise(self.bounds), strict=True)][:active]
             if begin < end and null_index < slot and 0 <= slot < len(pool)
         ]  # fmt: skip
         if kept:
@@ -136,6 +137,57 @@ def test_rows_without_a_slot(op, spare, index, null_index, is_packed, guarded_me
         texts.slots = texts.slots.to(index)
         options = {"cu_seqlens": texts.packed} if is_packed else {}
         texts.check(*texts.run(null_index=null_index, **options), null_index=null_index)
+
+
+@with_kinds("channels", [33, 100, 2048, 5000])
+@pytest.mark.parametrize("tokens", [1, 3, None])
+@pytest.mark.parametrize("flag", [torch.bool, torch.uint8])
+def test_rows_and_texts_that_are_new_or_not_there(op, channels, kind, tokens, flag, guarded_memory):
+    lengths, spare = [2, 0, 3, 1, 5, 1, 1] if tokens is None else [tokens] * 7, 0 if tokens else 4
+    shape = {1: (7, channels), 3: (7, 3, channels)}.get(tokens, (sum(lengths) + spare, channels))
+    has_state = [True, False, False, True, False, True, False]
+    for active in (None, 0, 1, 4, 7):
+        for has_add in (True, False):
+            texts = Texts(channels, lengths, kind, has_add=has_add, shape=shape)
+            texts.slots[0], texts.slots[1] = -1, len(texts.pool)
+            options = {"has_initial_state": torch.tensor(has_state, device="cuda").to(flag)}
+            bounds = texts.packed
+            if active is not None:
+                options["num_active"] = torch.tensor([active], dtype=torch.int32, device="cuda")
+                bounds[active + 1 :] = -9  # nobody reads the bounds, the slots and the flags of what is not there
+                options["state_indices"] = texts.slots.clone()
+                options["state_indices"][active:] = texts.slots[:1] if active else 0
+                for name in texts.given.keys() & {"x", "add"}:  # nor takes anything of its rows
+                    texts.given[name].view(-1, channels)[texts.bounds[active] :] = float("nan")
+            made = texts.run(**options, **({"cu_seqlens": bounds} if tokens is None else {}))
+            if active is not None:
+                assert not made[1].view(-1, sum(lengths) + spare, channels)[:, texts.bounds[active] :].any()
+            texts.check(*made, has_state=has_state, active=active)
+
+
+def test_a_graph_takes_any_number_of_texts(op):
+    """One buffer of rows and of texts, of which each replay has others."""
+    texts = Texts(256, [1] * 8, KINDS[0], shape=(40, 256))
+    bounds = torch.zeros(9, dtype=torch.int32, device="cuda")
+    active, flags = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.ones(8, dtype=torch.bool, device="cuda")
+    options = {"cu_seqlens": bounds, "has_initial_state": flags, "num_active": active, "state_indices": texts.slots}
+    texts.run(**options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual, mixed = texts.run(**options)
+    for lengths, new in (([1] * 8, []), ([40], [0]), ([1, 17, 1, 1], [1]), ([], []), ([3, 0, 4, 2, 1, 9], [2, 5])):
+        for name in ("x", "add"):
+            texts.given[name].copy_(random(40, 256, dtype=texts.given[name].dtype))
+        texts.memory.copy_(texts.before)
+        texts.bounds = [*accumulate(lengths, initial=0), *[99] * (8 - len(lengths))]
+        bounds.copy_(torch.tensor(texts.bounds))
+        active.fill_(len(lengths))
+        has_state = [place not in new for place in range(8)]
+        flags.copy_(torch.tensor(has_state))
+        for x in (residual, mixed):
+            x.fill_(float("nan"))
+        graph.replay()
+        texts.check(residual, mixed, has_state=has_state, active=len(lengths))
 
 
 def test_rows_without_indices_have_their_own_slots(op):

@@ -139,8 +139,8 @@ SIGNATURES = {
     "gla_varlen": "state, q, k, v, g, **options",
     "linear_attention_varlen": "state, q, k, v, **options",
     "timex": "w, k, eps=0.0, backend='auto'",
-    "shift_mix": "x, weight, bias, mixes, shift, *, add=None, state_indices=None, cu_seqlens=None, null_index=-1, "
-    "eps=1e-05, out=None",
+    "shift_mix": "x, weight, bias, mixes, shift, *, add=None, state_indices=None, cu_seqlens=None, "
+    "has_initial_state=None, null_index=-1, num_active=None, eps=1e-05, out=None",
     "prepare_keys": "k, v, rate, k_k, k_a, *, a0=None, v_first=None, v_gate=None, v0=None",
     "gated_norm": "y, r, k, v, g, r_k, weight, bias, *, eps=0.00064, out=None",
     "activate": "x, kinds, *, out=None",

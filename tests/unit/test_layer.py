@@ -76,8 +76,14 @@ def test_texts_of_a_pool(data):
     arguments = make_shift(shape, mixes, dtype, data.draw(st.sampled_from([dtype, torch.float32])), add=has_add)
     options = {"state_indices": torch.tensor(slots, dtype=torch.int32), "null_index": null_index}
     options["cu_seqlens"] = torch.tensor(bounds, dtype=bound_dtype)
+    flags = st.none() | st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))
+    has_state, active = data.draw(flags), data.draw(st.none() | st.integers(0, len(lengths)))
+    if has_state is not None:
+        options["has_initial_state"] = torch.tensor(has_state).to(data.draw(st.sampled_from([torch.bool, torch.uint8])))
+    if active is not None:
+        options["num_active"] = torch.tensor([active], dtype=torch.int32)
     before = arguments["shift"].clone()
-    there = [slot for slot in slots if slot > null_index]
+    there = [slot for slot in slots[:active] if slot > null_index]
     if len(set(there)) < len(there) or any(slot < 0 for slot in there):
         with pytest.raises(ValueError, match="state_indices: expected"):
             rwkv_jit.shift_mix(**arguments, **options)
@@ -86,7 +92,11 @@ def test_texts_of_a_pool(data):
     if dtype == torch.float64 and arguments["weight"].dtype != dtype:
         arguments |= {n: arguments[n].double() for n in ("weight", "bias", "mixes")}
     named = {n: x for n, x in arguments.items() if n != "shift"}
-    want_z, want, pool = plain_layer.shift_mix(**named, pool=before, bounds=bounds, slots=slots, null_index=null_index)
+    named |= {"bounds": bounds, "slots": slots, "null_index": null_index, "has_state": has_state, "active": active}
+    want_z, want, pool = plain_layer.shift_mix(**named, pool=before)
+    if active is not None:  # of what is not there nobody knows anything
+        for name in ("x", "add") if has_add else ("x",):
+            arguments[name].view(tokens, C)[bounds[active] :] = math.nan
     z, mixed = rwkv_jit.shift_mix(**arguments, **options)
     assert mixed.shape == ((mixes, *shape) if mixes else shape)
     check(mixed.view(want.shape), want, 2)
@@ -95,6 +105,24 @@ def test_texts_of_a_pool(data):
         check(z, want_z)
     else:
         assert z is arguments["x"]
+
+
+@pytest.mark.parametrize("tokens", [None, 3])
+def test_rows_that_are_new_or_not_there(tokens):
+    arguments = make_shift((5, C) if tokens is None else (5, tokens, C))
+    named, before = {n: x for n, x in arguments.items() if n != "shift"}, arguments["shift"].clone()
+    bounds, slots = [(tokens or 1) * row for row in range(6)], [4, 2, 0, 2, 9]
+    has_state = [True, False, False, True, True]
+    want_z, want, pool = plain_layer.shift_mix(
+        **named, pool=before, bounds=bounds, slots=slots, has_state=has_state, active=3
+    )
+    options = {"has_initial_state": torch.tensor(has_state), "num_active": torch.tensor([3], dtype=torch.int32)}
+    z, mixed = rwkv_jit.shift_mix(**arguments, state_indices=torch.tensor(slots), **options)
+    check(mixed.view(want.shape), want, 2)
+    check(z, want_z)
+    check(arguments["shift"], pool.double())
+    assert not z[3:].any()
+    assert (arguments["shift"] != before).any(1).nonzero().flatten().tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("shape", [(B, C), (B, T, C)])
@@ -207,7 +235,9 @@ def test_compiled_whole():
         z, mixed = rwkv_jit.shift_mix(**arguments, state_indices=slots)
         low = torch.ones(2, 3) * z[0, 0]
         rwkv_jit.activate(low, ("tanh", "sigmoid"), out=low)
-        return [2 * z, mixed, *rwkv_jit.prepare_keys(**keys), rwkv_jit.gated_norm(**norms), low]
+        more = {"has_initial_state": slots > 0, "num_active": torch.full((1,), 2, dtype=torch.int32)}
+        _, other = rwkv_jit.shift_mix(**arguments, state_indices=slots, **more)
+        return [2 * z, mixed, other, *rwkv_jit.prepare_keys(**keys), rwkv_jit.gated_norm(**norms), low]
 
     own = arguments | {"shift": arguments["shift"].clone()}
     want = layer(own, keys, norms, slots)
@@ -270,6 +300,11 @@ FAULTS = [
         "shift_mix", ValueError, "cu_seqlens: expected a batch of 1 with packed sequences, got a batch of 3",
         {"x": ZEROS(B, T, C), "add": None, "cu_seqlens": torch.tensor([0, 4])},
     ),
+    ("shift_mix", ValueError, r"has_initial_state: expected shape \[3\]", {"has_initial_state": ZEROS(2).bool()}),
+    ("shift_mix", TypeError, "has_initial_state: expected torch.bool or", {"has_initial_state": ZEROS(3)}),
+    ("shift_mix", ValueError, r"num_active: expected shape \[1\]", {"num_active": ZEROS(2).int()}),
+    ("shift_mix", TypeError, "num_active: expected torch.int32, got", {"num_active": ZEROS(1).long()}),
+    ("shift_mix", ValueError, "num_active: expected 0 to 3, got 4", {"num_active": ZEROS(1).int() + 4}),
     ("shift_mix", TypeError, "null_index: expected an int of 32 bits, got None", {"null_index": None}),
     ("shift_mix", ValueError, "eps: expected a finite number, got nan", {"eps": math.nan}),
     ("shift_mix", ValueError, r"out: expected shape \[6, 3, 12\]", {"out": ZEROS(B, C)}),
@@ -327,12 +362,15 @@ def test_the_kernel_gets_the_pool_and_the_texts(on_gpu):
     memory = torch.zeros(2 * SLOTS, C)
     arguments["shift"], slots = memory[::2], torch.tensor([5, 2, -1])
     bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    new, active = torch.tensor([True, False, True]), torch.tensor([2], dtype=torch.int32)
     for _ in range(2):
-        z, mixed = rwkv_jit.shift_mix(**arguments, state_indices=slots, cu_seqlens=bounds, null_index=0, eps=0.25)
+        texts = {"state_indices": slots, "cu_seqlens": bounds, "has_initial_state": new, "num_active": active}
+        z, mixed = rwkv_jit.shift_mix(**arguments, **texts, null_index=0, eps=0.25)
         (launch,) = on_gpu.take()
         passed = launch.named
         assert (passed["shift"], passed["slot_stride"], passed["slots"]) == (memory.data_ptr(), 2 * C, SLOTS)
         assert (passed["state_indices"], passed["cu_seqlens"]) == (slots.data_ptr(), bounds.data_ptr())
+        assert (passed["has_initial_state"], passed["num_active"]) == (new.data_ptr(), active.data_ptr())
         assert (passed["rows"], passed["sequences"], passed["null_index"], passed["eps"]) == (5, 3, 0, 0.25)
         assert (passed["residual"], passed["mixed"]) == (z.data_ptr(), mixed.data_ptr())
         assert {n: passed[n] for n in ("x", "add", "mixes")} == {
@@ -349,7 +387,9 @@ def test_what_is_not_given_is_null(on_gpu):
     (launch,) = on_gpu.take()
     assert z is arguments["x"]
     assert mixed.shape == z.shape
-    assert {n for n, x in launch.addresses.items() if not x} == {"add", "residual", "state_indices", "cu_seqlens"}
+    assert {n for n, x in launch.addresses.items() if not x} == {
+        "add", "residual", "state_indices", "cu_seqlens", "has_initial_state", "num_active",
+    }  # fmt: skip
     assert (launch.parameters["ONE_TOKEN"], launch.parameters["MIXES"]) == (True, 1)
     keys = make_keys(first=False)
     del keys["a0"]
@@ -438,6 +478,12 @@ def test_slots_and_bounds_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch)
     slots[1] = 9
     with pytest.raises(ValueError, match=r"state_indices: expected slots below 7, .* got \[9\]"):
         rwkv_jit.shift_mix(**arguments, state_indices=slots)
+    active = torch.tensor([1], dtype=torch.int32)
+    rwkv_jit.shift_mix(**arguments, state_indices=slots, num_active=active)
+    assert len(on_gpu.take()) == 1
+    active[0] = -1
+    with pytest.raises(ValueError, match="num_active: expected 0 to 3, got -1"):
+        rwkv_jit.shift_mix(**arguments, state_indices=slots, num_active=active)
     with pytest.raises(ValueError, match="cu_seqlens: expected to begin at 0, never fall and end at 3 at most"):
         rwkv_jit.shift_mix(**arguments, cu_seqlens=torch.tensor([0, 2, 1]))
     assert not on_gpu.take()
