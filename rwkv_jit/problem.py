@@ -157,7 +157,6 @@ class Problem(NamedTuple):
     num_threads: int | None = None
     forward_blocks: int | None = None  # of a multiprocessor, where they were tuned
     backward_blocks: int | None = None
-    in_place: bool = False  # the final state takes the place of the initial one
     eps: float = 0.0  # what timex adds to every output
     # How many neighbours of each input, and behind these of dy, can be read at once, where kernels go by that; without
     # it as many as of contiguous ones.

@@ -61,13 +61,11 @@ def kept(p: Problem) -> dict[str, Any]:
 
 
 def forward(p: Problem) -> Schedule:
-    """Return the forward; the final state may take the place of the initial one."""
+    """Return the forward."""
     left = kept(p) if p.training else {}
     bind = {"checkpoints": "checkpoints" if p.training else None}
     results = {"y": Result((p.B, p.T, p.C), p.types["v"])}
-    if p.in_place:
-        bind["final_state"] = "initial_state"
-    elif p.has_final_state:
+    if p.has_final_state:
         results["final_state"] = Result((p.B, 3, p.C), "fp32")
     return Schedule(_walks(p, "forward", bind), results, left, _summaries(p))
 

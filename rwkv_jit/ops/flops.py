@@ -30,7 +30,6 @@ def _register_all() -> None:
     # The two sums gain a term each; the output is made of the sums and a term more of each.
     _register("wkv4_fwd", lambda w, u, k, *_, **__: 8 * k.numel())
     _register("wkv4_bwd", lambda dy, grad_final, w, u, k, *_, **__: 16 * k.numel())
-    _register("wkv4_step", lambda state, w, u, k, *_, **__: 8 * k.numel())
     _register("timex_fwd", lambda w, k, *_, **__: _of_convolution(k))
     _register("timex_bwd", lambda g, w, k, backend, want_w, want_k, **_: (want_w + want_k) * _of_convolution(k))
 

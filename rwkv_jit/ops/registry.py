@@ -23,7 +23,6 @@ _OPTIONS = (
 # The bound of the decays is asked for where nothing is chosen yet.
 _BOUND = "*, float? decay_bound=None"
 _OF_OTHERS = {
-    "wkv4_step": "(Tensor(a!) state, Tensor w, Tensor u, Tensor k, Tensor v, str decay) -> Tensor",
     "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
     "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
 }

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rwkv_jit import modes, tensors
-from rwkv_jit.ops import known_calls, recording, registry, torch_op
-from rwkv_jit.ops.known_calls import Known
-from rwkv_jit.ops.options import complete
+from rwkv_jit.ops import torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.reference import wkv4_ref
 
@@ -120,62 +114,3 @@ def wkv4(
     """
     options = ("decay", decay), ("backend", backend)
     return torch_op.call(OP, (w, u, k, v), initial_state, output_final_state, None, options)
-
-
-# ---- one token ---------------------------------------------------------------------------------------------------
-
-_TOKEN = replace(OP.op, inputs=dict(w="C", u="C", k="BC", v="BC"))
-_NO_GRADIENT = "changes the state in place and has no gradient; use wkv4, or torch.no_grad()"
-
-
-def _prepare_step(asked: tuple[Any, ...], state: Tensor, arrays: Sequence[Tensor], decay: str) -> Known:
-    """Return the call of a token whose final state takes the place of the initial one."""
-
-    def prepare() -> Known:
-        tail = complete(OP.op, {"decay": decay, "backend": "recurrent"}, None)
-        options = torch_op.asked_options(tail, arrays[_TOKEN.lead].dtype, modes.USUAL)  # switches are not for tokens
-        rows, gpu = _as_rows(arrays), tensors.gpu(state.device.index)
-        problem = torch_op.problem_of(OP.op, rows, state, None, options, True, False, gpu)
-        return Known(problem._replace(in_place=True), (*rows, state, None), {})
-
-    return known_calls.find_or_keep(asked, False, arrays, state, None, prepare, _TOKEN.lead)
-
-
-def _run_step(known: Known, state: Tensor, arrays: Sequence[Tensor]) -> Tensor:
-    own = state.contiguous()
-    y = known.run(_as_rows(arrays), own, None)[0]
-    if own is not state:
-        state.copy_(own)
-    return y.squeeze(1)
-
-
-def _as_rows(arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of a token as those of a sequence."""
-    w, u, k, v = arrays
-    return w, u, k.unsqueeze(1), v.unsqueeze(1)
-
-
-def _step(state: Tensor, *arguments: Any) -> Tensor:
-    *arrays, decay = arguments
-    if arrays[0].is_cuda:
-        return _run_step(_prepare_step(("wkv4_step", decay), state, arrays, decay), state, arrays)
-    torch_op.say_reference("wkv4", arrays[0])
-    with tensors.exactly(arrays[0]):
-        y, final = wkv4_ref(*_as_rows(arrays), state, True, decay)
-    assert final is not None
-    state.copy_(final)
-    return y.squeeze(1)
-
-
-def _step_fake(state: Tensor, w: Tensor, u: Tensor, k: Tensor, v: Tensor, decay: str) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-def _cast_step(state: Tensor, *arguments: Any) -> tuple[Any, ...]:
-    *arrays, decay = arguments
-    return state, *(torch_op.under_autocast(_TOKEN, arrays) or arrays), decay
-
-
-_step_op = registry.find("wkv4_step")
-_record_step = recording.nothing(_step_op, "wkv4_update", _NO_GRADIENT)
-registry.implement("wkv4_step", _step, _step_fake, _record_step, _cast_step)

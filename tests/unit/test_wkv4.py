@@ -171,8 +171,6 @@ def test_torch_accepts_the_ops_with_a_state():
     torch.library.opcheck(torch.ops.rwkv_jit.wkv4_fwd.default, (*asked, True, True))
     grads = torch.randn(B, T, C), make_state(torch.float32)
     torch.library.opcheck(torch.ops.rwkv_jit.wkv4_bwd.default, (*grads, *asked, torch.empty(0)))
-    of_token = make_state(torch.float32), *given[:2], *(x[:, 0].contiguous() for x in given[2:]), "raw"
-    torch.library.opcheck(torch.ops.rwkv_jit.wkv4_step.default, of_token)
 
 
 # ---- one token ---------------------------------------------------------------------------------------------------
