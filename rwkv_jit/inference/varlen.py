@@ -396,8 +396,8 @@ class _Step(NamedTuple):
     @property
     def has_few_tokens(self) -> bool:
         """Return whether no sequence has more tokens than go one by one."""
-        most = self.inputs[self.op.lead].shape[1] if self.max_seqlen is None else self.max_seqlen
-        return most <= FEW_TOKENS and self.checkpoint_offsets is None
+        tokens: int = self.inputs[self.op.lead].shape[1]
+        return min(tokens, self.max_seqlen or tokens) <= FEW_TOKENS and self.checkpoint_offsets is None
 
     @property
     def is_empty(self) -> bool:
@@ -452,8 +452,9 @@ class _Step(NamedTuple):
         # What has a sequence in the second extent of a grid has no room for more of them.
         pieces = sequences * (1 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1] + 1)
         backend = "auto" if pieces <= parts.MOST_HEADS else "recurrent"
+        tokens = max(p.T, rule.LEAST_TOKENS)  # where there are fewer, they go one by one whatever is chosen
         case = Case(
-            self.op, p.types["v"], p.K, p.V, p.T, self.decay, self.decay_bound, None, training=False,
+            self.op, p.types["v"], p.K, p.V, tokens, self.decay, self.decay_bound, None, training=False,
             blocks=sequences * p.H, is_packed=True,
         )  # fmt: skip
         longest, multiprocessors = self.max_seqlen or (p.T if sequences == 1 else 0), tensors.multiprocessors(device)

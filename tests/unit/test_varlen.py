@@ -232,7 +232,7 @@ def test_each_length_has_a_launch_and_chunks_go_beside(on_gpu):
     assert [few.named[x] for x in inputs] == [x.data_ptr() for x in inputs.values()]
 
 
-@pytest.mark.parametrize(("lengths", "most"), [((1, 2, 5), None), ((1, 2, 40), 8), ((1, 2, 40), 1)])
+@pytest.mark.parametrize(("lengths", "most"), [((1, 2, 5), None), ((1, 2, 5), 100), ((1, 2, 40), 8), ((1, 2, 40), 1)])
 def test_few_tokens_need_no_chunks(on_gpu, lengths, most):
     *_, (arrange, few) = on(on_gpu, lengths=lengths, max_seqlen=most)
     assert few.template == "update_states"
