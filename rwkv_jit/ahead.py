@@ -42,7 +42,7 @@ UPDATE = "update"  # what stands beside the directions: one or a few tokens over
 _LONG = 2**16
 _LENGTHS = (_LONG, 128, rule.SHORT_TOKENS, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
-_STATELESS_LENGTHS = (64, 32, rule.SHORT_TOKENS)
+_STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
 _MULTIPROCESSORS = 2**16
 # Of these sizes one stands for each set of kernels that calls of timex take: they differ up to 8 rows, and above 16.
 _BATCHES = (*range(1, 9), 16, 32)

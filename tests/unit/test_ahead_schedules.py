@@ -1,6 +1,7 @@
 """What is compiled ahead of calls: every kernel of every call is among what `warm` lists for calls like it."""
 
 import contextlib
+import functools
 import itertools
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, signatures, tensors, tuned
+from rwkv_jit import ahead, kernel, modes, signatures, tensors, tuned
 from rwkv_jit.algorithms import whole
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops import checks, torch_op, wide_keys
@@ -20,7 +21,8 @@ WITH_HEADS = [name for name, op in OPS.items() if op.has_heads]
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 # Sizes around those where another algorithm begins, or a last part of the keys is of another one.
 SIZES = (1, 8, 30, 32, 40, 64, 72, 96, 104, 128, 136, 200, 256, 257, 264, 300)
-MULTIPROCESSORS = (1, 8, 132, 2**20)
+FEW, MANY = 1, 2**20  # of the multiprocessors of a GPU, for the heads of any call here: heads enough, and too few
+MULTIPROCESSORS = (FEW, 8, 132, MANY)
 
 
 def keys(requests):
@@ -30,10 +32,15 @@ def keys(requests):
 
 def warmed(op, **options):
     """The kernels that are compiled ahead."""
+    return _warmed(op, modes.current(), tuple(options.items()))
+
+
+@functools.cache
+def _warmed(op, switches, options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "compile_all", lambda requests, progress: requests)
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        return keys(rwkv_jit.warm(op, **options))
+        return keys(rwkv_jit.warm(op, **dict(options)))
 
 
 class Recorder:
@@ -57,12 +64,18 @@ class Recorder:
         return [*made, torch.empty(0)] if self.problem.training else made
 
 
+def longest(cu_seqlens, tokens):
+    """The tokens of the longest packed sequence, as a call on a GPU finds them."""
+    return 0 if cu_seqlens is None else int(cu_seqlens.diff().max())
+
+
 def called(arch, multiprocessors, choices, is_eager, call):
     """The kernels that a call asks for on such a GPU: its tensors are taken for those of one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "asked", [])
         patch.setattr(tensors, "gpu", lambda device: Gpu(arch, (), multiprocessors))
         patch.setattr(tensors, "multiprocessors", lambda device: multiprocessors)
+        patch.setattr(tensors, "longest", longest)
         patch.setattr(tuned, "on_device", lambda device: choices)
         patch.setattr(tuned, "is_sound", lambda device, place: True)
         for module in (checks, torch_op):
@@ -84,32 +97,68 @@ def make(shape, dtype, requires_grad=False):
 
 # ---- ops with heads ----------------------------------------------------------------------------------------------
 
-CALLS = st.fixed_dictionaries({
+DECAYS = {
+    "decay": st.sampled_from(["raw", "sigmoid", "log", "direct"]),
+    "decay_bound": st.sampled_from([None, -1.0, -3.0, -100.0]),
+}
+OF_HEADS = {
     "op": st.sampled_from(WITH_HEADS),
     "arch": st.sampled_from(ARCHS),
     "dtype": st.sampled_from(["bf16", "bf16", "fp16", "fp32"]),
     "K": st.sampled_from(SIZES) | st.integers(1, 300),
     "V": st.sampled_from(SIZES) | st.integers(1, 300),
-    "B": st.integers(1, 2),
     "H": st.integers(1, 3),
-    "T": st.sampled_from([0, 1, 31, 32, 100, 1024, 2048]),
     "multiprocessors": st.sampled_from(MULTIPROCESSORS),
-    "training": st.booleans(),
+    "has_wide_decay": st.booleans(),
+    "layout": st.sampled_from(["vk", "kv"]),
+    "is_high": st.booleans(),  # the switches of precision
+    **DECAYS,
+}
+CALLS = st.fixed_dictionaries({
+    **OF_HEADS,
+    "B": st.integers(1, 2),
+    "T": st.sampled_from([0, 1, 16, 31, 32, 100, 1024, 2048, 2**16]) | st.integers(2, 40),
+    "leaves": st.sampled_from(["", "inputs", "state"]),  # whose gradients are wanted
     "is_eager": st.booleans(),
     "is_packed": st.booleans(),
-    "has_wide_decay": st.booleans(),
     "state": st.sampled_from([None, "fp32", "bf16", "fp16"]),
     "has_final_state": st.booleans(),
-    "layout": st.sampled_from(["vk", "kv"]),
-    "decay": st.sampled_from(["raw", "sigmoid", "log", "direct"]),
-    "decay_bound": st.sampled_from([None, -1.0, -3.0, -100.0]),
     "is_tuned": st.booleans(),
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", [150, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [100, pytest.param(3000, marks=pytest.mark.full)])
 def test_calls_ask_for_no_kernel_that_warm_does_not_list(examples):
     settings(max_examples=examples, deadline=None)(given(call=CALLS)(check))()
+
+
+ONE_HEAD = {
+    "dtype": "bf16", "arch": "sm_90", "K": 64, "V": 64, "B": 1, "H": 1, "has_wide_decay": False, "layout": "vk",
+    "decay": "log", "decay_bound": None, "is_high": False, "is_eager": True, "is_tuned": False, "has_final_state": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({}, id="a block holds a head"),
+        pytest.param({"decay": "sigmoid", "is_tuned": True}, id="tuned"),
+        pytest.param({"decay": "direct", "decay_bound": -8.0}, id="short chunks"),
+        pytest.param({"K": 200, "V": 200, "layout": "kv"}, id="large"),
+        pytest.param({"arch": "sm_80", "K": 136, "V": 200}, id="large, no warp groups"),
+        pytest.param({"dtype": "fp32"}, id="recurrent"),
+        pytest.param({"dtype": "fp32", "is_high": True}, id="narrow"),
+    ],
+)
+@pytest.mark.parametrize("op", WITH_HEADS)
+def test_so_it_is_with_each_length_number_of_heads_and_purpose(op, row):
+    several = itertools.product(
+        (1, 2, 16, 32, 64, 128, 2**12, 2**16), (FEW, MANY), ((False, "fp32"), (False, None), (True, "fp32")),
+        ("", "inputs", "state"),
+    )  # fmt: skip
+    for tokens, multiprocessors, (is_packed, state), leaves in several:
+        call = {"T": tokens, "multiprocessors": multiprocessors, "is_packed": is_packed, "state": state}
+        check(ONE_HEAD | row | call | {"op": op, "leaves": leaves})
 
 
 def check(call):
@@ -117,28 +166,120 @@ def check(call):
     sizes = {dim: call[dim] for dim in "BTHKV"} | ({"B": 1} if call["is_packed"] else {})
     wide = torch.float32 if call["has_wide_decay"] else dtype
     arrays = [
-        make([sizes[dim] for dim in dims], wide if name in op.wide else dtype, call["training"])
+        make([sizes[dim] for dim in dims], wide if name in op.wide else dtype, call["leaves"] == "inputs")
         for name, dims in op.inputs.items()
     ]
     sequences = 2 if call["is_packed"] else sizes["B"]
-    ends = torch.tensor([0, sizes["T"] // 3, sizes["T"]]) if call["is_packed"] else None
+    ends = torch.tensor([0, sizes["T"] // 8, sizes["T"]]) if call["is_packed"] else None
     state = None
     if call["state"] is not None:
         shape = [sequences, sizes["H"], *(sizes[dim] for dim in call["layout"].upper())]
-        state = make(shape, DTYPES[call["state"]])
-    decays = {} if op.decay == "none" else {name: call[name] for name in ("decay", "decay_bound")}
+        state = make(shape, DTYPES[call["state"]], call["leaves"] == "state")
+    training = call["leaves"] == "inputs" or (call["leaves"] == "state" and state is not None)
+    decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
     several = tuned.on_arch(call["arch"])
-    asked = called(
-        call["arch"], call["multiprocessors"], several[0] if several and call["is_tuned"] else (), call["is_eager"],
-        lambda: getattr(rwkv_jit, op.name)(
-            *arrays, state, call["has_final_state"], ends, state_layout=call["layout"], **decays
-        ),
-    )  # fmt: skip
+    with modes.high() if call["is_high"] else contextlib.nullcontext():
+        asked = called(
+            call["arch"], call["multiprocessors"], several[0] if several and call["is_tuned"] else (), call["is_eager"],
+            lambda: getattr(rwkv_jit, op.name)(
+                *arrays, state, call["has_final_state"], ends, state_layout=call["layout"], **decays
+            ),
+        )  # fmt: skip
+        listed = warmed(
+            op.name, head_sizes=sizes["K"], value_sizes=sizes["V"], dtypes=dtype, arch=call["arch"], w_dtype=wide,
+            state_dtype=DTYPES[call["state"] or "fp32"], state_layout=call["layout"], backward=training, **decays,
+        )  # fmt: skip
     assert asked
-    assert asked <= warmed(
-        op.name, head_sizes=sizes["K"], value_sizes=sizes["V"], dtypes=dtype, arch=call["arch"], w_dtype=wide,
-        state_dtype=DTYPES[call["state"] or "fp32"], state_layout=call["layout"], backward=call["training"], **decays,
-    )  # fmt: skip
+    assert asked <= listed
+
+
+# ---- pools of states ---------------------------------------------------------------------------------------------
+
+POOLS = st.fixed_dictionaries({
+    **OF_HEADS,
+    "lengths": st.lists(st.sampled_from([0, 1, 2, 8, 9, 16, 40, 300, 2100]), min_size=1, max_size=3)
+    | st.sampled_from([[9000], [1, 9000]]),
+    "is_update": st.booleans(),
+    "state": st.sampled_from(["fp32", "bf16", "fp16"]),
+    "w0": st.sampled_from([None, "fp32", "like w"]),
+    "is_stochastic": st.booleans(),
+    "max_seqlen": st.sampled_from([None, 1, 8, 9, 100, 9000]),  # any is right
+    "has_checkpoints": st.booleans(),
+    "bounds": st.sampled_from([torch.int32, torch.int64]),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_calls_over_a_pool_ask_for_no_kernel_that_warm_does_not_list(examples, on_gpu):
+    settings(max_examples=examples, deadline=None)(given(call=POOLS)(lambda call: check_pool(on_gpu, call)))()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param({"state": "bf16"}, id="a block holds a head"),
+        pytest.param({"arch": "sm_80", "K": 136, "V": 200, "layout": "kv", "is_high": True}, id="large"),
+        pytest.param({"dtype": "fp32", "is_high": True}, id="recurrent"),
+    ],
+)
+@pytest.mark.parametrize("op", WITH_HEADS)
+def test_so_it_is_with_each_number_of_tokens_over_a_pool(op, row, on_gpu):
+    row = ONE_HEAD | {"op": op, "state": "fp32", "bounds": torch.int32, "has_checkpoints": False} | row
+    calls = [{"is_update": True, "lengths": [tokens], "max_seqlen": None} for tokens in (1, 2, 6)]
+    calls += [
+        {"is_update": False, "lengths": lengths, "max_seqlen": most}
+        for lengths, most in (
+            ([2, 1], None), ([2, 1], 100), ([12, 1], None), ([40, 1], 1), ([40, 1], None), ([1, 900], None),
+            ([9000], 9000),
+        )
+    ]  # fmt: skip
+    calls.append({"is_update": False, "lengths": [2], "max_seqlen": None, "has_checkpoints": True})
+    several = itertools.product(calls, (FEW, MANY), (None, "fp32", "like w"), (False, True))
+    for call, multiprocessors, w0, is_stochastic in several:
+        more = {"multiprocessors": multiprocessors, "w0": w0, "is_stochastic": is_stochastic}
+        check_pool(on_gpu, row | call | more)
+
+
+def check_pool(gpu, call):
+    """Check a call of `<op>_update`, of rows of the first length, or of `<op>_varlen`."""
+    op, dtype, lengths = OPS[call["op"]], DTYPES[call["dtype"]], call["lengths"]
+    wide = torch.float32 if call["has_wide_decay"] else dtype
+    sizes = {dim: call[dim] for dim in "HKV"} | {"B": 1, "T": sum(lengths)}
+    options = {"state_layout": call["layout"]}
+    decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
+    if call["is_update"]:
+        sizes["T"] = max(lengths[0], 1)
+        options |= {name: value for name, value in decays.items() if name == "decay"}
+    else:
+        options |= decays | {"cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=call["bounds"])}
+        if call["max_seqlen"]:
+            options["max_seqlen"] = call["max_seqlen"]
+        if call["has_checkpoints"]:
+            places = torch.arange(len(lengths), dtype=torch.int32)[:, None]
+            options |= {"checkpoint_offsets": places.to(call["bounds"]), "checkpoint_indices": places + len(lengths)}
+    if decays and call["w0"]:
+        w0_dtype = torch.float32 if call["w0"] == "fp32" else wide
+        options["w0"] = torch.empty(sizes["H"], sizes["K"], dtype=w0_dtype)
+    if call["is_stochastic"] and call["state"] != "fp32":
+        options |= {"rounding": "stochastic", "seed": 1}
+    inputs = [
+        torch.empty([sizes[dim] for dim in dims], dtype=wide if name in op.wide else dtype)
+        for name, dims in op.inputs.items()
+    ]
+    of_slot = [sizes[dim] for dim in op.state_dims(call["layout"])]
+    state = torch.empty(2 * len(lengths), *of_slot, dtype=DTYPES[call["state"]])
+    gpu.use(call["arch"])
+    gpu.multiprocessors = call["multiprocessors"]
+    with modes.high() if call["is_high"] else contextlib.nullcontext():
+        signatures.forget()
+        getattr(rwkv_jit, f"{op.name}_{'update' if call['is_update'] else 'varlen'}")(state, *inputs, **options)
+        listed = warmed(
+            op.name, head_sizes=sizes["K"], value_sizes=sizes["V"], dtypes=dtype, arch=call["arch"], w_dtype=wide,
+            state_dtype=state.dtype, state_layout=call["layout"], backward=False, updates=True, **decays,
+        )  # fmt: skip
+    launches = gpu.take()
+    assert bool(launches) == (sizes["T"] > 0)
+    assert keys(launch.request for launch in launches) <= listed
 
 
 # ---- wkv4 and timex ----------------------------------------------------------------------------------------------

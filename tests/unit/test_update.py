@@ -1,7 +1,6 @@
 """Updates of pools without a GPU: values in plain torch, what is checked, what is launched, and how it is cut."""
 
 import ctypes
-import itertools
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, modes, signatures, tensors
+from rwkv_jit import modes, signatures
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference import rounding, steps, update
 from rwkv_jit.ops.table import OPS
@@ -465,26 +464,6 @@ def test_the_switch_makes_another_call(on_gpu):
     finally:
         modes.set_batch_invariant(False)
     assert taken[0] == taken[2] != taken[1]
-
-
-@RECURRENCE
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["vk", "kv"])
-def test_every_kernel_of_a_call_is_made_ahead(name, state_dtype, layout, monkeypatch):
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
-    warmed = rwkv_jit.warm(
-        name, 64, torch.bfloat16, backward=False, arch="sm_90", state_layout=layout, state_dtype=state_dtype,
-        updates=True, value_sizes=128,
-    )  # fmt: skip
-    made = {kernel.memory_key(request) for request in warmed}
-    state_type = tensors.STORAGE[state_dtype]
-    roundings = (False, True) if state_type == "bf16" else (False,)
-    for batch, tokens, w0_type, is_stochastic in itertools.product((1, 700), (1, 5), ("fp32", "bf16"), roundings):
-        p = problem(name, layout, state_type, batch, tokens, K=64, V=128)
-        w0_type = w0_type if "w" in OPS[name].inputs else "fp32"
-        pool = steps.Pool(9, 5000, w0_type=w0_type, is_stochastic=is_stochastic)
-        for request in steps.schedule(p, pool).requests(p.gpu):
-            assert kernel.memory_key(request) in made
 
 
 def test_there_are_no_updates_without_states():

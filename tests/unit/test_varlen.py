@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, tensors
+from rwkv_jit import tensors
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.inference import varlen_steps
 from rwkv_jit.ops.table import OPS
@@ -307,25 +307,3 @@ def test_first_use_in_a_capture_says_so(on_gpu):
     with pytest.raises(RwkvJitError, match="first use inside a CUDA graph capture"):
         on(on_gpu)
     assert tensors.capturing()
-
-
-@RECURRENCE
-@pytest.mark.parametrize("decay_bound", [None, -1.0])
-def test_every_kernel_of_a_call_is_made_ahead(name, decay_bound, on_gpu, monkeypatch):
-    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
-    options = {} if name == "linear_attention" else {"decay": OPS[name].decay, "decay_bound": decay_bound}
-    made = rwkv_jit.warm(name, 64, torch.bfloat16, backward=False, arch="sm_80", updates=True, **options)
-    keys = {kernel.memory_key(request) for request in made}
-    some = (
-        []
-        if name == "linear_attention"
-        else [{"w0": torch.zeros(H, 64, dtype=x)} for x in (torch.float32, torch.bfloat16)]
-    )
-    for lengths, heads, most in (
-        ((1, 1, 40), 2, None), ((1,) * 9, 1, 1), ((12, 1), 2, 12), ((1, 9000), 1, 9000), ((3, 500), 200, None),
-        ((1, 2), 2, None),
-    ):  # fmt: skip
-        for more in ({}, *(some if heads == H else [])):
-            *_, launches = on(on_gpu, name, lengths, heads, max_seqlen=most, **options, **more)
-            for launch in launches:
-                assert kernel.memory_key(launch.request) in keys, launch.template
