@@ -35,12 +35,14 @@ OPTIONS = {
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
 UPDATE = "update"  # what stands beside the directions: one or a few tokens over a pool of states
-# Of all lengths one stands for those that the tensor cores take, in segments too, one for those of a few chunks, one
-# for those that are a short chunk, and one for the others; of all GPUs one that has too few heads whatever a call has,
+# Of all lengths one stands for those that the tensor cores take, in segments too, one for those that few heads take in
+# the kernels for large ones, one for those of a few chunks, one for those that are a short chunk, and one for the
+# others; of all GPUs one that has too few heads whatever a call has,
 # for calls of one length and for those of uneven ones that are packed. Where the number of multiprocessors is not
 # known, calls have heads enough.
 _LONG = 2**16
-_LENGTHS = (_LONG, 128, rule.SHORT_TOKENS, 1)
+_OF_FEW_HEADS = 512
+_LENGTHS = (_LONG, _OF_FEW_HEADS, 128, rule.SHORT_TOKENS, 1)
 # Of those without initial states, which have kernels of their own; their final states are float32.
 _STATELESS_LENGTHS = (32, rule.SHORT_TOKENS)
 _MULTIPROCESSORS = 2**16
@@ -351,7 +353,7 @@ class _Calls(NamedTuple):
         few_heads: dict[str, Any] = {"blocks": 1, "multiprocessors": lambda: _MULTIPROCESSORS}
         return [
             asked.problem(known, case._replace(tokens=tokens, **of_heads))
-            for tokens in (_LONG, rule.SHORT_TOKENS)
+            for tokens in (_LONG, _OF_FEW_HEADS, rule.SHORT_TOKENS)
             for of_heads in ({"multiprocessors": None}, few_heads, few_heads | {"longest": tokens})
             for known in several
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,23 @@ from rwkv_jit.tuned import Choice, Geometry
 LEAST_TOKENS = 4
 # Up to it a sequence is one of the shortest chunks.
 SHORT_TOKENS = 16
+
+
+class _FewHeads(NamedTuple):
+    """Where few heads are faster in the kernels for large ones; all that goes by the GPU is for a multiprocessor."""
+
+    least: int  # tokens
+    most: int
+    blocks: float  # sequences times heads, of which there are fewer
+    work: float  # tokens of all of them
+
+
+# By family, of heads of up to 64 channels and of larger ones. Measured on an H100 without gradients: a walk over chunks
+# that are prepared at once takes half the time of one that prepares them on its way, until the GPU is full.
+_FEW_HEADS = {
+    "delta": (_FewHeads(192, 2560, 3 / 8, 384), _FewHeads(128, 12288, 1 / 2, math.inf)),
+    "diagonal": (_FewHeads(192, 1280, 1 / 2, 384), _FewHeads(192, 3072, 1 / 2, 768)),
+}
 
 
 class Known(NamedTuple):
@@ -61,6 +79,8 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     segments and large heads.
 
     ========= ==========================================================================================
+    large     what chunked takes, without gradients and on sm_90, where few heads have not too many tokens
+              (`_FEW_HEADS`)
     segments  what chunked takes, where sequences times heads are at most half the multiprocessors and the tokens
               make 4 segments or more, of at least 512 in wkv7 and of at least 256 in the other ops; packed
               sequences outside of graphs, of 256 tokens or more on average, where the longest one makes two
@@ -95,6 +115,8 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
         length = case.chunk_len or _chunk_len(case, gpu())
         if backend == "chunked":
             return "chunked", length
+        if backend == "auto" and _takes_large(case, gpu):
+            return "large", algorithms["large"].default_chunk_len(case, gpu())
         cannot = segments.why_not(case, segments.LEAST_SEGMENTS if backend == "split" else 1)
         if cannot is None:
             return "segments", length
@@ -111,6 +133,24 @@ def choose(backend: str, case: Case, gpu: Callable[[], Gpu]) -> tuple[str, int |
     if backend == "auto":
         return "recurrent", case.chunk_len
     raise UnsupportedConfigError(f"backend: {backend!r} {_sentence(obstacle)}; use 'auto' or 'recurrent'")
+
+
+def _takes_large(case: Case, gpu: Callable[[], Gpu]) -> bool:
+    """Return whether heads that blocks can hold are faster in the kernels for large ones.
+
+    Those keep more for gradients, so calls with gradients do not take them.
+    """
+    multiprocessors = case.multiprocessors and case.multiprocessors()
+    if case.training or multiprocessors is None or not (case.chunk_len is None and case.num_threads is None):
+        return False
+    few = _FEW_HEADS[case.op.family][max(case.head_size, case.value_size) > 64]
+    longest = case.longest if case.is_packed else case.tokens
+    if not few.least <= longest <= few.most or case.blocks >= few.blocks * multiprocessors:
+        return False
+    if case.blocks * case.tokens > few.work * multiprocessors:
+        return False
+    large = ALGORITHMS[case.op.family]["large"]
+    return large.why_not(case, gpu) is None and large.suits_few_heads(case, gpu())
 
 
 def _sentence(obstacle: Obstacle | None) -> str:

@@ -63,6 +63,11 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
     return (parts.framed_lengths(case, fitting) or unknown or CHUNK_LENS[-1:])[0]
 
 
+def suits_few_heads(case: Case, gpu: Gpu) -> bool:
+    """Return whether few smaller heads may be faster here: where that was measured, with chunks of either length."""
+    return gpu.has_warp_groups
+
+
 def _fits(head_size: int, chunk_len: int, gpu: Gpu) -> bool:
     sizes = _prepare_shared_bytes(chunk_len), _keys_shared_bytes(chunk_len), _halves_shared_bytes(chunk_len)
     if max(sizes) > gpu.shared_limit:

@@ -55,6 +55,11 @@ def default_chunk_len(case: Case, gpu: Gpu) -> int:
     return (parts.framed_lengths(case, legal) or legal)[0]
 
 
+def suits_few_heads(case: Case, gpu: Gpu) -> bool:
+    """Return whether few smaller heads may be faster here: with products of warp groups, that theirs do not have."""
+    return takes_groups(gpu, default_chunk_len(case, gpu), None)
+
+
 def _legal_chunk_lens(head_size: int, gpu: Gpu, num_threads: int | None) -> list[int]:
     """Return the chunk lengths that shared memory allows, the fastest first; the shortest one where there are none.
 

@@ -461,7 +461,7 @@ class _Step(NamedTuple):
         if longest and sequences * p.H <= multiprocessors and self.checkpoint_offsets is None:
             cut = case._replace(tokens=p.T // sequences, multiprocessors=lambda: multiprocessors, longest=longest)
             made = chosen(cut)
-            if made["backend"] == "segments":
+            if made["backend"] in ("segments", "large"):
                 return made
         return chosen(case)
 

@@ -88,7 +88,7 @@ def wkv7(
     as products and states stay within its range (`CallOptions`). 2 B H V K ceil(T / chunk_len) bytes are kept between
     the passes, with V and K rounded up to multiples of 32. Above head size 128 with multiples of 64 (K of 128 above
     256, of 256 above 512), and beside them B H T (8 K + 2 V) bytes and some 350 a token and head; a forward without
-    gradients needs B H T (8 K + 350) bytes while it runs.
+    gradients needs B H T (8 K + 350) bytes while it runs, and so does that of few smaller heads where it is faster.
 
     Results are the same bit for bit from run to run. A second derivative is an error.
 

@@ -137,6 +137,7 @@ def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
 OF_ALL = {"recurrent_forward", "recurrent_backward"}
 OF_SEGMENTS = {"segment", "join"}
 CHUNKED = {"chunked_forward", "chunked_backward", *OF_SEGMENTS}
+OF_FEW_HEADS = {"prepare", "group_scan"}  # that kernels for large heads are faster for, on an sm_90
 SCANNED = {"prepare", "scan", "join", "token_gradients", "key_gradients"}
 # Short sequences of large heads have chunks that groups do not take.
 OF_GROUPS = {"group_scan", *SCANNED, "key_gradients_by_halves"}
@@ -148,8 +149,10 @@ GATED_GROUPS = {"prepare", "group_scan", "group_key_gradients", "join"}
 @pytest.mark.parametrize(
     ("op", "size", "arch", "options", "names", "looking", "looks"),
     [
-        ("wkv7", 24, "sm_90", {"decay": "sigmoid"}, CHUNKED, "chunked_forward", 0),
-        ("wkv7", 8, "sm_90", {}, CHUNKED, "chunked_forward", 64),
+        ("wkv7", 24, "sm_90", {"decay": "sigmoid"}, CHUNKED | OF_FEW_HEADS, "chunked_forward", 0),
+        ("wkv7", 8, "sm_90", {}, CHUNKED | OF_FEW_HEADS, "chunked_forward", 64),
+        ("wkv7", 8, "sm_80", {}, CHUNKED, "chunked_forward", 64),
+        ("wkv5", 40, "sm_90", {}, GATED | OF_FEW_HEADS, "scan", 64),
         ("wkv7", 192, "sm_80", {"decay": "sigmoid"}, SCANNED, None, 0),
         ("wkv7", 136, "sm_90", {}, OF_GROUPS, "prepare", 64),
         ("wkv5", 40, "sm_80", {}, GATED, "scan", 64),
@@ -170,7 +173,7 @@ def test_warm_makes_the_kernels_of_long_calls_and_of_short_ones(op, size, arch, 
     for each in made:
         is_group = "group" in each.name or (stem, arch, each.name) == ("gla", "sm_90", "gla_prepare")
         assert each.target == ("sm_90a" if is_group else arch)
-    of_both_ways = OF_SEGMENTS | {"group_scan"} | ({"scan"} if size > 128 else set())
+    of_both_ways = OF_SEGMENTS | ({"scan", "group_scan"} if size > 128 else set())
     for name in of_both_ways & names:
         assert {each.parameters["BACKWARD"] for each in made if each.name == f"{stem}_{name}"} == {False, True}
     if looking:
@@ -204,8 +207,8 @@ def call_all_ways(on_gpu, monkeypatch):
         # More than one head keeps busy, and enough for its segments; too few for all heads.
         on_gpu.multiprocessors = most = max(24, int(of_head) + 1, 8 * math.ceil(values / 64))
         many = max(most + 1, math.ceil(most / of_head))
-        of_one_length = [*product((1, many), (1, 16, 32, 64)), (1, 2048), (1, 2100)]
-        if max(keys, values) > 128:  # which are cut from more tokens on
+        of_one_length = [*product((1, many), (1, 16, 32, 64)), (1, 600), (1, 2048), (1, 2100)]
+        if max(keys, values) > 64:  # which are cut from more tokens on
             of_one_length.append((1, 32768))
         ways = [*product(of_one_length, [None]), *product([(1, 2100)], [EVEN, ALONE, UNEVEN])]
         for (heads, tokens), bounds in ways:

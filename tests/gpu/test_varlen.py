@@ -338,3 +338,14 @@ def test_wrong_bounds_and_slots_stray_nowhere(op):
     setup.run(cu_seqlens=bounds, state_indices=slots)
     setup.check_others(setup.slot.tolist())
     torch.cuda.synchronize()
+
+
+@RECURRENCE
+@pytest.mark.parametrize("lengths", [[320], [500, 1], [200, 0, 230]], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 72)], ids=str)
+@pytest.mark.parametrize("decays", ["usual", "mixed"])
+def test_few_heads_of_prompts_take_the_kernels_of_large_ones(op, recurrence, lengths, sizes, decays, launched):
+    setup = Setup(recurrence, lengths, sizes=sizes, decays=decays, spare=5)
+    setup.check(setup.run(max_seqlen=max(lengths)))
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert any(kernel.name.endswith("prepare") for kernel in launched)

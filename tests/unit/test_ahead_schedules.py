@@ -117,7 +117,7 @@ OF_HEADS = {
 CALLS = st.fixed_dictionaries({
     **OF_HEADS,
     "B": st.integers(1, 2),
-    "T": st.sampled_from([0, 1, 16, 31, 32, 100, 1024, 2048, 2**16]) | st.integers(2, 40),
+    "T": st.sampled_from([0, 1, 16, 31, 32, 100, 300, 1024, 2048, 2**16]) | st.integers(2, 40),
     "leaves": st.sampled_from(["", "inputs", "state"]),  # whose gradients are wanted
     "is_eager": st.booleans(),
     "is_packed": st.booleans(),
@@ -153,7 +153,7 @@ ONE_HEAD = {
 @pytest.mark.parametrize("op", WITH_HEADS)
 def test_so_it_is_with_each_length_number_of_heads_and_purpose(op, row):
     several = itertools.product(
-        (1, 2, 16, 32, 64, 128, 2**12, 2**16), (FEW, MANY), ((False, "fp32"), (False, None), (True, "fp32")),
+        (1, 2, 16, 32, 64, 128, 600, 2**12, 2**16), (FEW, 3, MANY), ((False, "fp32"), (False, None), (True, "fp32")),
         ("", "inputs", "state"),
     )  # fmt: skip
     for tokens, multiprocessors, (is_packed, state), leaves in several:
@@ -230,7 +230,7 @@ def test_so_it_is_with_each_number_of_tokens_over_a_pool(op, row, on_gpu):
         {"is_update": False, "lengths": lengths, "max_seqlen": most}
         for lengths, most in (
             ([2, 1], None), ([2, 1], 100), ([12, 1], None), ([40, 1], 1), ([40, 1], None), ([1, 900], None),
-            ([9000], 9000),
+            ([9000], 9000), ([600], None), ([600, 1], 600),
         )
     ]  # fmt: skip
     calls.append({"is_update": False, "lengths": [2], "max_seqlen": None, "has_checkpoints": True})

@@ -765,13 +765,13 @@ def test_both_directions_of_ragged_segments(op, bounds, on_gpu, monkeypatch):
 def test_packed_calls_are_told_apart_by_their_longest_sequence(on_gpu, monkeypatch):
     on_gpu.use("sm_90")
     given, seen = make_long("wkv7", (1, 4000, 1, 64)), []
-    for longest in (3500, 512, 3500, 512):
+    for longest in (3500, 100, 1000) * 2:
         monkeypatch.setattr(tensors, "longest", lambda *_, longest=longest: longest)
-        if len(seen) == 2:  # from here on they are known
+        if len(seen) == 3:  # from here on they are known
             monkeypatch.setattr(torch_op, "check_tensors", refuse)
         run("wkv7", given, cu_seqlens=torch.tensor([0, 500, 4000]))
         seen.append(on_gpu.take()[0].template)
-    assert seen == ["cut_sequences", "wkv7_chunked_forward"] * 2
+    assert seen == ["cut_sequences", "wkv7_chunked_forward", "wkv7_prepare"] * 2
 
 
 @pytest.mark.parametrize("op", ["wkv7", "wkv5", "linear_attention"])

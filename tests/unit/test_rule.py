@@ -69,6 +69,7 @@ class Multiprocessors(int):
 
 
 FEW = {"blocks": 16, "tokens": 32768, "multiprocessors": Multiprocessors(132)}  # heads, for segments
+NO_GRAD = FEW | RAW | {"tokens": 512, "training": False}
 MIXED = sizes(256, 512)
 EVERY_OP, DELTA = ("wkv7", *DIAGONAL), ("wkv7",)
 # What is changed in CASE, the architecture, the algorithm and its chunk.
@@ -195,6 +196,56 @@ TAKEN = {
         (LARGE | {"chunk_len": 16}, "sm_90", "large", 16),
     ],
 }
+# The same of few heads that blocks could hold, without gradients, where nobody asks for an algorithm.
+OF_FEW_HEADS = {
+    EVERY_OP: [
+        (NO_GRAD, "sm_90", "large", 64),
+        (NO_GRAD, "sm_90a", "large", 64),
+        (NO_GRAD | {"training": True}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"multiprocessors": None}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"multiprocessors": Multiprocessors(32)}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"chunk_len": 32}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"num_threads": 128}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"tokens": 191}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"tokens": 192, "blocks": 49}, "sm_90", "large", 64),
+        (NO_GRAD | {"blocks": 49, "tokens": 1034}, "sm_90", "large", 64),
+        (NO_GRAD | {"blocks": 67}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"is_packed": True}, "sm_90", "chunked", 32),  # whose longest sequence is not known
+        (NO_GRAD | {"is_packed": True, "tokens": 100, "longest": 192}, "sm_90", "large", 64),
+        (NO_GRAD | {"is_packed": True, "longest": 191}, "sm_90", "chunked", 32),
+        (NO_GRAD | sizes(128) | {"blocks": 65}, "sm_90", "large", 64),
+        (NO_GRAD | sizes(64, 65) | {"blocks": 65}, "sm_90", "large", 64),
+        (NO_GRAD | sizes(65, 64) | {"blocks": 65}, "sm_90", "large", 64),
+    ],
+    DELTA: [
+        (NO_GRAD | {"blocks": 50, "tokens": 192}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"blocks": 49, "tokens": 1035}, "sm_90", "chunked", 32),
+        (NO_GRAD | {"tokens": 2560}, "sm_90", "large", 64),
+        (NO_GRAD | {"tokens": 2561}, "sm_90", "segments", 32),
+        (NO_GRAD | sizes(128) | {"blocks": 65, "tokens": 128}, "sm_90", "large", 64),
+        (NO_GRAD | sizes(128) | {"blocks": 65, "tokens": 127}, "sm_90", "chunked", 16),
+        (NO_GRAD | sizes(128) | {"blocks": 65, "tokens": 12288}, "sm_90", "large", 64),
+        (NO_GRAD | sizes(128) | {"blocks": 65, "tokens": 12289}, "sm_90", "segments", 16),
+        (NO_GRAD | sizes(128) | {"blocks": 66}, "sm_90", "chunked", 16),
+        (NO_GRAD | HALF, "sm_90", "large", 32),
+        (NO_GRAD | bound(-4.0), "sm_90", "large", 32),
+        (NO_GRAD, "sm_80", "chunked", 32),  # where nobody has measured it
+    ],
+    tuple(DIAGONAL): [
+        (NO_GRAD | {"tokens": 1280}, "sm_90", "large", 64),
+        (NO_GRAD | {"tokens": 1281}, "sm_90", "segments", 32),
+        (NO_GRAD | {"blocks": 50, "tokens": 1013}, "sm_90", "large", 64),
+        (NO_GRAD | {"blocks": 50, "tokens": 1014}, "sm_90", "chunked", 32),
+        (NO_GRAD | sizes(128) | {"tokens": 191}, "sm_90", "chunked", 32),
+        (NO_GRAD | sizes(128) | {"tokens": 3072}, "sm_90", "large", 64),
+        (NO_GRAD | sizes(128) | {"tokens": 3073}, "sm_90", "segments", 32),
+        (NO_GRAD | sizes(128) | {"blocks": 65, "tokens": 1559}, "sm_90", "large", 64),
+        (NO_GRAD | sizes(128) | {"blocks": 65, "tokens": 1560}, "sm_90", "segments", 32),
+        (NO_GRAD | HALF, "sm_90", "large", 64),
+        (NO_GRAD | bound(-4.0), "sm_90", "chunked", 32),  # no warp groups have such short chunks
+        (NO_GRAD, "sm_80", "chunked", 32),
+    ],
+}
 WANTED = {length: delta_chunked.most_shared_bytes(128, 128, length) for length in (16, 32)}
 OLD = "needs an architecture from sm_80 on, got"
 HALVES = "takes float16 and bfloat16, got torch."
@@ -255,6 +306,18 @@ def test_tensor_cores_are_taken_where_they_can_do_it(ops, changes, arch, algorit
         call = {"op": op} | changes
         assert choose("auto", call, arch) == choose(backend, call, arch) == (algorithm, chunk_len)
         assert choose("recurrent", call, arch) == ("recurrent", changes.get("chunk_len"))
+
+
+@pytest.mark.parametrize(
+    ("ops", "changes", "arch", "algorithm", "chunk_len"),
+    [(ops, *row) for ops in OF_FEW_HEADS for row in OF_FEW_HEADS[ops]],
+    ids=str,
+)
+def test_few_heads_take_the_kernels_of_large_ones_where_these_are_faster(ops, changes, arch, algorithm, chunk_len):
+    for op in ops:
+        call = {"op": op} | changes
+        assert choose("auto", call, arch) == (algorithm, chunk_len)
+        assert choose("chunked", call, arch)[0] == "chunked"
 
 
 @pytest.mark.parametrize(("backend", "changes", "arch", "message"), NOT_TAKEN, ids=str)

@@ -264,7 +264,7 @@ def geometries(requests):
     return {
         tuple(each.parameters[name] for name in ("CHUNK_LEN", "NUM_THREADS", "BLOCKS_PER_SM"))
         for each in requests
-        if each.template.name.split("_")[1] in ("chunked", "group", "scan")
+        if each.template.name.split("_")[1] in ("chunked", "group", "scan") and "BLOCKS_PER_SM" in each.parameters
     }
 
 
