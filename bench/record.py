@@ -89,8 +89,8 @@ def write(result: dict[str, Any]) -> None:
     """Write the result of a suite to bench.json, and what pages show of it.
 
     The file is written first, so that no fault of a page costs a measurement. What was recorded of the service stays,
-    and so do rows of other suites where they were measured at the same commit, on the same kind of GPU with the same
-    versions: a record may be made in parts.
+    and so do rows of other suites where they were measured on the same kind of GPU with the same versions: a record may
+    be made in parts. Rows of another commit say so.
 
     Raises
     ------
@@ -102,12 +102,19 @@ def write(result: dict[str, Any]) -> None:
         before = read(FILE)
     rows, names = list(result["rows"]), {row["suite"] for row in result["rows"]}
     if before and _measured_on(before) == _measured_on(result):
-        rows = [row for row in before["rows"] if row["suite"] not in names] + rows
+        rows = [_of_commit(row, before, result) for row in before["rows"] if row["suite"] not in names] + rows
     _keep({**result, "rows": rows, "service": before.get("service")})
 
 
 def _measured_on(result: Mapping[str, Any]) -> list[Any]:
-    return [result.get("commit"), result["device"], *(result["env"].get(name) for name in _VERSIONS)]
+    return [result["device"], *(result["env"].get(name) for name in _VERSIONS)]
+
+
+def _of_commit(row: Row, before: Mapping[str, Any], result: Mapping[str, Any]) -> Row:
+    """Return a row of an earlier result, which names its commit where that is another one now."""
+    commit = row.get("commit", before.get("commit"))
+    own = {name: value for name, value in row.items() if name != "commit"}
+    return own if commit == result.get("commit") else {**own, "commit": commit}
 
 
 def write_service(costs: dict[str, Any]) -> None:

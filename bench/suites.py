@@ -34,7 +34,7 @@ def _studies() -> dict[str, list[Entry]]:
     RWKV-4 in training. models: what the studies leave out: RWKV-5 and 6 in training, one long sequence, a prompt as the
     op's caller has it, and a filter of many tokens. strong: decays out of the range of chunks, of one head in 512 and
     of all. decode: one token of one sequence, and of many. packed: 16 sequences of unequal lengths in one row.
-    inference: one token of each sequence of a server, whose states lie in a pool and change in place.
+    inference: one token of each sequence of a server, whose states lie in a pool and change in place, and one prompt.
     """
     long, training, usual = (1, 32768, 16, 256), (8, 4096, 32, 128), (8, 4096, 64, 64)
     row, steps = (1, 32768, 64, 64), [(1, 1, 32, 64), (64, 1, 32, 64)]
@@ -71,14 +71,17 @@ def _studies() -> dict[str, list[Entry]]:
             entry for op in ("wkv7", "wkv6", "gla") for entry in _entries("packed", op, [row], kind="packed")
         ],
         "inference": [
-            entry
-            for op, batches, heads, kinds in (
-                ("wkv7", (1, 32, 256, 1024), (64, 64), ("usual", "bf16-states")),
-                ("wkv6", (1, 64), (32, 64), ("usual",)),
-                ("gla", (1, 64, 512), (32, 128), ("usual", "vk-states")),
-            )
-            for kind in kinds
-            for entry in _entries("inference", op, [(batch, 1, *heads) for batch in batches], ["update"], kind=kind)
+            *_entries("inference", "wkv7", [(1, tokens, 32, 64) for tokens in (54, 512, 4096, 32768)], ["prefill"]),
+            *(
+                entry
+                for op, batches, heads, kinds in (
+                    ("wkv7", (1, 32, 256, 1024), (64, 64), ("usual", "bf16-states")),
+                    ("wkv6", (1, 64), (32, 64), ("usual",)),
+                    ("gla", (1, 64, 512), (32, 128), ("usual", "vk-states")),
+                )
+                for kind in kinds
+                for entry in _entries("inference", op, [(batch, 1, *heads) for batch in batches], ["update"], kind=kind)
+            ),
         ],
     }  # fmt: skip
 

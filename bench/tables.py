@@ -67,6 +67,16 @@ def machine(result: Mapping[str, Any]) -> str:
     return ", ".join([*gpus, *versions, *commit, *([] if copy is None else [f"copy {copy:.2f} TB/s"])])
 
 
+def _of_other_commits(rows: Sequence[Row]) -> str:
+    """Return a sentence about the suites that were measured at other commits, if any were."""
+    suites: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("commit") and row["suite"] not in suites.setdefault(row["commit"], []):
+            suites[row["commit"]].append(row["suite"])
+    several = [f"{', '.join(names)} of commit {commit[:10]}" for commit, names in suites.items()]
+    return f" Suites that were measured at other commits: {'; '.join(several)}." if several else ""
+
+
 # ---- speedups ----------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +196,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         "machine": f"{machine(result)}. Medians, with quartiles behind them, of one run in which contestants take "
         f"turns.{floor} Host is the host's part of a call, phase by phase; where a {HOST_BOUND} stands behind it, the "
         "host takes longer than the GPU, and calls one after another take the host's time. Error is relative L2 "
-        "against float64, and memory the peak, each the largest of a line.\n",
+        f"against float64, and memory the peak, each the largest of a line.{_of_other_commits(rows)}\n",
         "picture": f"![{sentence(rows)}]({PICTURE})\n",
         "speedups": _lines(_speedup_lines(rows)),
         "service": _service(result.get("service")),

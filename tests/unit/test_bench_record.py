@@ -133,9 +133,23 @@ def test_a_record_is_made_in_parts_on_one_machine(checkout):
     assert record.read(checkout / "bench.json")["rows"] == gla + wind
     record.write(result(rows=again, env=elsewhere | {"torch": "2.12.0"}))
     assert record.read(checkout / "bench.json")["rows"] == again
+
+
+def test_suites_of_other_commits_stay_and_say_so(checkout):
+    (checkout / "docs").mkdir()
+    (checkout / "docs" / "speed.md").write_text("<!-- bench:machine -->\n<!-- /bench -->\n")
+    wind, gla, wkv4 = [row(suite="wind")], [row("gla", suite="gla")], [row("wkv4", suite="wkv4")]
     record.write(result(rows=wind))
-    record.write(result(rows=gla, commit="another"))
-    assert record.read(checkout / "bench.json")["rows"] == gla
+    record.write(result(rows=gla, commit="second"))
+    first = [{**wind[0], "commit": result()["commit"]}]
+    assert record.read(checkout / "bench.json")["rows"] == first + gla
+    record.write(result(rows=wkv4, commit="third"))
+    assert record.read(checkout / "bench.json")["rows"] == [*first, {**gla[0], "commit": "second"}, *wkv4]
+    page = (checkout / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert "commit third" in page
+    assert "Suites that were measured at other commits: wind of commit c753463aaa; gla of commit second." in page
+    record.write(result(rows=gla))
+    assert record.read(checkout / "bench.json")["rows"] == [*wind, {**wkv4[0], "commit": "third"}, *gla]
 
 
 @pytest.mark.parametrize("phase", ["forward", "forward+backward"])
