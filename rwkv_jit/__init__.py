@@ -46,8 +46,13 @@ _MODULES = {
     "wkv7_ref": "rwkv_jit.reference",
     "CallOptions": "rwkv_jit.ops.options",
     "DecayOptions": "rwkv_jit.ops.options",
-    "UpdateOptions": "rwkv_jit.inference.update",
-    "DecayUpdateOptions": "rwkv_jit.inference.update",
+    "PoolOptions": "rwkv_jit.inference.options",
+    "UpdateOptions": "rwkv_jit.inference.options",
+    "DecayUpdateOptions": "rwkv_jit.inference.options",
+    "VarlenOptions": "rwkv_jit.inference.options",
+    "DecayVarlenOptions": "rwkv_jit.inference.options",
+    "ReplayOptions": "rwkv_jit.inference.options",
+    "FlushOptions": "rwkv_jit.inference.options",
     "gla_replay": "rwkv_jit.inference.replay",
     "gla_verify": "rwkv_jit.inference.replay",
     "linear_attention_replay": "rwkv_jit.inference.replay",
@@ -60,11 +65,7 @@ _MODULES = {
     "wkv7_verify": "rwkv_jit.inference.replay",
     "replay_commit": "rwkv_jit.inference.replay",
     "replay_flush": "rwkv_jit.inference.replay",
-    "FlushOptions": "rwkv_jit.inference.replay",
-    "ReplayOptions": "rwkv_jit.inference.replay",
     "ReplayRing": "rwkv_jit.inference.ring",
-    "VarlenOptions": "rwkv_jit.inference.varlen",
-    "DecayVarlenOptions": "rwkv_jit.inference.varlen",
     "Template": "rwkv_jit.custom",
     "StatePool": "rwkv_jit.inference.pool",
     "StateSpec": "rwkv_jit.inference.pool",
@@ -95,6 +96,7 @@ __all__ = [
     "DecayVarlenOptions",
     "FlushOptions",
     "NvrtcNotFoundError",
+    "PoolOptions",
     "ReplayOptions",
     "ReplayRing",
     "RwkvJitError",
@@ -164,10 +166,17 @@ if TYPE_CHECKING:
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
     from rwkv_jit.inference.layer import activate, gated_norm, prepare_keys, shift_mix
+    from rwkv_jit.inference.options import (
+        DecayUpdateOptions,
+        DecayVarlenOptions,
+        FlushOptions,
+        PoolOptions,
+        ReplayOptions,
+        UpdateOptions,
+        VarlenOptions,
+    )
     from rwkv_jit.inference.pool import StatePool, StateSpec
     from rwkv_jit.inference.replay import (
-        FlushOptions,
-        ReplayOptions,
         gla_replay,
         gla_verify,
         linear_attention_replay,
@@ -183,8 +192,6 @@ if TYPE_CHECKING:
     )
     from rwkv_jit.inference.ring import ReplayRing
     from rwkv_jit.inference.update import (
-        DecayUpdateOptions,
-        UpdateOptions,
         gla_update,
         linear_attention_update,
         wkv5_update,
@@ -192,8 +199,6 @@ if TYPE_CHECKING:
         wkv7_update,
     )
     from rwkv_jit.inference.varlen import (
-        DecayVarlenOptions,
-        VarlenOptions,
         gla_varlen,
         linear_attention_varlen,
         wkv5_varlen,

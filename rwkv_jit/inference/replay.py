@@ -10,63 +10,19 @@ So a step reads the state and its entries, and adds an entry. Drafts are entries
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rwkv_jit.inference import replay_calls
+from rwkv_jit.inference import calls
+from rwkv_jit.inference.replay_calls import COMMIT, DRAFT, FLUSH, STEP, op_of
 from rwkv_jit.inference.ring import ReplayRing
+from rwkv_jit.ops.table import OPS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class FlushOptions(TypedDict, total=False):
-    """Options of `replay_commit` and `replay_flush`, by name.
-
-    Attributes
-    ----------
-    state_indices : torch.Tensor, shape (B,), int32 or int64, optional
-        The slot of each row. Without it row i has slot i.
-    null_index : int, default -1
-        A slot at or below it is none, as is one past the pool: a row that has none is left alone.
-    state_layout : {"vk", "kv"}
-        Order of the last two dimensions of a state: as the op has it by default, "vk", or "kv" for gla and
-        linear_attention.
-    rounding : {"nearest", "stochastic"}, default "nearest"
-        How a state of 16 bits is rounded when it is written.
-    seed : int or torch.Tensor of one int64 on the device
-        For "stochastic", as in `UpdateOptions`.
-    """
-
-    state_indices: Any
-    null_index: int
-    state_layout: str
-    rounding: str
-    seed: Any
-
-
-class ReplayOptions(FlushOptions, total=False):
-    """Options of `wkv7_replay`, `wkv7_verify` and their like, by name, beside those of `FlushOptions`.
-
-    A row without a slot gets zeros for y. `wkv7_verify` writes no state and has no rounding and seed.
-
-    Attributes
-    ----------
-    out : torch.Tensor, shape and dtype of v, optional
-        Where y is written, without gaps.
-    scale : float
-        Factor of y: 1 by default, for gla and linear_attention K^-0.5.
-    decay : {"raw", "sigmoid", "log", "direct"}
-        As in `DecayOptions`: "raw" by default, for gla "log". There is none of linear_attention.
-    w0 : torch.Tensor, shape (H, K) or (H * K,), float16, bfloat16 or float32, optional
-        Is added to w (g) before the map that `decay` names, in float32.
-    """
-
-    out: Any
-    scale: float
-    decay: str
-    w0: Any
+    from rwkv_jit.inference.options import FlushOptions, ReplayOptions
 
 
 # ---- the public calls --------------------------------------------------------------------------------------------
@@ -81,52 +37,22 @@ def wkv7_replay(
 
     per row and head, token by token, as `wkv7_update`. S [V, K] is the state in the pool with the entries of its slot,
     as `ReplayRing` says. The tokens become entries. Where there would be more than `ring.length`, the state is written
-    with all of them, and the slot has none from then on. B is the rows, T the tokens, H the heads, K and V the head
-    sizes of keys and values.
+    with all of them, and the slot has none from then on.
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`. In the kv layout the last two sizes are (K, V).
-    ring : ReplayRing
-        The entries, of as many slots, and of the same op, sizes, dtype and device. A pool has one ring.
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too.
     r, k, a, b : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens, float16, bfloat16 or float32
-        As `wkv7` takes them, T from 1 to 8. Any strides; where the last one is not 1, a copy is made.
+        As `wkv7` takes them, T from 1 to 8.
     w : torch.Tensor, shape and dtype of r, or float32
         Decay before the map that `decay` names.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
         Value.
-    **options
-        By name, as `ReplayOptions` and `FlushOptions` say: state_indices, null_index, out, scale, decay, w0,
-        state_layout, rounding, seed.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. States and entries are as they were.
-    RuntimeError
-        An input wants a gradient, which states changed in place cannot give: `wkv7` can.
-    UnsupportedConfigError
-        The entries need more shared memory than a block of this GPU has.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
-
-    Notes
-    -----
-    Arithmetic is float32 whatever the dtypes are. Decays are multiplied, newest first: nothing is divided and no
-    logarithm is taken, so factors of 0 and any others are as good here as in `wkv7_update`. Relative L2 error of y and
-    of float32 states against float64 on the same inputs: below 5e-6, and that of rounding y where it has 16 bits. A
-    state of 16 bits is rounded when it is written, not in every token.
-
-    Cursors are moved on the device: rows may have different ones, and a CUDA graph goes on where the last replay ended.
-    Whether a row's state is written is decided there, too. No slot may come twice in a call.
 
     References
     ----------
@@ -142,7 +68,7 @@ def wkv7_replay(
     >>> rwkv_jit.wkv7_replay(pool, ring, r, w, k, v, a, b, state_indices=slots).shape
     torch.Size([3, 4, 64])
     """
-    return replay_calls.step("wkv7", state, ring, (r, w, k, v, a, b), options)
+    return calls.call(STEP, OPS["wkv7"], state, (r, w, k, v, a, b), options, ring)
 
 
 def wkv7_verify(
@@ -155,33 +81,12 @@ def wkv7_verify(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`. In the kv layout the last two sizes are (K, V).
-    ring : ReplayRing
-        The entries, with room for T drafts, as in `wkv7_replay`.
-    r, k, a, b : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens, float16, bfloat16 or float32
-        As `wkv7` takes them, T from 1 to 8 and to `ring.drafts`.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
-        Value.
-    **options
-        By name, as `ReplayOptions` and `FlushOptions` say: state_indices, null_index, out, scale, decay, w0,
-        state_layout.
+    state, ring, r, w, k, v, a, b, **options
+        As in `wkv7_replay`, T up to `ring.drafts`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -196,7 +101,7 @@ def wkv7_verify(
     >>> accepted = torch.randint(5, (16,), device="cuda")  # as the model's head says
     >>> rwkv_jit.replay_commit(pool, ring, accepted)
     """
-    return replay_calls.draft("wkv7", state, ring, (r, w, k, v, a, b), options)
+    return calls.call(DRAFT, OPS["wkv7"], state, (r, w, k, v, a, b), options, ring)
 
 
 def wkv6_replay(
@@ -210,32 +115,18 @@ def wkv6_replay(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv6_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_replay`.
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too.
     r, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
         As `wkv6` takes them, T from 1 to 8.
     w : torch.Tensor, shape and dtype of r, or float32
         Decay before the map that `decay` names.
     u : torch.Tensor, shape (H, K), dtype of r or float32
         Bonus of the current token.
-    **options
-        As in `wkv7_replay`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -250,7 +141,7 @@ def wkv6_replay(
     >>> rwkv_jit.wkv6_replay(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.step("wkv6", state, ring, (r, k, v, w, u), options)
+    return calls.call(STEP, OPS["wkv6"], state, (r, k, v, w, u), options, ring)
 
 
 def wkv6_verify(
@@ -262,32 +153,12 @@ def wkv6_verify(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv6_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_verify`.
-    r, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
-        As `wkv6` takes them, T from 1 to 8 and to `ring.drafts`.
-    w : torch.Tensor, shape and dtype of r, or float32
-        Decay before the map that `decay` names.
-    u : torch.Tensor, shape (H, K), dtype of r or float32
-        Bonus of the current token.
-    **options
-        As in `wkv7_verify`.
+    state, ring, r, k, v, w, u, **options
+        As in `wkv6_replay`, T up to `ring.drafts`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -302,7 +173,7 @@ def wkv6_verify(
     >>> rwkv_jit.wkv6_verify(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.draft("wkv6", state, ring, (r, k, v, w, u), options)
+    return calls.call(DRAFT, OPS["wkv6"], state, (r, k, v, w, u), options, ring)
 
 
 def wkv5_replay(
@@ -316,30 +187,16 @@ def wkv5_replay(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv5_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_replay`.
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too.
     r, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
         As `wkv5` takes them, T from 1 to 8.
     w, u : torch.Tensor, shape (H, K), dtype of r or float32
         Decay before the map that `decay` names, and bonus of the current token.
-    **options
-        As in `wkv7_replay`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -354,7 +211,7 @@ def wkv5_replay(
     >>> rwkv_jit.wkv5_replay(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.step("wkv5", state, ring, (r, k, v, w, u), options)
+    return calls.call(STEP, OPS["wkv5"], state, (r, k, v, w, u), options, ring)
 
 
 def wkv5_verify(
@@ -366,30 +223,12 @@ def wkv5_verify(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv5_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_verify`.
-    r, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
-        As `wkv5` takes them, T from 1 to 8 and to `ring.drafts`.
-    w, u : torch.Tensor, shape (H, K), dtype of r or float32
-        Decay before the map that `decay` names, and bonus of the current token.
-    **options
-        As in `wkv7_verify`.
+    state, ring, r, k, v, w, u, **options
+        As in `wkv5_replay`, T up to `ring.drafts`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -404,7 +243,7 @@ def wkv5_verify(
     >>> rwkv_jit.wkv5_verify(pool, ring, r, k, v, w, u).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.draft("wkv5", state, ring, (r, k, v, w, u), options)
+    return calls.call(DRAFT, OPS["wkv5"], state, (r, k, v, w, u), options, ring)
 
 
 def gla_replay(
@@ -418,30 +257,16 @@ def gla_replay(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `gla_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_replay`.
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too.
     q, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
         As `gla` takes them, T from 1 to 8.
     g : torch.Tensor, shape and dtype of q, or float32
         Decay before the map that `decay` names; by default its logarithm.
-    **options
-        As in `wkv7_replay`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -456,7 +281,7 @@ def gla_replay(
     >>> rwkv_jit.gla_replay(pool, ring, q, k, v, g).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.step("gla", state, ring, (q, k, v, g), options)
+    return calls.call(STEP, OPS["gla"], state, (q, k, v, g), options, ring)
 
 
 def gla_verify(
@@ -468,30 +293,12 @@ def gla_verify(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `gla_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_verify`.
-    q, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
-        As `gla` takes them, T from 1 to 8 and to `ring.drafts`.
-    g : torch.Tensor, shape and dtype of q, or float32
-        Decay before the map that `decay` names; by default its logarithm.
-    **options
-        As in `wkv7_verify`.
+    state, ring, q, k, v, g, **options
+        As in `gla_replay`, T up to `ring.drafts`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -506,7 +313,7 @@ def gla_verify(
     >>> rwkv_jit.gla_verify(pool, ring, q, k, v, g).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.draft("gla", state, ring, (q, k, v, g), options)
+    return calls.call(DRAFT, OPS["gla"], state, (q, k, v, g), options, ring)
 
 
 def linear_attention_replay(
@@ -520,28 +327,14 @@ def linear_attention_replay(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `linear_attention_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_replay`.
+    state, ring, **options
+        As `PoolOptions` and `ReplayOptions` say, errors and precision too.
     q, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
         As `linear_attention` takes them, T from 1 to 8.
-    **options
-        As in `wkv7_replay`; there is no decay and no w0.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -555,7 +348,7 @@ def linear_attention_replay(
     >>> rwkv_jit.linear_attention_replay(pool, ring, q, k, v).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.step("linear_attention", state, ring, (q, k, v), options)
+    return calls.call(STEP, OPS["linear_attention"], state, (q, k, v), options, ring)
 
 
 def linear_attention_verify(
@@ -567,28 +360,12 @@ def linear_attention_verify(
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `linear_attention_update`.
-    ring : ReplayRing
-        The entries, as in `wkv7_verify`.
-    q, k, v : torch.Tensor, shape (B, H, K) and (B, H, V), or (B, T, H, K) and (B, T, H, V) for T tokens
-        As `linear_attention` takes them, T from 1 to 8 and to `ring.drafts`.
-    **options
-        As in `wkv7_verify`; there is no decay and no w0.
+    state, ring, q, k, v, **options
+        As in `linear_attention_replay`, T up to `ring.drafts`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, UnsupportedConfigError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_replay`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_replay`.
 
     References
     ----------
@@ -602,7 +379,7 @@ def linear_attention_verify(
     >>> rwkv_jit.linear_attention_verify(pool, ring, q, k, v).shape
     torch.Size([16, 2, 4, 64])
     """
-    return replay_calls.draft("linear_attention", state, ring, (q, k, v), options)
+    return calls.call(DRAFT, OPS["linear_attention"], state, (q, k, v), options, ring)
 
 
 def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unpack[FlushOptions]) -> None:
@@ -613,25 +390,10 @@ def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unp
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K) or (slots, H, K, V)
-        The pool that the drafts were verified with.
-    ring : ReplayRing
-        Its entries.
+    state, ring, **options
+        The pool and its ring that the drafts were verified with; as `PoolOptions` and `FlushOptions` say.
     accept_lens : torch.Tensor, shape (B,), int32 or int64
         How many drafts of each row count: from 0 to the tokens that the last verify of its slot had.
-    **options
-        By name, as `FlushOptions` says: state_indices, null_index, state_layout, rounding, seed.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came.
-    RuntimeError
-        The state wants a gradient.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
     Notes
     -----
@@ -643,7 +405,7 @@ def replay_commit(state: Any, ring: ReplayRing, accept_lens: Any, **options: Unp
     >>> accepted = torch.tensor([4, 0, 2], device="cuda")
     >>> rwkv_jit.replay_commit(pool, ring, accepted, state_indices=slots)
     """
-    replay_calls.commit(state, ring, accept_lens, options)
+    calls.call(COMMIT, op_of(ring), state, (accept_lens,), options, ring)
 
 
 def replay_flush(state: Any, ring: ReplayRing, **options: Unpack[FlushOptions]) -> None:
@@ -654,22 +416,12 @@ def replay_flush(state: Any, ring: ReplayRing, **options: Unpack[FlushOptions]) 
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K) or (slots, H, K, V)
-        The pool.
-    ring : ReplayRing
-        Its entries.
-    **options
-        By name, as `FlushOptions` says: state_indices, null_index, state_layout, rounding, seed. Without
-        `state_indices` all slots are written that have entries.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `replay_commit`.
+    state, ring, **options
+        As `PoolOptions` and `FlushOptions` say. Without `state_indices` all slots are written that have entries.
 
     Examples
     --------
     >>> rwkv_jit.replay_flush(states.wkv[layer], ring, state_indices=states.indices(slot))
     >>> ring.reset(states.fork(slot, 2))
     """
-    replay_calls.flush(state, ring, options)
+    calls.call(FLUSH, op_of(ring), state, (), options, ring)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from rwkv_jit import modes, tensors
 from rwkv_jit.errors import brief
 from rwkv_jit.inference import arguments, calls, plainly, registry, replay_steps, update
+from rwkv_jit.inference.options import FlushOptions, ReplayOptions
 from rwkv_jit.inference.ring import ReplayRing
 from rwkv_jit.ops import torch_op
 from rwkv_jit.ops.table import OPS
@@ -21,31 +22,10 @@ from rwkv_jit.signatures import BySignature
 
 MOST_TOKENS = 8
 _FIELDS = ("cursors", "arrivals", "entry_d", "entry_b", "entry_k", "entry_v", "entry_u")  # as `ReplayRing.fields`
-_FLUSH_OPTIONS = ("state_indices", "null_index", "state_layout", "rounding", "seed")
-_STEP_OPTIONS = (*_FLUSH_OPTIONS, "out", "scale", "decay", "w0")
 
 
-def step(op: str, state: Any, ring: ReplayRing, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Run tokens that count."""
-    return calls.call(_STEP, OPS[op], state, arrays, options, ring)
-
-
-def draft(op: str, state: Any, ring: ReplayRing, arrays: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
-    """Run tokens that may count later."""
-    return calls.call(_DRAFT, OPS[op], state, arrays, options, ring)
-
-
-def commit(state: Any, ring: ReplayRing, accept_lens: Any, options: Mapping[str, Any]) -> None:
-    """Let drafts count."""
-    calls.call(_COMMIT, _op_of(ring), state, (accept_lens,), options, ring)
-
-
-def flush(state: Any, ring: ReplayRing, options: Mapping[str, Any]) -> None:
-    """Write all entries into their states."""
-    calls.call(_FLUSH, _op_of(ring), state, (), options, ring)
-
-
-def _op_of(ring: Any) -> Op:
+def op_of(ring: Any) -> Op:
+    """Return the op whose tokens a ring has. Raises TypeError where it is none."""
     if not isinstance(ring, ReplayRing):
         raise TypeError(f"ring: expected a ReplayRing, got {brief(ring)}")
     return OPS[ring.op]
@@ -106,7 +86,7 @@ class _Step(NamedTuple):
     @property
     def kept(self) -> int | None:
         """Return with more than how many entries a state is written; None where none is."""
-        return None if self.phase == _DRAFT.name else 0 if self.phase == _FLUSH.name else self.length
+        return None if self.phase == DRAFT.name else 0 if self.phase == FLUSH.name else self.length
 
     @property
     def is_empty(self) -> bool:
@@ -169,8 +149,8 @@ def _check_step(op: Op, name: str, state: Any, arrays: Sequence[Any], options: d
     """
     is_draft = name.endswith("_verify")
     unfit = ("decay", "w0") * (op.decay == "none") + ("rounding", "seed") * is_draft
-    arguments.check_names(name, options, [option for option in _STEP_OPTIONS if option not in unfit])
-    if _op_of(ring) != op:
+    arguments.check_names(name, options, [option for option in ReplayOptions.__annotations__ if option not in unfit])
+    if op_of(ring) != op:
         raise ValueError(f"ring: expected one of {op.name}, got one of {ring.op}")
     given = update.check(op, name, state, arrays, options)
     _check_sizes(ring, given.state, given.state_layout, given.inputs[0].dtype)
@@ -179,7 +159,7 @@ def _check_step(op: Op, name: str, state: Any, arrays: Sequence[Any], options: d
         whose = f", as the ring has room for {ring.drafts} drafts" if is_draft else ""
         raise ValueError(f"{op.public_names[0]}: expected at most {most} tokens{whose}, got {tokens}")
     return _Step(
-        op, (_DRAFT if is_draft else _STEP).name, given.state, given.y, *ring.fields, ring.length, given.inputs,
+        op, (DRAFT if is_draft else STEP).name, given.state, given.y, *ring.fields, ring.length, given.inputs,
         given.w0, given.state_indices, None, given.seed, given.null_index, given.scale, given.decay,
         given.state_layout,
     )  # type: ignore[call-arg]  # fmt: skip
@@ -204,7 +184,7 @@ def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options:
     TypeError, ValueError, RuntimeError
         Naming the argument, what was expected and what came.
     """
-    arguments.check_names(name, options, _FLUSH_OPTIONS)
+    arguments.check_names(name, options, [*FlushOptions.__annotations__])
     _, layout, rounds = arguments.names(op, options)
     null_index = arguments.null_index(options.get("null_index", -1))
     pool = tensors.from_any("state", state, in_place=True)
@@ -235,16 +215,16 @@ def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options:
     arguments.refuse_gradients(op, name, [pool])
     seed = arguments.seed_tensor(options.get("seed"), rounds, pool, pool)
     return _Step(
-        op, (_FLUSH if counts is None else _COMMIT).name, pool, None, *ring.fields, ring.length, (), None, indices,
+        op, (FLUSH if counts is None else COMMIT).name, pool, None, *ring.fields, ring.length, (), None, indices,
         counts, seed, null_index, 1.0, op.decay, layout,
     )  # type: ignore[call-arg]  # fmt: skip
 
 
 _TENSORS = ("w0", "state_indices", "seed")
-_STEP = calls.Kind("{op}_replay", "replay_states", _TENSORS, _check_step)
-_DRAFT = calls.Kind("{op}_verify", "replay_states", _TENSORS, _check_step)
-_COMMIT = calls.Kind("replay_commit", "replay_states", _TENSORS, _check_commit, has_tokens=False)
-_FLUSH = calls.Kind("replay_flush", "replay_states", _TENSORS, _check_commit, has_tokens=False)
+STEP = calls.Kind("{op}_replay", "replay_states", _TENSORS, _check_step)
+DRAFT = calls.Kind("{op}_verify", "replay_states", _TENSORS, _check_step)
+COMMIT = calls.Kind("replay_commit", "replay_states", _TENSORS, _check_commit, has_tokens=False)
+FLUSH = calls.Kind("replay_flush", "replay_states", _TENSORS, _check_commit, has_tokens=False)
 _plans: BySignature[Plan] = BySignature()
 
 
@@ -272,4 +252,4 @@ def record(keys: Any, op: str, *given: Any) -> None:
     """Refuse to record gradients."""
     arguments.refuse_gradients(OPS[op], _Step(OPS[op], *given).phase.format(op=op), given)
     with torch._C._AutoDispatchBelowAutograd():
-        registry.find(_STEP.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)
+        registry.find(STEP.torch_op).redispatch(keys & torch._C._after_autograd_keyset, op, *given)

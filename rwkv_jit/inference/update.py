@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import modes, tensors
 from rwkv_jit.inference import arguments, calls, plainly, registry, steps
+from rwkv_jit.inference.options import DecayUpdateOptions
 from rwkv_jit.ops import checks, torch_op
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import Plan
@@ -19,59 +20,7 @@ from rwkv_jit.signatures import BySignature
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class UpdateOptions(TypedDict, total=False):
-    """Options of `wkv5_update`, `wkv6_update`, `wkv7_update`, `gla_update` and `linear_attention_update`, by name.
-
-    Attributes
-    ----------
-    state_indices : torch.Tensor, shape (B,), int32 or int64, optional
-        The slot of each row. Without it row i has slot i.
-    write_indices : torch.Tensor, shape (B,), dtype of `state_indices`, optional
-        The slot that each row's state is written to, where that is another one than it is read from. Two rows must not
-        write to one slot, nor one read what another writes.
-    null_index : int, default -1
-        A slot at or below it is none: SGLang and FlashInfer have -1, vLLM has 0. A row that has none gets zeros for y,
-        and no state of it is read or written. Where `write_indices` has none, y is right and no state is written. So it
-        is with a slot past the pool.
-    out : torch.Tensor, shape and dtype of v, optional
-        Where y is written, without gaps.
-    scale : float
-        Factor of y: 1 by default, for `gla_update` and `linear_attention_update` K^-0.5.
-    state_layout : {"vk", "kv"}
-        Order of the last two dimensions of a state: "vk" by default, for `gla_update` and `linear_attention_update`
-        "kv".
-    rounding : {"nearest", "stochastic"}, default "nearest"
-        How a state of 16 bits is rounded when it is written, once in a call. "stochastic" takes one of the two
-        neighbours, the nearer one more often, so that many small changes are not lost.
-    seed : int or torch.Tensor of one int64 on the device
-        For "stochastic", which needs one; give another one in each step. Results are the same for the same seed, slots
-        and states, whatever the batch. In a CUDA graph it must be a tensor, which replays read.
-    """
-
-    state_indices: Any
-    write_indices: Any
-    null_index: int
-    out: Any
-    scale: float
-    state_layout: str
-    rounding: str
-    seed: Any
-
-
-class DecayUpdateOptions(UpdateOptions, total=False):
-    """Options of the updates that have a decay, beside those of `UpdateOptions`.
-
-    Attributes
-    ----------
-    decay : {"raw", "sigmoid", "log", "direct"}
-        As in `DecayOptions`: "raw" by default, for `gla_update` "log".
-    w0 : torch.Tensor, shape (H, K) or (H * K,), float16, bfloat16 or float32, optional
-        Is added to w (g) before the map that `decay` names, in float32.
-    """
-
-    decay: str
-    w0: Any
+    from rwkv_jit.inference.options import UpdateOptions
 
 
 # ---- the public calls --------------------------------------------------------------------------------------------
@@ -84,52 +33,22 @@ def wkv7_update(
 
         sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
 
-    per row and head, token by token, with S [V, K]. B is the rows, T the tokens, H the heads, K and V the head sizes of
-    keys and values.
+    per row and head, token by token, with S [V, K].
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool. A slot has no gaps; between slots there may be some. In the kv layout the last two sizes are (K, V).
-        It is changed, so it must have memory of its own for every element.
+    state, **options
+        As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
     r, k, a, b : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
-        As `wkv7` takes them. Any strides; where the last one is not 1, a copy is made.
+        As `wkv7` takes them.
     w : torch.Tensor, shape and dtype of r, or float32
         Decay before the map that `decay` names.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
         Value.
-    **options
-        By name, as `UpdateOptions` and `DecayUpdateOptions` say: state_indices, write_indices, null_index, out, w0,
-        scale, decay, state_layout, rounding, seed.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
-    RuntimeError
-        An input wants a gradient, which states changed in place cannot give: `wkv7` can.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
-
-    Notes
-    -----
-    Arithmetic is float32 whatever the dtypes are; a state of 16 bits is rounded once in a call. Relative L2 error of y
-    and of float32 states against float64 on the same inputs: below 5e-6, and that of rounding y where it has 16 bits.
-
-    Indices on the CPU are checked. On a GPU kernels read and write no slot that is not in the pool. With
-    RWKVJIT_CHECK=1 from the start every call looks at them, which waits for the GPU: an index past the pool, and two
-    rows that write to one slot, are errors then.
-
-    Long prompts are for `wkv7`: tokens go one after another here. The first call with a head size, dtype and decay
-    compiles for this GPU and stores the result on disk; in a CUDA graph it must have come before. CPU tensors run plain
-    torch, with one notice.
 
     References
     ----------
@@ -155,8 +74,8 @@ def wkv6_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`.
+    state, **options
+        As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
     r, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
         Receptance and key, as `wkv6` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
@@ -165,22 +84,10 @@ def wkv6_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
         Decay before the map that `decay` names.
     u : torch.Tensor, shape (H, K), dtype of r or float32
         Bonus of the current token.
-    **options
-        As in `wkv7_update`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_update`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_update`.
 
     References
     ----------
@@ -205,30 +112,18 @@ def wkv5_update(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`.
+    state, **options
+        As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
     r, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
         Receptance and key, as `wkv5` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of r
         Value.
     w, u : torch.Tensor, shape (H, K), dtype of r or float32
         Decay before the map that `decay` names, and bonus of the current token.
-    **options
-        As in `wkv7_update`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_update`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_update`.
 
     References
     ----------
@@ -254,30 +149,18 @@ def gla_update(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[Dec
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`. In the vk layout the last two sizes are (V, K).
+    state, **options
+        As `PoolOptions` and `DecayUpdateOptions` say, errors and precision too.
     q, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
         Query and key, as `gla` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
         Value.
     g : torch.Tensor, shape and dtype of q, or float32
         Decay before the map that `decay` names; by default its logarithm.
-    **options
-        As in `wkv7_update`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_update`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_update`.
 
     References
     ----------
@@ -303,29 +186,16 @@ def linear_attention_update(state: Any, q: Any, k: Any, v: Any, **options: Unpac
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`. In the vk layout the last two sizes are (V, K).
+    state, **options
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too.
     q, k : torch.Tensor, shape (B, H, K), or (B, T, H, K) for T tokens of each row, float16, bfloat16 or float32
         Query and key, as `linear_attention` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
         Value.
-    **options
-        By name, as `UpdateOptions` says: state_indices, write_indices, null_index, out, scale, state_layout, rounding,
-        seed.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_update`.
-
-    Notes
-    -----
-    Precision, checks and first calls are those of `wkv7_update`.
 
     References
     ----------

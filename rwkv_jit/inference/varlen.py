@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from rwkv_jit import modes, rule, tensors
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.inference import arguments, calls, plainly, registry, varlen_steps
+from rwkv_jit.inference.options import DecayVarlenOptions
 from rwkv_jit.inference.varlen_steps import FEW_TOKENS, Varlen
 from rwkv_jit.ops import checks, torch_op
 from rwkv_jit.ops.table import OPS
@@ -22,81 +23,7 @@ from rwkv_jit.signatures import BySignature
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-class VarlenOptions(TypedDict, total=False):
-    """Options of `wkv5_varlen`, `wkv6_varlen`, `wkv7_varlen`, `gla_varlen` and `linear_attention_varlen`, by name.
-
-    Attributes
-    ----------
-    cu_seqlens : torch.Tensor, shape (sequences + 1,), int32 or int64
-        Where sequences begin and end: sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1]. It never falls.
-    state_indices : torch.Tensor, shape (sequences,), int32 or int64, optional
-        The slot of each sequence. Without it sequence i has slot i.
-    write_indices : torch.Tensor, shape (sequences,), dtype of `state_indices`, optional
-        The slot that the state after a sequence is written to, where that is another one than it is read from. Two
-        sequences must not write to one slot, nor one read what another writes.
-    has_initial_state : torch.Tensor, shape (sequences,), bool or uint8, optional
-        Where it is false, a sequence begins with zeros, whatever its slot holds. Without it all begin with their slot.
-    null_index : int, default -1
-        A slot at or below it is none: SGLang and FlashInfer have -1, vLLM has 0. A sequence that has none gets zeros
-        for y, and no state of it is read or written. Where `write_indices` has none, y is right and no state is
-        written. So it is with a slot past the pool.
-    num_active : torch.Tensor of one int32, optional
-        How many sequences there are: those behind them count as empty, so that a CUDA graph serves any number of them.
-    max_seqlen : int, optional
-        About the most tokens that a sequence has: up to 8 fewer kernels are needed, and many of few sequences are cut,
-        so that the whole GPU works on them. Any lengths are right, whatever it says.
-    checkpoint_offsets : torch.Tensor, shape (sequences, checkpoints), dtype of `cu_seqlens`, optional
-        Numbers of tokens after which the state of a sequence is written too, to `checkpoint_indices`: for prefix
-        caches. They ascend in a row; one that does not, that is 0 or behind the sequence counts as none.
-    checkpoint_indices : torch.Tensor, shape (sequences, checkpoints), dtype of `state_indices`, optional
-        The slots of these states; one at or below `null_index` is none.
-    out : torch.Tensor, shape and dtype of v, optional
-        Where y is written, without gaps.
-    scale : float
-        Factor of y: 1 by default, for `gla_varlen` and `linear_attention_varlen` K^-0.5.
-    state_layout : {"vk", "kv"}
-        Order of the last two dimensions of a state: "vk" by default, for `gla_varlen` and `linear_attention_varlen`
-        "kv".
-    rounding : {"nearest", "stochastic"}, default "nearest"
-        As in `UpdateOptions`, for sequences of up to 8 tokens without checkpoints. After longer ones states are rounded
-        to the nearest: once in so many tokens loses nothing.
-    seed : int or torch.Tensor of one int64 on the device
-        For "stochastic", as in `UpdateOptions`.
-    """
-
-    cu_seqlens: Any
-    state_indices: Any
-    write_indices: Any
-    has_initial_state: Any
-    null_index: int
-    num_active: Any
-    max_seqlen: int | None
-    checkpoint_offsets: Any
-    checkpoint_indices: Any
-    out: Any
-    scale: float
-    state_layout: str
-    rounding: str
-    seed: Any
-
-
-class DecayVarlenOptions(VarlenOptions, total=False):
-    """Options of the functions that have a decay, beside those of `VarlenOptions`.
-
-    Attributes
-    ----------
-    decay : {"raw", "sigmoid", "log", "direct"}
-        As in `DecayOptions`: "raw" by default, for `gla_varlen` "log".
-    decay_bound : float, optional
-        A hint, as in `DecayOptions`.
-    w0 : torch.Tensor, shape (H, K) or (H * K,), float16, bfloat16 or float32, optional
-        Is added to w (g) before the map that `decay` names, in float32.
-    """
-
-    decay: str
-    decay_bound: float | None
-    w0: Any
+    from rwkv_jit.inference.options import VarlenOptions
 
 
 # ---- the public calls --------------------------------------------------------------------------------------------
@@ -109,46 +36,22 @@ def wkv7_varlen(
 
         sa = S a;   S <- S diag(d(w)) + sa b^T + v k^T;   y = scale S r
 
-    per sequence and head, token by token, with S [V, K]. T is the tokens of all sequences, one sequence behind another,
-    H the heads, K and V the head sizes of keys and values.
+    per sequence and head, token by token, with S [V, K].
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`.
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
     r, k, a, b : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
-        As `wkv7` takes them. Any strides; where the last one is not 1, a copy is made.
+        As `wkv7` takes them.
     w : torch.Tensor, shape and dtype of r, or float32
         Decay before the map that `decay` names.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
         Value.
-    **options
-        By name, as `VarlenOptions` and `DecayVarlenOptions` say; `cu_seqlens` must be given.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given. Tokens of no sequence get zeros.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
-    RuntimeError
-        An input wants a gradient, which states changed in place cannot give: `wkv7` can.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
-
-    Notes
-    -----
-    Sequences of up to 8 tokens are computed as by `wkv7_update`, and have its precision. Longer ones are computed as by
-    `wkv7` with packed sequences. Where a prompt is cut, into several calls or by checkpoints, results differ by no more
-    than that, and by what rounding a state of 16 bits does.
-
-    The lengths are looked at on the GPU alone: nothing waits for it, and a CUDA graph replays with others. The kernels
-    take any values of cu_seqlens and indices without a stray access.
 
     References
     ----------
@@ -175,8 +78,8 @@ def wkv6_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`.
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
     r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
         Receptance and key, as `wkv6` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
@@ -185,22 +88,10 @@ def wkv6_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
         Decay before the map that `decay` names.
     u : torch.Tensor, shape (H, K), dtype of r or float32
         Bonus of the current token.
-    **options
-        As in `wkv7_varlen`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_varlen`.
-
-    Notes
-    -----
-    Precision, lengths and first calls are those of `wkv7_varlen`.
 
     References
     ----------
@@ -226,30 +117,18 @@ def wkv5_varlen(state: Any, r: Any, k: Any, v: Any, w: Any, u: Any, **options: U
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, V, K), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`.
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
     r, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
         Receptance and key, as `wkv5` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of r
         Value.
     w, u : torch.Tensor, shape (H, K), dtype of r or float32
         Decay before the map that `decay` names, and bonus of the current token.
-    **options
-        As in `wkv7_varlen`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_varlen`.
-
-    Notes
-    -----
-    Precision, lengths and first calls are those of `wkv7_varlen`.
 
     References
     ----------
@@ -276,30 +155,18 @@ def gla_varlen(state: Any, q: Any, k: Any, v: Any, g: Any, **options: Unpack[Dec
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`. In the vk layout the last two sizes are (V, K).
+    state, **options
+        As `PoolOptions` and `DecayVarlenOptions` say, errors and precision too.
     q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
         Query and key, as `gla` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
         Value.
     g : torch.Tensor, shape and dtype of q, or float32
         Decay before the map that `decay` names; by default its logarithm.
-    **options
-        As in `wkv7_varlen`.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_varlen`.
-
-    Notes
-    -----
-    Precision, lengths and first calls are those of `wkv7_varlen`.
 
     References
     ----------
@@ -325,28 +192,16 @@ def linear_attention_varlen(state: Any, q: Any, k: Any, v: Any, **options: Unpac
 
     Parameters
     ----------
-    state : torch.Tensor, shape (slots, H, K, V), float16, bfloat16 or float32
-        The pool, as in `wkv7_update`. In the vk layout the last two sizes are (V, K).
+    state, **options
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too.
     q, k : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
         Query and key, as `linear_attention` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
         Value.
-    **options
-        By name, as `VarlenOptions` says; `cu_seqlens` must be given.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `wkv7_varlen`.
-
-    Notes
-    -----
-    Precision, lengths and first calls are those of `wkv7_varlen`.
 
     References
     ----------

@@ -54,37 +54,17 @@ def wkv4_update(
         Key and value. Any strides; where the last one is not 1, a copy is made.
     decay : {"raw", "log"}, default "raw"
         Whether the log-decay d is -exp(w) or w.
-    state_indices : torch.Tensor, shape (B,), int32 or int64, optional
-        The slot of each row. Without it row i has slot i.
-    write_indices : torch.Tensor, shape (B,), dtype of `state_indices`, optional
-        The slot that each row's state is written to, where that is another one than it is read from. Two rows must not
-        write to one slot, nor one read what another writes.
-    null_index : int, default -1
-        A slot at or below it is none. A row that has none gets zeros for y, and no state of it is read or written.
-        Where `write_indices` has none, y is right and no state is written. So it is with a slot past the pool.
-    out : torch.Tensor, shape and dtype of v, optional
-        Where y is written, without gaps.
+    state_indices, write_indices, null_index, out
+        As `PoolOptions` and `UpdateOptions` say, errors too.
 
     Returns
     -------
     y : torch.Tensor, shape and dtype of v
-        `out` where it is given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument does not fit: its name, what was expected and what came. The states are as they were.
-    RuntimeError
-        An input wants a gradient, which states changed in place cannot give: `wkv4` can.
-    RwkvJitError
-        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
-    NvrtcNotFoundError
-        CUDA tensors without CuPy or NVRTC; with the command that installs them.
 
     Notes
     -----
-    The arithmetic, its precision and what autocast does are those of `wkv4`. No gradient is recorded. Checks of indices
-    and first calls are those of `wkv7_update`. Long prompts are for `wkv4`: tokens go one after another here.
+    The arithmetic, its precision and what autocast does are those of `wkv4`. Long prompts are for `wkv4`: tokens go one
+    after another here.
 
     References
     ----------

@@ -2,12 +2,14 @@
 
 import inspect
 import re
+from typing import is_typeddict
 
 import pytest
 import torch
 
 import rwkv_jit
 from rwkv_jit import errors
+from rwkv_jit.inference import options as pooled
 from rwkv_jit.ops import table
 from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
 
@@ -51,6 +53,14 @@ def documented(name):
     return [part.strip().lstrip("*") for line in lines for part in line.split(",")]
 
 
+def types_of(name):
+    """The types that say what a call over a pool shares with others: of all, and of those that are like it."""
+    (own,) = re.findall(r"Unpack\[(\w+)\]", str(parameters(name)["options"]))
+    keys = getattr(pooled, own).__annotations__.keys()
+    several = [each for each in vars(pooled).values() if is_typeddict(each)]
+    return [each for each in several if each.__name__ in (own, "PoolOptions") or each.__annotations__.keys() < keys]
+
+
 def test_the_public_functions_are_known():
     assert sorted(FUNCTIONS) == sorted([
         *OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *REFERENCES, *COMPILING, *ASKING, *SETTING, *COMMITTING, "add_hook",
@@ -66,6 +76,8 @@ def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
         wanted |= {"Raises", "Examples"}
     if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER):
         wanted |= {"Notes", "References"}
+    if name in (*UPDATES, *COMMITTING, "wkv4_update"):  # which their types have, as the next test says
+        wanted -= {"Raises", "Notes"}
     first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
     assert (first[-1] in ".:", second) == (True, "")
     assert wanted <= set(sections(name))
@@ -78,6 +90,38 @@ def test_docstring_describes_every_parameter_once_and_in_order(name):
     assert sorted(listed) == sorted(parameters(name))
     order = [parameter for parameter in parameters(name) if parameter in OF_A_CALL]
     assert [parameter for parameter in listed if parameter in order] == order
+
+
+@pytest.mark.parametrize("name", [*UPDATES, *COMMITTING])
+def test_what_calls_over_a_pool_share_is_said_by_the_types_to_which_they_refer(name):
+    """The pool, the ring and every option, errors and precision. What a verify takes is said of its replay."""
+    (own,) = re.findall(r"Unpack\[(\w+)\]", str(parameters(name)["options"]))
+    of_replay = name.replace("_verify", "_replay")
+    shown = sections(name)["Parameters"]
+    if name != of_replay:
+        assert f"As in `{of_replay}`" in shown
+        assert parameters(name) == parameters(of_replay)
+        shown = sections(of_replay)["Parameters"]
+    (shared, referred) = re.search(r"^(state, .*\*\*options)\n((?: .*\n)+)", shown, flags=re.MULTILINE).groups()
+    assert re.search(rf"[Aa]s `PoolOptions` and `{own}` say", referred)
+    text = "\n".join(map(inspect.getdoc, types_of(name)))
+    for argument in shared.replace(", **options", "").split(", "):
+        assert re.search(rf"`{argument}` is the", " ".join(text.split()))
+    lines = re.findall(r"^(\w+(?:, \w+)*)(?: : .*)?\n    \S", text, flags=re.MULTILINE)
+    described = {option for line in lines for option in line.split(", ")}
+    assert getattr(pooled, own).__annotations__.keys() <= described
+    for section in ("Raises", "Notes"):
+        assert f"\n{section}\n---" in inspect.getdoc(pooled.PoolOptions)
+
+
+def test_wkv4_update_refers_to_the_types_of_the_other_updates():
+    shared = re.search(
+        r"^(.*null_index.*)\n    As `PoolOptions` and `UpdateOptions` say",
+        sections("wkv4_update")["Parameters"],
+        flags=re.MULTILINE,
+    )
+    documented = inspect.getdoc(pooled.PoolOptions) + inspect.getdoc(pooled.UpdateOptions)
+    assert all(f"\n{option} : " in documented for option in shared[1].split(", "))
 
 
 @pytest.mark.parametrize("name", ["specialize", "warm", "wkv4", "timex", *LAYER])

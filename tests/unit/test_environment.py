@@ -450,7 +450,8 @@ ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.kno
 ops.flops ops.torch_op inference.pool
 ops.wide_keys
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
-inference.registry inference.layer_plain inference.layer_steps inference.varlen_steps inference.arguments
+inference.registry inference.options inference.layer_plain inference.layer_steps inference.varlen_steps
+inference.arguments
 inference.replay_steps
 inference.ring
 inference.calls

@@ -12,7 +12,7 @@ from stub_driver import entered
 import rwkv_jit
 from rwkv_jit import modes, signatures
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import rounding, steps, update
+from rwkv_jit.inference import rounding, steps
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import Problem
 
@@ -469,10 +469,3 @@ def test_the_switch_makes_another_call(on_gpu):
 def test_there_are_no_updates_without_states():
     with pytest.raises(ValueError, match="updates: there are none of timex"):
         rwkv_jit.warm("timex", arch="sm_90", updates=True, tokens=64)
-
-
-def test_options_are_those_that_are_documented():
-    import inspect
-
-    text = inspect.getdoc(update.UpdateOptions) + inspect.getdoc(update.DecayUpdateOptions)
-    assert all(f"\n{option} : " in text for option in update.DecayUpdateOptions.__annotations__)
