@@ -126,18 +126,18 @@ def build(parsed: argparse.Namespace) -> Outcome:
 
 def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     """Return the kernels that the options of a build name. What an op does not have is for the others."""
-    from rwkv_jit import ahead, tensors
+    from rwkv_jit import ahead_requests, tensors
     from rwkv_jit.ops.table import OPS
 
     dtypes = {name: dtype for dtype, name in tensors.STORAGE.items()}
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
-    asked = vars(parsed) | ({"direction": list(ahead.DIRECTIONS)} if parsed.direction == "both" else {})
+    asked = vars(parsed) | ({"direction": list(ahead_requests.DIRECTIONS)} if parsed.direction == "both" else {})
     names = ("head_size", "value_size", "tokens", "batch", "dtype", "arch", "direction", "decay", "state_layout",
              "decay_bound", "w_dtype", "state_dtype", "width")  # fmt: skip
 
     def values(op: str, name: str) -> list[Any]:
-        given, own = asked[name], ahead.OPTIONS[op] if op in OPS else names
-        if name not in own and any(name in ahead.OPTIONS.get(other, ()) for other in parsed.op):
+        given, own = asked[name], ahead_requests.OPTIONS[op] if op in OPS else names
+        if name not in own and any(name in ahead_requests.OPTIONS.get(other, ()) for other in parsed.op):
             given = None
         if given is None:
             given = defaults.get(name)
@@ -149,7 +149,7 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
         if op in OPS and OPS[op].has_heads and parsed.head_size is None:
             raise ValueError(f"--head-size: {op} needs some, got none")
         for case in product(*(values(op, name) for name in names)):
-            requests += ahead.call_requests(op, **dict(zip(names, case, strict=True)))
+            requests += ahead_requests.call_requests(op, **dict(zip(names, case, strict=True)))
     return requests
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv_jit import ahead, bench, env, identity, kernel, machine, report
+from rwkv_jit import ahead_requests, bench, env, identity, kernel, machine, report
 from rwkv_jit.bench import cases, timing
 from rwkv_jit.cache import installed
 from rwkv_jit.errors import NvrtcNotFoundError
@@ -116,7 +116,7 @@ def _compiles(arch: str | None) -> list[list[Job]]:
         [
             partial(_compile, op, head_size, direction, arch)
             for head_size in (_head_sizes(op) if table.OPS[op].has_heads else (None,))
-            for direction in ahead.DIRECTIONS
+            for direction in ahead_requests.DIRECTIONS
         ]
         for op in table.OPS
     ]
@@ -129,7 +129,7 @@ def _compile(op: str, head_size: int | None, direction: str, arch: str | None) -
     """
     decay = bench.OPTIONS.get(op, {}).get("decay")
     batch, tokens = TIMED_SHAPES["cuda"][:2] if op == "timex" else (None, None)
-    named = ahead.named(
+    named = ahead_requests.named(
         op, head_size, None, torch.bfloat16, arch, direction, "auto", decay, None, None, tokens, batch, {}
     )
 

@@ -286,14 +286,14 @@ def _can_compile() -> bool:
 
 def _compiles(arch: str | None) -> list[tuple[str, Future[kernel.Kernel]]]:
     """Start a compile of both directions of every op, side by side."""
-    from rwkv_jit import ahead
+    from rwkv_jit import ahead, ahead_requests
     from rwkv_jit.ops.table import OPS
 
     sizes: dict[str, dict[str, Any]] = {"wkv4": {}, "timex": {"tokens": TOKENS, "batch": BATCH}}
     return [
         (f"{op} {way}", ahead.compile_async(op, arch=arch, direction=way, **sizes.get(op, {"head_size": HEAD_SIZE})))
         for op in OPS
-        for way in ahead.DIRECTIONS
+        for way in ahead_requests.DIRECTIONS
     ]
 
 

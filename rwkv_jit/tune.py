@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rwkv_jit import ahead, bench, cuda, report, tuned
+from rwkv_jit import ahead, ahead_requests, bench, cuda, report, tuned
 from rwkv_jit.algorithms.parts import Candidate, Case, padded
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -162,7 +162,7 @@ def _compile(op: str, candidates: Sequence[Candidate], size: int, progress: Call
     """Compile side by side what would be compiled one after another when it is launched."""
     dtype, decay = DTYPES[DTYPE], bench.decay_of(op)
     asked = [
-        ahead.named(
+        ahead_requests.named(
             op, size, None, dtype, None, direction, "chunked", decay, chunk_len, num_threads, None, None,
             {"blocks_per_sm": blocks},
         )

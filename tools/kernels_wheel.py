@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # what is built is this checkout's
 import torch  # noqa: E402
 
 import rwkv_jit  # noqa: E402
-from rwkv_jit import ahead, demo, identity, report  # noqa: E402
+from rwkv_jit import ahead, ahead_requests, demo, identity, report  # noqa: E402
 from rwkv_jit.cache import bundle, installed  # noqa: E402
 from rwkv_jit.kernel import Kernel, Request  # noqa: E402
 
@@ -69,8 +69,8 @@ def requests(arch: str, calls: Iterable[Calls] = CALLS) -> list[Request]:
         for dtype in of.dtypes
         for decay in of.decays
         for tokens in of.tokens
-        for direction in ahead.DIRECTIONS
-        for request in ahead.call_requests(
+        for direction in ahead_requests.DIRECTIONS
+        for request in ahead_requests.call_requests(
             of.op, head_size, dtype, arch, direction, decay, None, None, torch.float32, None, value_size, tokens
         )
     ]

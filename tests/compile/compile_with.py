@@ -26,7 +26,7 @@ def requests_of(op, arch):
     """Return the kernels that calls of an op may take."""
     import torch
 
-    from rwkv_jit import ahead, modes
+    from rwkv_jit import ahead_requests, modes
 
     # timex has no heads, but kernels for rows of either length.
     sizes = {"wkv4": [(None, None, None)], "timex": [(None, tokens, 8) for tokens in (256, 3000)]}
@@ -34,10 +34,10 @@ def requests_of(op, arch):
     return [
         request
         for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])
-        for direction in (*ahead.DIRECTIONS, *([ahead.UPDATE] if op == "wkv7" else []))
-        for request in ahead.call_requests(
+        for direction in (*ahead_requests.DIRECTIONS, *([ahead_requests.UPDATE] if op == "wkv7" else []))
+        for request in ahead_requests.call_requests(
             op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch,
-            **({"width": 2048, "rings": [(4, 4)]} if direction == ahead.UPDATE else {}),
+            **({"width": 2048, "rings": [(4, 4)]} if direction == ahead_requests.UPDATE else {}),
         )
     ]  # fmt: skip
 

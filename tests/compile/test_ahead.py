@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead, cache, compiler, env, kernel, stats, tensors, tuned
+from rwkv_jit import ahead, ahead_requests, cache, compiler, env, kernel, stats, tensors, tuned
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
 from rwkv_jit.ops.table import OPS
 
@@ -263,8 +263,8 @@ def test_calls_take_the_kernels_that_warm_has_made_and_no_others(op, decay, deca
     wanted = call_all_ways(op, keys, values, w_dtype, state_dtype, layout, **options)
     made = [
         request
-        for way in ahead.DIRECTIONS
-        for request in ahead.call_requests(
+        for way in ahead_requests.DIRECTIONS
+        for request in ahead_requests.call_requests(
             op, keys, torch.bfloat16, "sm_90", way, decay, layout, w_dtype, state_dtype, decay_bound, values
         )
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead, identity, kernel
+from rwkv_jit import ahead_requests, identity, kernel
 from rwkv_jit.cache import bundle, installed
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -112,8 +112,8 @@ def test_every_architecture_has_kernels_of_all_calls(arch, tool):
     for op, head_size, decay in (("wkv7", 64, None), ("wkv7", 64, "sigmoid"), ("wkv6", 64, None), ("gla", 128, None)):
         wanted = [
             request._replace(also=())
-            for direction in ahead.DIRECTIONS
-            for request in ahead.call_requests(
+            for direction in ahead_requests.DIRECTIONS
+            for request in ahead_requests.call_requests(
                 op, head_size, torch.bfloat16, arch, direction, decay, None, None, torch.float32, None
             )
         ]

@@ -14,7 +14,7 @@ from problems import problem, requests
 
 import rwkv_jit
 from bench import history
-from rwkv_jit import ahead, cache, compiler, kernel
+from rwkv_jit import ahead_requests, cache, compiler, kernel
 from rwkv_jit.algorithms import parts, whole
 from rwkv_jit.cache.entry import unpack
 from rwkv_jit.errors import UnsupportedConfigError
@@ -669,7 +669,7 @@ def test_kernel_of_a_call(template, op, head_size, arch, decay):
     *_, request = [
         request
         for direction in ("forward", "backward")
-        for request in ahead.call_requests(op, head_size, *of_call, direction, *more)
+        for request in ahead_requests.call_requests(op, head_size, *of_call, direction, *more)
         if request.template.name == template
     ]
     found = kernel.get(request)

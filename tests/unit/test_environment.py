@@ -459,6 +459,7 @@ inference.plainly inference.flops
 inference.layer inference.update inference.varlen inference.wkv4
 inference.replay_calls
 inference.replay
+ahead_requests
 ahead bench.cases
 bench.measure
 bench

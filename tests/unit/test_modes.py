@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import ahead, modes
+from rwkv_jit import ahead_requests, modes
 from rwkv_jit.ops.table import OPS
 
 HALF = torch.bfloat16
@@ -258,8 +258,8 @@ def test_kernels_of_calls_can_be_compiled_ahead(dtype, on_gpu):
             given = make(op, (2, 64, 2, 64), dtype, grad=True)
             ahead_of = {
                 (request.template.name, tuple(sorted(request.parameters.items())))
-                for direction in ahead.DIRECTIONS
-                for request in ahead.call_requests(
+                for direction in ahead_requests.DIRECTIONS
+                for request in ahead_requests.call_requests(
                     op, 64, dtype, "sm_80", direction, None, None, None, torch.float32, None
                 )
             }

@@ -9,7 +9,7 @@ from stub_driver import entered
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, tensors
+from rwkv_jit import ahead_requests, kernel, tensors
 from rwkv_jit.algorithms import timex_tiles, whole
 from rwkv_jit.errors import RwkvJitError, UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -615,7 +615,7 @@ def test_more_rows_than_a_launch_has_blocks(driver):
 
 def kernels(tokens, dtype=torch.float32, batch=None, direction="forward", w_dtype=None, arch="sm_90"):
     options = (None, None, w_dtype, torch.float32, None, None, tokens, batch)
-    return ahead.call_requests("timex", None, dtype, arch, direction, *options)
+    return ahead_requests.call_requests("timex", None, dtype, arch, direction, *options)
 
 
 def shown(requests):
@@ -631,7 +631,7 @@ def test_calls_ask_for_no_kernel_that_warm_has_not_made(driver, arch, tokens, dt
     dtype, w_dtype = dtypes
 
     def made(*batches):
-        several = itertools.product(ahead.DIRECTIONS, batches)
+        several = itertools.product(ahead_requests.DIRECTIONS, batches)
         return shown(x for way, batch in several for x in kernels(tokens, dtype, batch, way, w_dtype, arch))
 
     taken = set()

@@ -13,7 +13,7 @@ import torch
 from problems import problem
 
 import rwkv_jit
-from rwkv_jit import ahead, bench, cuda, kernel, report, template, tensors, tune, tuned
+from rwkv_jit import ahead_requests, bench, cuda, kernel, report, template, tensors, tune, tuned
 from rwkv_jit.algorithms import diagonal_chunked
 from rwkv_jit.algorithms.parts import Candidate, Case
 from rwkv_jit.errors import NvrtcNotFoundError, RwkvJitError
@@ -270,7 +270,9 @@ def geometries(requests):
 
 def requests(arch, op="wkv7"):
     options = ("sigmoid", "vk", None, torch.float32, None)
-    return [ahead.call_requests(op, 64, torch.bfloat16, arch, way, *options) for way in ("forward", "backward")]
+    return [
+        ahead_requests.call_requests(op, 64, torch.bfloat16, arch, way, *options) for way in ("forward", "backward")
+    ]
 
 
 def test_what_is_compiled_ahead_is_what_calls_take(monkeypatch):

@@ -10,6 +10,7 @@ from stub_driver import entered
 
 import rwkv_jit
 from rwkv_jit import ahead, kernel, signatures, tensors
+from rwkv_jit.algorithms import wkv4
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import Problem
@@ -302,7 +303,7 @@ def test_every_kernel_of_a_call_is_made_ahead(dtype, w_dtype, on_gpu, monkeypatc
     types = dict(zip("wukv", (*[tensors.STORAGE[w_dtype]] * 2, *[tensors.STORAGE[dtype]] * 2), strict=True))
     for batch, tokens in itertools.product((1, 700), (1, 5)):
         p = Problem(OPS["wkv4"], Gpu("sm_90"), types, B=batch, T=tokens, C=2048, decay="raw")
-        for request in ahead.wkv4.update(p, {"slots": 9}).requests(p.gpu):
+        for request in wkv4.update(p, {"slots": 9}).requests(p.gpu):
             assert kernel.memory_key(request) in made
     with pytest.raises(ValueError, match="rings: wkv4 has none"):
         rwkv_jit.warm("wkv4", arch="sm_90", updates=True, rings=[(8, 0)])
