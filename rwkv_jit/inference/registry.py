@@ -39,7 +39,7 @@ _OPS = {
     ),
     "layer_step": (
         "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()",
-        "rwkv_jit.inference.layer",
+        "rwkv_jit.inference.layer_calls",
     ),
 }
 

@@ -456,8 +456,8 @@ inference.replay_steps
 inference.ring
 inference.calls
 inference.plainly inference.flops
-inference.layer inference.update inference.varlen inference.wkv4
-inference.replay_calls
+inference.layer_calls inference.update inference.varlen inference.wkv4
+inference.layer inference.replay_calls
 inference.replay
 ahead_requests
 ahead bench.cases

@@ -1,0 +1,355 @@
+"""Calls of a layer's small work: their checks, their kernels, and the torch op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import env, tensors
+from rwkv_jit.inference import arguments, calls, layer_plain, layer_steps, registry
+from rwkv_jit.inference.layer_steps import KINDS, MOST_MIXES, MOST_PARTS, OPS, Given, Sequences
+from rwkv_jit.ops import checks, sharding, torch_op
+from rwkv_jit.plan import Plan
+from rwkv_jit.schedule import Result, Schedule
+from rwkv_jit.signatures import BySignature
+
+# What calls have beside the inputs of their op, and what they write, in the order of plans.
+_BESIDE = {"shift_mix": ("state_indices", "cu_seqlens", "has_initial_state", "num_active")}
+_WRITTEN = {
+    "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b"), "gated_norm": ("out",),
+    "activate": ("y",),
+}  # fmt: skip
+
+
+# ---- a call ------------------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """A call that has been checked."""
+
+    name: str
+    inputs: Sequence[Any]  # tensors, or None
+    written: Sequence[Any]  # None for what the call makes
+    made: dict[str, tuple[int, ...]]  # the shapes of that by name
+    lead: Tensor  # which says their dtype and device
+    null_index: int = -1
+    eps: float = 0.0
+    kinds: tuple[str, ...] = ()
+    in_place: bool = False
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Return the tensors in the order in which plans take them."""
+        return [*self.inputs, *self.written]
+
+
+class _Known(NamedTuple):
+    """A call that has come before: what tells whether another one is like it, and its plan."""
+
+    are_alike: Callable[..., bool]
+    plan: Plan
+
+
+_known: BySignature[_Known] = BySignature()
+_plans: BySignature[Plan] = BySignature()
+
+
+def call(name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...]) -> list[Tensor]:
+    """Run a call, at once where it is known, else after all checks; return what it makes."""
+    asked: Any = None
+    known: _Known | None = None
+    arrays = [*inputs, *written]
+    try:
+        if tensors.is_eager():
+            address = 0
+            for x in written:
+                if x is not None:
+                    address |= x.data_ptr()
+            missing = tuple([x is None for x in arrays])
+            asked = name, inputs[0].shape, options, missing, torch.is_grad_enabled(), address & calls.ADDRESS_BITS
+            known = _known.get(asked)
+            if known is not None and not known.are_alike(*[x for x in arrays if x is not None]):
+                known = None
+    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
+        asked = known = None
+    if known is None:
+        return _checked_call(name, inputs, written, options, asked)
+    return known.plan.run(arrays)
+
+
+def _checked_call(
+    name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...], asked: Any
+) -> list[Tensor]:
+    """Run a call after all checks; one that was `asked` for so is known from then on."""
+    arrays = [x for x in (*inputs, *written) if x is not None]
+    if sharding.any_distributed(arrays):
+        raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
+    call = _CHECKS[name](inputs, written, *options)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
+        raise RuntimeError(_no_gradient(name))
+    is_direct = call.lead.is_cuda and tensors.is_eager() and tensors.are_plain(call.tensors)
+    if is_direct and call.lead.numel():
+        plan = _plan(call)
+        made = plan.run(call.tensors)
+        if asked is not None and all(isinstance(x, Tensor) for x in arrays) and not env.checks_indices():
+            _known.keep(asked, _Known(tensors.likeness(arrays), plan))
+        return made
+    new = {x: torch.empty(shape, dtype=call.lead.dtype, device=call.lead.device) for x, shape in call.made.items()}
+    if call.lead.numel():
+        places = zip(_WRITTEN[name], call.written, strict=True)
+        targets = [new.get(place, x) for place, x in places if x is not None or place in new]
+        given = [] if call.in_place else call.inputs
+        targets = [call.lead] if call.in_place else targets
+        registry.find("layer_step")(name, given, targets, call.null_index, call.eps, call.kinds)
+    return list(new.values())
+
+
+def _no_gradient(name: str) -> str:
+    return f"{name}: is for inference and has no gradient; call it in torch.no_grad()"
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> _Call:
+    x = tensors.from_any("x", inputs[0])
+    *arrays, state_indices, cu_seqlens, has_initial_state, num_active = inputs
+    _, add, weight, bias, mixes = _as_tensors("shift_mix", arrays)
+    if x.dim() not in (2, 3) or not x.shape[-1]:
+        raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
+    _check_lead("x", x)
+    arguments.null_index(null_index)
+    checks.check_number("eps", eps)
+    channels, leading = x.shape[-1], x.shape[:-1]
+    for name, given in (("weight", weight), ("bias", bias)):
+        _check("shift_mix", name, given, [(channels,)], x)
+    if mixes is None or mixes.shape not in [(channels,), *((count, channels) for count in range(1, MOST_MIXES + 1))]:
+        got = None if mixes is None else list(mixes.shape)
+        raise ValueError(f"mixes: expected shape [{channels}] or [1 to {MOST_MIXES}, {channels}], got {got}")
+    _check("shift_mix", "mixes", mixes, [tuple(mixes.shape)], x)
+    if add is not None:
+        _check("shift_mix", "add", add, [tuple(x.shape)], x)
+
+    sequences = leading[0]
+    if cu_seqlens is not None:
+        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
+        checks.check_packing(cu_seqlens, x if x.dim() == 3 else x.unsqueeze(0))
+        sequences = cu_seqlens.shape[0] - 1
+    shift = tensors.from_any("shift", written[0], in_place=True)
+    _check_pool(shift, channels, x)
+    indices = arguments.indices("state_indices", state_indices, sequences, x)
+    has_state = arguments.has_initial_state(has_initial_state, sequences, x)
+    active = arguments.num_active(num_active, x)
+    if indices is None and sequences > shift.shape[0]:
+        raise ValueError(
+            f"shift: expected a slot for each of the {sequences} rows, or state_indices; got {shift.shape[0]}"
+        )
+    if arguments.may_look_at([cu_seqlens, indices, active]):
+        if cu_seqlens is not None:
+            arguments.check_bounds(cu_seqlens.tolist(), leading[-1])
+        there = arguments.check_active(active, sequences)
+        slots = {"state_indices": None if indices is None else indices[:there]}
+        arguments.check_slots(slots, shift.shape[0], null_index)
+    shape = (*mixes.shape[:-1], *x.shape)
+    made = {} if written[1] is not None else {"mixed": shape}
+    out = None if written[1] is None else arguments.out(written[1], shape, x)
+    made |= {} if add is None else {"residual": tuple(x.shape)}
+    given = [x, add, weight, bias, mixes, indices, cu_seqlens, has_state, active]
+    return _Call("shift_mix", given, [shift, out, None], made, x, null_index, float(eps))
+
+
+def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
+    given = _as_tensors("prepare_keys", inputs)
+    named = dict(zip(OPS["prepare_keys"].inputs, given, strict=True))
+    k = _check_heads("prepare_keys", "k", named, ("v", "rate", "k_k", "k_a"))
+    if (named["v_first"] is None) != (named["v_gate"] is None):
+        missing, other = ("v_first", "v_gate") if named["v_first"] is None else ("v_gate", "v_first")
+        raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
+    if named["v0"] is not None and named["v_first"] is None:
+        raise ValueError("v0: goes with v_first and v_gate, got it alone")
+    shape = tuple(k.shape)
+    made = {x: shape for x in _WRITTEN["prepare_keys"] if x != "new_v" or named["v_first"] is not None}
+    return _Call("prepare_keys", given, [None] * 4, made, k)
+
+
+def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float) -> _Call:
+    given = _as_tensors("gated_norm", inputs)
+    named = dict(zip(OPS["gated_norm"].inputs, given, strict=True))
+    y = _check_heads("gated_norm", "y", named, tuple(OPS["gated_norm"].inputs))
+    checks.check_number("eps", eps)
+    shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
+    out = None if written[0] is None else arguments.out(written[0], shape, y)
+    return _Call("gated_norm", given, [out], {} if out is not None else {"out": shape}, y, eps=float(eps))
+
+
+def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> _Call:
+    x = tensors.from_any("x", inputs[0], in_place)
+    _check_lead("x", x)
+    if isinstance(kinds, str):
+        each: tuple[str, ...] = (kinds,)
+    elif not isinstance(kinds, tuple):
+        raise TypeError(f"kinds: expected a str or a sequence of them, got {type(kinds).__name__}")
+    else:
+        each = kinds
+        if not x.dim() or not 1 <= len(kinds) <= MOST_PARTS or len(kinds) != x.shape[0]:
+            parts = x.shape[0] if x.dim() else 0
+            raise ValueError(
+                f"kinds: expected one for each of the {parts} parts of x, up to {MOST_PARTS}, got {len(kinds)}"
+            )
+    for kind in each:
+        checks.check_name("kinds", kind, KINDS)
+    if in_place and not x.is_contiguous():
+        raise ValueError(f"out: expected memory without gaps, got strides {x.stride()}")
+    out = None if written[0] is None else arguments.out(written[0], tuple(x.shape), x)
+    made = {} if in_place or out is not None else {"y": tuple(x.shape)}
+    return _Call("activate", [x], [out], made, x, kinds=each, in_place=in_place)
+
+
+_CHECKS: dict[str, Callable[..., _Call]] = {
+    "shift_mix": _check_shift_mix, "prepare_keys": _check_prepare_keys, "gated_norm": _check_gated_norm,
+    "activate": _check_activate,
+}  # fmt: skip
+
+
+def _as_tensors(op: str, arrays: Sequence[Any]) -> list[Any]:
+    names = OPS[op].inputs
+    return [None if x is None else tensors.from_any(name, x) for name, x in zip(names, arrays, strict=True)]
+
+
+def _check_lead(name: str, x: Tensor) -> None:
+    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+
+
+def _check(op: str, name: str, x: Tensor | None, shapes: Sequence[tuple[int, ...]], lead: Tensor) -> None:
+    """Check an input that may have any of these shapes."""
+    if x is None:
+        raise TypeError(f"{name}: expected a torch.Tensor or an array with __dlpack__, got NoneType")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(str(list(n)) for n in shapes)}, got {list(x.shape)}")
+    may_be_float32 = name in OPS[op].wide and lead.dtype != torch.float32
+    arguments.check_dtype(name, x, (lead.dtype, torch.float32) if may_be_float32 else (lead.dtype,), lead)
+
+
+def _check_heads(op: str, lead_name: str, named: dict[str, Any], needed: Sequence[str]) -> Tensor:
+    """Check the inputs of an op over heads, and return the one that says their sizes."""
+    lead: Tensor | None = named[lead_name]
+    if lead is None or lead.dim() < 2 or not lead.shape[-1]:
+        got = None if lead is None else list(lead.shape)
+        raise ValueError(f"{lead_name}: expected shape [..., heads, head size], got {got}")
+    _check_lead(lead_name, lead)
+    for name, dims in OPS[op].inputs.items():
+        if named[name] is not None or name in needed:
+            own = tuple(lead.shape if "N" in dims else lead.shape[-2:])
+            _check(op, name, named[name], [own, (*own[:-2], own[-2] * own[-1])], lead)
+    return lead
+
+
+def _check_pool(shift: Tensor, channels: int, lead: Tensor) -> None:
+    if shift.dim() != 2 or shift.shape[1] != channels:
+        raise ValueError(f"shift: expected shape [slots, {channels}], got {list(shift.shape)}")
+    arguments.check_dtype("shift", shift, [*tensors.STORAGE] + ([] if lead.is_cuda else [torch.float64]), lead)
+    arguments.check_memory("shift", shift)
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+def _plan(call: _Call) -> Plan:
+    """Return the plan of a call."""
+    places = [x for x in call.written if x is not None]
+    address = 16
+    for x in places:
+        address |= x.data_ptr()
+    alignment = address & -address
+    key = call.name, alignment, call.null_index, call.eps, call.kinds, call.in_place, tensors.signature(call.tensors)
+    plan = _plans.get(key)
+    if plan is None:
+        schedule, given = _described(call, alignment)
+        names = (*OPS[call.name].inputs, *_BESIDE.get(call.name, ()), *_WRITTEN[call.name])
+        named = dict(zip(names, call.tensors, strict=True))
+        if call.name == "shift_mix":
+            named["shift"] = calls.one_slot(named["shift"])
+        plan = _plans.keep(key, Plan(schedule, layer_steps.problem(call.name, given), named))
+    return plan
+
+
+def _described(call: _Call, alignment: int) -> tuple[Schedule, Given]:
+    named = dict(zip(OPS[call.name].inputs, call.inputs, strict=False))
+    types = {name: tensors.STORAGE[x.dtype] for name, x in named.items() if x is not None}
+    lead = call.lead
+    storage = tensors.STORAGE[lead.dtype]
+    given = Given(
+        tensors.gpu(lead.device.index), types, 0, (), alignment,
+        {name: Result(shape, storage) for name, shape in call.made.items()},
+    )  # fmt: skip
+    if call.name == "shift_mix":
+        return _described_shift_mix(call, given)
+    if call.name == "activate":
+        parts = len(call.kinds)
+        given = given._replace(rows=parts, sizes=(lead.numel() // parts,))
+        return layer_steps.activate(given, call.kinds, call.in_place), given
+    heads, head_size = lead.shape[-2:]
+    given = given._replace(rows=lead.numel() // (heads * head_size), sizes=(heads, head_size))
+    if call.name == "prepare_keys":
+        return layer_steps.prepare_keys(given), given
+    return layer_steps.gated_norm(given, call.eps), given
+
+
+def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
+    x, _, _, _, mixes, indices, cu_seqlens, *_ = call.inputs
+    shift = call.written[0]
+    channels, slots = x.shape[-1], shift.shape[0]
+    stride = shift.stride(0) if slots > 1 else 0
+    places = given.alignment | (stride * shift.element_size())
+    given = given._replace(
+        types={**given.types, "shift": tensors.STORAGE[shift.dtype]}, rows=x.numel() // channels,
+        sizes=(channels, mixes.numel() // channels), alignment=places & -places,
+    )  # fmt: skip
+    count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tokens = x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1
+    bound_bytes = 0 if cu_seqlens is None else cu_seqlens.element_size()
+    index_bytes = 4 if indices is None else indices.element_size()
+    sequences = Sequences(count, tokens, bound_bytes, slots, stride, index_bytes, call.null_index)
+    return layer_steps.shift_mix(given, sequences, call.eps), given
+
+
+# ---- the torch op ------------------------------------------------------------------------------------------------
+
+
+def run(
+    name: str, inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
+) -> None:  # fmt: skip
+    """Run the torch op with CPU or CUDA tensors."""
+    if not written[0].is_cuda:
+        torch_op.say_reference(name, written[0])
+        with tensors.exactly(written[0]), torch.no_grad():
+            getattr(layer_plain, name)(inputs, written, null_index, eps, kinds)
+        return
+    in_place = not inputs
+    if in_place:
+        inputs, written = list(written), []
+    lead = inputs[0]
+    named = dict(zip(OPS[name].inputs, inputs, strict=False))
+    absent = {"residual": named.get("add") is None, "new_v": named.get("v_first") is None}
+    rest = iter(written)
+    targets = [None if absent.get(place) or in_place else next(rest) for place in _WRITTEN[name]]
+    call = _Call(name, list(inputs), targets, {}, lead, null_index, eps, tuple(kinds), in_place)
+    _plan(call).run(call.tensors)
+
+
+def fake(*_: Any) -> None:
+    """Do nothing with tensors that have no memory."""
+
+
+def record(keys: Any, name: str, inputs: Sequence[Tensor | None], written: Sequence[Tensor], *rest: Any) -> None:
+    """Refuse to record gradients."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *written)):
+        raise RuntimeError(_no_gradient(name))
+    with torch._C._AutoDispatchBelowAutograd():
+        step = registry.find("layer_step")
+        step.redispatch(keys & torch._C._after_autograd_keyset, name, inputs, written, *rest)
