@@ -68,7 +68,7 @@ _MODULES = {
     "ReplayRing": "rwkv_jit.inference.ring",
     "Template": "rwkv_jit.custom",
     "StatePool": "rwkv_jit.inference.pool",
-    "StateSpec": "rwkv_jit.inference.pool",
+    "StateSpec": "rwkv_jit.inference.states",
     "specialize": "rwkv_jit.ahead",
     "compile_async": "rwkv_jit.ahead",
     "warm": "rwkv_jit.ahead",
@@ -175,7 +175,7 @@ if TYPE_CHECKING:
         UpdateOptions,
         VarlenOptions,
     )
-    from rwkv_jit.inference.pool import StatePool, StateSpec
+    from rwkv_jit.inference.pool import StatePool
     from rwkv_jit.inference.replay import (
         gla_replay,
         gla_verify,
@@ -191,6 +191,7 @@ if TYPE_CHECKING:
         wkv7_verify,
     )
     from rwkv_jit.inference.ring import ReplayRing
+    from rwkv_jit.inference.states import StateSpec
     from rwkv_jit.inference.update import (
         gla_update,
         linear_attention_update,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import env, tensors
+from rwkv_jit.errors import brief
 from rwkv_jit.ops import checks
 from rwkv_jit.problem import Op
 
@@ -195,6 +196,23 @@ def w0(given: Any, heads: int, head_size: int, lead: Tensor) -> Tensor | None:
         raise ValueError(f"w0: expected shape [{heads}, {head_size}] or [{heads * head_size}], got {list(x.shape)}")
     check_dtype("w0", x, tuple(tensors.STORAGE), lead)
     return x
+
+
+def count(name: str, value: Any, least: int = 0) -> int:
+    """Return a number of things."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got {brief(value)}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {brief(value)}")
+    return value
+
+
+def listed(name: str, slots: Any) -> list[int]:
+    """Return slots, one or several, as a list."""
+    several = list(slots) if isinstance(slots, Iterable) else [slots]
+    if any(not isinstance(slot, int) or isinstance(slot, bool) for slot in several):
+        raise TypeError(f"{name}: expected an int or several, got {brief(slots)}")
+    return several
 
 
 def null_index(value: Any) -> int:

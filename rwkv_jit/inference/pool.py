@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
-from rwkv_jit.cache import files
 from rwkv_jit.errors import RwkvJitError, brief
-from rwkv_jit.ops import checks
-
-_DTYPES = (*tensors.STORAGE, torch.float64)
-# What a file says of itself: the number of its format, and the specs for whoever looks into it.
-_FORMAT_KEY, _SPECS_KEY = "rwkv_jit.format", "rwkv_jit.specs"
-_FORMAT = "1"
-
-
-class StateSpec(NamedTuple):
-    """What a model keeps of a text under one name, for `StatePool`.
-
-    Attributes
-    ----------
-    layers : int
-        How many of them a text has, one for each layer of the model or more.
-    shape : tuple of ints
-        The shape of one, in one layer, of one text.
-    dtype : torch.dtype
-        float16, bfloat16, float32 or float64.
-    fill : float, default 0.0
-        What it is filled with before the first token.
-    """
-
-    layers: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    fill: float = 0.0
+from rwkv_jit.inference import arguments, states
+from rwkv_jit.inference.states import StateSpec
 
 
 class StatePool:
@@ -105,8 +74,8 @@ class StatePool:
     def __init__(
         self, slots: int, specs: Mapping[str, StateSpec], device: torch.device | str = "cuda", reserved: int = 0
     ):
-        self.slots = _count("slots", slots, least=1)
-        self.reserved = _count("reserved", reserved)
+        self.slots = arguments.count("slots", slots, least=1)
+        self.reserved = arguments.count("reserved", reserved)
         if reserved >= slots:
             raise ValueError(f"reserved: expected fewer than the {slots} slots, got {reserved}")
         self.device = torch.device(device)
@@ -173,9 +142,9 @@ class StatePool:
         (torch.Size([2, 8, 3, 64, 64]), torch.Size([2, 8, 192]))
         """
         for name, size in (("layers", layers), ("heads", heads), ("head_size", head_size), ("width", width)):
-            _count(name, size, least=1)
-        _check_dtype("state_dtype", state_dtype)
-        _check_dtype("shift_dtype", shift_dtype)
+            arguments.count(name, size, least=1)
+        states.check_dtype("state_dtype", state_dtype)
+        states.check_dtype("shift_dtype", shift_dtype)
         shift = StateSpec(layers, (width,), shift_dtype)
         specs = {
             "wkv": StateSpec(layers, (heads, head_size, head_size), state_dtype),
@@ -241,7 +210,7 @@ class StatePool:
         >>> pool.allocate(2)
         [0, 1]
         """
-        new = self._lowest(_count("count", count))
+        new = self._lowest(arguments.count("count", count))
         self._fill(new)
         return self._take(new)
 
@@ -273,8 +242,8 @@ class StatePool:
         >>> pool.fork(slot, 2)
         [1, 2]
         """
-        self._check("slot", [_count("slot", slot)])
-        new = self._lowest(_count("count", count))
+        self._check("slot", [arguments.count("slot", slot)])
+        new = self._lowest(arguments.count("count", count))
         self._copy([slot], new)
         return self._take(new)
 
@@ -298,7 +267,7 @@ class StatePool:
         >>> first, second = pool.allocate(2)
         >>> pool.copy([first, second], [second, first])  # swaps them
         """
-        sources, targets = _listed("source", source), _listed("target", target)
+        sources, targets = arguments.listed("source", source), arguments.listed("target", target)
         self._check("source", sources, may_repeat=True)
         self._check("target", targets)
         if len(sources) != len(targets):
@@ -322,7 +291,7 @@ class StatePool:
         --------
         >>> pool.reset(pool.allocate(2))
         """
-        listed = _listed("slots", slots)
+        listed = arguments.listed("slots", slots)
         self._check("slots", listed)
         self._fill(listed)
 
@@ -343,7 +312,7 @@ class StatePool:
         --------
         >>> pool.free(pool.allocate(2))
         """
-        listed = _listed("slots", slots)
+        listed = arguments.listed("slots", slots)
         self._check("slots", listed)
         self._taken.difference_update(listed)
         self._free = sorted([*self._free, *listed])
@@ -370,7 +339,7 @@ class StatePool:
         >>> pool.indices(pool.allocate(2))
         tensor([0, 1], dtype=torch.int32)
         """
-        listed = _listed("slots", slots)
+        listed = arguments.listed("slots", slots)
         reserved = range(self.reserved)
         self._check("slots", [slot for slot in listed if slot not in reserved])
         return self._on_device(listed, torch.int32)
@@ -410,20 +379,11 @@ class StatePool:
         --------
         >>> pool.save("prompt.safetensors", pool.allocate(), {"prompt": "You are a helpful assistant."})
         """
-        safetensors = _safetensors("save")
-        listed = list(self.allocated) if slots is None else _listed("slots", slots)
+        listed = list(self.allocated) if slots is None else arguments.listed("slots", slots)
         self._check("slots", listed)
-        more = {} if metadata is None else dict(metadata)
-        for key, value in more.items():
-            if not (isinstance(key, str) and isinstance(value, str)):
-                raise TypeError(f"metadata: expected str for str, got {brief(value)} for {brief(key)}")
-            if key in (_FORMAT_KEY, _SPECS_KEY):
-                raise ValueError(f"metadata: expected other keys than {_FORMAT_KEY} and {_SPECS_KEY}, got {key}")
-        specs = {name: spec._asdict() | {"dtype": _plain(spec.dtype)} for name, spec in self._specs.items()}
-        more |= {_FORMAT_KEY: _FORMAT, _SPECS_KEY: json.dumps(specs)}
+        text = states.described(self._specs, metadata)
         index = self._on_device(listed)
-        held = {name: x.index_select(1, index).cpu() for name, x in self._tensors.items()}
-        files.write(Path(path), safetensors.torch.save(held, more), mode=0o600)
+        states.write(path, {name: x.index_select(1, index).cpu() for name, x in self._tensors.items()}, text)
 
     def load(self, path: str | os.PathLike[str]) -> list[int]:
         """Take slots for the states of a file that `save` wrote, and read the states into them.
@@ -455,19 +415,8 @@ class StatePool:
         >>> pool.load("prompt.safetensors")
         [2, 3]
         """
-        safetensors = _safetensors("load")
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"path: there is no file {path}")
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                found = (file.metadata() or {}).get(_FORMAT_KEY)
-                if found != _FORMAT:
-                    kind = "none" if found is None else brief(found)
-                    raise ValueError(f"path: expected a file of StatePool.save with format '{_FORMAT}', got {kind}")
-                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"path: expected a safetensors file, got {path}, which is damaged: {error}") from error
-        new = self._lowest(self._count_of(held))
+        held = states.read(path, self._specs)
+        new = self._lowest(next(iter(held.values())).shape[1])
         index = self._on_device(new)
         for name, x in self._tensors.items():
             x.index_copy_(1, index, held[name].to(self.device))
@@ -530,70 +479,6 @@ class StatePool:
                     "specs: expected names that are identifiers, without an underscore in front, and no attributes of "
                     f"StatePool, got {brief(name)}"
                 )
-            here = f"specs[{name!r}]"
-            if not isinstance(spec, StateSpec):
-                raise TypeError(f"{here}: expected a StateSpec, got {brief(spec)}")
-            _count(f"{here}.layers", spec.layers, least=1)
-            if not isinstance(spec.shape, (tuple, list)):
-                raise TypeError(f"{here}.shape: expected a tuple of ints, got {brief(spec.shape)}")
-            for size in spec.shape:
-                _count(f"{here}.shape", size, least=1)
-            _check_dtype(f"{here}.dtype", spec.dtype)
-            checks.check_number(f"{here}.fill", spec.fill)
-            if abs(spec.fill) > torch.finfo(spec.dtype).max:
-                raise ValueError(f"{here}.fill: expected a number that fits into {spec.dtype}, got {spec.fill}")
+            states.check_spec(name, spec)
             checked[name] = spec
         return checked
-
-    def _count_of(self, held: Mapping[str, Tensor]) -> int:
-        """Return of how many slots these states are. Raises ValueError where they are not those of the specs."""
-        if held.keys() != self._specs.keys():
-            names, came = (", ".join(sorted(each)) or "none" for each in (self._specs, held))
-            raise ValueError(f"path: expected a file with the states {names}, got {came}")
-        counts = {name: held[name].shape[1] if held[name].dim() > 1 else 0 for name in self._specs}
-        first = next(iter(counts))
-        for name, spec in self._specs.items():
-            x = held[name]
-            if x.dtype != spec.dtype or tuple(x.shape) != (spec.layers, counts[name], *spec.shape):
-                want = ", ".join(map(str, (spec.layers, "slots", *spec.shape)))
-                raise ValueError(
-                    f"path: expected {name} [{want}] in {_plain(spec.dtype)}, got {list(x.shape)} in {_plain(x.dtype)}"
-                )
-            if counts[name] != counts[first]:
-                raise ValueError(f"path: expected {name} of {counts[first]} slots like {first}, got {counts[name]}")
-        return counts[first]
-
-
-def _count(name: str, value: Any, least: int = 0) -> int:
-    """Return a number of an argument. Raises TypeError or ValueError where it is no int, or too small."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {brief(value)}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {brief(value)}")
-    return value
-
-
-def _listed(name: str, slots: Any) -> list[int]:
-    """Return slots as a list. Raises TypeError where they are no ints."""
-    listed = list(slots) if isinstance(slots, Iterable) else [slots]
-    if any(not isinstance(slot, int) or isinstance(slot, bool) for slot in listed):
-        raise TypeError(f"{name}: expected an int or several, got {brief(slots)}")
-    return listed
-
-
-def _check_dtype(name: str, dtype: Any) -> None:
-    if dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {brief(dtype)}")
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _safetensors(method: str) -> ModuleType:
-    """Import what only files need."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"StatePool.{method} needs safetensors: pip install safetensors") from error
-    return safetensors

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.errors import brief
-from rwkv_jit.inference import replay_steps
+from rwkv_jit.inference import arguments, replay_steps
 from rwkv_jit.ops.table import OPS
 
 OP_NAMES = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
@@ -114,10 +113,10 @@ class ReplayRing:
             if given not in _DTYPES:
                 raise TypeError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {brief(given)}")
         self.op, self.dtype, self.state_dtype = op, dtype, state_dtype
-        self.slots, self.heads = _count("slots", slots, 1), _count("heads", heads, 1)
-        self.head_size = _count("head_size", head_size, 1)
-        self.value_size = head_size if value_size is None else _count("value_size", value_size, 1)
-        self.drafts = _count("drafts", drafts, 0)
+        self.slots, self.heads = arguments.count("slots", slots, 1), arguments.count("heads", heads, 1)
+        self.head_size = arguments.count("head_size", head_size, 1)
+        self.value_size = head_size if value_size is None else arguments.count("value_size", value_size, 1)
+        self.drafts = arguments.count("drafts", drafts, 0)
         has_decay, has_delta = OPS[op].decay != "none", OPS[op].family == "delta"
         if length is None:
             of_state = head_size * self.value_size * state_dtype.itemsize
@@ -125,7 +124,7 @@ class ReplayRing:
                 of_state,
                 replay_steps.entry_bytes(has_decay, has_delta, head_size, self.value_size, dtype.itemsize),
             )
-        self.length = _count("length", length, 1)
+        self.length = arguments.count("length", length, 1)
         if self.entries > MOST_ENTRIES:
             raise ValueError(f"length: expected at most {MOST_ENTRIES} with the {drafts} drafts, got {length}")
         wide = torch.promote_types(dtype, torch.float32)
@@ -209,19 +208,9 @@ class ReplayRing:
                 raise TypeError(f"slots: expected torch.int32 or torch.int64, got {slots.dtype}")
             self.cursors.index_fill_(0, slots.to(torch.int64), 0)
             return
-        listed = list(slots) if isinstance(slots, Iterable) else [slots]
-        if any(not isinstance(slot, int) or isinstance(slot, bool) for slot in listed):
-            raise TypeError(f"slots: expected an int or several, got {brief(slots)}")
+        listed = arguments.listed("slots", slots)
         if any(not 0 <= slot < self.slots for slot in listed):
             raise ValueError(f"slots: expected slots below {self.slots}, got {brief(slots)}")
         is_cuda = self.device.type == "cuda"  # from pinned memory the copy does not wait for the GPU
         index = torch.tensor(listed, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self.cursors.index_fill_(0, index.to(self.device, non_blocking=is_cuda), 0)
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {brief(value)}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {brief(value)}")
-    return value

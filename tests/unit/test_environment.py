@@ -447,13 +447,13 @@ algorithms.whole
 tuned
 rule
 ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
-ops.flops ops.torch_op inference.pool
+ops.flops ops.torch_op
 ops.wide_keys
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry inference.options inference.layer_plain inference.layer_steps inference.varlen_steps
 inference.arguments
-inference.replay_steps
-inference.ring
+inference.replay_steps inference.states
+inference.ring inference.pool
 inference.calls
 inference.plainly inference.flops
 inference.layer_calls inference.update inference.varlen inference.wkv4
