@@ -106,6 +106,14 @@ def indices(name: str, given: Any, batch: int, lead: Tensor) -> Tensor | None:
     return x
 
 
+def check_room(name: str, pool: Tensor, indices: Tensor | None, rows: int, word: str = "rows") -> None:
+    """Check that there is a slot for each row where nobody gives indices."""
+    if indices is None and rows > pool.shape[0]:
+        raise ValueError(
+            f"{name}: expected a slot for each of the {rows} {word}, or state_indices; got {pool.shape[0]}"
+        )
+
+
 def has_initial_state(given: Any, sequences: int, lead: Tensor) -> Tensor | None:
     """Return which sequences begin with their slot, or None where nobody says so."""
     if given is None:

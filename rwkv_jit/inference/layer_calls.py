@@ -143,10 +143,7 @@ def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: 
     indices = arguments.indices("state_indices", state_indices, sequences, x)
     has_state = arguments.has_initial_state(has_initial_state, sequences, x)
     active = arguments.num_active(num_active, x)
-    if indices is None and sequences > shift.shape[0]:
-        raise ValueError(
-            f"shift: expected a slot for each of the {sequences} rows, or state_indices; got {shift.shape[0]}"
-        )
+    arguments.check_room("shift", shift, indices, sequences)
     if arguments.may_look_at([cu_seqlens, indices, active]):
         if cu_seqlens is not None:
             arguments.check_bounds(cu_seqlens.tolist(), leading[-1])

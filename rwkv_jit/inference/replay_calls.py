@@ -200,10 +200,8 @@ def _check_commit(op: Op, name: str, state: Any, arrays: Sequence[Any], options:
     if indices is not None:
         indices = tensors.from_any("state_indices", indices)
         indices = arguments.indices("state_indices", indices, len(indices if counts is None else counts), pool)
-    elif counts is not None and len(counts) > len(pool):
-        raise ValueError(
-            f"state: expected a slot for each of the {len(counts)} rows, or state_indices; got {len(pool)}"
-        )
+    elif counts is not None:
+        arguments.check_room("state", pool, None, len(counts))
     if arguments.may_look_at([indices]):
         arguments.check_slots({"state_indices": indices}, len(pool), null_index)
     if counts is not None and arguments.may_look_at([counts]):

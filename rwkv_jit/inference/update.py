@@ -293,8 +293,7 @@ def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[st
     read, written = (arguments.indices(x, options.get(x), batch, lead) for x in ("state_indices", "write_indices"))
     slots = {"state_indices": read, "write_indices": written}
     arguments.check_alike(slots)
-    if read is None and batch > state.shape[0]:
-        raise ValueError(f"state: expected a slot for each of the {batch} rows, or state_indices; got {state.shape[0]}")
+    arguments.check_room("state", state, read, batch)
     if arguments.may_look_at(slots.values()):
         arguments.check_slots(slots, state.shape[0], null_index)
     place = op.names.index("v")

@@ -356,10 +356,7 @@ def _check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[s
     arguments.check_pool(op, state, tuple(sizes[dim] for dim in op.state_dims(layout)), lead, wide)
     w0 = arguments.w0(options.get("w0"), sizes["H"], sizes["K"], lead)
     read, written = (arguments.indices(x, options.get(x), count, lead) for x in ("state_indices", "write_indices"))
-    if read is None and count > state.shape[0]:
-        raise ValueError(
-            f"state: expected a slot for each of the {count} sequences, or state_indices; got {state.shape[0]}"
-        )
+    arguments.check_room("state", state, read, count, "sequences")
     has_state = arguments.has_initial_state(options.get("has_initial_state"), count, lead)
     active = arguments.num_active(options.get("num_active"), lead)
     offsets, places = (options.get(x) for x in ("checkpoint_offsets", "checkpoint_indices"))

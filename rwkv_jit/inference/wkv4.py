@@ -166,8 +166,7 @@ def check(op: Op, name: str, state: Any, arrays: Sequence[Any], options: dict[st
     slots = {x: arguments.indices(x, options.get(x), batch, k) for x in _KIND.tensors}
     arguments.check_alike(slots)
     read, written = slots.values()
-    if read is None and batch > state.shape[0]:
-        raise ValueError(f"state: expected a slot for each of the {batch} rows, or state_indices; got {state.shape[0]}")
+    arguments.check_room("state", state, read, batch)
     if arguments.may_look_at(slots.values()):
         arguments.check_slots(slots, state.shape[0], null_index)
     y = arguments.y_of(options.get("out"), v, asked_v)
