@@ -24,7 +24,7 @@ def held_back(monkeypatch, tmp_path):
 
     def compile(rendered, arch, parameters):
         if parameters.get("BY_HALVES"):
-            assert may_compile.wait(60)
+            assert may_compile.wait(600)
         return really_compile(rendered, arch, parameters)
 
     monkeypatch.setattr(kernel.compiler, "compile", compile)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import machine
+from rwkv_jit import kernel, machine, signatures
 from rwkv_jit.algorithms import recurrent
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.ops import known_calls, table
@@ -302,6 +302,8 @@ def test_two_head_sizes_in_one_process(op):
 def test_first_use_in_a_capture_is_a_clear_error(op):
     size = 19 + 2 * OPS.index(op)  # ops share templates
     given = {n: x.detach() for n, x in make_inputs(op, torch.float32, head_size=size).items()}
+    kernel.forget()  # whatever other tests have called
+    signatures.forget()
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

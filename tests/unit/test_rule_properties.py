@@ -130,6 +130,7 @@ def pretended(gpus, nothing_known, monkeypatch):
     monkeypatch.setattr(cuda, "parameter_sizes", lambda function, most: None)
     monkeypatch.setattr(cuda, "make_current", lambda device: gpus.with_context.add(threading.get_ident()))
     monkeypatch.setattr(cuda, "zero", lambda address, count, stream: None)
+    monkeypatch.setattr(cuda, "read_integers", lambda address, count, stream: [0] * count)  # all kernels are needed
     monkeypatch.setattr(gpus, "occupancyMaxActiveBlocksPerMultiprocessor", lambda *_: 2, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of "meta"
