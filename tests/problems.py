@@ -1,5 +1,9 @@
 """Problems of calls, and their kernels, from sizes and names alone."""
 
+import itertools
+
+import pytest
+
 from rwkv_jit.algorithms import whole
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.ops.table import OPS
@@ -35,3 +39,14 @@ def requests(direction, given, by_halves=False):
         request.template.name: request for request in schedule.requests(given.gpu)
         if is_by_halves(request.template.name, request.parameters) == by_halves
     }  # fmt: skip
+
+
+def by_turns(*axes):
+    """Return the rows of a product of axes: in every run one value of the last axis each, by turns; all with --full."""
+    rows = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        *others, last = places
+        is_shown = sum(others) % len(axes[-1]) == last
+        row = (axis[place] for axis, place in zip(axes, places, strict=True))
+        rows.append(pytest.param(*row, marks=() if is_shown else pytest.mark.full))
+    return rows

@@ -41,15 +41,41 @@ def compiled_once(request, monkeypatch, tmp_path_factory):
     monkeypatch.setattr(compiler, "_run", remembered)
 
 
+@pytest.fixture
+def compiled_quickly(request, monkeypatch):
+    """NVRTC makes machine code, but does not make it fast: for tests that are about whether a kernel compiles.
+
+    That takes a third to a half of the time. With --full, and by an NVRTC that knows no such option, the code is that
+    of calls. Returns the options for that.
+    """
+    options = compiler.options
+    if not request.config.getoption("--full") and cuda.nvrtc().getVersion() >= (12, 9):
+        monkeypatch.setattr(compiler, "options", lambda target: (*options(target), "--Ofast-compile=max"))
+    return options
+
+
+def _made_up(rendered, arch):
+    """An image and resources that no compiler has made."""
+    target = compiler.target_for(arch)
+    used = {rendered.name: cache.Resources(32, 0, 0)} if target.startswith("sm_") else {}
+    return cache.Compiled(sha256(rendered.source.encode()).digest(), target, used)
+
+
+@pytest.fixture
+def listed_only(monkeypatch):
+    """Nothing is compiled, and images are made up: for tests that are about which kernels."""
+    monkeypatch.setattr(compiler, "compile", lambda rendered, arch, _: _made_up(rendered, arch))
+
+
 _read = set()  # digests of what this process has read without a fault
 
 
 @pytest.fixture
 def checked_only(monkeypatch):
-    """NVRTC reads a source and checks its rules, but makes no machine code: for tests that are about which kernels.
+    """NVRTC reads a source and checks its rules, but makes no machine code: for tests that are about which are legal.
 
-    That takes a twentieth of the time, and a source need not be read again. `test_matrix` compiles every choice in
-    earnest. Image and resources are made up.
+    That takes a twentieth of the time, and a source need not be read again. `test_matrix` compiles every choice. Image
+    and resources are made up.
     """
 
     def checked(rendered, arch, parameters):
@@ -58,8 +84,7 @@ def checked_only(monkeypatch):
         if digest not in _read:
             read(rendered, target, parameters)
             _read.add(digest)
-        used = {rendered.name: cache.Resources(32, 0, 0)} if target.startswith("sm_") else {}
-        return cache.Compiled(sha256(rendered.source.encode()).digest(), target, used)
+        return _made_up(rendered, arch)
 
     def read(rendered, target, parameters):
         nvrtc = cuda.nvrtc()

@@ -11,7 +11,10 @@ import torch
 import rwkv_jit
 from rwkv_jit import ahead, ahead_requests, cache, compiler, env, kernel, stats, tensors, tuned
 from rwkv_jit.errors import CompileError, UnsupportedConfigError
+from rwkv_jit.ops import known_calls
 from rwkv_jit.ops.table import OPS
+from rwkv_jit.plan import DTYPES
+from rwkv_jit.schedule import floats
 
 
 @pytest.fixture
@@ -79,7 +82,7 @@ def test_several_kernels_of_one_call_compile_side_by_side(cores, at_once, tiny):
 # ---- warm --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     progress = []
     made = rwkv_jit.warm(
@@ -101,6 +104,7 @@ def test_warm_compiles_what_calls_need_and_finds_it_the_next_time():
     assert {each.origin for each in again} == {"disk"}
 
 
+@pytest.mark.usefixtures("listed_only")
 def test_warm_compiles_just_what_specialize_names():
     made = rwkv_jit.warm(
         "wkv6", 4, torch.float16, backward=False, arch="sm_80", decay="log", state_layout="kv",
@@ -126,7 +130,7 @@ def test_what_tells_ops_apart_is_no_choice():
         rwkv_jit.warm("linear_attention", 8, arch="sm_80", decay="log")
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_warm_adds_the_forward_for_few_heads_where_that_is_another_kernel():
     made = rwkv_jit.warm("wkv7", 64, torch.float32, backward=False, arch="sm_90")
     assert [each.name for each in made] == ["wkv7_recurrent_forward"] * 2
@@ -193,12 +197,29 @@ def asked(requests):
 EVEN, ALONE, UNEVEN = [*range(0, 2101, 300)], [0, 2100], [0, 52, 2100]
 
 
+class Noted:
+    """A plan that asks for its kernels and launches nothing; `kernels` are those of all of them."""
+
+    kernels = {}
+
+    def __init__(self, schedule, problem, arrays, kept=None, soon=()):
+        Noted.kernels |= asked([*schedule.requests(problem.gpu), *soon])
+        self.results = [(result.shape, DTYPES[result.dtype]) for result in schedule.results.values()]
+        if schedule.kept:
+            self.results.append(((floats(schedule.kept),), torch.float32))
+
+    def run(self, arrays):
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in self.results]
+
+
 @pytest.fixture
 def call_all_ways(on_gpu, monkeypatch):
     """Runs calls of every length, with many and few heads, packed and not, for all gradients, for that of the initial
     state alone and for none, on an sm_90 that launches nothing; returns the kernels that they asked for.
     """
     on_gpu.use("sm_90")
+    monkeypatch.setattr(Noted, "kernels", {})
+    monkeypatch.setattr(known_calls, "Plan", Noted)
     monkeypatch.setattr(tuned, "SHIPPED", ())  # they are for some GPUs
     monkeypatch.setattr(tensors, "also", lambda device: ())
 
@@ -235,7 +256,7 @@ def call_all_ways(on_gpu, monkeypatch):
                 for used in (1, 2):  # y, and the final state too
                     results = function(*given, **options)[:used]
                     torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
-        return asked(on_gpu.asked)
+        return Noted.kernels
 
     return call
 
@@ -255,7 +276,7 @@ BOUNDS = {
     ("op", "decay", "decay_bound"), [(op, *bound) for op, bounds in BOUNDS.items() for bound in bounds]
 )
 def test_calls_take_the_kernels_that_warm_has_made_and_no_others(op, decay, decay_bound, keys, values, call_all_ways):
-    """The whole way of a call, up to where its kernels would be loaded."""
+    """The whole way of a call, up to where its kernels would be found."""
     place = SIZES.index((keys, values)) + len(op)
     w_dtype = (torch.bfloat16, torch.float32)[place % 2]
     state_dtype, layout = [*product((torch.float32, torch.float16), ("vk", "kv"))][place % 4]
@@ -272,7 +293,7 @@ def test_calls_take_the_kernels_that_warm_has_made_and_no_others(op, decay, deca
     assert wanted.keys() == asked(made).keys()
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_specialize_takes_what_long_calls_take():
     assert rwkv_jit.specialize("wkv7", 4, 136, arch="sm_80", decay="sigmoid").name == "wkv7_scan"
     for threads, name in ((None, "wkv7_group_scan"), (384, "wkv7_group_scan"), (128, "wkv7_scan")):

@@ -7,7 +7,7 @@ import torch
 
 from rwkv_jit import stats
 
-pytestmark = pytest.mark.usefixtures("checked_only")
+pytestmark = pytest.mark.usefixtures("listed_only")
 GLA = {"model_type": "gla", "hidden_size": 64, "num_heads": 2, "expand_k": 0.5, "expand_v": 1, "torch_dtype": "float16"}
 MODELS = {
     "wkv7.pth": ("--op", "wkv7", "--head-size", "8", "--dtype", "bf16", "--decay", "raw,sigmoid"),

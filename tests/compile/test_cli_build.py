@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 import rwkv_jit
 from rwkv_jit import cache, identity, kernel, stats, template
@@ -43,7 +44,7 @@ def parameters(made, *names):
 # ---- build -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypatch, fresh_service):
     tmp_path.chmod(0o755)
     file = tmp_path / "wkv.bundle"
@@ -66,7 +67,7 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     assert rwkv_jit.specialize("wkv7", 8, arch="compute_80", direction="backward").origin == "bundle"
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_equal_builds_are_equal_bytes_whatever_the_cache_held(build, tmp_path, monkeypatch):
     files = [tmp_path / f"{number}.bundle" for number in range(4)]
     origins = []
@@ -87,17 +88,18 @@ def test_equal_builds_are_equal_bytes_whatever_the_cache_held(build, tmp_path, m
 
 def test_kernels_of_another_compiler_do_not_get_into_a_bundle(build, tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
-    forward = (*SMALL, "--direction", "forward", "-o")
-    build(*forward, tmp_path / "own.bundle")
-    foreign = rwkv_jit.specialize("wkv7", 16, arch="sm_90")
+    one = (*SMALL, "--direction", "backward", "--dtype", "fp32", "-o")
+    named = {"head_size": 16, "dtype": torch.float32, "arch": "sm_90", "direction": "backward"}
+    build(*one, tmp_path / "own.bundle")
+    foreign = rwkv_jit.specialize("wkv7", **named)
     foreign.compiler = "99.9 ffff"
     bundle.write(tmp_path / "foreign.bundle", [foreign.entry()])
     cache.clear()
     cache.import_bundle(tmp_path / "foreign.bundle")
     kernel.forget()
-    assert rwkv_jit.specialize("wkv7", 16, arch="sm_90").compiler == "99.9 ffff"
+    assert rwkv_jit.specialize("wkv7", **named).compiler == "99.9 ffff"
 
-    made = build(*forward, tmp_path / "again.bundle")
+    made = build(*one, tmp_path / "again.bundle")
     assert {each["compiler"] for each in made["kernels"]} == {identity.identity()}
     assert (tmp_path / "again.bundle").read_bytes() == (tmp_path / "own.bundle").read_bytes()
 
@@ -118,7 +120,7 @@ def test_without_a_file_the_cache_is_filled(build, run, fresh_service):
     assert printed.splitlines()[-1] == f"1 kernels in {fresh_service}, by NVRTC {identity.version()}"
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_every_option_is_a_list(build):
     made = build(
         "--op", "wkv6", "--head-size", "8", "--arch", "compute_80", "--direction", "forward", "--dtype", "bf16, fp16",
@@ -140,7 +142,7 @@ def test_every_option_is_a_list(build):
     assert sorted(found, key=str) == sorted(wanted, key=str)
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 @pytest.mark.parametrize(("dtype", "usual"), [("bf16", {"bf16"}), ("fp32", set())])
 def test_precision_is_that_of_calls_after_the_switches(build, dtype, usual):
     options = ("--op", "gla", "--head-size", "8", "--arch", "sm_80", "--dtype", dtype)
@@ -150,7 +152,7 @@ def test_precision_is_that_of_calls_after_the_switches(build, dtype, usual):
         assert ("narrow_rows" in {row[0] for row in found}) == bool(more)
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     """Head sizes are for wkv7, tokens for timex, and rows are told apart by what they show."""
     tmp_path.chmod(0o755)
@@ -175,7 +177,7 @@ def test_every_op_is_built_with_the_options_that_it_has(build, run, tmp_path):
     assert parameters(one_batch, "name", "BATCH") == [("timex_convolve", 8)]
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 @pytest.mark.parametrize(
     ("bound", "dtypes"), [((), ["bf16"]), (("--decay-bound", "-1", "--dtype", "bf16,fp16"), ["bf16", "fp16"])]
 )
@@ -263,8 +265,9 @@ def test_rule_of_a_template_that_does_not_hold_leaves_no_file(run, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
 def test_interrupt_leaves_neither_traceback_nor_file(tmp_path, fresh_service):
-    command = [sys.executable, "-m", "rwkv_jit", "build", "--op", "wkv7", "--head-size",
-               ",".join(map(str, range(1, 65))), "--arch", "sm_90", "-o", str(tmp_path / "x.bundle")]  # fmt: skip
+    sizes = ",".join(map(str, range(1, 33)))  # whose kernels take seconds
+    command = [sys.executable, "-m", "rwkv_jit", "build", "--op", "wkv7", "--head-size", sizes, "--dtype", "fp32",
+               "--direction", "forward", "--arch", "sm_90", "-o", str(tmp_path / "x.bundle")]  # fmt: skip
 
     def heed():  # what runs in the background of a shell ignores interrupts, and so do its children
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -304,7 +307,7 @@ def test_resources(run):
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("checked_only")
+@pytest.mark.usefixtures("listed_only")
 @pytest.mark.parametrize(
     ("arguments", "name", "found"),
     [
@@ -372,6 +375,7 @@ def test_what_cannot_be_shown(arguments, message, run):
 # ---- doctor ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service):
     code, printed, _ = run("doctor", "--json")
     data = json.loads(printed)
@@ -386,6 +390,7 @@ def test_doctor_compiles_every_op_and_leaves_the_cache_alone(run, fresh_service)
     assert cache.entries() == []
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 def test_doctor_says_which_op_does_not_compile(run, own_templates, monkeypatch):
     path = template.path_of("gla_chunked_backward.cu")  # what calls of many tokens take
     path.write_text(path.read_text() + "\n#error broken on purpose\n")

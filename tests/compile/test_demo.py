@@ -3,26 +3,26 @@
 import itertools
 import json
 
+import pytest
+import torch
+
+from rwkv_jit import demo, doctor
 from rwkv_jit.ops.table import OPS
 
-# Without a GPU, and of the two head sizes the one that nobody ships: half of the compiles.
-DEMO = """
-import sys
-from rwkv_jit import cli, demo
-demo.HEAD_SIZES = demo.HEAD_SIZES[1:]
-sys.exit(cli.main(["demo", "--json"]))
-"""
 
-
-def test_demo_compiles_and_keeps_the_errors_small(child, fresh_service):
-    done = child(DEMO, env={"CUDA_VISIBLE_DEVICES": ""})
-    data = json.loads(done.stdout)
+@pytest.mark.usefixtures("compiled_once", "compiled_quickly")
+def test_demo_compiles_and_keeps_the_errors_small(run, fresh_service, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo, "HEAD_SIZES", (doctor.HEAD_SIZE,))  # most of whose kernels the tests of doctor compile
+    code, printed, _ = run("demo", "--json")
+    data = json.loads(printed)
     kernels, calls = data["kernels"], data["calls"]
     assert {(k["op"], k["direction"]) for k in kernels} == set(itertools.product(OPS, ("forward", "backward")))
     assert all(k["registers"] > 0 for k in kernels)
     assert all(k["origins"] == ["compiled", "disk", "memory"] for k in kernels)
     own = {"timex": "tiles", "wkv4": "recurrent"}
     assert all(k["backend"] == own.get(k["op"], "chunked") for k in kernels)
+    assert code == 0
     assert data["passed"]
     assert all(0 < c["error"] < 3e-3 and 0 < c["gradient_error"] < 3e-3 for c in calls)
     assert not list(fresh_service.glob("*/*.cubin"))

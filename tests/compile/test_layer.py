@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from problems import by_turns
 
 from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
@@ -34,10 +35,10 @@ def request(
     return step.request(given.gpu)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("types", [("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp32")])
-@pytest.mark.parametrize("name", OPS)
-def test_compiles_without_spills_everywhere(arch, types, name):
+@pytest.mark.parametrize(
+    ("arch", "name", "types"), by_turns(ARCHS, [*OPS], (("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp32")))
+)
+def test_compiles_without_spills_everywhere(arch, name, types):
     io, parameters = types
     for channels in (2048, 4096):
         made = kernel.get(request(name, channels, arch=arch, io=io, parameters=parameters, shift=io))

@@ -115,15 +115,11 @@ def in_turn(axes):
 
 
 def in_two_types(rows):
-    """Rows of sizes and kernels in both 16 bit types: in every run as few as show each, the others with --full.
-
-    They are the same ones every time.
-    """
-    given = [{"sizes": sizes, "kernel": (*kernel, dtype)} for sizes, kernel in rows for dtype in ("bf16", "fp16")]
-    random.Random(0).shuffle(given)
+    """Rows with each of the 16 bit types behind them: in every run one of both, by turns, and the other with --full."""
     return [
-        pytest.param(*shown.values[0]["sizes"], *shown.values[0]["kernel"], marks=shown.marks)
-        for shown in first_shown(given)
+        pytest.param(*row, dtype, marks=() if (place + number) % 2 == 0 else pytest.mark.full)
+        for place, row in enumerate(rows)
+        for number, dtype in enumerate(("bf16", "fp16"))
     ]
 
 
@@ -248,6 +244,7 @@ def check_variant(found, op, has_constant_decay):
     assert ("Decay::none;" in found.source) == (op == "linear_attention")
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("row", all_of(AXES), ids=name)
 def test_recurrent_kernels(row):
     op, direction, found = row["op"], row["direction"], compile_row(row)
@@ -273,6 +270,7 @@ def compile_if_it_fits(row):
         return None
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("row", all_of(CHUNKED_AXES), ids=name)
 def test_chunked_kernels(row):
     keys, values = row["head_size"], row["head_size"] if row["value_size"] == "like K" else row["value_size"]
@@ -284,6 +282,7 @@ def test_chunked_kernels(row):
         check(found, row, arch="sm_90a" if in_groups else None)
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("row", all_of(GATED_AXES), ids=name)
 def test_chunked_kernels_that_ops_share(row):
     forward = row["direction"] == "forward"
@@ -296,6 +295,16 @@ def test_chunked_kernels_that_ops_share(row):
         check_variant(found, row["op"], not forward)
 
 
+@pytest.fixture
+def quick_but_for_groups(compiled_quickly, monkeypatch):
+    """What ptxas says of warp groups is looked at, so their code is that of calls."""
+    quick = compiler.options
+    monkeypatch.setattr(
+        compiler, "options", lambda target: compiled_quickly(target) if target == "sm_90a" else quick(target)
+    )
+
+
+@pytest.mark.usefixtures("quick_but_for_groups")
 @pytest.mark.parametrize("row", [*all_of(GATED_SCAN_AXES), *all_of(GATED_GROUP_AXES)], ids=name)
 def test_kernels_for_large_heads_that_ops_share(row):
     """All kernels of a direction, for many and few heads."""
@@ -368,11 +377,13 @@ def test_scan_admits_every_number_of_threads(row):
     get_scan_of_threads(**row)
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("row", first_shown(random.Random(0).sample(THREADS_ROWS, len(THREADS_ROWS))), ids=name)
 def test_scan_has_a_kernel_for_every_number_of_threads(row):
     get_scan_of_threads(**row)
 
 
+@pytest.mark.usefixtures("quick_but_for_groups")
 @pytest.mark.parametrize("row", all_of(SCAN_AXES), ids=name)
 def test_kernels_for_large_heads(row):
     """All kernels of a direction, for many and few heads, and those of a number of threads."""
@@ -409,17 +420,23 @@ def log_of(request):
 # What ptxas says of products that wait for each other though nothing of the source asks for it: C7510, C7514, C7520 ..
 # "wgmma.mma_async instructions are serialized", C7517 and C7519 "warpgroup.wait is injected".
 COMPLAINT = re.compile(r"\(C75\d\d\).*")
-# Op, head and value size: slabs of channels that two groups share evenly and not, rows that come in blocks of 64 and
-# 32, value rows that end within a block and within a piece.
+# Op, head and value size, and the direction in every run: slabs of channels that two groups share evenly and not, rows
+# that come in blocks of 64 and 32, value rows that end within a block and within a piece.
 LARGE_IN_GROUPS = [
-    (sizes, (direction,))
+    ("wkv7", 1, 129, "backward"), ("wkv7", 129, 129, "backward"), ("wkv7", 256, 256, "forward"),
+    ("wkv7", 300, 65, "backward"), ("wkv7", 512, 512, "forward"), ("wkv7", 700, 64, "backward"),
+    ("wkv7", 1024, 1024, "backward"), ("wkv5", 256, 512, "forward"), ("wkv6", 256, 512, "forward"),
+    ("gla", 256, 512, "backward"), ("gla", 300, 65, "backward"), ("gla", 512, 512, "forward"),
+    ("linear_attention", 256, 512, "backward"), ("linear_attention", 700, 64, "forward"),
+]  # fmt: skip
+# What --full has beside them: the other directions, and sizes whose like the rows of GATED_GROUP_AXES have.
+OTHERS_IN_GROUPS = [
+    (*sizes, direction)
     for sizes in (
-        ("wkv7", 1, 129), ("wkv7", 129, 129), ("wkv7", 256, 256), ("wkv7", 300, 65), ("wkv7", 512, 512),
-        ("wkv7", 700, 64), ("wkv7", 1024, 1024), ("wkv5", 256, 512), ("wkv6", 256, 512), ("wkv6", 129, 129),
-        ("gla", 1, 129), ("gla", 256, 512), ("gla", 300, 65), ("gla", 512, 512), ("gla", 1024, 1024),
-        ("linear_attention", 256, 512), ("linear_attention", 700, 64),
+        *(row[:3] for row in LARGE_IN_GROUPS), ("wkv6", 129, 129), ("gla", 1, 129), ("gla", 1024, 1024)
     )
     for direction in ("forward", "backward")
+    if (*sizes, direction) not in LARGE_IN_GROUPS
 ]  # fmt: skip
 CHUNKED_IN_GROUPS = [
     ("wkv7", 64, 64), ("wkv7", 64, 128), ("wkv7", 128, 128), ("linear_attention", 128, 128),
@@ -434,7 +451,16 @@ def check_products(made, entry=None):
         assert COMPLAINT.findall(log) == []
 
 
-@pytest.mark.parametrize(("op", "head_size", "value_size", "direction", "dtype"), in_two_types(LARGE_IN_GROUPS))
+@pytest.mark.parametrize(
+    ("op", "head_size", "value_size", "direction", "dtype"),
+    [
+        *in_two_types(LARGE_IN_GROUPS),
+        *(
+            pytest.param(*row, dtype, marks=pytest.mark.full)
+            for row, dtype in itertools.product(OTHERS_IN_GROUPS, ("bf16", "fp16"))
+        ),
+    ],
+)
 def test_products_of_warp_groups_do_not_wait_for_each_other(op, head_size, value_size, direction, dtype):
     decay = {"wkv7": "sigmoid", "linear_attention": "none"}.get(op, "log")
     made = of_algorithm(
@@ -457,9 +483,7 @@ def test_products_of_warp_groups_do_not_wait_for_each_other(op, head_size, value
     check_products(in_groups)
 
 
-@pytest.mark.parametrize(
-    ("op", "head_size", "value_size", "dtype"), in_two_types([(row, ()) for row in CHUNKED_IN_GROUPS])
-)
+@pytest.mark.parametrize(("op", "head_size", "value_size", "dtype"), in_two_types(CHUNKED_IN_GROUPS))
 def test_products_of_the_chunked_backward_do_not_wait_for_each_other(op, head_size, value_size, dtype):
     given = problem(
         op, dtype, head_size, value_size, backend="chunked", chunk_len=32, types={"w": "fp32"} if op == "wkv7" else (),
@@ -610,13 +634,16 @@ def test_kernels_around_ragged_segments(arch):
     check_small(steps, arch)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("op", "size"), [("wkv7", 64), ("wkv5", 7), ("linear_attention", 100)])
+NARROW_AXES = {"sizes": (("wkv7", 64), ("wkv5", 7), ("linear_attention", 100)), "dtype": ("fp32", "bf16")}
+
+
+@pytest.mark.parametrize("row", in_turn(NARROW_AXES), ids=name)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_that_narrow_rows(arch, op, size, dtype):
+def test_kernels_that_narrow_rows(arch, row):
     """Of inputs, results, states of two types and sums of sequences, in both directions."""
+    op, size = row["sizes"]
     given = problem(
-        op, dtype, K=size, arch=arch, backend="chunked", chunk_len=16, state_type="bf16", training=True,
+        op, row["dtype"], K=size, arch=arch, backend="chunked", chunk_len=16, state_type="bf16", training=True,
         has_initial_state=True, has_final_state=True, is_narrow=True,
     )  # fmt: skip
     steps = [step for way in (whole.forward, whole.backward) for step in way(given).launches]
@@ -661,6 +688,7 @@ LEFT_OUT = [
 ]
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(("template", "op", "head_size", "arch", "decay"), LEFT_OUT)
 def test_kernel_of_a_call(template, op, head_size, arch, decay):
     """The last one of that template: those of few heads and of the backward come after the others."""

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from problems import problem
+from problems import by_turns, problem
 
 from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
@@ -25,10 +25,11 @@ def request(
     return made
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize(("op", "state"), [("wkv7", "fp32"), ("wkv6", "bf16")])
-def test_steps_compile_without_spills_everywhere(arch, layout, op, state):
+@pytest.mark.parametrize(
+    ("arch", "kind", "layout"), by_turns(ARCHS, (("wkv7", "fp32"), ("wkv6", "bf16")), ("vk", "kv"))
+)
+def test_steps_compile_without_spills_everywhere(arch, kind, layout):
+    op, state = kind
     assert kernel.get(request(op, arch=arch, layout=layout, state=state)).spill_bytes == 0
 
 

@@ -77,10 +77,11 @@ def test_every_rule_is_told(name, change, message):
     ("arch", "tokens", "dtype", "is_paired"),
     [
         ("sm_75", 1000, "bf16", True),
-        ("sm_80", 8192, "fp32", True),
+        pytest.param("sm_80", 8192, "fp32", True, marks=pytest.mark.full),
+        ("sm_80", 2000, "fp32", False),
         ("sm_86", 4096, "bf16", False),
         pytest.param("sm_90", 768, "fp32", True, marks=pytest.mark.full),
-        ("sm_90", 2000, "fp32", False),
+        pytest.param("sm_90", 2000, "fp32", False, marks=pytest.mark.full),
         ("sm_90", 16384, "fp32", True),
         ("sm_100", 3000, "fp16", True),
     ],

@@ -1,7 +1,7 @@
 """The kernels of sequences of any lengths over a pool of states: all that a call launches compiles."""
 
 import pytest
-from problems import problem
+from problems import by_turns, problem
 
 from rwkv_jit import kernel
 from rwkv_jit.inference import steps, varlen_steps
@@ -18,6 +18,7 @@ def requests(op, call, arch="sm_90", size=64, pool=None, **more):
     }
 
 
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize(
     ("op", "arch", "size", "more"),
     [
@@ -46,9 +47,10 @@ def test_bounds_and_indices_of_both_widths(index_bytes, bound_bytes):
     kernel.get(requests("wkv7", call, pool=steps.Pool(9, 1, index_bytes=index_bytes))["arrange_sequences", False])
 
 
-@pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-@pytest.mark.parametrize("op", ["wkv7", "wkv6", "linear_attention"])
+@pytest.mark.parametrize(
+    ("op", "arch", "layout"),
+    by_turns(("wkv7", "wkv6", "linear_attention"), ("sm_80", "sm_90", "sm_120"), ("vk", "kv")),
+)
 def test_few_tokens_take_no_memory_for_registers(op, arch, layout):
     made = requests(op, Varlen(5, has_few_tokens=True), arch, state_layout=layout)["update_states", False]
     assert kernel.get(made).spill_bytes == 0
