@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import secrets
@@ -67,6 +68,17 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Nearly all that is imported and made here stays: it need not be looked at for garbage time and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_report_header(config):

@@ -64,15 +64,14 @@ def main(folder, version):
 
     assert version.startswith(f"{identity.version()}."), f"{identity.version()} was loaded for {version}"
     assert all(path.startswith(folder) for path in identity.libraries()), identity.libraries()
-    registers, names = {}, set()
+    registers, one_each = {}, {}
     for op in OPS:
         first, *others = requests_of(op, "sm_80")
         registers[op] = kernel.get(first).registers
-        one_each = {request.template.name: request for request in (*others, *requests_of(op, "sm_90"))}
-        names |= set(one_each)
-        for request in one_each.values():
-            read(request)
-    print(json.dumps({"nvrtc": identity.version(), "registers": registers, "read": sorted(names)}))
+        one_each |= {request.template.name: request for request in (*others, *requests_of(op, "sm_90"))}
+    for request in one_each.values():
+        read(request)
+    print(json.dumps({"nvrtc": identity.version(), "registers": registers, "read": sorted(one_each)}))
 
 
 if __name__ == "__main__":

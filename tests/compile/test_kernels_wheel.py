@@ -12,6 +12,7 @@ import torch
 import rwkv_jit
 from rwkv_jit import ahead_requests, identity, kernel
 from rwkv_jit.cache import bundle, installed
+from rwkv_jit.errors import CompileError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -87,8 +88,6 @@ def test_with_a_wheel_nothing_is_compiled_and_nvrtc_stays_away(wheel, child, tmp
     done = child(SERVED, env=variables)
     assert done.stdout == "['bundle'] memory 2 0\n[(2, 2)]\nFalse False\n"
     assert not list((tmp_path / "empty").glob("**/*.cubin"))
-    off = child(SERVED, env={**variables, "RWKVJIT_CACHE": "0"}, check=False)
-    assert "RWKVJIT_ASSERT_CACHED is set and wkv7_recurrent_forward for sm_80" in off.stderr
 
 
 def test_wheel_serves_what_doctor_and_demo_must_compile_to_nobody(wheel, tmp_path, monkeypatch):
@@ -103,6 +102,11 @@ def test_wheel_serves_what_doctor_and_demo_must_compile_to_nobody(wheel, tmp_pat
     with demo.empty_cache():
         assert rwkv_jit.specialize("wkv7", **ask).origin == "compiled"
     assert rwkv_jit.specialize("wkv7", **ask).origin == "bundle"
+    kernel.forget()
+    monkeypatch.setenv("RWKVJIT_CACHE", "0")
+    monkeypatch.setenv("RWKVJIT_ASSERT_CACHED", "1")
+    with pytest.raises(CompileError, match="RWKVJIT_ASSERT_CACHED is set and wkv7_recurrent_forward for sm_80"):
+        rwkv_jit.specialize("wkv7", **ask)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])

@@ -166,9 +166,9 @@ def node(tmp_path):
     return variables
 
 
-def run_ranks(start, node, code, *arguments, **options):
+def run_ranks(start, node, code, *arguments, places=((0, 0), (0, 1), (1, 0), (1, 1)), **options):
     """Runs the ranks of two nodes at once; returns what each told."""
-    ranks = [start(code, *arguments, env=node(*place), **options) for place in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    ranks = [start(code, *arguments, env=node(*place), **options) for place in places]
     told, said = told_by(ranks)
     slow = ("waiting for another ", "compiling ")  # said where that takes a second
     assert [line for line in said if not line.startswith(slow)] == []
@@ -248,12 +248,11 @@ WHAT = ("--op", "wkv7", "--head-size", "8,16", "--dtype", "fp32", "--direction",
 
 
 def test_warm_under_torchrun_compiles_each_kernel_once_in_all(start, node, run, monkeypatch):
-    told = run_ranks(start, node, WARM, "warm", *WHAT, "--json")
+    told = run_ranks(start, node, WARM, "warm", *WHAT, "--json", places=((0, 0), (1, 1)))  # each imports torch
     names = [[(each["name"], str(each["parameters"])) for each in rank["kernels"]] for rank in told]
-    assert names[0] == names[1] == names[2] == names[3] != []
+    assert names[0] == names[1] != []
     for number, name in enumerate(names[0]):
-        origins = sorted(rank["kernels"][number]["origin"] for rank in told)
-        assert origins == ["compiled", "disk", "disk", "disk"], name
+        assert sorted(rank["kernels"][number]["origin"] for rank in told) == ["compiled", "disk"], name
     assert len(cache.entries()) == len(names[0])
     said = f"{len(names[0])} kernels in {env.cache_dir()}"
     monkeypatch.delenv("RANK", raising=False)

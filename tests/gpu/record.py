@@ -29,13 +29,12 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
 
-def template_text(name: str, seen: set[str]) -> str:
+def template_text(name: str, seen: set[str], paths: dict[str, Path]) -> str:
     """A template and what it includes, without comments and with single spaces."""
-    (path,) = (ROOT / "kernel_templates").rglob(name)
-    text = path.read_text(encoding="utf-8")
+    text = paths[name].read_text(encoding="utf-8")
     included = [n for n in _INCLUDE.findall(text) if not (n in seen or seen.add(n))]
     own = " ".join(_COMMENT.sub(" ", text).split())
-    return own + "".join(template_text(n, seen) for n in included)
+    return own + "".join(template_text(n, seen, paths) for n in included)
 
 
 def module_tree(name: str) -> str:
@@ -102,8 +101,9 @@ def templates(op: str) -> list[str]:
 
 def digest(op: str) -> str:
     """The digest of what a GPU run of `op` covers."""
-    parts = [template_text(name, {"types.cuh"}) for name in templates(op)]
-    parts += [template_text("types.cuh", set()), *map(module_tree, modules(op))]
+    paths = {path.name: path for path in (ROOT / "kernel_templates").rglob("*.cu*")}
+    parts = [template_text(name, {"types.cuh"}, paths) for name in templates(op)]
+    parts += [template_text("types.cuh", set(), paths), *map(module_tree, modules(op))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from problems import by_turns
 
 import rwkv_jit
 from rwkv_jit import tensors
@@ -303,8 +304,7 @@ def test_changed_packing_is_read_again_where_torch_cannot_see_the_change_too(dty
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("kind", ["static", "dynamic", "packed"])
+@pytest.mark.parametrize(("op", "kind"), by_turns(OPS, ("static", "dynamic", "packed")))
 def test_compiles_into_one_graph_forward_and_backward(op, kind, make_inputs, make_state):
     torch._dynamo.reset()  # all these tests compile one function, which may be done a few times only
 

@@ -651,11 +651,8 @@ class NothingRuns(Exception):
     ("op", "tokens", "head_size", "options", "chosen"),
     [
         ("wkv7", 64, 64, {"decay": "sigmoid"}, ("chunked", 32)),
-        ("wkv7", 64, 64, {"decay_bound": -7.0}, ("chunked", 16)),
-        ("wkv7", 64, 64, {}, ("chunked", 32)),
         ("wkv7", 3, 64, {}, ("recurrent", 0)),
         ("wkv7", 4, 64, {}, ("chunked", 16)),
-        ("wkv7", 64, 192, {"decay_bound": -2.1}, ("large", 32)),
         ("wkv7", 20, 192, {"decay": "sigmoid", "backend": "split"}, ("large", 32)),
         ("gla", 64, 192, {"decay_bound": -4.1}, ("large", 16)),
         ("gla", 64, 300, {"decay_bound": -2.1}, ("large", 64)),
