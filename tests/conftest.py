@@ -136,11 +136,14 @@ def fresh_service(tmp_path, temporaries, monkeypatch):
         kernel.forget()  # and what the cache remembers
         stats._said.clear()
         identity._assumed.clear()
-        for cached in (identity.identity, cuda._layer, cuda.nvrtc):
+        for cached in (identity.identity, cuda._layer, cuda._spare_the_log, cuda.nvrtc):
             cached.cache_clear()
 
     forget()
     yield cache_dir
+    if kernel._process.pool is not None:  # what nobody has waited for must not run into the next test
+        kernel._process.pool.shutdown(cancel_futures=True)
+        kernel._process.pool = None
     monkeypatch.undo()
     forget()
 
