@@ -34,10 +34,10 @@ def requests_of(op, arch):
     return [
         request
         for head_size, tokens, batch in sizes.get(op, [(head_size, None, None) for head_size in HEAD_SIZES])
-        for direction in (*ahead_requests.DIRECTIONS, *([ahead_requests.UPDATE] if op == "wkv7" else []))
+        for direction in (*ahead_requests.DIRECTIONS, *([ahead_requests.UPDATE] if op in ("wkv4", "wkv7") else []))
         for request in ahead_requests.call_requests(
             op, head_size, torch.bfloat16, arch, direction, None, None, None, torch.float32, None, None, tokens, batch,
-            **({"width": 2048, "rings": [(4, 4)]} if direction == ahead_requests.UPDATE else {}),
+            **({"width": 2048, "rings": [(4, 4)]} if (op, direction) == ("wkv7", ahead_requests.UPDATE) else {}),
         )
     ]  # fmt: skip
 

@@ -53,6 +53,8 @@ def test_bundle_holds_what_was_asked_for_and_serves_it(build, tmp_path, monkeypa
     archs = ("sm_90", "compute_80")
     asked = {(size, arch, way) for size in (8, 16) for arch in archs for way in WAYS}
     asked |= {(None, arch, "cut_sequences") for arch in archs}
+    of_few_heads = {("sm_90", "wkv7_prepare"), ("sm_90a", "wkv7_group_scan")}
+    asked |= {(size, *kernel) for size in (8, 16) for kernel in of_few_heads}
     found = {(each["parameters"].get("HEAD_SIZE"), each["arch"], each["name"]) for each in made["kernels"]}
     assert found == asked
     assert all((each["registers"] is None) == (each["target"] == "compute_80") for each in made["kernels"])
