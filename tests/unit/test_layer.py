@@ -381,6 +381,14 @@ def test_the_kernel_gets_the_pool_and_the_texts(on_gpu):
         assert launch.grid == (5, 1, 1)
 
 
+def test_rows_of_several_tokens_have_no_bounds(on_gpu):
+    rwkv_jit.shift_mix(**make_shift((B, 5, C)))
+    (launch,) = on_gpu.take()
+    assert (launch.named["rows"], launch.named["sequences"], launch.named["tokens"]) == (5 * B, B, 5)
+    numbers = {name: launch.parameters[name] for name in ("PACKED", "ONE_TOKEN")}
+    assert numbers == {"PACKED": False, "ONE_TOKEN": False}
+
+
 def test_what_is_not_given_is_null(on_gpu):
     arguments = make_shift(add=False, mixes=0)
     z, mixed = rwkv_jit.shift_mix(**arguments)
@@ -413,10 +421,11 @@ def test_results_are_those_of_the_kernel(on_gpu):
         (launch,) = on_gpu.take()
         made = {n: launch.named[n] for n in ("new_k", "new_v", "a", "b")}
         assert made == {"new_k": k.data_ptr(), "new_v": v.data_ptr(), "a": a.data_ptr(), "b": b.data_ptr()}
-        assert (launch.named["rows"], launch.named["heads"]) == (B, H)
+        assert (launch.named["rows"], launch.named["heads"], launch.grid) == (B, H, (1, 1, 1))
         out = rwkv_jit.gated_norm(**make_norm())
         (launch,) = on_gpu.take()
         assert (launch.named["out"], launch.named["eps"]) == (out.data_ptr(), pytest.approx(64e-5))
+        assert launch.grid == (1, 1, 1)
         x = torch.ones(4, 2, 3)
         y = rwkv_jit.activate(x, list(layer_steps.KINDS))
         assert rwkv_jit.activate(x, list(layer_steps.KINDS), out=x) is x
