@@ -54,7 +54,6 @@ def _layer(name: str) -> Any:
         raise NvrtcNotFoundError(f"{cause}; CUDA kernels need it:\n    {INSTALL[12]}") from error
 
 
-@cache
 def _spare_the_log() -> None:
     """Keep CuPy's loader of libraries from importing all of CuPy for lines of a log that nobody asked for.
 

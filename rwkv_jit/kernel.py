@@ -184,7 +184,7 @@ def get_all(requests: Sequence[Request], soon: Sequence[Request] = ()) -> list[K
     """
     if len(requests) == 1 and not soon:
         return [get(*requests)]  # in this thread
-    return _wait(_begin([*requests, *soon])[: len(requests)])
+    return _wait(requests, _begin([*requests, *soon]))
 
 
 def get_most(
@@ -199,20 +199,33 @@ def get_most(
         kernels = get_all([*requests, *rest], soon)
         return kernels[:count], [*kernels[count:]]
     served = _begin([*requests, *soon, *rest])
-    return _wait(served[:count]), served[count + len(soon) :]
+    later = [x or get_async(request) for request, x in zip(rest, served[count + len(soon) :], strict=True)]
+    return _wait(requests, served), later
 
 
-def _begin(requests: Sequence[Request]) -> list[Kernel | Future[Kernel]]:
-    """Return the kernels that are stored, and the futures of the others; who wants one of these meets its error."""
+def _begin(requests: Sequence[Request]) -> list[Kernel | Future[Kernel] | None]:
+    """Return the kernels that are stored, the futures of those that nobody compiles yet, and None for the others.
+
+    Who wants one of these meets its error.
+    """
     stored = [_serve(request, may_compile=False) for request in requests]
-    return [known or get_async(request) for request, known in zip(requests, stored, strict=True)]
+    return [
+        known or (None if _lock(memory_key(request)).locked() else get_async(request))
+        for request, known in zip(requests, stored, strict=True)
+    ]
 
 
-def _wait(served: Sequence[Kernel | Future[Kernel]]) -> list[Kernel]:
+def _wait(requests: Sequence[Request], served: Sequence[Kernel | Future[Kernel] | None]) -> list[Kernel]:
+    """Return the kernels of requests, which come first among those that were begun."""
+    own = served[: len(requests)]
     try:
-        return [x.result() if isinstance(x, Future) else x for x in served]
+        # What another thread compiles is waited for here: behind its lock, and not behind all that the pool has to do.
+        return [
+            get(request) if x is None else x.result() if isinstance(x, Future) else x
+            for request, x in zip(requests, own, strict=True)
+        ]
     finally:
-        for x in served:
+        for x in own:
             if isinstance(x, Future):
                 x.cancel()  # where one has failed
 
@@ -252,8 +265,7 @@ def memory_key(request: Request) -> Any:
 def _serve(request: Request, may_compile: bool) -> Kernel | None:
     """Find a kernel, and compile it where it is nowhere and may be compiled; else do not wait for who compiles it."""
     key = memory_key(request)
-    with _process.registry_lock:
-        lock = _process.locks.setdefault(key, threading.Lock())
+    lock = _lock(key)
     if not lock.acquire(blocking=may_compile):
         return None
     try:
@@ -274,6 +286,12 @@ def _serve(request: Request, may_compile: bool) -> Kernel | None:
         event = {name: getattr(served, name) for name in ("origin", "name", "arch", "parameters", "compile_seconds")}
         stats.tell(event)
     return served
+
+
+def _lock(key: Any) -> threading.Lock:
+    """Return what a thread holds that finds or compiles a kernel."""
+    with _process.registry_lock:
+        return _process.locks.setdefault(key, threading.Lock())
 
 
 def _known_compilers() -> Iterator[str]:

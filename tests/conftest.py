@@ -136,7 +136,7 @@ def fresh_service(tmp_path, temporaries, monkeypatch):
         kernel.forget()  # and what the cache remembers
         stats._said.clear()
         identity._assumed.clear()
-        for cached in (identity.identity, cuda._layer, cuda._spare_the_log, cuda.nvrtc):
+        for cached in (identity.identity, cuda._layer, cuda.nvrtc):
             cached.cache_clear()
 
     forget()

@@ -1223,8 +1223,8 @@ def test_kernels_that_may_not_be_needed_compile_last(on_gpu, monkeypatch):
     """Those of both directions for strong decays, of which a first call with mild ones waits for none."""
     asked = []
     monkeypatch.setattr(kernel, "_stored", lambda *_: None)
-    monkeypatch.setattr(kernel, "get_async", asked.append)
-    monkeypatch.setattr(kernel, "_wait", lambda served: 1 / 0)
+    monkeypatch.setattr(kernel, "get_async", lambda request: asked.append(request) or Future())
+    monkeypatch.setattr(kernel, "_wait", lambda requests, served: 1 / 0)
     on_gpu.use("sm_90")
     given = make("wkv7", (1, 64, 4, 64), torch.bfloat16, grad=True)
     with pytest.raises(ZeroDivisionError):

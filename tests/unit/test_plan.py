@@ -491,7 +491,7 @@ def test_kernels_that_may_be_idle_compile_behind_all_others(monkeypatch, on_gpu)
     asked = []
     monkeypatch.setattr(kernel, "_stored", lambda *_: None)
     monkeypatch.setattr(kernel, "get_async", lambda request: asked.append(request.template.name) or Future())
-    monkeypatch.setattr(kernel, "_wait", lambda served: 1 / 0)
+    monkeypatch.setattr(kernel, "_wait", lambda requests, served: 1 / 0)
     soon = step(entry="later").request(Gpu("sm_80"))
     with pytest.raises(ZeroDivisionError):
         plan_of(schedule(REST, COUNTS, scratch={"counts": 12}), make(), None, [soon])
@@ -519,3 +519,29 @@ def test_nobody_waits_for_a_kernel_that_may_be_idle_while_another_call_compiles_
     made.run([*arrays.values()])
     assert [launch.entry for launch in on_gpu.take()] == ["count"]
     may_compile.set()
+
+
+def test_what_another_call_compiles_is_waited_for_and_nothing_that_is_queued_behind_it(on_gpu, monkeypatch):
+    """A machine with one worker has a backward's kernel, and still compiles one that it does not need."""
+    events, compiled, stored = {"mix": threading.Event(), "rest": threading.Event()}, [], kernel._stored
+
+    def compile_once(request, rendered):
+        events[request.template.name].wait(5)
+        compiled.append(request.template.name)
+        return stored(request, rendered, None)
+
+    monkeypatch.setattr(kernel, "_stored", lambda *_: None)
+    monkeypatch.setattr(kernel, "_compile_once", compile_once)
+    monkeypatch.setattr(kernel.env, "workers", lambda: 1)
+    mix = step()
+    for each in (mix, REST):
+        kernel.get_async(each.request(Gpu("sm_80")))
+    while not kernel._lock(kernel.memory_key(mix.request(Gpu("sm_80")))).locked():
+        pass
+    timer = threading.Timer(0.1, events["mix"].set)
+    timer.start()
+    soon = [mix.request(Gpu("sm_80"))]  # nor is it asked for again
+    plan_of(schedule(mix, REST, scratch={"counts": 12}), make(), None, soon)
+    assert compiled == ["mix"]
+    events["rest"].set()
+    timer.join()
