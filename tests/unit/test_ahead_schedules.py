@@ -127,7 +127,7 @@ CALLS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [150, pytest.param(3000, marks=pytest.mark.full)])
 def test_calls_ask_for_no_kernel_that_warm_does_not_list(examples):
     settings(max_examples=examples, deadline=None)(given(call=CALLS)(check))()
 

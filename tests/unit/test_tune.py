@@ -444,14 +444,15 @@ def test_writers_at_once_lose_nothing():
         children.append(os.fork())
         if children[-1] == 0:
             try:
-                for number in range(8):
+                for number in range(25):
                     choice = tuned.Choice(f"{name} {number}", "sm_90", "wkv7", 64, True, 16, 256, 2, 3, "x")
                     tuned.store({choice.key: choice})
                 os._exit(0)
             finally:
                 os._exit(1)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    assert {each.choice.gpu for each in tuned.listed()} == {f"{name} {number}" for name in "abc" for number in range(8)}
+    written = {f"{name} {number}" for name in "abc" for number in range(25)}
+    assert {each.choice.gpu for each in tuned.listed()} == written
 
 
 # ---- what is measured --------------------------------------------------------------------------------------------
