@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import random
+import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -115,6 +116,14 @@ def seed(request):
     numpy.random.seed(derived)
     torch.manual_seed(derived)
     return derived
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs():
+    """Many tests compile one function, which torch.compile does a few times only in one process."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

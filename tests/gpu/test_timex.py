@@ -165,7 +165,6 @@ def test_in_a_graph_on_another_stream(op, backend):
 
 @pytest.mark.parametrize("backend", OWN)
 def test_compiles_into_one_graph(op, backend):
-    torch._dynamo.reset()
     w, k, g = make(3, 4, 300, torch.float32)
     step = torch.compile(lambda w, k: rwkv_jit.timex(w, k, 0.25, backend=backend), fullgraph=True, backend="aot_eager")
     out = step(w, k)

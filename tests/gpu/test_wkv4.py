@@ -281,7 +281,8 @@ class Pool:
         before = self.before.as_strided(self.states.shape, self.strides)
         w, u, k, v = (x.double() for x in self.inputs)
         want, final = rwkv_jit.wkv4_ref(w, u, k[there], v[there], before[read].double(), True, self.decay)
-        assert relative(y[there], want) <= LIMITS[{x: n for n, x in DTYPES.items()}[y.dtype]]
+        rounding = torch.finfo(y.dtype).eps / 2 + 1e-5
+        assert bool(((y[there] - want).abs() <= rounding * want.abs() + 1e-5 * want.square().mean().sqrt()).all())
         others = torch.ones(len(y), dtype=torch.bool, device="cuda")
         others[there] = False
         assert bool((y[others] == 0).all())
