@@ -165,6 +165,14 @@ def test_rows_and_texts_that_are_new_or_not_there(op, channels, kind, tokens, fl
             texts.check(*made, has_state=has_state, active=active)
 
 
+def test_a_count_above_all_texts_is_all_of_them(op):
+    """And what lies behind the bounds in memory is not read."""
+    texts = Texts(64, [2, 3, 1], KINDS[0], shape=(10, 64))
+    behind = torch.tensor([*texts.bounds, 8, 10], device="cuda")
+    active = torch.tensor([5], dtype=torch.int32, device="cuda")
+    texts.check(*texts.run(cu_seqlens=behind[:4], num_active=active), active=3)
+
+
 def test_a_graph_takes_any_number_of_texts(op):
     """One buffer of rows and of texts, of which each replay has others."""
     texts = Texts(256, [1] * 8, KINDS[0], shape=(40, 256))

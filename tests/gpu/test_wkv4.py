@@ -363,9 +363,10 @@ def test_several_tokens_of_any_data(op, kind):
 
 @OP
 @pytest.mark.parametrize("how", ["tokens first", "channels last but one", "a slice"])
-def test_tokens_of_an_update_may_have_any_strides(op, how):
-    pool = Pool((5, 3, 96), torch.bfloat16)
-    for index in (2, 3):
+@pytest.mark.parametrize("of", [(2,), (3,), (2, 3)], ids=["k", "v", "both"])
+def test_tokens_of_an_update_may_have_any_strides(op, how, of):
+    pool = Pool((5, 40, 96), torch.bfloat16)
+    for index in of:
         x = pool.inputs[index]
         pool.inputs[index] = {
             "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
