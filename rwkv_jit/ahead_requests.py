@@ -204,21 +204,19 @@ def _replay_requests(p: Problem, w_type: str, length: int, drafts: int) -> list[
 
 
 def _varlen_requests(several: Sequence[Problem], w_type: str) -> list[kernel.Request]:
-    """Return the kernels of sequences of any lengths. Where w0 is added to w, that is float32."""
-    types = tuple(dict.fromkeys((w_type, "fp32"))) if "w" in several[0].op.inputs else ("fp32",)
+    """Return the kernels of sequences of any lengths, without w0 and with one."""
+    w0_types = dict.fromkeys(("void", "fp32", w_type) if "w" in several[0].op.inputs else ("void",))
     asked = product(
-        several, types, (4, 8), (False,) if several[0].state_type == "fp32" else (False, True),
-        ((False, "fp32"), *((True, w0_type) for w0_type in types)),
-    )  # fmt: skip
+        several, w0_types, (4, 8), (False,) if several[0].state_type == "fp32" else (False, True), (False, True)
+    )
     return [
         request
-        for p, own_w, bound_bytes, is_stochastic, (has_few_tokens, w0_type) in asked
-        for own in [p._replace(types={**p.types, **({"w": own_w} if "w" in p.types else {})})]
+        for p, w0_type, bound_bytes, is_stochastic, has_few_tokens in asked
+        for pool in [Pool(1, 0, w0_type="fp32" if w0_type == "void" else w0_type, is_stochastic=is_stochastic)]
         for request in varlen_steps.schedule(
-            own, Pool(1, 0, w0_type=w0_type, is_stochastic=is_stochastic),
-            Varlen(1, 0, bound_bytes, has_few_tokens),
+            p._replace(w0_type=w0_type), pool, Varlen(1, 0, bound_bytes, has_few_tokens)
         ).requests(p.gpu)
-    ]  # fmt: skip
+    ]
 
 
 def _layer_requests(p: Problem, width: int, w_type: str) -> list[kernel.Request]:

@@ -19,7 +19,7 @@ _INVALID_CONTEXT = 201  # of the driver's errors
 # What arguments are passed as, by the type that the kernel declares: struct's letters.
 LETTERS = {
     "i64": "q", "int": "i", "float": "f", "bool": "?", "double": "d", "unsigned": "I", "Strides": "3q",
-    "RowStrides": "2q", "Walk": "2i",
+    "DecayStrides": "3q", "RowStrides": "2q", "Walk": "2i",
 }  # fmt: skip
 
 
@@ -33,8 +33,8 @@ class Launch:
     """A kernel on a device with its grid and block, and room for its arguments.
 
     `arguments` are in the kernel's order, each with struct's letters and what is passed: a `Value`, or what is the same
-    in every launch. The room is per thread, as a launch releases the interpreter lock. A kernel that `overlaps` may
-    begin beside the one before it.
+    in every launch; or a tuple of both, in which each has a letter of eight bytes. The room is per thread, as a launch
+    releases the interpreter lock. A kernel that `overlaps` may begin beside the one before it.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Launch:
         _check_sizes(entry, self.function, [struct.calcsize("=" + letters) for letters, _ in arguments])
         self._shape, self._overlaps = (*grid, *block, shared_bytes), overlaps
         self._is_empty = 0 in grid
-        given = [(letters, x.place) for letters, x in arguments if isinstance(x, Value)]
-        self._pick: Callable[[Sequence[Any]], Sequence[Any]] = _picker([place for _, place in given])
+        given = [each for letters, x in arguments if _has_value(x) for each in zip(letters, _fields(x), strict=True)]
+        self._pick: Callable[[Sequence[Any]], Sequence[Any]] = _picker([x for _, x in given])
         self._layout = struct.Struct("=" + "".join(_padded(letters) for letters, _ in given))
         # Values lie in front, one behind the other, so that one call writes all of them.
         self._memory, self._places, values = bytes(self._layout.size), [], 0
         for letters, x in arguments:
-            if isinstance(x, Value):
+            if _has_value(x):
                 self._places.append(_SLOT * values)
-                values += 1
+                values += len(_fields(x))
             else:
                 self._places.append(len(self._memory))
-                self._memory += struct.pack("=" + _padded(letters), *(x if isinstance(x, tuple) else (x,)))
+                self._memory += struct.pack("=" + _padded(letters), *_fields(x))
         self._rooms = threading.local()
         if shared_bytes:
             cuda.allow_shared_bytes(self.function, shared_bytes)
@@ -103,8 +103,24 @@ def _padded(letters: str) -> str:
     return f"{letters}{-struct.calcsize('=' + letters) % _SLOT}x"
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return what takes the values at these places out of others, in one call."""
+def _fields(x: Any) -> tuple[Any, ...]:
+    """Return what an argument consists of."""
+    return x if isinstance(x, tuple) and not isinstance(x, Value) else (x,)
+
+
+def _has_value(x: Any) -> bool:
+    """Return whether any of that is another thing in every launch."""
+    return any(isinstance(each, Value) for each in _fields(x))
+
+
+def _picker(given: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return what takes the values of these places out of others, in one call; the rest of `given` it has by itself."""
+    own = [x for x in given if not isinstance(x, Value)]
+    if own:
+        numbers = iter(range(-len(own), 0))
+        pick = _picker([x if isinstance(x, Value) else Value(next(numbers)) for x in given])
+        return lambda values: pick([*values, *own])
+    places = [x.place for x in given]
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))

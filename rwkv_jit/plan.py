@@ -20,7 +20,7 @@ from rwkv_jit.template import Argument
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
 # The dimensions that kernels take strides of, by the type of the argument. Key heads stand in the place of heads.
-_STRIDES = {"Strides": ("B", "T", "HG"), "RowStrides": ("B", "T")}
+_STRIDES = {"Strides": ("B", "T", "HG"), "DecayStrides": ("B", "T", "HG"), "RowStrides": ("B", "T")}
 
 
 class _Zeros(NamedTuple):
@@ -262,7 +262,10 @@ class Plan:
                 source = step.bind.get(owner, owner)
             if isinstance(source, tuple):
                 return LETTERS[kind], source
-            return LETTERS[kind], tuple(self._stride(source, dim, step, arrays) for dim in _STRIDES[kind])
+            strides = tuple(self._stride(source, dim, step, arrays) for dim in _STRIDES[kind])
+            if kind == "DecayStrides" and step.parameters["T_W0"] != "void":  # behind them w0 stands
+                return len(strides) * "q" + "Q", (*strides, Value(self._places["w0"]))
+            return LETTERS[kind], strides
         elif isinstance(source, Stride):
             return LETTERS[kind], self._stride(source.name, source.dim, step, arrays)
         elif source is not None and not isinstance(source, str):

@@ -167,6 +167,7 @@ class Problem(NamedTuple):
     is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
     # The states are slots of a pool, and of the sequences, which are packed, one launch may leave some to others.
     is_pooled: bool = False
+    w0_type: str = "void"  # the storage type of what kernels add to w before its map; "void" where that is nothing
     waves: int = 1  # of launches, one after another, each for a piece of every sequence; N is all pieces
     # Whether sequences are cut is chosen when the call runs: what the forward keeps has room for it either way.
     leaves_cut_open: bool = False

@@ -221,7 +221,7 @@ def code(text: str) -> str:
 def _line(name: str, value: Parameter) -> str:
     """`using T_IO = bf16;`, `constexpr int HEAD_SIZE = 48;` or `constexpr auto DECAY = Decay::raw;`."""
     if name.startswith("T_"):
-        if value not in STORAGE_TYPES:
+        if value not in (*STORAGE_TYPES, "void"):  # which is the type of what is not there
             raise ValueError(f"parameter {name}: expected one of {', '.join(STORAGE_TYPES)}, got {brief(value)}")
         return f"using {name} = {value};"
     if isinstance(value, bool):

@@ -294,16 +294,16 @@ struct LevelMatrices {
 // e^(D - c_t), all at most 1, for the state as it is at the chunk's start and at its end. A warp makes a whole matrix.
 // Returns e^D for the thread's pair of channels; `kept` takes the tokens' decays. All threads have to come, and a
 // barrier has to follow.
-template <bool KEEPS_DECAYS, int PITCH, int TILE_COUNT>
+template <bool KEEPS_DECAYS, int PITCH, int TILE_COUNT, typename Bias = NoBias>
 __device__ inline float2 write_matrices_by_halves(TokenMatrices& matrices, LevelTiles (&levels)[TILE_COUNT],
                                                   const RawKeys& raw, const RawDecays& decays, int steps,
                                                   float2 (&totals)[SEGMENTS][PAIRS], float scale,
-                                                  float (*kept)[PITCH]) {
+                                                  float (*kept)[PITCH], Bias bias = {}) {
     using Level = LevelMatrices;
     static_assert(sizeof(Level::OwnTerms) <= sizeof(TokenTile), "own terms have the place of Tm for a while");
     auto& own = reinterpret_cast<Level::OwnTerms&>(matrices.tm);
     Level level;
-    begin_blocks<KEEPS_DECAYS>(level.decays, totals, decays, steps, kept);
+    begin_blocks<KEEPS_DECAYS>(level.decays, totals, decays, steps, kept, 0, bias);
     level.load(own, raw, scale);
     level.add_levels(matrices, own, levels, totals);
     __syncthreads();  // nobody reads the last level's rows or own terms any more

@@ -3,7 +3,7 @@
 //
 //     U = Tm (Aak V + A S'^T);   Y = Ark V + Arb U + R S'^T;   S <- (S' + V^T K + U^T B) diag(e^(D - m))
 //
-//   r k a b  [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in
+//   r k a b  [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; with w0, see decay_bias.cuh
 //   v, y     [batch, tokens, heads, V]  T_IO   in, out
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads]  out or null: S' of every chunk; where SKIPS_ZEROS, of all but a sequence's first
@@ -27,6 +27,7 @@
 // registers.
 // Between two chunks S lacks the factor e^(D - m); it gets it together with the next chunk's e^m.
 #include "wkv7_chunk.cuh"
+#include "decay_bias.cuh"
 #include "overlap.cuh"
 #include "pooled.cuh"
 
@@ -53,8 +54,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
     Checkpoint* __restrict__ checkpoints, int* __restrict__ framed, float* __restrict__ carried, int* board,
-    Strides r_strides, Strides w_strides, Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides,
-    i64 tokens, i64 heads, float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
+    Strides r_strides, DecayStrides w_strides, Strides k_strides, Strides v_strides, Strides a_strides,
+    Strides b_strides, i64 tokens, i64 heads, float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave,
+    int waves) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -93,6 +95,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
     KeyCursor from_r(r, r_strides.token, threadIdx.x), from_a(a, a_strides.token, threadIdx.x);
     KeyCursor from_k(k, k_strides.token, threadIdx.x), from_b(b, b_strides.token, threadIdx.x);
     DecayCursor<> from_w(w, w_strides.token);
+    // Where no decay leaves a frame the loop has no registers for it, and it is read for every chunk.
+    const auto own_bias = [&] { return bias_of(w_strides, head, threadIdx.x % PAIRS * 2); };
+    const DecayBias kept_bias = own_bias();
     RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32> from_v(v, v_strides.token, lane_id());
     const auto copy_keys = [&](int present) {
         from_a.copy(smem.raw.a[0], present, HEAD_SIZE, threadIdx.x);
@@ -128,18 +133,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_fo
         const int steps = left > 1 ? CHUNK_LEN : last_steps;
         // below 1 at the last
         const int next_steps = left > 2 ? CHUNK_LEN : left > 1 ? last_steps : last_steps - CHUNK_LEN;
-        if (steps < CHUNK_LEN) clear_decays(next_w, steps);
+        const DecayBias bias = LARGEST_DECAY > 0 ? kept_bias : own_bias();
+        // Tokens that are not there have no decay: their w says so, where nothing is added to it.
+        const int present = is_bias(bias) ? steps : CHUNK_LEN;
+        if (!is_bias(bias) && steps < CHUNK_LEN) clear_decays(next_w, steps);
         if constexpr (BY_HALVES) {
             wait_for_copies<1>();
             __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more
             const float2 factor = write_matrices_by_halves<false, CHANNELS>(
-                smem.matrices, smem.levels, smem.raw, next_w, CHUNK_LEN, smem.totals, scale, nullptr);
+                smem.matrices, smem.levels, smem.raw, next_w, present, smem.totals, scale, nullptr, bias);
             write_decay(smem.factor, factor);
             from_w.load(next_w, next_steps);
             __syncthreads();  // the operands, the matrices and the factor are there
         } else {
             RateSums rates;
-            sum_rates(rates, smem.totals, next_w, CHUNK_LEN);
+            sum_rates(rates, smem.totals, next_w, present, 0, bias);
             from_w.load(next_w, next_steps);
             wait_for_copies<1>();
             __syncthreads();  // the raw keys are there, and nobody reads the last chunk's operands any more

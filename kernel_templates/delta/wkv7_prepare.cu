@@ -11,7 +11,7 @@
 //
 //     dV = K0 E'^T + M^T dY    dX = Tm^T Z + G^T dY    E <- (E' + dY^T R0 + Z^T W) diag(e^m)
 //
-//   r k a b, w  [batch, tokens, heads, K]  T_IO, T_W  in
+//   r k a b, w  [batch, tokens, heads, K]  T_IO, T_W  in; w with w0, see decay_bias.cuh
 //   operands    [slots, heads, 2, SLABS, 2] tiles  out: W R0, then B K0, with BY_LANES in the order of lanes
 //   matrices    [slots, heads, 4] triangles        out: TA M Tm G, or M alone for a forward that saves nothing
 //   frames      [slots, heads, 2, CHANNELS]  fp32  out: m and D - m to the base 2; of slabs by halves twice e^D
@@ -22,6 +22,7 @@
 //
 // Grid (chunks, heads, sequences), a block per chunk and head. It goes over the channels, 64 at a time, first for the
 // token matrices and then back for the products with them. In between the operands lie where these products will.
+#include "decay_bias.cuh"
 #include "levels.cuh"
 #include "halved.cuh"
 #include "wkv7_operands.cuh"
@@ -116,13 +117,12 @@ struct LevelMatrices {
 
 // Its share of the warp's triangle is added to `sum`, and R A K B go to the tiles.
 __device__ inline void prepare_by_halves(float2 (&totals)[SEGMENTS][PAIRS], Operands& tiles, const RawKeys& raw,
-                                         const RawDecays& raw_w, HalfTriangle& sum, float* frame, int first_channel,
-                                         int steps,
-                                         float scale) {
+                                         const RawDecays& raw_w, const DecayBias& bias, HalfTriangle& sum,
+                                         float* frame, int first_channel, int steps, float scale) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS, channel = first_channel + 2 * index;
     const bool is_r = warp_id() & 1, is_k = warp_id() & 2;
     LevelMatrices level = {totals, sum};
-    begin_blocks<false, TILE_COLUMNS>(level.decays, totals, raw_w, steps, nullptr, first_channel);
+    begin_blocks<false, TILE_COLUMNS>(level.decays, totals, raw_w, steps, nullptr, first_channel, bias);
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
         const auto read = [&](const T_IO (&rows)[CHUNK_LEN][TILE_COLUMNS]) {
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ a,
     const T_IO* __restrict__ b, const i64* __restrict__ cu_seqlens, uint4* __restrict__ operands,
     uint4* __restrict__ matrices, float* __restrict__ frames, int* __restrict__ halved, Strides r_strides,
-    Strides w_strides, Strides k_strides,
+    DecayStrides w_strides, Strides k_strides,
     Strides a_strides, Strides b_strides, i64 tokens, i64 heads, i64 sequences, float scale, int saves,
     int first_chunk, i64 part_slots, int part_chunks) {
     auto prepare = [=](i64 slot, i64 head) mutable {
@@ -183,22 +183,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_pr
 
         RawKeys& raw = *reinterpret_cast<RawKeys*>(&smem.operands[1]);
         RawDecays next_w;
+        DecayBias bias;
         const auto load_slab = [&](int slab) {
             copy_keys(raw, keys, slab * TILE_COLUMNS, steps), commit_copies();
             next_w.load(w, w_strides.token, steps, slab * TILE_COLUMNS);
+            bias = bias_of(w_strides, head, slab * TILE_COLUMNS + threadIdx.x % PAIRS * 2);
         };
         HalfTriangle sum = {};
         bool leaves_any = false;  // whether a slab has left its frame: such a chunk is flagged here and made BY_HALVES
         const auto make_operands = [&](int slab) {  // returns whether its products are there too
             const bool by_halves = BY_HALVES && halved[place * SLABS + slab];
             RateSums sums;
-            if (!by_halves) sum_rates(sums, smem.totals, next_w, steps, slab * TILE_COLUMNS);
+            if (!by_halves) sum_rates(sums, smem.totals, next_w, steps, slab * TILE_COLUMNS, bias);
             wait_for_copies<0>();
             __syncthreads();  // the raw rows are there, and nobody reads the last slab's operands any more
             if constexpr (BY_HALVES)
                 if (by_halves) {
-                    prepare_by_halves(smem.totals, smem.operands[0], raw, next_w, sum, frames + slab * TILE_COLUMNS,
-                                      slab * TILE_COLUMNS, steps, scale);
+                    prepare_by_halves(smem.totals, smem.operands[0], raw, next_w, bias, sum,
+                                      frames + slab * TILE_COLUMNS, slab * TILE_COLUMNS, steps, scale);
                     __syncthreads();  // the operands are there
                     return true;
                 }

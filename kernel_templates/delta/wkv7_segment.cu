@@ -9,7 +9,8 @@
 //
 //     dX = Tm^T (Arb^T dY + B E'^T);   E <- (E' + dY^T R + dX^T A) diag(e^m)
 //
-//   keys     k, backwards r  [segments, tokens, heads, K]  T_IO  in     w a b  the same shape  T_W, T_IO  in
+//   keys     k, backwards r  [segments, tokens, heads, K]  T_IO  in     w a b  the same shape  T_W, T_IO  in; w with
+//            w0, see decay_bias.cuh
 //   values   v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions    [segments, heads, V, K]  fp32  out: Q
 //   transitions  [segments, heads, K, K]  fp32  out: P, of the forward alone
@@ -20,6 +21,7 @@
 // CHUNK_LEN, unless segments are RAGGED. A warp holds 16 TILES rows of the state in fp32, as in
 // wkv7_chunked_forward.cu.
 #include "wkv7_chunk.cuh"
+#include "decay_bias.cuh"
 
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // rows of a warp
@@ -42,11 +44,11 @@ static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry s
 constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 
 // A function that is called, so that chunks in frames keep their registers.
-__device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_stride, int steps, float scale) {
+__device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, TokenStride w_stride, int steps, float scale) {
     RawDecays raw;
-    raw.load(w, w_stride, steps);
+    raw.load(w, stride_of(w_stride), steps);
     const float2 factor = write_matrices_by_halves<false, CHANNELS>(smem.matrices, smem.levels, smem.raw, raw, steps,
-                                                                    smem.totals, scale, nullptr);
+                                                                    smem.totals, scale, nullptr, bias_of(w_stride));
     write_decay(smem.factor, factor);
     __syncthreads();  // the operands, the matrices and the factor are there
 }
@@ -54,7 +56,7 @@ __device__ __noinline__ void prepare_by_halves(Smem& smem, const T_W* w, i64 w_s
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ a, const T_IO* __restrict__ b,
     const T_IO* __restrict__ values, const i64* __restrict__ bounds, const int* __restrict__ neighbours,
-    float* __restrict__ additions, float* __restrict__ transitions, Strides key_strides, Strides w_strides,
+    float* __restrict__ additions, float* __restrict__ transitions, Strides key_strides, DecayStrides w_strides,
     Strides a_strides, Strides b_strides, Strides value_strides, i64 tokens, i64 heads, float scale, int purpose) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -91,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
     const i64 first = BACKWARD ? (span.length - 1) / CHUNK_LEN * CHUNK_LEN : 0;
     constexpr i64 step = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
     RawDecays next_w;
+    const DecayBias bias = bias_of(w_strides, head, threadIdx.x % PAIRS * 2);
     if (!RAGGED || span.length > 0) {
         copy(first), commit_copies();
         next_w.load(w + first * w_strides.token, w_strides.token, steps_from(first));
@@ -114,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
     for (i64 left = span.length; left > 0; left -= CHUNK_LEN, token += step) {
         const int steps = steps_from(token);
         RateSums sums;
-        sum_rates(sums, smem.totals, next_w, steps);
+        sum_rates(sums, smem.totals, next_w, steps, 0, bias);
         const i64 next = token + step;
         if (left > CHUNK_LEN) next_w.load(w + next * w_strides.token, w_strides.token, steps_from(next));
         wait_for_copies<0>();
@@ -133,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) wkv7_se
                 __syncthreads();  // the factor is there
                 if (has_rows) scale_columns(state, smem.factor);
                 __syncthreads();  // nobody reads it any more
-                prepare_by_halves(smem, w + token * w_strides.token, w_strides.token, steps, scale);
+                prepare_by_halves(smem, w + token * w_strides.token, with_bias(w_strides.token, bias), steps, scale);
             }
         } else {
             __syncthreads();  // the operands are there

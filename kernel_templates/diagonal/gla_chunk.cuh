@@ -67,8 +67,10 @@ __device__ inline Frame write_pair(const RateSums& sums, const float2 (&totals)[
 }
 
 // The rates of a chunk, where there are any.
-__device__ inline void sum_decays(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps) {
-    if constexpr (HAS_DECAY) sum_rates(sums, totals, raw, steps);
+template <typename Bias = NoBias>
+__device__ inline void sum_decays(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps,
+                                  Bias bias = {}) {
+    if constexpr (HAS_DECAY) sum_rates(sums, totals, raw, steps, 0, bias);
 }
 
 // P by all warps, a block of 16 x 16 at a time.
@@ -158,13 +160,13 @@ struct LevelPairs {
 // chunk's start and at its end. Returns e^D for the thread's pair of channels. `bonus` are its pair of scale u, or
 // without the bonus of the scale; `kept` takes the tokens' decays. All threads have to come, and a barrier has to
 // follow.
-template <bool KEEPS_DECAYS, int PITCH, int TILE_COUNT>
+template <bool KEEPS_DECAYS, int PITCH, int TILE_COUNT, typename Bias = NoBias>
 __device__ inline float2 write_pairs_by_halves(TokenTile& target, KeyTile (&levels)[TILE_COUNT], const RawPair& raw,
                                                const RawDecays& decays, int steps, float2 (&totals)[SEGMENTS][PAIRS],
                                                float scale, float2 bonus, float (&reduced)[PAIRS / 16][CHUNK_LEN],
-                                               float (*kept)[PITCH]) {
+                                               float (*kept)[PITCH], Bias bias = {}) {
     LevelPairs pairs;
-    begin_blocks<KEEPS_DECAYS>(pairs.decays, totals, decays, steps, kept);
+    begin_blocks<KEEPS_DECAYS>(pairs.decays, totals, decays, steps, kept, 0, bias);
     if (LevelPairs::has_tokens()) {
         float own_terms[SEGMENT_LEN];  // of a token with itself, which does not decay
 #pragma unroll

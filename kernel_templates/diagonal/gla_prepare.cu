@@ -1,7 +1,7 @@
 // Gated linear attention and its kin, the keys' side of all chunks at once, for kernels that walk over the chunks with
 // warp groups. With the notation of gla_chunk.cuh, Q, K, P and the frame of every chunk.
 //
-//   q k, w, u   [batch, tokens, heads, K], [heads, K]  in
+//   q k, w, u   [batch, tokens, heads, K], [heads, K]  in; w with w0, see decay_bias.cuh
 //   operands    [slots, heads, SLABS, 2] tiles  out: Q K
 //   pairs       [slots, heads] tiles            out: P, zero above the diagonal
 //   frames      [slots, heads, 2, CHANNELS]  fp32  out: m and D - m to the base 2; of slabs by halves twice e^D
@@ -12,6 +12,7 @@
 // number of blocks make those chunks again of which the first launch has found slabs that leave.
 #include "bulk_copy.cuh"
 #include "copy.cuh"
+#include "decay_bias.cuh"
 #include "halved.cuh"
 #include "slab.cuh"
 #include "slots.cuh"
@@ -80,13 +81,12 @@ struct LevelPairs {
 
 // Its share of P goes to `sum`, but without the bonus that of tokens with themselves to `own_terms`; and Q and K go to
 // the tiles.
-__device__ inline void prepare_by_halves(Smem& smem, Tiles& tiles, const RawDecays& raw_w,
+__device__ inline void prepare_by_halves(Smem& smem, Tiles& tiles, const RawDecays& raw_w, const DecayBias& bias,
                                          Accumulator (&sum)[OWN_TOKENS / 8], float (&own_terms)[SEGMENT_LEN],
-                                         float* frame,
-                                         int first_channel, int steps, float scale) {
+                                         float* frame, int first_channel, int steps, float scale) {
     const int index = threadIdx.x % PAIRS, segment = threadIdx.x / PAIRS, channel = first_channel + 2 * index;
     LevelPairs pairs = {smem, sum};
-    begin_blocks<false, TILE_COLUMNS>(pairs.decays, smem.totals, raw_w, steps, nullptr, first_channel);
+    begin_blocks<false, TILE_COLUMNS>(pairs.decays, smem.totals, raw_w, steps, nullptr, first_channel, bias);
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
         const auto read = [&](const T_IO (&rows)[CHUNK_LEN][TILE_COLUMNS]) {
@@ -112,7 +112,7 @@ __device__ inline void prepare_by_halves(Smem& smem, Tiles& tiles, const RawDeca
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_prepare(
     const T_IO* __restrict__ q, const T_IO* __restrict__ k, const T_W* __restrict__ w, const T_U* __restrict__ u,
     const i64* __restrict__ cu_seqlens, uint4* __restrict__ operands, uint4* __restrict__ pairs,
-    float* __restrict__ frames, int* __restrict__ halved, Strides q_strides, Strides k_strides, Strides w_strides,
+    float* __restrict__ frames, int* __restrict__ halved, Strides q_strides, Strides k_strides, DecayStrides w_strides,
     i64 tokens, i64 heads, i64 sequences, i64 slots, float scale) {
     auto prepare = [=](i64 slot, i64 head) mutable {
         extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -148,8 +148,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
 #pragma unroll 1
         for (int slab = 0; slab < SLABS; ++slab) {
             const int channel = slab * TILE_COLUMNS + 2 * index;
+            const DecayBias bias = bias_of(w_strides, head, channel);
             RateSums sums = {};
-            if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, steps, slab * TILE_COLUMNS);
+            if constexpr (HAS_DECAY) sum_rates(sums, smem.totals, raw_w, steps, slab * TILE_COLUMNS, bias);
             wait_for_copies<0>();
             if (threadIdx.x == 0) wait_until_read();
             __syncthreads();  // the raw rows are there, and nobody reads the tiles of two slabs ago any more
@@ -210,9 +211,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_pre
                 by_halves = halved[place * SLABS + slab];
                 if (by_halves) {
                     has_own_terms = true;
-                    prepare_by_halves(smem, tiles, raw_w, sum, own_terms, frames + slab * TILE_COLUMNS,
-                                      slab * TILE_COLUMNS,
-                                      steps, scale);
+                    prepare_by_halves(smem, tiles, raw_w, bias, sum, own_terms, frames + slab * TILE_COLUMNS,
+                                      slab * TILE_COLUMNS, steps, scale);
                     publish_writes();
                     __syncthreads();
                 }

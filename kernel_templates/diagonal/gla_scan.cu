@@ -7,7 +7,7 @@
 //
 //     dV = P^T dY + K E'^T;   E <- (E' + dY^T Q) diag(e^m)
 //
-//   q k      [batch, tokens, heads, K]  T_IO  in     w  the same shape, T_W, in
+//   q k      [batch, tokens, heads, K]  T_IO  in     w  the same shape, T_W, in; with w0, see decay_bias.cuh
 //   u        [heads, K]  T_U  in, for the bonus
 //   input, output  V and Y, or dY and dV  [batch, tokens, heads, V]  T_IO  in, out
 //   first, last    S or E  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
@@ -22,6 +22,7 @@
 // Grid (sequences, heads, value rows / ROWS); with POOLED heads come first, as in wkv7_chunked_forward. A warp holds 16
 // TILES rows of the state in fp32 for the whole sequence.
 #include "gla_chunk.cuh"
+#include "decay_bias.cuh"
 #include "pooled.cuh"
 
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
@@ -30,7 +31,7 @@ constexpr int INPUT_PITCH = ROWS + 8;
 constexpr int CHECKPOINT_LEN = FOR_GROUPS ? GROUP_CHUNK_LEN : CHUNK_LEN;  // tokens from one to the next
 
 // What a warp walks over: rows of its head, from its sequence's first token on.
-struct Head {
+struct Rows {
     const T_IO *q, *k, *input;  // input and output from the warp's first value on
     const T_W* w;
     T_IO* output;
@@ -41,7 +42,6 @@ struct Head {
     int own_row, first_value, width;  // value rows of the warp
     bool has_values;
 
-    static constexpr int STEP = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
     __device__ bool exists(i64 token) const { return BACKWARD ? token >= 0 : token < length; }
     __device__ int steps_from(i64 token) const { return static_cast<int>(min(length - token, i64(CHUNK_LEN))); }
     template <typename Smem> __device__ void copy(Smem& smem, i64 token) const {
@@ -75,12 +75,17 @@ struct Smem {
     float2 totals[SEGMENTS][PAIRS];
     float factor[CHANNELS], bonus_terms[PAIRS / 16][CHUNK_LEN];
     float2 pending_exponent[PAIRS];
-    Head heads[WARPS];  // by halves, for which there are no registers
+    Rows rows[WARPS];  // by halves, for which there are no registers
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
 static_assert(ROWS % WARP_ROWS == 0, "rows must be a multiple of those of a warp");
 static_assert(!FOR_GROUPS || (!BACKWARD && !HAS_DECAY && CHECKPOINT_LEN % CHUNK_LEN == 0),
               "a forward for groups must have no decay and chunks of up to 64");
+
+// The same with what is added to w, which is a thread's.
+struct Head : Rows, DecayBias {
+    static constexpr int STEP = BACKWARD ? -CHUNK_LEN : CHUNK_LEN;
+};
 
 // Where decays may leave the range of a chunk's frame.
 constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
@@ -88,8 +93,8 @@ constexpr bool HAS_HALVES = LARGEST_DECAY > 0;
 // Walks over chunks, from that of `token` on, whose rows are on their way, as long as `goes_on` holds. In frames a
 // forward stops at a chunk that leaves them. Returns the first token of the chunk that comes next.
 template <bool BY_HALVES, typename GoesOn>
-__device__ inline i64 walk(Smem& smem, const Head& head, const float2& own_bonus, StateRows (&state)[TILES], i64 token,
-                           GoesOn goes_on) {
+__device__ inline i64 walk(Smem& smem, const Rows& head, const float2& own_bonus, const DecayBias& bias,
+                           StateRows (&state)[TILES], i64 token, GoesOn goes_on) {
     const auto with_state = tile_of(BACKWARD ? smem.operands.k : smem.operands.q);
     const auto with_input = tile_of(BACKWARD ? smem.operands.q : smem.operands.k);
     const auto pairs = tile_of(smem.pairs);
@@ -114,11 +119,11 @@ __device__ inline i64 walk(Smem& smem, const Head& head, const float2& own_bonus
             const float2 bonus = BONUS ? own_bonus : float2{head.scale, head.scale};
             const float2 factor = write_pairs_by_halves<false, CHANNELS>(
                 smem.pairs, smem.levels, smem.raw, next_w, steps, smem.totals, head.scale, bonus, smem.bonus_terms,
-                nullptr);
+                nullptr, bias);
             write_decay(smem.factor, factor);
         } else {
             RateSums sums;
-            sum_decays(sums, smem.totals, next_w, steps);
+            sum_decays(sums, smem.totals, next_w, steps, bias);
             if (goes_on(next)) head.load(next_w, next);
             wait_for_copies<0>();
             __syncthreads();  // the raw rows are there, and nobody reads the last chunk's operands any more
@@ -183,12 +188,12 @@ __device__ inline i64 walk(Smem& smem, const Head& head, const float2& own_bonus
 // keeps its registers. What it is given lies in memory.
 __device__ __noinline__ void walk_by_halves(Smem& smem, const Head& given, StateRows (&kept)[TILES], i64 token,
                                             i64 end) {
-    Head& head = smem.heads[warp_id()];
+    Rows& head = smem.rows[warp_id()];
     if (lane_id() == 0) head = given;
     __syncwarp();
     StateRows state[TILES];
     copy_state(state, kept);
-    walk<true>(smem, head, given.bonus, state, token,
+    walk<true>(smem, head, given.bonus, given, state, token,
                [&](i64 token) { return BACKWARD ? token >= end : token < end; });
     copy_state(kept, state);
 }
@@ -198,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     const T_U* __restrict__ u, const T_STATE* __restrict__ first, const i64* __restrict__ cu_seqlens,
     T_IO* __restrict__ output, T_STATE* __restrict__ last, Checkpoint* __restrict__ checkpoints,
     int* __restrict__ framed,
-    Strides q_strides, Strides k_strides, Strides input_strides, Strides w_strides, i64 tokens, i64 heads,
+    Strides q_strides, Strides k_strides, Strides input_strides, DecayStrides w_strides, i64 tokens, i64 heads,
     float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -208,7 +213,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
     const auto start = [&](Strides s) { return span.batch * s.batch + span.begin * s.token + number * s.head; };
     const i64 output_stride = heads * VALUE_SIZE;
     const i64 state_offset = (sequence * heads + number) * (VALUE_SIZE * HEAD_SIZE);
-    Head head = {q + start(q_strides), k + start(k_strides), input + start(input_strides), w + start(w_strides)};
+    Head head = {{q + start(q_strides), k + start(k_strides), input + start(input_strides), w + start(w_strides)},
+                 bias_of(w_strides, number, threadIdx.x % PAIRS * 2)};
     head.own_row = warp_id() * WARP_ROWS, head.first_value = blockIdx.z * ROWS + head.own_row;
     head.has_values = head.own_row < ROWS && head.first_value < VALUES;
     head.width = head.has_values ? max(min(WARP_ROWS, VALUE_SIZE - head.first_value), 0) : 0;
@@ -253,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_sca
         if (has_tokens && token >= end) leave_frames(end), token = end - CHUNK_LEN;
     }
     if (has_tokens)
-        token = walk<false>(smem, head, head.bonus, state, token, [&](i64 token) { return head.exists(token); });
+        token = walk<false>(smem, head, head.bonus, head, state, token, [&](i64 token) { return head.exists(token); });
     if constexpr (HAS_HALVES && !BACKWARD) {
         if (own_framed != nullptr && threadIdx.x == 0 && blockIdx.z == 0)
             *own_framed = static_cast<int>(token / CHUNK_LEN);

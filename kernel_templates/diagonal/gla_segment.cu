@@ -12,7 +12,8 @@
 // Tokens do not meet here, so keys are taken to the end of the chunk and queries to its start, not to its middle, by
 // products of the decays in between alone: where tokens decay nothing grows, and what has decayed is zero.
 //
-//   keys       k, backwards q  [segments, tokens, heads, K]  T_IO  in     w  the same shape, or [heads, K]  T_W  in
+//   keys       k, backwards q  [segments, tokens, heads, K]  T_IO  in     w  the same shape, or [heads, K]  T_W  in,
+//              with w0, see decay_bias.cuh
 //   values     v, backwards dy  [segments, tokens, heads, V]  T_IO  in
 //   additions  [segments, heads, V, K]  fp32  out: Q
 //   decays     [segments, heads, K]  fp32  out: e^D, of the forward alone
@@ -26,6 +27,7 @@
 constexpr int DECAY_CHANNELS = CHANNELS, DECAY_PARTS = 1;
 constexpr bool DECAYS_COME_IN_PARTS = false;
 #include "chunk_decay.cuh"
+#include "decay_bias.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
 static_assert(NUM_THREADS == 2 * VALUES, "num_threads must be twice the value size, rounded up to a multiple of 32");
@@ -41,8 +43,8 @@ struct alignas(16) Smem {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_segment(
     const T_IO* __restrict__ keys, const T_W* __restrict__ w, const T_IO* __restrict__ values,
     const i64* __restrict__ bounds, const int* __restrict__ neighbours, float* __restrict__ additions,
-    float* __restrict__ decays, Strides key_strides, Strides w_strides, Strides value_strides, i64 tokens, i64 heads,
-    float scale, int purpose) {
+    float* __restrict__ decays, Strides key_strides, DecayStrides w_strides, Strides value_strides, i64 tokens,
+    i64 heads, float scale, int purpose) {
     __shared__ Smem smem;
     const i64 segment = blockIdx.x, head = blockIdx.y, item = segment * heads + head;
     if (RAGGED && neighbours != nullptr && !(neighbours[segment] & purpose)) return;
@@ -57,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
     keys += start(key_strides), w += start(w_strides), values += start(value_strides) + own_row;
 
     RawDecays next_w;
+    const DecayBias bias = bias_of(w_strides, head, 2 * index);
     const auto fetch = [&](i64 token, int stage) {
         const int steps = steps_from(token);
         copy_rows<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, CHANNELS, NUM_THREADS>(
@@ -82,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) gla_seg
                 const int i = BACKWARD ? n : SEGMENT_LEN - 1 - n;
                 const float2 before = total;
                 if (!RAGGED || share * SEGMENT_LEN + i < steps)  // tokens that are not there do not decay
-                    total = product(total, {token_decay<DECAY>(next_w.at(i, 0)), token_decay<DECAY>(next_w.at(i, 1))});
+                    total = product(total, {token_decay<DECAY>(next_w.with(bias, i, 0)),
+                                            token_decay<DECAY>(next_w.with(bias, i, 1))});
                 kept[i] = BACKWARD && !BONUS ? total : before;
             }
             if (share < SEGMENTS) smem.totals[share][index] = total;

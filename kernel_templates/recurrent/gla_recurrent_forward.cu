@@ -4,7 +4,8 @@
 //     S_t = S_{t-1} diag(d_t) + v_t k_t^T
 //     with BONUS y_t = scale (S_{t-1} r_t + (sum_j u_j r_tj k_tj) v_t), without y_t = scale S_t r_t
 //
-//   r k   [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; d = decay_factor(w)
+//   r k   [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; d = decay_factor(w), with w0, see
+//   decay_bias.cuh, of w + w0
 //   v, y  [batch, tokens, heads, V]  T_IO   in, out or null        u  [heads, K]  T_U  in
 //   w that is the same for every token has strides of 0; null with Decay::none, where d = 1. u is null without BONUS.
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
@@ -13,6 +14,7 @@
 // Grid (sequences * heads, ROW_BLOCKS): value rows do not depend on each other, so any split of them is exact.
 // Shared memory holds CHUNK_LEN tokens as floats, the decay already mapped; the next chunk waits in registers.
 // Every sum and the state are fp32 and any decay is safe: nothing is ever divided by it.
+#include "decay_bias.cuh"
 #include "pooled.cuh"
 #include "tile.cuh"
 
@@ -26,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_forward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_U* __restrict__ u, const T_STATE* __restrict__ initial_state, const i64* __restrict__ cu_seqlens,
     T_IO* __restrict__ y, T_STATE* __restrict__ final_state, float* __restrict__ checkpoints,
-    Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides, i64 tokens, i64 heads,
+    Strides r_strides, Strides k_strides, Strides v_strides, DecayStrides w_strides, i64 tokens, i64 heads,
     int interval, float scale,
     const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     __shared__ alignas(16) Smem smem;
@@ -69,9 +71,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) gla_forward(
     i64 next_checkpoint = checkpoints != nullptr ? 0 : span.length;
     for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
-        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
+        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x, int) { return x * scale; });
         if constexpr (DECAY != Decay::none)
-            next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [](float x) { return decay_factor<DECAY>(x); });
+            next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [&](float x, int channel) {
+                return decay_factor<DECAY>(add_bias(x, w_strides, head, channel));
+            });
         next_k.store<PADDED_HEAD>(smem.k[0], steps);
         next_v.store<BLOCK_ROWS>(smem.v[0], steps, width);
         __syncthreads();

@@ -130,7 +130,7 @@ template <typename T, int WIDTH, int ALIGNED_WIDTH, int STEPS = CHUNK_LEN> struc
         }
     }
 
-    // map(x) at the loaded places, `fill` elsewhere; PITCH floats from one row to the next.
+    // map(x, column) at the loaded places, `fill` elsewhere; PITCH floats from one row to the next.
     template <int PITCH, typename Map>
     __device__ void store(float* target, i64 steps, float fill, Map map, int width = WIDTH) const {
 #pragma unroll
@@ -141,12 +141,12 @@ template <typename T, int WIDTH, int ALIGNED_WIDTH, int STEPS = CHUNK_LEN> struc
             const bool present = step < steps && channel < width;
             Pack<float, VECTOR> out;
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) out.at[i] = present ? map(held[n].at(i)) : fill;
+            for (int i = 0; i < VECTOR; ++i) out.at[i] = present ? map(held[n].at(i), channel + i) : fill;
             *reinterpret_cast<Pack<float, VECTOR>*>(target + step * PITCH + channel) = out;
         }
     }
     template <int PITCH> __device__ void store(float* target, i64 steps, int width = WIDTH) const {
-        store<PITCH>(target, steps, 0.0f, [](float x) { return x; }, width);
+        store<PITCH>(target, steps, 0.0f, [](float x, int) { return x; }, width);
     }
 };
 template <typename T> using StagedKeys = Staged<T, HEAD_SIZE, HEAD_SIZE>;

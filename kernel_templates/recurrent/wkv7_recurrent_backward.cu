@@ -118,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                     next_sa.load(sa + token * sa_stride, sa_stride, steps, width);
                 };
                 const auto store_forward = [&](int steps) {
-                    next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [](float x) { return decay_factor<DECAY>(x); });
+                    next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f,
+                                              [](float x, int) { return decay_factor<DECAY>(x); });
                     next_k.store<PADDED_HEAD>(smem.k[0], steps);
                     next_b.store<PADDED_HEAD>(smem.b[0], steps);
                     next_v.store<BLOCK_ROWS>(smem.v[0], steps, width);
@@ -176,10 +177,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_backward(
                     if (piece == pieces - 1 || first == CHUNK_LEN - HELD_STATES) {
                         const int steps = length - chunk * CHUNK_LEN;
                         store_forward(steps);
-                        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
+                        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x, int) { return x * scale; });
                         next_a.store<PADDED_HEAD>(smem.a[0], steps);
                         next_w.store<PADDED_HEAD>(smem.slope[0], steps, 0.0f,
-                                                  [](float x) { return decay_slope<DECAY>(x); });
+                                                  [](float x, int) { return decay_slope<DECAY>(x); });
                         next_dy.store<BLOCK_ROWS>(smem.dy[0], steps, width);
                         __syncthreads();
                         load_backward(chunk - 1);

@@ -2,7 +2,8 @@
 //
 //     sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d_t) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
 //
-//   r k a b   [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; d = decay_factor(w)
+//   r k a b   [batch, tokens, heads, K]  T_IO   in     w  the same shape, T_W, in; d = decay_factor(w), with w0, see
+//   decay_bias.cuh, of w + w0
 //   v, y      [batch, tokens, heads, V]  T_IO   in, out or null
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //   checkpoints  [slots, heads, V, K]  fp32  out or null: the state before every `interval`-th token
@@ -11,6 +12,7 @@
 // Grid (sequences * heads, ROW_BLOCKS): value rows do not depend on each other, so any split of them is exact.
 // Shared memory holds CHUNK_LEN tokens as floats, the decay already mapped; the next chunk waits in registers.
 // Every sum and the state are fp32 and any decay is safe: nothing is ever divided by it.
+#include "decay_bias.cuh"
 #include "pooled.cuh"
 #include "tile.cuh"
 
@@ -25,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     const T_IO* __restrict__ r, const T_W* __restrict__ w, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
     const T_IO* __restrict__ a, const T_IO* __restrict__ b, const T_STATE* __restrict__ initial_state,
     const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
-    float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, Strides w_strides,
+    float* __restrict__ checkpoints, float* __restrict__ sa, Strides r_strides, DecayStrides w_strides,
     Strides k_strides, Strides v_strides, Strides a_strides, Strides b_strides, i64 tokens, i64 heads, int interval,
     float scale, const Piece* __restrict__ pieces, i64 slot_stride, int wave, int waves) {
     __shared__ alignas(16) Smem smem;
@@ -69,8 +71,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) wkv7_forward(
     i64 next_checkpoint = checkpoints != nullptr ? 0 : span.length;
     for (i64 token = 0; token < span.length; token += CHUNK_LEN) {
         const int steps = static_cast<int>(min(span.length - token, i64(CHUNK_LEN)));
-        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x) { return x * scale; });
-        next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [](float x) { return decay_factor<DECAY>(x); });
+        next_r.store<PADDED_HEAD>(smem.r[0], steps, 0.0f, [&](float x, int) { return x * scale; });
+        next_w.store<PADDED_HEAD>(smem.d[0], steps, 1.0f, [&](float x, int channel) {
+            return decay_factor<DECAY>(add_bias(x, w_strides, head, channel));
+        });
         next_k.store<PADDED_HEAD>(smem.k[0], steps);
         next_a.store<PADDED_HEAD>(smem.a[0], steps);
         next_b.store<PADDED_HEAD>(smem.b[0], steps);

@@ -48,6 +48,8 @@ struct RawDecays {
         }
     }
     __device__ float at(int i, int j) const { return held[i][j / VECTOR].at(j % VECTOR); }
+    // What its map takes.
+    template <typename Bias> __device__ float with(Bias bias, int i, int j) const { return bias.add(at(i, j), j); }
 };
 
 // The thread's place in w, a chunk further with every load, or back.
@@ -89,8 +91,9 @@ struct RateSums { float2 at[SEGMENT_LEN]; };
 
 // First half: sums within the thread's segment. Padding has no decay; in parts by its w, as a choice between rates
 // would be a branch.
+template <typename Bias = NoBias>
 __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw, int steps,
-                                 int first_channel = 0) {
+                                 int first_channel = 0, Bias bias = {}) {
     const int channel = first_channel + threadIdx.x % PAIRS * 2, segment = threadIdx.x / PAIRS;
     float2 sum = {0.0f, 0.0f};
 #pragma unroll
@@ -98,8 +101,8 @@ __device__ inline void sum_rates(RateSums& sums, float2 (&totals)[SEGMENTS][PAIR
         const bool present = segment * SEGMENT_LEN + i < steps;
         const auto rate = [&](int j) {
             const bool exists = present && has_channel(channel + j);
-            if constexpr (!DECAYS_COME_IN_PARTS) return exists ? decay_rate<DECAY>(raw.at(i, j)) : 0.0f;
-            else return decay_rate<DECAY>(exists ? raw.at(i, j) : NO_DECAY);
+            if constexpr (!DECAYS_COME_IN_PARTS) return exists ? decay_rate<DECAY>(raw.with(bias, i, j)) : 0.0f;
+            else return decay_rate<DECAY>(exists ? raw.with(bias, i, j) : NO_DECAY);
         };
         sum.x += rate(0), sum.y += rate(1);
         sums.at[i] = sum;

@@ -43,17 +43,16 @@ __device__ inline float2 product(float2 x, float2 y) { return {x.x * y.x, x.y * 
 
 // Blocks of single tokens; `totals` takes the decays of whole segments, `kept` those of tokens. Tokens that are not
 // there do not decay.
-template <bool KEEPS_DECAYS, int PITCH>
+template <bool KEEPS_DECAYS, int PITCH, typename Bias = NoBias>
 __device__ inline void begin_blocks(BlockDecays& decays, float2 (&totals)[SEGMENTS][PAIRS], const RawDecays& raw,
-                                    int steps,
-                                    float (*kept)[PITCH], int first_channel = 0) {
+                                    int steps, float (*kept)[PITCH], int first_channel = 0, Bias bias = {}) {
     const int channel = first_channel + threadIdx.x % PAIRS * 2, segment = threadIdx.x / PAIRS;
     float2 total = {1.0f, 1.0f};
 #pragma unroll
     for (int i = 0; i < SEGMENT_LEN; ++i) {
         const bool present = segment * SEGMENT_LEN + i < steps;
         const auto factor = [&](int j) {
-            return present && has_channel(channel + j) ? token_decay<DECAY>(raw.at(i, j)) : 1.0f;
+            return present && has_channel(channel + j) ? token_decay<DECAY>(raw.with(bias, i, j)) : 1.0f;
         };
         decays.at[i] = {factor(0), factor(1)};
         total = product(total, decays.at[i]);

@@ -85,6 +85,9 @@ template <Decay DECAY> __device__ inline float decay_slope(float w) {
     return 1.0f;
 }
 
+// What is added to the w of a thread's pair of channels before its map: nothing, unless decay_bias.cuh has something.
+struct NoBias { __device__ float add(float w, int) const { return w; } };
+
 // The compiler's own conversion: it sees through it, so that tiles of one struct share a base register.
 template <typename T> __device__ inline unsigned shared_address(const T* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));

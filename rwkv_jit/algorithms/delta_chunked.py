@@ -217,7 +217,7 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
     if template != "wkv7_group_backward":
         parameters |= {"BY_HALVES": by_halves, "SKIPS_ZEROS": _skips_zeros(p)}
     if direction == "forward":
-        parameters |= {"LEVEL_TILES": 2, "POOLED": p.is_pooled}
+        parameters |= {"LEVEL_TILES": 2, "POOLED": p.is_pooled, **parts.bias(p)}
         if by_halves:
             parameters |= parts.level_tiles(p, 2 * 2 * p.chunk_len * (padded(p.K) + 8), shared, blocks)
     parameters |= parts.types(p) if direction == "forward" else parts.types(p, "T_STATE")  # states come as fp32 there

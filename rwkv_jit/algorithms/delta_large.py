@@ -319,7 +319,8 @@ def forward(p: Problem) -> Schedule:
     })  # fmt: skip
     # The products of warp groups take operands in the order of lanes.
     own = {
-        **_key_types(p), "BY_LANES": scan.template == "wkv7_group_scan", "LARGEST_DECAY": parts.largest_decay(p)
+        **_key_types(p), **parts.bias(p), "BY_LANES": scan.template == "wkv7_group_scan",
+        "LARGEST_DECAY": parts.largest_decay(p),
     }  # fmt: skip
     prepares = [
         _chunk_step(

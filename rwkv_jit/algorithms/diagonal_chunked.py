@@ -231,7 +231,7 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": blocks, **parts.level_tiles(p, _key_tile_bytes(p.K, p.chunk_len), shared, blocks),
         "ROWS": rows, "BACKWARD": backward, "FOR_GROUPS": for_groups, "POOLED": p.is_pooled,
-        "LARGEST_DECAY": parts.largest_decay(p), **parts.types(p),
+        "LARGEST_DECAY": parts.largest_decay(p), **parts.types(p), **parts.bias(p),
     }  # fmt: skip
     if backward:
         parameters["T_STATE"] = "fp32"

@@ -107,7 +107,7 @@ def _prepare_step(p: Problem, by_halves: bool) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "CHUNK_LEN": CHUNK_LEN, "NUM_THREADS": _PREPARE_THREADS,
         "BLOCKS_PER_SM": 3 if is_light else 2, "SHARED_BYTES": _prepare_shared_bytes(),
-        "LARGEST_DECAY": parts.largest_decay(p), "BY_HALVES": by_halves, **types,
+        "LARGEST_DECAY": parts.largest_decay(p), "BY_HALVES": by_halves, **types, **parts.bias(p),
     }  # fmt: skip
     slots = p.slots(CHUNK_LEN)
     bind = {**_given(p), "q": "r", "halved": parts.halved(p), "slots": slots}

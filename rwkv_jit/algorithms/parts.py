@@ -171,6 +171,11 @@ def types(p: Problem, *without: str) -> dict[str, Parameter]:
     return {name: value for name, value in chosen.items() if name not in without}
 
 
+def bias(p: Problem) -> dict[str, Parameter]:
+    """Return what tells templates that map decays of w0, which is added to w before (decay_bias.cuh)."""
+    return {"T_W0": p.w0_type}
+
+
 def forward_results(p: Problem) -> dict[str, Result]:
     """Return y, and the final state where it is wanted."""
     y = Result((p.B, p.T, p.H, p.V), p.types["v"])

@@ -159,7 +159,7 @@ def forward(p: Problem) -> Schedule:
     states = p.N * p.H * p.K * p.V // 64**2
     few_heads = multiprocessors is not None and states < multiprocessors
     cut = geometry(p.op.stem, "forward", p.K, p.V, p.chunk_len, p.num_threads, few_heads)
-    parameters = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **cut, "POOLED": p.is_pooled, **parts.types(p)}
+    parameters = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **cut, "POOLED": p.is_pooled, **parts.types(p), **parts.bias(p)}
     grid = (parts.launched(p) * p.H, -(-p.V // _block_rows(cut)), 1)
     name = p.op.stem
     bind = {"checkpoints": None, "sa": None, **{piece: piece for piece in left}}

@@ -228,7 +228,7 @@ def _segment_step(p: Problem, cut: _Cut, backward: bool) -> Step:
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, **geometry, "BACKWARD": backward,
         "RAGGED": cut.is_ragged or cut.is_whole,
-        **parts.named({**parts.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"),
+        **parts.named({**parts.types(p), **p.op.constants}, "T_IO", "T_W", "DECAY", "BONUS"), **parts.bias(p),
     }  # fmt: skip
     if p.op.family == "delta":
         parameters["LARGEST_DECAY"] = parts.largest_decay(p)

@@ -45,10 +45,6 @@ class Step(Protocol):
     def is_empty(self) -> bool:
         """Return whether there is nothing to do."""
 
-    @property
-    def adds_w0(self) -> bool:
-        """Return whether w0 is added to w before kernels run."""
-
     def run(self) -> Plan:
         """Run the kernels, and return their plan."""
 
@@ -71,7 +67,6 @@ class _Known(NamedTuple):
     are_alike: Callable[..., bool]  # the pool, the ring, the inputs and these
     plan: Plan
     y: Memory | None
-    adds_w0: bool
 
 
 _known: BySignature[_Known] = BySignature()
@@ -107,21 +102,8 @@ def call(
     y = get("out")
     if y is None and known.y is not None:
         y = tensors.new_on(known.plan.device.index, known.y)
-    if known.adds_w0:
-        arrays = with_w0(op, arrays, options["w0"])
     known.plan.run([*arrays, state, *map(get, kind.tensors), y, *(() if ring is None else ring.fields)])
     return y  # type: ignore[return-value]
-
-
-def with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
-    """Return the inputs with w + w0 in the place of w, in float32 at least."""
-    place = op.names.index("w")
-    w = inputs[place]
-    return [
-        *inputs[:place],
-        w + w0.view(w.shape[-2:]).to(torch.promote_types(w.dtype, torch.float32)),
-        *inputs[place + 1 :],
-    ]
 
 
 def _checked_call(
@@ -151,7 +133,7 @@ def _checked_call(
         of_ring = () if ring is None else ring.tensors
         are_alike = tensors.likeness([state, *of_ring, *arrays, *(options[option] for option in own)])
         made_of = None if step.y is None else tensors.memory(step.y.shape, step.y.dtype)
-        _known.keep(asked, _Known(others, own, are_alike, plan, made_of, step.adds_w0))
+        _known.keep(asked, _Known(others, own, are_alike, plan, made_of))
     return step.y  # type: ignore[return-value]
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.inference import rounding
-from rwkv_jit.inference.calls import with_w0
 from rwkv_jit.ops import plain
 from rwkv_jit.problem import Op
 from rwkv_jit.reference import decay_factor, gla_ref, linear_attention_ref, wkv4_ref, wkv5_ref, wkv6_ref, wkv7_ref
@@ -23,6 +22,14 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
     "wkv4": _wkv4, "wkv5": wkv5_ref, "wkv6": wkv6_ref, "wkv7": wkv7_ref, "gla": gla_ref,
     "linear_attention": linear_attention_ref,
 }  # fmt: skip
+
+
+def _with_w0(op: Op, inputs: Sequence[Tensor], w0: Tensor) -> list[Tensor]:
+    """Return the inputs with w + w0 in the place of w, in float32 at least."""
+    place = op.names.index("w")
+    w = inputs[place]
+    summed = w + w0.view(w.shape[-2:]).to(torch.promote_types(w.dtype, torch.float32))
+    return [*inputs[:place], summed, *inputs[place + 1 :]]
 
 
 def update(
@@ -39,7 +46,7 @@ def update(
     nothing = null_index if write_indices is not None else nothing
     written = written.masked_fill(~there | (written <= nothing) | (written >= slots), -1)
 
-    summed = inputs if w0 is None else with_w0(op, inputs, w0)
+    summed = inputs if w0 is None else _with_w0(op, inputs, w0)
     some = [x[there] if "B" in dims else x for x, dims in zip(summed, op.inputs.values(), strict=True)]
     begun = state[read[there]].to(torch.promote_types(state.dtype, torch.float32))
     result, final = plain.loop(_REFERENCES[op.name], some, begun, None, scale, decay, state_layout)
@@ -78,7 +85,7 @@ def varlen(
     """Run sequences of any lengths; those of a few tokens are rounded at random where there is a seed."""
     shown = y.view(inputs[op.names.index("v")].shape)
     shown.zero_()
-    summed = inputs if w0 is None else with_w0(op, inputs, w0)
+    summed = inputs if w0 is None else _with_w0(op, inputs, w0)
     given = (cu_seqlens, state_indices, write_indices, has_initial_state, num_active)
     for piece in pieces(shown.shape[1], state.shape[0], null_index, *given, checkpoint_offsets, checkpoint_indices):
         rows = slice(piece.begin, piece.end)
@@ -146,7 +153,7 @@ def replay(
     is_written = torch.zeros_like(past, dtype=torch.bool) if kept is None else past + tokens > kept
 
     if tokens and y is not None:
-        summed = inputs if w0 is None else with_w0(op, inputs, w0)
+        summed = inputs if w0 is None else _with_w0(op, inputs, w0)
         given = {
             name: (x[there] if "B" in op.inputs[name] else x).to(wide) for name, x in zip(op.names, summed, strict=True)
         }

@@ -96,10 +96,6 @@ class _Step(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         return [*self.arrays, self.state, self.w0, self.state_indices, self.seed, self.y, *self.fields]
 
-    @property
-    def adds_w0(self) -> bool:
-        return False
-
     def run(self) -> Plan:
         alignment = self.state.data_ptr() & calls.ADDRESS_BITS
         key = (

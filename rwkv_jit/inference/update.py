@@ -242,10 +242,6 @@ class _Step(NamedTuple):
     def is_empty(self) -> bool:
         return self.y.numel() == 0
 
-    @property
-    def adds_w0(self) -> bool:
-        return False
-
     def run(self) -> Plan:
         alignment = self.state.data_ptr() & calls.ADDRESS_BITS
         key = self.op.name, *self[-4:], modes.is_batch_invariant(), alignment, tensors.signature(self.tensors)

@@ -259,18 +259,11 @@ class _Step(NamedTuple):
         return self.y.numel() == 0
 
     @property
-    def adds_w0(self) -> bool:
-        return self.w0 is not None and not self.has_few_tokens
-
-    @property
     def tensors(self) -> list[Tensor | None]:
         return [*self.inputs, self.state, *self[4:13], self.y]
 
     def run(self) -> Plan:
-        inputs = self.inputs
-        if self.w0 is not None and self.adds_w0:
-            inputs = calls.with_w0(self.op, inputs, self.w0)
-        arrays = [*inputs, *self.tensors[len(inputs) :]]
+        arrays = self.tensors
         alignment = self.state.data_ptr() & calls.ADDRESS_BITS
         options = self[13:], self.has_few_tokens, modes.is_batch_invariant()
         key = self.op.name, options, alignment, tensors.signature(arrays)
@@ -278,16 +271,18 @@ class _Step(NamedTuple):
         if plan is None:
             named = dict(zip((*self.op.names, "state", *_KIND.tensors, "y"), arrays, strict=True))
             named["state"] = calls.one_slot(self.state)
-            plan = _plans.keep(key, self._plan(inputs, named))
+            plan = _plans.keep(key, self._plan(named))
         plan.run(arrays)
         return plan
 
-    def _plan(self, inputs: Sequence[Tensor], named: dict[str, Tensor | None]) -> Plan:
+    def _plan(self, named: dict[str, Tensor | None]) -> Plan:
         options = {"scale": self.scale, "decay": self.decay, "state_layout": self.state_layout}
-        p = calls.problem_of(self.op, inputs, self.state, **options)
-        w0 = None if self.adds_w0 else self.w0
+        p = calls.problem_of(self.op, self.inputs, self.state, **options)
+        if self.w0 is not None:
+            p = p._replace(w0_type=tensors.STORAGE[self.w0.dtype])
         several = [x for x in (self.state_indices, self.write_indices, self.checkpoint_indices) if x is not None]
-        pool = calls.pool_of(self.state, several[0].element_size() if several else 4, self.null_index, w0, self.seed)
+        index_bytes = several[0].element_size() if several else 4
+        pool = calls.pool_of(self.state, index_bytes, self.null_index, self.w0, self.seed)
         sequences = self.cu_seqlens.shape[0] - 1
         checkpoints = 0 if self.checkpoint_offsets is None else self.checkpoint_offsets.shape[1]
         call = Varlen(sequences, checkpoints, self.cu_seqlens.element_size(), self.has_few_tokens)

@@ -51,7 +51,6 @@ def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
     few = few._replace(bind={**few.bind, "bounds": _BOUNDS})
     if call.has_few_tokens:
         return Schedule((_arrange(p, pool, call, _ALL_TOKENS), few), scratch=scratch)
-    few = few._replace(bind={**few.bind, "w0": None})  # which is in w then
     # Segments have a launch for all sequences, whatever their lengths are.
     is_cut = p.backend == "segments"
     arrange = _arrange(p, pool, call, 0 if is_cut else FEW_TOKENS)

@@ -117,10 +117,6 @@ class _Step(NamedTuple):
     def is_empty(self) -> bool:
         return self.y.numel() == 0
 
-    @property
-    def adds_w0(self) -> bool:
-        return False
-
     def run(self) -> Plan:
         key = self[-2:], tensors.signature(self.tensors)
         plan = _plans.get(key) or _plans.keep(key, self._plan())

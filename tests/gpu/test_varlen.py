@@ -240,11 +240,64 @@ def test_a_prompt_in_pieces_gives_the_same(op, recurrence, cuts):
 @pytest.mark.parametrize("most", [None, 8])
 def test_what_is_added_to_w(op, recurrence, most):
     setup = Setup(recurrence, [1, 8, 3, 1] if most else LENGTHS, w_dtype=torch.bfloat16)
-    w0 = -torch.rand(3, 64, device="cuda")
     decay = {"gla": "log"}.get(recurrence, "raw")
-    for _ in range(2):  # a call that is known, too
+    several = [-torch.rand(3, 64, device="cuda") for _ in range(2)]
+    for w0 in several:  # a call that is known, too
         setup.pool.copy_(setup.before.view_as(setup.pool))
         setup.check(setup.run(w0=w0.flatten(), max_seqlen=most), w0=w0, decay=decay)
+
+
+@pytest.mark.parametrize("recurrence", [name for name in NAMES if "w" in NAMES[name]])
+@pytest.mark.parametrize("decay", ["raw", "sigmoid", "log", "direct"])
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "w0_dtype", "more"),
+    [
+        pytest.param(LENGTHS, (64, 64), "bf16", {}, id="a block holds a head"),
+        pytest.param(LENGTHS, (128, 128), "fp32", {"dtype": "fp16"}, id="a large block"),
+        pytest.param(LENGTHS, (50, 34), "fp16", {}, id="odd sizes"),
+        pytest.param(LENGTHS, (256, 256), "bf16", {}, id="large heads"),
+        pytest.param([1, 3000, 2, 5003], (64, 64), "fp32", {}, id="segments"),
+        pytest.param(LENGTHS, (64, 64), "bf16", {"dtype": "fp32"}, id="token by token"),
+    ],
+)
+def test_all_kernels_add_in_float32_and_before_the_map(op, recurrence, decay, lengths, sizes, w0_dtype, more):
+    setup = Setup(recurrence, lengths, 2, sizes, decay=decay, **more)
+    # States would grow where a factor were above 1.
+    w0 = -torch.rand(2, sizes[0], device="cuda") * {"direct": 0.05}.get(decay, 1.0)
+    options = {"decay": decay, "max_seqlen": max(lengths)}
+    y = setup.run(w0=w0.to(DTYPES[w0_dtype]), **options)
+    w0 = w0.to(DTYPES[w0_dtype]).float()
+    setup.check(y, w0=w0, decay=decay)
+    found = y.clone(), setup.pool.clone()
+    setup.memory.copy_(setup.before)
+    setup.given["w"] = setup.given["w"].float() + w0
+    others = setup.run(**options), setup.pool
+    slots = setup.slot.long()
+    # A sum that were rounded to the type of w would be off by more.
+    assert comparing.relative(found[0], others[0]) < 1e-4
+    assert comparing.relative(found[1][slots], others[1][slots]) < 1e-4
+
+
+@pytest.mark.parametrize("recurrence", ["wkv7", "wkv6", "gla"])
+@pytest.mark.parametrize("decays", ["fast", "mixed"])
+@pytest.mark.parametrize(("lengths", "size"), [(LENGTHS, 64), (LENGTHS, 256), ([1, 4000, 2100], 64)], ids=str)
+def test_what_is_added_to_w_takes_chunks_out_of_their_frames(op, recurrence, decays, lengths, size):
+    setup = Setup(recurrence, lengths, 2, (size, size), decays=decays, w_dtype=torch.bfloat16)
+    w0 = -torch.rand(2, size, device="cuda")
+    y = setup.run(w0=w0, max_seqlen=max(lengths))
+    setup.check(y, w0=w0, decay={"gla": "log"}.get(recurrence, "raw"))
+
+
+def test_a_graph_reads_what_is_added_to_w_anew(op):
+    setup, w0 = Setup("wkv7", w_dtype=torch.bfloat16), -torch.rand(3, 64, device="cuda")
+    setup.run(w0=w0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = setup.run(w0=w0)
+    w0.copy_(-torch.rand_like(w0))
+    setup.memory.copy_(setup.before)
+    graph.replay()
+    setup.check(y, w0=w0)
 
 
 @pytest.mark.parametrize("recurrence", ["wkv7", "linear_attention"])

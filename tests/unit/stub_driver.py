@@ -28,11 +28,12 @@ _arguments = functools.cache(Template.arguments)
 
 
 @functools.cache
-def letters_of(template, entry):
+def letters_of(template, entry, has_w0=False):
     """Struct's letters for the arguments of a kernel by their names, from the text of its template."""
     text = "\n".join([template.body, *(header for _, header in template.headers)])
     several = {name: f"{members.count(',') + 1}{_LETTERS[kind]}" for name, kind, members in re.findall(_STRUCT, text)}
     letters = {**_LETTERS, **several}
+    letters["DecayStrides"] = "3qQ" if has_w0 else "3q"  # as decay_bias.cuh chooses
     return {name: "Q" if kind.endswith("*") else letters[kind] for name, kind in template.arguments(entry)}
 
 
@@ -158,7 +159,10 @@ class Gpus:
     def function(self, module, entry):
         assert self.current == module.device
         request = self.requests.get(module.image)
-        self.functions.append((module, entry, letters_of(request.template, entry) if request else {}))
+        letters = {}
+        if request is not None:
+            letters = letters_of(request.template, entry, request.parameters.get("T_W0", "void") != "void")
+        self.functions.append((module, entry, letters))
         return len(self.functions) - 1
 
     def parameter_sizes(self, function, most=None):

@@ -43,6 +43,20 @@ def test_arguments_are_in_the_kernels_order_wherever_their_values_are(gpus):
         )  # fmt: skip
 
 
+def test_an_argument_may_consist_of_constants_and_values(gpus):
+    arguments = [
+        ("Q", Value(1)), ("qqQ", (-1, 2, Value(2))), ("i", 3), ("Qq", (Value(0), 4)), ("3q", (5, 6, 7)),
+        ("?", Value(3)),
+    ]  # fmt: skip
+    made = make_launch(gpus, "", arguments=arguments)
+    for values in ((10, 11, 12, True), [20, 21, 22, False]):
+        made.launch(7, values)
+        assert gpus.launches[-1].arguments == (
+            *packed("Q", values[1]), struct.pack("qqQ", -1, 2, values[2]), *packed("i", 3),
+            struct.pack("Qq", values[0], 4), struct.pack("3q", 5, 6, 7), *packed("?", values[3]),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("constants", [[], [("q", 12345678)]])
 @pytest.mark.parametrize("letters", ["", "q"])
 def test_kernel_with_few_arguments(gpus, letters, constants):

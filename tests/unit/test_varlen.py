@@ -205,9 +205,10 @@ def test_a_compiled_graph_has_the_call_in_it():
 BIG = {"size": 64, "value_size": 64}
 
 
-def on(gpu, name="wkv7", lengths=(1, 1, 40), heads=H, dtype=torch.bfloat16, **options):
-    inputs = make(name, sum(lengths), dtype, heads=heads, fill=torch.zeros, **BIG)  # nothing is computed of them
-    pool = make_pool(name, dtype=torch.float32, heads=heads, **BIG)
+def on(gpu, name="wkv7", lengths=(1, 1, 40), heads=H, dtype=torch.bfloat16, size=64, **options):
+    sizes = {"heads": heads, "size": size, "value_size": size}
+    inputs = make(name, sum(lengths), dtype, fill=torch.zeros, **sizes)  # nothing is computed of them
+    pool = make_pool(name, dtype=torch.float32, **sizes)
     if name != "linear_attention":
         options.setdefault("decay", "sigmoid")
     call(name, pool, inputs, cu_seqlens=bounds_of(lengths), **options)
@@ -261,15 +262,39 @@ def test_few_heads_and_long_prompts_go_in_segments(on_gpu, name):
     assert "cut_sequences" not in [x.template for x in on(on_gpu, name, (1, 9000), heads=1)[2]]
 
 
-@pytest.mark.parametrize("most", [None, 8])
-def test_what_is_added_to_w_is_added_once(on_gpu, most):
-    w0 = torch.randn(H, 64)
+OF_DECAYS = {  # by the sizes and lengths with which calls take them
+    "wkv7_chunked_forward": ("wkv7", {"lengths": (1, 2, 40)}),
+    "wkv7_prepare": ("wkv7", {"lengths": (1, 2, 400), "size": 256}),
+    "wkv7_segment": ("wkv7", {"lengths": (1, 9000), "heads": 1, "max_seqlen": 9000}),
+    "wkv7_recurrent_forward": ("wkv7", {"lengths": (1, 40), "size": 1100}),
+    "gla_scan": ("wkv5", {"lengths": (1, 2, 40)}),
+    "gla_prepare": ("wkv6", {"lengths": (1, 2, 400), "size": 256}),
+    "gla_segment": ("gla", {"lengths": (1, 9000), "heads": 1, "max_seqlen": 9000}),
+    "gla_recurrent_forward": ("gla", {"lengths": (1, 40), "size": 1100}),
+}
+
+
+@pytest.mark.parametrize("w0_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("template", OF_DECAYS)
+def test_all_kernels_that_map_decays_add_to_w(on_gpu, template, w0_dtype):
+    on_gpu.use("sm_90")
+    name, options = OF_DECAYS[template]
+    w0 = torch.randn(options.get("heads", H), options.get("size", 64)).to(w0_dtype)
     for _ in range(2):  # a call that is known, too
-        _, inputs, launches = on(on_gpu, lengths=(1, 2, 40), w0=w0, max_seqlen=most)
-        few = launches[-1]
-        assert few.named["w0"] == (w0.data_ptr() if most else 0)
-        assert (few.named["w"] == inputs["w"].data_ptr()) == bool(most)
-        assert few.parameters["T_W"] == ("bf16" if most else "fp32")
+        _, inputs, launches = on(on_gpu, name, w0=w0, **options)
+        of_w = [x for x in launches if "w" in x.named]
+        *others, few = of_w
+        assert few.template == "update_states"
+        assert template in {x.template for x in others}
+        for launch in of_w:
+            assert launch.named["w"] == inputs["w"].data_ptr()
+            types = launch.parameters["T_W"], launch.parameters["T_W0"]
+            assert types == ("bf16", tensors.STORAGE[w0_dtype])
+        assert few.named["w0"] == w0.data_ptr()
+        assert {x.named["w_strides"][3] for x in others} == {w0.data_ptr()}
+        assert {x.named["w_strides"][:3] for x in others} == {few.named["w_strides"]}
+    *_, launches = on(on_gpu, name, **options)
+    assert {x.parameters["T_W0"] for x in launches if "w" in x.named and x.template != "update_states"} == {"void"}
 
 
 def test_a_known_call_is_checked_no_more(on_gpu, monkeypatch):
