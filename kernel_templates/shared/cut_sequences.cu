@@ -4,7 +4,8 @@
 //   bounds      [segments + 1]  int64  out: where segments begin, to be read as cu_seqlens
 //   neighbours  [segments]  int  out: 1 where another segment of the sequence comes behind, and 2 where one comes before
 //
-// A place that is left over behind a sequence's segments (span.cuh) is a segment without tokens.
+// A place that is left over behind a sequence's segments (span.cuh) is a segment without tokens, and so are those behind
+// the last sequence, where there are tokens of none.
 // Grid (sequences).
 #include "span.cuh"
 
@@ -20,5 +21,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) cut_sequences(
         bounds[first + place] = min(begin + place * segment_len, end);
         neighbours[first + place] = place < count ? (place + 1 < count ? 1 : 0) + (place > 0 ? 2 : 0) : 0;
     }
-    if (sequence == sequences - 1 && threadIdx.x == 0) bounds[next] = end;
+    if (sequence != sequences - 1) return;
+    const i64 places = cu_seqlens == nullptr ? next : tokens / segment_len + sequences;
+    for (i64 place = next + threadIdx.x; place <= places; place += NUM_THREADS) {
+        bounds[place] = end;
+        if (place < places) neighbours[place] = 0;
+    }
 }

@@ -145,6 +145,19 @@ def test_segments_read_here_and_write_there(op, recurrence):
     setup.check(y, written=written, begins_empty=[2])
 
 
+@pytest.mark.parametrize("recurrence", ["wkv7", "gla"])
+@pytest.mark.parametrize(
+    ("lengths", "tail", "active"), [([4000], 5000, 1), ([3000, 2000], 6000, 2), ([3000, 9000], 0, 1)]
+)  # fmt: skip
+def test_segments_leave_tokens_of_no_sequence_alone(op, recurrence, lengths, tail, active):
+    setup = Setup(recurrence, lengths, 2, tail=tail)
+    # Where nobody has written bounds, they would say that all tokens are a segment's.
+    taken = torch.tensor([-1, 10**9], device="cuda").repeat(1 << 23)
+    del taken
+    y = setup.run(max_seqlen=max(lengths), num_active=torch.tensor([active], dtype=torch.int32, device="cuda"))
+    setup.check(y, range(active))
+
+
 @pytest.mark.parametrize("recurrence", ["wkv7", "wkv6"])
 def test_sequences_of_many_chunks_leave_frames_to_a_second_launch(op, recurrence):
     setup = Setup(recurrence, [5000, 1, 4000, 0, 3, 2100], 2, decays="mixed")
