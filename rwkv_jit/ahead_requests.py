@@ -21,7 +21,7 @@ from rwkv_jit.inference.varlen_steps import Varlen
 from rwkv_jit.ops import checks, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES
-from rwkv_jit.problem import Op, Problem
+from rwkv_jit.problem import STATE, Op, Problem
 from rwkv_jit.rule import Known
 from rwkv_jit.schedule import Schedule
 from rwkv_jit.template import STORAGE_TYPES, Parameter
@@ -85,8 +85,8 @@ class _Calls(NamedTuple):
             for training, known in product(purposes, several)
         ]
         if direction == "backward":
-            of_states = [p for p in made if whole.leaves_inputs_out(p)]
-            made += [p._replace(wants_inputs=False) for p in of_states]
+            of_states = [p for p in made if whole.has_state_alone(p)]
+            made += [p._replace(wanted=(STATE,)) for p in of_states]
         return made
 
     def pooled_problems(self, several: Sequence[Known]) -> list[Problem]:

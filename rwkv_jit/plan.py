@@ -236,11 +236,7 @@ class Plan:
         self, step: Step, grid: tuple[int, int, int], arrays: Mapping[str, Tensor | None]
     ) -> Callable[[kernel.Kernel], Launch]:
         """Return what makes a launch of its kernel."""
-        template = step.request(self._problem.gpu).template
-        declared = template.arguments(step.entry)
-        if declared is None:
-            raise RwkvJitError(f"{template.name}: there is no kernel {step.entry!r} whose arguments can be read")
-        arguments = [self._argument(step, argument, arrays) for argument in declared]
+        arguments = [self._argument(step, argument, arrays) for argument in step.arguments()]
         block = (int(step.parameters["NUM_THREADS"]), 1, 1)
         shared_bytes = int(step.parameters.get("SHARED_BYTES", step.shared_bytes))
         return lambda own: Launch(
@@ -249,7 +245,7 @@ class Plan:
 
     def _argument(self, step: Step, argument: Argument, arrays: Mapping[str, Tensor | None]) -> tuple[str, Any]:
         """Return the letters of an argument, and what is passed: a place among the values, or a constant."""
-        name, kind = argument
+        name, kind, _ = argument
         source = step.bind.get(name, name)
         if kind.endswith("*"):
             if source is None or source in self._empty:

@@ -12,6 +12,7 @@ from rwkv_jit.gpu import Gpu
 if TYPE_CHECKING:
     from rwkv_jit.template import Parameter
 
+STATE = "initial_state"  # what stands beside the inputs of an op
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -146,7 +147,7 @@ class Problem(NamedTuple):
     state_type: str = "fp32"
     is_packed: bool = False
     training: bool = False  # the forward keeps what the backward needs
-    has_initial_state: bool = False  # and the backward makes its gradient
+    has_initial_state: bool = False  # and the backward makes its gradient, if it is wanted
     has_final_state: bool = False  # it is wanted; in the backward there is a gradient of it
     scale: float = 1.0
     decay: str = "none"
@@ -161,8 +162,8 @@ class Problem(NamedTuple):
     # How many neighbours of each input, and behind these of dy, can be read at once, where kernels go by that; without
     # it as many as of contiguous ones.
     vectors: tuple[int, ...] = ()
-    wanted: tuple[str, ...] = ()  # inputs whose gradients the backward makes, where these are not all
-    wants_inputs: bool = True  # or the backward makes the gradient of the initial state alone
+    # Whose gradients the backward makes, of the inputs and STATE, where these are not all.
+    wanted: tuple[str, ...] = ()
     is_narrow: bool = False  # the tensor cores take rows as float16 ones of another call
     is_batch_invariant: bool = False  # nothing goes by how many sequences and tokens there are
     # The states are slots of a pool, and of the sequences, which are packed, one launch may leave some to others.

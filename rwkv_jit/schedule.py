@@ -6,13 +6,16 @@ and those who compile ahead of calls read the same one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rwkv_jit import kernel, template
+from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.template import Parameter, Template
+from rwkv_jit.problem import BYTES
+from rwkv_jit.template import Argument, Parameter, Template
 
 Extent = tuple[Any, Any, Any]
 
@@ -48,13 +51,31 @@ class Step(NamedTuple):
     # A buffer of int32 and a number: where none of them is smaller there is nothing to do. So a call need not wait
     # until the kernel is compiled.
     idle_at: tuple[str, Any] | None = None
+    optional: tuple[str, ...] = ()  # arguments that may be null: what the kernel does not write then
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """Return the arguments of the kernel, as its template declares them.
+
+        Raises
+        ------
+        RwkvJitError
+            The text does not show them.
+        """
+        source = self.source()
+        declared = source.arguments(self.entry)
+        if declared is None:
+            raise RwkvJitError(f"{source.name}: there is no kernel {self.entry!r} whose arguments can be read")
+        return declared
 
     def request(self, gpu: Gpu) -> kernel.Request:
         """Return the kernel to find or compile."""
-        source = template.library(self.template) if isinstance(self.template, str) else self.template
         if self.arch is not None:
-            return kernel.Request(source, self.parameters, self.arch)
-        return kernel.Request(source, self.parameters, gpu.arch, gpu.compatible)
+            return kernel.Request(self.source(), self.parameters, self.arch)
+        return kernel.Request(self.source(), self.parameters, gpu.arch, gpu.compatible)
+
+    def source(self) -> Template:
+        """Return the template."""
+        return template.library(self.template) if isinstance(self.template, str) else self.template
 
 
 class Zero(NamedTuple):
@@ -144,3 +165,61 @@ def renamed(steps: Sequence[Step | Zero], names: Mapping[str, Any]) -> list[Step
         idle_at = step.idle_at and (names.get(step.idle_at[0], step.idle_at[0]), step.idle_at[1])
         changed.append(step._replace(bind={**names, **bound}, idle_at=idle_at))
     return changed
+
+
+# ---- what nobody wants -------------------------------------------------------------------------------------------
+
+
+def without(schedule: Schedule, unwanted: Collection[str]) -> Schedule:
+    """Return a schedule without some of its results, and without the launches and buffers that serve these alone.
+
+    What the other launches write in vain is scratch; or they do not write it, where that is optional.
+    """
+    needed = {name for name in schedule.results if name not in unwanted}  # by a result, or by a launch that is left
+    left: list[Step | Zero | None] = []
+    for step in reversed(schedule.steps):
+        if isinstance(step, Zero):
+            left.append(step if step.buffer in needed else None)
+            continue
+        read, written = _pointers(step)
+        if needed.isdisjoint(written.values()):
+            left.append(None)
+            continue
+        spared = {argument: None for argument in step.optional if written.get(argument) not in needed}
+        left.append(step._replace(bind={**step.bind, **spared}))
+        # A launch may read what it writes, and leave parts of it as they are.
+        needed.update(read.values(), (name for argument, name in written.items() if argument not in spared))
+    left.reverse()
+    in_vain = {name: result for name, result in schedule.results.items() if name in unwanted and name in needed}
+    scratch = {name: size for name, size in schedule.scratch.items() if name in needed}
+    scratch |= {name: math.prod(result.shape) * BYTES[result.dtype] for name, result in in_vain.items()}
+    results = {name: result for name, result in schedule.results.items() if name not in unwanted}
+    steps = _closed_up(schedule.steps, left)
+    # What comes before the launch that does most of the work serves it.
+    main = schedule.main if schedule.main < sum(isinstance(step, Step) for step in steps) else 0
+    return replace(schedule, steps=steps, results=results, scratch=scratch, main=main)
+
+
+def _pointers(step: Step) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what a launch reads alone and what it may write, by its arguments."""
+    read, written = dict[str, str](), dict[str, str]()
+    for argument in step.arguments():
+        source = step.bind.get(argument.name, argument.name)
+        if argument.type.endswith("*") and source is not None:
+            (read if argument.is_read_alone else written)[argument.name] = source
+    return read, written
+
+
+def _closed_up(steps: Sequence[Step | Zero], left: Sequence[Step | Zero | None]) -> tuple[Step | Zero, ...]:
+    """Return the steps that are left, which wait for the other stream where those did that stood before them."""
+    closed: list[Step | Zero] = []
+    owing: set[bool] = set()  # the streams, the call's or the one beside it, on which the next launch has to wait
+    for before, after in zip(steps, left, strict=True):
+        if isinstance(after, Step):
+            closed.append(after._replace(waits=after.waits or after.is_beside in owing))
+            owing.discard(after.is_beside)
+        elif after is not None:
+            closed.append(after)
+        elif isinstance(before, Step) and before.waits:
+            owing.add(before.is_beside)
+    return tuple(closed)

@@ -40,6 +40,7 @@ class Argument(NamedTuple):
 
     name: str
     type: str  # without const and __restrict__; a pointer's ends in *
+    is_read_alone: bool = False  # a pointer through which nothing is written
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Template:
 def _argument(declared: str) -> Argument:
     """Return `const T_IO* __restrict__ r` as r of type T_IO*."""
     *words, name = re.findall(r"[\w:]+|\*", declared)
-    return Argument(name, "".join(word for word in words if word not in ("const", "__restrict__")))
+    is_read_alone = "*" in words and "const" in words[: words.index("*")]
+    return Argument(name, "".join(word for word in words if word not in ("const", "__restrict__")), is_read_alone)
 
 
 def directory() -> Path:

@@ -230,4 +230,5 @@ def _step(p: Problem, direction: str, bind: dict[str, Any], by_halves: bool) -> 
         {**parts.given(p), **passed, **bind},
         arch,
         idle_at=parts.all_framed(p) if by_halves else None,
+        optional=("grad_initial_state",),
     )

@@ -401,6 +401,7 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
     """Return the launch of the scan over all chunks: blocks of value rows, of every sequence and head."""
     is_backward = direction == "backward"
     state_type = "fp32" if is_backward else p.state_type
+    optional: tuple[str, ...] = ("last", "states")
     own: dict[str, Parameter] = {
         **_sizes(p), **parts.types(p), "T_STATE": state_type, "VALUES": _values(p.V), "BACKWARD": is_backward,
         "LARGEST_DECAY": parts.largest_decay(p), "POOLED": p.is_pooled,
@@ -417,11 +418,12 @@ def _scan(p: Problem, direction: str, walk: _Walk, bind: Mapping[str, Any]) -> S
     else:
         cut = _cut(p, walk.few_heads)
         rows, shared = cut.value_rows, _scan_shared_bytes(p.K, p.chunk_len, is_backward, cut)
-        template, arch = "wkv7_scan", None
+        template, arch, optional = "wkv7_scan", None, (*optional, "solved")
         own |= _block(p.gpu, cut.num_threads, _MOST_THREADS, shared)
         own |= {"KEY_WARPS": cut.key_warps, "STAGES": cut.stages}
     passed = {"carried": "carried" if walk.parts > 1 else None}
-    return Step(template, template, own, (parts.launched(p) * -(-p.V // rows), p.H, 1), {**bind, **passed}, arch)
+    grid = (parts.launched(p) * -(-p.V // rows), p.H, 1)
+    return Step(template, template, own, grid, {**bind, **passed}, arch, optional=optional)
 
 
 def _chunk_step(

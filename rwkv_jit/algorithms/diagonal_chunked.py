@@ -236,7 +236,8 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any], for_groups: b
     if backward:
         parameters["T_STATE"] = "fp32"
     bind = {**parts.given(p), "q": "r", **scan_ends(p, direction), **bind}
-    return Step("gla_scan", "gla_scan", parameters, (*parts.sequences_and_heads(p), -(-p.V // rows)), bind)
+    grid = (*parts.sequences_and_heads(p), -(-p.V // rows))
+    return Step("gla_scan", "gla_scan", parameters, grid, bind, optional=("last", "checkpoints"))
 
 
 def backward(p: Problem) -> Schedule:
@@ -256,6 +257,6 @@ def backward(p: Problem) -> Schedule:
     if template == "gla_chunked_backward":  # the other one is for no decay at all
         parameters["LARGEST_DECAY"] = parts.largest_decay(p)
     bind = {**parts.given(p), "q": "r", "dq": "dr", "framed": parts.framed(p), **parts.to_sequence_gradients(p)}
-    step = Step(template, "gla_backward", parameters, (p.N, p.H, 1), bind, arch)
+    step = Step(template, "gla_backward", parameters, (p.N, p.H, 1), bind, arch, optional=("grad_initial_state",))
     scratch = parts.sequence_gradients(p)
     return Schedule((step,), parts.backward_results(p), scratch=scratch, vectors=parts.vectors(p))

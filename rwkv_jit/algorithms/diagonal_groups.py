@@ -132,7 +132,8 @@ def scan_step(p: Problem, direction: str, bind: Mapping[str, Any]) -> Step:
         parameters["T_STATE"] = "fp32"
     grid = (parts.launched(p) * -(-p.V // value_rows), p.H, 1)
     given = {**_given(p), **scan_ends(p, direction), "halved": parts.halved(p)}
-    return Step("gla_group_scan", "gla_group_scan", parameters, grid, {**given, **bind}, _ARCH)
+    name, optional = "gla_group_scan", ("last", "states")
+    return Step(name, name, parameters, grid, {**given, **bind}, _ARCH, optional=optional)
 
 
 def _key_step(p: Problem, by_halves: bool) -> Step:

@@ -183,9 +183,8 @@ def forward_results(p: Problem) -> dict[str, Result]:
 
 
 def backward_results(p: Problem) -> dict[str, Result]:
-    """Return the gradients of all inputs, unless nobody wants them, and of the initial state where there is one."""
-    inputs = p.op.inputs if p.wants_inputs else ()
-    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in inputs}
+    """Return the gradients of all inputs, and of the initial state where there is one."""
+    gradients = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.op.inputs}
     if p.has_initial_state:
         gradients["grad_initial_state"] = Result(p.state_shape, p.state_type)
     return gradients

@@ -190,6 +190,7 @@ def backward(p: Problem) -> Schedule:
     step = Step(
         f"{name}_recurrent_backward", f"{name}_backward", parameters, (p.N * p.H, 1, 1),
         {**given, **whole, **numbers}, is_resident=True, per_block=("scratch", 4 * floats),
+        optional=("grad_initial_state",),
     )  # fmt: skip
     return Schedule((step,), parts.backward_results(p), scratch=parts.sequence_gradients(p), vectors=_vectors(p))
 

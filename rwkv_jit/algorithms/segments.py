@@ -284,8 +284,8 @@ def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states:
         "transitions": "transitions", "decays": "transitions", "additions": "additions", "first": first,
         "states": states, "last": last, "heads": p.H, **_places(p, cut),
     }  # fmt: skip
-    name = f"{p.op.stem}_join"
-    return Step(name, name, parameters, (p.N, p.H, -(-p.V // int(parameters["ROWS"]))), bind)
+    name, grid = f"{p.op.stem}_join", (p.N, p.H, -(-p.V // int(parameters["ROWS"])))
+    return Step(name, name, parameters, grid, bind, optional=("last",))
 
 
 def _copy_states(p: Problem, cut: _Cut, source: str, target: str, target_type: str, of_last: bool) -> Step:

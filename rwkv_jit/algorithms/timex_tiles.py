@@ -90,26 +90,23 @@ def forward(p: Problem) -> Schedule:
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the gradients that are wanted: of w a sum for each group of rows, of k the correlation with the filter."""
-    steps: list[Step] = []
-    scratch = {}
-    wanted = p.wanted or p.op.names
-    if "w" in wanted:
-        cut = _geometry(p, "backward")
-        groups = -(-p.B // cut.batch)
-        scratch["sums"] = 4 * groups * p.C * cut.tiles * _DIAGONALS
-        parameters = _parameters(p, cut, "dy", "k")
-        bind = {
-            **parts.given(p), "g": "dy", "gw": "dw", "groups": groups, "length": p.T, "tiles": cut.tiles,
-            "g_batch": Stride("dy", "B"), "g_channel": Stride("dy", "C"), "k_batch": Stride("k", "B"),
-            "k_channel": Stride("k", "C"),
-        }  # fmt: skip
-        template, grid = "timex_filter_gradient", (p.C, groups, cut.blocks)
-        steps.append(Step(template, template, parameters, grid, bind, shared_bytes=cut.shared_bytes))
-        steps.append(Step(template, f"{template}_sum", parameters, (p.C, -(-p.T // _THREADS), 1), bind))
-    if "k" in wanted:
-        steps.append(_convolve(p, "dy", "dk"))
-    return Schedule(tuple(steps), {f"d{name}": Result(p.shape(name), p.types[name]) for name in wanted}, {}, scratch)
+    """Return the gradients: of w a sum for each group of rows, of k the correlation with the filter."""
+    cut = _geometry(p, "backward")
+    groups = -(-p.B // cut.batch)
+    scratch = {"sums": 4 * groups * p.C * cut.tiles * _DIAGONALS}
+    parameters = _parameters(p, cut, "dy", "k")
+    bind = {
+        **parts.given(p), "g": "dy", "gw": "dw", "groups": groups, "length": p.T, "tiles": cut.tiles,
+        "g_batch": Stride("dy", "B"), "g_channel": Stride("dy", "C"), "k_batch": Stride("k", "B"),
+        "k_channel": Stride("k", "C"),
+    }  # fmt: skip
+    template, grid = "timex_filter_gradient", (p.C, groups, cut.blocks)
+    steps = (
+        Step(template, template, parameters, grid, bind, shared_bytes=cut.shared_bytes),
+        Step(template, f"{template}_sum", parameters, (p.C, -(-p.T // _THREADS), 1), bind),
+        _convolve(p, "dy", "dk"),
+    )
+    return Schedule(steps, parts.backward_results(p), scratch=scratch)
 
 
 def _convolve(p: Problem, source: str, target: str) -> Step:

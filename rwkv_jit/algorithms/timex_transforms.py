@@ -67,32 +67,26 @@ def forward(p: Problem) -> Schedule:
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the gradients that are wanted: of w a sum for each group of rows, of k the correlation with the filter."""
-    steps: list[Step] = []
-    scratch: dict[str, Any] = {}
-    wanted = p.wanted or p.op.names
-    if "w" in wanted:
-        cut, parameters = _geometry(p.T), _parameters(p, "dy", "k")
-        at_once = (p.multiprocessors or 1) * int(parameters["GRADIENT_BLOCKS_PER_SM"])
-        group_rows = -(-p.B // -(-_ROUNDS * at_once // p.C))
-        groups = -(-p.B // group_rows)
-        blocks = min(at_once, p.C * groups)
-        scratch["spectra"] = 24 * blocks * cut.length
-        is_sum = groups == 1 and p.types["w"] == "fp32"
-        bind = {
-            **parts.given(p), "g": "dy", "scratch": "spectra", "sums": "dw" if is_sum else "sums",
-            "g_batch_stride": Stride("dy", "B"), "g_stride": Stride("dy", "C"), "k_batch_stride": Stride("k", "B"),
-            "k_stride": Stride("k", "C"), "group_rows": group_rows, "groups": groups,
-        }  # fmt: skip
-        steps.append(_step("timex_transform_gradient", parameters, blocks, bind))
-        if not is_sum:
-            scratch["sums"] = 4 * groups * p.C * p.T
-            columns = 1 if p.T % 4 else 4  # not by C, which calls ahead of time do not know
-            steps.append(parts.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], thread_columns=columns))
-    if "k" in wanted:
-        steps += _convolve(p, "dy", "dk")
-        scratch |= _factors(p)
-    return Schedule(tuple(steps), {f"d{name}": Result(p.shape(name), p.types[name]) for name in wanted}, {}, scratch)
+    """Return the gradients: of w a sum for each group of rows, of k the correlation with the filter."""
+    cut, parameters = _geometry(p.T), _parameters(p, "dy", "k")
+    at_once = (p.multiprocessors or 1) * int(parameters["GRADIENT_BLOCKS_PER_SM"])
+    group_rows = -(-p.B // -(-_ROUNDS * at_once // p.C))
+    groups = -(-p.B // group_rows)
+    blocks = min(at_once, p.C * groups)
+    scratch = {"spectra": 24 * blocks * cut.length, **_factors(p)}
+    is_sum = groups == 1 and p.types["w"] == "fp32"
+    bind = {
+        **parts.given(p), "g": "dy", "scratch": "spectra", "sums": "dw" if is_sum else "sums",
+        "g_batch_stride": Stride("dy", "B"), "g_stride": Stride("dy", "C"), "k_batch_stride": Stride("k", "B"),
+        "k_stride": Stride("k", "C"), "group_rows": group_rows, "groups": groups,
+    }  # fmt: skip
+    steps = [_step("timex_transform_gradient", parameters, blocks, bind)]
+    if not is_sum:
+        scratch["sums"] = 4 * groups * p.C * p.T
+        columns = 1 if p.T % 4 else 4  # not by C, which calls ahead of time do not know
+        steps.append(parts.sum_rows("sums", "dw", 1, groups, p.C * p.T, p.types["w"], thread_columns=columns))
+    steps += _convolve(p, "dy", "dk")
+    return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch)
 
 
 def _convolve(p: Problem, source: str, target: str) -> list[Step]:

@@ -18,8 +18,8 @@ from rwkv_jit.algorithms import (
     timex_transforms,
     wkv4,
 )
-from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, renamed
+from rwkv_jit.problem import STATE, Problem
+from rwkv_jit.schedule import Schedule, Step, Zero, renamed, without
 
 # The modules of the algorithms by family and name. An op of your own has a family of its own here.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 def kept(p: Problem) -> dict[str, Any]:
     """Return the bytes of what the forward keeps, by name."""
-    if not p.wants_inputs:
+    if _is_of_state_alone(p):
         return {}
     if narrow.applies(p):
         return narrow.kept(p, _kept(narrow.narrowed(p)))
@@ -61,22 +61,26 @@ def _kept(p: Problem) -> dict[str, Any]:
 
 def forward(p: Problem) -> Schedule:
     """Return the forward."""
-    if not p.wants_inputs:
+    if _is_of_state_alone(p):
         p = p._replace(training=False)
     schedule: Schedule = narrow.forward(p, algorithm(p)) if narrow.applies(p) else algorithm(p).forward(p)
     return replace(schedule, kept=kept(p)) if p.leaves_cut_open else schedule
 
 
 def backward(p: Problem) -> Schedule:
-    """Return the backward: gradients of sequences are added up, and those of states have the states' type."""
-    if not p.wants_inputs:
+    """Return the backward: gradients of sequences are added up, and those of states have the states' type.
+
+    What nobody wants is left out.
+    """
+    is_of_state_alone = _is_of_state_alone(p)
+    if is_of_state_alone:
         schedule = segments.backward_of_state(p)
     elif narrow.applies(p):
         schedule = narrow.backward(p, algorithm(p))
     else:
         schedule = algorithm(p).backward(p)
     before: list[Step] = []
-    after = parts.sum_sequences(p, schedule.scratch) if p.wants_inputs else []
+    after = [] if is_of_state_alone else parts.sum_sequences(p, schedule.scratch)
     names, scratch = {}, dict(schedule.scratch)
     if p.state_type != "fp32":
         size, layout = p.state_bytes, p.state_layout
@@ -89,12 +93,20 @@ def backward(p: Problem) -> Schedule:
             after.append(parts.copy_states(p, name, "grad_initial_state", "fp32", p.state_type, layout, layout))
             scratch[name] = size
     steps: list[Step | Zero] = [*before, *renamed(schedule.steps, names), *after]
-    return replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
+    made = replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
+    if not p.wanted:
+        return made
+    gradients = {name: f"d{name}" for name in p.op.inputs} | {STATE: "grad_initial_state"}
+    return without(made, [gradient for name, gradient in gradients.items() if name not in p.wanted])
 
 
-def leaves_inputs_out(p: Problem) -> bool:
-    """Return whether there is a backward of the initial state alone."""
+def has_state_alone(p: Problem) -> bool:
+    """Return whether there is another backward for the initial state alone, which needs nothing that is kept."""
     return p.backend in ("chunked", "segments") and p.has_initial_state and not p.is_narrow
+
+
+def _is_of_state_alone(p: Problem) -> bool:
+    return p.wanted == (STATE,) and has_state_alone(p)
 
 
 def algorithm(p: Problem) -> Any:

@@ -72,9 +72,7 @@ def forward(p: Problem) -> Schedule:
 
 def backward(p: Problem) -> Schedule:
     """Return the backward. Every part leaves its share of the gradients of w and u, as a sequence of its own."""
-    results = {f"d{name}": Result(p.shape(name), p.types[name]) for name in p.op.inputs}
-    if p.has_initial_state:
-        results["grad_initial_state"] = Result((p.B, 3, p.C), "fp32")
+    results = parts.backward_results(p)
     rows = _parts(p) * p.B if p.T else 0
     scratch = {f"{name}_sequences": 4 * rows * p.C for name in ("dw", "du")}
     if p.T == 0:  # the state passes through, and so does its gradient
@@ -115,7 +113,8 @@ def _walks(p: Problem, direction: str, bind: Mapping[str, Any]) -> tuple[Step, .
     name = f"wkv4_{direction}"
     # Of one part at the end of the walk nobody asks what it does on its own.
     alone = [Step(name, name, {**types, "RESULTS": False}, (blocks, count - 1, 1), given)] if count > 1 else []
-    return *alone, Step(name, name, {**types, "RESULTS": True}, (blocks, count, 1), given)
+    own = {**types, "RESULTS": True}
+    return *alone, Step(name, name, own, (blocks, count, 1), given, optional=("grad_initial",))
 
 
 def _summaries(p: Problem) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rwkv_jit import kernel, tensors
 from rwkv_jit.algorithms import whole
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.plan import DTYPES, Plan
-from rwkv_jit.problem import Problem
+from rwkv_jit.problem import STATE, Op, Problem
 from rwkv_jit.schedule import Schedule
 from rwkv_jit.signatures import BySignature, forget_with
 
@@ -46,8 +46,12 @@ class Known:
         self.problem = problem
         self._backwards: dict[Any, _Backward] = {}
         self._latest: _Backward | None = None
+        # The places of the gradients that nobody wants, among those of the inputs and an initial state.
+        names = [*problem.op.names, *([STATE] if problem.has_initial_state else [])]
+        self._unwanted = [i for i, name in enumerate(names) if problem.wanted and name not in problem.wanted]
         forget_with(self)
         schedules = [whole.forward(problem), *([whole.backward(problem)] if problem.training else [])]
+        self.keeps = bool(schedules[0].kept)
         requests = [schedule.requests(problem.gpu) for schedule in schedules]
         named = dict(zip((*problem.op.names, "initial_state", "cu_seqlens"), _readable(arrays), strict=True))
         try:
@@ -72,7 +76,7 @@ class Known:
         return self._forward.run([*arrays, state, cu_seqlens])
 
     def differentiate(self, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor | None]:
-        """Return the gradients of the inputs, or None where nobody wants any, and that of an initial state.
+        """Return the gradients of the inputs and of an initial state, None where nobody wants one.
 
         `saved` are the arrays of the call, and behind them what the forward has kept.
         """
@@ -87,7 +91,9 @@ class Known:
         if latest is None or len(present) != latest.length or not latest.are_alike(*present):
             latest = self._prepare(given, present)
         grads: list[Any] = latest.plan.run(given)
-        return grads if self.problem.wants_inputs else [*[None] * len(self.problem.op.inputs), *grads]
+        for place in self._unwanted:
+            grads.insert(place, None)
+        return grads
 
     def _prepare(self, given: Arrays, present: Sequence[Tensor]) -> _Backward:
         signature = tensors.signature(given)
@@ -113,8 +119,7 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
             *arrays, state, cu_seqlens = given
             results = known.run(arrays, state, cu_seqlens)
             ctx.set_materialize_grads(False)
-            # Without gradients of inputs nothing is kept.
-            ctx.save_for_backward(*given, results[-1] if known.problem.wants_inputs else None)
+            ctx.save_for_backward(*given, results[-1] if known.keeps else None)
             ctx.known = known
             return results[0], results[1] if known.problem.has_final_state else None
 
@@ -213,7 +218,7 @@ def find(
         return None, training
     try:
         signature = tensors.signature((*arrays, initial_state, cu_seqlens))
-        return calls.get((asked, training, wants_inputs(arrays, training), signature)), training
+        return calls.get((asked, training, _wants(arrays, initial_state, training), signature)), training
     except TypeError:
         return None, training
 
@@ -233,8 +238,8 @@ def find_or_keep(
     Of a call that is not public nobody knows whose gradients are wanted.
     """
     asked = cu_seqlens is not None and _longest(arrays[lead], cu_seqlens), *asked
-    wanted = wants_inputs(arrays, training and is_public)
-    signature = asked, training, wanted, tensors.signature((*arrays, initial_state, cu_seqlens))
+    wants = _wants(arrays, initial_state, training and is_public)
+    signature = asked, training, wants, tensors.signature((*arrays, initial_state, cu_seqlens))
     known = calls.get(signature)
     if known is None:
         known = calls.keep(signature, prepare())
@@ -244,9 +249,15 @@ def find_or_keep(
     return known
 
 
-def wants_inputs(arrays: Sequence[Any], training: bool) -> bool:
-    """Return whether gradients of inputs are wanted, of a call with gradients; else it does not matter."""
-    return not training or _any_requires_grad(arrays, None)
+def _wants(arrays: Sequence[Any], initial_state: Any, training: bool) -> tuple[bool, ...]:
+    """Return which gradients are wanted, of a call with gradients; else it does not matter."""
+    return tuple([getattr(x, "requires_grad", False) for x in (*arrays, initial_state)]) if training else ()
+
+
+def wanted(op: Op, wants: Sequence[bool], has_initial_state: bool) -> tuple[str, ...]:
+    """Return `Problem.wanted`, of whether a gradient is wanted of each input and of an initial state."""
+    names = tuple([name for name, is_wanted in zip((*op.names, STATE), wants, strict=True) if is_wanted])
+    return () if len(names) == len(op.names) + has_initial_state else names
 
 
 def _longest(lead: Any, cu_seqlens: Any) -> int:

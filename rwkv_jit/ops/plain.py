@@ -178,7 +178,9 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), tensors.exactly(grads[0]):
             leaves = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
             asked = [x for x in leaves if x.requires_grad]
-            own_grads = iter(torch.autograd.grad(ctx.block(*leaves), asked, grads))
+            # y alone depends on queries.
+            results = [(x, grad) for x, grad in zip(ctx.block(*leaves), grads, strict=True) if x.requires_grad]
+            own_grads = iter(torch.autograd.grad([x for x, _ in results], asked, [grad for _, grad in results]))
         return None, *(next(own_grads) if x.requires_grad else None for x in leaves)
 
 

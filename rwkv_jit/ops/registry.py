@@ -22,6 +22,8 @@ _OPTIONS = (
 )
 # The bound of the decays is asked for where nothing is chosen yet.
 _BOUND = "*, float? decay_bound=None"
+# The names of what wants a gradient, where that is not all; of the others it is empty.
+_WANTED = "str wanted=''"
 _OF_OTHERS = {
     "timex_fwd": "(Tensor w, Tensor k, float eps, str backend, bool save) -> Tensor",
     "timex_bwd": "(Tensor g, Tensor w, Tensor k, str backend, bool want_w, bool want_k) -> (Tensor, Tensor)",
@@ -123,7 +125,7 @@ def register(op: Op) -> None:
     given = f"{given}, Tensor? initial_state, Tensor? cu_seqlens, {_OPTIONS}"
     results = ", ".join(["Tensor"] * (len(op.inputs) + 1))
     forward = f"({given}, bool output_final_state, bool save, {_BOUND}) -> (Tensor, Tensor, Tensor)"
-    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_BOUND}) -> ({results})"
+    backward = f"(Tensor? dy, Tensor? grad_final_state, {given}, Tensor saved, {_BOUND}, {_WANTED}) -> ({results})"
     _register(f"{op.name}_fwd", forward)
     _register(f"{op.name}_bwd", backward)
 

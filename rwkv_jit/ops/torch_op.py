@@ -8,7 +8,7 @@ when it runs, by the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from rwkv_jit.ops import known_calls, plain, recording, registry, sharding
 from rwkv_jit.ops.checks import check_flag, check_options, check_tensors, is_for_kernels
 from rwkv_jit.ops.known_calls import Known
 from rwkv_jit.ops.options import Tail, complete
-from rwkv_jit.problem import Op, Problem
+from rwkv_jit.problem import STATE, Op, Problem
 from rwkv_jit.schedule import floats
 
 _NO_GPU = Gpu("")  # of kernels that leave the same whatever it is: the recurrent ones, and all without heads
@@ -286,8 +286,9 @@ def _prepare(
         problem = left_open(problem, options)
         if cu_seqlens is not None:
             tensors.packing(cu_seqlens, problem.T)  # before anything is compiled
-        if is_public and whole.leaves_inputs_out(problem):
-            problem = problem._replace(wants_inputs=known_calls.wants_inputs(arrays, training))
+        if is_public and training:
+            wants = [x is not None and x.requires_grad for x in (*arrays, initial_state)]
+            problem = problem._replace(wanted=known_calls.wanted(op, wants, initial_state is not None))
         geometry = {name: getattr(asked_geometry, name) for name in ("chunk_len", "num_threads")}
         geometry = {name: value for name, value in geometry.items() if value is not None}
         state = initial_state
@@ -308,6 +309,7 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
     cu_seqlens and the scale, and by name state_layout and, where the op has a choice, decay.
     """
     name, count = op.name, len(op.inputs)
+    all_names = (*op.names, STATE)  # of what has a gradient
     end = count + 2 + len(Options._fields)  # of the options, behind state and cu_seqlens
     forward_op, backward_op = registry.find(f"{name}_fwd"), registry.find(f"{name}_bwd")
 
@@ -367,16 +369,25 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         gpu = _NO_GPU if leaves_the_same else tensors.gpu(given[0].device.index)
         return left_open(problem_of(op, given, state, cu_seqlens, to_run, False, True, gpu), options)
 
-    def with_initial(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return gradients as the op does: of the initial state an empty one where there is none."""
-        return tuple(grads) if len(grads) > count else (*grads, grads[0].new_empty(0))
+    def are_wanted(arguments: Sequence[Any], wanted: str) -> list[bool]:
+        """Return whether a gradient is made of each input and of the initial state; no names stand for all."""
+        asked = wanted.split() or all_names
+        there = (x is not None for x in arguments[: count + 1])
+        return [is_there and name in asked for name, is_there in zip(all_names, there, strict=True)]
+
+    def with_empty(grads: Iterable[Tensor], wants: Sequence[bool], like: Tensor) -> tuple[Tensor, ...]:
+        """Return gradients as the op does: an empty one where there is none."""
+        several = iter(grads)
+        return tuple([next(several) if is_wanted else like.new_empty(0) for is_wanted in wants])
 
     def backward(
-        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
-    ) -> tuple[Tensor, ...]:
+        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
+        wanted: str = "",
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         given, (state, cu_seqlens), options = parts(arguments)
+        wants = are_wanted(arguments, wanted)
         if not is_for_kernels(options.backend, given[0]):
-            return backward_plainly(dy, grad_final, arguments)
+            return backward_plainly(dy, grad_final, arguments, wants)
         saved = arguments[-1]
         problem = training_problem(given, state, cu_seqlens, options, decay_bound)
         problem = problem._replace(gpu=tensors.gpu(given[0].device.index))
@@ -386,20 +397,30 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
                 raise RwkvJitError(
                     f"{name}: the backward takes {expected} numbers of what the forward saved, got {saved.numel()}"
                 )
-        return with_initial(known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final))
+        problem = problem._replace(wanted=known_calls.wanted(op, wants, state is not None))
+        grads = known_calls.differentiate(problem, (*given, state, cu_seqlens, saved), dy, grad_final)
+        return with_empty(grads, wants, given[0])
 
-    def backward_plainly(dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        state = arguments[count]
+    def backward_plainly(
+        dy: Tensor | None, grad_final: Tensor | None, arguments: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
         with recording.plain_torch(), tensors.exactly(arguments[0]):
-            leaves = [None if x is None else x.detach().requires_grad_() for x in (*arguments[:count], state)]
+            leaves = [
+                None if x is None else x.detach().requires_grad_(is_wanted)
+                for x, is_wanted in zip(arguments[: count + 1], wants, strict=True)
+            ]
             outputs = run_plainly((*leaves, *arguments[count + 1 :]), by_blocks=True)
-            return with_initial(recording.gradients(outputs, (dy, grad_final), [x for x in leaves if x is not None]))
+            asked = [x for x in leaves if x is not None and x.requires_grad]
+            return with_empty(recording.gradients(outputs, (dy, grad_final), asked), wants, arguments[0])
 
     def backward_fake(
-        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None
-    ) -> tuple[Tensor, ...]:
-        given = [x for x in arguments[: count + 1] if x is not None]
-        return with_initial([torch.empty_like(x, memory_format=torch.contiguous_format) for x in given])
+        dy: Tensor | None, grad_final: Tensor | None, *arguments: Any, decay_bound: float | None = None,
+        wanted: str = "",
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        wants = are_wanted(arguments, wanted)
+        made = [x for x, is_wanted in zip(arguments[: count + 1], wants, strict=True) if is_wanted]
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in made]
+        return with_empty(grads, wants, arguments[0])
 
     def setup(ctx: Any, arguments: Sequence[Any], named: dict[str, Any], results: tuple[Tensor, ...]) -> None:
         _, final, saved = results
@@ -409,18 +430,23 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         ctx.mark_non_differentiable(*([saved] if ctx.has_final_state else [final, saved]))
 
     def differentiate(
-        saved: Sequence[Tensor], options: Sequence[Any], dy: Tensor | None, grad_final: Tensor | None, **named: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs, the initial state and cu_seqlens, by the torch op."""
+        saved: Sequence[Tensor], options: Sequence[Any], wanted: tuple[str, ...], dy: Tensor | None,
+        grad_final: Tensor | None, **named: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Return the gradients of the inputs and the initial state, by the torch op; None where nobody wants one."""
         *given, kept = saved
-        *grads, grad_initial = run_backward(dy, grad_final, *given, *options, kept, **named)
-        return (*grads, None if given[count] is None else grad_initial, None)
+        names = " ".join(wanted)
+        grads = run_backward(dy, grad_final, *given, *options, kept, wanted=names, **named)
+        return tuple([x if want else None for x, want in zip(grads, are_wanted(given, names), strict=True)])
 
     def in_context(ctx: Any, dy: Tensor | None, grad_final: Tensor | None, _: Any) -> tuple[Any, ...]:
         # A compiled graph passes zeros for a result that has no gradient, here for the empty final state.
         grad_final = grad_final if ctx.has_final_state else None
-        grads = differentiate(ctx.saved_tensors, ctx.options, dy, grad_final, **ctx.named)
-        return (*grads, *[None] * (len(ctx.options) + 2))
+        saved = ctx.saved_tensors
+        wants = ctx.needs_input_grad[2 : count + 3]  # of a Function with two inputs of its own before these
+        wanted = known_calls.wanted(op, wants, saved[count] is not None)
+        grads = differentiate(saved, ctx.options, wanted, dy, grad_final, **ctx.named)
+        return (*grads, None, *[None] * (len(ctx.options) + 2))
 
     def plainly(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, _, options = parts(arguments)
@@ -437,10 +463,9 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
         problem: Problem, saved: Sequence[Tensor], dy: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, and of the initial state where there is one, by the torch op."""
-        if not problem.wants_inputs:  # the op makes all gradients, and nothing was kept for it
-            *given, _ = saved
-            saved = (*given, forward_op(*given, *_options_of(problem), False, True)[-1])
-        grads = differentiate(saved, _options_of(problem), dy, grad_final)
+        *given, kept = saved
+        saved = (*given, given[0].new_empty(0) if kept is None else kept)
+        grads = differentiate(saved, _options_of(problem), problem.wanted, dy, grad_final)
         return grads[: count + problem.has_initial_state]
 
     record = recording.forward(forward_op, setup, in_context, plainly)

@@ -34,7 +34,7 @@ def letters_of(template, entry, has_w0=False):
     several = {name: f"{members.count(',') + 1}{_LETTERS[kind]}" for name, kind, members in re.findall(_STRUCT, text)}
     letters = {**_LETTERS, **several}
     letters["DecayStrides"] = "3qQ" if has_w0 else "3q"  # as decay_bias.cuh chooses
-    return {name: "Q" if kind.endswith("*") else letters[kind] for name, kind in template.arguments(entry)}
+    return {x.name: "Q" if x.type.endswith("*") else letters[x.type] for x in template.arguments(entry)}
 
 
 class Launch(NamedTuple):

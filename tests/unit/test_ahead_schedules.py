@@ -47,6 +47,7 @@ class Recorder:
     """A known call that launches nothing; `asked` are the kernels of all of them, of each backward too."""
 
     asked = []
+    keeps = True
 
     def __init__(self, problem, arrays, asked):
         self.problem = problem
@@ -118,7 +119,7 @@ CALLS = st.fixed_dictionaries({
     **OF_HEADS,
     "B": st.integers(1, 2),
     "T": st.sampled_from([0, 1, 16, 31, 32, 100, 300, 1024, 2048, 2**16]) | st.integers(2, 40),
-    "leaves": st.sampled_from(["", "inputs", "state"]),  # whose gradients are wanted
+    "leaves": st.sampled_from(["", "inputs", "v", "state"]),  # whose gradients are wanted
     "is_eager": st.booleans(),
     "is_packed": st.booleans(),
     "state": st.sampled_from([None, "fp32", "bf16", "fp16"]),
@@ -166,7 +167,7 @@ def check(call):
     sizes = {dim: call[dim] for dim in "BTHKV"} | ({"B": 1} if call["is_packed"] else {})
     wide = torch.float32 if call["has_wide_decay"] else dtype
     arrays = [
-        make([sizes[dim] for dim in dims], wide if name in op.wide else dtype, call["leaves"] == "inputs")
+        make([sizes[dim] for dim in dims], wide if name in op.wide else dtype, call["leaves"] in ("inputs", name))
         for name, dims in op.inputs.items()
     ]
     sequences = 2 if call["is_packed"] else sizes["B"]
@@ -175,7 +176,7 @@ def check(call):
     if call["state"] is not None:
         shape = [sequences, sizes["H"], *(sizes[dim] for dim in call["layout"].upper())]
         state = make(shape, DTYPES[call["state"]], call["leaves"] == "state")
-    training = call["leaves"] == "inputs" or (call["leaves"] == "state" and state is not None)
+    training = call["leaves"] in ("inputs", "v") or (call["leaves"] == "state" and state is not None)
     decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
     several = tuned.on_arch(call["arch"])
     with modes.high() if call["is_high"] else contextlib.nullcontext():

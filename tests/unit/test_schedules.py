@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import re
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.launch import Value
 from rwkv_jit.ops.table import OPS
-from rwkv_jit.problem import LARGEST_DECAY
+from rwkv_jit.problem import BYTES, LARGEST_DECAY, STATE
 from rwkv_jit.schedule import Step, Zero, offsets
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
@@ -113,7 +114,10 @@ def arrays_of(p, direction):
 
 
 def check_flow(launches, p, schedule, before, results):
-    """Nothing is read before it is written, nothing is written in vain, and all results are."""
+    """Nothing is read before it is written, nothing is written in vain, and all results are.
+
+    But what nobody wants may be written in vain beside what is wanted.
+    """
     written, read = set(before), set()
     for step, reads, writes in launches:
         assert reads <= written, (step, reads - written)
@@ -123,7 +127,7 @@ def check_flow(launches, p, schedule, before, results):
     assert set(schedule.results) == set(results)
     own = {step.per_block[0] for step, *_ in launches if isinstance(step, Step) and step.per_block}
     passed = {name for name, size in schedule.scratch.items() if size} - own
-    assert passed <= read, passed - read
+    assert passed <= read or p.wanted, passed - read
     assert passed <= written
     assert not schedule.kept or set(schedule.kept) <= written
     return read
@@ -178,11 +182,60 @@ def check_problem(p, bind):
         return
     check_blocks(p, backward)
     last = {"dy"} | ({"grad_final_state"} if p.has_final_state else set())
-    results = {f"d{name}" for name in p.op.names if p.wants_inputs} | ({"grad_initial_state"} if first else set())
+    wanted = p.wanted or (*p.op.names, *first)
+    results = {GRADIENT_OF_STATE if name == STATE else f"d{name}" for name in wanted}
     kept = whole.kept(p)
     launches = bind(backward, p, arrays_of(p, "backward"), kept)
     read = check_flow(launches, p, backward, inputs | first | last | set(kept), results)
-    assert given | last | set(kept) <= read  # the inputs themselves may be among what is kept
+    if not p.wanted:
+        assert given | last | set(kept) <= read  # the inputs themselves may be among what is kept
+    elif kept or p.backend not in ("chunked", "segments"):  # else there are other kernels for the state alone
+        every = p._replace(wanted=())
+        in_all = bind(whole.backward(every), every, arrays_of(every, "backward"), kept)
+        check_left(in_all, launches, whole.backward(every), backward, results)
+
+
+GRADIENT_OF_STATE = "grad_initial_state"
+
+
+def check_left(launches, left, full, partial, results):
+    """Those launches of all gradients are left that the results depend on, and they take the same but for nothing."""
+    needed, expected = set(results), []
+    for step, reads, writes in reversed(launches):
+        if writes & needed:
+            expected.insert(0, step)
+            needed |= reads | writes
+    assert [type(step) for step, *_ in left] == [type(step) for step in expected]
+    places = [index for index, (step, *_) in enumerate(launches) if any(step is each for each in expected)]
+    for (one, _, writes), other, place, before in zip(left, expected, places, [-1, *places], strict=False):
+        assert before == place - 1 or not getattr(one, "overlaps", False)  # with the launch it was made for
+        if isinstance(one, Zero):
+            assert one == other
+            continue
+        same = {"bind": {}, "waits": False}
+        assert one._replace(**same) == other._replace(**same)
+        assert one.waits >= other.waits
+        changed = {name for name in one.bind.keys() | other.bind.keys() if one.bind.get(name) != other.bind.get(name)}
+        assert changed <= set(one.optional)
+        assert all(one.bind[name] is None for name in changed)
+        assert writes & (needed | set(results))
+    main = full.launches[full.main]
+    is_left = any(
+        step.template == main.template and step.grid == main.grid for step, *_ in left if isinstance(step, Step)
+    )
+    assert partial.launches[partial.main].template == main.template or not is_left
+    assert {step.buffer for step in partial.steps if isinstance(step, Zero)} <= partial.scratch.keys()
+    assert partial.scratch.keys() - full.scratch.keys() <= full.results.keys() - set(results)
+    # A result that is none any more has as many bytes as it had.
+    sizes = {name: math.prod(x.shape) * BYTES[x.dtype] for name, x in full.results.items()} | dict(full.scratch)
+    assert dict(partial.scratch).items() <= sizes.items()
+    in_use = set().union(*(reads | writes for _, reads, writes in left))
+    assert {name for name, size in partial.scratch.items() if size} <= in_use
+    # The stream beside the call's is waited for before anything that followed it.
+    owed = False
+    for step in partial.launches:
+        owed = (owed or step.is_beside) and not (step.waits and not step.is_beside)
+        assert not owed or step.is_beside
 
 
 # By the algorithm: sizes of heads, tokens, heads, and what a caller may have asked for.
@@ -230,8 +283,12 @@ def problems(draw, op, name):
         has_initial_state=draw(st.booleans()), has_final_state=draw(st.booleans()),
         checkpoint_interval=draw(st.sampled_from((1, 16, 64, 1000))),
     )  # fmt: skip
-    if training and whole.leaves_inputs_out(given._replace(backend=made.backend)):
-        given = given._replace(wants_inputs=draw(st.booleans()))
+    if training and draw(st.booleans()):
+        names = (*named.names, *([STATE] if given.has_initial_state else []))
+        wanted = draw(st.one_of(st.just({names[-1]}), st.sets(st.sampled_from(names), min_size=1)))
+        given = given._replace(
+            wanted=tuple(name for name in names if name in wanted) if len(wanted) < len(names) else ()
+        )
     return given._replace(gpu=gpu, **{name: x or 0 if name == "chunk_len" else x for name, x in made._asdict().items()})
 
 
