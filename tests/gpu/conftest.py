@@ -20,21 +20,27 @@ _spec.loader.exec_module(record)
 HAS_GPU = torch.cuda.is_available()
 collect_ignore_glob = [] if HAS_GPU else ["test_*.py"]
 _outcomes = {op: {} for op in record.OPS}  # by test
+_tests = {op: set() for op in record.OPS}  # all that there are
+_sent = []  # whether they are on their way to the process that has the workers: with a report, as a cut loses the rest
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--record", action="store_true",
-        help="write tests/gpu/record.json from this run; where the last one was of the same sources and had failures, "
-        "those that pass now are taken off",
+        help="write tests/gpu/record.json from this run; where the last one was of the same sources, what it lacked "
+        "and passes now is taken off",
     )  # fmt: skip
     parser.addoption(
         "--due", action="store_true",
-        help="only the tests that tests/gpu/record.json lacks: all of an op whose sources changed, else what failed",
+        help="only the tests that tests/gpu/record.json lacks: all of an op whose sources changed, else what failed or "
+        "did not run",
     )  # fmt: skip
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if _op_of(item) in _tests:
+            _tests[_op_of(item)].add(item.nodeid)
     if not config.getoption("--due"):
         return
     sections, due = _recorded()["ops"], []
@@ -65,28 +71,36 @@ def pytest_runtest_makereport(item, call):
     op = _op_of(item)
     if op:
         report.user_properties.append(("op", op))
+    if not _sent and os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        _sent.append(True)
+        report.user_properties.append(("tests", {op: [*names] for op, names in _tests.items()}))
     if report.failed:
         report.sections.append(("Random inputs", f"rerun with --seed {item.config.option.seed}"))
 
 
 def pytest_runtest_logreport(report):
-    op = dict(report.user_properties).get("op")
+    properties = dict(report.user_properties)
+    for name, tests in properties.get("tests", {}).items():
+        _tests[name].update(tests)
+    op = properties.get("op")
     if op in _outcomes and (report.when == "call" or report.outcome != "passed"):
         _outcomes[op][report.nodeid] = report.outcome
 
 
-def pytest_sessionfinish(session, exitstatus):
-    whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)  # an interrupted run proves nothing
-    if not (session.config.getoption("--record") and whole and HAS_GPU) or hasattr(session.config, "workerinput"):
+def pytest_sessionfinish(session):
+    config = session.config
+    # Of a part of the folder nobody knows what else there is.
+    is_whole = any(Path(__file__).is_relative_to(Path(x).resolve()) for x in config.args)
+    if not (config.getoption("--record") and is_whole and HAS_GPU) or hasattr(config, "workerinput"):
         return
     from rwkv_jit import machine
 
     sections = dict(_recorded()["ops"])
     for op, outcomes in _outcomes.items():
-        if outcomes:
-            sections[op] = record.section(record.digest(op), outcomes, sections.get(op))
+        if outcomes and _tests[op]:
+            sections[op] = record.section(record.digest(op), outcomes, _tests[op], sections.get(op))
     report = machine.env_report()
-    totals = {name: sum(section[name] for section in sections.values()) for name in ("passed", "failed", "skipped")}
+    totals = {name: sum(section[name] for section in sections.values()) for name in ("passed", "skipped")}
     written = {
         **totals,
         "gpu": report["gpus"][0],

@@ -108,27 +108,26 @@ def digest(op: str) -> str:
 
 
 def is_due(name: str, digest: str, section: dict | None) -> bool:
-    """Whether a test is one that the record lacks: any of an op whose sources are others, else one that failed."""
-    return section is None or section["digest"] != digest or name in section.get("failures", ())
+    """Whether the record lacks a test: any of an op whose sources are others, else one that failed or did not run."""
+    return section is None or section["digest"] != digest or name in section.get("due", ())
 
 
-def section(digest: str, outcomes: dict[str, str], before: dict | None) -> dict:
-    """What is recorded of an op, from the outcomes of a run by test.
+def section(digest: str, outcomes: dict[str, str], tests: set[str], before: dict | None) -> dict:
+    """What is recorded of an op, from the outcomes of a run by test, and from what was recorded of the same sources.
 
-    A run of the same sources that had failures, or more tests than this one, is mended and not replaced: what failed
-    then counts by its outcome now, and what fails now has not passed.
+    `tests` are all that the op has. Those that neither passed nor were skipped are due: they failed, or the run took
+    some tests alone, or did not come to its end.
     """
-    if before is not None and before["digest"] == digest and (before.get("failures") or _is_part(outcomes, before)):
-        known = {name: outcomes.get(name, "failed") for name in before.get("failures", ())}
-        new = {name: "failed" for name, outcome in outcomes.items() if outcome == "failed" and name not in known}
-        known |= new
-        more = {"passed": before["passed"] - len(new), "failed": 0, "skipped": before["skipped"]}
+    if before is None or before["digest"] != digest or tests <= outcomes.keys():
+        due, counts = set(tests), {"passed": 0, "skipped": 0}
     else:
-        known, more = outcomes, dict.fromkeys(("passed", "failed", "skipped"), 0)
-    counts = {kind: sum(each == kind for each in known.values()) + more[kind] for kind in more}
-    failures = sorted(name for name, outcome in known.items() if outcome == "failed")
-    return {**counts, "digest": digest, **({"failures": failures} if failures else {})}
-
-
-def _is_part(outcomes: dict[str, str], before: dict) -> bool:
-    return len(outcomes) < before["passed"] + before["skipped"]
+        due, counts = set(before.get("due", ())), {kind: before[kind] for kind in ("passed", "skipped")}
+    for name, outcome in outcomes.items():
+        if outcome == "failed":
+            counts["passed"] -= name not in due  # it had passed
+            due.add(name)
+        elif name in due:
+            counts[outcome] += 1
+            due.remove(name)
+    left = sorted(due & tests)
+    return {**counts, "digest": digest, **({"due": left} if left else {})}

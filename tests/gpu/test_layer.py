@@ -281,7 +281,7 @@ def test_keys_of_zero_have_no_direction(op):
 def make_norm(kind, size, lead=(5,), heads=3):
     io, parameters, _ = (DTYPES[name] for name in kind)
     given = {name: random(*lead, heads, size, dtype=io) for name in "yrkv"}
-    # A mean that is not zero, as above; and values that differ, as a difference of 0.05 in 16 has few of float32's digits.
+    # A mean that is not zero, as above, and values that differ: a difference of 0.05 at 16 has few of float32's digits.
     given["y"] = given["y"].sigmoid() + 16 + 2 * (torch.arange(size, device="cuda") % 2).to(io)
     given |= {"g": random(*lead, heads * size, dtype=io), "r_k": random(heads, size, dtype=parameters)}
     return given | {name: random(heads * size, dtype=parameters) for name in ("weight", "bias")}

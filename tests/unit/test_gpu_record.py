@@ -21,14 +21,14 @@ def test_the_record_is_of_these_sources(op):
         return
     # Else: `pytest tests/gpu --record` on a GPU, or list the op in owed.json.
     assert section is not None
-    assert section["failed"] == 0
+    assert "due" not in section
     assert section["passed"] > 0
     assert section["digest"] == record.digest(op)
 
 
 def test_totals_are_the_sums_of_the_sections():
     written = json.loads(record.RECORD.read_text(encoding="utf-8"))
-    for name in ("passed", "failed", "skipped"):
+    for name in ("passed", "skipped"):
         assert written[name] == sum(section[name] for section in written["ops"].values())
 
 
@@ -127,61 +127,91 @@ def test_a_change_of_inference_is_seen_there_and_by_no_op(copied_sources, path, 
     assert (record.digest("wkv7") != of_op) == (path == "rwkv_jit/plan.py")
 
 
-def test_a_section_counts_outcomes_and_names_failures():
+def test_a_section_counts_outcomes_and_names_what_is_due():
     outcomes = {"a": "passed", "b": "failed", "c": "skipped", "d": "passed"}
-    first = record.section("x", outcomes, None)
-    assert first == {"passed": 2, "failed": 1, "skipped": 1, "digest": "x", "failures": ["b"]}
-    assert record.section("x", {"a": "passed"}, None) == {"passed": 1, "failed": 0, "skipped": 0, "digest": "x"}
+    first = record.section("x", outcomes, {*"abcde"}, None)
+    assert first == {"passed": 2, "skipped": 1, "digest": "x", "due": ["b", "e"]}
+    whole = record.section("x", {"a": "passed"}, {"a"}, None)
+    assert whole == {"passed": 1, "skipped": 0, "digest": "x"}
 
 
 def test_what_the_record_lacks_is_due():
-    whole, broken = ({"digest": "x", **more} for more in ({}, {"failures": ["b"]}))
+    whole, broken = ({"digest": "x", **more} for more in ({}, {"due": ["b"]}))
     assert [record.is_due(name, "x", whole) for name in "ab"] == [False, False]
     assert [record.is_due(name, "x", broken) for name in "ab"] == [False, True]
     assert record.is_due("a", "y", broken)
     assert record.is_due("a", "x", None)
 
 
-def test_a_run_of_the_same_sources_mends_the_failures_alone():
-    first = {"passed": 9, "failed": 2, "skipped": 0, "digest": "x", "failures": ["a", "b"]}
-    again = record.section("x", {"a": "passed", "c": "passed"}, first)
-    assert again == {"passed": 10, "failed": 1, "skipped": 0, "digest": "x", "failures": ["b"]}
-    assert record.section("x", {"b": "passed"}, again) == {"passed": 11, "failed": 0, "skipped": 0, "digest": "x"}
-    worse = record.section("x", {"b": "passed", "c": "failed"}, again)
-    assert worse == {"passed": 10, "failed": 1, "skipped": 0, "digest": "x", "failures": ["c"]}
-    other = record.section("y", {"a": "passed"}, first)
-    assert other == {"passed": 1, "failed": 0, "skipped": 0, "digest": "y"}
+def test_runs_of_the_same_sources_add_up():
+    tests = {*"abcd"}
+    first = record.section("x", {"a": "passed", "b": "failed"}, tests, None)
+    assert first == {"passed": 1, "skipped": 0, "digest": "x", "due": ["b", "c", "d"]}
+    again = record.section("x", {"b": "passed", "c": "skipped"}, tests, first)
+    assert again == {"passed": 2, "skipped": 1, "digest": "x", "due": ["d"]}
+    assert record.section("x", {"d": "passed"}, tests, again) == {"passed": 3, "skipped": 1, "digest": "x"}
+    worse = record.section("x", {"a": "failed", "d": "passed"}, tests, again)
+    assert worse == {"passed": 2, "skipped": 1, "digest": "x", "due": ["a"]}
+    assert record.section("x", {"b": "passed"}, {*"ab"}, first) == {"passed": 2, "skipped": 0, "digest": "x"}
 
 
-def test_some_tests_of_the_same_sources_take_the_place_of_no_whole_run():
-    """What fails among them has not passed."""
-    whole = {"passed": 2, "failed": 0, "skipped": 1, "digest": "x"}
-    assert record.section("x", {"a": "passed", "b": "passed"}, whole) == whole
-    assert record.section("x", dict.fromkeys("abc", "passed"), whole) == {**whole, "passed": 3, "skipped": 0}
-    failed = record.section("x", {"a": "passed", "b": "failed"}, whole)
-    assert failed == {"passed": 1, "failed": 1, "skipped": 1, "digest": "x", "failures": ["b"]}
+def test_a_whole_run_and_one_of_other_sources_begin_anew():
+    tests, before = {*"abc"}, {"passed": 1, "skipped": 1, "digest": "x", "due": ["c"]}
+    whole = record.section("x", dict.fromkeys("abc", "passed"), tests, before)
+    assert whole == {"passed": 3, "skipped": 0, "digest": "x"}
+    other = record.section("y", {"a": "passed"}, tests, before)
+    assert other == {"passed": 1, "skipped": 0, "digest": "y", "due": ["b", "c"]}
 
 
-@pytest.mark.parametrize(
-    ("ended", "is_written"),
-    [(pytest.ExitCode.OK, True), (pytest.ExitCode.TESTS_FAILED, True), (pytest.ExitCode.INTERRUPTED, False)],
-)
-def test_a_run_that_was_interrupted_writes_no_record(ended, is_written, root, tmp_path, monkeypatch):
-    from rwkv_jit import machine
+@pytest.mark.parametrize(("chosen", "workers"), [("", 0), ("0", 2), ("ends", 0), ("ends", 2)])
+def test_what_a_run_leaves_out_is_due(chosen, workers, root, tmp_path):
+    """Because of -k, or because it was cut short; in workers too."""
+    import os
+    import subprocess
+    import sys
 
-    spec = importlib.util.spec_from_file_location("gpu_conftest", root / "tests" / "gpu" / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    known = {"gpus": ["a GPU"], "torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}
-    monkeypatch.setattr(machine, "env_report", lambda: known)
-    monkeypatch.setattr(conftest, "_driver_version", lambda: "1")
-    monkeypatch.setattr(conftest, "HAS_GPU", True)
-    monkeypatch.setattr(conftest.record, "RECORD", tmp_path / "record.json")
-    conftest._outcomes["wkv4"]["a"] = "passed"
-    conftest.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace(getoption=lambda name: True)), ended)
-    assert conftest.record.RECORD.exists() == is_written
-    if is_written:
-        assert json.loads(conftest.record.RECORD.read_text(encoding="utf-8"))["ops"]["wkv4"]["passed"] == 1
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    for name, pretended in {"conftest.py": "_driver_version = str", "record.py": "digest = str.upper"}.items():
+        text = (root / "tests" / "gpu" / name).read_text(encoding="utf-8")
+        (folder / name).write_text(f"{text}\n{pretended}\n", encoding="utf-8")
+    tests = f"""
+import os, time, pytest, signal
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("op", ["wkv4", "timex"])
+def test(op, number):
+    if {chosen == "ends"} and (op, number) == ("wkv4", 1):
+        os.kill({"os.getppid()" if workers else "os.getpid()"}, signal.SIGINT)
+        time.sleep(5)
+"""
+    (folder / "test_it.py").write_text(tests, encoding="utf-8")
+    # A machine that seems to have a GPU.
+    pretends = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda: "a GPU"
+from rwkv_jit import machine
+machine.env_report = lambda: {"gpus": ["a GPU"], "torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=1)
+"""
+    (tmp_path / "pretends.py").write_text(pretends, encoding="utf-8")
+    more = ["-k", chosen] if chosen == "0" else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/gpu", "--record", "-p", "pretends", "-p", "no:cacheprovider",
+         "-n", str(workers), *more],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    ops = json.loads((folder / "record.json").read_text(encoding="utf-8"))["ops"]
+    due = [len(section.get("due", ())) for section in ops.values()]
+    assert {name: section["digest"] for name, section in ops.items()} == {name: name.upper() for name in ops}
+    assert [section["passed"] for section in ops.values()] == [3 - left for left in due]
+    if chosen == "ends":
+        assert 0 < sum(due) < 3 * len(due)
+    else:
+        assert due == [2 if chosen else 0] * 2
 
 
 # ---- what a run says of this tier --------------------------------------------------------------------------------
