@@ -127,7 +127,8 @@ class VarlenOptions(UpdateOptions, total=False):
     Sequences of up to 8 tokens are computed as by `wkv7_update`, and have its precision. Longer ones are computed as by
     `wkv7` with packed sequences. Where a prompt is cut, into several calls or by checkpoints, results differ by no more
     than that, and by what rounding a state of 16 bits does. `rounding` is for sequences of up to 8 tokens without
-    checkpoints; after longer ones states are rounded to the nearest: once in so many tokens loses nothing.
+    checkpoints; after longer ones states are rounded to the nearest: once in so many tokens loses nothing. Where few
+    sequences are cut, as `max_seqlen` allows, those of up to 8 tokens beside them go the way of longer ones.
 
     The lengths are looked at on the GPU alone: nothing waits for it, and a CUDA graph replays with others. The kernels
     take any values of cu_seqlens and indices without a stray access.
