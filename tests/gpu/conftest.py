@@ -71,7 +71,7 @@ def pytest_runtest_makereport(item, call):
     op = _op_of(item)
     if op:
         report.user_properties.append(("op", op))
-    if not _sent and os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+    if not _sent and getattr(item.config, "workerinput", {}).get("workerid") == "gw0":
         _sent.append(True)
         report.user_properties.append(("tests", {op: [*names] for op, names in _tests.items()}))
     if report.failed:

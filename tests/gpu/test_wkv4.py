@@ -281,6 +281,8 @@ class Pool:
         before = self.before.as_strided(self.states.shape, self.strides)
         w, u, k, v = (x.double() for x in self.inputs)
         want, final = rwkv_jit.wkv4_ref(w, u, k[there], v[there], before[read].double(), True, self.decay)
+        if want.numel() > 1:  # one value alone may be as far off as its rounding
+            assert relative(y[there], want) <= LIMITS[{x: n for n, x in DTYPES.items()}[y.dtype]]
         rounding = torch.finfo(y.dtype).eps / 2 + 1e-5
         assert bool(((y[there] - want).abs() <= rounding * want.abs() + 1e-5 * want.square().mean().sqrt()).all())
         others = torch.ones(len(y), dtype=torch.bool, device="cuda")
@@ -363,10 +365,10 @@ def test_several_tokens_of_any_data(op, kind):
 
 @OP
 @pytest.mark.parametrize("how", ["tokens first", "channels last but one", "a slice"])
-@pytest.mark.parametrize("of", [(2,), (3,), (2, 3)], ids=["k", "v", "both"])
-def test_tokens_of_an_update_may_have_any_strides(op, how, of):
+@pytest.mark.parametrize("places", [(2,), (3,), (2, 3)], ids=["k", "v", "both"])
+def test_tokens_of_an_update_may_have_any_strides(op, how, places):
     pool = Pool((5, 40, 96), torch.bfloat16)
-    for index in of:
+    for index in places:
         x = pool.inputs[index]
         pool.inputs[index] = {
             "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

@@ -8,12 +8,14 @@ import re
 import struct
 import sys
 import threading
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch._subclasses import fake_tensor
 
+import rwkv_jit
 from rwkv_jit import cuda, custom, kernel, tensors
 from rwkv_jit.cache import Compiled, Resources
 from rwkv_jit.errors import RwkvJitError
@@ -343,23 +345,29 @@ def on_gpu(gpus, nothing_known, monkeypatch):
     return gpus
 
 
-def entered(function):
-    """The functions of the package that are called, by name, without the check of tensors that is no Python."""
-    names = []
+def called(function):
+    """The functions of the package that are called, by name."""
+    package, names = str(Path(rwkv_jit.__file__).parent), []
 
-    def enter(frame, event, _):
-        if event == "call" and "rwkv_jit" in frame.f_code.co_filename:
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
             names.append(frame.f_code.co_name)
 
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return names
+
+
+def entered(function):
+    """The same of a call that is known, without the check of tensors that is no Python."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "likeness", lambda arrays: lambda *_: True)
         function()  # what later calls find is kept
-        sys.setprofile(enter)
-        try:
-            function()
-        finally:
-            sys.setprofile(None)
-    return names
+        return called(function)
 
 
 def cuda_tensor(device=0, size=3):

@@ -7,7 +7,6 @@ import re
 import sys
 import weakref
 from concurrent.futures import Future
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch._decomp.decompositions_for_jvp  # noqa: F401, as it compiles functions of torch that `on_gpu` replaces
 from problems import is_by_halves
-from stub_driver import in_fork
+from stub_driver import called, in_fork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1173,23 +1172,6 @@ def test_tuner_launches_the_geometry_it_is_asked_for_from_kernels_it_has_compile
 # ---- what a known call costs -------------------------------------------------------------------------------------
 
 
-def frames(function):
-    """Return how many functions of the package are called."""
-    package, count = str(Path(rwkv_jit.__file__).parent), 0
-
-    def note(frame, event, _):
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 @pytest.mark.parametrize("is_bounded", [True, False])
 @EACH
 def test_known_call_runs_little_python(op, arch, tokens, size, value_size, options, is_bounded, on_gpu):
@@ -1214,7 +1196,7 @@ def test_known_call_runs_little_python(op, arch, tokens, size, value_size, optio
     for direction, most, of_one_kernel in ((forward, 9, 10), (training, 10, 12), (backward, 8, 20)):
         direction()
         on_gpu.order = []
-        count = frames(direction)
+        count = len(called(direction))
         zeros = sum(x[0] == "zero" for x in on_gpu.order)
         assert count - len(on_gpu.order) - zeros <= most  # a launch has one, and to write zeros takes two
         assert count <= of_one_kernel or (len(on_gpu.order) > 1 and direction != backward)

@@ -1,14 +1,13 @@
 """Gradients that nobody asks for: which launches of a backward are left, and who says what is wanted."""
 
 import itertools
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from functorch.compile import aot_function, make_boxed_func
 from problems import is_by_halves, problem
+from stub_driver import called
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rwkv_jit
@@ -190,23 +189,6 @@ def test_sums_of_wkv4_that_nobody_wants_are_left_out(on_gpu):
 # ---- calls that are known ----------------------------------------------------------------------------------------
 
 
-def entered(function):
-    """How many functions of the package are called."""
-    package, count = str(Path(rwkv_jit.__file__).parent), 0
-
-    def note(frame, event, _):
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 @EACH
 def test_known_backward_of_some_gradients_runs_as_little_python_as_that_of_all(op, way, on_gpu):
     arch, tokens, size, value_size, options = WAYS[OPS[op].family][way]
@@ -221,7 +203,7 @@ def test_known_backward_of_some_gradients_runs_as_little_python_as_that_of_all(o
 
         backward()
         on_gpu.order = []
-        counts.append(entered(backward) - sum(2 if x[0] == "zero" else 1 for x in on_gpu.order if x[0] != "wait"))
+        counts.append(len(called(backward)) - sum(2 if x[0] == "zero" else 1 for x in on_gpu.order if x[0] != "wait"))
     assert max(counts) <= counts[0]
     assert counts[0] <= 8 or way == "large in parts"  # which are on two streams
 
