@@ -190,17 +190,20 @@ def test(op, number):
 """
     (folder / "test_it.py").write_text(tests, encoding="utf-8")
     # A machine that seems to have a GPU.
-    pretends = """
+    pretends = f"""
 import os
 import torch
+WORKERS = {workers}
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_name = lambda: "a GPU"
 from rwkv_jit import machine
-machine.env_report = lambda: {"gpus": ["a GPU"], "torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}
+machine.env_report = lambda: {{"gpus": ["a GPU"], "torch": "2", "torch_cuda": "13", "cupy": [], "nvrtc": "13"}}
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=1)
-def pytest_runtest_logfinish():
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+has_tests = []  # workers say which there are with a report, and not with each
+def pytest_runtest_logreport(report):
+    has_tests.extend(name for name, _ in report.user_properties if name == "tests")
+    if "PYTEST_XDIST_WORKER" not in os.environ and report.when == "call" and (has_tests or not WORKERS):
         open("reported", "w").close()
 """
     (tmp_path / "pretends.py").write_text(pretends, encoding="utf-8")
