@@ -33,10 +33,10 @@ _MODULES = {
     "wkv5_varlen": "rwkv_jit.inference.varlen",
     "wkv6_varlen": "rwkv_jit.inference.varlen",
     "wkv7_varlen": "rwkv_jit.inference.varlen",
-    "activate": "rwkv_jit.inference.layer",
-    "gated_norm": "rwkv_jit.inference.layer",
-    "prepare_keys": "rwkv_jit.inference.layer",
-    "shift_mix": "rwkv_jit.inference.layer",
+    "activate": "rwkv_jit.layers.functions",
+    "gated_norm": "rwkv_jit.layers.functions",
+    "prepare_keys": "rwkv_jit.layers.functions",
+    "shift_mix": "rwkv_jit.layers.functions",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
     "timex_ref": "rwkv_jit.reference",
@@ -165,7 +165,6 @@ if TYPE_CHECKING:
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
-    from rwkv_jit.inference.layer import activate, gated_norm, prepare_keys, shift_mix
     from rwkv_jit.inference.options import (
         DecayUpdateOptions,
         DecayVarlenOptions,
@@ -207,6 +206,7 @@ if TYPE_CHECKING:
         wkv7_varlen,
     )
     from rwkv_jit.inference.wkv4 import wkv4_update
+    from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, shift_mix
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.modes import (
         get_bfloat16_precision,
@@ -238,5 +238,5 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
-for _ops in ("ops", "inference"):
+for _ops in ("ops", "inference", "layers"):
     after.imported("torch", then=f"rwkv_jit.{_ops}.registry")

@@ -13,11 +13,12 @@ from rwkv_jit.algorithms import whole, wkv4
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import layer_steps, replay_steps, steps, varlen_steps
-from rwkv_jit.inference.layer_steps import Given, Sequences
+from rwkv_jit.inference import replay_steps, steps, varlen_steps
 from rwkv_jit.inference.replay_steps import Ring
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.inference.varlen_steps import Varlen
+from rwkv_jit.layers import steps as layer_steps
+from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.ops import checks, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES

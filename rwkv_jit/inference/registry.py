@@ -37,10 +37,6 @@ _OPS = {
         "float scale, str decay, float? decay_bound, str state_layout) -> ()",
         "rwkv_jit.inference.varlen",
     ),
-    "layer_step": (
-        "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()",
-        "rwkv_jit.inference.layer_calls",
-    ),
 }
 
 

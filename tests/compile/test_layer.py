@@ -8,8 +8,8 @@ from problems import by_turns
 from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import layer_steps
-from rwkv_jit.inference.layer_steps import Given, Sequences
+from rwkv_jit.layers import steps as layer_steps
+from rwkv_jit.layers.steps import Given, Sequences
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = layer_steps.OPS

@@ -9,12 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-# The ops, and how the names of their templates begin; inference is as one more, whose modules no other op needs but
-# wkv4, whose update stands there.
-INFERENCE = "inference"
+# The ops, and how the names of their templates begin; inference and layers are as two more, each with a room and a
+# folder of templates. No op needs the modules of inference but wkv4, whose update stands there, and layers some.
+INFERENCE, LAYERS = "inference", "layers"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
-    "linear_attention": ("gla",), INFERENCE: ("gla", "wkv7"),  # beside those in a folder of its own
+    "linear_attention": ("gla",), INFERENCE: ("gla", "wkv7"), LAYERS: (),  # beside those in folders of their own
 }  # fmt: skip
 OPS = tuple(STEMS)
 # The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
@@ -23,7 +23,8 @@ LAUNCHING = (
     "compiler.py", "cuda.py", "dlpack.py", "gpu.py", "kernel.py", "launch.py", "modes.py", "plan.py", "problem.py",
     "rule.py", "schedule.py", "signatures.py", "template.py", "tensors.py", "tuned.py",
 )  # fmt: skip
-ROOMS, PLAIN = ("algorithms", "ops"), "ops/plain.py"
+ROOMS, PLAIN = ("algorithms", "ops"), ("ops/plain.py", "layers/plain.py")
+FOR_LAYERS = {"inference/arguments.py", "inference/calls.py"}
 _MEASURED_WITH = re.compile(r'^_TEMPLATES = "\w+"$', re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
@@ -87,14 +88,16 @@ def modules(op: str) -> list[str]:
     """All modules that decide about the results of an op."""
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
     own = _in_room(INFERENCE) if op in (INFERENCE, "wkv4") else set()
-    return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {PLAIN})
+    if op == LAYERS:
+        own = _in_room(LAYERS) | FOR_LAYERS
+    return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {*PLAIN})
 
 
 def templates(op: str) -> list[str]:
     """The kernels of an op, and those that all ops take."""
     folder = ROOT / "kernel_templates"
     found = [path for stem in STEMS[op] for path in folder.rglob(f"{stem}_*.cu")]
-    for name in ("shared", INFERENCE) if op == INFERENCE else ("shared",):
+    for name in ("shared", op) if op in (INFERENCE, LAYERS) else ("shared",):
         found += (folder / name).glob("*.cu")
     return sorted(path.name for path in found)
 

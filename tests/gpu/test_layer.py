@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit.inference import layer_steps
+from rwkv_jit.layers import steps as layer_steps
 
 DTYPES = comparing.DTYPES
 LIMITS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -22,7 +22,7 @@ KINDS = [
 CHANNELS = [1, 7, 33, 64, 100, 768, 1001, 2048, 4096, 5000, 8192, 20_000]
 SIZES = [1, 3, 8, 33, 48, 64, 100, 128, 256, 500, 999, 1024]
 SLOTS = 11
-pytestmark = pytest.mark.parametrize("op", ["inference"])  # the section of the record
+pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 KIND = pytest.mark.parametrize("kind", KINDS, ids="-".join)
 
 

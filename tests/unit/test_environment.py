@@ -447,17 +447,17 @@ algorithms.whole
 tuned
 rule
 ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
-ops.flops ops.torch_op
+ops.flops ops.torch_op layers
 ops.wide_keys
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
-inference.registry inference.options inference.layer_plain inference.layer_steps inference.varlen_steps
+inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps
 inference.arguments
 inference.replay_steps inference.states
 inference.ring inference.pool
 inference.calls
 inference.plainly inference.flops
-inference.layer_calls inference.update inference.varlen inference.wkv4
-inference.layer inference.replay_calls
+inference.update inference.varlen inference.wkv4 layers.calls
+inference.replay_calls layers.functions
 inference.replay
 ahead_requests
 ahead bench.cases

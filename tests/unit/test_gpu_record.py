@@ -36,9 +36,16 @@ def test_totals_are_the_sums_of_the_sections():
 def copied_sources(tmp_path, monkeypatch):
     templates = [
         f"kernel_templates/{name}"
-        for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex", "inference")
+        for name in ("shared", "recurrent", "delta", "diagonal", "wkv4", "timex", "inference", "layers")
     ]
-    for folder in (*templates, "rwkv_jit", "rwkv_jit/ops", "rwkv_jit/algorithms", "rwkv_jit/inference"):
+    for folder in (
+        *templates,
+        "rwkv_jit",
+        "rwkv_jit/ops",
+        "rwkv_jit/algorithms",
+        "rwkv_jit/inference",
+        "rwkv_jit/layers",
+    ):
         (tmp_path / folder).mkdir(parents=True)
         for path in (record.ROOT / folder).iterdir():
             if path.is_file():
@@ -90,6 +97,9 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
         ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", {"wkv7", "inference"}),
         ("kernel_templates/recurrent/gla_recurrent_backward.cu", {op for op, x in record.STEMS.items() if "gla" in x}),
         ("kernel_templates/inference/arrange_sequences.cu", {"inference"}),
+        ("kernel_templates/layers/layer_heads.cuh", {"layers"}),
+        ("rwkv_jit/layers/steps.py", {"layers"}),
+        ("rwkv_jit/inference/arguments.py", {"wkv4", "inference", "layers"}),
         ("kernel_templates/wkv4/wkv4_update.cu", {"wkv4"}),
         ("rwkv_jit/inference/wkv4.py", {"wkv4", "inference"}),
         ("rwkv_jit/algorithms/wkv4.py", {"wkv4"}),
@@ -108,7 +118,7 @@ def test_every_op_is_covered():
     from rwkv_jit.ops.table import OPS
 
     stems = {name: (op.stem,) for name, op in OPS.items()}
-    assert stems | {"inference": ("gla", "wkv7")} == record.STEMS
+    assert stems | {"inference": ("gla", "wkv7"), "layers": ()} == record.STEMS
 
 
 @pytest.mark.parametrize(

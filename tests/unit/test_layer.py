@@ -16,9 +16,9 @@ from stub_driver import entered
 import rwkv_jit
 from rwkv_jit import ahead, kernel, signatures
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.inference import layer_steps
 from rwkv_jit.inference.arguments import INDEX_TYPES
-from rwkv_jit.inference.layer_steps import Given, Sequences
+from rwkv_jit.layers import steps as layer_steps
+from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.problem import BYTES
 
 B, T, C, SLOTS, H, N = 3, 4, 12, 7, 3, 4

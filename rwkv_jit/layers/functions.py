@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rwkv_jit.inference import layer_calls
+from rwkv_jit.layers import calls
 
 _EPS, _EPS_OF_HEADS = 1e-5, 64e-5
 
@@ -111,7 +111,7 @@ def shift_mix(
     (torch.Size([3, 256]), torch.Size([6, 3, 256]))
     """
     inputs = x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active
-    made = layer_calls.call("shift_mix", inputs, (shift, out, None), (null_index, eps))
+    made = calls.call("shift_mix", inputs, (shift, out, None), (null_index, eps))
     return x if add is None else made[-1], made[0] if out is None else out
 
 
@@ -181,7 +181,7 @@ def prepare_keys(
     torch.Size([5, 4, 64])
     """
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0
-    made = layer_calls.call("prepare_keys", inputs, (None, None, None, None), ())
+    made = calls.call("prepare_keys", inputs, (None, None, None, None), ())
     return made[0], v if v_first is None else made[1], made[-2], made[-1]
 
 
@@ -236,7 +236,7 @@ def gated_norm(
     >>> rwkv_jit.gated_norm(y, r, k, v, g, r_k, weight, bias).shape
     torch.Size([3, 256])
     """
-    made = layer_calls.call("gated_norm", (y, r, k, v, g, r_k, weight, bias), (out,), (eps,))
+    made = calls.call("gated_norm", (y, r, k, v, g, r_k, weight, bias), (out,), (eps,))
     return made[0] if out is None else out
 
 
@@ -281,5 +281,5 @@ def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
     """
     in_place = out is x
     given = kinds if isinstance(kinds, str) or not isinstance(kinds, Sequence) else tuple(kinds)
-    made = layer_calls.call("activate", (x,), (None if in_place else out,), (given, in_place))
+    made = calls.call("activate", (x,), (None if in_place else out,), (given, in_place))
     return made[0] if out is None else out

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from rwkv_jit import env, tensors
-from rwkv_jit.inference import arguments, calls, layer_plain, layer_steps, registry
-from rwkv_jit.inference.layer_steps import KINDS, MOST_MIXES, MOST_PARTS, OPS, Given, Sequences
+from rwkv_jit.inference import arguments
+from rwkv_jit.inference.calls import ADDRESS_BITS, one_slot
+from rwkv_jit.layers import plain, registry, steps
+from rwkv_jit.layers.steps import KINDS, MOST_MIXES, MOST_PARTS, OPS, Given, Sequences
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.schedule import Result, Schedule
@@ -69,7 +71,7 @@ def call(name: str, inputs: Sequence[Any], written: Sequence[Any], options: tupl
                 if x is not None:
                     address |= x.data_ptr()
             missing = tuple([x is None for x in arrays])
-            asked = name, inputs[0].shape, options, missing, torch.is_grad_enabled(), address & calls.ADDRESS_BITS
+            asked = name, inputs[0].shape, options, missing, torch.is_grad_enabled(), address & ADDRESS_BITS
             known = _known.get(asked)
             if known is not None and not known.are_alike(*[x for x in arrays if x is not None]):
                 known = None
@@ -270,8 +272,8 @@ def _plan(call: _Call) -> Plan:
         names = (*OPS[call.name].inputs, *_BESIDE.get(call.name, ()), *_WRITTEN[call.name])
         named = dict(zip(names, call.tensors, strict=True))
         if call.name == "shift_mix":
-            named["shift"] = calls.one_slot(named["shift"])
-        plan = _plans.keep(key, Plan(schedule, layer_steps.problem(call.name, given), named))
+            named["shift"] = one_slot(named["shift"])
+        plan = _plans.keep(key, Plan(schedule, steps.problem(call.name, given), named))
     return plan
 
 
@@ -289,12 +291,12 @@ def _described(call: _Call, alignment: int) -> tuple[Schedule, Given]:
     if call.name == "activate":
         parts = len(call.kinds)
         given = given._replace(rows=parts, sizes=(lead.numel() // parts,))
-        return layer_steps.activate(given, call.kinds, call.in_place), given
+        return steps.activate(given, call.kinds, call.in_place), given
     heads, head_size = lead.shape[-2:]
     given = given._replace(rows=lead.numel() // (heads * head_size), sizes=(heads, head_size))
     if call.name == "prepare_keys":
-        return layer_steps.prepare_keys(given), given
-    return layer_steps.gated_norm(given, call.eps), given
+        return steps.prepare_keys(given), given
+    return steps.gated_norm(given, call.eps), given
 
 
 def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
@@ -312,20 +314,20 @@ def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
     bound_bytes = 0 if cu_seqlens is None else cu_seqlens.element_size()
     index_bytes = 4 if indices is None else indices.element_size()
     sequences = Sequences(count, tokens, bound_bytes, slots, stride, index_bytes, call.null_index)
-    return layer_steps.shift_mix(given, sequences, call.eps), given
+    return steps.shift_mix(given, sequences, call.eps), given
 
 
 # ---- the torch op ------------------------------------------------------------------------------------------------
 
 
-def run(
+def layer_step_run(
     name: str, inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
 ) -> None:  # fmt: skip
     """Run the torch op with CPU or CUDA tensors."""
     if not written[0].is_cuda:
         torch_op.say_reference(name, written[0])
         with tensors.exactly(written[0]), torch.no_grad():
-            getattr(layer_plain, name)(inputs, written, null_index, eps, kinds)
+            getattr(plain, name)(inputs, written, null_index, eps, kinds)
         return
     in_place = not inputs
     if in_place:
@@ -339,11 +341,13 @@ def run(
     _plan(call).run(call.tensors)
 
 
-def fake(*_: Any) -> None:
+def layer_step_fake(*_: Any) -> None:
     """Do nothing with tensors that have no memory."""
 
 
-def record(keys: Any, name: str, inputs: Sequence[Tensor | None], written: Sequence[Tensor], *rest: Any) -> None:
+def layer_step_record(
+    keys: Any, name: str, inputs: Sequence[Tensor | None], written: Sequence[Tensor], *rest: Any
+) -> None:
     """Refuse to record gradients."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, *written)):
         raise RuntimeError(_no_gradient(name))
