@@ -117,7 +117,7 @@ class Model:
         if batch.bounds is not None:
             recurrence, options["cu_seqlens"] = rwkv_jit.wkv7_varlen, batch.bounds
         y = recurrence(states, r, w.view(k.shape), k, v, a, b, **options)
-        y = rwkv_jit.gated_norm(y, r, k, v, gate, p["r_k"], p["ln_x.weight"], p["ln_x.bias"])
+        y = rwkv_jit.gated_norm(y, gate, p["ln_x.weight"], p["ln_x.bias"], r, k, v, p["r_k"])
         return F.linear(y, p["output.weight"]), first_v
 
 

@@ -34,9 +34,16 @@ _MODULES = {
     "wkv6_varlen": "rwkv_jit.inference.varlen",
     "wkv7_varlen": "rwkv_jit.inference.varlen",
     "activate": "rwkv_jit.layers.functions",
+    "gated": "rwkv_jit.layers.functions",
     "gated_norm": "rwkv_jit.layers.functions",
     "prepare_keys": "rwkv_jit.layers.functions",
     "shift_mix": "rwkv_jit.layers.functions",
+    "token_shift": "rwkv_jit.layers.functions",
+    "activate_ref": "rwkv_jit.layers.reference",
+    "gated_ref": "rwkv_jit.layers.reference",
+    "gated_norm_ref": "rwkv_jit.layers.reference",
+    "prepare_keys_ref": "rwkv_jit.layers.reference",
+    "token_shift_ref": "rwkv_jit.layers.reference",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
     "timex_ref": "rwkv_jit.reference",
@@ -107,12 +114,16 @@ __all__ = [
     "UpdateOptions",
     "VarlenOptions",
     "activate",
+    "activate_ref",
     "add_hook",
     "cache_info",
     "clear_cache",
     "compile_async",
     "env_report",
+    "gated",
+    "gated_ref",
     "gated_norm",
+    "gated_norm_ref",
     "get_bfloat16_precision",
     "gla",
     "gla_ref",
@@ -129,6 +140,7 @@ __all__ = [
     "linear_attention_varlen",
     "linear_attention_verify",
     "prepare_keys",
+    "prepare_keys_ref",
     "replay_commit",
     "replay_flush",
     "set_batch_invariant",
@@ -137,6 +149,8 @@ __all__ = [
     "specialize",
     "timex",
     "timex_ref",
+    "token_shift",
+    "token_shift_ref",
     "warm",
     "wkv4",
     "wkv4_ref",
@@ -206,7 +220,14 @@ if TYPE_CHECKING:
         wkv7_varlen,
     )
     from rwkv_jit.inference.wkv4 import wkv4_update
-    from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, shift_mix
+    from rwkv_jit.layers.functions import activate, gated, gated_norm, prepare_keys, shift_mix, token_shift
+    from rwkv_jit.layers.reference import (
+        activate_ref,
+        gated_norm_ref,
+        gated_ref,
+        prepare_keys_ref,
+        token_shift_ref,
+    )
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.modes import (
         get_bfloat16_precision,

@@ -249,7 +249,7 @@ def _layer_requests(p: Problem, width: int, w_type: str) -> list[kernel.Request]
             )  # fmt: skip
             for biases in ((), ("a0", "v0"))
         ]
-        schedules.append(layer_steps.gated_norm(given("gated_norm", parameters, (1, p.K)), 0.0))
+        schedules.append(layer_steps.gated_norm(given("gated_norm", parameters, (1, p.K)), 0.0, "identity", "layer"))
     return [request for each in schedules for request in each.requests(p.gpu)]
 
 

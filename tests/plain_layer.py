@@ -56,12 +56,43 @@ def prepare_keys(k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=No
     return of_token(k) * (1 + (rate - 1) * of_layer(k_a)), v, -kk, kk * rate
 
 
-def gated_norm(y, r, k, v, g, r_k, weight, bias, eps=64e-5):
+def gated_norm(y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, eps=64e-5, gate="identity", norm="layer"):
     """[..., C]."""
-    heads = y.shape[-2:]
-    r, k, v, g = (x.double().reshape(y.shape) for x in (r, k, v, g))
-    bonus = (r * k * r_k.double().reshape(heads)).sum(-1, keepdim=True) * v
-    return ((norm(y, weight.reshape(heads), bias.reshape(heads), eps) + bonus) * g).flatten(-2)
+    heads, y = y.shape[-2:], y.double()
+    centred = y - y.mean(-1, keepdim=True) if norm == "layer" else y
+    z = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double().reshape(heads)
+    if bias is not None:
+        z = z + bias.double().reshape(heads)
+    if r_k is not None:
+        r, k, v = (x.double().reshape(y.shape) for x in (r, k, v))
+        z = z + (r * k * r_k.double().reshape(heads)).sum(-1, keepdim=True) * v
+    return gated(z, g.reshape(y.shape), gate).flatten(-2)
+
+
+def gated(x, g, gate="sigmoid"):
+    """x behind its gate."""
+    g = g.double()
+    return x.double() * {"identity": lambda: g, "sigmoid": g.sigmoid, "silu": lambda: g * g.sigmoid()}[gate]()
+
+
+def token_shift(x, mixes, amounts=None, first=None, cu_seqlens=None):
+    """The mixes [M, B, T, C]."""
+    x, before = x.double(), torch.zeros_like(x, dtype=torch.float64)
+    rows = [(b, 0, x.shape[1]) for b in range(x.shape[0])]
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        rows = [(0, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    for text, (row, begin, end) in enumerate(rows):
+        if begin < end:
+            before[row, begin + 1 : end] = x[row, begin : end - 1]
+            before[row, begin] = 0 if first is None else first[text].double()
+    share = mixes.double()[:, None, None] + (0 if amounts is None else amounts.double())
+    return x + (before - x) * share
+
+
+def activate(x, kinds):
+    """A function of every element, another one in each part."""
+    return torch.stack([ACTIVATIONS[kind](part) for kind, part in zip(kinds, x.double(), strict=True)])
 
 
 ACTIVATIONS = {
@@ -90,7 +121,7 @@ def decode(p, x, time_shift, channel_shift, states, v_first=None):
     read = torch.einsum("bhvk,bhk->bhv", states, a)
     states = states * d[:, :, None] + read[..., None] * b[:, :, None] + v[..., None] * k[:, :, None]
     y = torch.einsum("bhvk,bhk->bhv", states, r)
-    y = gated_norm(y, r, k, v, g, p["att.r_k"], p["att.ln_x.weight"], p["att.ln_x.bias"])
+    y = gated_norm(y, g, p["att.ln_x.weight"], p["att.ln_x.bias"], r, k, v, p["att.r_k"])
     x = x.double() + y @ p["att.output.weight"].T
     m = norm(x, p["ln2.weight"], p["ln2.bias"], 1e-5)
     mixed = m + (channel_shift.double() - m) * p["ffn.x_k"]

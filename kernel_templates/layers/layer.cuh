@@ -49,3 +49,15 @@ template <typename T> __device__ inline void prefetch(const T* source) {
 }
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// What something is multiplied by for its gate, and the slope of that.
+enum class Gate { identity, sigmoid, silu };
+template <Gate GATE> __device__ inline float opened(float gate) {
+    if constexpr (GATE == Gate::identity) return gate;
+    return GATE == Gate::silu ? gate * sigmoid(gate) : sigmoid(gate);
+}
+template <Gate GATE> __device__ inline float opened_slope(float gate) {
+    if constexpr (GATE == Gate::identity) return 1.0f;
+    const float share = sigmoid(gate);
+    return share * (1.0f - share) * (GATE == Gate::silu ? gate : 1.0f) + (GATE == Gate::silu ? share : 0.0f);
+}

@@ -1,23 +1,29 @@
-// What the output matrix of RWKV-7's time mixing reads. Per token and head:
+// What the output matrix of time mixing reads. Per token and head:
 //
-//     out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) g
+//     out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) opened(g)
 //
-//   y, r, k, v, g      [rows, heads, HEAD_SIZE]  T_IO  in
-//   r_k, weight, bias  [heads, HEAD_SIZE]  T_R_K, T_WEIGHT, T_BIAS  in
-//   out                [rows, heads, HEAD_SIZE]  T_IO  out
+//   y, g          [rows, heads, HEAD_SIZE]  T_IO  in
+//   r, k, v       the same shape  T_IO  in with HAS_BONUS, else null
+//   r_k           [heads, HEAD_SIZE]  T_R_K  in with HAS_BONUS, else null
+//   weight, bias  [heads, HEAD_SIZE]  T_WEIGHT, T_BIAS  in; bias is null without HAS_BIAS
+//   out           [rows, heads, HEAD_SIZE]  T_IO  out
 //
-// Grid (rows * heads / BLOCK_HEADS); LANES lanes have a head.
+// Without CENTERED the mean is 0, and the variance that of squares. Grid (rows * heads / BLOCK_HEADS); LANES lanes have
+// a head.
 #include "layer_heads.cuh"
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_gated_norm(
-    const T_IO* __restrict__ y, const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v,
-    const T_IO* __restrict__ g, const T_R_K* __restrict__ r_k, const T_WEIGHT* __restrict__ weight,
-    const T_BIAS* __restrict__ bias, T_IO* __restrict__ out, i64 rows, i64 heads, float eps) {
+    const T_IO* __restrict__ y, const T_IO* __restrict__ g, const T_WEIGHT* __restrict__ weight,
+    const T_BIAS* __restrict__ bias, const T_IO* __restrict__ r, const T_IO* __restrict__ k,
+    const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, T_IO* __restrict__ out, i64 rows, i64 heads,
+    float eps) {
     const i64 head = own_head(), start = head * HEAD_SIZE, of_row = head % heads * HEAD_SIZE;
     const bool is_there = head < rows * heads;
     let_next_launch_begin();
     for_pieces(is_there, [&](int, int channel) {
-        prefetch(r_k + of_row + channel), prefetch(weight + of_row + channel), prefetch(bias + of_row + channel);
+        prefetch(weight + of_row + channel);
+        if constexpr (HAS_BONUS) prefetch(r_k + of_row + channel);
+        if constexpr (HAS_BIAS) prefetch(bias + of_row + channel);
     });
     y = after_previous_launch(y);
     r = written_meanwhile(r), k = written_meanwhile(k), v = written_meanwhile(v), g = written_meanwhile(g);
@@ -28,23 +34,27 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_gated_norm(
         Piece<T_IO> held[ITEMS], receptance[ITEMS], key[ITEMS];
         Piece<T_R_K> share[ITEMS];
         for_pieces(is_there, [&](int n, int channel) {
-            held[n].load(y + start + channel), receptance[n].load(r + start + channel);
-            key[n].load(k + start + channel), share[n].load(r_k + of_row + channel);
+            held[n].load(y + start + channel);
+            if constexpr (HAS_BONUS) {
+                receptance[n].load(r + start + channel);
+                key[n].load(k + start + channel), share[n].load(r_k + of_row + channel);
+            }
         });
         for_pieces(is_there, [&](int n, int) {
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 x[n][i] = held[n].at(i), sum += x[n][i];
-                bonus += receptance[n].at(i) * key[n].at(i) * share[n].at(i);
+                if constexpr (HAS_BONUS) bonus += receptance[n].at(i) * key[n].at(i) * share[n].at(i);
             }
         });
     }
     Piece<T_IO> value[ITEMS], gate[ITEMS];
     for_pieces(is_there, [&](int n, int channel) {
-        value[n].load(v + start + channel), gate[n].load(g + start + channel);
+        if constexpr (HAS_BONUS) value[n].load(v + start + channel);
+        gate[n].load(g + start + channel);
     });
-    const float mean = sum_of_head(sum) * (1.0f / HEAD_SIZE);
-    bonus = sum_of_head(bonus);
+    const float mean = CENTERED ? sum_of_head(sum) * (1.0f / HEAD_SIZE) : 0.0f;
+    if constexpr (HAS_BONUS) bonus = sum_of_head(bonus);
     for_pieces(is_there, [&](int n, int) {
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) x[n][i] -= mean, squares += x[n][i] * x[n][i];
@@ -53,11 +63,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_gated_norm(
     for_pieces(is_there, [&](int n, int channel) {
         Piece<T_WEIGHT> slope;
         Piece<T_BIAS> offset;
-        slope.load(weight + of_row + channel), offset.load(bias + of_row + channel);
+        slope.load(weight + of_row + channel);
+        if constexpr (HAS_BIAS) offset.load(bias + of_row + channel);
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) {
-            const float normed = x[n][i] * factor * slope.at(i) + offset.at(i);
-            x[n][i] = (normed + bonus * value[n].at(i)) * gate[n].at(i);
+            float z = x[n][i] * factor * slope.at(i);
+            if constexpr (HAS_BIAS) z += offset.at(i);
+            if constexpr (HAS_BONUS) z += bonus * value[n].at(i);
+            x[n][i] = z * opened<Gate(GATE)>(gate[n].at(i));
         }
         write(out + start + channel, x[n]);
     });

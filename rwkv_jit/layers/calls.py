@@ -12,17 +12,19 @@ from rwkv_jit import env, tensors
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.calls import ADDRESS_BITS, one_slot
 from rwkv_jit.layers import plain, registry, steps
-from rwkv_jit.layers.steps import KINDS, MOST_MIXES, MOST_PARTS, OPS, Given, Sequences
+from rwkv_jit.layers.steps import GATES, KINDS, MOST_MIXES, MOST_PARTS, NORMS, OPS, Given, Sequences
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.schedule import Result, Schedule
 from rwkv_jit.signatures import BySignature
 
 # What calls have beside the inputs of their op, and what they write, in the order of plans.
-_BESIDE = {"shift_mix": ("state_indices", "cu_seqlens", "has_initial_state", "num_active")}
+_BESIDE = {
+    "shift_mix": ("state_indices", "cu_seqlens", "has_initial_state", "num_active"), "token_shift": ("cu_seqlens",),
+}  # fmt: skip
 _WRITTEN = {
     "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b"), "gated_norm": ("out",),
-    "activate": ("y",),
+    "activate": ("y",), "gated": ("y",), "token_shift": tuple(f"mixed{m}" for m in range(MOST_MIXES)),
 }  # fmt: skip
 
 
@@ -91,7 +93,10 @@ def _checked_call(
         raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
     call = _CHECKS[name](inputs, written, *options)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
-        raise RuntimeError(_no_gradient(name))
+        _check_gradient(call)
+        results = registry.find(f"{name}_fwd")(*call.inputs, call.eps, call.kinds, True)
+        several = results if isinstance(results, (tuple, list)) else (results,)
+        return [x for x, place in zip(several, _WRITTEN[name], strict=True) if place in call.made]
     is_direct = call.lead.is_cuda and tensors.is_eager() and tensors.are_plain(call.tensors)
     if is_direct and call.lead.numel():
         plan = _plan(call)
@@ -109,8 +114,42 @@ def _checked_call(
     return list(new.values())
 
 
+def _check_gradient(call: _Call) -> None:
+    """Check that a call can be differentiated."""
+    if call.name == "shift_mix":
+        raise RuntimeError(_no_gradient("shift_mix"))
+    if call.in_place or any(x is not None for x in call.written):
+        raise RuntimeError(f"{call.name}: what is written to out has no gradient; leave out away, or torch.no_grad()")
+
+
 def _no_gradient(name: str) -> str:
     return f"{name}: is for inference and has no gradient; call it in torch.no_grad()"
+
+
+def make(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return the results of a call as a torch op, of CPU or CUDA tensors."""
+    call = checked(name, inputs, eps, kinds)
+    if not call.lead.is_cuda:
+        torch_op.say_reference(name, call.lead)
+        with tensors.exactly(call.lead), torch.no_grad():
+            return in_plain_torch(name, call.inputs, call.eps, call.kinds)
+    if not call.lead.numel():
+        return [call.lead.new_empty(shape) for shape in call.made.values()]
+    return _plan(call).run(call.tensors)
+
+
+def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> _Call:
+    """Return the call that a torch op has been given."""
+    one = kinds[0] if len(kinds) == 1 else tuple(kinds)
+    options: dict[str, tuple[Any, ...]] = {
+        "gated_norm": (eps, *kinds), "activate": (one, False), "gated": tuple(kinds),
+    }  # fmt: skip
+    return _CHECKS[name](inputs, [None] * len(_WRITTEN[name]), *options.get(name, ()))
+
+
+def in_plain_torch(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return the results of a call, which plain torch can differentiate."""
+    return [x.to(inputs[0].dtype) for x in getattr(plain, name)(inputs, eps, kinds)]
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -174,14 +213,53 @@ def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
     return _Call("prepare_keys", given, [None] * 4, made, k)
 
 
-def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float) -> _Call:
+def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any) -> _Call:
     given = _as_tensors("gated_norm", inputs)
     named = dict(zip(OPS["gated_norm"].inputs, given, strict=True))
-    y = _check_heads("gated_norm", "y", named, tuple(OPS["gated_norm"].inputs))
+    y = _check_heads("gated_norm", "y", named, ("y", "g", "weight"))
+    absent = [name for name in ("r", "k", "v", "r_k") if named[name] is None]
+    if 0 < len(absent) < 4:
+        raise ValueError(f"{absent[0]}: r, k, v and r_k make the bonus together, got None")
     checks.check_number("eps", eps)
+    checks.check_name("gate", gate, GATES)
+    checks.check_name("norm", norm, NORMS)
     shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
     out = None if written[0] is None else arguments.out(written[0], shape, y)
-    return _Call("gated_norm", given, [out], {} if out is not None else {"out": shape}, y, eps=float(eps))
+    made = {} if out is not None else {"out": shape}
+    return _Call("gated_norm", given, [out], made, y, eps=float(eps), kinds=(gate, norm))
+
+
+def _check_gated(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> _Call:
+    x, g = _as_tensors("gated", inputs)
+    _check_lead("x", x)
+    _check("gated", "g", g, [tuple(x.shape)], x)
+    checks.check_name("gate", gate, GATES)
+    return _Call("gated", [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
+
+
+def _check_token_shift(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
+    *arrays, cu_seqlens = inputs
+    x, mixes, amounts, first = given = _as_tensors("token_shift", arrays)
+    if x.dim() != 3 or not x.shape[-1]:
+        raise ValueError(f"x: expected shape [batch, tokens, channels], got {list(x.shape)}")
+    _check_lead("x", x)
+    channels, texts = x.shape[-1], x.shape[0]
+    if mixes is None or mixes.shape not in [(count, channels) for count in range(1, MOST_MIXES + 1)]:
+        got = None if mixes is None else list(mixes.shape)
+        raise ValueError(f"mixes: expected shape [1 to {MOST_MIXES}, {channels}], got {got}")
+    _check("token_shift", "mixes", mixes, [tuple(mixes.shape)], x)
+    if cu_seqlens is not None:
+        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
+        checks.check_packing(cu_seqlens, x)
+        texts = cu_seqlens.shape[0] - 1
+        if tensors.is_eager() and tensors.are_plain([cu_seqlens]):
+            cu_seqlens = tensors.packing(cu_seqlens, x.shape[1])
+    if amounts is not None:
+        _check("token_shift", "amounts", amounts, [(mixes.shape[0], *x.shape)], x)
+    if first is not None:
+        _check("token_shift", "first", first, [(texts, channels)], x)
+    made = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
+    return _Call("token_shift", [*given, cu_seqlens], [None] * MOST_MIXES, made, x)
 
 
 def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> _Call:
@@ -209,7 +287,7 @@ def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, i
 
 _CHECKS: dict[str, Callable[..., _Call]] = {
     "shift_mix": _check_shift_mix, "prepare_keys": _check_prepare_keys, "gated_norm": _check_gated_norm,
-    "activate": _check_activate,
+    "activate": _check_activate, "gated": _check_gated, "token_shift": _check_token_shift,
 }  # fmt: skip
 
 
@@ -260,10 +338,10 @@ def _check_pool(shift: Tensor, channels: int, lead: Tensor) -> None:
 
 def _plan(call: _Call) -> Plan:
     """Return the plan of a call."""
-    places = [x for x in call.written if x is not None]
     address = 16
-    for x in places:
-        address |= x.data_ptr()
+    for x in call.written:
+        if x is not None:
+            address |= x.data_ptr()
     alignment = address & -address
     key = call.name, alignment, call.null_index, call.eps, call.kinds, call.in_place, tensors.signature(call.tensors)
     plan = _plans.get(key)
@@ -278,37 +356,55 @@ def _plan(call: _Call) -> Plan:
 
 
 def _described(call: _Call, alignment: int) -> tuple[Schedule, Given]:
-    named = dict(zip(OPS[call.name].inputs, call.inputs, strict=False))
-    types = {name: tensors.STORAGE[x.dtype] for name, x in named.items() if x is not None}
-    lead = call.lead
-    storage = tensors.STORAGE[lead.dtype]
-    given = Given(
-        tensors.gpu(lead.device.index), types, 0, (), alignment,
-        {name: Result(shape, storage) for name, shape in call.made.items()},
-    )  # fmt: skip
+    storage = tensors.STORAGE[call.lead.dtype]
+    given = given_of(call.name, call.inputs, len(call.kinds))._replace(
+        alignment=alignment, results={name: Result(shape, storage) for name, shape in call.made.items()}
+    )
     if call.name == "shift_mix":
         return _described_shift_mix(call, given)
     if call.name == "activate":
-        parts = len(call.kinds)
-        given = given._replace(rows=parts, sizes=(lead.numel() // parts,))
         return steps.activate(given, call.kinds, call.in_place), given
-    heads, head_size = lead.shape[-2:]
-    given = given._replace(rows=lead.numel() // (heads * head_size), sizes=(heads, head_size))
     if call.name == "prepare_keys":
         return steps.prepare_keys(given), given
-    return steps.gated_norm(given, call.eps), given
+    if call.name == "gated":
+        return steps.gated(given, *call.kinds), given
+    if call.name == "token_shift":
+        return steps.token_shift(given, texts_of(call.lead, call.inputs[-1])), given
+    gate, norm = call.kinds
+    return steps.gated_norm(given, call.eps, gate, norm), given
+
+
+def given_of(name: str, inputs: Sequence[Tensor | None], parts: int = 1) -> Given:
+    """Return what the steps of a call go by; `activate` has parts."""
+    named = dict(zip(OPS[name].inputs, inputs, strict=False))
+    types = {name: tensors.STORAGE[x.dtype] for name, x in named.items() if x is not None}
+    lead = next(x for x in inputs if x is not None)
+    given = Given(tensors.gpu(lead.device.index), types, 0, ())
+    if name in ("shift_mix", "token_shift"):
+        mixes = named["mixes"]
+        assert mixes is not None
+        channels = lead.shape[-1]
+        return given._replace(rows=lead.numel() // channels, sizes=(channels, mixes.numel() // channels))
+    if name in ("activate", "gated"):
+        return given._replace(rows=parts, sizes=(lead.numel() // parts,))
+    heads, head_size = lead.shape[-2:]
+    return given._replace(rows=lead.numel() // (heads * head_size), sizes=(heads, head_size))
+
+
+def texts_of(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
+    """Return the texts of `token_shift`."""
+    if cu_seqlens is None:
+        return Sequences(*x.shape[:2])
+    return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())
 
 
 def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
-    x, _, _, _, mixes, indices, cu_seqlens, *_ = call.inputs
+    x, _, _, _, _, indices, cu_seqlens, *_ = call.inputs
     shift = call.written[0]
-    channels, slots = x.shape[-1], shift.shape[0]
+    slots = shift.shape[0]
     stride = shift.stride(0) if slots > 1 else 0
     places = given.alignment | (stride * shift.element_size())
-    given = given._replace(
-        types={**given.types, "shift": tensors.STORAGE[shift.dtype]}, rows=x.numel() // channels,
-        sizes=(channels, mixes.numel() // channels), alignment=places & -places,
-    )  # fmt: skip
+    given = given._replace(types={**given.types, "shift": tensors.STORAGE[shift.dtype]}, alignment=places & -places)
     count = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tokens = x.shape[1] if x.dim() == 3 and cu_seqlens is None else 1
     bound_bytes = 0 if cu_seqlens is None else cu_seqlens.element_size()
@@ -327,7 +423,11 @@ def layer_step_run(
     if not written[0].is_cuda:
         torch_op.say_reference(name, written[0])
         with tensors.exactly(written[0]), torch.no_grad():
-            getattr(plain, name)(inputs, written, null_index, eps, kinds)
+            if name == "shift_mix":
+                plain.shift_mix(inputs, written, null_index, eps)
+                return
+            for target, x in zip(written, getattr(plain, name)(inputs or written, eps, kinds), strict=True):
+                target.copy_(x)
         return
     in_place = not inputs
     if in_place:
@@ -336,7 +436,7 @@ def layer_step_run(
     named = dict(zip(OPS[name].inputs, inputs, strict=False))
     absent = {"residual": named.get("add") is None, "new_v": named.get("v_first") is None}
     rest = iter(written)
-    targets = [None if absent.get(place) or in_place else next(rest) for place in _WRITTEN[name]]
+    targets = [None if absent.get(place) or in_place else next(rest, None) for place in _WRITTEN[name]]
     call = _Call(name, list(inputs), targets, {}, lead, null_index, eps, tuple(kinds), in_place)
     _plan(call).run(call.tensors)
 

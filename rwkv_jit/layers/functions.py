@@ -1,4 +1,4 @@
-"""The small work of an RWKV-7 layer beside its matrix products and its recurrence, for inference: a launch each."""
+"""The small work of a layer beside its matrix products and its recurrence: a launch each, with gradients."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def shift_mix(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. The pool is as it was.
     RuntimeError
-        An input wants a gradient.
+        An input wants a gradient: it is for inference. `token_shift` has one.
     RwkvJitError
         The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError
@@ -168,6 +168,10 @@ def prepare_keys(
     Where k k_k is zero, so are a and b. w of the layer goes to `wkv7_update` as it is, with `w0` and `decay="sigmoid"`.
     Precision and first calls are those of `shift_mix`.
 
+    All inputs have gradients. The backward keeps the inputs and nothing else, and makes norms and gates again; while it
+    runs it has sums of k_k, k_a, a0 and v0 for some hundred groups of rows in float32. Gradients of these are added up
+    in float32. A second derivative is an error.
+
     References
     ----------
     Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
@@ -186,31 +190,50 @@ def prepare_keys(
 
 
 def gated_norm(
-    y: Any, r: Any, k: Any, v: Any, g: Any, r_k: Any, weight: Any, bias: Any, *, eps: float = _EPS_OF_HEADS,
+    y: Any,
+    g: Any,
+    weight: Any,
+    bias: Any = None,
+    r: Any = None,
+    k: Any = None,
+    v: Any = None,
+    r_k: Any = None,
+    *,
+    gate: str = "identity",
+    norm: str = "layer",
+    eps: float = _EPS_OF_HEADS,
     out: Any = None,
-) -> Tensor:  # fmt: skip
-    r"""Norm the heads of y, add the bonus and gate all of it: what the output matrix of RWKV-7's time mixing reads.
+) -> Tensor:
+    r"""Norm the heads of y, add the bonus and gate all of it: what the output matrix of time mixing reads.
 
-        out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) g
+        out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) f(g)
 
-    per token and head, with the mean and the variance over a head. H is the heads, N the head size.
+    per token and head, with the mean and the variance over a head. H is the heads, N the head size. RWKV-7 has all of
+    it. RWKV-5 and 6 have no bonus, `gate="silu"`, and for a head size divisor of 8 the same eps; gated linear attention
+    has `norm="rms"` too.
 
     Parameters
     ----------
     y : torch.Tensor, shape (..., H, N), float16, bfloat16 or float32
-        What `wkv7` or `wkv7_update` return, of any number of tokens.
-    r, k, v : torch.Tensor, shape of y or (..., H * N), dtype of y
-        Receptance, key and value as the recurrence had them.
+        What the recurrence returns, of any number of tokens.
     g : torch.Tensor, shape of y or (..., H * N), dtype of y
         Gate.
-    r_k : torch.Tensor, shape (H, N) or (H * N,), dtype of y or float32
-        Bonus.
-    weight, bias : torch.Tensor, shape (H * N,) or (H, N), dtype of y or float32
-        Of the group norm.
+    weight : torch.Tensor, shape (H * N,) or (H, N), dtype of y or float32
+        Of the norm.
+    bias : torch.Tensor, shape (H * N,) or (H, N), dtype of y or float32, optional
+        Of the norm.
+    r, k, v : torch.Tensor, shape of y or (..., H * N), dtype of y, optional
+        Receptance, key and value as the recurrence had them: for the bonus, all or none.
+    r_k : torch.Tensor, shape (H, N) or (H * N,), dtype of y or float32, optional
+        How much of each channel is in the bonus; goes with r, k and v.
+    gate : {"identity", "sigmoid", "silu"}, default "identity"
+        f: g itself, 1 / (1 + e^-g), or g / (1 + e^-g).
+    norm : {"layer", "rms"}, default "layer"
+        "rms" takes 0 for the mean.
     eps : float, default 0.00064
-        Of the group norm.
+        Of the norm.
     out : torch.Tensor, shape (..., H * N), dtype of y, optional
-        Where the result is written, without gaps.
+        Where the result is written, without gaps. What is written there has no gradient.
 
     Returns
     -------
@@ -219,25 +242,119 @@ def gated_norm(
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `shift_mix`.
+        As `shift_mix`; a RuntimeError too where `out` is given and an input wants a gradient.
 
     Notes
     -----
-    Precision and first calls are those of `shift_mix`.
+    Precision and first calls are those of `shift_mix`, gradients and the memory of the backward those of
+    `prepare_keys`; its sums are those of weight, bias and r_k.
 
     References
     ----------
-    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456. Wu and He, Group
+    Normalization, arXiv:1803.08494. Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
 
     Examples
     --------
     >>> y, r, k, v, g = torch.randn(5, 3, 4, 64, device="cuda")
     >>> r_k, weight, bias = torch.randn(3, 256, device="cuda")
-    >>> rwkv_jit.gated_norm(y, r, k, v, g, r_k, weight, bias).shape
+    >>> rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, r_k).shape
     torch.Size([3, 256])
     """
-    made = calls.call("gated_norm", (y, r, k, v, g, r_k, weight, bias), (out,), (eps,))
+    made = calls.call("gated_norm", (y, g, weight, bias, r, k, v, r_k), (out,), (eps, gate, norm))
     return made[0] if out is None else out
+
+
+def gated(x: Any, g: Any, gate: str = "sigmoid") -> Tensor:
+    r"""Gate something:   y = x f(g).
+
+    Receptance gates the values of channel mixing so in RWKV-4, 5 and 6, and those of time mixing in RWKV-4.
+
+    Parameters
+    ----------
+    x : torch.Tensor, any shape, float16, bfloat16 or float32
+        What is gated.
+    g : torch.Tensor, shape and dtype of x
+        Gate.
+    gate : {"identity", "sigmoid", "silu"}, default "sigmoid"
+        f: g itself, 1 / (1 + e^-g), or g / (1 + e^-g).
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
+
+    Notes
+    -----
+    Precision and first calls are those of `shift_mix`. The backward keeps x and g. A second derivative is an error.
+
+    References
+    ----------
+    Peng et al., RWKV: Reinventing RNNs for the Transformer Era, arXiv:2305.13048.
+
+    Examples
+    --------
+    >>> x, receptance = torch.randn(2, 5, 256, device="cuda")
+    >>> y = rwkv_jit.gated(x, receptance)
+    >>> y.shape
+    torch.Size([5, 256])
+    """
+    return calls.call("gated", (x, g), (None,), (gate,))[0]
+
+
+def token_shift(
+    x: Any, mixes: Any, amounts: Any = None, first: Any = None, cu_seqlens: Any = None
+) -> tuple[Tensor, ...]:  # fmt: skip
+    r"""Mix every token with the one before it: how time and channel mixing begin.
+
+        mixed_m[t] = x_t + (x_{t-1} - x_t) (mixes_m + amounts_m[t])
+
+    Before the first token of a text stands `first`, or zeros. B is the batch, T the tokens, C the channels, M the
+    mixes. RWKV-6 has amounts by the token; RWKV-4 and 5 keep 1 - mixes, the share of the token itself.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
+        What is mixed, such as a normed residual.
+    mixes : torch.Tensor, shape (M, C) with M up to 6, dtype of x or float32
+        How much of the token before is in each mix.
+    amounts : torch.Tensor, shape (M, B, T, C), dtype of x, optional
+        What is added to that, token by token.
+    first : torch.Tensor, shape (B, C), or (N, C) for packed texts, dtype of x, optional
+        The token before the first of each text: the last one of a part that came before.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+    Returns
+    -------
+    mixed : tuple of M torch.Tensor, shape and dtype of x
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
+
+    Notes
+    -----
+    Precision and first calls are those of `shift_mix`; nothing is rounded but the results. Gradients and the memory of
+    the backward are those of `prepare_keys`: `first` has one too, of what is carried into a text.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> x, mixes = torch.randn(2, 5, 256, device="cuda"), torch.rand(6, 256, device="cuda")
+    >>> r, w, k, v, a, g = rwkv_jit.token_shift(x, mixes)
+    >>> r.shape
+    torch.Size([2, 5, 256])
+    """
+    return tuple(calls.call("token_shift", (x, mixes, amounts, first, cu_seqlens), (None,) * 6, ()))
 
 
 def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
@@ -253,6 +370,7 @@ def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
         "tanh", "sigmoid", "relu_squared" or "identity"; or one of these for each of up to 31 x[i].
     out : torch.Tensor, shape and dtype of x, optional
         Where the result is written, without gaps. It may be x, whose parts of kind "identity" are not touched then.
+        What is written there has no gradient.
 
     Returns
     -------
@@ -262,11 +380,11 @@ def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
     Raises
     ------
     TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
-        As `shift_mix`.
+        As `shift_mix`; a RuntimeError too where `out` is given and x wants a gradient.
 
     Notes
     -----
-    Precision and first calls are those of `shift_mix`.
+    Precision and first calls are those of `shift_mix`. The backward keeps x. A second derivative is an error.
 
     References
     ----------

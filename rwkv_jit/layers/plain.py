@@ -5,7 +5,7 @@ Arithmetic is float32, or float64 where the inputs are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def _plus(x: Tensor, y: Tensor | None) -> Tensor:
     return x if y is None else x + _wide(y).reshape(x.shape[-2:])
 
 
-def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]) -> None:
+def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float) -> None:
     """Run `shift_mix`; written are the pool, the mixes, and the residual where something is added."""
     x, add, weight, bias, mixes, state_indices, cu_seqlens, has_initial_state, num_active = inputs
     shift, mixed = written[:2]
@@ -52,10 +52,8 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
             made.view(-1, len(n), channels)[:, bounds[-1] :] = 0
 
 
-def prepare_keys(
-    inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]
-) -> None:
-    """Run `prepare_keys`; written are k, v where there is a first one, a and b."""
+def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return k, v where there is a first one, a and b."""
     k, v, rate, v_first, v_gate, k_k, k_a, a0, v0 = inputs
     shape, heads = k.shape, k.shape[-2:]
     k, rate = _wide(k), torch.sigmoid(_plus(_wide(rate).reshape(shape), a0))
@@ -64,25 +62,60 @@ def prepare_keys(
     if v_first is not None:
         v, share = _wide(v).reshape(shape), torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
         made.append(v + (_wide(v_first).reshape(shape) - v) * share)
-    for target, x in zip(written, (*made, -kk, kk * rate), strict=True):
-        target.copy_(x)
+    return [*made, -kk, kk * rate]
 
 
-def gated_norm(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, _: Sequence[str]) -> None:
-    """Run `gated_norm`."""
-    y, r, k, v, g, r_k, weight, bias = map(_wide, inputs)
+def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return the norm of the heads behind its gate."""
+    wide: list[Any] = [None if x is None else _wide(x) for x in inputs]
+    y, g, weight, bias, r, k, v, r_k = wide
+    gate, norm = kinds
     heads = y.shape[-2:]
-    normed = F.layer_norm(y, heads[1:], eps=eps) * weight.reshape(heads) + bias.reshape(heads)
-    bonus = (r.reshape(y.shape) * k.reshape(y.shape) * r_k.reshape(heads)).sum(-1, keepdim=True)
-    written[0].copy_(((normed + bonus * v.reshape(y.shape)) * g.reshape(y.shape)).view(written[0].shape))
+    z = F.layer_norm(y, heads[1:], eps=eps) if norm == "layer" else F.rms_norm(y, heads[1:], eps=eps)
+    z = z * weight.reshape(heads)
+    if bias is not None:
+        z = z + bias.reshape(heads)
+    if r_k is not None:
+        bonus = (r.reshape(y.shape) * k.reshape(y.shape) * r_k.reshape(heads)).sum(-1, keepdim=True)
+        z = z + bonus * v.reshape(y.shape)
+    return [(z * _GATES[gate](g.reshape(y.shape))).flatten(-2)]
 
 
-def activate(
-    inputs: Sequence[Any], written: Sequence[Tensor], null_index: int, eps: float, kinds: Sequence[str]
-) -> None:
-    """Run `activate`; in place where there is no input."""
-    (y,) = written
-    x = inputs[0] if inputs else y
-    functions = {"tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu_squared": lambda part: F.relu(part).square()}
-    for own, part, kind in zip(y.view(len(kinds), -1), x.reshape(len(kinds), -1), kinds, strict=True):
-        own.copy_(functions[kind](_wide(part)) if kind in functions else part)
+def gated(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return x behind a gate."""
+    x, g = map(_wide, inputs)
+    return [x * _GATES[kinds[0]](g)]
+
+
+def activate(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return a function of every element, another one in each part."""
+    (x,) = inputs
+    parts = zip(x.reshape(len(kinds), -1), kinds, strict=True)
+    return [torch.stack([_FUNCTIONS[kind](_wide(part)) for part, kind in parts]).view(x.shape)]
+
+
+def token_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return the mixes of every token with the one before it."""
+    x, mixes, amounts, first, cu_seqlens = inputs
+    x = _wide(x)
+    before = F.pad(x, (0, 0, 1, 0))[..., :-1, :]
+    starts = torch.zeros(1, dtype=torch.int64, device=x.device)
+    if cu_seqlens is not None:
+        starts = cu_seqlens[:-1][cu_seqlens[1:] > cu_seqlens[:-1]].to(torch.int64)
+        before = before.index_fill(-2, starts, 0)
+    if first is not None and x.numel():
+        first = _wide(first)
+        first = first.unsqueeze(1) if cu_seqlens is None else first[cu_seqlens[1:] > cu_seqlens[:-1]].unsqueeze(0)
+        before = before.index_copy(-2, starts, first)
+    shares = list(_wide(mixes).unbind())
+    if amounts is not None:
+        shares = [share + _wide(amount) for share, amount in zip(shares, amounts, strict=True)]
+    return [x + (before - x) * share for share in shares]
+
+
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu_squared": lambda x: F.relu(x).square(),
+}  # fmt: skip

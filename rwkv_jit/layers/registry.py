@@ -17,26 +17,45 @@ class Entry(NamedTuple):
     schema : str
         What it takes and returns.
     module : str
-        Which one has what runs it: functions whose names begin with that of the op and end with those below.
+        Which one has what runs it: functions whose names begin with that of the op, or with a `prefix`, and end with
+        those below.
+    prefix : str, optional
+        With it the functions take the name that the op begins with before all else: they serve several ops.
     has_gradient : bool
-        Whether `..._setup` keeps what `..._backward` takes.
-    is_in_place : bool
-        Whether it changes tensors, and `..._record` stands at torch's Autograd key.
+        Whether `..._setup` keeps what `..._backward` takes. Else `..._record` stands at torch's Autograd key.
     """
 
     schema: str
     module: str
+    prefix: str = ""
     has_gradient: bool = False
-    is_in_place: bool = False
 
 
 _LIBRARY = torch.library.Library("rwkv_jit", "FRAGMENT")
 _OPS = {
     "layer_step": Entry(
         "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()",
-        "rwkv_jit.layers.calls", is_in_place=True,
+        "rwkv_jit.layers.calls",
     ),
 }  # fmt: skip
+# The inputs of the ops that have gradients, those in brackets optional, and their results. In the place of one that a
+# call does not have, an op returns an empty tensor: torch.func knows no lists of what has gradients.
+_DIFFERENTIABLE = {
+    "prepare_keys": ("k v rate [v_first] [v_gate] k_k k_a [a0] [v0]", "new_k new_v a b"),
+    "gated_norm": ("y g weight [bias] [r] [k] [v] [r_k]", "out"),
+    "activate": ("x", "y"),
+    "gated": ("x g", "y"),
+    "token_shift": ("x mixes [amounts] [first] [cu_seqlens]", "mixed0 mixed1 mixed2 mixed3 mixed4 mixed5"),
+}
+for _name, (_inputs, _results) in _DIFFERENTIABLE.items():
+    _given = ", ".join(f"Tensor? {x[1:-1]}" if x.startswith("[") else f"Tensor {x}" for x in _inputs.split())
+    _grads = ", ".join(f"Tensor? grad_{x}" for x in _results.split())
+    _given, _module = f"{_given}, float eps, str[] kinds", "rwkv_jit.layers.gradients"
+    _made = ", ".join("Tensor" for _ in _results.split())
+    _OPS |= {
+        f"{_name}_fwd": Entry(f"({_given}, bool save) -> ({_made})", _module, "forward"),
+        f"{_name}_bwd": Entry(f"({_grads}, {_given}, str[] wanted) -> Tensor[]", _module, "backward"),
+    }
 
 
 def find(name: str) -> Any:
@@ -45,8 +64,11 @@ def find(name: str) -> Any:
 
 
 def _later(name: str, part: str) -> Callable[..., Any]:
+    entry = _OPS[name]
+
     def run(*arguments: Any, **named: Any) -> Any:
-        return getattr(import_module(_OPS[name].module), f"{name}_{part}")(*arguments, **named)
+        shared = (name.rpartition("_")[0],) if entry.prefix else ()
+        return getattr(import_module(entry.module), f"{entry.prefix or name}_{part}")(*shared, *arguments, **named)
 
     return run
 
@@ -56,12 +78,12 @@ def _register(name: str, entry: Entry) -> None:
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, _later(name, "run"), key)
     torch.library.register_fake(f"rwkv_jit::{name}", _later(name, "fake"), lib=_LIBRARY)
-    if entry.is_in_place:
-        _LIBRARY.impl(name, _later(name, "record"), "Autograd", with_keyset=True)
-    elif entry.has_gradient:
+    if entry.has_gradient:
         torch.library.register_autograd(
             f"rwkv_jit::{name}", _later(name, "backward"), setup_context=_later(name, "setup"), lib=_LIBRARY
         )
+    else:
+        _LIBRARY.impl(name, _later(name, "record"), "Autograd", with_keyset=True)
 
 
 for _name, _entry in _OPS.items():

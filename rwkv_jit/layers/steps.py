@@ -21,7 +21,10 @@ _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
 _ELEMENT_THREADS = 128
+_SHIFT_ROWS = 8  # tokens whose mixes a thread makes
 KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that the kernel has for them
+GATES = ("identity", "sigmoid", "silu")  # as KINDS
+NORMS = ("layer", "rms")
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
 MOST_MIXES = 6
 _HEAD = "NHK"
@@ -36,10 +39,12 @@ OPS = {
         ),
         Op(
             "gated_norm",
-            dict(y=_HEAD, r=_HEAD, k=_HEAD, v=_HEAD, g=_HEAD, r_k="HK", weight="HK", bias="HK"),
+            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK"),
             wide=("r_k", "weight", "bias"),
         ),
         Op("activate", dict(x="NC"), wide=()),
+        Op("gated", dict(x="N", g="N"), wide=()),
+        Op("token_shift", dict(x="NC", mixes="GC", amounts="GNC", first="SC"), wide=("mixes",)),
     )
 }
 
@@ -105,13 +110,13 @@ def problem(name: str, given: Given) -> Problem:
 def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
     """Return the launch of `shift_mix`: the pool is bound to its first slot."""
     channels, mixes = given.sizes
-    vector, is_packed = _vector(channels, given, "x", "shift"), sequences.bound_bytes > 0
+    vector, is_packed = vector_of(channels, given, "x", "shift"), sequences.bound_bytes > 0
     threads = min(_ROW_THREADS, 32 * ceil(channels / (32 * vector)))
     parameters: dict[str, Parameter] = {
         "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads, "HAS_ADD": "add" in given.types,
         "PACKED": is_packed, "ONE_TOKEN": sequences.tokens == 1 and not is_packed,
         "BOUND_BYTES": sequences.bound_bytes or 4, "INDEX_BYTES": sequences.index_bytes,
-        "T_IO": given.types["x"], **_types(given, ("weight", "bias", "mixes", "shift")),
+        "T_IO": given.types["x"], **types_of(given, ("weight", "bias", "mixes", "shift")),
     }  # fmt: skip
     bind = {
         "rows": given.rows, "tokens": sequences.tokens, "sequences": sequences.number, "slots": sequences.slots,
@@ -122,20 +127,71 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
 
 def prepare_keys(given: Given) -> Schedule:
     """Return the launch of `prepare_keys`."""
-    more: dict[str, Parameter] = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
-    more |= _types(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0"))
-    return _of_heads("prepare_keys", "k", given, more, {})
+    return _of_heads("prepare_keys", "k", given, keys_parameters(given), {})
 
 
-def gated_norm(given: Given, eps: float) -> Schedule:
+def keys_parameters(given: Given) -> dict[str, Parameter]:
+    """Return the parameters that tell what makes keys apart."""
+    flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
+    return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0"))}
+
+
+def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
     """Return the launch of `gated_norm`."""
-    return _of_heads("gated_norm", "y", given, _types(given, ("r_k", "weight", "bias")), {"eps": eps})
+    return _of_heads("gated_norm", "y", given, gated_norm_parameters(given, gate, norm), {"eps": eps})
+
+
+def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
+    """Return the parameters that tell norms apart."""
+    return {
+        "HAS_BONUS": "r_k" in given.types, "HAS_BIAS": "bias" in given.types, "CENTERED": norm == "layer",
+        "GATE": GATES.index(gate), **types_of(given, ("r_k", "weight", "bias")),
+    }  # fmt: skip
+
+
+def gated(given: Given, gate: str) -> Schedule:
+    """Return the launch of `gated`."""
+    (count,) = given.sizes
+    vector = vector_of(count, given, "x")
+    return _schedule("gated", given, vector, *elements(given, vector, gate), {"count": count})
+
+
+def elements(given: Given, vector: int, gate: str) -> tuple[dict[str, Parameter], tuple[int, int, int]]:
+    """Return the parameters and the grid of a kernel for elements behind a gate."""
+    parameters: dict[str, Parameter] = {
+        "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS, "GATE": GATES.index(gate),
+    }  # fmt: skip
+    return parameters, (ceil(given.sizes[0] / (vector * _ELEMENT_THREADS)), 1, 1)
+
+
+def token_shift(given: Given, texts: Sequences) -> Schedule:
+    """Return the launch of `token_shift`."""
+    channels, mixes = given.sizes
+    vector = vector_of(channels, given, "x")
+    parameters, slices = shift_parameters(given, texts, vector)
+    grid = ceil(given.rows / _SHIFT_ROWS), slices, 1
+    bind: dict[str, Any] = {"rows": given.rows, "tokens": texts.tokens, "texts": texts.number}
+    bind |= {f"mixed{m}": None for m in range(mixes, MOST_MIXES)}
+    return _schedule("token_shift", given, vector, parameters | {"ROWS": _SHIFT_ROWS}, grid, bind)
+
+
+def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[str, Parameter], int]:
+    """Return the parameters that both directions of `token_shift` have, and how many blocks share a row."""
+    channels, mixes = given.sizes
+    threads = min(_ELEMENT_THREADS, 32 * ceil(channels / (32 * vector)))
+    parameters: dict[str, Parameter] = {
+        "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads,
+        "HAS_AMOUNTS": "amounts" in given.types, "HAS_FIRST": "first" in given.types,
+        "PACKED": texts.bound_bytes > 0, "BOUND_BYTES": texts.bound_bytes or 4, "T_IO": given.types["x"],
+        **types_of(given, ("mixes",)),
+    }  # fmt: skip
+    return parameters, ceil(channels / (vector * threads))
 
 
 def activate(given: Given, kinds: Sequence[str], in_place: bool) -> Schedule:
     """Return the launch of `activate`, whose y is x where it is in place."""
     (count,) = given.sizes
-    vector = _vector(count, given, "x")
+    vector = vector_of(count, given, "x")
     numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(kinds))
     parameters: dict[str, Parameter] = {
         "T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS,
@@ -145,17 +201,23 @@ def activate(given: Given, kinds: Sequence[str], in_place: bool) -> Schedule:
     return _schedule("activate", given, vector, parameters, grid, bind)
 
 
-def _of_heads(name: str, lead: str, given: Given, more: Mapping[str, Parameter], bind: Mapping[str, Any]) -> Schedule:
+def _of_heads(name: str, lead: str, given: Given, more: dict[str, Parameter], bind: Mapping[str, Any]) -> Schedule:
     """Return the launch of a kernel in which lanes share heads."""
     heads, head_size = given.sizes
-    vector = _vector(head_size, given, lead)
+    vector = vector_of(head_size, given, lead)
+    parameters, block_heads = head_parameters(given, lead, vector, _HEAD_THREADS)
+    grid = ceil(given.rows * heads / block_heads), 1, 1
+    return _schedule(name, given, vector, parameters | more, grid, {"rows": given.rows, "heads": heads, **bind})
+
+
+def head_parameters(given: Given, lead: str, vector: int, threads: int) -> tuple[dict[str, Parameter], int]:
+    """Return the parameters of a kernel in which lanes share heads, and how many heads a block has."""
+    head_size = given.sizes[1]
     lanes = min(32, 1 << (ceil(head_size / vector) - 1).bit_length())
     parameters: dict[str, Parameter] = {
-        "T_IO": given.types[lead], "HEAD_SIZE": head_size, "VECTOR": vector, "LANES": lanes,
-        "NUM_THREADS": _HEAD_THREADS, **more,
+        "T_IO": given.types[lead], "HEAD_SIZE": head_size, "VECTOR": vector, "LANES": lanes, "NUM_THREADS": threads,
     }  # fmt: skip
-    grid = ceil(given.rows * heads * lanes / _HEAD_THREADS), 1, 1
-    return _schedule(name, given, vector, parameters, grid, {"rows": given.rows, "heads": heads, **bind})
+    return parameters, threads // lanes
 
 
 def _schedule(
@@ -169,7 +231,7 @@ def _schedule(
     return Schedule((step,), given.results, vectors=vectors)
 
 
-def _vector(size: int, given: Given, *written: str) -> int:
+def vector_of(size: int, given: Given, *written: str) -> int:
     """Return how many neighbours a thread takes at once: as many as divide a row, and can be written at once."""
     sizes = [BYTES[given.types[name]] for name in written]
 
@@ -180,6 +242,6 @@ def _vector(size: int, given: Given, *written: str) -> int:
     return next((vector for vector in (8, 4, 2) if is_possible(vector)), 1)
 
 
-def _types(given: Given, names: Sequence[str]) -> dict[str, Parameter]:
+def types_of(given: Given, names: Sequence[str]) -> dict[str, Parameter]:
     """Return the types of these as templates name them; what is absent has one too."""
     return {f"T_{name.upper()}": given.types.get(name, "fp32") for name in names}

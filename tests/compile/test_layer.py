@@ -8,31 +8,68 @@ from problems import by_turns
 from rwkv_jit import kernel
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
+from rwkv_jit.layers import gradient_steps
 from rwkv_jit.layers import steps as layer_steps
 from rwkv_jit.layers.steps import Given, Sequences
+from rwkv_jit.schedule import Result
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = layer_steps.OPS
+KINDS = {"gated_norm": ("identity", "layer"), "gated": ("silu",), "activate": ("tanh", "sigmoid")}
+ROWS = 6
+
+
+def given_for(name, channels, heads, arch, io, parameters, mixes, without, alignment):
+    """What the steps of an op go by."""
+    op, head_size = OPS[name], channels // heads
+    types = {x: parameters if x in op.wide else io for x in op.inputs if x not in without}
+    sizes = {"NHK": (heads, head_size), "HK": (heads, head_size), "N": (channels,)}.get(next(iter(op.inputs.values())))
+    sizes = sizes or ((channels,) if name == "activate" else (channels, mixes))
+    rows = 2 if name == "activate" else 1 if name == "gated" else ROWS
+    return Given(Gpu(arch), types, rows, sizes, alignment)
 
 
 def request(
     name, channels=2048, heads=32, *, arch="sm_90", io="bf16", parameters="bf16", shift="bf16", mixes=6, tokens=1,
-    bound_bytes=0, without=(), alignment=16,
+    bound_bytes=0, without=(), alignment=16, kinds=(),
 ):  # fmt: skip
-    op = OPS[name]
-    types = {x: parameters if x in op.wide else io for x in op.inputs if x not in without}
-    given = Given(Gpu(arch), types, 6, (heads, channels // heads), alignment)
+    given, kinds = (
+        given_for(name, channels, heads, arch, io, parameters, mixes, without, alignment),
+        kinds or KINDS.get(name),
+    )
+    texts = Sequences(ROWS // tokens, tokens, bound_bytes, index_bytes=8)
     if name == "shift_mix":
-        given = given._replace(types=types | {"shift": shift}, sizes=(channels, mixes))
-        made = layer_steps.shift_mix(given, Sequences(6 // tokens, tokens, bound_bytes, index_bytes=8), 1e-5)
+        given = given._replace(types=given.types | {"shift": shift})
+        made = layer_steps.shift_mix(given, texts, 1e-5)
     elif name == "prepare_keys":
         made = layer_steps.prepare_keys(given)
     elif name == "gated_norm":
-        made = layer_steps.gated_norm(given, 64e-5)
+        made = layer_steps.gated_norm(given, 64e-5, *kinds)
+    elif name == "gated":
+        made = layer_steps.gated(given, *kinds)
+    elif name == "token_shift":
+        made = layer_steps.token_shift(given, texts)
     else:
-        made = layer_steps.activate(given._replace(sizes=(channels,), rows=2), ("tanh", "sigmoid"), False)
+        made = layer_steps.activate(given, kinds, False)
     (step,) = made.launches
     return step.request(given.gpu)
+
+
+def gradients(
+    name, channels=2048, heads=32, *, arch="sm_90", io="bf16", parameters="bf16", mixes=6, tokens=1, bound_bytes=0,
+    without=(), kinds=(),
+):  # fmt: skip
+    """The first kernel of a backward, which makes all gradients."""
+    given = given_for(name, channels, heads, arch, io, parameters, mixes, without, 16)
+    sizes = {"N": ROWS, "T": ROWS, "H": heads, "K": channels // heads, "C": channels, "G": mixes, "S": 3}
+    results = {
+        f"d{x}": Result(tuple(sizes[dim] for dim in OPS[name].inputs[x]), storage) for x, storage in given.types.items()
+    }
+    grads = {f"grad_{x}": io for x in gradient_steps.RESULTS[name]}
+    texts = Sequences(ROWS // tokens, tokens, bound_bytes)
+    options = gradient_steps.Options(64e-5, kinds or KINDS.get(name, ()), texts)
+    given = given._replace(types=given.types | grads, results=results)
+    return gradient_steps.backward(name, given, options, [*OPS[name].inputs]).launches[0].request(given.gpu)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +88,38 @@ def test_prompts_do_not_spill(channels, arch):
     for tokens, bound_bytes in ((3, 0), (1, 4), (1, 8)):
         made = kernel.get(request("shift_mix", channels, arch=arch, tokens=tokens, bound_bytes=bound_bytes))
         assert made.spill_bytes == 0
+
+
+# How calls with gradients are made: what they lack, their mixes and kinds.
+WAYS = [
+    ("token_shift", ("amounts", "first"), 6, ()), ("token_shift", ("amounts",), 1, ()), ("token_shift", (), 5, ()),
+    ("token_shift", ("first",), 6, ()), ("prepare_keys", ("v_first", "v_gate", "v0"), 6, ()),
+    ("prepare_keys", (), 6, ()), ("gated_norm", (), 6, ()), ("gated", (), 6, ()), ("activate", (), 6, ()),
+    ("gated_norm", ("r", "k", "v", "r_k"), 6, ("silu", "layer")),
+    ("gated_norm", ("r", "k", "v", "r_k", "bias"), 6, ("sigmoid", "rms")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "way", "types"), by_turns(ARCHS, WAYS, (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")))
+)
+def test_gradients_compile_without_spills_everywhere(arch, way, types):
+    (name, without, mixes, kinds), (io, parameters) = way, types
+    more = {"arch": arch, "io": io, "parameters": parameters, "mixes": mixes, "without": without, "kinds": kinds}
+    for bound_bytes in (0, 8) if name == "token_shift" else (0,):
+        assert kernel.get(gradients(name, bound_bytes=bound_bytes, **more)).spill_bytes == 0
+    if name not in ("gated", "activate"):
+        assert kernel.get(request(name, **more)).spill_bytes == 0
+
+
+@pytest.mark.parametrize("size", [1, 7, 33, 100, 256, 999, 1024])
+def test_gradients_of_any_sizes(size):
+    some = itertools.cycle(itertools.product(("fp16", "fp32"), ("bf16", "fp32")))
+    for name, without, mixes, kinds in WAYS:
+        io, parameters = next(some)
+        kernel.get(
+            gradients(name, 2 * size, 2, io=io, parameters=parameters, mixes=mixes, without=without, kinds=kinds)
+        )
 
 
 @pytest.mark.parametrize("size", [1, 7, 33, 100, 256, 999, 1024])

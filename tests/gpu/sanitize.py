@@ -107,7 +107,7 @@ def layer(rows, heads, head_size, dtype=BF16, texts=None):
     r, k, v, g, rate, y = mixed.view(6, rows, heads, head_size)
     rwkv_jit.prepare_keys(k, v, rate, weight, bias)
     k, v, _, _ = rwkv_jit.prepare_keys(k, v, rate, weight, bias, a0=bias, v_first=r, v_gate=g, v0=weight)
-    rwkv_jit.gated_norm(y, r, k, v, g, bias, weight, bias)
+    rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, bias)
     rwkv_jit.activate(mixed, ("tanh", "sigmoid", "relu_squared", "identity", "tanh", "identity"), out=mixed)
 
 

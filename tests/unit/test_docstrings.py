@@ -18,8 +18,8 @@ OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
 COMMITTING = ["replay_commit", "replay_flush"]
-LAYER = ["shift_mix", "prepare_keys", "gated_norm", "activate"]
-REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4")]
+LAYER = ["shift_mix", "prepare_keys", "gated_norm", "activate", "gated", "token_shift"]
+REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *LAYER[1:])]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
 SETTING = ["set_bfloat16_precision", "set_batch_invariant"]
@@ -186,8 +186,17 @@ SIGNATURES = {
     "shift_mix": "x, weight, bias, mixes, shift, *, add=None, state_indices=None, cu_seqlens=None, "
     "has_initial_state=None, null_index=-1, num_active=None, eps=1e-05, out=None",
     "prepare_keys": "k, v, rate, k_k, k_a, *, a0=None, v_first=None, v_gate=None, v0=None",
-    "gated_norm": "y, r, k, v, g, r_k, weight, bias, *, eps=0.00064, out=None",
+    "gated_norm": "y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, *, gate='identity', norm='layer', "
+    "eps=0.00064, out=None",
     "activate": "x, kinds, *, out=None",
+    "gated": "x, g, gate='sigmoid'",
+    "token_shift": "x, mixes, amounts=None, first=None, cu_seqlens=None",
+    "prepare_keys_ref": "k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None",
+    "gated_norm_ref": "y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, gate='identity', norm='layer', "
+    "eps=0.00064",
+    "activate_ref": "x, kinds",
+    "gated_ref": "x, g, gate='sigmoid'",
+    "token_shift_ref": "x, mixes, amounts=None, first=None, cu_seqlens=None",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv7_ref": f"r, w, k, v, a, b, {OF_SEQUENCES}, {OF_RWKV}",

@@ -22,6 +22,7 @@ from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.problem import BYTES
 
 B, T, C, SLOTS, H, N = 3, 4, 12, 7, 3, 4
+IN_DECODE = {f"layer_{name}" for name in ("shift_mix", "prepare_keys", "gated_norm", "activate")}
 LIMITS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 DTYPE = pytest.mark.parametrize("dtype", LIMITS)
 
@@ -255,16 +256,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_refused(name):
-    parameter = torch.ones(C if name != "activate" else 3, requires_grad=True)
-    more = {"activate": "x", "prepare_keys": "k_k"}.get(name, "weight")
-    with pytest.raises(RuntimeError, match=f"{name}: is for inference and has no gradient; call it in torch.no_grad"):
-        CALLS[name](**{more: parameter})
+def test_what_changes_a_pool_has_no_gradient():
+    parameter = torch.ones(C, requires_grad=True)
+    with pytest.raises(RuntimeError, match="shift_mix: is for inference and has no gradient; call it in torch.no_grad"):
+        CALLS["shift_mix"](weight=parameter)
     with torch.no_grad():
-        CALLS[name](**{more: parameter})
+        CALLS["shift_mix"](weight=parameter)
     with pytest.raises(RuntimeError, match="activate: is for inference"):
-        torch.ops.rwkv_jit.layer_step("activate", [parameter], [torch.empty(3)], -1, 0.0, ["tanh"])
+        torch.ops.rwkv_jit.layer_step("activate", [parameter], [torch.empty(C)], -1, 0.0, ["tanh"])
 
 
 # ---- faults ------------------------------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ FAULTS = [
     ("gated_norm", ValueError, r"y: expected shape \[..., heads, head size\]", {"y": ZEROS(B, H, 0)}),
     ("gated_norm", ValueError, r"g: expected shape \[3, 3, 4\] or \[3, 12\]", {"g": ZEROS(B, C + 1)}),
     ("gated_norm", TypeError, "r: expected torch.float32, got torch.bfloat16", {"r": ZEROS(B, H, N).bfloat16()}),
-    ("gated_norm", TypeError, "r_k: expected a torch.Tensor", {"r_k": None}),
+    ("gated_norm", ValueError, "r_k: r, k, v and r_k make the bonus together, got None", {"r_k": None}),
     ("gated_norm", ValueError, "eps: expected a finite number", {"eps": math.inf}),
     ("gated_norm", ValueError, r"out: expected shape \[3, 12\]", {"out": ZEROS(B, H, N)}),
     ("activate", ValueError, "kinds: expected one of identity, tanh, sigmoid, relu_squared", {"kinds": "gelu"}),
@@ -465,14 +464,22 @@ def test_inputs_that_begin_elsewhere_are_copied(on_gpu):
     assert on_gpu.take()[-1].parameters["VECTOR"] == 4
 
 
-def test_gradients_are_refused_before_a_launch(on_gpu):
-    keys = make_keys()
-    rwkv_jit.prepare_keys(**keys)
-    on_gpu.take()
-    keys["k_k"].requires_grad_()
-    with pytest.raises(RuntimeError, match="prepare_keys: is for inference"):
-        rwkv_jit.prepare_keys(**keys)
-    assert not on_gpu.take()
+def test_what_a_backward_launches(on_gpu):
+    for wanted, sums in (({"k_k"}, 1), ({"k", "rate"}, 0), ({"k", "v", "k_k", "k_a", "a0", "v0"}, 4)):
+        keys = make_keys()
+        for name in wanted:
+            keys[name].requires_grad_()
+        results = rwkv_jit.prepare_keys(**keys)
+        (launch,) = on_gpu.take()
+        assert launch.template == "layer_prepare_keys"
+        torch.autograd.grad(results, [keys[name] for name in wanted], results)
+        first, *others = on_gpu.take()
+        assert (first.template, first.named["block_rows"]) == ("layer_prepare_keys_backward", B)
+        assert [x.template for x in others] == ["sum_rows"] * sums
+        summed = {"k_k", "k_a", "a0", "v0"}
+        places = {f"d{name}_rows" if name in summed else f"d{name}" for name in keys}
+        made = {f"d{name}_rows" if name in summed else f"d{name}" for name in wanted}
+        assert {place for place in places if first.addresses.get(place)} == made
 
 
 def test_slots_and_bounds_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
@@ -579,7 +586,7 @@ def test_every_kernel_of_a_serving_step_is_made_ahead(on_gpu, example, dtype, mo
     pool = model.new_pool(300)
     for count in (1, 300):
         model.logits(example.Batch(torch.arange(count) % 64, torch.arange(1, count + 1, dtype=torch.int32)), pool)
-        assert check_asked(on_gpu, made) == {f"layer_{name}" for name in layer_steps.OPS} | {"update_states"}
+        assert check_asked(on_gpu, made) == IN_DECODE | {"update_states"}
     for lengths in ((40,), (1, 2), (9, 1, 70)):
         texts = [(1 + place, [3] * length) for place, length in enumerate(lengths)]
         model.logits(example.pack(texts, "cpu"), pool)
@@ -607,7 +614,7 @@ def test_every_kernel_of_a_layer_is_made_ahead(on_gpu, parameters, gates, kept, 
     rwkv_jit.gated_norm(**make_norm(torch.bfloat16, parameters, heads=2, size=16))
     for count in (1, 2, 3, 4, 8, 12):
         rwkv_jit.activate(torch.ones(2, count).bfloat16(), ("tanh", "sigmoid"))
-    assert check_asked(on_gpu, made) == {f"layer_{name}" for name in layer_steps.OPS}
+    assert check_asked(on_gpu, made) == IN_DECODE
 
 
 def test_a_width_goes_with_updates_of_wkv7():
@@ -653,7 +660,7 @@ def test_lanes_have_all_of_a_head(size, heads, rows, io, alignment):
     alignment = max(alignment, BYTES[io])
     types = dict.fromkeys(layer_steps.OPS["gated_norm"].inputs, io)
     given = Given(Gpu("sm_90"), types, rows, (heads, size), alignment)
-    (step,) = layer_steps.gated_norm(given, 64e-5).launches
+    (step,) = layer_steps.gated_norm(given, 64e-5, "identity", "layer").launches
     lanes, vector, threads = (step.parameters[name] for name in ("LANES", "VECTOR", "NUM_THREADS"))
     assert 32 % lanes == 0
     assert lanes == 32 or lanes * vector >= size

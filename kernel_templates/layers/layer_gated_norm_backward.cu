@@ -1,0 +1,92 @@
+// Gradients of layer_gated_norm. With n = (y - mean) factor, factor = 1 / sqrt(variance + eps), bonus the sum over the
+// head of r k r_k, and z = n weight + bias + bonus v, per token and head:
+//
+//     dg = grad_out z opened'(g);   dz = grad_out opened(g);   dbias = dz;   dweight = dz n;   dn = dz weight
+//     dy = factor (dn - mean(dn) - n mean(dn n));              dv = dz bonus;    dbonus = sum over the head of dz v
+//     dr = dbonus k r_k;   dk = dbonus r r_k;   dr_k = dbonus r k
+//
+// where mean(dn) is 0 without CENTERED.
+//
+//   the inputs             as layer_gated_norm
+//   grad_out               [rows, heads, HEAD_SIZE]  T_IO  in
+//   dy, dg, dr, dk, dv     the same shape  T_IO  out, or null
+//   dweight_rows, dbias_rows, dr_k_rows  [blocks of rows, heads, HEAD_SIZE]  fp32  out, or null
+//
+// Grid (rows / block_rows, heads / BLOCK_HEADS).
+#include "layer_head_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_gated_norm_backward(
+    const T_IO* __restrict__ y, const T_IO* __restrict__ g, const T_WEIGHT* __restrict__ weight,
+    const T_BIAS* __restrict__ bias, const T_IO* __restrict__ r, const T_IO* __restrict__ k,
+    const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, const T_IO* __restrict__ grad_out,
+    T_IO* __restrict__ dy, T_IO* __restrict__ dg, float* __restrict__ dweight_rows, float* __restrict__ dbias_rows,
+    T_IO* __restrict__ dr, T_IO* __restrict__ dk, T_IO* __restrict__ dv, float* __restrict__ dr_k_rows, i64 rows,
+    i64 heads, i64 block_rows, float eps) {
+    const i64 head = i64(blockIdx.y) * BLOCK_HEADS + threadIdx.x / LANES, of_row = head * HEAD_SIZE;
+    const bool is_there = head < heads;
+    const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
+    constexpr float SHARE = 1.0f / HEAD_SIZE;
+    constexpr Gate OWN_GATE = Gate(GATE);
+
+    Piece<T_WEIGHT> slope[ITEMS];
+    Piece<T_BIAS> offset[ITEMS];
+    Piece<T_R_K> bonus_share[ITEMS];
+    load_pieces(slope, weight + of_row, is_there);
+    if constexpr (HAS_BIAS) load_pieces(offset, bias + of_row, is_there);
+    if constexpr (HAS_BONUS) load_pieces(bonus_share, r_k + of_row, is_there);
+    ColumnSums dweight, dbias, dr_k;
+
+    for (i64 row = begin; row < end; ++row) {
+        const i64 start = (row * heads + head) * HEAD_SIZE;
+        Piece<T_IO> input[ITEMS], gate[ITEMS], g_out[ITEMS], receptance[ITEMS], key[ITEMS], value[ITEMS];
+        load_pieces(input, y + start, is_there), load_pieces(gate, g + start, is_there);
+        load_pieces(g_out, grad_out + start, is_there);
+        if constexpr (HAS_BONUS) {
+            load_pieces(receptance, r + start, is_there), load_pieces(key, k + start, is_there);
+            load_pieces(value, v + start, is_there);
+        }
+
+        const float mean = CENTERED ? SHARE * sum_over_head(is_there, [&](int n, int i) { return input[n].at(i); }) : 0.0f;
+        const float variance = SHARE * sum_over_head(is_there, [&](int n, int i) {
+            const float x = input[n].at(i) - mean;
+            return x * x;
+        });
+        const float factor = 1.0f / sqrtf(variance + eps);
+        const auto normed = [&](int n, int i) { return (input[n].at(i) - mean) * factor; };
+        float dz[ITEMS][VECTOR];
+        for_elements([&](int n, int i) { dz[n][i] = g_out[n].at(i) * opened<OWN_GATE>(gate[n].at(i)); });
+        const auto dn = [&](int n, int i) { return dz[n][i] * slope[n].at(i); };
+        const float mean_dn = CENTERED ? SHARE * sum_over_head(is_there, dn) : 0.0f;
+        const float along = SHARE * sum_over_head(is_there, [&](int n, int i) { return dn(n, i) * normed(n, i); });
+        write_pieces(dy, start, is_there, [&](int n, int i) {
+            return factor * (dn(n, i) - mean_dn - normed(n, i) * along);
+        });
+
+        float bonus = 0.0f;
+        if constexpr (HAS_BONUS) {
+            bonus = sum_over_head(is_there, [&](int n, int i) { return receptance[n].at(i) * key[n].at(i) * bonus_share[n].at(i); });
+            const float dbonus = sum_over_head(is_there, [&](int n, int i) { return dz[n][i] * value[n].at(i); });
+            write_pieces(dr, start, is_there, [&](int n, int i) {
+                return dbonus * key[n].at(i) * bonus_share[n].at(i);
+            });
+            write_pieces(dk, start, is_there, [&](int n, int i) {
+                return dbonus * receptance[n].at(i) * bonus_share[n].at(i);
+            });
+            write_pieces(dv, start, is_there, [&](int n, int i) { return dz[n][i] * bonus; });
+            for_elements([&](int n, int i) { dr_k.add(n, i, dbonus * receptance[n].at(i) * key[n].at(i)); });
+        }
+        write_pieces(dg, start, is_there, [&](int n, int i) {
+            float z = normed(n, i) * slope[n].at(i);
+            if constexpr (HAS_BIAS) z += offset[n].at(i);
+            if constexpr (HAS_BONUS) z += bonus * value[n].at(i);
+            return g_out[n].at(i) * z * opened_slope<OWN_GATE>(gate[n].at(i));
+        });
+        for_elements([&](int n, int i) {
+            dweight.add(n, i, dz[n][i] * normed(n, i));
+            if constexpr (HAS_BIAS) dbias.add(n, i, dz[n][i]);
+        });
+    }
+    dweight.write_to(dweight_rows, head, heads, is_there);
+    if constexpr (HAS_BIAS) dbias.write_to(dbias_rows, head, heads, is_there);
+    if constexpr (HAS_BONUS) dr_k.write_to(dr_k_rows, head, heads, is_there);
+}

@@ -1,0 +1,53 @@
+// Heads of many rows: a block has the same BLOCK_HEADS heads of block_rows rows, whose sums stay with its threads.
+//
+// Needs BLOCKS_PER_SM and what layer_heads.cuh needs.
+#pragma once
+#include "layer_heads.cuh"
+
+// What a thread adds up over rows, for the channels of its head.
+struct ColumnSums {
+    float of[ITEMS][VECTOR] = {};
+    __device__ void add(int n, int i, float x) { of[n][i] += x; }
+    // As row `blockIdx.x` of [blocks of rows, heads, HEAD_SIZE], if it is wanted.
+    __device__ void write_to(float* sums, i64 head, i64 heads, bool is_there) const {
+        if (sums == nullptr) return;
+        for_pieces(is_there, [&](int n, int channel) {
+            write(sums + (i64(blockIdx.x) * heads + head) * HEAD_SIZE + channel, of[n]);
+        });
+    }
+};
+
+// Loads the pieces of a row, or of a parameter.
+template <typename T>
+__device__ inline void load_pieces(Piece<T> (&pieces)[ITEMS], const T* source, bool is_there) {
+    for_pieces(is_there, [&](int n, int channel) { pieces[n].load(source + channel); });
+}
+
+// Writes f(n, i) of all pieces of a row, if it is wanted.
+template <typename T, typename F> __device__ inline void write_pieces(T* target, i64 start, bool is_there, F f) {
+    if (target == nullptr) return;
+    for_pieces(is_there, [&](int n, int channel) {
+        float x[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) x[i] = f(n, i);
+        write(target + start + channel, x);
+    });
+}
+
+// act(n, i) for every element that a thread has.
+template <typename Act> __device__ inline void for_elements(Act act) {
+#pragma unroll
+    for (int n = 0; n < ITEMS; ++n)
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) act(n, i);
+}
+
+// f(n, i) added up over a head.
+template <typename F> __device__ inline float sum_over_head(bool is_there, F f) {
+    float sum = 0.0f;
+    for_pieces(is_there, [&](int n, int) {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) sum += f(n, i);
+    });
+    return sum_of_head(sum);
+}

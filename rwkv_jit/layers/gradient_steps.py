@@ -1,0 +1,168 @@
+"""The kernels of the gradients of a layer's small work, and their launches.
+
+A block has a part of the rows, and adds up the gradients of parameters over these; a second launch adds up the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+from rwkv_jit.algorithms import parts
+from rwkv_jit.layers import steps
+from rwkv_jit.layers.steps import KINDS, MOST_MIXES, OPS, Given, Sequences
+from rwkv_jit.problem import BYTES, Op, Problem
+from rwkv_jit.schedule import Schedule, Step, without
+
+_HEAD_THREADS = 128
+_ELEMENT_THREADS = 128
+_ACCESS_BYTES = 16
+_HALF_ACCESS_BYTES = 8
+_MULTIPROCESSORS = 132  # where it is not known how many there are
+_FEW_MIXES = 2  # which leave registers for more blocks
+_LEAST_ROWS = 16  # of a block, so that the sums that it writes do not weigh
+# What gradients come of, by the names that forwards have for their results.
+RESULTS: dict[str, dict[str, str]] = {
+    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b"), "NHK"),
+    "gated_norm": {"out": "NHK"},
+    "activate": {"y": "NC"},
+    "gated": {"y": "N"},
+    "token_shift": {f"mixed{m}": "NC" for m in range(MOST_MIXES)},
+}
+BACKWARDS = {
+    name: Op(
+        f"{name}_backward",
+        {**OPS[name].inputs, **{f"grad_{result}": dims for result, dims in results.items()}},
+        wide=OPS[name].wide,
+    )
+    for name, results in RESULTS.items()
+}
+
+
+class Options(NamedTuple):
+    """What a call chooses beside its tensors."""
+
+    eps: float = 0.0
+    kinds: tuple[str, ...] = ()
+    texts: Sequences = Sequences(0)
+
+
+def problem(name: str, given: Given) -> Problem:
+    """Return the problem of a backward, as plans want one."""
+    return Problem(BACKWARDS[name], given.gpu, given.types)
+
+
+def backward(name: str, given: Given, options: Options, wanted: Sequence[str]) -> Schedule:
+    """Return the backward of an op, for the gradients that are wanted by the names of their inputs.
+
+    The results of `given` are those of all inputs that are there, by their names with a "d" before.
+    """
+    schedule = _SCHEDULES[name](given, options)
+    unwanted = [result for result in given.results if result.removeprefix("d") not in wanted]
+    return without(schedule, unwanted) if unwanted else schedule
+
+
+def _prepare_keys(given: Given, options: Options) -> Schedule:
+    blocks = 7
+    if "v_first" in given.types:  # parameters of 32 bits beside rows of 16 take more registers
+        blocks = 6 if given.types["k_k"] == given.types["k"] else 5
+    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given), ("k_k", "k_a", "a0", "v0"), {}, blocks)
+
+
+def _gated_norm(given: Given, options: Options) -> Schedule:
+    gate, norm = options.kinds
+    more = steps.gated_norm_parameters(given, gate, norm)
+    blocks = 5 if "r_k" in given.types else 8
+    return _of_heads("gated_norm", "y", given, more, ("weight", "bias", "r_k"), {"eps": options.eps}, blocks)
+
+
+def _of_heads(
+    name: str, lead: str, given: Given, more: Mapping[str, Any], summed: Sequence[str], bind: Mapping[str, Any],
+    blocks: int,
+) -> Schedule:  # fmt: skip
+    """Return the launches of a kernel in which lanes share heads; `summed` are the parameters."""
+    heads, head_size = given.sizes
+    vector = _half_access(steps.vector_of(head_size, given, lead), given.types[lead])
+    parameters, block_heads = steps.head_parameters(given, lead, vector, _HEAD_THREADS)
+    slices = ceil(heads / block_heads)
+    blocks = max(blocks // ceil(head_size * block_heads / (vector * _HEAD_THREADS)), 1)  # by the pieces of a thread
+    bind = {"rows": given.rows, "heads": heads, **bind}
+    return _summing(name, given, vector, {**parameters, **more}, slices, bind, summed, blocks)
+
+
+def _token_shift(given: Given, options: Options) -> Schedule:
+    vector = _half_access(steps.vector_of(given.sizes[0], given, "x"), given.types["x"])
+    parameters, slices = steps.shift_parameters(given, options.texts, vector)
+    bind = {"rows": given.rows, "tokens": options.texts.tokens, "texts": options.texts.number}
+    blocks = 8 if given.sizes[1] <= _FEW_MIXES else 4 if "amounts" in given.types else 5
+    return _summing("token_shift", given, vector, parameters, slices, bind, ("mixes",), blocks)
+
+
+def _activate(given: Given, options: Options) -> Schedule:
+    (count,) = given.sizes
+    vector = steps.vector_of(count, given, "x")
+    parameters = {"T_IO": given.types["x"], "VECTOR": vector, "NUM_THREADS": _ELEMENT_THREADS}
+    grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
+    numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
+    step = _step("activate", given, parameters, grid, {"count": count, "kinds": numbers})
+    return Schedule((step,), given.results, vectors=_vectors("activate", given, vector))
+
+
+def _gated(given: Given, options: Options) -> Schedule:
+    vector = steps.vector_of(given.sizes[0], given, "x")
+    parameters, grid = steps.elements(given, vector, *options.kinds)
+    step = _step("gated", given, parameters, grid, {"count": given.sizes[0]}, "layer_gated")
+    return Schedule((step,), given.results, vectors=_vectors("gated", given, vector))
+
+
+_SCHEDULES: dict[str, Callable[[Given, Options], Schedule]] = {
+    "prepare_keys": _prepare_keys, "gated_norm": _gated_norm, "token_shift": _token_shift, "activate": _activate,
+    "gated": _gated,
+}  # fmt: skip
+
+
+def _half_access(vector: int, storage: str) -> int:
+    """Return how many neighbours a thread takes at once in a kernel that lacks registers for more on their way."""
+    return max(min(vector, _HALF_ACCESS_BYTES // BYTES[storage]), 1)
+
+
+def _summing(
+    name: str, given: Given, vector: int, parameters: Mapping[str, Any], slices: int, bind: Mapping[str, Any],
+    summed: Sequence[str], blocks: int,
+) -> Schedule:  # fmt: skip
+    """Return the launch of blocks that each have a part of the rows, and those that add up what these have.
+
+    There are as many blocks as run at once: `blocks` a multiprocessor, `slices` of them side by side for every row.
+    """
+    most = max(blocks * (given.gpu.multiprocessors or _MULTIPROCESSORS) // slices, 1)
+    block_rows = max(ceil(given.rows / most), min(_LEAST_ROWS, given.rows))
+    groups = ceil(given.rows / block_rows)
+    parameters = {**parameters, "BLOCKS_PER_SM": blocks}
+    step = _step(name, given, parameters, (groups, slices, 1), {**bind, "block_rows": block_rows}, "", summed)
+    sums, scratch = list[Step](), dict[str, Any]()
+    for x in summed:
+        if x in given.types:
+            result = given.results[f"d{x}"]
+            width = prod(result.shape)
+            scratch[f"d{x}_rows"] = 4 * groups * width
+            sums.append(parts.sum_rows(f"d{x}_rows", f"d{x}", 1, groups, width, result.dtype))
+    return Schedule((step, *sums), given.results, scratch=scratch, vectors=_vectors(name, given, vector))
+
+
+def _step(
+    name: str, given: Given, parameters: Mapping[str, Any], grid: tuple[int, int, int], bind: Mapping[str, Any],
+    template: str = "", summed: Sequence[str] = (),
+) -> Step:  # fmt: skip
+    """Return the launch of a backward; what is not there is null."""
+    entry = f"layer_{name}_backward"
+    places = {x: f"d{x}_rows" if x in summed else f"d{x}" for x in OPS[name].inputs}
+    absent = {place: None for x, place in places.items() if x not in given.types}
+    absent |= {f"grad_{x}": None for x in RESULTS[name] if f"grad_{x}" not in given.types}
+    return Step(template or entry, entry, parameters, grid, {**absent, **bind}, optional=tuple(places.values()))
+
+
+def _vectors(name: str, given: Given, vector: int) -> dict[str, int]:
+    """Return how many neighbours of each tensor are read at once."""
+    present = [x for x in BACKWARDS[name].inputs if x in given.types]
+    return {x: min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in present}

@@ -1,0 +1,139 @@
+"""A layer's small work in plain torch, to compare with, to read, and to differentiate in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rwkv_jit.layers import plain
+
+
+def _rounded(made: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    return [x.to(like.dtype) for x in made]
+
+
+def prepare_keys_ref(
+    k: Tensor, v: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, a0: Tensor | None = None,
+    v_first: Tensor | None = None, v_gate: Tensor | None = None, v0: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Make k, v, a and b in plain torch; see `rwkv_jit.prepare_keys` for the equations.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    k, v, rate : torch.Tensor, shape (..., H, N); v and rate (..., H * N) too
+        As in the op, float64 too.
+    k_k, k_a : torch.Tensor, shape (H, N) or (H * N,)
+        Factor of the removal key, and how much the rate is in the key.
+    a0, v0 : torch.Tensor, shape (H, N) or (H * N,), optional
+        Are added to `rate` and to `v_gate`.
+    v_first, v_gate : torch.Tensor, shape (..., H, N) or (..., H * N), optional
+        The first layer's value, and its gate.
+
+    Returns
+    -------
+    k, v, a, b : torch.Tensor, shape and dtype of k
+        v itself where there is no `v_first`.
+    """
+    inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0
+    made = _rounded(plain.prepare_keys(inputs, 0.0, ()), k)
+    return made[0], v if v_first is None else made[1], made[-2], made[-1]
+
+
+def gated_norm_ref(
+    y: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None = None, r: Tensor | None = None,
+    k: Tensor | None = None, v: Tensor | None = None, r_k: Tensor | None = None, gate: str = "identity",
+    norm: str = "layer", eps: float = 64e-5,
+) -> Tensor:  # fmt: skip
+    """Norm, add the bonus and gate in plain torch; see `rwkv_jit.gated_norm` for the equations.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    y : torch.Tensor, shape (..., H, N)
+        As in the op, float64 too.
+    g, r, k, v : torch.Tensor, shape (..., H, N) or (..., H * N), the last three optional
+        Gate; receptance, key and value for the bonus.
+    weight, bias, r_k : torch.Tensor, shape (H, N) or (H * N,), the last two optional
+        Of the norm and the bonus.
+    gate : {"identity", "sigmoid", "silu"}, default "identity"
+        What g goes through.
+    norm : {"layer", "rms"}, default "layer"
+        "rms" takes 0 for the mean.
+    eps : float, default 0.00064
+        Of the norm.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (..., H * N), dtype of y
+    """
+    return _rounded(plain.gated_norm((y, g, weight, bias, r, k, v, r_k), eps, (gate, norm)), y)[0]
+
+
+def gated_ref(x: Tensor, g: Tensor, gate: str = "sigmoid") -> Tensor:
+    """Gate something in plain torch; see `rwkv_jit.gated` for the equation.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    x, g : torch.Tensor, any shape
+        What is gated, and the gate; float64 too.
+    gate : {"identity", "sigmoid", "silu"}, default "sigmoid"
+        What g goes through.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+    """
+    return _rounded(plain.gated((x, g), 0.0, (gate,)), x)[0]
+
+
+def activate_ref(x: Tensor, kinds: str | Sequence[str]) -> Tensor:
+    """Apply a function to every element, or one to each part, in plain torch; see `rwkv_jit.activate`.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    x : torch.Tensor, any shape
+        As in the op, float64 too.
+    kinds : str or sequence of str
+        "tanh", "sigmoid", "relu_squared" or "identity"; or one of these for each x[i].
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+    """
+    return _rounded(plain.activate((x,), 0.0, (kinds,) if isinstance(kinds, str) else kinds), x)[0]
+
+
+def token_shift_ref(
+    x: Tensor, mixes: Tensor, amounts: Tensor | None = None, first: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Mix every token with the one before it in plain torch; see `rwkv_jit.token_shift` for the equation.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C)
+        As in the op, float64 too.
+    mixes : torch.Tensor, shape (M, C)
+        How much of the token before is in each mix.
+    amounts : torch.Tensor, shape (M, B, T, C), optional
+        What is added to that, token by token.
+    first : torch.Tensor, shape (B, C), or (N, C) for packed texts, optional
+        The token before the first of each text; zeros by default.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of texts packed along T with B = 1.
+
+    Returns
+    -------
+    mixed : tuple of M torch.Tensor, shape and dtype of x
+    """
+    return tuple(_rounded(plain.token_shift((x, mixes, amounts, first, cu_seqlens), 0.0, ()), x))

@@ -1,0 +1,170 @@
+"""Gradients of a layer's small work on the GPU against float64, at odd sizes, and what must be left alone."""
+
+import comparing
+import layer_cases
+import pytest
+import torch
+
+import rwkv_jit
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+# Sums over rows of both signs lose digits of what is left.
+KINDS = [("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")]
+SIZES = [
+    (5, 1, 3), (3, 2, 7), (9, 3, 33), (40, 4, 64), (7, 3, 100), (65, 5, 128), (4, 2, 256), (3, 2, 500), (2, 1, 999),
+    (700, 32, 64),
+]  # fmt: skip
+pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+CASES = pytest.mark.parametrize(("name", "how"), layer_cases.ALL)
+
+
+def make(name, how, sizes, kind=("bf16", "fp32")):
+    dtype, parameters = (comparing.DTYPES[x] for x in kind)
+    return layer_cases.make(name, how, layer_cases.sizes_of(name, how, *sizes), dtype, parameters, "cuda")
+
+
+def check(case, function=None):
+    results, grads, weights = layer_cases.differentiate(case, function or case.run)
+    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    for found, x in zip(results, want, strict=True):
+        assert comparing.relative(found, x) < LIMITS[found.dtype]
+    for name, grad in grads.items():
+        own = case.tensors[name]
+        assert (grad.dtype, grad.shape) == (own.dtype, own.shape)
+        # Where results are rounded, nothing else is.
+        assert comparing.relative(grad, want_grads[name]) < LIMITS[grad.dtype] if grad.numel() else True, name
+    return grads
+
+
+@CASES
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_values_and_gradients(op, name, how, sizes, guarded_memory):
+    for kind in KINDS:
+        check(make(name, how, sizes, kind))
+
+
+@CASES
+def test_heads_of_one_channel(op, name, how):
+    """Where many gradients are 0, as the norm of a number does not depend on it."""
+    case = make(name, how, (5, 2, 1), ("fp32", "fp32"))
+    results, grads, weights = layer_cases.differentiate(case, case.run)
+    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    for found, x in [*zip(results, want, strict=True), *((grad, want_grads[own]) for own, grad in grads.items())]:
+        torch.testing.assert_close(found.double(), x.double(), rtol=1e-3, atol=1e-3)
+
+
+@CASES
+def test_each_gradient_alone_is_the_same(op, name, how, guarded_memory):
+    case = make(name, how, (130, 3, 64))
+    _, every, weights = layer_cases.differentiate(case, case.run)
+    for own, grad in every.items():
+        _, some, _ = layer_cases.differentiate(case, case.run, weights, {own})
+        assert torch.equal(some[own], grad)
+
+
+@CASES
+def test_results_that_nothing_is_made_of(op, name, how):
+    case = make(name, how, (33, 3, 64), ("fp32", "fp32"))
+    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in case.tensors.items()}
+    asked = [x for x in leaves.values() if x.requires_grad]
+    found, plainly = (
+        torch.autograd.grad(results[0].square().sum(), asked, allow_unused=True, materialize_grads=True)
+        for results in (case.run(leaves), case.plainly(leaves))
+    )
+    for x, y in zip(found, plainly, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+@CASES
+@pytest.mark.parametrize("how_given", ["wider", "elsewhere", "expanded"])
+def test_any_strides_and_addresses(op, name, how, how_given):
+    case = make(name, how, (24, 4, 64))
+    moved = {}
+    for own, x in case.tensors.items():
+        if not x.is_floating_point():
+            moved[own] = x
+        elif how_given == "wider":
+            moved[own] = torch.cat([x, x], -1)[..., : x.shape[-1]]
+        elif how_given == "elsewhere":
+            moved[own] = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+        else:
+            moved[own] = x[:1].expand_as(x)
+    check(case._replace(tensors=moved))
+
+
+@CASES
+def test_gradients_of_any_strides(op, name, how):
+    case = make(name, how, (24, 4, 64))
+    results, grads, weights = layer_cases.differentiate(case, case.run)
+    wide = [torch.stack([w, w], -1)[..., 0] for w in weights]
+    _, found, _ = layer_cases.differentiate(case, case.run, wide)
+    for own, grad in grads.items():
+        assert torch.equal(found[own], grad)
+    ones = [torch.ones((), device="cuda", dtype=w.dtype).expand_as(w) for w in weights]
+    check(case, lambda leaves: [x * one for x, one in zip(case.run(leaves), ones, strict=True)])
+
+
+@CASES
+def test_a_graph_of_both_directions(op, name, how):
+    case = make(name, how, (24, 4, 64))
+    leaves = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in case.tensors.items()}
+    asked = {n: x for n, x in leaves.items() if x.requires_grad}
+    weights = [torch.randn_like(x) for x in case.run(leaves)]
+
+    def step():
+        return torch.autograd.grad(case.run(leaves), list(asked.values()), weights, allow_unused=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    with torch.no_grad():
+        for x in asked.values():
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for x, y in zip(made, step(), strict=True):
+        assert torch.equal(x, y) if x is not None else y is None
+
+
+@pytest.mark.parametrize("name", ["prepare_keys", "gated_norm", "token_shift"])
+def test_one_result_from_run_to_run(op, name):
+    case = make(name, layer_cases.WAYS[name][-1], (3000, 4, 64))
+    _, first, weights = layer_cases.differentiate(case, case.run)
+    for _ in range(3):
+        _, again, _ = layer_cases.differentiate(case, case.run, weights)
+        for own, grad in first.items():
+            assert torch.equal(again[own], grad)
+
+
+def test_keys_of_zeros(op):
+    """Their length counts as 1e-12, in gradients too, which are those of torch on the CPU."""
+    case = make("prepare_keys", "a0", (9, 3, 64), ("fp32", "fp32"))
+    case.tensors["k"][4] = 0
+    _, grads, weights = layer_cases.differentiate(case, case.run)
+    on_cpu = case._replace(tensors={own: x.cpu() for own, x in case.tensors.items()})
+    _, want, _ = layer_cases.differentiate(on_cpu, on_cpu.run, [w.cpu() for w in weights])
+    for own, grad in grads.items():
+        torch.testing.assert_close(grad.cpu(), want[own], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_far_out(op, dtype):
+    x = torch.tensor([-1e30, -100.0, -0.0, 0.0, 100.0, 1e15], device="cuda", dtype=dtype).requires_grad_()
+    for kind in ("tanh", "sigmoid", "relu_squared", "identity"):
+        y = rwkv_jit.activate(x, kind)
+        (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert not bool(grad.isnan().any())
+    for gate in ("sigmoid", "silu"):
+        y = rwkv_jit.gated(torch.ones_like(x), x, gate)
+        (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert not bool(grad.isnan().any())
+
+
+@pytest.mark.parametrize(("name", "how"), [("token_shift", "6 packed first"), ("gated_norm", "bias bonus")])
+def test_compiled(op, name, how):
+    case = make(name, how, (33, 3, 64))
+    compiled = torch.compile(lambda given: case.run(given), fullgraph=True)
+    want, grads, weights = layer_cases.differentiate(case, case.run)
+    found, own, _ = layer_cases.differentiate(case, compiled, weights)
+    for x, y in zip([*want, *grads.values()], [*found, *own.values()], strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,128 @@
+"""Calls of a layer's small work that have gradients, and the same in float64 as the equations are written."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import plain_layer
+import torch
+
+import rwkv_jit
+
+LETTERS = "NTHKC"
+RANDOM = torch.randn
+
+
+class Case(NamedTuple):
+    """A call: its tensors by name, and its options."""
+
+    name: str
+    tensors: dict[str, Any]
+    options: dict[str, Any]
+
+    def run(self, tensors, function=None):
+        """Return what a function of the library makes, as a list."""
+        made = (function or getattr(rwkv_jit, self.name))(**tensors, **self.options)
+        several = list(made) if isinstance(made, tuple) else [made]
+        return several if "v" not in tensors or "v_first" in tensors or len(several) < 4 else [several[0], *several[2:]]
+
+    def plainly(self, tensors):
+        """Return the same in float64."""
+        made = self.run(tensors, getattr(plain_layer, self.name))
+        return list(made[0].unbind()) if self.name == "token_shift" else made
+
+
+def make(name, how, sizes, dtype, parameters, device="cpu"):
+    """Return a call; `how` says which of the optional inputs it has."""
+    return _CASES[name](how, sizes, partial(_random, device, dtype), partial(_random, device, parameters), device)
+
+
+def _random(device, dtype, *shape):
+    return RANDOM(shape, device=device).to(dtype)
+
+
+def _keys(how, sizes, rows, fixed, device):
+    *lead, heads, head_size = sizes
+    shape, flat = (*lead, heads, head_size), (*lead, heads * head_size)
+    given = {"k": rows(*shape), "v": rows(*flat), "rate": rows(*flat), "k_k": fixed(heads * head_size),
+             "k_a": fixed(heads, head_size)}  # fmt: skip
+    if "a0" in how:
+        given["a0"] = fixed(heads * head_size)
+    if "first" in how:
+        given |= {"v_first": rows(*shape), "v_gate": rows(*flat)}
+    if "v0" in how:
+        given["v0"] = fixed(heads, head_size)
+    return Case("prepare_keys", given, {})
+
+
+def _norm(how, sizes, rows, fixed, device):
+    *lead, heads, head_size = sizes
+    shape, flat = (*lead, heads, head_size), (*lead, heads * head_size)
+    # A mean that is not zero shows a variance that is not that of what is left.
+    given = {"y": rows(*shape) + 3, "g": rows(*flat), "weight": fixed(heads * head_size)}
+    if "bias" in how:
+        given["bias"] = fixed(heads, head_size)
+    if "bonus" in how:
+        given |= {"r": rows(*flat), "k": rows(*shape), "v": rows(*flat), "r_k": fixed(heads, head_size)}
+    options = {"gate": next((x for x in ("silu", "sigmoid") if x in how), "identity")}
+    return Case("gated_norm", given, {**options, "norm": "rms" if "rms" in how else "layer"})
+
+
+def _gated(how, sizes, rows, fixed, device):
+    return Case("gated", {"x": rows(*sizes), "g": rows(*sizes)}, {"gate": how})
+
+
+def _activate(how, sizes, rows, fixed, device):
+    kinds = ["relu_squared", "tanh", "sigmoid", "identity", "relu_squared"]
+    return Case("activate", {"x": rows(len(kinds), *sizes)}, {"kinds": kinds})
+
+
+def _shift(how, sizes, rows, fixed, device):
+    *lead, channels = sizes
+    mixes = next((int(x) for x in how.split() if x.isdigit()), 6)
+    given = {"x": rows(*lead, channels), "mixes": fixed(mixes, channels)}
+    texts = lead[0]
+    if "packed" in how:
+        bounds = sorted(torch.randint(lead[1] + 1, (min(lead[1], 7),)).tolist())
+        bounds = [0, 0, *bounds, lead[1], lead[1]]  # empty ones at both ends
+        given["cu_seqlens"] = torch.tensor(bounds, device=device)
+        texts = len(bounds) - 1
+    if "amounts" in how:
+        given["amounts"] = rows(mixes, *lead, channels)
+    if "first" in how:
+        given["first"] = rows(texts, channels)
+    return Case("token_shift", given, {})
+
+
+_CASES = {"prepare_keys": _keys, "gated_norm": _norm, "gated": _gated, "activate": _activate, "token_shift": _shift}
+# How calls are made, by their names.
+WAYS = {
+    "prepare_keys": ("", "a0", "first", "a0 first v0"),
+    "gated_norm": ("bias bonus", "bias silu", "rms silu", "bonus sigmoid", ""),
+    "gated": ("identity", "sigmoid", "silu"),
+    "activate": ("",),
+    "token_shift": ("6", "1 first", "2 packed", "5 amounts", "6 packed first", "5 packed amounts first", "3"),
+}
+ALL = [(name, how) for name, several in WAYS.items() for how in several]
+
+
+def sizes_of(name, how, rows, heads, head_size):
+    """Return the sizes of a call of about so many rows."""
+    if name == "token_shift":
+        return ((1, rows) if "packed" in how else (3, -(-rows // 3))) + (heads * head_size,)
+    return (rows, heads, head_size)
+
+
+def differentiate(case, function, weights=None, wanted=None):
+    """Return the results of `function`, the gradients by name, and the weights of the results."""
+    leaves = {
+        name: x.detach().requires_grad_(x.is_floating_point() and (wanted is None or name in wanted))
+        for name, x in case.tensors.items()
+    }
+    results = function(leaves)
+    if weights is None:
+        weights = [torch.randn_like(x) for x in results]
+    asked = {name: x for name, x in leaves.items() if x.requires_grad}
+    of_results = [weight.to(x.dtype) for weight, x in zip(weights, results, strict=True)]
+    asked_for = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(results, list(asked.values()), of_results, **asked_for)
+    return [x.detach() for x in results], dict(zip(asked, grads, strict=True)), weights

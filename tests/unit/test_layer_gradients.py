@@ -1,0 +1,240 @@
+"""Gradients of a layer's small work without a GPU: values, the torch ops, what is refused, what is launched."""
+
+import layer_cases
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import rwkv_jit
+from rwkv_jit.layers.steps import OPS
+
+CASES = pytest.mark.parametrize(("name", "how"), layer_cases.ALL)
+
+
+def make(name, how, rows=7, heads=2, head_size=4, dtype=torch.float64, parameters=None):
+    sizes = layer_cases.sizes_of(name, how, rows, heads, head_size)
+    return layer_cases.make(name, how, sizes, dtype, parameters or dtype)
+
+
+def check(case, limit):
+    results, grads, weights = layer_cases.differentiate(case, case.run)
+    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    for found, x in [*zip(results, want, strict=True), *((grad, want_grads[name]) for name, grad in grads.items())]:
+        assert found.shape == x.shape
+        scale = 1 + float(x.abs().max()) if x.numel() else 1
+        assert bool(((found.double() - x).abs() <= limit * scale).all())
+    for name, grad in grads.items():
+        assert (grad.dtype, grad.shape) == (case.tensors[name].dtype, case.tensors[name].shape)
+
+
+@CASES
+@settings(deadline=None, max_examples=15)
+@given(rows=st.integers(1, 12), heads=st.integers(1, 3), head_size=st.integers(1, 5), seed=st.integers(0, 999))
+def test_values_and_gradients(name, how, rows, heads, head_size, seed):
+    torch.manual_seed(seed)
+    check(make(name, how, rows, heads, head_size), 1e-9)
+
+
+@CASES
+@pytest.mark.parametrize(("dtype", "parameters", "limit"), [
+    (torch.float32, torch.float32, 1e-4), (torch.bfloat16, torch.bfloat16, 2e-2), (torch.bfloat16, torch.float32, 2e-2),
+    (torch.float16, torch.float32, 4e-3),
+])  # fmt: skip
+def test_types(name, how, dtype, parameters, limit):
+    case = make(name, how, dtype=dtype, parameters=parameters)
+    if name in ("gated", "activate"):
+        parameters = dtype
+    check(case, limit)
+
+
+@CASES
+def test_each_gradient_alone_is_the_same(name, how):
+    case = make(name, how)
+    _, every, weights = layer_cases.differentiate(case, case.run)
+    for own, grad in every.items():
+        _, some, _ = layer_cases.differentiate(case, case.run, weights, {own})
+        assert list(some) == [own]
+        assert torch.equal(some[own], grad)
+
+
+@CASES
+def test_results_that_nothing_is_made_of(name, how):
+    case = make(name, how)
+    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in case.tensors.items()}
+    first, *others = case.run(leaves)
+    want = case.plainly(leaves)[0]
+    asked = [x for x in leaves.values() if x.requires_grad]
+    found = torch.autograd.grad(first.sum(), asked, allow_unused=True, materialize_grads=True)
+    plainly = torch.autograd.grad(want.sum(), asked, allow_unused=True, materialize_grads=True)
+    for x, y in zip(found, plainly, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    assert all(x.requires_grad for x in others)
+
+
+@CASES
+def test_torch_ops_are_what_torch_expects(name, how):
+    case = make(name, how, dtype=torch.float32)
+    inputs = [case.tensors.get(x) for x in OPS[name].inputs]
+    inputs = [x if x is None else x.requires_grad_() for x in inputs]
+    if name == "token_shift":
+        inputs.append(case.tensors.get("cu_seqlens"))
+    kinds = [case.options["gate"], case.options["norm"]] if name == "gated_norm" else case.options.get("kinds", [])
+    kinds = [case.options["gate"]] if name == "gated" else list(kinds)
+    given = (*inputs, 64e-5, kinds, True)
+    torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{name}_fwd").default, given)
+    results = getattr(torch.ops.rwkv_jit, f"{name}_fwd")(*given)
+    places = [torch.randn_like(x) for x in (results if isinstance(results, tuple) else (results,))]
+    wanted = [x for x, y in zip(OPS[name].inputs, inputs, strict=False) if y is not None]
+    plain = [x if x is None else x.detach() for x in inputs]
+    torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{name}_bwd").default, (*places, *plain, 64e-5, kinds, wanted))
+
+
+@CASES
+def test_compiled_calls_of_any_length(name, how):
+    torch._dynamo.reset()
+    counter, first = CompileCounterWithBackend("aot_eager"), make(name, how)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def compiled(given):
+        return first.run(given)
+
+    counts = []
+    for rows in (11, 12, 13):
+        case = make(name, how, rows=rows if "packed" in how or name != "token_shift" else 3 * rows)
+        results, grads, weights = layer_cases.differentiate(case, case.run)
+        own, own_grads, _ = layer_cases.differentiate(case, compiled, weights)
+        for x, y in zip([*results, *grads.values()], [*own, *own_grads.values()], strict=True):
+            assert torch.equal(x, y)
+        counts.append(counter.frame_count)
+    assert counts[-1] - counts[0] <= ("packed" in how)  # texts are as many as something else once
+
+
+@CASES
+def test_second_derivatives_are_refused(name, how):
+    case = make(name, how)
+    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in case.tensors.items()}
+    first = next(x for x in leaves.values() if x.requires_grad)
+    (grad,) = torch.autograd.grad(case.run(leaves)[0].square().sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative; differentiate {name}_ref twice instead"):
+        grad.sum().backward()
+
+
+@CASES
+def test_torch_func(name, how):
+    case = make(name, how)
+    names = [n for n, x in case.tensors.items() if x.is_floating_point()]
+
+    def total(*given):
+        return sum(x.square().sum() for x in case.run(case.tensors | dict(zip(names, given, strict=True))))
+
+    given = [case.tensors[n] for n in names]
+    found = torch.func.grad(total, argnums=tuple(range(len(names))))(*given)
+    leaves = [x.detach().requires_grad_() for x in given]
+    want = torch.autograd.grad(total(*leaves), leaves, allow_unused=True, materialize_grads=True)
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_checkpointed_and_under_autocast():
+    case = make("gated_norm", "bias bonus", dtype=torch.bfloat16, parameters=torch.float32)
+    _, want, weights = layer_cases.differentiate(case, case.run)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, found, _ = layer_cases.differentiate(
+            case, lambda leaves: torch.utils.checkpoint.checkpoint(case.run, leaves, use_reentrant=False), weights
+        )
+    for name, grad in want.items():
+        assert torch.equal(found[name], grad)
+
+
+def test_a_text_may_be_cut_anywhere():
+    x, mixes = torch.randn(2, 9, 6, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
+    x.requires_grad_(), mixes.requires_grad_()
+    whole = rwkv_jit.token_shift(x, mixes)
+    parts = rwkv_jit.token_shift(x[:, :4], mixes), rwkv_jit.token_shift(x[:, 4:], mixes, first=x[:, 3])
+    weights = torch.randn(3, 2, 9, 6, dtype=torch.float64)
+    joined = torch.stack([torch.cat(two, 1) for two in zip(*parts, strict=True)])
+    assert torch.equal(joined, torch.stack(whole))
+    for found, want in zip(
+        torch.autograd.grad(joined, [x, mixes], weights),
+        torch.autograd.grad(torch.stack(whole), [x, mixes], weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, want)
+
+
+@CASES
+def test_references(name, how):
+    """They are what CPU tensors run, and may be differentiated twice."""
+    case = make(name, how)
+    reference = getattr(rwkv_jit, f"{name}_ref")
+    results, grads, weights = layer_cases.differentiate(case, case.run)
+    want, want_grads, _ = layer_cases.differentiate(case, lambda leaves: case.run(leaves, reference), weights)
+    for x, y in zip([*results, *grads.values()], [*want, *want_grads.values()], strict=True):
+        torch.testing.assert_close(x, y)
+    leaves = {n: x.requires_grad_(x.is_floating_point()) for n, x in case.tensors.items()}
+    first = next(iter(leaves.values()))
+    (grad,) = torch.autograd.grad(case.run(leaves, reference)[0].square().sum(), first, create_graph=True)
+    grad.square().sum().backward()
+    assert bool(first.grad.isfinite().all())
+
+
+# ---- faults ------------------------------------------------------------------------------------------------------
+
+ZEROS = torch.zeros
+FAULTS = [
+    (
+        "token_shift",
+        "6",
+        ValueError,
+        r"x: expected shape \[batch, tokens, channels\], got \[3, 8\]",
+        {"x": ZEROS(3, 8)},
+    ),
+    ("token_shift", "6", TypeError, "x: expected torch.float16 or", {"x": ZEROS(3, 3, 8).int()}),
+    ("token_shift", "6", ValueError, r"mixes: expected shape \[1 to 6, 8\], got \[7, 8\]", {"mixes": ZEROS(7, 8)}),
+    ("token_shift", "6", ValueError, r"mixes: expected shape \[1 to 6, 8\], got \[8\]", {"mixes": ZEROS(8)}),
+    ("token_shift", "6", TypeError, "mixes: expected torch.float32, got", {"mixes": ZEROS(6, 8).bfloat16()}),
+    ("token_shift", "5 amounts", ValueError, r"amounts: expected shape \[5, 3, 3, 8\]", {"amounts": ZEROS(5, 3, 3, 1)}),
+    ("token_shift", "6", ValueError, r"first: expected shape \[3, 8\], got \[2, 8\]", {"first": ZEROS(2, 8)}),
+    ("token_shift", "6", ValueError, "cu_seqlens: .* batch of 1", {"cu_seqlens": torch.tensor([0, 3])}),
+    ("token_shift", "6 packed", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 3, 2, 7])}),
+    ("token_shift", "6 packed", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 99])}),
+    ("gated_norm", "bias bonus", ValueError, "r: r, k, v and r_k make the bonus together, got None", {"r": None}),
+    ("gated_norm", "", ValueError, "r: r, k, v and r_k make the bonus together", {"k": ZEROS(7, 2, 4)}),
+    ("gated_norm", "", ValueError, "gate: expected", {"gate": "relu"}),
+    ("gated_norm", "", ValueError, "norm: expected", {"norm": "batch"}),
+    ("gated_norm", "", TypeError, "weight: expected a torch.Tensor", {"weight": None}),
+    ("gated", "silu", ValueError, r"g: expected shape \[7, 2, 4\], got \[7, 8\]", {"g": ZEROS(7, 8)}),
+    ("gated", "silu", TypeError, "g: expected torch.float32, got torch.float16", {"g": ZEROS(7, 2, 4).half()}),
+    ("gated", "silu", ValueError, "gate: expected", {"gate": "tanh"}),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "error", "match", "change"), FAULTS)
+def test_faults(name, how, error, match, change):
+    case = make(name, how, dtype=torch.float32)
+    for needs in (False, True):
+        given = {n: x.requires_grad_(needs and x.is_floating_point()) for n, x in case.tensors.items()}
+        with pytest.raises(error, match=match):
+            getattr(rwkv_jit, name)(**(given | case.options | change))
+
+
+@pytest.mark.parametrize("name", ["gated_norm", "activate"])
+def test_what_is_written_to_out_has_no_gradient(name):
+    case = make(name, layer_cases.WAYS[name][0], dtype=torch.float32)
+    out = case.run(case.tensors)[0]
+    first = next(iter(case.tensors.values())).requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name}: what is written to out has no gradient"):
+        getattr(rwkv_jit, name)(**case.tensors, **case.options, out=out)
+    if name == "activate":
+        with pytest.raises(RuntimeError, match="activate: what is written to out"):
+            rwkv_jit.activate(first, case.options["kinds"], out=first)
+    with torch.no_grad():
+        assert getattr(rwkv_jit, name)(**case.tensors, **case.options, out=out) is out
+
+
+def test_nothing_is_made_of_no_rows():
+    for name, how in layer_cases.ALL:
+        if "packed" not in how:
+            check(make(name, how, rows=0), 0)
