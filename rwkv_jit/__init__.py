@@ -44,6 +44,8 @@ _MODULES = {
     "gated_norm_ref": "rwkv_jit.layers.reference",
     "prepare_keys_ref": "rwkv_jit.layers.reference",
     "token_shift_ref": "rwkv_jit.layers.reference",
+    "cross_entropy": "rwkv_jit.layers.loss",
+    "linear_cross_entropy": "rwkv_jit.layers.loss",
     "gla_ref": "rwkv_jit.reference",
     "linear_attention_ref": "rwkv_jit.reference",
     "timex_ref": "rwkv_jit.reference",
@@ -119,6 +121,7 @@ __all__ = [
     "cache_info",
     "clear_cache",
     "compile_async",
+    "cross_entropy",
     "env_report",
     "gated",
     "gated_ref",
@@ -139,6 +142,7 @@ __all__ = [
     "linear_attention_update",
     "linear_attention_varlen",
     "linear_attention_verify",
+    "linear_cross_entropy",
     "prepare_keys",
     "prepare_keys_ref",
     "replay_commit",
@@ -228,6 +232,8 @@ if TYPE_CHECKING:
         prepare_keys_ref,
         token_shift_ref,
     )
+    from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, shift_mix
+    from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.modes import (
         get_bfloat16_precision,

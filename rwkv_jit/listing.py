@@ -28,7 +28,7 @@ def described(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _direction(name: str, parameters: Mapping[str, Any]) -> str:
     if name in ("timex_transform", "copy_states", "cut_sequences", "narrow_rows"):
         return "both"
-    if name in ("update_states", "arrange_sequences") or name.startswith("layer_"):
+    if name in ("update_states", "arrange_sequences") or (name.startswith("layer_") and "loss" not in name):
         return "update"
     is_backward = "backward" in name or "gradient" in name or name == "sum_rows"
     is_backward = parameters.get("BACKWARD", parameters.get("REVERSED", is_backward))

@@ -37,6 +37,24 @@ _OPS = {
         "(str step, Tensor?[] inputs, Tensor(a!)[] written, int null_index, float eps, str[] kinds) -> ()",
         "rwkv_jit.layers.calls",
     ),
+    "cross_entropy_fwd": Entry(
+        "(Tensor logits, Tensor targets, int ignore_index, float l2_wrap) -> (Tensor, Tensor, Tensor)",
+        "rwkv_jit.layers.loss", has_gradient=True,
+    ),
+    "cross_entropy_bwd": Entry(
+        "(Tensor grad, Tensor logits, Tensor targets, Tensor lse, Tensor argmax, int ignore_index, float l2_wrap) -> "
+        "Tensor",
+        "rwkv_jit.layers.loss", has_gradient=True,
+    ),
+    "linear_cross_entropy_fwd": Entry(
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, int ignore_index, float l2_wrap, int chunk_rows, "
+        "bool want_hidden, bool want_weight, bool want_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+        "rwkv_jit.layers.loss", has_gradient=True,
+    ),
+    "linear_cross_entropy_bwd": Entry(
+        "(Tensor grad, Tensor of_hidden, Tensor of_weight, Tensor of_bias) -> (Tensor, Tensor, Tensor)",
+        "rwkv_jit.layers.loss", has_gradient=True,
+    ),
 }  # fmt: skip
 # The inputs of the ops that have gradients, those in brackets optional, and their results. In the place of one that a
 # call does not have, an op returns an empty tensor: torch.func knows no lists of what has gradients.

@@ -1,0 +1,513 @@
+"""The loss of training: cross entropy of logits, or of hidden states whose logits are never all there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+from rwkv_jit.errors import brief
+from rwkv_jit.inference import arguments
+from rwkv_jit.layers import loss_steps, registry
+from rwkv_jit.layers.loss_steps import MOST_COLUMNS, Given
+from rwkv_jit.ops import checks, sharding, torch_op
+from rwkv_jit.plan import Plan
+from rwkv_jit.signatures import BySignature
+
+_REDUCTIONS = ("mean", "sum", "none")
+_IGNORED = -100
+_CHUNK_BYTES = 2**28  # of a chunk's logits, by default
+_LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to as many
+
+
+# ---- the public functions ----------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    logits: Any, targets: Any, *, l2_wrap: float = 0.0, ignore_index: int = _IGNORED, reduction: str = "mean"
+) -> Tensor:
+    r"""Cross entropy of logits, with a gradient, and the pull on the largest logit that RWKV-LM trains with.
+
+        loss_i = log(sum_j e^logits_ij) - logits_i,targets_i
+
+    V is the number of classes: the size of the vocabulary. Rows are all dimensions but the last.
+
+    Parameters
+    ----------
+    logits : torch.Tensor, shape (..., V), float16, bfloat16 or float32
+        Of any strides; where they are not contiguous, a copy is made. On the CPU also float64.
+    targets : torch.Tensor, shape (...), int64 or int32
+        The right class of each row, 0 to V - 1, or `ignore_index`.
+    l2_wrap : float, default 0.0
+        c, not negative. The gradient alone is as if c / 2 max_j(logits_ij)^2 were added to the loss of every row that
+        counts: c times the largest logit is added where it is, at the first of equal ones. The loss stays what it is.
+        RWKV-LM has c = 1e-4.
+    ignore_index : int, default -100
+        Rows with this target do not count: their loss is 0, their gradient is zeros, also that of `l2_wrap`, and "mean"
+        leaves them out.
+    reduction : {"mean", "sum", "none"}, default "mean"
+        "mean" is over the rows that count, and NaN where there are none.
+
+    Returns
+    -------
+    torch.Tensor, shape () or that of targets with "none", float32
+        float64 where logits are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    RwkvJitError
+        The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    The gradient is
+
+        dlogits_ij = g_i (e^(logits_ij - lse_i) - [j = targets_i] + [j = argmax_i] c logits_ij)
+
+    in the dtype of logits, where lse is the logarithm above, and g_i the gradient of the row's loss. So `l2_wrap` has a
+    share of a loss that is scaled, or summed over steps; and of a mean, it is over the rows that count. RWKV-LM's own
+    does not scale and is over all rows: both are the same where the mean is differentiated as it is, with no row
+    ignored. The backward keeps logits, targets and 4 bytes of each row, 8 with `l2_wrap`. A second derivative is an
+    error.
+
+    Arithmetic is float32 whatever the dtype is, under autocast too. Errors against float64 on the same inputs: below
+    5e-6 for the loss, relative in L2 for the gradient, and that of rounding to 16 bits.
+
+    A target that is neither a class nor `ignore_index` is an error on the CPU. On a GPU nobody looks at the values,
+    unless RWKVJIT_CHECK=1: loss and gradient of that row are NaN. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892; `L2Wrap` is
+    that of RWKV-LM, https://github.com/BlinkDL/RWKV-LM.
+
+    Examples
+    --------
+    >>> logits = torch.randn(2, 5, 1000, device="cuda", requires_grad=True)
+    >>> targets = torch.randint(1000, (2, 5), device="cuda")
+    >>> loss = rwkv_jit.cross_entropy(logits, targets, l2_wrap=1e-4)
+    >>> loss.backward()
+    >>> loss.shape, logits.grad.shape
+    (torch.Size([]), torch.Size([2, 5, 1000]))
+    """
+    name = "cross_entropy"
+    _refuse_distributed(name, (logits, targets))
+    logits, targets = tensors.from_any("logits", logits), tensors.from_any("targets", targets)
+    if not logits.dim() or not 0 < logits.shape[-1] <= MOST_COLUMNS:
+        raise ValueError(f"logits: expected shape [..., classes], got {list(logits.shape)}")
+    _check_dtype("logits", logits)
+    _check_targets(targets, logits)
+    _check_options(l2_wrap, ignore_index)
+    checks.check_name("reduction", reduction, _REDUCTIONS)
+    rows = logits.reshape(-1, logits.shape[-1]).contiguous()
+    flat = targets.reshape(-1).contiguous()
+    loss, *_ = registry.find("cross_entropy_fwd")(rows, flat, ignore_index, float(l2_wrap))
+    if reduction == "none":
+        return loss.view(targets.shape)  # type: ignore[no-any-return]
+    return _reduced(loss.sum(), targets, ignore_index, reduction)
+
+
+def linear_cross_entropy(
+    hidden: Any, weight: Any, targets: Any, *, bias: Any = None, l2_wrap: float = 0.0, ignore_index: int = _IGNORED,
+    reduction: str = "mean", chunk_rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    r"""Cross entropy of a linear layer's logits, of which only a chunk of rows is in memory at a time.
+
+        loss = cross_entropy(hidden weight^T + bias, targets)
+
+    V is the number of classes, C the channels. Rows are all dimensions of hidden but the last. The result is that of
+    `cross_entropy` on the logits of `torch.nn.functional.linear`.
+
+    Parameters
+    ----------
+    hidden : torch.Tensor, shape (..., C), float16, bfloat16 or float32
+        What the last layer made. On the CPU also float64.
+    weight : torch.Tensor, shape (V, C), dtype of hidden
+        The head's matrix. Under autocast hidden, weight and bias are cast, as torch's own layer casts them.
+    targets : torch.Tensor, shape (...), int64 or int32
+        The right class of each row, 0 to V - 1, or `ignore_index`.
+    bias : torch.Tensor, shape (V,), dtype of hidden, optional
+        Is added to the logits.
+    l2_wrap, ignore_index
+        As in `cross_entropy`.
+    reduction : {"mean", "sum"}, default "mean"
+        As in `cross_entropy`.
+    chunk_rows : int, optional
+        Rows of a chunk. By default as many as have 256 MiB of logits, a multiple of 256 and at least 256: fewer leave
+        tiles of the matrix products half empty, and more save few launches.
+
+    Returns
+    -------
+    torch.Tensor, shape (), float32
+        float64 where hidden is.
+
+    Raises
+    ------
+    TypeError, ValueError, RwkvJitError, NvrtcNotFoundError
+        As `cross_entropy`.
+
+    Notes
+    -----
+    Gradients are made in the forward, chunk by chunk while the logits are there: those of hidden, weight and bias that
+    require one when the call is made. The backward multiplies them by the gradient of the loss, and no more. So with
+    gradients the forward takes the time of both, and a recomputation of it, as in activation checkpointing, takes that
+    time again. Without gradients it makes the losses alone.
+
+    Memory of the forward, beside its inputs: chunk_rows V numbers for logits. For gradients it is that of hidden once
+    more, for weight 4 V C bytes and, in 16 bits, V C numbers. The gradients of weight and bias are sums over chunks in
+    float32, as sums of many in 16 bits would lose digits, and stay so until the backward rounds them to the dtype of
+    hidden. Until then they are those of the sum of all losses: what a mean over many rows has could be too small for
+    float16. A second derivative is an error.
+
+    Logits are rounded to the dtype of hidden, as those of torch's layer are. Precision and targets out of range are
+    those of `cross_entropy`. A row's loss may differ in its last digits with `chunk_rows`, as matrix products do.
+
+    References
+    ----------
+    Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, arXiv:2410.10989, which makes the gradients of
+    chunks in the forward in the same way. Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic
+    Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> hidden = torch.randn(2, 5, 64, device="cuda", requires_grad=True)
+    >>> head = torch.nn.Linear(64, 1000, bias=False, device="cuda")
+    >>> targets = torch.randint(1000, (2, 5), device="cuda")
+    >>> loss = rwkv_jit.linear_cross_entropy(hidden, head.weight, targets, l2_wrap=1e-4)
+    >>> loss.backward()
+    >>> hidden.grad.shape, head.weight.grad.shape
+    (torch.Size([2, 5, 64]), torch.Size([1000, 64]))
+    """
+    name = "linear_cross_entropy"
+    given = [hidden, weight, *([] if bias is None else [bias])]
+    _refuse_distributed(name, (*given, targets))
+    given = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
+    targets = tensors.from_any("targets", targets)
+    dtype = tensors.autocast_dtype(given[0])
+    if dtype is not None:
+        given = [tensors.under_autocast(x, dtype) for x in given]
+    hidden, weight, *biases = given
+    if not hidden.dim() or not hidden.shape[-1]:
+        raise ValueError(f"hidden: expected shape [..., channels], got {list(hidden.shape)}")
+    _check_dtype("hidden", hidden)
+    channels = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != channels or not 0 < weight.shape[0] <= MOST_COLUMNS:
+        raise ValueError(f"weight: expected shape [classes, {channels}], got {list(weight.shape)}")
+    arguments.check_dtype("weight", weight, (hidden.dtype,), hidden)
+    for x in biases:
+        arguments.check_shape("bias", x, (weight.shape[0],))
+        arguments.check_dtype("bias", x, (hidden.dtype,), hidden)
+    _check_targets(targets, hidden)
+    _check_options(l2_wrap, ignore_index)
+    checks.check_name("reduction", reduction, _REDUCTIONS[:2])
+    rows = 0 if chunk_rows is None else arguments.count("chunk_rows", chunk_rows, 1)
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in given]
+    wanted += [False] * (3 - len(wanted))
+    total, *_ = registry.find("linear_cross_entropy_fwd")(
+        hidden.reshape(-1, channels), weight, biases[0] if biases else None, targets.reshape(-1).contiguous(),
+        ignore_index, float(l2_wrap), rows, *wanted,
+    )  # fmt: skip
+    return _reduced(total, targets, ignore_index, reduction)
+
+
+def _reduced(total: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_distributed(name: str, arrays: tuple[Any, ...]) -> None:
+    if sharding.any_distributed(arrays):
+        raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
+
+
+def _check_dtype(name: str, x: Tensor) -> None:
+    dtypes = [*tensors.STORAGE] if x.is_cuda else [*tensors.STORAGE, torch.float64]
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+
+
+def _check_targets(targets: Tensor, rows: Tensor) -> None:
+    """Check that there is a target for each row of a tensor."""
+    arguments.check_shape("targets", targets, tuple(rows.shape[:-1]))
+    arguments.check_dtype("targets", targets, arguments.INDEX_TYPES, rows)
+
+
+def _check_options(l2_wrap: Any, ignore_index: Any) -> None:
+    checks.check_number("l2_wrap", l2_wrap)
+    if l2_wrap < 0:
+        raise ValueError(f"l2_wrap: expected at least 0, got {l2_wrap}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool) or not -(2**31) <= ignore_index < 2**31:
+        raise TypeError(f"ignore_index: expected an int of 32 bits, got {brief(ignore_index)}")
+
+
+def _check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """Check the values of targets, where they may be looked at."""
+    if arguments.may_look_at([targets]):
+        outside = targets[(targets != ignore_index) & ((targets < 0) | (targets >= classes))].tolist()
+        if outside:
+            raise ValueError(
+                f"targets: expected 0 to {classes - 1}, or {ignore_index} for rows that do not count; got {outside[:8]}"
+            )
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def _losses(logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses of rows, and lse and argmax for their gradient; argmax is empty without `l2_wrap`."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if not logits.numel():
+        return _empty_losses(logits, l2_wrap)
+    if logits.is_cuda:
+        loss, lse, *more = _plan("forward", {"logits": logits, "targets": targets}, ignore_index, l2_wrap).run(
+            (logits, targets)
+        )
+        return loss, lse, more[0].view(torch.int32) if more else _none(logits, torch.int32)
+    x, is_ignored = logits.to(wide), targets == ignore_index
+    lse = x.logsumexp(-1)
+    own = x.gather(-1, targets.masked_fill(is_ignored, 0).to(torch.int64).unsqueeze(-1)).squeeze(-1)
+    argmax = x.max(-1).indices.to(torch.int32) if l2_wrap else _none(logits, torch.int32)
+    return (lse - own).masked_fill(is_ignored, 0), lse, argmax
+
+
+def _gradient(
+    scale: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float,
+    in_place: bool,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of logits, which is they themselves `in_place`, from those of the losses of rows."""
+    if not logits.numel():
+        return logits if in_place else torch.empty_like(logits)
+    if logits.is_cuda:
+        named = {"logits": logits, "targets": targets, "lse": lse, "argmax": argmax if l2_wrap else None}
+        named["scale"] = scale
+        made = _plan("backward", named, ignore_index, l2_wrap, in_place).run([*named.values()])
+        return logits if in_place else made[0]
+    x, is_ignored = logits.to(lse.dtype), targets == ignore_index
+    y = (x - lse.unsqueeze(-1)).exp_()
+    rows = torch.arange(len(x), device=x.device)
+    y[rows, targets.masked_fill(is_ignored, 0).to(torch.int64)] -= 1
+    if l2_wrap:
+        y[rows, argmax.to(torch.int64)] += l2_wrap * x[rows, argmax.to(torch.int64)]
+    y = (y * scale.unsqueeze(-1)).masked_fill_(is_ignored.unsqueeze(-1), 0)
+    return logits.copy_(y) if in_place else y.to(logits.dtype)
+
+
+_plans: BySignature[Plan] = BySignature()
+
+
+def _plan(
+    direction: str, named: Mapping[str, Tensor | None], ignore_index: int, l2_wrap: float, in_place: bool = False
+) -> Plan:
+    key = direction, ignore_index, l2_wrap, in_place, tensors.signature([*named.values()])
+    plan = _plans.get(key)
+    if plan is None:
+        logits, targets = named["logits"], named["targets"]
+        assert logits is not None
+        assert targets is not None
+        given = Given(
+            tensors.gpu(logits.device.index), tensors.STORAGE[logits.dtype], logits.shape[0], logits.shape[1],
+            targets.element_size(), ignore_index, l2_wrap,
+        )  # fmt: skip
+        schedule = loss_steps.forward(given) if direction == "forward" else loss_steps.backward(given, in_place)
+        plan = _plans.keep(key, Plan(schedule, loss_steps.problem(direction, given), named))
+    return plan
+
+
+def _none(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what stands for a tensor that nobody wants."""
+    return like.new_empty(0, dtype=dtype)
+
+
+def _empty_losses(logits: Tensor, l2_wrap: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    loss, lse = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
+    return loss, lse, logits.new_empty(logits.shape[0] if l2_wrap else 0, dtype=torch.int32)
+
+
+def _no_second_derivative(name: str) -> RuntimeError:
+    return RuntimeError(f"{name} has no second derivative; differentiate torch.nn.functional.cross_entropy twice")
+
+
+# ---- the torch ops of cross_entropy ------------------------------------------------------------------------------
+
+
+def cross_entropy_fwd_run(
+    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses of rows, and lse and argmax of these."""
+    _check_classes(targets, logits.shape[1], ignore_index)
+    torch_op.say_reference("cross_entropy", logits)
+    with tensors.exactly(logits), torch.no_grad():
+        return _losses(logits, targets, ignore_index, l2_wrap)
+
+
+def cross_entropy_fwd_fake(
+    logits: Tensor, targets: Tensor, ignore_index: int, l2_wrap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same without memory."""
+    return _empty_losses(logits, l2_wrap)
+
+
+def cross_entropy_fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward takes."""
+    logits, targets, ctx.ignore_index, ctx.l2_wrap = inputs
+    _, lse, argmax = output
+    ctx.mark_non_differentiable(lse, argmax)
+    ctx.save_for_backward(logits, targets, lse, argmax)
+
+
+def cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    """Return the gradient of logits."""
+    made = registry.find("cross_entropy_bwd")(grad, *ctx.saved_tensors, ctx.ignore_index, ctx.l2_wrap)
+    return made, None, None, None
+
+
+def cross_entropy_bwd_run(
+    grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, argmax: Tensor, ignore_index: int, l2_wrap: float
+) -> Tensor:
+    """Return the gradient of logits, from those of the losses of rows."""
+    with tensors.exactly(logits), torch.no_grad():
+        return _gradient(grad, logits, targets, lse, argmax, ignore_index, l2_wrap, in_place=False)
+
+
+def cross_entropy_bwd_fake(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    """Return the same without memory."""
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def cross_entropy_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep nothing."""
+
+
+def cross_entropy_bwd_backward(ctx: Any, grad: Tensor) -> None:
+    """Refuse a second derivative."""
+    raise _no_second_derivative("cross_entropy")
+
+
+# ---- the torch ops of linear_cross_entropy -----------------------------------------------------------------------
+
+
+def linear_cross_entropy_fwd_run(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
+    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the sum of all losses, and its gradients with respect to hidden, weight and bias, as far as wanted.
+
+    Those of weight and bias are float32 at least.
+    """
+    (rows, _), (classes, _) = hidden.shape, weight.shape
+    _check_classes(targets, classes, ignore_index)
+    torch_op.say_reference("linear_cross_entropy", hidden)
+    wide, device = torch.promote_types(hidden.dtype, torch.float32), hidden.device
+    if not chunk_rows:
+        fitting = _CHUNK_BYTES // (classes * hidden.element_size())
+        chunk_rows = max(_LEAST_ROWS, fitting // _LEAST_ROWS * _LEAST_ROWS)
+    chunk_rows = min(chunk_rows, rows)
+    with tensors.exactly(hidden), torch.no_grad():
+        losses = torch.empty(rows, dtype=wide, device=device)
+        of_hidden, of_weight, of_bias = _gradients_like(hidden, weight, want_hidden, want_weight, want_bias)
+        for made in (of_weight, of_bias):
+            made.zero_()
+        memory = torch.empty(chunk_rows, classes, dtype=hidden.dtype, device=device)
+        scale = torch.ones(chunk_rows, dtype=wide, device=device)
+        for begin in range(0, rows, max(chunk_rows, 1)):
+            chunk = slice(begin, min(begin + chunk_rows, rows))
+            own, aims = hidden[chunk], targets[chunk]
+            logits = memory[: len(own)]
+            if bias is None:
+                torch.mm(own, weight.T, out=logits)
+            else:
+                torch.addmm(bias, own, weight.T, out=logits)
+            losses[chunk], lse, argmax = _losses(logits, aims, ignore_index, l2_wrap)
+            if not (want_hidden or want_weight or want_bias):
+                continue
+            _gradient(scale[: len(own)], logits, aims, lse, argmax, ignore_index, l2_wrap, in_place=True)
+            if want_hidden:
+                torch.mm(logits, weight, out=of_hidden[chunk])
+            if want_weight and of_weight.dtype == logits.dtype:
+                of_weight.addmm_(logits.T, own)
+            elif want_weight:
+                of_weight += logits.T @ own
+            if want_bias:
+                of_bias += logits.sum(0, dtype=wide)
+        return losses.sum(), of_hidden, of_weight, of_bias
+
+
+def _gradients_like(
+    hidden: Tensor, weight: Tensor, want_hidden: bool, want_weight: bool, want_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for the gradients that are wanted."""
+    wide, device = torch.promote_types(hidden.dtype, torch.float32), hidden.device
+    return (
+        torch.empty(hidden.shape if want_hidden else (0,), dtype=hidden.dtype, device=device),
+        torch.empty(weight.shape if want_weight else (0,), dtype=wide, device=device),
+        torch.empty(weight.shape[:1] if want_bias else (0,), dtype=wide, device=device),
+    )
+
+
+def linear_cross_entropy_fwd_fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, l2_wrap: float,
+    chunk_rows: int, want_hidden: bool, want_weight: bool, want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the same without memory."""
+    total = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return total, *_gradients_like(hidden, weight, want_hidden, want_weight, want_bias)
+
+
+def linear_cross_entropy_fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep the gradients of the sum."""
+    ctx.wanted = inputs[-3:]
+    _, *made = output
+    ctx.mark_non_differentiable(*made)
+    ctx.save_for_backward(*made)
+
+
+def linear_cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    """Return the gradients of hidden, weight and bias."""
+    for name, is_needed, is_made in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, ctx.wanted, strict=False):
+        if is_needed and not is_made:
+            raise RuntimeError(
+                f"linear_cross_entropy: the gradient of {name} is made in the forward, which was traced or called where "
+                f"{name} required none"
+            )
+    if torch.is_grad_enabled():  # what was made in the forward would be a constant to a second derivative
+        grad = grad.detach().requires_grad_()
+    made = registry.find("linear_cross_entropy_bwd")(grad, *ctx.saved_tensors)
+    return *(x if is_made else None for x, is_made in zip(made, ctx.wanted, strict=True)), *(None,) * 7
+
+
+def linear_cross_entropy_bwd_run(
+    grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of the sum times that of the sum, all in the dtype of hidden."""
+    made = linear_cross_entropy_bwd_fake(grad, of_hidden, of_weight, of_bias)
+    with torch.no_grad():
+        for x, target in zip((of_hidden, of_weight, of_bias), made, strict=True):
+            torch.mul(x, grad, out=target)
+    return made
+
+
+def linear_cross_entropy_bwd_fake(
+    grad: Tensor, of_hidden: Tensor, of_weight: Tensor, of_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same without memory."""
+    dtype = of_hidden.dtype
+    return torch.empty_like(of_hidden), torch.empty_like(of_weight, dtype=dtype), torch.empty_like(of_bias, dtype=dtype)
+
+
+def linear_cross_entropy_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep nothing."""
+
+
+def linear_cross_entropy_bwd_backward(ctx: Any, *_: Any) -> None:
+    """Refuse a second derivative."""
+    raise _no_second_derivative("linear_cross_entropy")
