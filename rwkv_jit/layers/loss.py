@@ -135,7 +135,9 @@ def linear_cross_entropy(
         The right class of each row, 0 to V - 1, or `ignore_index`.
     bias : torch.Tensor, shape (V,), dtype of hidden, optional
         Is added to the logits.
-    l2_wrap, ignore_index
+    l2_wrap : float, default 0.0
+        As in `cross_entropy`.
+    ignore_index : int, default -100
         As in `cross_entropy`.
     reduction : {"mean", "sum"}, default "mean"
         As in `cross_entropy`.
@@ -476,7 +478,7 @@ def linear_cross_entropy_fwd_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[
     for name, is_needed, is_made in zip(("hidden", "weight", "bias"), ctx.needs_input_grad, ctx.wanted, strict=False):
         if is_needed and not is_made:
             raise RuntimeError(
-                f"linear_cross_entropy: the gradient of {name} is made in the forward, which was traced or called where "
+                f"linear_cross_entropy: the gradient of {name} is made in the forward, which was traced or run where "
                 f"{name} required none"
             )
     if torch.is_grad_enabled():  # what was made in the forward would be a constant to a second derivative

@@ -111,6 +111,15 @@ def layer(rows, heads, head_size, dtype=BF16, texts=None):
     rwkv_jit.activate(mixed, ("tanh", "sigmoid", "relu_squared", "identity", "tanh", "identity"), out=mixed)
 
 
+def loss(classes, dtype=BF16, **options):
+    """Of rows that begin anywhere, one of which does not count, from logits and by chunks."""
+    hidden, head = (torch.randn(n, 32, device="cuda", dtype=dtype, requires_grad=True) for n in (5, classes))
+    targets = torch.randint(classes, (5,), device="cuda")
+    targets[1] = -100
+    rwkv_jit.cross_entropy(hidden @ head.T, targets, **options).backward()
+    rwkv_jit.linear_cross_entropy(hidden, head, targets.to(torch.int32), chunk_rows=3, **options).backward()
+
+
 def history_of(name, shape, dtype):
     for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
         if isinstance(form, history.Form):
@@ -168,6 +177,8 @@ CALLS = [
     partial(update, "gla", 300, 1, 2, 128, 128, layout="kv"),
     *(partial(layer, 5, *sizes, dtype=dtype) for sizes in ((4, 64), (3, 33), (1, 1000)) for dtype in (BF16, FP32)),
     partial(layer, 9, 32, 64, texts=(4, 4, 5, 9)),
+    *(partial(loss, classes, dtype=dtype) for classes in (3, 1001, 4096) for dtype in (BF16, FP32)),
+    partial(loss, 9999, l2_wrap=1e-4),
     partial(history_of, "wkv5", (1, 54, 2, 64), torch.float16),
     partial(history_of, "timex", (9, 200, 1, 2), FP32),
 ]

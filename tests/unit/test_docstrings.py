@@ -18,8 +18,9 @@ OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
 COMMITTING = ["replay_commit", "replay_flush"]
-LAYER = ["shift_mix", "prepare_keys", "gated_norm", "activate", "gated", "token_shift"]
-REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *LAYER[1:])]
+DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift"]
+LAYER = ["shift_mix", *DIFFERENTIABLE, "cross_entropy", "linear_cross_entropy"]
+REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE)]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
 SETTING = ["set_bfloat16_precision", "set_batch_invariant"]
@@ -197,6 +198,9 @@ SIGNATURES = {
     "activate_ref": "x, kinds",
     "gated_ref": "x, g, gate='sigmoid'",
     "token_shift_ref": "x, mixes, amounts=None, first=None, cu_seqlens=None",
+    "cross_entropy": "logits, targets, *, l2_wrap=0.0, ignore_index=-100, reduction='mean'",
+    "linear_cross_entropy": "hidden, weight, targets, *, bias=None, l2_wrap=0.0, ignore_index=-100, reduction='mean', "
+    "chunk_rows=None",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv7_ref": f"r, w, k, v, a, b, {OF_SEQUENCES}, {OF_RWKV}",

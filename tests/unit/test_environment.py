@@ -451,12 +451,13 @@ ops.flops ops.torch_op layers
 ops.wide_keys
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps
+layers.loss_steps
 inference.arguments layers.gradient_steps layers.reference
 inference.replay_steps inference.states
 inference.ring inference.pool
 inference.calls
 inference.plainly inference.flops
-inference.update inference.varlen inference.wkv4 layers.calls
+inference.update inference.varlen inference.wkv4 layers.calls layers.loss
 inference.replay_calls layers.functions layers.gradients
 inference.replay
 ahead_requests
