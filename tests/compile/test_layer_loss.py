@@ -1,0 +1,51 @@
+"""The kernels of the training loss for every architecture, without spills, and what templates refuse."""
+
+import pytest
+from problems import by_turns
+
+from rwkv_jit import kernel
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.gpu import Gpu
+from rwkv_jit.layers import loss_steps
+from rwkv_jit.layers.loss_steps import Given
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+DIRECTIONS = ("forward", "backward")
+
+
+def request(direction, arch="sm_90", io="bf16", classes=65_536, target_bytes=8, l2_wrap=1e-4):
+    given = Given(Gpu(arch), io, 3, classes, target_bytes, -100, l2_wrap)
+    schedule = loss_steps.forward(given) if direction == "forward" else loss_steps.backward(given, False)
+    (step,) = schedule.launches
+    return step.request(given.gpu)
+
+
+@pytest.mark.parametrize("l2_wrap", [0.0, 1e-4])
+@pytest.mark.parametrize(("arch", "direction", "io"), by_turns(ARCHS, DIRECTIONS, ("bf16", "fp16", "fp32")))
+def test_compiles_without_spills_everywhere(arch, direction, io, l2_wrap):
+    made = kernel.get(request(direction, arch, io, l2_wrap=l2_wrap))
+    assert made.spill_bytes == 0
+    # Three blocks of the most threads have room on a multiprocessor of 65,536 registers, so that some load meanwhile.
+    most = {"forward": 48, "backward": 64}[direction]
+    assert made.registers <= most
+
+
+@pytest.mark.parametrize("classes", [1, 7, 255, 1001, 50_277, 65_536, 65_537])
+def test_any_number_of_classes(classes):
+    for direction in DIRECTIONS:
+        for target_bytes, io in ((4, "bf16"), (8, "fp32")):
+            assert kernel.get(request(direction, io=io, classes=classes, target_bytes=target_bytes)).spill_bytes == 0
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"NUM_THREADS": 48}, "num_threads must be a multiple of 32 up to 1024"),
+        ({"VECTOR": 4}, "a piece is an access of 16 bytes"),
+    ],
+)
+def test_rules(direction, change, rule):
+    made = request(direction)
+    with pytest.raises(UnsupportedConfigError, match=f"layer_loss_{direction}: {rule}; got "):
+        kernel.get(made._replace(parameters={**made.parameters, **change}))
