@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rwkv_jit import after
+
 
 class Entry(NamedTuple):
     """A torch op.
@@ -106,3 +108,4 @@ def _register(name: str, entry: Entry) -> None:
 
 for _name, _entry in _OPS.items():
     _register(_name, _entry)
+after.imported("torch.utils.flop_counter", then="rwkv_jit.layers.flops")  # which nobody but those who count needs

@@ -457,7 +457,7 @@ inference.replay_steps inference.states
 inference.ring inference.pool
 inference.calls
 inference.plainly inference.flops
-inference.update inference.varlen inference.wkv4 layers.calls layers.loss
+inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
 inference.replay_calls layers.functions layers.gradients
 inference.replay
 ahead_requests

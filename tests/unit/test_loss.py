@@ -358,6 +358,21 @@ def test_a_gradient_that_the_forward_did_not_make_is_an_error():
         total.backward()
 
 
+def test_flops_are_those_of_the_products():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    linear, targets = make_linear(), make_targets()
+    counts = []
+    for wanted in (("hidden", "weight", "bias"), ("weight",), ()):
+        for name, x in linear.items():
+            x.requires_grad_(name in wanted)
+        with FlopCounterMode(display=False) as counter:
+            rwkv_jit.linear_cross_entropy(**linear, targets=targets)
+        counts.append(counter.get_total_flops())
+    product = 2 * B * T * C * V
+    assert counts == [3 * product, 2 * product, product]
+
+
 def test_arrays_of_other_libraries():
     logits, targets = make_logits(requires_grad=False), make_targets()
     want = rwkv_jit.cross_entropy(logits, targets)
