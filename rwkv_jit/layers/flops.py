@@ -10,9 +10,11 @@ from torch.utils import flop_counter
 from rwkv_jit.layers import registry
 
 
-def _count(hidden: Tensor, weight: Tensor, bias: Any, targets: Any, *options: Any, **_: Any) -> int:
-    """Count the logits, and what gradients of hidden and weight are made with them."""
-    want_hidden, want_weight = options[3:5]
+def _count(
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Any, ignore_index: int, l2_wrap: float, chunk_rows: int,
+    want_hidden: bool, want_weight: bool, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    """Count the logits, and the gradients of hidden and weight that are made of theirs."""
     return 2 * hidden.numel() * weight.shape[0] * (1 + want_hidden + want_weight)
 
 
