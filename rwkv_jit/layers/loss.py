@@ -439,13 +439,22 @@ def linear_cross_entropy_fwd_run(
             _gradient(scale[: len(own)], logits, aims, lse, argmax, ignore_index, l2_wrap, in_place=True)
             if want_hidden:
                 torch.mm(logits, weight, out=of_hidden[chunk])
-            if want_weight and of_weight.dtype == logits.dtype:
-                of_weight.addmm_(logits.T, own)
-            elif want_weight:
-                of_weight += logits.T @ own
+            if want_weight:
+                _add_product(of_weight, logits, own)
             if want_bias:
                 of_bias += logits.sum(0, dtype=wide)
         return losses.sum(), of_hidden, of_weight, of_bias
+
+
+def _add_product(total: Tensor, gradient: Tensor, own: Tensor) -> None:
+    """Add what a chunk's rows make of the gradient of weight."""
+    if total.dtype == own.dtype:
+        total.addmm_(gradient.T, own)
+    elif own.dtype == torch.float16:  # whose range a sum of many rows may leave: random ones grow with the root
+        share = 2.0 ** (len(own).bit_length() // 2)
+        total.add_(gradient.T @ (own / share), alpha=share)
+    else:
+        total += gradient.T @ own
 
 
 def _gradients_like(

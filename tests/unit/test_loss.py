@@ -207,12 +207,17 @@ def test_sums_over_chunks_keep_their_digits():
 
 
 def test_gradients_of_a_mean_stay_in_the_range_of_float16():
+    """A row's part is below it; the sum of many rows is above."""
     rows = 2**16
-    hidden, weight = torch.ones(rows, 1).half(), torch.tensor([[9.0], [-5.0]]).half().requires_grad_()
     targets = torch.zeros(rows, dtype=torch.int64)
-    rwkv_jit.linear_cross_entropy(hidden, weight, targets).backward()
-    want = torch.sigmoid(torch.tensor(-14.0).double())
-    check(weight.grad, torch.stack([-want, want])[:, None], 2)
+    for size, values in ((1.0, [5.0, -3.0]), (60.0, [0.0, 0.0])):
+        hidden = torch.full((rows, 1), size).half().requires_grad_()
+        weight = torch.tensor(values).half()[:, None].requires_grad_()
+        loss = rwkv_jit.linear_cross_entropy(hidden, weight, targets)
+        (256 * loss).backward()
+        want = 256 * size * torch.sigmoid(torch.tensor(size * (values[1] - values[0])).double())
+        assert float(want) > 0.08
+        check(weight.grad, torch.stack([-want, want])[:, None], 2)
 
 
 def test_chunks_have_256_mib_of_logits_and_256_rows_at_least(monkeypatch):
@@ -494,6 +499,7 @@ def test_nothing_is_launched_for_nothing(on_gpu):
     rwkv_jit.cross_entropy(logits, targets, reduction="sum", l2_wrap=0.1).backward()
     rwkv_jit.linear_cross_entropy(**linear, targets=targets, reduction="sum").backward()
     assert not on_gpu.take()
+    assert not on_gpu.asked
 
 
 def test_logits_that_begin_elsewhere_are_copied(on_gpu):
