@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rwkv_jit import tensors
 from rwkv_jit.errors import brief
@@ -100,7 +101,7 @@ def cross_entropy(
     (torch.Size([]), torch.Size([2, 5, 1000]))
     """
     name = "cross_entropy"
-    _refuse_distributed(name, (logits, targets))
+    _refuse(name, (logits, targets))
     logits, targets = tensors.from_any("logits", logits), tensors.from_any("targets", targets)
     if not logits.dim() or not 0 < logits.shape[-1] <= MOST_COLUMNS:
         raise ValueError(f"logits: expected shape [..., classes], got {list(logits.shape)}")
@@ -191,7 +192,7 @@ def linear_cross_entropy(
     """
     name = "linear_cross_entropy"
     given = [hidden, weight, *([] if bias is None else [bias])]
-    _refuse_distributed(name, (*given, targets))
+    _refuse(name, (*given, targets))
     given = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
     targets = tensors.from_any("targets", targets)
     dtype = tensors.autocast_dtype(given[0])
@@ -228,9 +229,17 @@ def _reduced(total: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_distributed(name: str, arrays: tuple[Any, ...]) -> None:
+def _refuse(name: str, arrays: tuple[Any, ...]) -> None:
+    """Refuse DTensors, and tangents, which torch would drop without a word."""
     if sharding.any_distributed(arrays):
         raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
+    if not torch.compiler.is_compiling() and tensors.has_dual_level():
+        given = (x for x in arrays if isinstance(x, Tensor))
+        if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+            raise RuntimeError(
+                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); "
+                "take torch.nn.functional.cross_entropy"
+            )
 
 
 def _check_dtype(name: str, x: Tensor) -> None:

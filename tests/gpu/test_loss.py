@@ -236,6 +236,19 @@ def test_loss_of_hidden_states_by_chunks(op, classes, chunk_rows, dtype, guarded
             check(x.grad, 3 * gradient, 3)  # logits, their gradient and sums are rounded each
 
 
+def test_gradients_of_a_mean_stay_in_the_range_of_float16(op):
+    """A row's part is below it; the sum of many rows is above."""
+    rows = 2**16
+    targets = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    for size, values in ((1.0, [5.0, -3.0]), (60.0, [0.0, 0.0])):
+        hidden = torch.full((rows, 1), size, device="cuda").half()
+        weight = torch.tensor(values, device="cuda").half()[:, None].requires_grad_()
+        loss = rwkv_jit.linear_cross_entropy(hidden, weight, targets)
+        (256 * loss).backward()
+        want = 256 * size * torch.sigmoid(torch.tensor(size * (values[1] - values[0])).double())
+        check(weight.grad, torch.stack([-want, want])[:, None].cuda(), 2)
+
+
 @DTYPE
 def test_chunks_give_what_all_logits_do(op, dtype):
     """With the largest logits pulled, which the rounding of products may have elsewhere in float64."""

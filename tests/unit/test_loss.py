@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -354,6 +356,33 @@ def test_a_second_derivative_is_an_error(name):
     (gradient,) = torch.autograd.grad(loss, linear["hidden"], create_graph=True)
     with pytest.raises(RuntimeError, match=f"^{name} has no second derivative"):
         gradient.sum().backward()
+
+
+def test_derivatives_in_forward_mode_are_errors():
+    hidden, weight = (x.detach() for x in make_linear(shape=(6,), has_bias=False).values())
+    targets = make_targets((6,), classes=C)
+    for name, loss in (
+        ("cross_entropy", lambda hidden: rwkv_jit.cross_entropy(hidden, targets)),
+        ("linear_cross_entropy", lambda hidden: rwkv_jit.linear_cross_entropy(hidden, weight, targets)),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{name} has no forward-mode derivative"):
+            torch.func.jvp(loss, (hidden,), (hidden,))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(hidden, hidden)
+            with pytest.raises(RuntimeError, match=f"^{name} has no forward-mode derivative"):
+                loss(dual)
+            assert torch.equal(loss(hidden), loss(hidden.clone()))
+
+
+def test_fakes_of_cuda_tensors():
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, C, dtype=torch.bfloat16, device="cuda") for n in (6, V))
+        targets = torch.empty(6, dtype=torch.int64, device="cuda")
+        for loss in (
+            rwkv_jit.linear_cross_entropy(hidden, weight, targets),
+            rwkv_jit.cross_entropy(hidden, targets, l2_wrap=0.1),
+        ):
+            assert (loss.shape, loss.dtype, loss.device.type) == ((), torch.float32, "cuda")
 
 
 def test_a_gradient_that_the_forward_did_not_make_is_an_error():
