@@ -162,9 +162,9 @@ def test_logits_far_out(op):
         assert not bool(loss[4:].isfinite().any())
 
 
-@DTYPE
-def test_logits_that_are_large_have_a_loss_with_all_digits(op, dtype):
-    logits, targets = make_logits(16, 1001, dtype=dtype, size=1000.0), make_targets(16, classes=1001)
+def test_logits_that_are_large_have_a_loss_with_all_digits(op):
+    """lse alone has none behind the point of a million."""
+    logits, targets = make_logits(16, 1001).detach() + 1e6, make_targets(16, classes=1001)
     loss = rwkv_jit.cross_entropy(logits, targets, reduction="none")
     want, _ = plain_loss.cross_entropy(logits, targets, reduction="none", weights=torch.ones(16, device="cuda"))
     check_loss(loss, want)
