@@ -225,6 +225,7 @@ if TYPE_CHECKING:
     )
     from rwkv_jit.inference.wkv4 import wkv4_update
     from rwkv_jit.layers.functions import activate, gated, gated_norm, prepare_keys, shift_mix, token_shift
+    from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
     from rwkv_jit.layers.reference import (
         activate_ref,
         gated_norm_ref,
@@ -232,8 +233,6 @@ if TYPE_CHECKING:
         prepare_keys_ref,
         token_shift_ref,
     )
-    from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, shift_mix
-    from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
     from rwkv_jit.machine import cache_info, clear_cache, env_report, is_available
     from rwkv_jit.modes import (
         get_bfloat16_precision,
