@@ -31,7 +31,7 @@ _WRITTEN = {
 # ---- a call ------------------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call that has been checked."""
 
     name: str
@@ -50,19 +50,29 @@ class _Call(NamedTuple):
         return [*self.inputs, *self.written]
 
 
+# Runs a call from its tensors in the order of plans.
+Run = Callable[[Sequence[Any]], list[Tensor]]
+
+
 class _Known(NamedTuple):
-    """A call that has come before: what tells whether another one is like it, and its plan."""
+    """A call that has come before: what tells whether another one is like it, and what runs it."""
 
     are_alike: Callable[..., bool]
-    plan: Plan
+    run: Run
 
 
 _known: BySignature[_Known] = BySignature()
 _plans: BySignature[Plan] = BySignature()
 
 
-def call(name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...]) -> list[Tensor]:
-    """Run a call, at once where it is known, else after all checks; return what it makes."""
+def call(
+    name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...],
+    record: Callable[[Call], Run] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Run a call, at once where it is known, else after all checks; return what it makes.
+
+    `record` returns what runs it where a gradient is wanted; ops without gradients have none.
+    """
     asked: Any = None
     known: _Known | None = None
     arrays = [*inputs, *written]
@@ -80,30 +90,35 @@ def call(name: str, inputs: Sequence[Any], written: Sequence[Any], options: tupl
     except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or an option that cannot be one
         asked = known = None
     if known is None:
-        return _checked_call(name, inputs, written, options, asked)
-    return known.plan.run(arrays)
+        return _checked_call(name, inputs, written, options, asked, record)
+    return known.run(arrays)
 
 
 def _checked_call(
-    name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...], asked: Any
-) -> list[Tensor]:
+    name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...], asked: Any,
+    record: Callable[[Call], Run] | None,
+) -> list[Tensor]:  # fmt: skip
     """Run a call after all checks; one that was `asked` for so is known from then on."""
     arrays = [x for x in (*inputs, *written) if x is not None]
     if sharding.any_distributed(arrays):
         raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
     call = _CHECKS[name](inputs, written, *options)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
-        _check_gradient(call)
+    is_recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors)
+    if is_recorded:
+        _check_gradient(call, record is not None)
+    is_direct = call.lead.is_cuda and tensors.is_eager() and tensors.are_plain(call.tensors)
+    if is_direct and call.lead.numel():
+        run = record(call) if record is not None and is_recorded else plan(call).run
+        if name == "token_shift" and call.inputs[-1] is not None:
+            run = _with_bounds(run, call.lead.shape[1])
+        made = run(call.tensors)
+        if asked is not None and all(isinstance(x, Tensor) for x in arrays) and not env.checks_indices():
+            _known.keep(asked, _Known(tensors.likeness(arrays), run))
+        return made
+    if is_recorded:
         results = registry.find(f"{name}_fwd")(*call.inputs, call.eps, call.kinds, True)
         several = results if isinstance(results, (tuple, list)) else (results,)
         return [x for x, place in zip(several, _WRITTEN[name], strict=True) if place in call.made]
-    is_direct = call.lead.is_cuda and tensors.is_eager() and tensors.are_plain(call.tensors)
-    if is_direct and call.lead.numel():
-        plan = _plan(call)
-        made = plan.run(call.tensors)
-        if asked is not None and all(isinstance(x, Tensor) for x in arrays) and not env.checks_indices():
-            _known.keep(asked, _Known(tensors.likeness(arrays), plan))
-        return made
     new = {x: torch.empty(shape, dtype=call.lead.dtype, device=call.lead.device) for x, shape in call.made.items()}
     if call.lead.numel():
         places = zip(_WRITTEN[name], call.written, strict=True)
@@ -114,10 +129,22 @@ def _checked_call(
     return list(new.values())
 
 
-def _check_gradient(call: _Call) -> None:
+def _with_bounds(run: Run, tokens: int) -> Run:
+    """Return what runs a call whose bounds are looked at each time, and read as plans read them."""
+    place = len(OPS["token_shift"].inputs)
+
+    def with_bounds(arrays: Sequence[Any]) -> list[Tensor]:
+        given = list(arrays)
+        given[place] = tensors.packing(given[place], tokens)
+        return run(given)
+
+    return with_bounds
+
+
+def _check_gradient(call: Call, has_gradient: bool) -> None:
     """Check that a call can be differentiated."""
-    if call.name == "shift_mix":
-        raise RuntimeError(_no_gradient("shift_mix"))
+    if not has_gradient:
+        raise RuntimeError(_no_gradient(call.name))
     if call.in_place or any(x is not None for x in call.written):
         raise RuntimeError(f"{call.name}: what is written to out has no gradient; leave out away, or torch.no_grad()")
 
@@ -135,10 +162,10 @@ def make(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> 
             return in_plain_torch(name, call.inputs, call.eps, call.kinds)
     if not call.lead.numel():
         return [call.lead.new_empty(shape) for shape in call.made.values()]
-    return _plan(call).run(call.tensors)
+    return plan(call).run(call.tensors)
 
 
-def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> _Call:
+def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
     """Return the call that a torch op has been given."""
     one = kinds[0] if len(kinds) == 1 else tuple(kinds)
     options: dict[str, tuple[Any, ...]] = {
@@ -155,7 +182,7 @@ def in_plain_torch(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> _Call:
+def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: int, eps: float) -> Call:
     x = tensors.from_any("x", inputs[0])
     *arrays, state_indices, cu_seqlens, has_initial_state, num_active = inputs
     _, add, weight, bias, mixes = _as_tensors("shift_mix", arrays)
@@ -196,10 +223,10 @@ def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: 
     out = None if written[1] is None else arguments.out(written[1], shape, x)
     made |= {} if add is None else {"residual": tuple(x.shape)}
     given = [x, add, weight, bias, mixes, indices, cu_seqlens, has_state, active]
-    return _Call("shift_mix", given, [shift, out, None], made, x, null_index, float(eps))
+    return Call("shift_mix", given, [shift, out, None], made, x, null_index, float(eps))
 
 
-def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
+def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
     given = _as_tensors("prepare_keys", inputs)
     named = dict(zip(OPS["prepare_keys"].inputs, given, strict=True))
     k = _check_heads("prepare_keys", "k", named, ("v", "rate", "k_k", "k_a"))
@@ -210,10 +237,10 @@ def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
         raise ValueError("v0: goes with v_first and v_gate, got it alone")
     shape = tuple(k.shape)
     made = {x: shape for x in _WRITTEN["prepare_keys"] if x != "new_v" or named["v_first"] is not None}
-    return _Call("prepare_keys", given, [None] * 4, made, k)
+    return Call("prepare_keys", given, [None] * 4, made, k)
 
 
-def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any) -> _Call:
+def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any) -> Call:
     given = _as_tensors("gated_norm", inputs)
     named = dict(zip(OPS["gated_norm"].inputs, given, strict=True))
     y = _check_heads("gated_norm", "y", named, ("y", "g", "weight"))
@@ -226,18 +253,18 @@ def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float,
     shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
     out = None if written[0] is None else arguments.out(written[0], shape, y)
     made = {} if out is not None else {"out": shape}
-    return _Call("gated_norm", given, [out], made, y, eps=float(eps), kinds=(gate, norm))
+    return Call("gated_norm", given, [out], made, y, eps=float(eps), kinds=(gate, norm))
 
 
-def _check_gated(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> _Call:
+def _check_gated(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Call:
     x, g = _as_tensors("gated", inputs)
     _check_lead("x", x)
     _check("gated", "g", g, [tuple(x.shape)], x)
     checks.check_name("gate", gate, GATES)
-    return _Call("gated", [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
+    return Call("gated", [x, g], [None], {"y": tuple(x.shape)}, x, kinds=(gate,))
 
 
-def _check_token_shift(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
+def _check_token_shift(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
     *arrays, cu_seqlens = inputs
     x, mixes, amounts, first = given = _as_tensors("token_shift", arrays)
     if x.dim() != 3 or not x.shape[-1]:
@@ -259,10 +286,10 @@ def _check_token_shift(inputs: Sequence[Any], written: Sequence[Any]) -> _Call:
     if first is not None:
         _check("token_shift", "first", first, [(texts, channels)], x)
     made = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
-    return _Call("token_shift", [*given, cu_seqlens], [None] * MOST_MIXES, made, x)
+    return Call("token_shift", [*given, cu_seqlens], [None] * MOST_MIXES, made, x)
 
 
-def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> _Call:
+def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> Call:
     x = tensors.from_any("x", inputs[0], in_place)
     _check_lead("x", x)
     if isinstance(kinds, str):
@@ -282,10 +309,10 @@ def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, i
         raise ValueError(f"out: expected memory without gaps, got strides {x.stride()}")
     out = None if written[0] is None else arguments.out(written[0], tuple(x.shape), x)
     made = {} if in_place or out is not None else {"y": tuple(x.shape)}
-    return _Call("activate", [x], [out], made, x, kinds=each, in_place=in_place)
+    return Call("activate", [x], [out], made, x, kinds=each, in_place=in_place)
 
 
-_CHECKS: dict[str, Callable[..., _Call]] = {
+_CHECKS: dict[str, Callable[..., Call]] = {
     "shift_mix": _check_shift_mix, "prepare_keys": _check_prepare_keys, "gated_norm": _check_gated_norm,
     "activate": _check_activate, "gated": _check_gated, "token_shift": _check_token_shift,
 }  # fmt: skip
@@ -336,7 +363,7 @@ def _check_pool(shift: Tensor, channels: int, lead: Tensor) -> None:
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
-def _plan(call: _Call) -> Plan:
+def plan(call: Call) -> Plan:
     """Return the plan of a call."""
     address = 16
     for x in call.written:
@@ -344,18 +371,18 @@ def _plan(call: _Call) -> Plan:
             address |= x.data_ptr()
     alignment = address & -address
     key = call.name, alignment, call.null_index, call.eps, call.kinds, call.in_place, tensors.signature(call.tensors)
-    plan = _plans.get(key)
-    if plan is None:
+    known = _plans.get(key)
+    if known is None:
         schedule, given = _described(call, alignment)
         names = (*OPS[call.name].inputs, *_BESIDE.get(call.name, ()), *_WRITTEN[call.name])
         named = dict(zip(names, call.tensors, strict=True))
         if call.name == "shift_mix":
             named["shift"] = one_slot(named["shift"])
-        plan = _plans.keep(key, Plan(schedule, steps.problem(call.name, given), named))
-    return plan
+        known = _plans.keep(key, Plan(schedule, steps.problem(call.name, given), named))
+    return known
 
 
-def _described(call: _Call, alignment: int) -> tuple[Schedule, Given]:
+def _described(call: Call, alignment: int) -> tuple[Schedule, Given]:
     storage = tensors.STORAGE[call.lead.dtype]
     given = given_of(call.name, call.inputs, len(call.kinds))._replace(
         alignment=alignment, results={name: Result(shape, storage) for name, shape in call.made.items()}
@@ -398,7 +425,7 @@ def texts_of(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
     return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())
 
 
-def _described_shift_mix(call: _Call, given: Given) -> tuple[Schedule, Given]:
+def _described_shift_mix(call: Call, given: Given) -> tuple[Schedule, Given]:
     x, _, _, _, _, indices, cu_seqlens, *_ = call.inputs
     shift = call.written[0]
     slots = shift.shape[0]
@@ -437,8 +464,8 @@ def layer_step_run(
     absent = {"residual": named.get("add") is None, "new_v": named.get("v_first") is None}
     rest = iter(written)
     targets = [None if absent.get(place) or in_place else next(rest, None) for place in _WRITTEN[name]]
-    call = _Call(name, list(inputs), targets, {}, lead, null_index, eps, tuple(kinds), in_place)
-    _plan(call).run(call.tensors)
+    call = Call(name, list(inputs), targets, {}, lead, null_index, eps, tuple(kinds), in_place)
+    plan(call).run(call.tensors)
 
 
 def layer_step_fake(*_: Any) -> None:

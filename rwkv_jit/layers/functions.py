@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rwkv_jit.layers import calls
+from rwkv_jit.layers.gradients import record
 
 _EPS, _EPS_OF_HEADS = 1e-5, 64e-5
 
@@ -185,7 +186,7 @@ def prepare_keys(
     torch.Size([5, 4, 64])
     """
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0
-    made = calls.call("prepare_keys", inputs, (None, None, None, None), ())
+    made = calls.call("prepare_keys", inputs, (None, None, None, None), (), record)
     return made[0], v if v_first is None else made[1], made[-2], made[-1]
 
 
@@ -261,7 +262,7 @@ def gated_norm(
     >>> rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, r_k).shape
     torch.Size([3, 256])
     """
-    made = calls.call("gated_norm", (y, g, weight, bias, r, k, v, r_k), (out,), (eps, gate, norm))
+    made = calls.call("gated_norm", (y, g, weight, bias, r, k, v, r_k), (out,), (eps, gate, norm), record)
     return made[0] if out is None else out
 
 
@@ -303,7 +304,7 @@ def gated(x: Any, g: Any, gate: str = "sigmoid") -> Tensor:
     >>> y.shape
     torch.Size([5, 256])
     """
-    return calls.call("gated", (x, g), (None,), (gate,))[0]
+    return calls.call("gated", (x, g), (None,), (gate,), record)[0]
 
 
 def token_shift(
@@ -354,7 +355,7 @@ def token_shift(
     >>> r.shape
     torch.Size([2, 5, 256])
     """
-    return tuple(calls.call("token_shift", (x, mixes, amounts, first, cu_seqlens), (None,) * 6, ()))
+    return tuple(calls.call("token_shift", (x, mixes, amounts, first, cu_seqlens), (None,) * 6, (), record))
 
 
 def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
@@ -399,5 +400,5 @@ def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
     """
     in_place = out is x
     given = kinds if isinstance(kinds, str) or not isinstance(kinds, Sequence) else tuple(kinds)
-    made = calls.call("activate", (x,), (None if in_place else out,), (given, in_place))
+    made = calls.call("activate", (x,), (None if in_place else out,), (given, in_place), record)
     return made[0] if out is None else out

@@ -6,23 +6,112 @@ and behind them the names of the inputs whose gradients it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.layers import calls, gradient_steps, registry
+from rwkv_jit.layers.calls import Call
 from rwkv_jit.layers.gradient_steps import RESULTS, Options
 from rwkv_jit.layers.steps import OPS
 from rwkv_jit.ops import recording, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.schedule import Result
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.signatures import BySignature, forget_with
 
 _plans: BySignature[Plan] = BySignature()
+
+
+# ---- known calls -------------------------------------------------------------------------------------------------
+
+
+class _Backward(NamedTuple):
+    """A prepared backward, and which gradients it is for."""
+
+    plan: Plan
+    are_alike: Callable[..., bool]
+
+
+class _Recorded:
+    """A call with gradients whose forward is prepared, and from its first backward on that too."""
+
+    def __init__(self, call: Call):
+        self.name, self._count = call.name, len(call.inputs)
+        self._forward = calls.plan(call)
+        self._behind = [None] * len(call.written)
+        self._empty: list[Tensor | None] = [None] * self._count
+        names, used = list(OPS[self.name].inputs), _used(self.name, call.inputs)
+        given = dict(zip(names, call.inputs, strict=False))
+        self.wanted = tuple([x for x in used if given[x].requires_grad])
+        self._places = [names.index(x) for x in self.wanted]
+        self.call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
+        self._latest: _Backward | None = None
+        forget_with(self)
+
+    def forget(self) -> None:
+        """Drop the prepared backward; a graph may hold this call after a fork."""
+        self._latest = None
+
+    def run(self, arrays: Sequence[Any]) -> list[Tensor]:
+        """Run the forward, and record it."""
+        return list(_run_known(self, *arrays[: self._count]))
+
+    def results(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Run the forward."""
+        return self._forward.run([*inputs, *self._behind])
+
+    def differentiate(self, inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients in the places of the inputs."""
+        shapes = self.call.made.values()
+        given = [inputs[0].new_zeros(n) if grad is None else grad for grad, n in zip(grads, shapes, strict=True)]
+        latest = self._latest
+        if latest is None or not latest.are_alike(*given):
+            call = self.call._replace(inputs=inputs, lead=inputs[0])
+            named = _named(call, dict(zip(self.call.made, given, strict=True)))
+            latest = self._latest = _Backward(_plan(call, named, self.wanted), tensors.likeness(given))
+        made = list(self._empty)
+        for place, grad in zip(self._places, latest.plan.run([*inputs, *given]), strict=True):
+            made[place] = grad
+        return made
+
+
+class _KnownCall(torch.autograd.Function):
+    """The forward and its backward, for a call that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, known: _Recorded, *inputs: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.known = known
+        return tuple(known.results(inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        inputs, known = ctx.saved_tensors, ctx.known
+        is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+        if is_direct and tensors.PLAIN.issuperset(map(type, (*grads, *inputs))):
+            return None, *known.differentiate(inputs, grads)
+        call, name = known.call, known.name
+        given = dict(zip(call.made, grads, strict=True))
+        places = [given.get(result) for result in RESULTS[name]]
+        made = dict(
+            zip(known.wanted, _backwards(name)[1](*places, *inputs, call.eps, call.kinds, known.wanted), strict=True)
+        )
+        others = [None] * (len(inputs) - len(OPS[name].inputs))
+        return None, *(made.get(x) for x in OPS[name].inputs), *others
+
+
+# Function.apply looks for transforms first; a known call has none, and saves that time.
+_run_known: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _KnownCall).apply
+
+
+def record(call: Call) -> calls.Run:
+    """Return what runs calls like this one, and records them."""
+    return _Recorded(call).run
 
 
 # ---- forward -----------------------------------------------------------------------------------------------------
@@ -117,17 +206,22 @@ def backward_run(name: str, *arguments: Any) -> list[Tensor]:
     if not call.lead.is_cuda:
         torch_op.say_reference(name, call.lead)
         return _in_plain_torch(call, list(grads.values()), wanted)
-    named: dict[str, Any] = dict(zip(OPS[name].inputs, call.inputs, strict=False))
+    # Of a result that nothing was made of there is no gradient.
+    given = {x: call.lead.new_zeros(call.made[x]) if grad is None else grad for x, grad in grads.items()}
+    named = _named(call, given)
     if not call.lead.numel():
         return [torch.zeros_like(named[x], memory_format=torch.contiguous_format) for x in wanted]
-    if name == "token_shift":
-        named["cu_seqlens"] = call.inputs[-1]
-    for result, grad in grads.items():  # of one that nothing was made of there is none
-        named[f"grad_{result}"] = call.lead.new_zeros(call.made[result]) if grad is None else grad
     return _plan(call, named, tuple(wanted)).run(list(named.values()))
 
 
-def _plan(call: Any, named: dict[str, Any], wanted: tuple[str, ...]) -> Plan:
+def _named(call: Call, grads: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the tensors of a backward by their names, in the order in which plans take them."""
+    beside = {"cu_seqlens": call.inputs[-1]} if call.name == "token_shift" else {}
+    own = dict(zip(OPS[call.name].inputs, call.inputs, strict=False))
+    return {**own, **beside, **{f"grad_{x}": grad for x, grad in grads.items()}}
+
+
+def _plan(call: Call, named: dict[str, Any], wanted: tuple[str, ...]) -> Plan:
     """Return the plan of a backward."""
     name = call.name
     key = name, call.eps, call.kinds, wanted, tuple(named), tensors.signature(list(named.values()))
@@ -145,7 +239,7 @@ def _plan(call: Any, named: dict[str, Any], wanted: tuple[str, ...]) -> Plan:
     return plan
 
 
-def _in_plain_torch(call: Any, grads: Sequence[Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
+def _in_plain_torch(call: Call, grads: Sequence[Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
     names, inputs = list(OPS[call.name].inputs), call.inputs
     with recording.plain_torch(), tensors.exactly(call.lead):
         leaves: dict[str, Any] = {

@@ -126,6 +126,22 @@ def test_a_graph_of_both_directions(op, name, how):
         assert torch.equal(x, y) if x is not None else y is None
 
 
+@pytest.mark.parametrize("bounds", [torch.int32, torch.int64])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_bounds_of_either_type_that_change(op, bounds, is_recorded, guarded_memory):
+    case = make("token_shift", "3 packed first", (40, 2, 64))
+    case = case._replace(tensors=case.tensors | {"cu_seqlens": torch.tensor([0, 9, 9, 40]).to("cuda", bounds)})
+    case.tensors["first"] = case.tensors["first"][:3]
+    for second in (9, 2, 30):
+        case.tensors["cu_seqlens"][1] = min(second, 9)
+        case.tensors["cu_seqlens"][2] = max(second, 9)
+        if is_recorded:
+            check(case)
+        else:
+            for found, x in zip(case.run(case.tensors), case.plainly(case.tensors), strict=True):
+                assert comparing.relative(found, x) < LIMITS[found.dtype]
+
+
 @pytest.mark.parametrize("name", ["prepare_keys", "gated_norm", "token_shift"])
 def test_one_result_from_run_to_run(op, name):
     case = make(name, layer_cases.WAYS[name][-1], (3000, 4, 64))

@@ -458,7 +458,8 @@ inference.ring inference.pool
 inference.calls
 inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
-inference.replay_calls layers.functions layers.gradients
+inference.replay_calls layers.gradients
+layers.functions
 inference.replay
 ahead_requests
 ahead bench.cases

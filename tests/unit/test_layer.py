@@ -464,6 +464,24 @@ def test_inputs_that_begin_elsewhere_are_copied(on_gpu):
     assert on_gpu.take()[-1].parameters["VECTOR"] == 4
 
 
+@pytest.mark.parametrize("name", ["prepare_keys", "gated_norm"])
+def test_known_calls_with_gradients_are_short(on_gpu, name):
+    given = {x: each.requires_grad_() for x, each in (make_keys() if name == "prepare_keys" else make_norm()).items()}
+
+    def run():
+        results = getattr(rwkv_jit, name)(**given)
+        return results if isinstance(results, tuple) else (results,)
+
+    results = run()
+    weights = [torch.randn_like(x) for x in results]
+    backward = lambda: torch.autograd.grad(results, [*given.values()], weights, retain_graph=True)  # noqa: E731
+    backward()
+    on_gpu.take()
+    assert len(entered(run)) <= 16
+    assert len(entered(backward)) <= 24
+    assert {x.template for x in on_gpu.take()} == {f"layer_{name}", f"layer_{name}_backward", "sum_rows"}
+
+
 def test_what_a_backward_launches(on_gpu):
     for wanted, sums in (({"k_k"}, 1), ({"k", "rate"}, 0), ({"k", "v", "k_k", "k_a", "a0", "v0"}, 4)):
         keys = make_keys()
