@@ -115,7 +115,7 @@ def _checked_call(
         if asked is not None and all(isinstance(x, Tensor) for x in arrays) and not env.checks_indices():
             _known.keep(asked, _Known(tensors.likeness(arrays), run))
         return made
-    if is_recorded:
+    if record is not None and not _is_in_place(call):
         results = registry.find(f"{name}_fwd")(*call.inputs, call.eps, call.kinds, True)
         several = results if isinstance(results, (tuple, list)) else (results,)
         return [x for x, place in zip(several, _WRITTEN[name], strict=True) if place in call.made]
@@ -145,8 +145,13 @@ def _check_gradient(call: Call, has_gradient: bool) -> None:
     """Check that a call can be differentiated."""
     if not has_gradient:
         raise RuntimeError(_no_gradient(call.name))
-    if call.in_place or any(x is not None for x in call.written):
+    if _is_in_place(call):
         raise RuntimeError(f"{call.name}: what is written to out has no gradient; leave out away, or torch.no_grad()")
+
+
+def _is_in_place(call: Call) -> bool:
+    """Return whether a call writes to tensors of the caller's."""
+    return call.in_place or any(x is not None for x in call.written)
 
 
 def _no_gradient(name: str) -> str:

@@ -159,6 +159,45 @@ def _recorder(name: str) -> Callable[..., Any]:
     return recording.forward(registry.find(f"{name}_fwd"), setup, backward, plainly)
 
 
+def forward_vmap(name: str, info: Any, dims: Sequence[int | None], *arguments: Any) -> Any:
+    """Run the forward inside of `torch.vmap`: the mapped dimension is one more of the rows.
+
+    Raises
+    ------
+    RuntimeError
+        What is the same for every row is mapped, or texts are packed.
+    """
+    *inputs, eps, kinds, save = arguments
+    mapped, count = [], info.batch_size
+    for (own, letters), x, dim in zip(_dims(name), inputs, dims, strict=False):
+        if dim is not None and "N" not in letters and "S" not in letters:
+            raise RuntimeError(f"{name}: expected rows alone inside of torch.vmap, got {own} with a mapped dimension")
+        if x is None or ("N" not in letters and "S" not in letters):
+            mapped.append(x)
+            continue
+        place = _mapped_place(letters, kinds)
+        x = x.movedim(dim, place) if dim is not None else torch.stack([x] * count, place)
+        mapped.append(x.flatten(place, place + 1) if name == "token_shift" else x)
+    if name == "token_shift" and inputs[-1] is not None:
+        raise RuntimeError(f"{name}: expected no cu_seqlens inside of torch.vmap; a batch has texts of one length")
+    made = registry.find(f"{name}_fwd")(*mapped, eps, kinds, save)
+    place = _mapped_place("NC", kinds) if name == "activate" else 0
+    if not isinstance(made, (tuple, list)):
+        return made, place
+    several = [x.unflatten(0, (count, -1)) if name == "token_shift" and x.dim() > 1 else x for x in made]
+    return tuple(several), tuple(0 if x.dim() > 1 else None for x in several)
+
+
+def _dims(name: str) -> list[tuple[str, str]]:
+    """Return the dimensions of all inputs by their names; what says where texts end has none that may be mapped."""
+    return [*OPS[name].inputs.items(), *([("cu_seqlens", "")] if name == "token_shift" else [])]
+
+
+def _mapped_place(letters: str, kinds: Sequence[str]) -> int:
+    """Return where a mapped dimension goes: before the rows, but behind what stands before these."""
+    return 1 if letters == "GNC" or (letters == "NC" and len(kinds) > 1) else 0
+
+
 def _results(name: str, inputs: Sequence[Any]) -> list[str]:
     """Return the results that a call with these inputs has."""
     named = dict(zip(OPS[name].inputs, inputs, strict=False))
@@ -255,6 +294,16 @@ def backward_fake(name: str, *arguments: Any) -> list[Tensor]:
     _, inputs, _, _, wanted = _parts(name, arguments)
     named: dict[str, Any] = dict(zip(OPS[name].inputs, inputs, strict=False))
     return [torch.empty_like(named[x], memory_format=torch.contiguous_format) for x in wanted]
+
+
+def backward_vmap(name: str, info: Any, dims: Sequence[int | None], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+    """Run the backward inside of `torch.vmap`: one by one, as parameters have a gradient for each."""
+    run, several = registry.find(f"{name}_bwd"), []
+    for i in range(info.batch_size):
+        given = [x if not isinstance(dim, int) else x.select(dim, i) for x, dim in zip(arguments, dims, strict=True)]
+        several.append(run(*given))
+    made = [torch.stack(each) for each in zip(*several, strict=True)]
+    return made, [0] * len(made)
 
 
 def backward_record(name: str, keys: Any, *arguments: Any) -> Any:

@@ -104,6 +104,8 @@ def _register(name: str, entry: Entry) -> None:
         )
     else:
         _LIBRARY.impl(name, _later(name, "record"), "Autograd", with_keyset=True)
+    if entry.prefix:
+        torch.library.register_vmap(f"rwkv_jit::{name}", _later(name, "vmap"), lib=_LIBRARY)
 
 
 for _name, _entry in _OPS.items():

@@ -238,3 +238,54 @@ def test_nothing_is_made_of_no_rows():
     for name, how in layer_cases.ALL:
         if "packed" not in how:
             check(make(name, how, rows=0), 0)
+
+
+# ---- torch.vmap --------------------------------------------------------------------------------------------------
+
+
+def mapped(name, how, count=3):
+    """A call for each of several, and one whose rows are theirs, side by side in a dimension of its own."""
+    several = [make(name, how) for _ in range(count)]
+    letters = OPS[name].inputs
+    shared = {n: x for n, x in several[0].tensors.items() if "N" not in letters[n] and "S" not in letters[n]}
+    several = [case._replace(tensors=case.tensors | shared) for case in several]
+    rows = {n: torch.stack([case.tensors[n] for case in several], 1) for n in several[0].tensors if n not in shared}
+    return several, shared, rows
+
+
+@pytest.mark.parametrize(("name", "how"), [x for x in layer_cases.ALL if "packed" not in x[1]])
+def test_rows_may_be_mapped(name, how):
+    several, shared, rows = mapped(name, how)
+    found = torch.vmap(lambda own: several[0].run(shared | own), in_dims=1)(rows)
+    for i, case in enumerate(several):
+        for x, y in zip(found, case.run(case.tensors), strict=True):
+            torch.testing.assert_close(x[i], y)
+
+
+@pytest.mark.parametrize(("name", "how"), [x for x in layer_cases.ALL if "packed" not in x[1]])
+def test_gradients_of_parameters_for_each_of_those_that_are_mapped(name, how):
+    several, shared, rows = mapped(name, how)
+
+    def total(shared, own):
+        return sum(x.square().sum() for x in several[0].run(shared | own))
+
+    found = torch.vmap(torch.func.grad(total, argnums=(0, 1)), in_dims=(None, 1))(shared, rows)
+    for i, case in enumerate(several):
+        leaves = {n: x.detach().requires_grad_() for n, x in case.tensors.items()}
+        grads = torch.autograd.grad(
+            sum(x.square().sum() for x in case.run(leaves)), [*leaves.values()], allow_unused=True,
+            materialize_grads=True,
+        )  # fmt: skip
+        for own, grad in zip(leaves, grads, strict=True):
+            torch.testing.assert_close((found[0] if own in shared else found[1])[own][i], grad)
+
+
+def test_what_cannot_be_mapped():
+    case = make("gated_norm", "bias silu")
+    weights = torch.stack([case.tensors["weight"]] * 2)
+    with pytest.raises(RuntimeError, match="gated_norm: expected rows alone inside of torch.vmap, got weight"):
+        torch.vmap(lambda weight: case.run(case.tensors | {"weight": weight})[0])(weights)
+    packed = make("token_shift", "2 packed")
+    several = torch.stack([packed.tensors["x"]] * 2)
+    with pytest.raises(RuntimeError, match="token_shift: expected no cu_seqlens inside of torch.vmap"):
+        torch.vmap(lambda x: packed.run(packed.tensors | {"x": x})[0])(several)
