@@ -10,6 +10,7 @@ import sys
 from functools import partial
 
 import comparing
+import layer_cases
 import torch
 
 import rwkv_jit
@@ -111,6 +112,14 @@ def layer(rows, heads, head_size, dtype=BF16, texts=None):
     rwkv_jit.activate(mixed, ("tanh", "sigmoid", "relu_squared", "identity", "tanh", "identity"), out=mixed)
 
 
+def gradients(name, how, sizes, dtype=BF16):
+    """A call of a layer's small work in both directions, and without gradients."""
+    case = layer_cases.make(name, how, layer_cases.sizes_of(name, how, *sizes), dtype, FP32, "cuda")
+    layer_cases.differentiate(case, case.run)
+    with torch.no_grad():
+        case.run(case.tensors)
+
+
 def loss(classes, dtype=BF16, **options):
     """Of rows that begin anywhere, one of which does not count, from logits and by chunks."""
     hidden, head = (torch.randn(n, 32, device="cuda", dtype=dtype, requires_grad=True) for n in (5, classes))
@@ -157,6 +166,11 @@ CALLS = [
     ),
     *(partial(narrow, name, 1, 90, 2, 256, 512, dtype=FP32) for name in ("wkv6", "linear_attention")),
     *(partial(scan_in_parts, "wkv7", batch, 640, 1, 256, decay="sigmoid") for batch in (1, 2)),
+    *(
+        partial(gradients, name, how, sizes, dtype)
+        for name, how in layer_cases.ALL
+        for sizes, dtype in (((37, 3, 64), BF16), ((5, 2, 7), FP32))
+    ),
     *(partial(wkv4, 2, 70, 33, dtype) for dtype in (FP32, BF16)),
     partial(wkv4, 1, 700, 64, BF16, backend="split"),
     *(partial(wkv4_update, 5, tokens, 33, dtype) for tokens in (1, 11) for dtype in (FP32, BF16)),
