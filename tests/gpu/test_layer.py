@@ -413,7 +413,7 @@ def test_a_launch_reads_what_the_one_before_it_writes(op, rows):
             r, k, v, rate, g, y = (z.view(rows, heads, size) for z in mixed)
             k, v, a, b = rwkv_jit.prepare_keys(k, v, rate, k_k, k_a, v_first=r, v_gate=g, a0=mixes[0], v0=mixes[1])
             wait()
-            add = rwkv_jit.gated_norm(a, b, k, v, g, r_k, mixes[2], bias)
+            add = rwkv_jit.gated_norm(a, g, mixes[2], bias, b, k, v, r_k)
             wait()
             part = add.view(rows, 4, size).transpose(0, 1).contiguous()
             part = rwkv_jit.activate(part, kinds, out=part)
