@@ -180,6 +180,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rwkv_jit import nn as nn
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError
@@ -253,6 +254,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module("rwkv_jit.nn")
     if name not in _MODULES:
         raise AttributeError(f"module 'rwkv_jit' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -261,7 +264,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *__all__, "nn"]
 
 
 for _ops in ("ops", "inference", "layers"):

@@ -1,0 +1,112 @@
+"""Files of parameters: what is in one, whether it is all of a model, and how one is written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, on the CPU.
+
+    Raises
+    ------
+    ValueError
+        It is none that torch or safetensors can read, or has other things than tensors.
+    ImportError, OSError
+        safetensors is not installed; or the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        found = (
+            _safetensors().load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, map_location="cpu", weights_only=True)
+        )
+    except (ImportError, OSError):
+        raise
+    except Exception as error:  # each format has errors of its own
+        raise ValueError(f"path: expected a checkpoint that torch or safetensors can read, got {path}") from error
+    if not isinstance(found, dict) or not all(isinstance(x, Tensor) for x in found.values()):
+        raise ValueError(f"path: expected a dict of tensors, got another thing in {path}")
+    return found
+
+
+def write(path: str | os.PathLike[str], held: Mapping[str, Tensor]) -> None:
+    """Write tensors by name; whoever reads the file meanwhile sees all of the old one or of the new one."""
+    path = Path(path)
+    own = {name: x.detach().cpu().contiguous() for name, x in held.items()}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+    os.close(handle)
+    try:
+        if path.suffix == ".safetensors":
+            _safetensors().save_file(own, temporary)
+        else:
+            torch.save(own, temporary)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: Iterable[str]) -> None:
+    """Check that a file has all that a model has, and nothing else.
+
+    Raises
+    ------
+    ValueError
+        With every name that is missing or foreign.
+    """
+    found, expected = list(found), list(expected)
+    missing = [name for name in expected if name not in found]
+    foreign = [name for name in found if name not in expected]
+    listed = [("it lacks", missing), ("it also has", foreign)]
+    problems = [f"{what} {', '.join(map(str, names))}" for what, names in listed if names]
+    if problems:
+        raise ValueError(f"path: expected the parameters of the model in {path}: {'; '.join(problems)}")
+
+
+def in_shape(
+    path: str | os.PathLike[str], found: Mapping[str, Tensor], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a file in the shapes of a model; vectors in files have more or fewer dimensions of one.
+
+    Raises
+    ------
+    ValueError
+        With every tensor that has another shape.
+    """
+    others = [
+        f"{name} {list(x.shape)} and not {list(like[name].shape)}"
+        for name, x in found.items() if _longer(x) != _longer(like[name])
+    ]  # fmt: skip
+    if others:
+        raise ValueError(f"path: expected the shapes of one model in {path}, got {', '.join(others)}")
+    return {name: x.reshape(like[name].shape) for name, x in found.items()}
+
+
+def _longer(x: Tensor) -> list[int]:
+    return [size for size in x.shape if size > 1]
+
+
+def _umask() -> int:
+    """Return what new files of this process must not allow; there is no way to read that without setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _safetensors() -> ModuleType:
+    """Import what only such files need."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("files of safetensors need it: pip install safetensors") from error
+    return safetensors.torch

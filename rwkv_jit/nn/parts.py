@@ -1,0 +1,37 @@
+"""What modules have in common: how matrices begin, the last tokens of texts, and what autocast does to a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit import tensors
+
+
+def fill_orthogonal(matrix: Tensor, gain: float) -> None:
+    """Fill a matrix with orthogonal rows or columns. A matrix of 16 bits is rounded from one of float32."""
+    made = torch.empty_like(matrix, dtype=torch.promote_types(matrix.dtype, torch.float32), requires_grad=False)
+    nn.init.orthogonal_(made, gain)
+    with torch.no_grad():
+        matrix.copy_(made)
+
+
+def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the last token of every text of x [B, T, C]; of one without tokens, what came before it, or zeros."""
+    if cu_seqlens is None:
+        if x.shape[1]:
+            return x[:, -1]
+        return torch.zeros_like(x[:, :0].sum(1)) if first is None else first
+    bounds = cu_seqlens.to(x.device, torch.int64)
+    count = bounds.shape[0] - 1
+    before = x.new_zeros(count, x.shape[2]) if first is None else first
+    if not x.shape[1]:
+        return before
+    last = x[0, (bounds[1:] - 1).clamp_min(0)]
+    return torch.where((bounds[1:] > bounds[:-1]).unsqueeze(1), last, before)
+
+
+def under_autocast(x: Tensor) -> Tensor:
+    """Return the input of a layer in the dtype of autocast: norms before it leave float32, twice the memory."""
+    dtype = tensors.autocast_dtype(x)
+    return x if dtype is None else tensors.under_autocast(x, dtype)

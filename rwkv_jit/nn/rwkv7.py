@@ -1,0 +1,493 @@
+"""The modules of an RWKV-7 layer, with the parameters of the official model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.inference import arguments
+from rwkv_jit.inference.update import wkv7_update
+from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, shift_mix, token_shift
+from rwkv_jit.nn import parts
+from rwkv_jit.ops.wkv7 import wkv7
+
+_EPS_OF_HEADS = 64e-5
+# The ranks of the low-rank matrices are these times the square root of the width, in steps of 32.
+_RANKS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
+# How fast the share of the token before falls over the channels of a mix, in the first layer.
+_SLOPES = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
+
+
+class RWKV7State(NamedTuple):
+    """What a layer of RWKV-7 remembers of N texts, by the names of `StatePool.rwkv7`.
+
+    Attributes
+    ----------
+    wkv : torch.Tensor, shape (N, H, V, K)
+        The state of `wkv7`.
+    time_shift, channel_shift : torch.Tensor, shape (N, C)
+        The last token that time mixing and channel mixing read.
+    """
+
+    wkv: Tensor
+    time_shift: Tensor
+    channel_shift: Tensor
+
+    def detach(self) -> RWKV7State:
+        """Return the same without its history: where backpropagation through time shall end."""
+        return RWKV7State(*(x.detach() for x in self))
+
+
+class RWKV7TimeMix(nn.Module):
+    """Time mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
+
+    B is the batch, T the tokens, C the channels, H the heads, K and V the head size, N the number of texts: B, or one
+    less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    width : int
+        C, a multiple of the head size.
+    layer : int
+        Which layer this is, from 0. The first one has no v0, v1 and v2: its values are those that others mix in.
+    layers : int
+        How many the model has. Initial values go by it.
+    head_size : int, default 64
+        K and V.
+    ranks : mapping of str to int, optional
+        The ranks of the low-rank matrices of "w", "a", "v" and "g". Those that it lacks are as in the official model:
+        2.5 times the square root of the width for w and a, 1.7 for v and 5 for g, rounded to a multiple of 32, at
+        least 32.
+    device : torch.device or str, optional
+        Where parameters are.
+    dtype : torch.dtype, optional
+        Of the parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    Notes
+    -----
+    It is made of `token_shift`, `prepare_keys`, `wkv7`, `gated_norm` and `activate`, which say what their errors are,
+    and of matrix products of torch. Under `torch.autocast` its input is cast as these cast theirs; w stays float32
+    where w0 is.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456. Names, ranks and initial
+    values are those of RWKV-LM's trainer, https://github.com/BlinkDL/RWKV-LM.
+
+    Examples
+    --------
+    >>> mix = rwkv_jit.nn.RWKV7TimeMix(128, layer=0, layers=2, device="cuda")
+    >>> y, v_first, state = mix(torch.randn(2, 5, 128, device="cuda"))
+    >>> y.shape, v_first.shape, [x.shape for x in state]
+    (torch.Size([2, 5, 128]), torch.Size([2, 5, 128]), [torch.Size([2, 128]), torch.Size([2, 2, 64, 64])])
+    """
+
+    # Those that are registered by name.
+    x_r: nn.Parameter
+    x_w: nn.Parameter
+    x_k: nn.Parameter
+    x_v: nn.Parameter
+    x_a: nn.Parameter
+    x_g: nn.Parameter
+    w0: nn.Parameter
+    w1: nn.Parameter
+    w2: nn.Parameter
+    a0: nn.Parameter
+    a1: nn.Parameter
+    a2: nn.Parameter
+    v0: nn.Parameter
+    v1: nn.Parameter
+    v2: nn.Parameter
+    g1: nn.Parameter
+    g2: nn.Parameter
+
+    def __init__(
+        self, width: int, layer: int, layers: int, head_size: int = 64, *, ranks: Mapping[str, int] | None = None,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.layer, self.layers = _check_place(layer, layers)
+        self.width, self.head_size = arguments.count("width", width, 1), arguments.count("head_size", head_size, 1)
+        if width % head_size:
+            raise ValueError(f"width: expected a multiple of the head size, {head_size}, got {width}")
+        self.heads = width // head_size
+        self.ranks = _ranks(width, ranks or {})
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        for name in _SLOPES:
+            self.register_parameter(name, new(1, 1, width))
+        for letter, rank in self.ranks.items():
+            if letter == "v" and layer == 0:
+                continue
+            if letter != "g":
+                self.register_parameter(f"{letter}0", new(1, 1, width))
+            self.register_parameter(f"{letter}1", new(width, rank))
+            self.register_parameter(f"{letter}2", new(rank, width))
+        self.k_k, self.k_a = new(1, 1, width), new(1, 1, width)
+        self.r_k = new(self.heads, head_size)
+        self.receptance, self.key, self.value, self.output = (
+            nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(4)
+        )
+        self.ln_x = nn.GroupNorm(self.heads, width, eps=_EPS_OF_HEADS, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give all parameters their initial values: those that the official trainer begins with."""
+        depth = self.layer / max(self.layers - 1, 1)
+        falling = 1 - self.layer / self.layers
+        place = torch.arange(self.width, dtype=torch.float32, device=self.k_k.device)
+        along = place / max(self.width - 1, 1)
+        in_head = 2 * (place % self.head_size) / max(self.head_size - 1, 1) - 1
+        zigzag, linear = in_head * in_head.abs(), along - 0.5
+        vectors = {name: 1 - (place / self.width) ** (slope * falling) for name, slope in _SLOPES.items()}
+        vectors["w0"] = -5.5 + 6 * along ** (1 + depth**0.3) + 2.5 * zigzag
+        vectors["a0"] = -0.19 + 0.3 * zigzag + 0.4 * linear
+        vectors["v0"] = 0.73 - 0.4 * linear
+        vectors["k_k"] = 0.71 - 0.1 * linear
+        for name, parameter in self.named_parameters(recurse=False):
+            if name in vectors:
+                parameter.copy_(vectors[name].expand_as(parameter))
+            elif name.endswith("1"):
+                parameter.zero_()
+            elif name.endswith("2"):
+                rows, columns = parameter.shape
+                parts.fill_orthogonal(parameter, 0.1 * max(rows / columns, 1) ** 0.5)
+        self.k_a.fill_(1.02)
+        self.r_k.fill_(-0.04)
+        for matrix, gain in ((self.receptance, 1.0), (self.key, 0.1), (self.value, 1.0)):
+            parts.fill_orthogonal(matrix.weight, gain)
+        self.output.weight.zero_()
+        self.ln_x.weight.fill_(((1 + self.layer) / self.layers) ** 0.7)
+        self.ln_x.bias.zero_()
+
+    def forward(
+        self, x: Tensor, v_first: Tensor | None = None, state: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """Mix tokens over time.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        v_first : torch.Tensor, shape (B, T, C), optional
+            The values of the first layer, which that one makes and all others need.
+        state : tuple of two torch.Tensor, shape (N, C) and (N, H, V, K), optional
+            The last token of x before this part of the texts, and the state of `wkv7`; zeros by default. Gradients
+            reach both.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (B, T, C)
+        v_first : torch.Tensor, shape (B, T, C)
+        state : tuple of two torch.Tensor
+            That after the last tokens. It is not detached.
+        """
+        x = parts.under_autocast(x)
+        last, before = (None, None) if state is None else state
+        first = None if last is None else last.to(x.dtype)
+        mixed = token_shift(x, self._mixes(), first=first, cu_seqlens=cu_seqlens)
+        (r, w, k, v, a, b), gate, v_first = self._inputs(mixed, v_first)
+        y, after = wkv7(r, w, k, v, a, b, before, True, cu_seqlens, decay="sigmoid")
+        assert after is not None
+        return self._output(y, gate, r, k, v), v_first, (parts.last_tokens(x, first, cu_seqlens), after)
+
+    def step(
+        self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
+    ) -> tuple[Tensor, Tensor]:
+        """Mix one token of each text, whose states lie in slots of a pool and change in place.
+
+        Parameters
+        ----------
+        mixed : torch.Tensor, shape (6, B, C)
+            What `shift_mix` makes of the tokens.
+        v_first : torch.Tensor, shape (B, C), optional
+            As in `forward`.
+        states : torch.Tensor, shape (slots, H, V, K)
+            The layer's part of the pool.
+        slots : torch.Tensor, shape (B,), optional
+            The slot of each text; text i has slot i without it.
+        null_index : int
+            A slot at or below it is none.
+
+        Returns
+        -------
+        y, v_first : torch.Tensor, shape (B, C)
+        """
+        (r, w, k, v, a, b), gate, v_first = self._inputs(mixed.unbind(), v_first)
+        y = wkv7_update(states, r, w, k, v, a, b, state_indices=slots, null_index=null_index, decay="sigmoid")
+        return self._output(y, gate, r, k, v), v_first
+
+    def _mixes(self) -> Tensor:
+        return torch.cat([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]).view(6, self.width)
+
+    def _inputs(self, mixed: Any, v_first: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return what the recurrence reads, the gate of what it makes, and the first layer's values."""
+        xr, xw, xk, xv, xa, xg = mixed
+        r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
+        w = self.w0.view(-1) + activate(xw @ self.w1, "tanh") @ self.w2
+        rate = xa @ self.a1 @ self.a2
+        gate = activate(xg @ self.g1, "sigmoid") @ self.g2
+        r, w, k, by_head = (x.unflatten(-1, (self.heads, self.head_size)) for x in (r, w, k, v))
+        factors = self.k_k.view(-1), self.k_a.view(-1)
+        a0 = self.a0.view(-1)
+        if self.layer == 0:
+            k, _, a, b = prepare_keys(k, by_head, rate, *factors, a0=a0)
+            return [r, w, k, by_head, a, b], gate, v
+        if v_first is None:
+            raise ValueError(f"v_first: layer {self.layer} needs the values of the first layer, got None")
+        v_gate = xv @ self.v1 @ self.v2
+        k, by_head, a, b = prepare_keys(
+            k, by_head, rate, *factors, a0=a0, v_first=v_first, v_gate=v_gate, v0=self.v0.view(-1)
+        )
+        return [r, w, k, by_head, a, b], gate, v_first
+
+    def _output(self, y: Tensor, gate: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        norm = self.ln_x.weight, self.ln_x.bias
+        y = gated_norm(y, gate, *norm, r, k, v, self.r_k, eps=self.ln_x.eps)
+        return self.output(y)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Return what the module was made of, for its repr."""
+        return f"{self.width}, layer={self.layer}, layers={self.layers}, head_size={self.head_size}"
+
+
+class RWKV7ChannelMix(nn.Module):
+    """Channel mixing of RWKV-7, with the names, shapes and initial values of the official parameters.
+
+    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        Which layer this is, from 0, and how many the model has. Initial values go by them.
+    hidden : int, optional
+        Channels between the two matrices; four times the width by default.
+    device : torch.device or str, optional
+        Where parameters are.
+    dtype : torch.dtype, optional
+        Of the parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    Notes
+    -----
+    It is made of `token_shift` and `activate`, and of matrix products of torch.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+
+    Examples
+    --------
+    >>> mix = rwkv_jit.nn.RWKV7ChannelMix(128, layer=0, layers=2, device="cuda")
+    >>> y, state = mix(torch.randn(2, 5, 128, device="cuda"))
+    >>> y.shape, state.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 128]))
+    """
+
+    def __init__(
+        self, width: int, layer: int, layers: int, hidden: int | None = None, *, device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.layer, self.layers = _check_place(layer, layers)
+        self.width = arguments.count("width", width, 1)
+        hidden = 4 * width if hidden is None else arguments.count("hidden", hidden, 1)
+        self.x_k = nn.Parameter(torch.empty(1, 1, width, device=device, dtype=dtype))
+        self.key = nn.Linear(width, hidden, bias=False, device=device, dtype=dtype)
+        self.value = nn.Linear(hidden, width, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give all parameters their initial values: those that the official trainer begins with."""
+        place = torch.arange(self.width, dtype=torch.float32, device=self.x_k.device)
+        self.x_k.copy_((1 - (place / self.width) ** (1 - self.layer / self.layers) ** 4).expand_as(self.x_k))
+        parts.fill_orthogonal(self.key.weight, 1.0)
+        self.value.weight.zero_()
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mix channels.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : torch.Tensor, shape (N, C), optional
+            The last token of x before this part of the texts; zeros by default. It has a gradient.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (B, T, C)
+        state : torch.Tensor, shape (N, C)
+            The last tokens. It is not detached.
+        """
+        x = parts.under_autocast(x)
+        first = None if state is None else state.to(x.dtype)
+        (mixed,) = token_shift(x, self.x_k.view(1, -1), first=first, cu_seqlens=cu_seqlens)
+        return self.of_mixed(mixed), parts.last_tokens(x, first, cu_seqlens)
+
+    def of_mixed(self, mixed: Tensor) -> Tensor:
+        """Return what is made of tokens that have been mixed with those before them."""
+        return self.value(activate(self.key(mixed), "relu_squared"))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Return what the module was made of, for its repr."""
+        return f"{self.width}, layer={self.layer}, layers={self.layers}"
+
+
+class RWKV7Block(nn.Module):
+    """A layer of RWKV-7: time mixing, then channel mixing, each behind a norm and added to the residual.
+
+    B is the batch, T the tokens, C the channels, N the number of texts: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    width : int
+        C, a multiple of the head size.
+    layer, layers : int
+        Which layer this is, from 0, and how many the model has. The first one has the norm of the embedding, ln0, too.
+    head_size : int, default 64
+        K and V of time mixing.
+    hidden : int, optional
+        Of channel mixing; four times the width by default.
+    ranks : mapping of str to int, optional
+        As in `RWKV7TimeMix`.
+    device : torch.device or str, optional
+        Where parameters are.
+    dtype : torch.dtype, optional
+        Of the parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456.
+
+    Examples
+    --------
+    >>> block = rwkv_jit.nn.RWKV7Block(128, layer=0, layers=2, device="cuda")
+    >>> x, v_first, state = block(torch.randn(2, 5, 128, device="cuda"))
+    >>> x.shape, state.wkv.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 2, 64, 64]))
+    """
+
+    def __init__(
+        self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
+        ranks: Mapping[str, int] | None = None, device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.att = RWKV7TimeMix(width, layer, layers, head_size, ranks=ranks, device=device, dtype=dtype)
+        self.ffn = RWKV7ChannelMix(width, layer, layers, hidden, device=device, dtype=dtype)
+        self.ln0 = None if layer else nn.LayerNorm(width, device=device, dtype=dtype)
+        self.ln1, self.ln2 = (nn.LayerNorm(width, device=device, dtype=dtype) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Give all parameters their initial values."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self, x: Tensor, v_first: Tensor | None = None, state: RWKV7State | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, RWKV7State]:  # fmt: skip
+        """Return what the next layer reads.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The residual; of the first layer the embedding.
+        v_first : torch.Tensor, shape (B, T, C), optional
+            The values of the first layer, which that one makes and all others need.
+        state : RWKV7State, optional
+            What came before this part of the texts; zeros by default.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        x, v_first : torch.Tensor, shape (B, T, C)
+        state : RWKV7State
+            That after the last tokens. It is not detached.
+        """
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        of_time = None if state is None else (state.time_shift, state.wkv)
+        y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens)
+        x = x + y
+        y, channel_shift = self.ffn(self.ln2(x), None if state is None else state.channel_shift, cu_seqlens)
+        return x + y, v_first, RWKV7State(wkv, time_shift, channel_shift)
+
+    def step(
+        self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the next layer reads, of one token of each text, whose states change in place.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, C)
+            The residual.
+        v_first : torch.Tensor, shape (B, C), optional
+            As in `forward`.
+        states : RWKV7State
+            The layer's part of a pool: tensors [slots, ...].
+        slots : torch.Tensor, shape (B,), optional
+            The slot of each text; text i has slot i without it.
+        null_index : int
+            A slot at or below it is none.
+
+        Returns
+        -------
+        x, v_first : torch.Tensor, shape (B, C)
+        """
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
+        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att._mixes()
+        _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
+        y, v_first = self.att.step(mixed, v_first, states.wkv, slots, null_index)
+        norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.x_k.view(-1)
+        x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
+        return x + self.ffn.of_mixed(mixed), v_first
+
+
+def _check_place(layer: int, layers: int) -> tuple[int, int]:
+    arguments.count("layers", layers, 1)
+    if arguments.count("layer", layer) >= layers:
+        raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
+    return layer, layers
+
+
+def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:
+    """Return the ranks of all low-rank matrices."""
+    unknown = [name for name in given if name not in _RANKS]
+    if unknown:
+        raise ValueError(f"ranks: expected w, a, v and g, got {', '.join(map(str, unknown))}")
+    own = {letter: max(32, 32 * round(times * width**0.5 / 32)) for letter, times in _RANKS.items()}
+    return own | {letter: arguments.count(f"ranks of {letter}", rank, 1) for letter, rank in given.items()}
