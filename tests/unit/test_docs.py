@@ -83,7 +83,8 @@ def test_code_runs(page):
 def test_api_page_has_every_public_name():
     listed = re.findall(r"^::: rwkv_jit\.([\w.]+)$", read("docs/api.md"), re.MULTILINE)
     assert len(listed) == len(set(listed))
-    modules = {f"{module.removeprefix('rwkv_jit.')}.{name}" for name, module in rwkv_jit._MODULES.items()}
+    tables = {**rwkv_jit._MODULES, **rwkv_jit.nn._MODULES}
+    modules = {f"{module.removeprefix('rwkv_jit.')}.{name}" for name, module in tables.items()}
     assert set(listed) == modules | {"custom.OwnKernel", "kernel.Kernel"}
     assert set(rwkv_jit._MODULES) == set(rwkv_jit.__all__)
 

@@ -460,7 +460,10 @@ inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
 inference.replay_calls layers.gradients
 layers.functions
-inference.replay
+inference.replay nn.parts nn.checkpoints
+nn.rwkv7
+nn.model
+nn
 ahead_requests
 ahead bench.cases
 bench.measure
