@@ -8,9 +8,11 @@ import math
 import pickle
 import re
 
+import nn_cases
 import plain_layer
 import pytest
 import torch
+from nn_cases import RANKS, SIZES, flat, make, weighted
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,47 +20,17 @@ import rwkv_jit
 from rwkv_jit.nn import checkpoints
 
 nn = rwkv_jit.nn
-VOCABULARY, WIDTH, LAYERS, HEAD_SIZE, B, T = 11, 12, 3, 4, 2, 9
-HEADS = WIDTH // HEAD_SIZE
-RANKS = {"w": 2, "a": 3, "v": 4, "g": 5}
-SIZES = {"head_size": HEAD_SIZE, "hidden": 20, "ranks": RANKS}
+VOCABULARY, WIDTH, LAYERS, HEAD_SIZE, _ = SIZES.values()
+B, T = 2, 9
 MODULES = ["RWKV7", "RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix"]
 
 
-def make(dtype=torch.float64, seed=0, **more):
-    """A small model without zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.RWKV7(VOCABULARY, WIDTH, LAYERS, **SIZES, dtype=dtype, **more)
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            noise = torch.randn(x.shape, generator=generator, dtype=torch.float64) / (WIDTH**0.5 if x.dim() == 2 else 3)
-            x.copy_(noise + (1 if "ln" in name and name.endswith("weight") else 0))
-    return model
-
-
 def make_tokens(*shape, seed=1):
-    return torch.randint(VOCABULARY, shape or (B, T), generator=torch.Generator().manual_seed(seed))
+    return nn_cases.make_tokens(make(), *(shape or (B, T)), seed=seed)
 
 
-def make_state(model, texts=B, seed=2):
-    """A state of every layer, whose tensors want gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    dtype = model.emb.weight.dtype
-    shapes = (texts, HEADS, HEAD_SIZE, HEAD_SIZE), (texts, WIDTH), (texts, WIDTH)
-    return [
-        nn.RWKV7State(*(torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes))
-        for _ in range(LAYERS)
-    ]
-
-
-def flat(logits, state):
-    return [logits, *(x for each in state for x in each)]
-
-
-def weighted(results, seed=3):
-    """A sum of all results with weights of their own, so that nothing cancels."""
-    generator = torch.Generator().manual_seed(seed)
-    return sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results)
+def make_state(model, texts=B):
+    return nn_cases.make_state(model, texts)
 
 
 def gradients(model, results, state=()):
@@ -224,7 +196,7 @@ def test_rows_of_reserved_slots_are_padding():
 def test_pool_has_the_types_of_the_model():
     pool = make(torch.bfloat16).new_pool(5, reserved=2)
     assert (len(pool), pool.reserved, pool.wkv.dtype, pool.time_shift.dtype) == (5, 2, torch.float32, torch.bfloat16)
-    assert pool.wkv.shape == (LAYERS, 5, HEADS, HEAD_SIZE, HEAD_SIZE)
+    assert pool.wkv.shape == (LAYERS, 5, WIDTH // HEAD_SIZE, HEAD_SIZE, HEAD_SIZE)
     assert pool.channel_shift.shape == (LAYERS, 5, WIDTH)
 
 
@@ -505,12 +477,12 @@ def test_groups_of_the_optimizer_have_every_parameter_once():
 
 
 def test_model_without_memory_gets_some_and_its_values():
-    model = nn.RWKV7(VOCABULARY, WIDTH, LAYERS, **SIZES, device="meta")
+    model = nn.RWKV7(**SIZES, device="meta")
     assert all(x.is_meta for x in model.parameters())
     model.to_empty(device="cpu")
     for x in model.parameters():
         torch.nn.init.constant_(x, math.nan)
-    fresh = nn.RWKV7(VOCABULARY, WIDTH, LAYERS, **SIZES)
+    fresh = nn.RWKV7(**SIZES)
     for each in (model, fresh):
         torch.manual_seed(4)
         each.reset_parameters()
@@ -521,7 +493,7 @@ def test_model_without_memory_gets_some_and_its_values():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_model_of_any_dtype_begins_alike(dtype):
     torch.manual_seed(4)
-    model = nn.RWKV7(VOCABULARY, WIDTH, LAYERS, **SIZES, dtype=dtype)
+    model = nn.RWKV7(**SIZES, dtype=dtype)
     assert {x.dtype for x in model.parameters()} == {dtype}
     check = model.blocks[1].att.receptance.weight.double()
     torch.testing.assert_close(check @ check.T, torch.eye(WIDTH).double(), rtol=0, atol=2e-2)
@@ -583,8 +555,9 @@ def test_autocast_keeps_parameters_and_their_gradients_in_float32(dtype):
     assert {x.dtype for x in found} == {torch.float32}
     torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
     torch.testing.assert_close(stepped.float(), model(tokens)[:, 0].detach(), rtol=0.1, atol=0.1)
-    for (name, _), x, y in zip(model.named_parameters(), found, want, strict=True):
-        assert float((x - y).norm() / y.norm()) < 0.25, name
+    assert all(torch.count_nonzero(x) for x in found)
+    x, y = (torch.cat([each.flatten() for each in grads]) for grads in (found, want))
+    assert float((x - y).norm() / y.norm()) < 0.05
 
 
 def test_checkpointing_changes_no_gradient_and_keeps_less():

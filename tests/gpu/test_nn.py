@@ -1,0 +1,194 @@
+"""The modules of RWKV-7 on the GPU in 16 bits, against the same model in float64 on the CPU."""
+
+import comparing
+import nn_cases
+import pytest
+import torch
+
+from rwkv_jit.nn import RWKV7, RWKV7State
+
+pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
+MODELS = {
+    "64": {"vocabulary": 500, "width": 256, "head_size": 64, "hidden": 512, "ranks": {}},
+    "48": {"vocabulary": 333, "width": 144, "head_size": 48, "hidden": 200, "ranks": {"w": 24, "v": 17}},
+}
+SIZES = pytest.mark.parametrize("sizes", MODELS)
+B, T = 3, 70
+# Three layers lose so much in bfloat16; gradients of mixes and low-rank matrices are sums of both signs.
+OF_LOGITS, OF_GRADIENTS = 2.5e-2, 0.1
+
+
+def pair(sizes, dtype=torch.bfloat16):
+    """A model on the GPU, and the same in float64 on the CPU."""
+    seed = int(torch.randint(2**31, ()))
+    model = nn_cases.make(dtype, seed, **MODELS[sizes])
+    exact = nn_cases.make(torch.float64, seed, **MODELS[sizes])
+    exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+    return model.cuda(), exact
+
+
+def make_tokens(model, *shape):
+    return nn_cases.make_tokens(model, *shape, seed=int(torch.randint(2**31, ())))
+
+
+def check(found, want, limit=OF_LOGITS):
+    for x, y in zip(found, want, strict=True):
+        assert comparing.relative(x.cpu(), y) < limit
+
+
+def check_gradients(model, found, exact, want):
+    grads = torch.autograd.grad(nn_cases.weighted(found), [*model.parameters()])
+    exact_grads = torch.autograd.grad(nn_cases.weighted(want), [*exact.parameters()])
+    for (name, parameter), x, y in zip(model.named_parameters(), grads, exact_grads, strict=True):
+        assert x.dtype == parameter.dtype
+        assert comparing.relative(x.cpu(), y) < OF_GRADIENTS, name
+    return grads
+
+
+@SIZES
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_values_and_gradients(op, sizes, how):
+    model, exact = pair(sizes, torch.bfloat16 if how == "bfloat16" else torch.float32)
+    tokens = make_tokens(exact, B, T)
+    with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
+        found = nn_cases.flat(*model(tokens.cuda(), return_state=True))
+    want = nn_cases.flat(*exact(tokens, return_state=True))
+    assert found[0].dtype == torch.bfloat16
+    check(found, want)
+    check_gradients(model, found[:1], exact, want[:1])
+
+
+@SIZES
+def test_float32(op, sizes):
+    model, exact = pair(sizes, torch.float32)
+    tokens = make_tokens(exact, B, T)
+    check(
+        nn_cases.flat(*model(tokens.cuda(), return_state=True)),
+        nn_cases.flat(*exact(tokens, return_state=True)),
+        limit=1e-4,
+    )
+
+
+@SIZES
+def test_parts_and_packed_texts(op, sizes):
+    model, exact = pair(sizes)
+    tokens = make_tokens(exact, 1, T)
+    bounds = torch.tensor([0, 0, 31, 31, T])
+    for cu_seqlens, texts in ((None, 1), (bounds, 4)):
+        state = nn_cases.make_state(exact, texts)
+        on_gpu = [RWKV7State(*(x.detach().float().cuda().requires_grad_() for x in each)) for each in state]
+        found = nn_cases.flat(
+            *model(tokens.cuda(), on_gpu, None if cu_seqlens is None else cu_seqlens.cuda(), return_state=True)
+        )
+        want = nn_cases.flat(*exact(tokens, state, cu_seqlens, return_state=True))
+        check(found, want)
+        check_gradients(model, found[:1], exact, want[:1])
+    before, middle = model(tokens[:, :33].cuda(), return_state=True)
+    behind, after = model(tokens[:, 33:].cuda(), middle, return_state=True)
+    parts = nn_cases.flat(torch.cat([before, behind], 1), after)
+    want = nn_cases.flat(*exact(tokens, return_state=True))
+    check(parts, want)
+    check_gradients(model, parts[:1], exact, want[:1])
+
+
+@SIZES
+def test_steps(op, sizes):
+    model, exact = pair(sizes)
+    tokens = make_tokens(exact, B, 20)
+    want, state = exact(tokens, return_state=True)
+    pool = model.new_pool(8, reserved=1)
+    slots = torch.tensor([5, 2, 7], device="cuda")
+    found = torch.stack([model.step(token, pool, slots) for token in tokens.T.cuda()], 1)
+    check([found], [want])
+    for layer, own in enumerate(state):
+        check([pool[name][layer, slots] for name in own._fields], own)
+    assert not pool.wkv[:, [0, 1, 3, 4, 6]].any()
+
+
+def test_step_in_a_graph(op):
+    model, _ = pair("64")
+    several = make_tokens(model, 4, B).cuda()
+    eager, pool = model.new_pool(B), model.new_pool(B)
+    slots = torch.arange(B, dtype=torch.int32, device="cuda")
+    token = several[0].clone()
+    model.step(token, pool, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = model.step(token, pool, slots)
+    for name in RWKV7State._fields:
+        pool[name].zero_()
+    for each in several:
+        token.copy_(each)
+        graph.replay()
+        assert torch.equal(logits, model.step(each, eager, slots))
+
+
+def test_generated_tokens_are_good_ones(op):
+    """In 16 bits another token may win that is as good but for its rounding."""
+    model, exact = pair("64")
+    prompt = make_tokens(exact, B, 12)
+    written = model.generate(prompt.cuda(), 16, temperature=0).cpu()
+    logits = exact(torch.cat([prompt, written], 1))[:, 11:-1]
+    lost = logits.amax(-1) - logits.gather(-1, written.unsqueeze(-1)).squeeze(-1)
+    assert float((lost / logits.std(-1)).max()) < 0.3
+    drawn = [
+        model.generate(prompt.cuda(), 16, top_p=0.9, generator=torch.Generator("cuda").manual_seed(1)) for _ in range(2)
+    ]
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_compiled_block(op, layer):
+    model, exact = pair("64")
+    x, v_first = (torch.randn(B, T, 256).bfloat16() for _ in range(2))
+    compiled = torch.compile(model.blocks[layer], fullgraph=True)
+    found = nn_cases.flat(*_block(compiled, x.cuda(), v_first.cuda() if layer else None))
+    want = nn_cases.flat(*_block(exact.blocks[layer], x.double(), v_first.double() if layer else None))
+    check(found, want)
+    check_gradients(model.blocks[layer], found[:1], exact.blocks[layer], want[:1])
+
+
+def _block(block, x, v_first):
+    y, _, state = block(x, v_first)
+    return y, [state]
+
+
+def test_checkpointing_changes_no_gradient(op):
+    model, _ = pair("64")
+    tokens = make_tokens(model, B, T + 1).cuda()
+
+    def gradients():
+        return torch.autograd.grad(model.loss(tokens[:, :-1], tokens[:, 1:]), [*model.parameters()])
+
+    want = gradients()
+    model.checkpointing = True
+    for x, y in zip(gradients(), want, strict=True):
+        assert comparing.relative(x, y) < 1e-2  # the embedding's gradient is added up in any order
+
+
+def test_training_takes_no_more_memory_from_step_to_step(op):
+    model = RWKV7(500, 256, 3, device="cuda")
+    optimizer = torch.optim.AdamW(model.param_groups(lr=1e-3, weight_decay=0.001), betas=(0.9, 0.99), eps=1e-18)
+    tokens = make_tokens(model, B, T + 1).cuda()
+    held, losses = [], []
+    for _ in range(12):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        del loss
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[2:])) == 1
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_decoding_takes_no_more_memory_from_step_to_step(op):
+    model, _ = pair("64")
+    pool, token = model.new_pool(B), make_tokens(model, B).cuda()
+    held = []
+    for _ in range(6):
+        token = model.step(token, pool).argmax(-1)
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[2:])) == 1
