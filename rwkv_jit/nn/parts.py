@@ -17,11 +17,14 @@ def fill_orthogonal(matrix: Tensor, gain: float) -> None:
 
 
 def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the last token of every text of x [B, T, C]; of one without tokens, what came before it, or zeros."""
+    """Return the last token of every text of x [B, T, C]; of one without tokens, what came before it, or zeros.
+
+    It is a copy, as a view would keep all of x in memory for as long as there is the state.
+    """
     if cu_seqlens is None:
         if x.shape[1]:
-            return x[:, -1]
-        return torch.zeros_like(x[:, :0].sum(1)) if first is None else first
+            return x[:, -1].clone()
+        return x.new_zeros(x.shape[0], x.shape[2]) if first is None else first
     bounds = cu_seqlens.to(x.device, torch.int64)
     count = bounds.shape[0] - 1
     before = x.new_zeros(count, x.shape[2]) if first is None else first

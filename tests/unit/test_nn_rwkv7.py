@@ -111,6 +111,13 @@ def test_loss_carries_the_state_that_the_caller_may_detach():
     assert not torch.allclose(own, through)
 
 
+def test_state_keeps_no_other_tokens_in_memory():
+    model, tokens = make(), make_tokens(1, T)
+    for bounds in (None, torch.tensor([0, 4, T])):
+        for x in (x for each in model(tokens, None, bounds, return_state=True)[1] for x in each):
+            assert x.untyped_storage().nbytes() == x.nbytes
+
+
 # ---- parts of texts, and packed texts ----------------------------------------------------------------------------
 
 
@@ -213,10 +220,10 @@ def test_generated_tokens_are_the_best_ones_of_forward(count):
 
 
 def test_drawn_tokens_follow_the_chances():
-    model, count = make(torch.float32), 4000
-    prompt = make_tokens(1, T)
+    model, count = make(torch.float32), 2500
+    prompt = make_tokens(1, 2)
     chances = torch.softmax(model(prompt)[0, -1].detach() / 1.5, -1)
-    several = prompt.expand(count, T)
+    several = prompt.expand(count, 2)
 
     def drawn(**options):
         made = model.generate(several, 1, temperature=1.5, generator=torch.Generator().manual_seed(7), **options)
@@ -525,17 +532,30 @@ def test_state_dict_goes_through_a_file():
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("packed", [False, True])
 def test_block_is_compiled_in_one_graph(layer, packed):
-    block = make(torch.float32).blocks[layer]
-    x = torch.randn(1, T, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    v_first = torch.randn(1, T, WIDTH, generator=torch.Generator().manual_seed(2)) if layer else None
+    model = make(torch.float32)
+    block, state = model.blocks[layer], make_state(model, 2 if packed else 1)[0]
+    state = nn.RWKV7State(*(x.detach().float().requires_grad_() for x in state))
+    x, v_first = (torch.randn(1, T, WIDTH, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (1, 2))
     bounds = torch.tensor([0, 2, T]) if packed else None
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    found, want = (flat(y, [v, *state]) for y, v, state in (f(x, v_first, None, bounds) for f in (compiled, block)))
-    assert len(found) == len(want)
-    all_close(found[:1], want[:1])
-    asked = [x, *block.parameters()]
-    all_close(*(torch.autograd.grad(weighted(each[:1]), asked) for each in (found, want)))
+
+    def run(function):
+        y, v, after = function(x, v_first if layer else None, state, bounds)
+        asked = [x, *state, *block.parameters(), *([v_first] if layer else [])]
+        return [y, v, *after], torch.autograd.grad(weighted([y, v, *after]), asked)
+
+    for found, want in zip(run(compiled), run(block), strict=True):
+        all_close(found, want)
+
+
+def test_model_is_compiled_in_one_graph():
+    model, tokens = make(torch.float32, checkpointing=True), make_tokens(B, 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, want = compiled(tokens), model(tokens)
+    torch.testing.assert_close(found, want)
+    all_close(gradients(model, [found]), gradients(model, [want]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
