@@ -233,11 +233,13 @@ class RWKV7(nn.Module):
         Returns
         -------
         StatePool
-            With the names of `StatePool.rwkv7`. Last tokens have the dtype of the embedding, and `wkv` is float32.
+            With the names of `StatePool.rwkv7`. `wkv` is float32, and so are the last tokens of a model in float64; of
+            others they have the dtype of the embedding.
         """
         like = self.emb.weight
+        dtype = torch.float32 if like.dtype == torch.float64 else like.dtype
         sizes = len(self.blocks), like.shape[1] // self.head_size, self.head_size, like.shape[1]
-        return StatePool.rwkv7(slots, *sizes, shift_dtype=like.dtype, device=like.device, reserved=reserved)
+        return StatePool.rwkv7(slots, *sizes, shift_dtype=dtype, device=like.device, reserved=reserved)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, pool: StatePool, slots: Any = None) -> Tensor:

@@ -207,9 +207,10 @@ def test_pool_has_the_types_of_the_model():
     assert pool.channel_shift.shape == (LAYERS, 5, WIDTH)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [0, 1, 8])
-def test_generated_tokens_are_the_best_ones_of_forward(count):
-    model, tokens = make(torch.float32, seed=8), make_tokens()  # of which texts do not repeat one token
+def test_generated_tokens_are_the_best_ones_of_forward(count, dtype):
+    model, tokens = make(dtype, seed=8), make_tokens()  # of which texts do not repeat one token
     found = model.generate(tokens, count, temperature=0)
     text = tokens
     for _ in range(count):
@@ -566,9 +567,11 @@ def test_autocast_keeps_parameters_and_their_gradients_in_float32(dtype):
     want = torch.autograd.grad(exact, parameters)
     with torch.autocast("cpu", dtype):
         seen = []
-        hook = model.blocks[1].att.output.register_forward_hook(lambda _, given, out: seen.extend([given[0], out]))
+        linear = model.blocks[1].att.output, model.blocks[1].att.receptance, model.blocks[1].ffn.key
+        hooks = [x.register_forward_hook(lambda _, given, out: seen.extend([given[0], out])) for x in linear]
         loss = model.loss(tokens, targets)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         stepped = model.step(tokens[:, 0], model.new_pool(B))
     found = torch.autograd.grad(loss, parameters)
     assert {x.dtype for x in seen} == {dtype}
