@@ -6,16 +6,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
+    "GatedLinearAttention": "rwkv_jit.nn.attention",
+    "LinearAttention": "rwkv_jit.nn.attention",
+    "RWKV4ChannelMix": "rwkv_jit.nn.rwkv4",
+    "RWKV4TimeMix": "rwkv_jit.nn.rwkv4",
+    "RWKV5ChannelMix": "rwkv_jit.nn.rwkv5",
+    "RWKV5TimeMix": "rwkv_jit.nn.rwkv5",
+    "RWKV6ChannelMix": "rwkv_jit.nn.rwkv6",
+    "RWKV6TimeMix": "rwkv_jit.nn.rwkv6",
     "RWKV7": "rwkv_jit.nn.model",
     "RWKV7Block": "rwkv_jit.nn.rwkv7",
     "RWKV7ChannelMix": "rwkv_jit.nn.rwkv7",
     "RWKV7State": "rwkv_jit.nn.rwkv7",
     "RWKV7TimeMix": "rwkv_jit.nn.rwkv7",
+    "TimeX": "rwkv_jit.nn.convolution",
 }
-__all__ = ["RWKV7", "RWKV7Block", "RWKV7ChannelMix", "RWKV7State", "RWKV7TimeMix"]
+__all__ = [
+    "RWKV7",
+    "GatedLinearAttention",
+    "LinearAttention",
+    "RWKV4ChannelMix",
+    "RWKV4TimeMix",
+    "RWKV5ChannelMix",
+    "RWKV5TimeMix",
+    "RWKV6ChannelMix",
+    "RWKV6TimeMix",
+    "RWKV7Block",
+    "RWKV7ChannelMix",
+    "RWKV7State",
+    "RWKV7TimeMix",
+    "TimeX",
+]
 
 if TYPE_CHECKING:
+    from rwkv_jit.nn.attention import GatedLinearAttention, LinearAttention
+    from rwkv_jit.nn.convolution import TimeX
     from rwkv_jit.nn.model import RWKV7
+    from rwkv_jit.nn.rwkv4 import RWKV4ChannelMix, RWKV4TimeMix
+    from rwkv_jit.nn.rwkv5 import RWKV5ChannelMix, RWKV5TimeMix
+    from rwkv_jit.nn.rwkv6 import RWKV6ChannelMix, RWKV6TimeMix
     from rwkv_jit.nn.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7State, RWKV7TimeMix
 
 

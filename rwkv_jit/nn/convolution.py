@@ -1,0 +1,88 @@
+"""TimeX: a causal convolution of each channel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.ops.timex import timex
+
+
+class TimeX(nn.Module):
+    r"""A causal convolution of every channel with a filter of its own, as long as a text may be.
+
+        y[b, t, c] = eps + sum_{s <= t} weight[c, length-1-(t-s)] x[b, s, c]
+
+    B is the batch, T the tokens, C the channels.
+
+    Parameters
+    ----------
+    channels : int
+        C.
+    length : int
+        The most tokens of a text, from 1.
+    eps : float, default 0.0
+        Added to every output.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    weight : torch.nn.Parameter, shape (C, length)
+        The filters: the last element is for the current token, the first for length - 1 tokens ago.
+
+    Raises
+    ------
+    ValueError
+        A text is longer than the filters.
+
+    Notes
+    -----
+    Initial values are those of a depthwise torch.nn.Conv1d of that length. Outputs for a part of a text need all tokens
+    before it: there is no state, and texts are not packed.
+
+    References
+    ----------
+    Peng, RWKV-CUDA, depthwise_conv_1d: the operator; nothing of its code.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.TimeX(96, 1000, device="cuda")
+    >>> y = layer(torch.randn(4, 700, 96, device="cuda"))
+    >>> y.shape
+    torch.Size([4, 700, 96])
+    """
+
+    def __init__(
+        self, channels: int, length: int, eps: float = 0.0, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(channels, length, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the filters to their initial values."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix the tokens of each text.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            Of up to `length` tokens.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            The memory of a [B, C, T].
+        """
+        tokens, length = x.shape[1], self.weight.shape[1]
+        if tokens > length:
+            raise ValueError(f"x: expected up to {length} tokens, got {tokens}")
+        return timex(self.weight[:, length - tokens :], x.transpose(1, 2), self.eps).transpose(1, 2)

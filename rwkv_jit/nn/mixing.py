@@ -1,0 +1,171 @@
+"""What the modules of RWKV-4, 5 and 6 share: token shift, initial values, channel mixing, heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.layers.functions import activate, gated, gated_norm, token_shift
+
+_HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
+
+
+def last_tokens(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the last token of each text, [N, C]: the one `before` where a text has none, or zeros."""
+    texts = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if before is None:
+        before = x.new_zeros(texts, x.shape[2])
+    if not x.shape[1]:
+        return before.clone()
+    if cu_seqlens is None:
+        return x[:, -1].clone()  # a view would keep all of x
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    last = x[0].index_select(0, (ends - 1).clamp(min=0))
+    return torch.where((begins < ends).unsqueeze(1), last, before)
+
+
+@torch.no_grad()
+def orthogonal(weight: Tensor, gain: float = 1.0) -> None:
+    """Fill a matrix, also one of 16 bits, for which torch has no decomposition."""
+    wide = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    weight.copy_(nn.init.orthogonal_(wide, gain))
+
+
+class Mix(nn.Module):
+    """A module of layer `layer` of `layers`, whose mixes have the names `prefix_` and each of `letters`."""
+
+    prefix = "time_mix"  # RWKV-4 and 5 keep how much of the token itself is in a mix; time_maa is the other share
+
+    def __init__(self, width: int, layer: int, layers: int, letters: str, place: dict[str, Any]):
+        if not 0 <= layer < layers:
+            raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
+        super().__init__()
+        self.width, self.layer, self.layers, self.letters = width, layer, layers, letters
+        self.height = layer / max(layers - 1, 1)  # 0 in the first layer, 1 in the last one
+        for letter in letters:
+            self.register_parameter(f"{self.prefix}_{letter}", nn.Parameter(torch.empty(1, 1, width, **place)))
+
+    def mixes(self, letters: str) -> Tensor:
+        """Return how much of the token before is in some mixes, [M, C], not rounded to 16 bits."""
+        stacked = torch.cat([getattr(self, f"{self.prefix}_{letter}") for letter in letters]).flatten(1)
+        stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+        return 1 - stacked if self.prefix == "time_mix" else stacked
+
+    @torch.no_grad()
+    def reset_mixes(self, of_gates: float = 1.0) -> None:
+        """Set the mixes: more of the token itself in later channels, and in later layers.
+
+        That goes by powers of the place of a channel, which are `of_gates` times as large for r and g.
+        """
+        for letter in self.letters:
+            parameter = getattr(self, f"{self.prefix}_{letter}")
+            power = (of_gates if letter in "rg" else 1) * (1 - self.layer / self.layers)
+            share = (torch.arange(self.width, device=parameter.device) / self.width) ** power
+            share = share + 0.3 * self.height if letter == "v" else share
+            parameter.copy_(share if self.prefix == "time_mix" else 1 - share)
+
+    def ramp(self, like: Tensor) -> Tensor:
+        """Return 0 to 1 over the channels."""
+        return torch.arange(self.width, device=like.device) / max(self.width - 1, 1)
+
+    def decays(self, like: Tensor, low: float, high: float) -> Tensor:
+        """Return the initial decays, from `low` to `high` over the channels."""
+        return (low + (high - low) * self.ramp(like) ** (0.7 + 1.3 * self.height)).view_as(like)
+
+    def zigzag(self, like: Tensor) -> Tensor:
+        """Return 0, 1, -1 and so on, by which the bonus of neighbours differs at first."""
+        return (torch.arange(self.width, device=like.device) + 1) % 3 - 1
+
+
+class ChannelMix(Mix):
+    """Channel mixing behind a receptance."""
+
+    def __init__(
+        self, width: int, layer: int, layers: int, hidden: int | None, device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ):  # fmt: skip
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, layer, layers, "kr", place)
+        hidden = int(3.5 * width) // 32 * 32 if hidden is None else hidden
+        self.key = nn.Linear(width, hidden, bias=False, **place)
+        self.receptance = nn.Linear(width, width, bias=False, **place)
+        self.value = nn.Linear(hidden, width, bias=False, **place)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their official initial values."""
+        self.reset_mixes()
+        orthogonal(self.key.weight)
+        nn.init.zeros_(self.receptance.weight)
+        nn.init.zeros_(self.value.weight)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Mix the channels of each token.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : torch.Tensor, shape (N, C), optional
+            What the call for the part before returned.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : torch.Tensor, shape (N, C)
+            The last token of each text; N is B where no texts are packed.
+        """
+        for_key, for_receptance = token_shift(x, self.mixes("kr"), first=state, cu_seqlens=cu_seqlens)
+        value = self.value(activate(self.key(for_key), "relu_squared"))
+        return gated(value, self.receptance(for_receptance)), last_tokens(x, state, cu_seqlens)
+
+
+class TimeMixOfHeads(Mix):
+    """What the time mixing of RWKV-5 and that of RWKV-6 have in common."""
+
+    def __init__(
+        self, width: int, layer: int, layers: int, letters: str, head_size: int, place: dict[str, Any]
+    ):  # fmt: skip
+        if width % head_size:
+            raise ValueError(f"width: expected a multiple of head_size {head_size}, got {width}")
+        super().__init__(width, layer, layers, letters, place)
+        self.heads, self.head_size = width // head_size, head_size
+        self.time_faaaa = nn.Parameter(torch.empty(self.heads, head_size, **place))
+        self.receptance = nn.Linear(width, width, bias=False, **place)
+        self.key = nn.Linear(width, width, bias=False, **place)
+        self.value = nn.Linear(width, width, bias=False, **place)
+        self.output = nn.Linear(width, width, bias=False, **place)
+        self.gate = nn.Linear(width, width, bias=False, **place)
+        # Dividing by the divisor before the norm is the same as an eps so much larger.
+        eps = 1e-5 * _HEAD_SIZE_DIVISOR**2
+        self.ln_x = nn.GroupNorm(self.heads, width, eps, **place)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all of these to their official initial values."""
+        self.reset_mixes(of_gates=0.5)
+        bonus = self.height * (1 - self.ramp(self.time_faaaa)) + 0.1 * self.zigzag(self.time_faaaa)
+        self.time_faaaa.copy_(bonus.view_as(self.time_faaaa))
+        orthogonal(self.receptance.weight)
+        orthogonal(self.key.weight, 0.1)
+        orthogonal(self.value.weight)
+        orthogonal(self.gate.weight, 0.1)
+        nn.init.zeros_(self.output.weight)
+        nn.init.constant_(self.ln_x.weight, ((1 + self.layer) / self.layers) ** 0.7)
+        nn.init.zeros_(self.ln_x.bias)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Return [B, T, H, N] of [B, T, C]."""
+        return x.view(*x.shape[:-1], self.heads, self.head_size)
+
+    def result(self, y: Tensor, g: Tensor) -> Tensor:
+        """Return what is added to the residual, of what the recurrence returns and of the gate."""
+        y = gated_norm(y, g, self.ln_x.weight, self.ln_x.bias, gate="silu", eps=self.ln_x.eps)
+        return self.output(y)  # type: ignore[no-any-return]

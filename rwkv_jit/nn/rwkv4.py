@@ -1,0 +1,192 @@
+"""RWKV-4: time mixing and channel mixing."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.layers.functions import gated, token_shift
+from rwkv_jit.nn.mixing import ChannelMix, Mix, last_tokens, orthogonal
+from rwkv_jit.ops.wkv4 import wkv4
+
+
+class RWKV4TimeMix(Mix):
+    r"""Time mixing of RWKV-4.
+
+        x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, v, r
+        y = output(sigmoid(receptance(x'_r)) wkv(key(x'_k), value(x'_v)))
+
+    with wkv the recurrence of `wkv4`. B is the batch, T the tokens, C the width, N the texts.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values go by these.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    time_decay, time_first : torch.nn.Parameter, shape (C,)
+        Decay and bonus, w and u of `wkv4`.
+    time_mix_k, time_mix_v, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token itself is in each mix.
+    key, value, receptance, output : torch.nn.Linear, C to C
+        The matrices.
+
+    Raises
+    ------
+    ValueError
+        There is no such layer.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. `wkv4` has no packed texts: they go one after
+    another, and the host waits for `cu_seqlens`.
+
+    References
+    ----------
+    Peng et al., RWKV: Reinventing RNNs for the Transformer Era, arXiv:2305.13048.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.RWKV4TimeMix(96, layer=0, layers=12, device="cuda")
+    >>> x = torch.randn(2, 10, 96, device="cuda")
+    >>> y, state = layer(x[:, :7])
+    >>> rest, state = layer(x[:, 7:], state)
+    >>> rest.shape, [each.shape for each in state]
+    (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 96])])
+    """
+
+    def __init__(
+        self, width: int, layer: int, layers: int, *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, layer, layers, "kvr", place)
+        self.time_decay = nn.Parameter(torch.empty(width, **place))
+        self.time_first = nn.Parameter(torch.empty(width, **place))
+        self.key = nn.Linear(width, width, bias=False, **place)
+        self.value = nn.Linear(width, width, bias=False, **place)
+        self.receptance = nn.Linear(width, width, bias=False, **place)
+        self.output = nn.Linear(width, width, bias=False, **place)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all parameters to their official initial values."""
+        self.reset_mixes(of_gates=0.5)
+        self.time_decay.copy_(self.decays(self.time_decay, -5, 3))
+        self.time_first.copy_(math.log(0.3) + 0.5 * self.zigzag(self.time_first))
+        orthogonal(self.value.weight)
+        for matrix in (self.key, self.receptance, self.output):
+            nn.init.zeros_(matrix.weight)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mix the tokens of each text.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : tuple of torch.Tensor, optional
+            What the call for the part before returned.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : tuple of torch.Tensor, shapes (N, C) and (N, 3, C)
+            The last token of each text, and the state of `wkv4`; N is B where no texts are packed.
+        """
+        last, recurrent = (None, None) if state is None else state
+        mixed = token_shift(x, self.mixes("kvr"), first=last, cu_seqlens=cu_seqlens)
+        for_key, for_value, for_receptance = mixed
+        y, recurrent = self._recur(self.key(for_key), self.value(for_value), recurrent, cu_seqlens)
+        y = self.output(gated(y, self.receptance(for_receptance)))
+        return y, (last_tokens(x, last, cu_seqlens), recurrent)
+
+    def _recur(
+        self, k: Tensor, v: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if cu_seqlens is None:
+            y, final = wkv4(self.time_decay, self.time_first, k, v, state, output_final_state=True)
+            assert final is not None
+            return y, final
+        made = []
+        for text, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            own = None if state is None else state[text : text + 1]
+            made.append(self._recur(k[:, begin:end], v[:, begin:end], own, None))
+        outputs, finals = zip(*made, strict=True)
+        return torch.cat(outputs, 1), torch.cat(finals)
+
+
+class RWKV4ChannelMix(ChannelMix):
+    r"""Channel mixing of RWKV-4.
+
+        x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
+        y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
+
+    C is the width, F the hidden size, N the texts.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values go by these.
+    hidden : int, optional
+        F; 4 C by default.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    time_mix_k, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token itself is in each mix.
+    key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
+        The matrices.
+
+    Raises
+    ------
+    ValueError
+        There is no such layer.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of RWKV-4-neo in RWKV-LM. The state is the last token of each text,
+    [N, C].
+
+    References
+    ----------
+    Peng et al., RWKV: Reinventing RNNs for the Transformer Era, arXiv:2305.13048.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.RWKV4ChannelMix(96, layer=0, layers=12, device="cuda")
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, state.shape
+    (torch.Size([2, 10, 96]), torch.Size([2, 96]))
+    """
+
+    def __init__(
+        self, width: int, layer: int, layers: int, hidden: int | None = None, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(width, layer, layers, 4 * width if hidden is None else hidden, device, dtype)
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their official initial values."""
+        super().reset_parameters()
+        hidden, width = self.key.weight.shape
+        orthogonal(self.key.weight, math.sqrt(max(hidden / width, 1)))

@@ -1,0 +1,169 @@
+"""RWKV-5: time mixing and channel mixing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.layers.functions import token_shift
+from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads, last_tokens
+from rwkv_jit.ops.wkv5 import wkv5
+
+
+class RWKV5TimeMix(TimeMixOfHeads):
+    r"""Time mixing of RWKV-5.2.
+
+        x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, v, r, g
+        y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v))) silu(gate(x'_g)))
+
+    with wkv the recurrence of `wkv5`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
+    K their size, N the texts.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values go by these.
+    head_size : int, default 64
+        K, of which C is a multiple.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    time_decay, time_faaaa : torch.nn.Parameter, shape (H, K)
+        Decay and bonus, w and u of `wkv5`.
+    time_mix_k, time_mix_v, time_mix_r, time_mix_g : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token itself is in each mix.
+    receptance, key, value, output, gate : torch.nn.Linear, C to C
+        The matrices.
+    ln_x : torch.nn.GroupNorm
+        The norm of the heads.
+
+    Raises
+    ------
+    ValueError
+        There is no such layer, or the heads do not fill the width.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of x052 in RWKV-LM, with its head size divisor of 8, which is in the eps
+    of `ln_x`.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.RWKV5TimeMix(96, layer=0, layers=12, head_size=32, device="cuda")
+    >>> x = torch.randn(2, 10, 96, device="cuda")
+    >>> y, state = layer(x[:, :7])
+    >>> rest, state = layer(x[:, 7:], state)
+    >>> rest.shape, [each.shape for each in state]
+    (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 32, 32])])
+    """
+
+    def __init__(
+        self, width: int, layer: int, layers: int, head_size: int = 64, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, layer, layers, "kvrg", head_size, place)
+        self.time_decay = nn.Parameter(torch.empty(self.heads, head_size, **place))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all parameters to their official initial values."""
+        super().reset_parameters()
+        self.time_decay.copy_(self.decays(self.time_decay, -6, -1))
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mix the tokens of each text.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : tuple of torch.Tensor, optional
+            What the call for the part before returned.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
+            The last token of each text, and the state of `wkv5`; N is B where no texts are packed.
+        """
+        last, recurrent = (None, None) if state is None else state
+        mixed = token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens)
+        matrices = self.key, self.value, self.receptance, self.gate
+        *inputs, g = (matrix(each) for matrix, each in zip(matrices, mixed, strict=True))
+        k, v, r = map(self.of_heads, inputs)
+        y, final = wkv5(
+            r, k, v, self.time_decay, self.time_faaaa, recurrent, output_final_state=True, cu_seqlens=cu_seqlens
+        )  # fmt: skip
+        assert final is not None
+        return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
+
+
+class RWKV5ChannelMix(ChannelMix):
+    r"""Channel mixing of RWKV-5: that of RWKV-4 with another hidden size and initial value of `key`.
+
+        x'_m = x_t time_mix_m + x_{t-1} (1 - time_mix_m)   for m = k, r
+        y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
+
+    C is the width, F the hidden size, N the texts.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values go by these.
+    hidden : int, optional
+        F; by default the multiple of 32 at or below 3.5 C.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    time_mix_k, time_mix_r : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token itself is in each mix.
+    key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
+        The matrices.
+
+    Raises
+    ------
+    ValueError
+        There is no such layer.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of x052 in RWKV-LM. The state is the last token of each text, [N, C].
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.RWKV5ChannelMix(96, layer=0, layers=12, device="cuda")
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, layer.key.out_features
+    (torch.Size([2, 10, 96]), 320)
+    """
+
+    def __init__(
+        self, width: int, layer: int, layers: int, hidden: int | None = None, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(width, layer, layers, hidden, device, dtype)

@@ -1,0 +1,197 @@
+"""RWKV-6: time mixing and channel mixing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.layers.functions import activate, token_shift
+from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads, last_tokens
+from rwkv_jit.ops.wkv6 import wkv6
+
+_WIDE = 4096  # from which width on the low-rank matrices have twice the rank
+
+
+class RWKV6TimeMix(TimeMixOfHeads):
+    r"""Time mixing of RWKV-6.
+
+        x' = x_t + (x_{t-1} - x_t) time_maa_x;   a_m = tanh(x' time_maa_w1)_m time_maa_w2_m
+        x'_m = x_t + (x_{t-1} - x_t) (time_maa_m + a_m)   for m = w, k, v, r, g
+        w = time_decay + tanh(x'_w time_decay_w1) time_decay_w2
+        y = output(norm(wkv(receptance(x'_r), key(x'_k), value(x'_v), w)) silu(gate(x'_g)))
+
+    with wkv the recurrence of `wkv6`, and a norm of each head. B is the batch, T the tokens, C the width, H the heads,
+    K their size, R and D ranks, N the texts.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values go by these.
+    head_size : int, default 64
+        K, of which C is a multiple.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    time_maa_x, time_maa_w, time_maa_k, time_maa_v, time_maa_r, time_maa_g : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token before is in each mix, whatever the token is.
+    time_maa_w1, time_maa_w2 : torch.nn.Parameter, shapes (C, 5 R) and (5, R, C)
+        Make what the token adds to that; R is 32, and 64 from a width of 4096 on.
+    time_decay : torch.nn.Parameter, shape (1, 1, C)
+        Decay, whatever the token is.
+    time_decay_w1, time_decay_w2 : torch.nn.Parameter, shapes (C, D) and (D, C)
+        Make what the token adds to that; D is 64, and 128 from a width of 4096 on.
+    time_faaaa : torch.nn.Parameter, shape (H, K)
+        Bonus, u of `wkv6`.
+    receptance, key, value, output, gate : torch.nn.Linear, C to C
+        The matrices.
+    ln_x : torch.nn.GroupNorm
+        The norm of the heads.
+
+    Raises
+    ------
+    ValueError
+        There is no such layer, or the heads do not fill the width.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of x060 in RWKV-LM, with its head size divisor of 8, which is in the eps
+    of `ln_x`.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.RWKV6TimeMix(96, layer=0, layers=12, head_size=32, device="cuda")
+    >>> x = torch.randn(2, 10, 96, device="cuda")
+    >>> y, state = layer(x[:, :7])
+    >>> rest, state = layer(x[:, 7:], state)
+    >>> rest.shape, [each.shape for each in state]
+    (torch.Size([2, 3, 96]), [torch.Size([2, 96]), torch.Size([2, 3, 32, 32])])
+    """
+
+    prefix = "time_maa"
+
+    def __init__(
+        self, width: int, layer: int, layers: int, head_size: int = 64, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(width, layer, layers, "xwkvrg", head_size, place)
+        rank, decay_rank = (32, 64) if width < _WIDE else (64, 128)
+        self.time_maa_w1 = nn.Parameter(torch.empty(width, 5 * rank, **place))
+        self.time_maa_w2 = nn.Parameter(torch.empty(5, rank, width, **place))
+        self.time_decay = nn.Parameter(torch.empty(1, 1, width, **place))
+        self.time_decay_w1 = nn.Parameter(torch.empty(width, decay_rank, **place))
+        self.time_decay_w2 = nn.Parameter(torch.empty(decay_rank, width, **place))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set all parameters to their official initial values."""
+        super().reset_parameters()
+        self.time_decay.copy_(self.decays(self.time_decay, -6, -1))
+        for first, second in ((self.time_maa_w1, self.time_maa_w2), (self.time_decay_w1, self.time_decay_w2)):
+            nn.init.zeros_(first)
+            nn.init.uniform_(second, -0.01, 0.01)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mix the tokens of each text.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : tuple of torch.Tensor, optional
+            What the call for the part before returned.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : tuple of torch.Tensor, shapes (N, C) and (N, H, K, K)
+            The last token of each text, and the state of `wkv6`; N is B where no texts are packed.
+        """
+        last, recurrent = (None, None) if state is None else state
+        (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
+        for_decay, *others = token_shift(x, self.mixes("wkvrg"), self._amounts(mixed), last, cu_seqlens)
+        matrices = self.key, self.value, self.receptance, self.gate
+        *inputs, g = (matrix(each) for matrix, each in zip(matrices, others, strict=True))
+        w = self.time_decay + activate(for_decay @ self.time_decay_w1, "tanh") @ self.time_decay_w2
+        k, v, r, w = map(self.of_heads, (*inputs, w))
+        y, final = wkv6(r, k, v, w, self.time_faaaa, recurrent, output_final_state=True, cu_seqlens=cu_seqlens)
+        assert final is not None
+        return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
+
+    def _amounts(self, mixed: Tensor) -> Tensor:
+        """Return what a token adds to the mixes w, k, v, r and g, [5, B, T, C]."""
+        parts, rank, width = self.time_maa_w2.shape
+        low_rank = activate(mixed @ self.time_maa_w1, "tanh").view(-1, parts, rank).transpose(0, 1)
+        return torch.bmm(low_rank, self.time_maa_w2).view(parts, *mixed.shape).to(mixed.dtype)
+
+
+class RWKV6ChannelMix(ChannelMix):
+    r"""Channel mixing of RWKV-6.
+
+        x'_m = x_t + (x_{t-1} - x_t) time_maa_m   for m = k, r
+        y = sigmoid(receptance(x'_r)) value(max(key(x'_k), 0)^2)
+
+    C is the width, F the hidden size, N the texts.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are: initial values go by these.
+    hidden : int, optional
+        F; by default the multiple of 32 at or below 3.5 C.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    time_maa_k, time_maa_r : torch.nn.Parameter, shape (1, 1, C)
+        How much of the token before is in each mix.
+    key, receptance, value : torch.nn.Linear, C to F, C to C and F to C
+        The matrices.
+
+    Raises
+    ------
+    ValueError
+        There is no such layer.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of x060 in RWKV-LM. The state is the last token of each text, [N, C].
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.RWKV6ChannelMix(96, layer=0, layers=12, device="cuda")
+    >>> y, state = layer(torch.randn(2, 10, 96, device="cuda"))
+    >>> y.shape, state.shape
+    (torch.Size([2, 10, 96]), torch.Size([2, 96]))
+    """
+
+    prefix = "time_maa"
+
+    def __init__(
+        self, width: int, layer: int, layers: int, hidden: int | None = None, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(width, layer, layers, hidden, device, dtype)

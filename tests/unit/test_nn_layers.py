@@ -1,0 +1,527 @@
+"""The modules of `rwkv_jit.nn` against loops over tokens, cut and packed, and how torch treats them."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import nn_cases
+import pytest
+import torch
+from nn_cases import NAMES, WITH_STATE, differentiate, flat, make, run, width_of
+
+from rwkv_jit import nn
+
+EVERY = pytest.mark.parametrize("name", NAMES)
+STATEFUL = pytest.mark.parametrize("name", WITH_STATE)
+TIME_MIXES = pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("TimeMix")])
+DOUBLE = {"dtype": torch.float64}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def tokens_of(name, module, *lead, **place):
+    return torch.randn(*lead, width_of(name, module), **place)
+
+
+def close(found, want, limit=1e-10):
+    assert found.shape == want.shape
+    assert (found.double() - want.double()).abs().max() <= limit * (1 + want.double().abs().max())
+
+
+# ---- against loops, as the papers have the equations -------------------------------------------------------------
+
+
+def shifted(p, x, before, letters, prefix="time_mix"):
+    """What token and token before are together, for each of the letters."""
+    shares = [p[f"{prefix}_{letter}"].flatten() for letter in letters]
+    if prefix == "time_maa":
+        return [x + (before - x) * share for share in shares]
+    return [x * share + before * (1 - share) for share in shares]
+
+
+def rwkv4_time_mix(module, p, x, state):
+    before, num, den = state
+    xk, xv, xr = shifted(p, x, before, "kvr")
+    k, v, r = p["key.weight"] @ xk, p["value.weight"] @ xv, p["receptance.weight"] @ xr
+    now = torch.exp(p["time_first"] + k)
+    wkv = (num + now * v) / (den + now)
+    kept = torch.exp(-torch.exp(p["time_decay"]))
+    y = p["output.weight"] @ (torch.sigmoid(r) * wkv)
+    return y, [x, kept * num + torch.exp(k) * v, kept * den + torch.exp(k)]
+
+
+def heads_of(x, heads):
+    return x.view(heads, -1)
+
+
+def normed(y, weight, bias, eps):
+    """Norm of each head."""
+    y = y - y.mean(1, keepdim=True)
+    return (y / (y.square().mean(1, keepdim=True) + eps).sqrt()).flatten() * weight + bias
+
+
+def after_heads(p, r, k, v, w, g, S, u):
+    """What RWKV-5 and 6 make of receptance, key, value and decay of a token."""
+    heads = len(u)
+    r, k, v, w = (heads_of(each, heads) for each in (r, k, v, w))
+    kv = v[:, :, None] * k[:, None]
+    y = torch.einsum("hvk,hk->hv", S + u[:, None] * kv, r)
+    y = normed(y / 8, p["ln_x.weight"], p["ln_x.bias"], 1e-5)
+    S = S * torch.exp(-torch.exp(w))[:, None] + kv
+    return p["output.weight"] @ (y * g * torch.sigmoid(g)), S
+
+
+def rwkv5_time_mix(module, p, x, state):
+    before, S = state
+    mixed = shifted(p, x, before, "rkvg")
+    names = "receptance", "key", "value", "gate"
+    r, k, v, g = (p[f"{own}.weight"] @ each for own, each in zip(names, mixed, strict=True))
+    y, S = after_heads(p, r, k, v, p["time_decay"].flatten(), g, S, p["time_faaaa"])
+    return y, [x, S]
+
+
+def rwkv6_time_mix(module, p, x, state):
+    before, S = state
+    (mixed,) = shifted(p, x, before, "x", "time_maa")
+    low_rank = torch.tanh(mixed @ p["time_maa_w1"]).view(5, -1)
+    made = {}
+    for number, letter in enumerate("wkvrg"):
+        share = p[f"time_maa_{letter}"].flatten() + low_rank[number] @ p["time_maa_w2"][number]
+        made[letter] = x + (before - x) * share
+    w = p["time_decay"].flatten() + torch.tanh(made["w"] @ p["time_decay_w1"]) @ p["time_decay_w2"]
+    names = {"r": "receptance", "k": "key", "v": "value", "g": "gate"}
+    r, k, v, g = (p[f"{own}.weight"] @ made[letter] for letter, own in names.items())
+    y, S = after_heads(p, r, k, v, w, g, S, p["time_faaaa"])
+    return y, [x, S]
+
+
+def channel_mix(prefix):
+    def mix(module, p, x, state):
+        xk, xr = shifted(p, x, state[0], "kr", prefix)
+        k = torch.relu(p["key.weight"] @ xk) ** 2
+        return torch.sigmoid(p["receptance.weight"] @ xr) * (p["value.weight"] @ k), [x]
+
+    return mix
+
+
+def root_mean_square(y, weight):
+    return (y / (y.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight).flatten()
+
+
+def gated_linear_attention(module, p, x, state):
+    made = [p[f"{letter}_proj.weight"] @ x for letter in "qkv"]
+    g = p["gk_proj.1.weight"] @ (p["gk_proj.0.weight"] @ x) + p["gk_proj.1.bias"]
+    q, k, v, kept = (heads_of(each, module.heads) for each in (*made, torch.sigmoid(g) ** (1 / 16)))
+    S = kept[:, :, None] * state[0] + k[:, :, None] * v[:, None]
+    y = torch.einsum("hkv,hk->hv", S, q) / math.sqrt(q.shape[1])
+    gate = p["g_proj.weight"] @ x
+    y = root_mean_square(y, p["g_norm_swish_gate.weight"])
+    return p["o_proj.weight"] @ (y * gate * torch.sigmoid(gate)), [S]
+
+
+def linear_attention(module, p, x, state):
+    q, k, v = (heads_of(p[f"{letter}_proj.weight"] @ x, module.heads) for letter in "qkv")
+    q, k = (torch.where(each > 0, each + 1, torch.exp(each)) for each in (q, k))
+    S = state[0] + k[:, :, None] * v[:, None]
+    y = torch.einsum("hkv,hk->hv", S, q) / math.sqrt(q.shape[1])
+    return p["o_proj.weight"] @ root_mean_square(y, p["norm.weight"]), [S]
+
+
+STEPS = {
+    "RWKV4TimeMix": rwkv4_time_mix, "RWKV5TimeMix": rwkv5_time_mix, "RWKV6TimeMix": rwkv6_time_mix,
+    "RWKV4ChannelMix": channel_mix("time_mix"), "RWKV5ChannelMix": channel_mix("time_mix"),
+    "RWKV6ChannelMix": channel_mix("time_maa"), "GatedLinearAttention": gated_linear_attention,
+    "LinearAttention": linear_attention,
+}  # fmt: skip
+
+
+class Plainly(torch.nn.Module):
+    """A module as a loop over rows and tokens."""
+
+    def __init__(self, name, module):
+        super().__init__()
+        self.name, self.of = name, module
+
+    def named_parameters(self, *_, **__):
+        return self.of.named_parameters()
+
+    def forward(self, x, state=None, cu_seqlens=None):
+        p = dict(self.of.named_parameters())
+        if self.name == "TimeX":
+            w = p["weight"]
+            rows = [[0.25 + sum(w[:, -1 - ago] * x[b, t - ago] for ago in range(t + 1)) for t in range(x.shape[1])]
+                    for b in range(x.shape[0])]  # fmt: skip
+            return torch.stack([torch.stack(row) for row in rows])
+        bounds = None if cu_seqlens is None else [*itertools.pairwise(cu_seqlens.tolist())]
+        texts = list(x) if bounds is None else [x[0, begin:end] for begin, end in bounds]
+        outputs, finals = [], []
+        for text, own in zip(texts, zip(*flat(state), strict=True), strict=True):
+            if self.name == "RWKV4TimeMix":
+                own = own[0], own[1][0] * own[1][2].exp(), own[1][1] * own[1][2].exp()
+            for token in text:
+                y, own = STEPS[self.name](self.of, p, token, own)
+                outputs.append(y)
+            finals.append(own)
+        y = torch.stack(outputs).view(x.shape)
+        several = [torch.stack(each) for each in zip(*finals, strict=True)]
+        return y, several[0] if len(several) == 1 else several
+
+
+class Summed(torch.nn.Module):
+    """A module whose state of RWKV-4 is the sums themselves, without the exponent that is taken out of them."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.of = module
+
+    def named_parameters(self, *_, **__):
+        return self.of.named_parameters()
+
+    def forward(self, *arguments):
+        made = self.of(*arguments)
+        if not isinstance(self.of, nn.RWKV4TimeMix):
+            return made
+        y, (last, recurrent) = made
+        num, den, most = recurrent.unbind(1)
+        return y, (last, num * most.exp(), den * most.exp())
+
+
+def check(name, module, x, state, cu_seqlens=None):
+    found, grads, weights = differentiate(Summed(module), x, state, cu_seqlens)
+    want, want_grads, _ = differentiate(Plainly(name, module), x, state, cu_seqlens, weights)
+    for one, other in zip(found, want, strict=True):
+        close(one, other)
+    assert grads.keys() == want_grads.keys()
+    for own, grad in grads.items():
+        assert grad.abs().max() > 0, own
+        close(grad, want_grads[own])
+
+
+def state_of(name, module, texts):
+    """A state, as after a few tokens."""
+    return None if name == "TimeX" else module(tokens_of(name, module, texts, 3, **DOUBLE))[1]
+
+
+@EVERY
+def test_values_and_gradients(name):
+    module = make(name, **DOUBLE)
+    check(name, module, tokens_of(name, module, 2, 7, **DOUBLE), state_of(name, module, 2))
+
+
+@STATEFUL
+def test_values_and_gradients_of_packed_texts(name):
+    module = make(name, **DOUBLE)
+    bounds = torch.tensor([0, 0, 4, 5, 9, 9])
+    check(name, module, tokens_of(name, module, 1, 9, **DOUBLE), state_of(name, module, 5), bounds)
+
+
+@STATEFUL
+def test_begins_with_zeros(name):
+    module = make(name, **DOUBLE)
+    x = tokens_of(name, module, 2, 5, **DOUBLE)
+    zeros = [torch.zeros_like(each) for each in flat(state_of(name, module, 2))]
+    if name == "RWKV4TimeMix":
+        zeros[1][:, 2] = -1e38
+    state = zeros[0] if len(zeros) == 1 else tuple(zeros)
+    for one, other in zip(run(module, x), run(module, x, state), strict=True):
+        close(one, other)
+
+
+# ---- cut and packed ----------------------------------------------------------------------------------------------
+
+
+@STATEFUL
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_text_may_be_cut_anywhere(name, dtype):
+    module, limit = make(name, dtype=dtype), 1e-12 if dtype == torch.float64 else 1e-5
+    x = tokens_of(name, module, 2, 7, dtype=dtype)
+    want = run(module, x)
+    for cut in range(8):
+        begun, state = module(x[:, :cut])
+        y, *finals = run(module, x[:, cut:], state)
+        for one, other in zip([torch.cat([begun, y], 1), *finals], want, strict=True):
+            assert one.dtype == dtype
+            close(one, other, limit)
+
+
+@STATEFUL
+def test_token_by_token_is_the_same(name):
+    module, state, outputs = make(name, **DOUBLE), None, []
+    x = tokens_of(name, module, 2, 6, **DOUBLE)
+    for token in x.split(1, 1):
+        y, state = module(token, state)
+        outputs.append(y)
+    for one, other in zip([torch.cat(outputs, 1), *flat(state)], run(module, x), strict=True):
+        close(one, other, 1e-12)
+
+
+@STATEFUL
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("bounds", [(0, 4, 9), (0, 0, 3, 3, 9, 9), (0, 9)], ids=str)
+def test_packed_texts_are_as_one_by_one(name, bounds, index_dtype):
+    module = make(name, **DOUBLE)
+    x = tokens_of(name, module, 1, 9, **DOUBLE)
+    for state in (None, state_of(name, module, len(bounds) - 1)):
+        y, *finals = run(module, x, state, torch.tensor(bounds, dtype=index_dtype))
+        for text, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            own = None if state is None else [each[text : text + 1] for each in flat(state)]
+            own = own[0] if own and len(own) == 1 else own
+            found = y[:, begin:end], *(final[text : text + 1] for final in finals)
+            for one, other in zip(found, run(module, x[:, begin:end], own), strict=True):
+                if other.numel():
+                    close(one, other, 1e-12)
+
+
+@STATEFUL
+def test_state_is_no_part_of_the_tokens(name):
+    """A state that is kept holds no memory of them, and does not change with them."""
+    module = make(name)
+    x = tokens_of(name, module, 2, 5)
+    with torch.no_grad():
+        _, state = module(x)
+        before = [each.clone() for each in flat(state)]
+        for each in flat(state):
+            assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
+        x.zero_()
+    assert all(torch.equal(*pair) for pair in zip(before, flat(state), strict=True))
+
+
+# ---- names, shapes, initial values -------------------------------------------------------------------------------
+
+SHAPES = {
+    "RWKV4TimeMix": {
+        "time_decay": "C", "time_first": "C", "time_mix_k": "11C", "time_mix_v": "11C", "time_mix_r": "11C",
+        "key.weight": "CC", "value.weight": "CC", "receptance.weight": "CC", "output.weight": "CC",
+    },
+    "RWKV4ChannelMix": {
+        "time_mix_k": "11C", "time_mix_r": "11C", "key.weight": "4C", "receptance.weight": "CC", "value.weight": "C4",
+    },
+    "RWKV5TimeMix": {
+        "time_mix_k": "11C", "time_mix_v": "11C", "time_mix_r": "11C", "time_mix_g": "11C", "time_decay": "HN",
+        "time_faaaa": "HN", "receptance.weight": "CC", "key.weight": "CC", "value.weight": "CC", "output.weight": "CC",
+        "gate.weight": "CC", "ln_x.weight": "C", "ln_x.bias": "C",
+    },
+    "RWKV5ChannelMix": {
+        "time_mix_k": "11C", "time_mix_r": "11C", "key.weight": "3C", "receptance.weight": "CC", "value.weight": "C3",
+    },
+    "RWKV6TimeMix": {
+        "time_maa_x": "11C", "time_maa_w": "11C", "time_maa_k": "11C", "time_maa_v": "11C", "time_maa_r": "11C",
+        "time_maa_g": "11C", "time_maa_w1": "CP", "time_maa_w2": "5RC", "time_decay": "11C", "time_decay_w1": "CD",
+        "time_decay_w2": "DC", "time_faaaa": "HN", "receptance.weight": "CC", "key.weight": "CC", "value.weight": "CC",
+        "output.weight": "CC", "gate.weight": "CC", "ln_x.weight": "C", "ln_x.bias": "C",
+    },
+    "RWKV6ChannelMix": {
+        "time_maa_k": "11C", "time_maa_r": "11C", "key.weight": "3C", "receptance.weight": "CC", "value.weight": "C3",
+    },
+    "GatedLinearAttention": {
+        "q_proj.weight": "BC", "k_proj.weight": "BC", "v_proj.weight": "CC", "g_proj.weight": "CC",
+        "gk_proj.0.weight": "GC", "gk_proj.1.weight": "BG", "gk_proj.1.bias": "B", "o_proj.weight": "CC",
+        "g_norm_swish_gate.weight": "V",
+    },
+    "LinearAttention": {
+        "q_proj.weight": "CC", "k_proj.weight": "CC", "v_proj.weight": "CC", "o_proj.weight": "CC", "norm.weight": "W",
+    },
+    "TimeX": {"weight": "CT"},
+}  # fmt: skip
+SIZES = {"1": 1, "C": 128, "4": 512, "3": 448, "H": 2, "N": 64, "P": 160, "5": 5, "R": 32, "D": 64, "B": 64, "G": 16,
+         "V": 32, "W": 16, "T": 40}  # fmt: skip
+
+
+def official(name, width=128, layer=1, layers=3, **place):
+    if name == "TimeX":
+        return nn.TimeX(width, 40, **place)
+    return getattr(nn, name)(width, *(() if "A" in name else (layer, layers)), **place)
+
+
+@EVERY
+def test_names_and_shapes(name):
+    found = {own: tuple(x.shape) for own, x in official(name).named_parameters()}
+    assert found == {own: tuple(SIZES[letter] for letter in shape) for own, shape in SHAPES[name].items()}
+    assert official(name).state_dict().keys() == found.keys()
+
+
+def test_ranks_of_wide_layers():
+    module = nn.RWKV6TimeMix(4096, 0, 2, device="meta")
+    assert (module.time_maa_w1.shape, module.time_decay_w1.shape) == ((4096, 320), (4096, 128))
+    assert nn.RWKV6ChannelMix(100, 0, 2, device="meta").key.weight.shape == (320, 100)
+
+
+PLACES = pytest.mark.parametrize(("layer", "layers"), [(0, 1), (0, 4), (2, 4), (3, 4)])
+
+
+@PLACES
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("RWKV")])
+def test_initial_mixes(name, layer, layers):
+    module = official(name, 128, layer, layers)
+    up, down = layer / (layers - 1 or 1), 1 - layer / layers
+    for own, parameter in module.named_parameters():
+        if len(parameter.shape) != 3 or "time_m" not in own or own.endswith("w2"):
+            continue
+        letter = own[-1]
+        power = 0.5 * down if letter in "rg" and "Time" in name else down
+        want = [(channel / 128) ** power + (0.3 * up if letter == "v" else 0) for channel in range(128)]
+        want = [1 - x for x in want] if "maa" in own else want
+        close(parameter.flatten(), torch.tensor(want), 1e-6)
+
+
+@PLACES
+@TIME_MIXES
+def test_initial_decay_and_bonus(name, layer, layers):
+    module, up = official(name, 128, layer, layers), layer / (layers - 1 or 1)
+    low, range_ = (-5, 8) if name == "RWKV4TimeMix" else (-6, 5)
+    want = [low + range_ * (channel / 127) ** (0.7 + 1.3 * up) for channel in range(128)]
+    close(module.time_decay.flatten(), torch.tensor(want), 1e-6)
+    zigzag = [(channel + 1) % 3 - 1 for channel in range(128)]
+    if name == "RWKV4TimeMix":
+        bonus, found = [math.log(0.3) + 0.5 * x for x in zigzag], module.time_first
+    else:
+        bonus = [up * (1 - channel / 127) + 0.1 * x for channel, x in enumerate(zigzag)]
+        found = module.time_faaaa.flatten()
+        assert (module.ln_x.weight - ((1 + layer) / layers) ** 0.7).abs().max() < 1e-6
+        assert not module.ln_x.bias.any()
+    close(found, torch.tensor(bonus), 1e-6)
+
+
+GAINS = {
+    "RWKV4TimeMix": {"key": 0, "value": 1, "receptance": 0, "output": 0},
+    "RWKV4ChannelMix": {"key": 2, "value": 0, "receptance": 0},
+    "RWKV5TimeMix": {"key": 0.1, "value": 1, "receptance": 1, "gate": 0.1, "output": 0},
+    "RWKV5ChannelMix": {"key": 1, "value": 0, "receptance": 0},
+    "RWKV6TimeMix": {"key": 0.1, "value": 1, "receptance": 1, "gate": 0.1, "output": 0},
+    "RWKV6ChannelMix": {"key": 1, "value": 0, "receptance": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", GAINS)
+def test_initial_matrices_are_orthogonal(name, dtype):
+    module = official(name, dtype=dtype)
+    for own, gain in GAINS[name].items():
+        weight = getattr(module, own).weight.double()
+        close(weight.T @ weight, gain**2 * torch.eye(weight.shape[1]), 1e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_initial_low_rank_matrices():
+    module = official("RWKV6TimeMix")
+    for first, second in ((module.time_maa_w1, module.time_maa_w2), (module.time_decay_w1, module.time_decay_w2)):
+        assert not first.any()
+        assert 0.0099 < second.abs().max() <= 0.01
+        assert abs(second.mean()) < 2e-4
+
+
+def test_initial_values_of_the_others():
+    for matrix in (official("GatedLinearAttention").g_proj, official("LinearAttention").v_proj, official("TimeX")):
+        bound = matrix.weight.shape[1] ** -0.5
+        assert 0.99 * bound < matrix.weight.abs().max() <= bound
+    assert bool((official("GatedLinearAttention").g_norm_swish_gate.weight == 1).all())
+    assert bool((official("LinearAttention").norm.weight == 1).all())
+
+
+@EVERY
+def test_reset_sets_every_parameter(name):
+    module, other = official(name), official(name)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(math.nan)
+    for each in (module, other):
+        torch.manual_seed(1)
+        each.reset_parameters()
+    for own, parameter in module.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(own)), own
+
+
+def test_sizes_that_do_not_fit_are_errors():
+    with pytest.raises(ValueError, match="^layer: expected 0 to 2, got 3$"):
+        nn.RWKV4ChannelMix(8, 3, 3)
+    with pytest.raises(ValueError, match="^width: expected a multiple of head_size 64, got 96$"):
+        nn.RWKV5TimeMix(96, 0, 1)
+    with pytest.raises(ValueError, match="^key_width: expected a multiple of heads 4, got 6$"):
+        nn.GatedLinearAttention(12)
+    with pytest.raises(ValueError, match="^x: expected up to 5 tokens, got 6$"):
+        nn.TimeX(3, 5)(torch.zeros(1, 6, 3))
+
+
+# ---- what torch does with modules --------------------------------------------------------------------------------
+
+
+@EVERY
+def test_module_without_memory(name):
+    module = official(name, device="meta", dtype=torch.float64)
+    assert {(x.is_meta, x.dtype) for x in module.parameters()} == {(True, torch.float64)}
+    module.to_empty(device="cpu").reset_parameters()
+    x = tokens_of(name, module, 1, 3, **DOUBLE)
+    assert all(bool(each.isfinite().all()) for each in run(module, x))
+
+
+@EVERY
+def test_copies_are_the_same_and_apart(name):
+    module = make(name)
+    x = tokens_of(name, module, 2, 5)
+    want = run(module, x)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert all(torch.equal(*pair) for pair in zip(want, run(other, x), strict=True))
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(0.1)
+        assert not torch.equal(run(other, x)[0], want[0])
+    assert torch.equal(run(module, x)[0], want[0])
+
+
+@EVERY
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_into_one_graph(name, packed):
+    if packed and name in ("TimeX", "RWKV4TimeMix"):
+        pytest.skip("takes no packed texts in one graph")
+    module = make(name)
+    x = tokens_of(name, module, 1 if packed else 2, 6)
+    bounds = torch.tensor([0, 2, 6]) if packed else None
+    state = None if name == "TimeX" else module(x[:, :2].expand(2, -1, -1))[1]
+    found, grads, weights = differentiate(module, x, state, bounds)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    compiled.named_parameters = module.named_parameters
+    again, same, _ = differentiate(compiled, x, state, bounds, weights)
+    for one, other in [*zip(found, again, strict=True), *((grad, same[own]) for own, grad in grads.items())]:
+        close(one, other, 1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast(name, packed):
+    """Parameters stay float32, and so do their gradients; what is between is bfloat16."""
+    if packed and name == "TimeX":
+        pytest.skip("takes no packed texts")
+    module = make(name)
+    x = tokens_of(name, module, 1 if packed else 2, 6)
+    bounds = torch.tensor([0, 2, 6]) if packed else None
+    state = None if name == "TimeX" else module(x[:, :2].expand(2, -1, -1))[1]
+    want, want_grads, weights = differentiate(module, x, state, bounds)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, grads, _ = differentiate(module, x, state, bounds, weights)
+    assert found[0].dtype == torch.bfloat16
+    assert {each.dtype for each in (*found[1:], *grads.values())} == {torch.float32}
+    for one, other in [*zip(found, want, strict=True), *((grad, want_grads[own]) for own, grad in grads.items())]:
+        close(one, other, 0.05)
+    assert not torch.equal(found[0].float(), want[0])
+
+
+@EVERY
+def test_sixteen_bits(name):
+    module = make(name, dtype=torch.bfloat16)
+    x = tokens_of(name, module, 2, 6, dtype=torch.bfloat16)
+    found, grads, weights = differentiate(module, x, None)
+    want, want_grads, _ = differentiate(copy.deepcopy(module).double(), x.double(), None, None, weights)
+    assert (found[0].dtype, {each.dtype for each in grads.values()}) == (torch.bfloat16, {torch.bfloat16})
+    for one, other in [*zip(found, want, strict=True), *((grad, want_grads[own]) for own, grad in grads.items())]:
+        close(one, other, 0.05)
+
+
+def test_every_module_is_listed_and_has_a_case():
+    assert sorted(nn.__all__) == sorted(nn._MODULES) == sorted({*nn.__all__, *nn_cases.NAMES})
+    assert {getattr(nn, name).__name__ for name in nn.__all__} == set(nn.__all__)
+    assert set(nn.__all__) <= set(dir(nn))
+    with pytest.raises(AttributeError, match="module 'rwkv_jit.nn' has no attribute 'RWKV3TimeMix'"):
+        nn.RWKV3TimeMix  # noqa: B018
