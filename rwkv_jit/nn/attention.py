@@ -226,4 +226,5 @@ class LinearAttention(_Attention):
         """
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))
         y, final = linear_attention(q, k, v, state, output_final_state=True, cu_seqlens=cu_seqlens)
-        return self.o_proj(self.norm(y).flatten(2)), final
+        weight = self.norm.weight.to(y.dtype)  # which autocast has left as it is
+        return self.o_proj(F.rms_norm(y, v.shape[3:], weight, _EPS).flatten(2)), final

@@ -1,5 +1,6 @@
 """Public functions say everything in their docstrings, and the ops' signatures are what they promise."""
 
+import doctest
 import inspect
 import re
 from typing import is_typeddict
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import errors
+from rwkv_jit import errors, nn
 from rwkv_jit.inference import options as pooled
 from rwkv_jit.ops import table
 from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
@@ -223,13 +224,33 @@ def test_signature(name):
 
 @pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER])
 def test_results_in_the_examples_are_right(name, monkeypatch):
-    """The examples run on the CPU as they stand, but for the device."""
-    import doctest
+    run_example(name)
 
+
+def run_example(name):
+    """Run an example on the CPU as it stands, but for the device."""
     text = inspect.getdoc(getattr(rwkv_jit, name)).replace('device="cuda"', 'device="cpu"')
     example = doctest.DocTestParser().get_doctest(text, {"torch": torch, "rwkv_jit": rwkv_jit}, name, None, None)
     assert len(example.examples) >= 3
-    assert doctest.DocTestRunner().run(example).failed == 0
+    assert doctest.DocTestRunner().run(example, clear_globs=False).failed == 0
+    return example
+
+
+@pytest.mark.parametrize("name", nn.__all__)
+def test_docstring_of_a_module(name, monkeypatch):
+    """It has all sections, every parameter and what is registered; its example is right."""
+    module = getattr(nn, name)
+    monkeypatch.setattr(rwkv_jit, name, module, raising=False)
+    assert {"Parameters", "Attributes", "Raises", "Notes", "References", "Examples"} <= set(sections(name))
+    assert documented(name) == list(parameters(name))
+    example = run_example(name)
+    made = example.globs["layer"]
+    described = re.findall(r"^(\w.*?) : torch", sections(name)["Attributes"], flags=re.MULTILINE)
+    attributes = [x for line in described for x in line.split(", ")]
+    assert sorted(attributes) == sorted({own.split(".")[0] for own, _ in made.named_parameters()})
+    signature = inspect.signature(module.forward).parameters
+    text = inspect.getdoc(module.forward)
+    assert [x for x in signature if x != "self"] == re.findall(r"^(\w+) : ", text.partition("Returns")[0], re.MULTILINE)
 
 
 def test_error_tree_is_drawn_as_it_is():

@@ -460,8 +460,8 @@ inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
 inference.replay_calls layers.gradients
 layers.functions
-inference.replay nn.parts nn.checkpoints
-nn.rwkv7
+inference.replay nn.parts nn.checkpoints nn.mixing nn.convolution
+nn.rwkv7 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.attention
 nn.model
 nn
 ahead_requests
@@ -480,7 +480,7 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "__main__",
+    "ops.options", "commands", "cli", "nn", "__main__",
 }  # fmt: skip
 
 
