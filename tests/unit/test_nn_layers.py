@@ -446,11 +446,12 @@ def test_copies_are_the_same_and_apart(name):
     assert torch.equal(run(module, x)[0], want[0])
 
 
-@EVERY
-@pytest.mark.parametrize("packed", [False, True])
+WAYS = [*((name, False) for name in NAMES), *((name, True) for name in WITH_STATE)]
+
+
+# Packed texts of RWKV-4 go one by one.
+@pytest.mark.parametrize(("name", "packed"), [way for way in WAYS if way != ("RWKV4TimeMix", True)])
 def test_compiles_into_one_graph(name, packed):
-    if packed and name in ("TimeX", "RWKV4TimeMix"):
-        pytest.skip("takes no packed texts in one graph")
     module = make(name)
     x = tokens_of(name, module, 1 if packed else 2, 6)
     bounds = torch.tensor([0, 2, 6]) if packed else None
@@ -461,12 +462,9 @@ def test_compiles_into_one_graph(name, packed):
         close(one, other, 1e-6)
 
 
-@EVERY
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "packed"), WAYS)
 def test_autocast(name, packed):
     """Parameters stay float32, and so do their gradients; what is between is bfloat16."""
-    if packed and name == "TimeX":
-        pytest.skip("takes no packed texts")
     module = make(name, 3, 17)
     x = tokens_of(name, module, 1 if packed else 2, 20)
     bounds = torch.tensor([0, 2, 20]) if packed else None
