@@ -3,10 +3,10 @@
 import copy
 
 import comparing
-import nn_cases
+import nn_layer_cases
 import pytest
 import torch
-from nn_cases import NAMES, WITH_STATE
+from nn_layer_cases import NAMES, WITH_STATE
 
 # Products, sums over tokens and what is between are rounded to the dtype: gradients through the norm of heads most.
 LIMITS = {"fp32": 5e-5, "bf16": 4e-2}
@@ -27,18 +27,18 @@ def begun(name, module, texts):
         return None
     parameter = next(module.parameters())
     with torch.no_grad():
-        return module(torch.randn(texts, 9, nn_cases.width_of(name, module)).to(parameter))[1]
+        return module(torch.randn(texts, 9, nn_layer_cases.width_of(name, module)).to(parameter))[1]
 
 
 def check(module, x, state, bounds=None):
     """Compare with a copy that has the same numbers; all lie on the GPU."""
-    found = nn_cases.differentiate(module, x, state, bounds, function=nn_cases.summed(module))
+    found = nn_layer_cases.differentiate(module, x, state, bounds, function=nn_layer_cases.summed(module))
     exact = copy.deepcopy(module).to(device="cpu", dtype=torch.float64)
     place = {"device": "cpu", "dtype": torch.float64}
     on_cpu = None if bounds is None else bounds.cpu()
     given = exact, x.to(**place), moved(state, **place), on_cpu
-    want = nn_cases.differentiate(*given, found[2], nn_cases.summed(exact))
-    for own, (one, other) in nn_cases.pairs(found, want).items():
+    want = nn_layer_cases.differentiate(*given, found[2], nn_layer_cases.summed(exact))
+    for own, (one, other) in nn_layer_cases.pairs(found, want).items():
         limit = LIMITS["bf16" if x.dtype == torch.bfloat16 else "fp32"]
         assert comparing.relative(one.cpu(), other) < limit, own
 
@@ -48,7 +48,7 @@ def check(module, x, state, bounds=None):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_values_and_gradients(op, name, kind, sizes):
     place = {"device": "cuda", "dtype": comparing.DTYPES[kind]}
-    module = nn_cases.make(name, *sizes, **place)
+    module = nn_layer_cases.make(name, *sizes, **place)
     tokens = 40 if name == "TimeX" else 131
     x = torch.randn(2, tokens, sizes[0] * sizes[1], **place)
     check(module, x, begun(name, module, 2))
@@ -59,7 +59,7 @@ def test_values_and_gradients(op, name, kind, sizes):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_packed_texts(op, name, kind, sizes):
     place = {"device": "cuda", "dtype": comparing.DTYPES[kind]}
-    module = nn_cases.make(name, *sizes, **place)
+    module = nn_layer_cases.make(name, *sizes, **place)
     x = torch.randn(1, BOUNDS[-1], sizes[0] * sizes[1], **place)
     state = begun(name, module, len(BOUNDS) - 1)
     check(module, x, state, torch.tensor(BOUNDS, device="cuda"))
@@ -67,24 +67,24 @@ def test_packed_texts(op, name, kind, sizes):
 
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_text_cut_in_two(op, name):
-    module = nn_cases.make(name, 2, 64, device="cuda")
+    module = nn_layer_cases.make(name, 2, 64, device="cuda")
     x = torch.randn(2, 131, 128, device="cuda")
     with torch.no_grad():
-        want = nn_cases.run(module, x)
+        want = nn_layer_cases.run(module, x)
         begun, state = module(x[:, :50])
-        y, *finals = nn_cases.run(module, x[:, 50:], state)
+        y, *finals = nn_layer_cases.run(module, x[:, 50:], state)
     for one, other in zip([torch.cat([begun, y], 1), *finals], want, strict=True):
         assert comparing.relative(one, other) < LIMITS["fp32"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast(op, name):
-    module = nn_cases.make(name, 2, 64, device="cuda")
+    module = nn_layer_cases.make(name, 2, 64, device="cuda")
     x = torch.randn(2, 40, 128, device="cuda")
-    state, function = begun(name, module, 2), nn_cases.summed(module)
-    want = nn_cases.differentiate(module, x, state, function=function)
+    state, function = begun(name, module, 2), nn_layer_cases.summed(module)
+    want = nn_layer_cases.differentiate(module, x, state, function=function)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = nn_cases.differentiate(module, x, state, None, want[2], function)
+        found = nn_layer_cases.differentiate(module, x, state, None, want[2], function)
     assert found[0][0].dtype == torch.bfloat16
-    for own, (one, other) in nn_cases.pairs(found, want).items():
+    for own, (one, other) in nn_layer_cases.pairs(found, want).items():
         assert comparing.relative(one, other) < LIMITS["bf16"], own

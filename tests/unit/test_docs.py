@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import cli, env, nn
+from rwkv_jit import cli, env
 from rwkv_jit.algorithms import recurrent
 from rwkv_jit.ops.table import OPS
 

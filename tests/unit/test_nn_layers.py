@@ -5,10 +5,10 @@ import itertools
 import math
 import pickle
 
-import nn_cases
+import nn_layer_cases
 import pytest
 import torch
-from nn_cases import NAMES, WITH_STATE, differentiate, flat, make, pairs, run, summed, width_of
+from nn_layer_cases import NAMES, WITH_STATE, differentiate, flat, make, pairs, run, summed, width_of
 
 from rwkv_jit import nn
 
@@ -491,7 +491,7 @@ def test_sixteen_bits(name):
 
 
 def test_every_module_is_listed_and_has_a_case():
-    assert sorted(nn.__all__) == sorted(nn._MODULES) == sorted({*nn.__all__, *nn_cases.NAMES})
+    assert sorted(nn.__all__) == sorted(nn._MODULES) == sorted({*nn.__all__, *nn_layer_cases.NAMES})
     assert {getattr(nn, name).__name__ for name in nn.__all__} == set(nn.__all__)
     assert set(nn.__all__) <= set(dir(nn))
     with pytest.raises(AttributeError, match="module 'rwkv_jit.nn' has no attribute 'RWKV3TimeMix'"):
