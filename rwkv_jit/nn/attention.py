@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rwkv_jit.layers.functions import gated_norm
+from rwkv_jit.nn.parts import under_autocast
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 
@@ -130,6 +131,7 @@ class GatedLinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V)
             The state of `gla`; N is B where no texts are packed.
         """
+        x = under_autocast(x)
         made = self.q_proj(x), self.k_proj(x), self.v_proj(x), F.logsigmoid(self.gk_proj(x)) / _GATE_DIVISOR
         q, k, v, g = map(self._of_heads, made)
         y, final = gla(q, k, v, g, state, output_final_state=True, cu_seqlens=cu_seqlens)
@@ -224,6 +226,7 @@ class LinearAttention(_Attention):
         state : torch.Tensor, shape (N, H, K, V)
             The state of `linear_attention`; N is B where no texts are packed.
         """
+        x = under_autocast(x)
         q, k, v = map(self._of_heads, (F.elu(self.q_proj(x)) + 1, F.elu(self.k_proj(x)) + 1, self.v_proj(x)))
         y, final = linear_attention(q, k, v, state, output_final_state=True, cu_seqlens=cu_seqlens)
         weight = self.norm.weight.to(y.dtype)  # which autocast has left as it is

@@ -8,29 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.layers.functions import activate, gated, gated_norm, token_shift
+from rwkv_jit.nn.parts import fill_orthogonal, last_tokens, under_autocast
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
-
-
-def last_tokens(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the last token of each text, [N, C]: the one `before` where a text has none, or zeros."""
-    texts = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if before is None:
-        before = x.new_zeros(texts, x.shape[2])
-    if not x.shape[1]:
-        return before.clone()
-    if cu_seqlens is None:
-        return x[:, -1].clone()  # a view would keep all of x
-    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    last = x[0].index_select(0, (ends - 1).clamp(min=0))
-    return torch.where((begins < ends).unsqueeze(1), last, before)
-
-
-@torch.no_grad()
-def orthogonal(weight: Tensor, gain: float = 1.0) -> None:
-    """Fill a matrix, also one of 16 bits, for which torch has no decomposition."""
-    wide = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    weight.copy_(nn.init.orthogonal_(wide, gain))
 
 
 class Mix(nn.Module):
@@ -46,6 +26,11 @@ class Mix(nn.Module):
         self.height = layer / max(layers - 1, 1)  # 0 in the first layer, 1 in the last one
         for letter in letters:
             self.register_parameter(f"{self.prefix}_{letter}", nn.Parameter(torch.empty(1, 1, width, **place)))
+
+    def under_autocast(self, x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return tokens and the last ones before them in the dtype in which they are mixed."""
+        x = under_autocast(x)
+        return x, None if last is None else last.to(x.dtype)
 
     def mixes(self, letters: str) -> Tensor:
         """Return how much of the token before is in some mixes, [M, C], not rounded to 16 bits."""
@@ -97,7 +82,7 @@ class ChannelMix(Mix):
     def reset_parameters(self) -> None:
         """Set all parameters to their official initial values."""
         self.reset_mixes()
-        orthogonal(self.key.weight)
+        fill_orthogonal(self.key.weight, 1.0)
         nn.init.zeros_(self.receptance.weight)
         nn.init.zeros_(self.value.weight)
 
@@ -122,9 +107,10 @@ class ChannelMix(Mix):
         state : torch.Tensor, shape (N, C)
             The last token of each text; N is B where no texts are packed.
         """
-        for_key, for_receptance = token_shift(x, self.mixes("kr"), first=state, cu_seqlens=cu_seqlens)
+        x, last = self.under_autocast(x, state)
+        for_key, for_receptance = token_shift(x, self.mixes("kr"), first=last, cu_seqlens=cu_seqlens)
         value = self.value(activate(self.key(for_key), "relu_squared"))
-        return gated(value, self.receptance(for_receptance)), last_tokens(x, state, cu_seqlens)
+        return gated(value, self.receptance(for_receptance)), last_tokens(x, last, cu_seqlens)
 
 
 class TimeMixOfHeads(Mix):
@@ -153,10 +139,10 @@ class TimeMixOfHeads(Mix):
         self.reset_mixes(of_gates=0.5)
         bonus = self.height * (1 - self.ramp(self.time_faaaa)) + 0.1 * self.zigzag(self.time_faaaa)
         self.time_faaaa.copy_(bonus.view_as(self.time_faaaa))
-        orthogonal(self.receptance.weight)
-        orthogonal(self.key.weight, 0.1)
-        orthogonal(self.value.weight)
-        orthogonal(self.gate.weight, 0.1)
+        fill_orthogonal(self.receptance.weight, 1.0)
+        fill_orthogonal(self.key.weight, 0.1)
+        fill_orthogonal(self.value.weight, 1.0)
+        fill_orthogonal(self.gate.weight, 0.1)
         nn.init.zeros_(self.output.weight)
         nn.init.constant_(self.ln_x.weight, ((1 + self.layer) / self.layers) ** 0.7)
         nn.init.zeros_(self.ln_x.bias)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.layers.functions import gated, token_shift
-from rwkv_jit.nn.mixing import ChannelMix, Mix, last_tokens, orthogonal
+from rwkv_jit.nn.mixing import ChannelMix, Mix
+from rwkv_jit.nn.parts import fill_orthogonal, last_tokens
 from rwkv_jit.ops.wkv4 import wkv4
 
 
@@ -84,7 +85,7 @@ class RWKV4TimeMix(Mix):
         self.reset_mixes(of_gates=0.5)
         self.time_decay.copy_(self.decays(self.time_decay, -5, 3))
         self.time_first.copy_(math.log(0.3) + 0.5 * self.zigzag(self.time_first))
-        orthogonal(self.value.weight)
+        fill_orthogonal(self.value.weight, 1.0)
         for matrix in (self.key, self.receptance, self.output):
             nn.init.zeros_(matrix.weight)
 
@@ -110,6 +111,7 @@ class RWKV4TimeMix(Mix):
             The last token of each text, and the state of `wkv4`; N is B where no texts are packed.
         """
         last, recurrent = (None, None) if state is None else state
+        x, last = self.under_autocast(x, last)
         mixed = token_shift(x, self.mixes("kvr"), first=last, cu_seqlens=cu_seqlens)
         for_key, for_value, for_receptance = mixed
         y, recurrent = self._recur(self.key(for_key), self.value(for_value), recurrent, cu_seqlens)
@@ -189,4 +191,4 @@ class RWKV4ChannelMix(ChannelMix):
         """Set all parameters to their official initial values."""
         super().reset_parameters()
         hidden, width = self.key.weight.shape
-        orthogonal(self.key.weight, math.sqrt(max(hidden / width, 1)))
+        fill_orthogonal(self.key.weight, math.sqrt(max(hidden / width, 1)))

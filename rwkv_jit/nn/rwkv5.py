@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.layers.functions import token_shift
-from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads, last_tokens
+from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads
+from rwkv_jit.nn.parts import last_tokens
 from rwkv_jit.ops.wkv5 import wkv5
 
 
@@ -104,6 +105,7 @@ class RWKV5TimeMix(TimeMixOfHeads):
             The last token of each text, and the state of `wkv5`; N is B where no texts are packed.
         """
         last, recurrent = (None, None) if state is None else state
+        x, last = self.under_autocast(x, last)
         mixed = token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens)
         matrices = self.key, self.value, self.receptance, self.gate
         *inputs, g = (matrix(each) for matrix, each in zip(matrices, mixed, strict=True))

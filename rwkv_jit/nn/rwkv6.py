@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.layers.functions import activate, token_shift
-from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads, last_tokens
+from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads
+from rwkv_jit.nn.parts import last_tokens
 from rwkv_jit.ops.wkv6 import wkv6
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
@@ -124,6 +125,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
             The last token of each text, and the state of `wkv6`; N is B where no texts are packed.
         """
         last, recurrent = (None, None) if state is None else state
+        x, last = self.under_autocast(x, last)
         (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
         for_decay, *others = token_shift(x, self.mixes("wkvrg"), self._amounts(mixed), last, cu_seqlens)
         matrices = self.key, self.value, self.receptance, self.gate
@@ -138,7 +140,7 @@ class RWKV6TimeMix(TimeMixOfHeads):
         """Return what a token adds to the mixes w, k, v, r and g, [5, B, T, C]."""
         parts, rank, width = self.time_maa_w2.shape
         low_rank = activate(mixed @ self.time_maa_w1, "tanh").view(-1, parts, rank).transpose(0, 1)
-        return torch.bmm(low_rank, self.time_maa_w2).view(parts, *mixed.shape).to(mixed.dtype)
+        return torch.bmm(low_rank, self.time_maa_w2).view(parts, *mixed.shape)
 
 
 class RWKV6ChannelMix(ChannelMix):

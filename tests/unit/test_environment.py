@@ -460,9 +460,9 @@ inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
 inference.replay_calls layers.gradients
 layers.functions
-inference.replay nn.parts nn.checkpoints nn.mixing nn.convolution
-nn.rwkv7 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.attention
-nn.model
+inference.replay nn.parts nn.checkpoints nn.convolution
+nn.mixing nn.attention nn.rwkv7
+nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.model
 nn
 ahead_requests
 ahead bench.cases
