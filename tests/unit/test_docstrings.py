@@ -236,7 +236,8 @@ def run_example(name):
     return example
 
 
-@pytest.mark.parametrize("name", nn.__all__)
+# What those of RWKV-7 are made of goes by options, and they have tests of their own.
+@pytest.mark.parametrize("name", [name for name in nn.__all__ if not name.startswith("RWKV7")])
 def test_docstring_of_a_module(name, monkeypatch):
     """It has all sections, every parameter and what is registered; its example is right."""
     module = getattr(nn, name)
