@@ -418,7 +418,8 @@ def test_a_launch_reads_what_the_one_before_it_writes(op, rows):
             part = add.view(rows, 4, size).transpose(0, 1).contiguous()
             part = rwkv_jit.activate(part, kinds, out=part)
             wait()
-            add = rwkv_jit.gated_norm(y, r, k, part.view(rows, heads, size), g, r_k, mixes[3], bias)
+            part = part.view(rows, heads, size)
+            add = rwkv_jit.gated_norm(y, g, mixes[3], bias, r, k, part, r_k)
             wait()
             raw_mixes.add_(0.1)
         return x, add
