@@ -42,6 +42,19 @@ def requests_of(op, arch):
     ]  # fmt: skip
 
 
+def layer_requests(arch):
+    """Return kernels of a layer's small work in training, and of the loss, one of each template."""
+    import test_layer
+    import test_layer_loss
+
+    forwards = [test_layer.request(name, arch=arch) for name in ("gated", "token_shift")]
+    backwards = [
+        test_layer.gradients(name, arch=arch) for name in ("token_shift", "prepare_keys", "gated_norm", "activate")
+    ]
+    losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
+    return [*forwards, *backwards, *losses]
+
+
 def read(request):
     """Let NVRTC read a kernel's source and check its rules, which takes a twentieth of the time of a compile."""
     from rwkv_jit import compiler, cuda
@@ -69,6 +82,7 @@ def main(folder, version):
         first, *others = requests_of(op, "sm_80")
         registers[op] = kernel.get(first).registers
         one_each |= {request.template.name: request for request in (*others, *requests_of(op, "sm_90"))}
+    one_each |= {request.template.name: request for request in layer_requests("sm_80")}
     for request in one_each.values():
         read(request)
     print(json.dumps({"nvrtc": identity.version(), "registers": registers, "read": sorted(one_each)}))

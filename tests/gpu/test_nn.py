@@ -14,8 +14,9 @@ MODELS = {
 }
 SIZES = pytest.mark.parametrize("sizes", MODELS)
 B, T = 3, 70
-# Three layers lose so much in bfloat16; gradients of mixes and low-rank matrices are sums of both signs.
-OF_LOGITS, OF_GRADIENTS = 2.5e-2, 0.1
+# Three layers lose so much in bfloat16; gradients of mixes and low-rank matrices are sums of both signs. That nothing
+# else is lost is seen in float32.
+OF_LOGITS, OF_GRADIENTS = 2.5e-2, {torch.bfloat16: 0.4, torch.float32: 2e-3}
 
 
 def pair(sizes, dtype=torch.bfloat16):
@@ -41,7 +42,7 @@ def check_gradients(model, found, exact, want):
     exact_grads = torch.autograd.grad(nn_cases.weighted(want), [*exact.parameters()])
     for (name, parameter), x, y in zip(model.named_parameters(), grads, exact_grads, strict=True):
         assert x.dtype == parameter.dtype
-        assert comparing.relative(x.cpu(), y) < OF_GRADIENTS, name
+        assert comparing.relative(x.cpu(), y) < OF_GRADIENTS[found[0].dtype], name
     return grads
 
 
@@ -62,11 +63,10 @@ def test_values_and_gradients(op, sizes, how):
 def test_float32(op, sizes):
     model, exact = pair(sizes, torch.float32)
     tokens = make_tokens(exact, B, T)
-    check(
-        nn_cases.flat(*model(tokens.cuda(), return_state=True)),
-        nn_cases.flat(*exact(tokens, return_state=True)),
-        limit=1e-4,
-    )
+    found = nn_cases.flat(*model(tokens.cuda(), return_state=True))
+    want = nn_cases.flat(*exact(tokens, return_state=True))
+    check(found, want, limit=1e-4)
+    check_gradients(model, found[:1], exact, want[:1])
 
 
 @SIZES
@@ -128,7 +128,8 @@ def test_generated_tokens_are_good_ones(op):
     model, exact = pair("64")
     prompt = make_tokens(exact, B, 12)
     written = model.generate(prompt.cuda(), 16, temperature=0).cpu()
-    logits = exact(torch.cat([prompt, written], 1))[:, 11:-1]
+    with torch.no_grad():
+        logits = exact(torch.cat([prompt, written], 1))[:, 11:-1]
     lost = logits.amax(-1) - logits.gather(-1, written.unsqueeze(-1)).squeeze(-1)
     assert float((lost / logits.std(-1)).max()) < 0.3
     drawn = [
