@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import gated_norm
 from rwkv_jit.nn.parts import under_autocast
 from rwkv_jit.ops.gla import gla
@@ -20,8 +21,9 @@ class _Attention(nn.Module):
     """Queries, keys and values of heads, and the matrix behind them."""
 
     def __init__(self, width: int, heads: int, key_width: int, value_width: int, place: dict[str, Any]):
+        count("width", width, 1), count("heads", heads, 1)
         for name, size in (("key_width", key_width), ("value_width", value_width)):
-            if size % heads:
+            if count(name, size, 1) % heads:
                 raise ValueError(f"{name}: expected a multiple of heads {heads}, got {size}")
         super().__init__()
         self.heads = heads
@@ -75,8 +77,8 @@ class GatedLinearAttention(_Attention):
 
     Raises
     ------
-    ValueError
-        A width is not a multiple of the heads.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----
@@ -173,8 +175,8 @@ class LinearAttention(_Attention):
 
     Raises
     ------
-    ValueError
-        A width is not a multiple of the heads.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----

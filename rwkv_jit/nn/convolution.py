@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from rwkv_jit.inference.arguments import count
 from rwkv_jit.ops.timex import timex
 
 
@@ -35,8 +36,8 @@ class TimeX(nn.Module):
 
     Raises
     ------
-    ValueError
-        A text is longer than the filters.
+    TypeError, ValueError
+        A size does not fit, or a text is longer than the filters: the name, what was expected and what came.
 
     Notes
     -----
@@ -61,7 +62,8 @@ class TimeX(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(channels, length, device=device, dtype=dtype))
+        sizes = count("channels", channels, 1), count("length", length, 1)
+        self.weight = nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import activate, gated, gated_norm, token_shift
-from rwkv_jit.nn.parts import fill_orthogonal, last_tokens, under_autocast
+from rwkv_jit.nn.parts import check_heads, check_place, fill_orthogonal, last_tokens, under_autocast
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 
@@ -19,10 +20,9 @@ class Mix(nn.Module):
     prefix = "time_mix"  # RWKV-4 and 5 keep how much of the token itself is in a mix; time_maa is the other share
 
     def __init__(self, width: int, layer: int, layers: int, letters: str, place: dict[str, Any]):
-        if not 0 <= layer < layers:
-            raise ValueError(f"layer: expected 0 to {layers - 1}, got {layer}")
         super().__init__()
-        self.width, self.layer, self.layers, self.letters = width, layer, layers, letters
+        self.layer, self.layers = check_place(layer, layers)
+        self.width, self.letters = count("width", width, 1), letters
         self.height = layer / max(layers - 1, 1)  # 0 in the first layer, 1 in the last one
         for letter in letters:
             self.register_parameter(f"{self.prefix}_{letter}", nn.Parameter(torch.empty(1, 1, width, **place)))
@@ -73,7 +73,7 @@ class ChannelMix(Mix):
     ):  # fmt: skip
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(width, layer, layers, "kr", place)
-        hidden = int(3.5 * width) // 32 * 32 if hidden is None else hidden
+        hidden = int(3.5 * width) // 32 * 32 if hidden is None else count("hidden", hidden, 1)
         self.key = nn.Linear(width, hidden, bias=False, **place)
         self.receptance = nn.Linear(width, width, bias=False, **place)
         self.value = nn.Linear(hidden, width, bias=False, **place)
@@ -119,10 +119,8 @@ class TimeMixOfHeads(Mix):
     def __init__(
         self, width: int, layer: int, layers: int, letters: str, head_size: int, place: dict[str, Any]
     ):  # fmt: skip
-        if width % head_size:
-            raise ValueError(f"width: expected a multiple of head_size {head_size}, got {width}")
         super().__init__(width, layer, layers, letters, place)
-        self.heads, self.head_size = width // head_size, head_size
+        self.heads, self.head_size = check_heads(width, head_size), head_size
         self.time_faaaa = nn.Parameter(torch.empty(self.heads, head_size, **place))
         self.receptance = nn.Linear(width, width, bias=False, **place)
         self.key = nn.Linear(width, width, bias=False, **place)

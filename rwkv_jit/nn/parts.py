@@ -1,4 +1,4 @@
-"""What modules have in common: how matrices begin, the last tokens of texts, and what autocast does to a layer."""
+"""What modules share: checks of sizes, how matrices begin, the last tokens of texts, and what autocast does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit import tensors
+from rwkv_jit.inference.arguments import count
+
+
+def check_place(layer: int, layers: int) -> tuple[int, int]:
+    """Return the place of a layer and how many there are, once both are checked."""
+    if count("layer", layer) >= count("layers", layers, 1):
+        raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
+    return layer, layers
+
+
+def check_heads(width: int, head_size: int) -> int:
+    """Return how many heads of a size a width has, once both are checked."""
+    if count("width", width, 1) % count("head_size", head_size, 1):
+        raise ValueError(f"width: expected a multiple of the head size, {head_size}, got {width}")
+    return width // head_size
 
 
 def fill_orthogonal(matrix: Tensor, gain: float) -> None:

@@ -43,8 +43,8 @@ class RWKV4TimeMix(Mix):
 
     Raises
     ------
-    ValueError
-        There is no such layer.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----
@@ -161,8 +161,8 @@ class RWKV4ChannelMix(ChannelMix):
 
     Raises
     ------
-    ValueError
-        There is no such layer.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----

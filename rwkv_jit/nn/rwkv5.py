@@ -46,8 +46,8 @@ class RWKV5TimeMix(TimeMixOfHeads):
 
     Raises
     ------
-    ValueError
-        There is no such layer, or the heads do not fill the width.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----
@@ -145,8 +145,8 @@ class RWKV5ChannelMix(ChannelMix):
 
     Raises
     ------
-    ValueError
-        There is no such layer.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----

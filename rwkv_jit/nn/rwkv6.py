@@ -56,8 +56,8 @@ class RWKV6TimeMix(TimeMixOfHeads):
 
     Raises
     ------
-    ValueError
-        There is no such layer, or the heads do not fill the width.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----
@@ -171,8 +171,8 @@ class RWKV6ChannelMix(ChannelMix):
 
     Raises
     ------
-    ValueError
-        There is no such layer.
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
 
     Notes
     -----

@@ -114,11 +114,9 @@ class RWKV7TimeMix(nn.Module):
         device: Any = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.layer, self.layers = _check_place(layer, layers)
-        self.width, self.head_size = arguments.count("width", width, 1), arguments.count("head_size", head_size, 1)
-        if width % head_size:
-            raise ValueError(f"width: expected a multiple of the head size, {head_size}, got {width}")
-        self.heads = width // head_size
+        self.layer, self.layers = parts.check_place(layer, layers)
+        self.heads = parts.check_heads(width, head_size)
+        self.width, self.head_size = width, head_size
         self.ranks = _ranks(width, ranks or {})
 
         def new(*shape: int) -> nn.Parameter:
@@ -309,7 +307,7 @@ class RWKV7ChannelMix(nn.Module):
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.layer, self.layers = _check_place(layer, layers)
+        self.layer, self.layers = parts.check_place(layer, layers)
         self.width = arguments.count("width", width, 1)
         hidden = 4 * width if hidden is None else arguments.count("hidden", hidden, 1)
         self.x_k = nn.Parameter(torch.empty(1, 1, width, device=device, dtype=dtype))
@@ -475,13 +473,6 @@ class RWKV7Block(nn.Module):
         norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.x_k.view(-1)
         x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
         return x + self.ffn.of_mixed(mixed), v_first
-
-
-def _check_place(layer: int, layers: int) -> tuple[int, int]:
-    arguments.count("layers", layers, 1)
-    if arguments.count("layer", layer) >= layers:
-        raise ValueError(f"layer: expected less than the {layers} layers, got {layer}")
-    return layer, layers
 
 
 def _ranks(width: int, given: Mapping[str, int]) -> dict[str, int]:

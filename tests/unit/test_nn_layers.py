@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 
 import nn_layer_cases
 import pytest
@@ -409,13 +410,30 @@ def test_reset_sets_every_parameter(name):
         assert torch.equal(parameter, other.get_parameter(own)), own
 
 
-def test_sizes_that_do_not_fit_are_errors():
-    with pytest.raises(ValueError, match="^layer: expected 0 to 2, got 3$"):
-        nn.RWKV4ChannelMix(8, 3, 3)
-    with pytest.raises(ValueError, match="^width: expected a multiple of head_size 64, got 96$"):
-        nn.RWKV5TimeMix(96, 0, 1)
-    with pytest.raises(ValueError, match="^key_width: expected a multiple of heads 4, got 6$"):
-        nn.GatedLinearAttention(12)
+@pytest.mark.parametrize(
+    ("make_it", "error", "message"),
+    [
+        (lambda: nn.RWKV4ChannelMix(8, 3, 3), ValueError, "layer: expected less than the 3 layers, got 3"),
+        (lambda: nn.RWKV4TimeMix(8, -1, 3), ValueError, "layer: expected at least 0, got -1"),
+        (lambda: nn.RWKV5ChannelMix(8, 0, 0), ValueError, "layers: expected at least 1, got 0"),
+        (lambda: nn.RWKV4TimeMix(0, 0, 1), ValueError, "width: expected at least 1, got 0"),
+        (lambda: nn.RWKV6ChannelMix(8.0, 0, 1), TypeError, "width: expected an int, got 8.0"),
+        (lambda: nn.RWKV6ChannelMix(64, 0, 1, 0), ValueError, "hidden: expected at least 1, got 0"),
+        (lambda: nn.RWKV5TimeMix(96, 0, 1), ValueError, "width: expected a multiple of the head size, 64, got 96"),
+        (lambda: nn.RWKV6TimeMix(96, 0, 1, 0), ValueError, "head_size: expected at least 1, got 0"),
+        (lambda: nn.GatedLinearAttention(12), ValueError, "key_width: expected a multiple of heads 4, got 6"),
+        (lambda: nn.GatedLinearAttention(12, 0), ValueError, "heads: expected at least 1, got 0"),
+        (lambda: nn.LinearAttention(12, 2, 0), ValueError, "key_width: expected at least 1, got 0"),
+        (lambda: nn.TimeX(0, 5), ValueError, "channels: expected at least 1, got 0"),
+        (lambda: nn.TimeX(3, "5"), TypeError, "length: expected an int, got '5'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_errors(make_it, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        make_it()
+
+
+def test_texts_longer_than_the_filters_are_errors():
     with pytest.raises(ValueError, match="^x: expected up to 5 tokens, got 6$"):
         nn.TimeX(3, 5)(torch.zeros(1, 6, 3))
 
