@@ -464,6 +464,21 @@ def test_inputs_that_begin_elsewhere_are_copied(on_gpu):
     assert on_gpu.take()[-1].parameters["VECTOR"] == 4
 
 
+def test_the_backward_of_the_first_layer_leaves_its_values_alone(on_gpu):
+    """They are returned as they are: a kernel that has no gradient of theirs writes none."""
+    for _ in range(2):
+        keys = {name: x.requires_grad_() for name, x in make_keys(first=False).items()}
+        k, v, *_ = rwkv_jit.prepare_keys(**keys)
+        assert v is keys["v"]
+        on_gpu.take()
+        weights = torch.randn_like(k), torch.randn_like(v)
+        grads = torch.autograd.grad((k, v), [*keys.values()], weights)
+        assert torch.equal(grads[list(keys).index("v")], weights[1])
+        launch = on_gpu.take()[0]
+        assert launch.template == "layer_prepare_keys_backward"
+        assert not any(launch.addresses[name] for name in ("grad_new_v", "dv", "dv_first", "dv_gate", "dv0_rows"))
+
+
 @pytest.mark.parametrize("name", ["prepare_keys", "gated_norm"])
 def test_known_calls_with_gradients_are_short(on_gpu, name):
     given = {x: each.requires_grad_() for x, each in (make_keys() if name == "prepare_keys" else make_norm()).items()}
