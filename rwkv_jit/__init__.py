@@ -253,9 +253,12 @@ if TYPE_CHECKING:
     from rwkv_jit.stats import add_hook
 
 
+_ROOMS = ("nn", "parallel")  # with names of their own
+
+
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return import_module("rwkv_jit.nn")
+    if name in _ROOMS:
+        return import_module(f"rwkv_jit.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'rwkv_jit' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -264,7 +267,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, "nn"]
+    return [*globals(), *__all__, *_ROOMS]
 
 
 for _ops in ("ops", "inference", "layers"):

@@ -15,7 +15,7 @@ from rwkv_jit import cuda, kernel, tensors
 from rwkv_jit.errors import RwkvJitError
 from rwkv_jit.launch import LETTERS, Launch, Value
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step, Stride, aligned, offsets
+from rwkv_jit.schedule import Pause, Schedule, Step, Stride, aligned, offsets
 from rwkv_jit.template import Argument
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
@@ -115,19 +115,24 @@ class Plan:
 
     # ---- run ----
 
-    def run(self, arrays: Sequence[Tensor | None]) -> list[Tensor]:
-        """Run it; return the results in the schedule's order, and behind them what the schedule keeps, if anything."""
+    def run(
+        self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None = None
+    ) -> list[Tensor]:
+        """Run it; return the results in the schedule's order, and behind them what the schedule keeps, if anything.
+
+        Where the schedule pauses, `at_pause` is called with the results, as far as they are there.
+        """
         if self._copies:
             arrays = list(arrays)
             for index in self._copies:
                 arrays[index] = arrays[index].contiguous()  # type: ignore[union-attr]
         values = [0 if x is None else x.data_ptr() for x in arrays]
         if math.gcd(*values[self._first : self._last]) % self._alignment and self._is_misaligned(values):
-            return self._run_copies(arrays)
+            return self._run_copies(arrays, at_pause)
         index = self.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run(arrays)
+                return self.run(arrays, at_pause)
         results = []
         for shape, strides, dtype in self._results:
             made = tensors.new(shape, strides, dtype)
@@ -145,6 +150,13 @@ class Plan:
         stream = torch._C._cuda_getCurrentRawStream(index)
         if self._sides:
             self._launch_beside(stream, values)
+        elif self._pause is not None:
+            assert at_pause is not None
+            for step in self._launches[: self._pause]:
+                step.launch(stream, values)
+            at_pause(results)
+            for step in self._launches[self._pause :]:
+                step.launch(stream, values)
         else:
             for step in self._launches:
                 step.launch(stream, values)
@@ -166,7 +178,9 @@ class Plan:
     def _is_misaligned(self, values: Sequence[int]) -> bool:
         return any(values[index] % multiple for index, multiple in self._alignments)
 
-    def _run_copies(self, arrays: Sequence[Tensor | None]) -> list[Tensor]:
+    def _run_copies(
+        self, arrays: Sequence[Tensor | None], at_pause: Callable[[list[Tensor]], None] | None
+    ) -> list[Tensor]:
         """Run with copies of all inputs, as some begin at addresses that kernels cannot read."""
         own = {index for index, _ in self._alignments}
         copies = [
@@ -176,7 +190,7 @@ class Plan:
         if self._plan_of_copies is None:
             named = dict(zip(self._names, copies, strict=True))
             self._plan_of_copies = Plan(self._schedule, self._problem, named, self._kept)
-        return self._plan_of_copies.run(copies)
+        return self._plan_of_copies.run(copies, at_pause)
 
     # ---- bind ----
 
@@ -204,6 +218,7 @@ class Plan:
 
         self._launches: list[Launch | _Zeros | _Later] = []
         self._sides: list[tuple[bool, bool]] = []
+        self._pause: int | None = None
         bound = iter(zip(kernels, grids, strict=True))
         for item in schedule.steps:
             if isinstance(item, Step):
@@ -218,6 +233,8 @@ class Plan:
                 else:
                     self._launches.append(bind(own))
                 self._sides.append((item.is_beside, item.waits))
+            elif isinstance(item, Pause):
+                self._pause = len(self._launches)
             elif sizes.get(item.buffer):
                 self._launches.append(_Zeros(self._places[item.buffer], sizes[item.buffer]))
                 self._sides.append((False, False))

@@ -172,6 +172,9 @@ class Problem(NamedTuple):
     waves: int = 1  # of launches, one after another, each for a piece of every sequence; N is all pieces
     # Whether sequences are cut is chosen when the call runs: what the forward keeps has room for it either way.
     leaves_cut_open: bool = False
+    # Other processes have the tokens before these and behind them. A direction says what it does to any state, pauses,
+    # and goes on from the state that it is given then.
+    is_shard: bool = False
 
     @property
     def has_halves(self) -> bool:

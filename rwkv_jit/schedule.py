@@ -84,6 +84,13 @@ class Zero(NamedTuple):
     buffer: str
 
 
+class Pause(NamedTuple):
+    """Wait for whoever runs the schedule: it reads results, and fills tensors that the next steps read."""
+
+
+Item = Step | Zero | Pause
+
+
 class Result(NamedTuple):
     """A tensor that a direction returns."""
 
@@ -114,7 +121,7 @@ class Schedule:
         Buffers that are an input (or dy) without gaps, by the name of the input.
     """
 
-    steps: tuple[Step | Zero, ...]
+    steps: tuple[Item, ...]
     results: Mapping[str, Result] = field(default_factory=dict)
     kept: Mapping[str, Any] = field(default_factory=dict)
     scratch: Mapping[str, Any] = field(default_factory=dict)
@@ -151,12 +158,15 @@ def floats(kept: Mapping[str, Any]) -> Any:
     return sum(kept.values()) // 4
 
 
-def renamed(steps: Sequence[Step | Zero], names: Mapping[str, Any]) -> list[Step | Zero]:
+def renamed(steps: Sequence[Item], names: Mapping[str, Any]) -> list[Item]:
     """Return steps that take other tensors or buffers for some of theirs."""
-    changed: list[Step | Zero] = []
+    changed: list[Item] = []
     for step in steps:
         if isinstance(step, Zero):
             changed.append(Zero(names.get(step.buffer, step.buffer)))
+            continue
+        if isinstance(step, Pause):
+            changed.append(step)
             continue
         bound = {
             argument: names.get(source, source) if isinstance(source, str) else source
@@ -176,8 +186,11 @@ def without(schedule: Schedule, unwanted: Collection[str]) -> Schedule:
     What the other launches write in vain is scratch; or they do not write it, where that is optional.
     """
     needed = {name for name in schedule.results if name not in unwanted}  # by a result, or by a launch that is left
-    left: list[Step | Zero | None] = []
+    left: list[Item | None] = []
     for step in reversed(schedule.steps):
+        if isinstance(step, Pause):
+            left.append(step)
+            continue
         if isinstance(step, Zero):
             left.append(step if step.buffer in needed else None)
             continue
@@ -210,9 +223,9 @@ def _pointers(step: Step) -> tuple[dict[str, str], dict[str, str]]:
     return read, written
 
 
-def _closed_up(steps: Sequence[Step | Zero], left: Sequence[Step | Zero | None]) -> tuple[Step | Zero, ...]:
+def _closed_up(steps: Sequence[Item], left: Sequence[Item | None]) -> tuple[Item, ...]:
     """Return the steps that are left, which wait for the other stream where those did that stood before them."""
-    closed: list[Step | Zero] = []
+    closed: list[Item] = []
     owing: set[bool] = set()  # the streams, the call's or the one beside it, on which the next launch has to wait
     for before, after in zip(steps, left, strict=True):
         if isinstance(after, Step):

@@ -16,7 +16,7 @@ from rwkv_jit.algorithms.parts import Case, Obstacle, padded
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, renamed
+from rwkv_jit.schedule import Item, Schedule, Step, Zero, renamed
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 64, 16)
@@ -129,7 +129,7 @@ def backward(p: Problem) -> Schedule:
     rows = parts.chunk_gradients(p, p.chunk_len)
     to_rows = {f"d{name}": f"d{name}_chunks" for name in p.op.fixed}
     scratch = {"e": kept(p)["states" if in_groups else "checkpoints"], **rows, **parts.sequence_gradients(p)}
-    steps: list[Step | Zero] = [*map(Zero, rows), *renamed(kernels, to_rows), *parts.sum_chunks(p, p.chunk_len)]
+    steps: list[Item] = [*map(Zero, rows), *renamed(kernels, to_rows), *parts.sum_chunks(p, p.chunk_len)]
     return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=parts.vectors(p))
 
 

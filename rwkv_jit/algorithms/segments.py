@@ -13,6 +13,9 @@ identity, it leaves P, and from a row of ones the diagonal of one.
 
 Where nobody wants a gradient but that of the initial state, what segments do is all that the backward takes: a whole
 sequence is one of them.
+
+Of a sequence that several processes share each has a shard. What its segments do is joined to what the shard does to
+any state, from which the processes find the states at the starts of all shards; from there a shard is a sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 from rwkv_jit.algorithms import delta_chunked, delta_large, diagonal_chunked, diagonal_large, parts
 from rwkv_jit.algorithms.parts import Case, Obstacle, padded
 from rwkv_jit.problem import Op, Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, aligned, renamed
+from rwkv_jit.schedule import Item, Pause, Result, Schedule, Step, Zero, aligned, renamed
 from rwkv_jit.template import Parameter
 
 LEAST_SEGMENTS = 4  # below, two more passes cost what the others gain
@@ -123,6 +126,12 @@ def _row_blocks(op: Op, value_size: int) -> int:
     return -(-value_size // rows)
 
 
+def takes_shard(p: Problem) -> bool:
+    """Return whether a shard can be cut: into equal segments, one of them if need be."""
+    is_held = p.backend in ("chunked", "segments") and not p.is_packed and not p.is_narrow
+    return is_held and min(p.B, p.T, p.H) > 0 and p.T % _LENGTHS[p.op.family].multiple == 0
+
+
 def may_cut(backend: str, p: Problem) -> bool:
     """Return whether sequences may be cut, whatever their lengths, for a backend as the caller has named it.
 
@@ -165,6 +174,11 @@ def _cut(p: Problem) -> _Cut:
     if p.is_packed:
         shortest = _LENGTHS[kind].least
         length = shortest if multiprocessors is None else _packed_length(kind, p.T * p.H, multiprocessors)
+    elif p.is_shard:
+        multiple, least, _ = _LENGTHS[kind]
+        most = max(min(2 * (multiprocessors or 0) // p.H, p.T // least), 1)
+        count = max(n for n in range(1, most + 1) if p.T % (n * multiple) == 0)
+        return _Cut(_of_segments(p, B=p.B * count, T=p.T // count, N=p.N * count), count)
     else:
         count = _LENGTHS[kind].fewest
         if multiprocessors is not None:
@@ -288,6 +302,31 @@ def _join_step(p: Problem, cut: _Cut, backward: bool, first: str | None, states:
     return Step(name, name, parameters, grid, bind, optional=("last",))
 
 
+def _shard_bias(p: Problem, cut: _Cut, backward: bool, results: dict[str, Result]) -> list[Item]:
+    """Return the launch that joins what the segments leave of no state to what the shard leaves of it."""
+    results["bias"] = Result((p.N, p.H, p.V, p.K), "fp32")
+    return [_join_step(p, cut, backward, None, None, "bias")]
+
+
+def _shard_transition(p: Problem, cut: _Cut, results: dict[str, Result], scratch: dict[str, Any]) -> list[Item]:
+    """Return the launches that join P of the segments to that of the shard: what becomes of unit states."""
+    of_units = p._replace(V=p.K if p.op.family == "delta" else 1)
+    results["transition"] = Result((p.N, p.H, of_units.V, p.K), "fp32")
+    scratch["units"] = of_units.state_bytes
+    scratch["no_additions"] = cut.problem._replace(V=of_units.V).state_bytes
+    join = _join_step(of_units, cut, False, "units", None, "transition")
+    return [
+        _unit_step(of_units, "units"), Zero("no_additions"),
+        join._replace(bind={**join.bind, "additions": "no_additions"}),
+    ]  # fmt: skip
+
+
+def _unit_step(p: Problem, states: str) -> Step:
+    """Return the launch that fills states with unit ones."""
+    parameters: dict[str, Parameter] = {"HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "NUM_THREADS": _UNIT_THREADS}
+    return Step("unit_states", "unit_states", parameters, (p.N * p.H, p.V, 1), {"states": states})
+
+
 def _copy_states(p: Problem, cut: _Cut, source: str, target: str, target_type: str, of_last: bool) -> Step:
     """Return the launch that copies the states of the first ragged segments of all sequences, or of the last ones."""
     step = parts.copy_states(p, source, target, "fp32", target_type, "vk", p.state_layout, 0, int(of_last))
@@ -323,7 +362,7 @@ def forward(p: Problem) -> Schedule:
     gives_last = cut.is_ragged and p.has_final_state
     chunked = _kernels(p).forward(cut.problem._replace(has_final_state=gives_last))
     scratch = {"additions": cut.problem.state_bytes, "starts": cut.problem.state_bytes, **chunked.scratch}
-    steps: list[Step | Zero] = [_cut_step(p, cut)] if cut.is_ragged else []
+    steps: list[Item] = [_cut_step(p, cut)] if cut.is_ragged else []
     first = None
     if p.has_initial_state:
         first = "initial_state"
@@ -336,7 +375,11 @@ def forward(p: Problem) -> Schedule:
         if (p.state_type, p.state_layout) != ("fp32", "vk"):
             last, scratch["last"] = "last", p.state_bytes
     before, after = _in_two(p, cut, chunked, False, scratch)
-    steps += [*before, _join_step(p, cut, False, first, "starts", last)]
+    steps += before
+    results = parts.forward_results(p)
+    if p.is_shard:
+        steps += [*_shard_bias(p, cut, False, results), *_shard_transition(p, cut, results, scratch), Pause()]
+    steps.append(_join_step(p, cut, False, first, "starts", last))
     main = sum(isinstance(step, Step) for step in steps) + chunked.main - (len(chunked.steps) - len(after))
     steps += renamed(after, {"initial_state": "starts", "final_state": "ends"})
     if gives_last:
@@ -349,9 +392,7 @@ def forward(p: Problem) -> Schedule:
         of_chunks = _kernels(p).kept(cut.problem)
         scratch |= {name: size for name, size in left.items() if name not in of_chunks}
         left = {}
-    return Schedule(
-        _side_by_side(p, cut, steps), parts.forward_results(p), left, scratch, chunked.vectors, main
-    )  # fmt: skip
+    return Schedule(_side_by_side(p, cut, steps), results, left, scratch, chunked.vectors, main)
 
 
 def backward(p: Problem) -> Schedule:
@@ -362,15 +403,19 @@ def backward(p: Problem) -> Schedule:
     of_segments = cut.problem._replace(has_initial_state=gives_first, has_final_state=True)
     chunked = _kernels(p).backward(of_segments)
     scratch = {"additions": cut.problem.state_bytes, "ends": cut.problem.state_bytes, **chunked.scratch}
-    steps: list[Step | Zero] = []
+    steps: list[Item] = []
     first, last = _first_gradient(p, steps, scratch), None
     if p.has_initial_state and not cut.is_ragged:
         last = "grad_initial_state"
         if p.state_layout != "vk":
             last, scratch["last"] = "last", p.state_bytes
     before, after = _in_two(p, cut, chunked, True, scratch)
-    steps += [*before, _join_step(p, cut, True, first, "ends", last)]
-    main = len(steps)
+    steps += before
+    results = parts.backward_results(p)
+    if p.is_shard:
+        steps += [*_shard_bias(p, cut, True, results), Pause()]
+    steps.append(_join_step(p, cut, True, first, "ends", last))
+    main = sum(isinstance(step, Step) for step in steps)
     names = {"grad_final_state": "ends"} | ({"grad_initial_state": "begins"} if gives_first else {})
     if not cut.is_ragged:
         names |= {f"d{name}_sequences": f"d{name}_segments" for name in p.op.fixed}
@@ -384,9 +429,7 @@ def backward(p: Problem) -> Schedule:
         steps.append(_copy_states(p, cut, "begins", "grad_initial_state", "fp32", of_last=False))
     if last == "last":
         steps.append(parts.copy_states(p, "last", "grad_initial_state", "fp32", "fp32", "vk", p.state_layout))
-    return Schedule(
-        _side_by_side(p, cut, steps), parts.backward_results(p), {}, scratch, chunked.vectors, main + chunked.main
-    )  # fmt: skip
+    return Schedule(_side_by_side(p, cut, steps), results, {}, scratch, chunked.vectors, main + chunked.main)
 
 
 def backward_of_state(p: Problem) -> Schedule:
@@ -396,7 +439,7 @@ def backward_of_state(p: Problem) -> Schedule:
         cut = _Cut(p, 1, is_whole=True)
     target = "grad_initial_state" if p.state_layout == "vk" else "last"
     scratch = {} if p.state_layout == "vk" else {"last": p.state_bytes}
-    steps: list[Step | Zero] = []
+    steps: list[Item] = []
     walk = _segment_step(p, cut, backward=True)
     if cut.count == 1 and not p.has_final_state:
         steps.append(walk._replace(bind={**walk.bind, "additions": target}))
@@ -412,7 +455,7 @@ def backward_of_state(p: Problem) -> Schedule:
     return Schedule(_side_by_side(p, cut, steps), parts.backward_results(p), {}, scratch, parts.vectors(p))
 
 
-def _first_gradient(p: Problem, steps: list[Step | Zero], scratch: dict[str, Any]) -> str | None:
+def _first_gradient(p: Problem, steps: list[Item], scratch: dict[str, Any]) -> str | None:
     """Return where the gradient of the final states is as a join takes it, with a step that brings it there."""
     if not p.has_final_state:
         return None
@@ -425,7 +468,7 @@ def _first_gradient(p: Problem, steps: list[Step | Zero], scratch: dict[str, Any
 
 def _in_two(
     p: Problem, cut: _Cut, chunked: Schedule, backward: bool, scratch: dict[str, Any]
-) -> tuple[list[Step | Zero], list[Step | Zero]]:
+) -> tuple[list[Item], list[Item]]:
     """Return the steps that find what segments do to any state, and those that know the states at their starts."""
     names = {"cu_seqlens": "bounds"} if cut.is_ragged else {}
     if _kind(p) != "large":
@@ -436,7 +479,7 @@ def _in_two(
 
 def _in_two_walks(
     p: Problem, schedule: Schedule, backward: bool, scratch: dict[str, Any]
-) -> tuple[list[Step | Zero], list[Step | Zero]]:
+) -> tuple[list[Item], list[Item]]:
     """Return the same of large heads, from their steps.
 
     From no state a walk leaves "additions". Forwards another one goes without values from unit states and leaves
@@ -450,10 +493,7 @@ def _in_two_walks(
     bind = {**scan.bind, "solved": None, "states": None, "checkpoints": None, "framed": None}
     from_zero = scan._replace(bind={**bind, "first": None, "last": "additions"})
     of_units = p._replace(V=p.K if p.op.family == "delta" else 1)
-    unit = Step(
-        "unit_states", "unit_states", {"HEAD_SIZE": p.K, "VALUE_SIZE": of_units.V, "NUM_THREADS": _UNIT_THREADS},
-        (p.N * p.H, of_units.V, 1), {"states": "transitions"},
-    )  # fmt: skip
+    unit = _unit_step(of_units, "transitions")
     scratch["no_values"] = aligned(2 * of_units.V)
     if of_units.V > p.V:
         scratch["unread"] = aligned(2 * p.B * p.T * p.H * of_units.V)
@@ -464,7 +504,7 @@ def _in_two_walks(
     return [*prepares, Zero("no_values"), from_zero, unit, from_unit], [scan]
 
 
-def _side_by_side(p: Problem, cut: _Cut, steps: list[Step | Zero]) -> tuple[Step | Zero, ...]:
+def _side_by_side(p: Problem, cut: _Cut, steps: list[Item]) -> tuple[Item, ...]:
     """Return steps that read the rows of a batch as one: a number above 1 says that they must follow each other."""
     rows = 1 if p.is_packed else p.T if cut.is_ragged else cut.count
     return tuple(step._replace(segments=rows) if isinstance(step, Step) else step for step in steps)

@@ -19,7 +19,7 @@ from rwkv_jit.algorithms import (
     wkv4,
 )
 from rwkv_jit.problem import STATE, Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, renamed, without
+from rwkv_jit.schedule import Item, Schedule, Step, renamed, without
 
 # The modules of the algorithms by family and name. An op of your own has a family of its own here.
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def backward(p: Problem) -> Schedule:
             name = names["grad_initial_state"] = "wide_grad_initial_state"
             after.append(parts.copy_states(p, name, "grad_initial_state", "fp32", p.state_type, layout, layout))
             scratch[name] = size
-    steps: list[Step | Zero] = [*before, *renamed(schedule.steps, names), *after]
+    steps: list[Item] = [*before, *renamed(schedule.steps, names), *after]
     made = replace(schedule, steps=tuple(steps), scratch=scratch, main=schedule.main + len(before))
     if not p.wanted:
         return made
@@ -106,7 +106,7 @@ def has_state_alone(p: Problem) -> bool:
 
 
 def _is_of_state_alone(p: Problem) -> bool:
-    return p.wanted == (STATE,) and has_state_alone(p)
+    return p.wanted == (STATE,) and has_state_alone(p) and not p.is_shard
 
 
 def algorithm(p: Problem) -> Any:

@@ -14,7 +14,7 @@ from rwkv_jit.algorithms import whole
 from rwkv_jit.inference import steps
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step, Zero, aligned, renamed
+from rwkv_jit.schedule import Item, Schedule, Step, Zero, aligned, renamed
 
 FEW_TOKENS = 8  # of a sequence that goes token by token, where an algorithm by chunks takes longer
 _ALL_TOKENS = 2**62
@@ -64,7 +64,7 @@ def schedule(p: Problem, pool: Pool, call: Varlen) -> Schedule:
             has_final_state=True,
         )
     )
-    waves: list[Step | Zero] = []
+    waves: list[Item] = []
     for wave in range(call.checkpoints + 1):
         waves += renamed(of_chunks.steps, {**_NAMES, "slot_stride": pool.slot_stride, "wave": wave})
     # Waves come one after another anyway, and what is zeroed before each has to wait for the one before.
@@ -87,7 +87,7 @@ def _arrange(p: Problem, pool: Pool, call: Varlen, few_tokens: int) -> Step:
     return Step("arrange_sequences", "arrange_sequences", parameters, grid, bind)
 
 
-def _beside(several: list[Step | Zero]) -> list[Step | Zero]:
+def _beside(several: list[Item]) -> list[Item]:
     """Return launches on the stream beside the call's, behind what is filled with zeros before."""
     zeros = [each for each in several if isinstance(each, Zero)]
     launches = [each._replace(is_beside=True) for each in several if isinstance(each, Step)]

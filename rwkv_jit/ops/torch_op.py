@@ -200,7 +200,7 @@ def case_of(
     training: bool, is_direct: bool, is_fake: bool = False,
 ) -> Case:  # fmt: skip
     """Return what the rule looks at, of a call on CUDA tensors that have been checked."""
-    sizes = _sizes(op, arrays)
+    sizes = sizes_of(op, arrays)
     batch, tokens = sizes["B"], sizes["T"]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     device = arrays[0].device.index
@@ -225,7 +225,7 @@ def asked_options(tail: Tail, dtype: torch.dtype, switches: modes.Modes) -> Opti
     )  # fmt: skip
 
 
-def _sizes(op: Op, arrays: Sequence[Tensor]) -> dict[str, Any]:
+def sizes_of(op: Op, arrays: Sequence[Tensor]) -> dict[str, Any]:
     """Return the sizes of the dimensions by their letters."""
     sizes: dict[str, Any] = dict(op.sizes)
     for dims, x in zip(op.inputs.values(), arrays, strict=True):
@@ -238,7 +238,7 @@ def problem_of(
     output_final_state: bool, training: bool, gpu: Gpu,
 ) -> Problem:  # fmt: skip
     """Return the problem of a call whose algorithm is chosen."""
-    sizes, given = _sizes(op, arrays), options._asdict()
+    sizes, given = sizes_of(op, arrays), options._asdict()
     del given["is_chosen"]
     return Problem(
         op, gpu, {name: tensors.STORAGE[x.dtype] for name, x in zip(op.names, arrays, strict=True)},
@@ -347,7 +347,7 @@ def define(op: Op, reference: Callable[..., Any]) -> TorchOp:
     def forward_fake(*arguments: Any, decay_bound: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
         given, (state, cu_seqlens), options = parts(arguments)
         output_final_state, save = arguments[end:]
-        first, sizes = given[op.lead], _sizes(op, given)
+        first, sizes = given[op.lead], sizes_of(op, given)
         y = first.new_empty([sizes[dim] for dim in op.output])
         final, saved = first.new_empty(0), first.new_empty(0)
         if output_final_state:

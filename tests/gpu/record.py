@@ -9,12 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-# The ops, and how the names of their templates begin; inference and layers are as two more, each with a room and a
-# folder of templates. No op needs the modules of inference but wkv4, whose update stands there, and layers some.
-INFERENCE, LAYERS = "inference", "layers"
+# The ops, and how the names of their templates begin. Inference, layers and parallel are as three more, each with a room;
+# the first two have a folder of templates. Of the modules of inference wkv4 needs all, as its update stands there, and
+# layers some. The modules of nn are made of layers.
+INFERENCE, LAYERS, PARALLEL = "inference", "layers", "parallel"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
     "linear_attention": ("gla",), INFERENCE: ("gla", "wkv7"), LAYERS: (),  # beside those in folders of their own
+    PARALLEL: ("gla", "wkv7"),
 }  # fmt: skip
 OPS = tuple(STEMS)
 # The modules between a call and the driver, beside those in the rooms. References and the cache decide nothing about a
@@ -89,7 +91,9 @@ def modules(op: str) -> list[str]:
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
     own = _in_room(INFERENCE) if op in (INFERENCE, "wkv4") else set()
     if op == LAYERS:
-        own = _in_room(LAYERS) | FOR_LAYERS
+        own = _in_room(LAYERS) | _in_room("nn") | FOR_LAYERS
+    if op == PARALLEL:
+        own = _in_room(PARALLEL)
     return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {*PLAIN})
 
 

@@ -94,11 +94,13 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
 @pytest.mark.parametrize(
     ("path", "ops"),
     [
-        ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", {"wkv7", "inference"}),
+        ("kernel_templates/recurrent/wkv7_recurrent_forward.cu", {"wkv7", "inference", "parallel"}),
         ("kernel_templates/recurrent/gla_recurrent_backward.cu", {op for op, x in record.STEMS.items() if "gla" in x}),
         ("kernel_templates/inference/arrange_sequences.cu", {"inference"}),
         ("kernel_templates/layers/layer_heads.cuh", {"layers"}),
         ("rwkv_jit/layers/steps.py", {"layers"}),
+        ("rwkv_jit/nn/rwkv7.py", {"layers"}),
+        ("rwkv_jit/parallel/exchange.py", {"parallel"}),
         ("rwkv_jit/inference/arguments.py", {"wkv4", "inference", "layers"}),
         ("kernel_templates/wkv4/wkv4_update.cu", {"wkv4"}),
         ("rwkv_jit/inference/wkv4.py", {"wkv4", "inference"}),
@@ -118,7 +120,7 @@ def test_every_op_is_covered():
     from rwkv_jit.ops.table import OPS
 
     stems = {name: (op.stem,) for name, op in OPS.items()}
-    assert stems | {"inference": ("gla", "wkv7"), "layers": ()} == record.STEMS
+    assert stems | {"inference": ("gla", "wkv7"), "layers": (), "parallel": ("gla", "wkv7")} == record.STEMS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,358 @@
+"""The recurrences over sequences that many processes share, each with a part of every one.
+
+A process finds what its part does to any state, S -> S P + Q. One exchange brings those of all parts to every process,
+which joins the ones before its own to the state that its part begins with. Gradients go the other way in the same
+manner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops.options import complete
+from rwkv_jit.ops.table import OPS
+from rwkv_jit.parallel import parts, two_phases
+from rwkv_jit.parallel import shard as shards
+from rwkv_jit.parallel.two_phases import Call
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.ops.options import CallOptions, DecayOptions
+
+
+def _run(
+    name: str, arrays: Sequence[Any], shard: Any, initial_state: Any, output_final_state: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    op, shard = OPS[name], shards.of(shard)
+    tail = complete(op, options, arrays[0])
+    cast = torch_op.under_autocast(op, arrays)
+    if cast is not None:
+        with tensors.exactly(cast[0]):
+            return _run(name, cast, shard, initial_state, output_final_state, options)
+    checks.check_flag("output_final_state", output_final_state)
+    checks.check_options(op, *tail)
+    inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
+    shard.check(op.public_names[op.lead], inputs[op.lead])
+    call = Call(op, _function(name), tuple(options.items()), tail)
+    sequences = inputs[op.lead].shape[0] if shard.bounds is None else len(shard.bounds) - 1
+    like = call.states(inputs, sequences)
+    initial = None
+    if initial_state is not None:
+        initial_state = tensors.from_any("initial_state", initial_state)
+        shape = tuple(like.shape if tail.state_layout == "vk" else like.mT.shape)
+        wide = not checks.is_for_kernels(tail.backend, inputs[op.lead])
+        checks.check_state(op, "initial_state", initial_state, (shape, shape[1:]), inputs[op.lead], wide)
+        initial = initial_state.expand(shape) if initial_state.dim() < len(shape) else initial_state
+        initial = (initial if tail.state_layout == "vk" else initial.mT).to(like.dtype)
+    records = torch.is_grad_enabled()
+    wants = [records and x is not None and x.requires_grad for x in (*inputs, initial)]
+    if shard.is_one_text:
+        way = two_phases.way_of(call, inputs, wants)
+        y, final = parts.of_one_text(way, shard, initial, inputs)
+    else:
+        y, final = parts.of_texts(call, shard, wants, initial, inputs)
+    if not output_final_state:
+        return y, None
+    final = final if tail.state_layout == "vk" else final.mT
+    return y, final if initial_state is None else final.to(initial_state.dtype)
+
+
+# Compilers do not see messages.
+_shared: Callable[..., tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
+
+
+def _function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(import_module(f"rwkv_jit.ops.{name}"), name)
+    return function
+
+
+def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
+    r"""Return what tokens do to any state: S -> S P + Q, per sequence and head.
+
+    B is the batch, H the heads, K and V the head sizes of keys and values.
+
+    Parameters
+    ----------
+    op : {"wkv5", "wkv6", "wkv7", "gla", "linear_attention"}
+        The recurrence.
+    *inputs : torch.Tensor
+        Its inputs, in the order and with the shapes, dtypes and meanings of `rwkv_jit`'s function of this name. None of
+        them gets a gradient.
+    **options
+        By name, as that function takes them. Summaries are [V, K] whatever `state_layout` is.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, H, V + K, K), float32
+        The rows of Q, and behind them those of P; float64 for inputs in float64. `merge` puts a state through it, and
+        `compose` joins it to others.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    Examples
+    --------
+    >>> inputs = [torch.randn(2, 128, 4, 64, device="cuda") * 0.2 for _ in range(6)]
+    >>> rwkv_jit.parallel.summary("wkv7", *inputs).shape
+    torch.Size([2, 4, 128, 64])
+    """
+    names = ("wkv5", "wkv6", "wkv7", "gla", "linear_attention")
+    checks.check_name("op", op, names)
+    made = OPS[op]
+    if len(inputs) != len(made.inputs):
+        raise TypeError(f"inputs: expected {', '.join(made.public_names)} of {op}, got {len(inputs)} of them")
+    tail = complete(made, options, inputs[0])
+    checks.check_options(made, *tail)
+    given, _, _ = checks.check_tensors(made, inputs, None, None, tail.state_layout, tail.backend)
+    call = Call(made, _function(op), tuple(options.items()), tail)
+    way = two_phases.way_of(call, given, [False])
+    with torch.no_grad():
+        bias, transition = way.summary([x.detach() for x in given])
+    if transition.shape[-2] != transition.shape[-1]:
+        transition = torch.diag_embed(transition.squeeze(-2))
+    return torch.cat([bias, transition], -2)
+
+
+def wkv7(
+    r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, shard: Any, initial_state: Any = None,
+    output_final_state: bool = False, **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    r"""RWKV-7 time mixing over sequences that many processes share, with gradients.
+
+        sa_t = S_{t-1} a_t;   S_t = S_{t-1} diag(d(w_t)) + sa_t b_t^T + v_t k_t^T;   y_t = scale S_t r_t
+
+    per head, with S [V, K]. B is the batch, T the tokens of this process's part, H the heads, K and V the head sizes of
+    keys and values, N the sequences that have tokens here: B, or the packed texts of this part.
+
+    Parameters
+    ----------
+    r, w, k, v, a, b : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
+        This part of the inputs of `rwkv_jit.wkv7`, with the same dtypes, strides and meanings.
+    shard : Shard, ProcessGroup or DeviceMesh
+        Which part it is, and whether texts are packed.
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token of each sequence; zeros by default. Where a sequence began in another part, what
+        stands here does not count and has no gradient.
+    output_final_state : bool, default False
+        Whether to return the states.
+    **options
+        By name, as `rwkv_jit.wkv7` takes them.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K), or None
+        State behind the last token that each sequence has here, with a gradient wherever it ends.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        An argument does not fit: its name, what was expected and what came. Nothing has been sent.
+    RwkvJitError
+        As `rwkv_jit.wkv7`.
+
+    Notes
+    -----
+    All processes of the group call it, forwards and backwards, in the same order with other calls of theirs: each
+    direction has one all-gather. A process tells the others N H (V + K) K numbers in the forward and N H V K in the
+    backward. The part at whose begin all sequences begin does not wait for the forward's, the last one not for the
+    backward's.
+
+    A part of one text, or of a batch, runs once where `rwkv_jit.wkv7` takes the tensor cores for heads that a block
+    holds and T is a multiple of 64. Its kernels find what the part does to any state, wait, and go on. Other parts of
+    one text run three times in the forward, and twice in the backward. A part with the end of a text and the beginning
+    of another runs once: what begins there first, and the rest when its state is there.
+
+    Numbers that are exchanged are float32, and joined in float64. `torch.compile` leaves the call out of its graphs.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456. That parts of a sequence are
+    joined by what they do to a state is the scan of Blelloch, Prefix Sums and Their Applications, 1990.
+
+    Examples
+    --------
+    >>> shard = rwkv_jit.parallel.Shard()  # in each process that torchrun started
+    >>> y, _ = rwkv_jit.parallel.wkv7(r, w, k, v, a, b, shard)  # of this process's tokens
+    """
+    return _shared("wkv7", (r, w, k, v, a, b), shard, initial_state, output_final_state, dict(options))
+
+
+def wkv6(
+    r: Any, k: Any, v: Any, w: Any, u: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
+    **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    r"""RWKV-6 time mixing over sequences that many processes share, with gradients.
+
+        y_t = scale (S_{t-1} + v_t (u k_t)^T) r_t;   S_t = S_{t-1} diag(d(w_t)) + v_t k_t^T
+
+    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+
+    Parameters
+    ----------
+    r, k, v, w : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
+        This part of the inputs of `rwkv_jit.wkv6`, with the same dtypes, strides and meanings.
+    u : torch.Tensor, shape (H, K)
+        Bonus, the same in every process. Its gradient is that of this part: the sum over the processes is the whole.
+    shard, initial_state, output_final_state
+        As in `rwkv_jit.parallel.wkv7`.
+    **options
+        By name, as `rwkv_jit.wkv6` takes them.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K), or None
+        As in `rwkv_jit.parallel.wkv7`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError
+        As `rwkv_jit.parallel.wkv7`.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> y, _ = rwkv_jit.parallel.wkv6(r, k, v, w, u, shard)
+    """
+    return _shared("wkv6", (r, k, v, w, u), shard, initial_state, output_final_state, dict(options))
+
+
+def wkv5(
+    r: Any, k: Any, v: Any, w: Any, u: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
+    **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    r"""RWKV-5 time mixing over sequences that many processes share, with gradients.
+
+        y_t = scale (S_{t-1} + v_t (u k_t)^T) r_t;   S_t = S_{t-1} diag(d(w)) + v_t k_t^T
+
+    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+
+    Parameters
+    ----------
+    r, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
+        This part of the inputs of `rwkv_jit.wkv5`, with the same dtypes, strides and meanings.
+    w, u : torch.Tensor, shape (H, K)
+        Decay and bonus, the same in every process. Their gradients are those of this part: the sum over the processes
+        is the whole.
+    shard, initial_state, output_final_state
+        As in `rwkv_jit.parallel.wkv7`.
+    **options
+        By name, as `rwkv_jit.wkv5` takes them.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K), or None
+        As in `rwkv_jit.parallel.wkv7`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError
+        As `rwkv_jit.parallel.wkv7`.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> y, _ = rwkv_jit.parallel.wkv5(r, k, v, w, u, shard)
+    """
+    return _shared("wkv5", (r, k, v, w, u), shard, initial_state, output_final_state, dict(options))
+
+
+def gla(
+    q: Any, k: Any, v: Any, g: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
+    **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    r"""Gated linear attention over sequences that many processes share, with gradients.
+
+        S_t = S_{t-1} diag(d(g_t)) + v_t k_t^T;   y_t = scale S_t q_t
+
+    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+
+    Parameters
+    ----------
+    q, k, v, g : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
+        This part of the inputs of `rwkv_jit.gla`, with the same dtypes, strides and meanings.
+    shard, initial_state, output_final_state
+        As in `rwkv_jit.parallel.wkv7`; states are [K, V] by default.
+    **options
+        By name, as `rwkv_jit.gla` takes them.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V), or None
+        As in `rwkv_jit.parallel.wkv7`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError
+        As `rwkv_jit.parallel.wkv7`.
+
+    References
+    ----------
+    Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, arXiv:2312.06635.
+
+    Examples
+    --------
+    >>> y, _ = rwkv_jit.parallel.gla(q, k, v, g, shard)
+    """
+    return _shared("gla", (q, k, v, g), shard, initial_state, output_final_state, dict(options))
+
+
+def linear_attention(
+    q: Any, k: Any, v: Any, shard: Any, initial_state: Any = None, output_final_state: bool = False,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    r"""Linear attention over sequences that many processes share, with gradients.
+
+        S_t = S_{t-1} + v_t k_t^T;   y_t = scale S_t q_t
+
+    per head, with S [V, K]. The letters are those of `rwkv_jit.parallel.wkv7`, which also says what is exchanged.
+
+    Parameters
+    ----------
+    q, k, v : torch.Tensor, shape (B, T, H, K), and (B, T, H, V) of v
+        This part of the inputs of `rwkv_jit.linear_attention`, with the same dtypes, strides and meanings.
+    shard, initial_state, output_final_state
+        As in `rwkv_jit.parallel.wkv7`; states are [K, V] by default.
+    **options
+        By name, as `rwkv_jit.linear_attention` takes them. There is no `normalize`.
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V), or None
+        As in `rwkv_jit.parallel.wkv7`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError
+        As `rwkv_jit.parallel.wkv7`.
+
+    References
+    ----------
+    Katharopoulos et al., Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention,
+    arXiv:2006.16236.
+
+    Examples
+    --------
+    >>> y, _ = rwkv_jit.parallel.linear_attention(q, k, v, shard)
+    """
+    return _shared("linear_attention", (q, k, v), shard, initial_state, output_final_state, dict(options))

@@ -1,0 +1,188 @@
+"""Which part of each sequence a process has, and what processes tell one another about theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rwkv_jit import tensors
+
+# Its name changed with torch 2.13.
+_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+
+class Shard:
+    """The part of every sequence that this process has: parts follow one another in the order of the ranks.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or DeviceMesh of one dimension, optional
+        The processes that share the sequences; all of them by default.
+    cu_seqlens : torch.Tensor or sequence of int, shape (N + 1,), optional
+        Where each of N packed texts begins, and where the last one ends, in the tokens of all parts together. A text
+        may reach over many parts, and a part may have many texts.
+    lengths : sequence of int, optional
+        The tokens of each rank's part, where texts are packed; equal ones by default.
+
+    Attributes
+    ----------
+    group : torch.distributed.ProcessGroup
+        The processes.
+    rank, size : int
+        The place of this process among them, and how many there are.
+    bounds : tuple of int or None
+        Where the texts of this part begin in it, and where the last one ends; None where no texts are packed.
+    is_continued : bool
+        Whether the first text of this part began in one before.
+    is_to_be_continued : bool
+        Whether the last text of this part goes on in one behind.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+    RuntimeError
+        There is no process group.
+
+    Notes
+    -----
+    Sequences of a batch are shared alike: each process has tokens [B, T'] of all of them, with the same B. T' may
+    differ between processes. A shard is made of numbers alone, without a message to the others.
+
+    Examples
+    --------
+    >>> shard = rwkv_jit.parallel.Shard()  # in each process that torchrun started
+    >>> y, _ = rwkv_jit.parallel.wkv7(*inputs_of_this_part, shard)
+    """
+
+    def __init__(self, group: Any = None, cu_seqlens: Any = None, lengths: Sequence[int] | None = None):
+        self.group = _group(group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.bounds: tuple[int, ...] | None = None
+        self.is_continued, self.is_to_be_continued = self.rank > 0, self.rank < self.size - 1
+        self.rank_before, self.rank_behind = self.rank - 1, self.rank + 1  # which have the tokens next to this part's
+        if cu_seqlens is not None:
+            self._pack(_bounds(cu_seqlens), lengths)
+        elif lengths is not None:
+            raise ValueError("lengths: expected none without cu_seqlens, as parts of a batch may have any length")
+        self._tensors: dict[torch.device, Tensor] = {}
+
+    def _pack(self, bounds: list[int], lengths: Sequence[int] | None) -> None:
+        total = bounds[-1]
+        if lengths is None:
+            if total % self.size:
+                raise ValueError(f"lengths: expected them, as {self.size} ranks cannot share {total} tokens equally")
+            lengths = [total // self.size] * self.size
+        if len(lengths) != self.size or any(x < 0 for x in lengths) or sum(lengths) != total:
+            raise ValueError(f"lengths: expected {self.size} of them with {total} tokens in all, got {list(lengths)}")
+        end = list(accumulate(lengths))[self.rank]
+        begin, texts = end - lengths[self.rank], list(zip(bounds, bounds[1:], strict=False))
+        if lengths[self.rank]:
+            has_tokens = [rank for rank, length in enumerate(lengths) if length]
+            place = has_tokens.index(self.rank)
+            self.rank_before, self.rank_behind = ([-1, *has_tokens, -1][place + step] for step in (0, 2))
+        self.is_continued = any(first < begin < last for first, last in texts)
+        self.is_to_be_continued = any(first < end < last for first, last in texts)
+        # An empty text belongs to the part that begins with it, or to the last one.
+        empty_until = end + (self.rank == self.size - 1)
+        own = [
+            first - begin for first, last in texts
+            if (first < end and last > begin) or (first == last and begin <= first < empty_until)
+        ]  # fmt: skip
+        self.bounds = (*(max(place, 0) for place in own or [0]), end - begin)
+
+    @property
+    def is_one_text(self) -> bool:
+        """Return whether the part belongs to one text, or to as many as a batch has."""
+        return self.bounds is None or len(self.bounds) == 2
+
+    @property
+    def is_passed(self) -> bool:
+        """Return whether a text passes the part: it began before it and goes on behind it."""
+        return self.is_continued and self.is_to_be_continued and self.is_one_text
+
+    def cu_seqlens(self, device: torch.device, begin: int = 0) -> Tensor:
+        """Return the bounds of this part's texts from one of them on, as ops take them."""
+        assert self.bounds is not None
+        if begin:
+            return torch.tensor([x - self.bounds[begin] for x in self.bounds[begin:]], device=device)
+        known = self._tensors.get(device)
+        if known is None:
+            known = self._tensors[device] = torch.tensor(self.bounds, device=device)
+        return known
+
+    def check(self, name: str, x: Tensor) -> None:
+        """Check the batch and the tokens of an input.
+
+        Raises
+        ------
+        ValueError
+            They are not those of the part.
+        """
+        if self.bounds is not None and tuple(x.shape[:2]) != (1, self.bounds[-1]):
+            raise ValueError(
+                f"{name}: expected a batch of 1 and the {self.bounds[-1]} tokens of rank {self.rank}'s part, "
+                f"got {list(x.shape[:2])}"
+            )
+
+    def gather(self, x: Tensor) -> Gathered:
+        """Begin to fetch a tensor of the same shape from every process."""
+        return Gathered(x, self)
+
+
+class Gathered:
+    """Tensors of all processes, which may still be on their way."""
+
+    def __init__(self, own: Tensor, shard: Shard):
+        own = own.contiguous()
+        self._all = own.new_empty(shard.size, *own.shape)
+        self._work: Any = None
+        if shard.size > 1:
+            self._work = _gather(self._all.view(-1), own.view(-1), shard.group, async_op=True)
+        else:
+            self._all[0] = own
+
+    def wait(self) -> Tensor:
+        """Return them, [ranks, ...], once they are there; on a GPU it is the stream that waits."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._all
+
+
+def of(given: Any) -> Shard:
+    """Return the shard that was given, or that of a process group or mesh."""
+    return given if isinstance(given, Shard) else Shard(given)
+
+
+def _group(given: Any) -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("group: there is no process group; call torch.distributed.init_process_group first")
+    if given is None:
+        return dist.group.WORLD
+    if hasattr(given, "mesh_dim_names"):  # a DeviceMesh
+        if given.ndim != 1:
+            raise ValueError(f"group: expected a mesh of one dimension, got {given}; take one by its name, mesh['cp']")
+        return given.get_group()
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected one that this process belongs to")
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup or a DeviceMesh, got {type(given).__name__}")
+    return given
+
+
+def _bounds(cu_seqlens: Any) -> list[int]:
+    values = tensors.from_any("cu_seqlens", torch.as_tensor(cu_seqlens))
+    if values.dim() != 1 or values.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected shape [texts + 1], got {list(values.shape)}")
+    if values.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected torch.int32 or torch.int64, got {values.dtype}")
+    bounds: list[int] = values.tolist()
+    if bounds[0] != 0 or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"cu_seqlens: expected numbers from 0 that do not fall, got {bounds[:8]}")
+    return bounds

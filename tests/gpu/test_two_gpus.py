@@ -1,0 +1,26 @@
+"""One sequence over two GPUs: parts agree with the whole."""
+
+import pytest
+import ranks
+import shared_sequences
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def check_parts(rank, size):
+    for name in shared_sequences.NAMES:
+        for bounds, lengths in shared_sequences.LAYOUTS[2]:
+            for scale in (24 * 64, 24 * 10):  # parts of chunks, whose kernels pause, and others
+                shared_sequences.check(rank, size, name, bounds, lengths, torch.bfloat16, (64, 64), 1e-2, scale)
+
+
+def check_shift(rank, size):
+    for bounds, lengths in shared_sequences.LAYOUTS[2]:
+        shared_sequences.check_shift(rank, size, bounds, lengths, torch.bfloat16)
+
+
+@pytest.mark.parametrize("check", [check_parts, check_shift])
+@pytest.mark.parametrize("op", ["parallel"])
+def test_parts_are_the_whole(op, check):
+    ranks.run(check, 2)

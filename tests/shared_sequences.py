@@ -1,0 +1,117 @@
+"""What every process of a group checks of a sequence that they share: its part is that of the whole."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+import rwkv_jit
+from rwkv_jit import parallel
+from rwkv_jit.ops.table import OPS
+
+NAMES = ("wkv7", "wkv6", "wkv5", "gla", "linear_attention")
+HEADS = 2
+# The bounds of packed texts, and how long parts are: texts that pass a part, that end with one, and empty ones.
+LAYOUTS = {
+    2: [(None, [10, 14]), ([0, 3, 3, 14, 24], [10, 14]), ([0, 24], [8, 16]), ([0, 12, 12, 20, 24, 24], [12, 12])],
+    4: [
+        (None, [3, 9, 5, 7]), (None, [3, 9, 12, 0]), ([0, 3, 3, 14, 24], [3, 9, 12, 0]), ([0, 24], [3, 0, 9, 12]),
+        ([0, 12, 12, 20, 24, 24], None), ([0, 2, 23, 24], [6, 6, 6, 6]),
+    ],
+}  # fmt: skip
+
+
+def make_inputs(name, batch, tokens, sizes=(4, 6), dtype=torch.float64):
+    letters = {"B": batch, "T": tokens, "H": HEADS, "K": sizes[0], "V": sizes[1]}
+    made = [torch.randn(*(letters[dim] for dim in dims)) * 0.5 for dims in OPS[name].inputs.values()]
+    if name == "gla":
+        made[3] = torch.nn.functional.logsigmoid(made[3])
+    if name == "wkv7":
+        made[4] = torch.nn.functional.normalize(made[4], dim=-1)
+        made[5] = -made[4] * torch.rand_like(made[5])
+    return [x.to(dtype) for x in made]
+
+
+def texts_of(bounds, begin, end, is_last):
+    """Which texts a part has tokens of; an empty one belongs to the part that begins there, or to the last."""
+    found = []
+    for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        is_own = begin <= first < end or (is_last and first == end)
+        if max(first, begin) < min(last, end) or (first == last and is_own):
+            found.append(i)
+    return found
+
+
+def check(rank, size, name, bounds, lengths, dtype=torch.float64, sizes=(4, 6), gate=1e-9, scale=24):
+    """Check y, the states and all gradients of this process's part against the whole, which every process computes."""
+    torch.manual_seed(1)
+    op, unit = OPS[name], scale // 24
+    bounds = bounds and [place * unit for place in bounds]
+    lengths = [24 * unit // size] * size if lengths is None else [length * unit for length in lengths]
+    batch = 2 if bounds is None else 1
+    inputs = make_inputs(name, batch, 24 * unit, sizes, dtype)
+    count = batch if bounds is None else len(bounds) - 1
+    order = (1, 0) if op.state_layout == "vk" else (0, 1)
+    wide = torch.promote_types(dtype, torch.float32)
+    initial = torch.randn(count, HEADS, *(sizes[i] for i in order)).to(wide)
+    leaves = [x.clone().requires_grad_() for x in (*inputs, initial)]
+    packing = None if bounds is None else torch.tensor(bounds)
+    y, final = getattr(rwkv_jit, name)(*leaves[:-1], leaves[-1], True, cu_seqlens=packing)
+    dy, grad_final = torch.randn_like(y), torch.randn_like(final)
+    whole = torch.autograd.grad((y, final), leaves, (dy, grad_final))
+
+    begin = sum(lengths[:rank])
+    end, is_last = begin + lengths[rank], rank == size - 1
+    shard = parallel.Shard() if bounds is None else parallel.Shard(None, packing, lengths)
+    texts = list(range(count)) if bounds is None else texts_of(bounds, begin, end, is_last)
+    own = [x[:, begin:end] if "T" in dims else x for dims, x in zip(op.inputs.values(), inputs, strict=True)]
+    own = [x.clone().requires_grad_() for x in (*own, initial[texts] if texts else initial[:1])]
+    part, states = getattr(parallel, name)(*own[:-1], shard, own[-1], output_final_state=True)
+    expect = functools.partial(expect_close, name, bounds, lengths, rank, gate=gate)
+    expect("y", part, y[:, begin:end])
+    grad_states = torch.zeros_like(states)
+    for place, text in enumerate(texts):
+        if not shard.is_to_be_continued or place + 1 < len(texts) and bounds is not None:
+            expect("state", states[place], final[text])
+            grad_states[place] = grad_final[text]
+    grads = torch.autograd.grad((part, states), own, (dy[:, begin:end], grad_states), allow_unused=True)
+    for each, dims, grad, want in zip(op.inputs, op.inputs.values(), grads, whole, strict=False):
+        if "T" not in dims:
+            grad = grad.to(wide)
+            dist.all_reduce(grad)
+        expect(f"d{each}", grad, want[:, begin:end] if "T" in dims else want)
+    for place, text in enumerate(texts):
+        if not shard.is_continued or place and bounds is not None:
+            expect("grad_initial_state", grads[-1][place], whole[-1][text])
+
+
+def expect_close(name, bounds, lengths, rank, what, x, want, gate):
+    assert x.shape == want.shape, (name, bounds, lengths, rank, what, x.shape, want.shape)
+    x, want = x.detach().double(), want.detach().double()
+    assert torch.isfinite(x).all(), (name, bounds, lengths, rank, what)
+    error = float((x - want).norm() / want.norm().clamp_min(1e-300)) if x.numel() else 0.0
+    assert error <= gate, (name, bounds, lengths, rank, what, error)
+
+
+def check_shift(rank, size, bounds, lengths, dtype=torch.float64):
+    """Check token shift: a part's first token is mixed with the last one before it."""
+    torch.manual_seed(2)
+    lengths = [24 // size] * size if lengths is None else lengths
+    batch, width = (2 if bounds is None else 1), 5
+    x, mixes = torch.randn(batch, 24, width).to(dtype), torch.rand(3, width).to(dtype)
+    leaves = [each.clone().requires_grad_() for each in (x, mixes)]
+    packing = None if bounds is None else torch.tensor(bounds)
+    whole = torch.stack(rwkv_jit.token_shift(*leaves, cu_seqlens=packing))
+    weights = torch.randn_like(whole)
+    want = torch.autograd.grad(whole, leaves, weights)
+    begin = sum(lengths[:rank])
+    end = begin + lengths[rank]
+    shard = parallel.Shard() if bounds is None else parallel.Shard(None, packing, lengths)
+    own = [x[:, begin:end].clone().requires_grad_(), mixes.clone().requires_grad_()]
+    part = torch.stack(parallel.token_shift(*own, shard=shard))
+    grads = [*torch.autograd.grad(part, own, weights[:, :, begin:end])]
+    dist.all_reduce(grads[1])
+    gate = 1e-9 if dtype == torch.float64 else 5e-3
+    expect_close("token_shift", bounds, lengths, rank, "mixed", part, whole[:, :, begin:end], gate)
+    expect_close("token_shift", bounds, lengths, rank, "dx", grads[0], want[0][:, begin:end], gate)
+    expect_close("token_shift", bounds, lengths, rank, "dmixes", grads[1], want[1], gate)

@@ -1,0 +1,206 @@
+"""One sequence over many processes: parts agree with the whole, and what does not fit is said."""
+
+import pytest
+import ranks
+import shared_sequences
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import rwkv_jit
+from rwkv_jit import parallel
+from rwkv_jit.ops.table import OPS
+
+
+def check_parts(rank, size):
+    for bounds, lengths in shared_sequences.LAYOUTS[size]:
+        for name in shared_sequences.NAMES:
+            shared_sequences.check(rank, size, name, bounds, lengths)
+        if bounds is not None or 0 not in lengths:
+            shared_sequences.check_shift(rank, size, bounds, lengths)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_are_the_whole(size):
+    ranks.run(check_parts, size)
+
+
+def check_alone(rank, size):
+    """Without gradients, of float32, under autocast, and alone in a group."""
+    inputs = shared_sequences.make_inputs("wkv7", 1, 8, dtype=torch.float32)
+    groups = [dist.new_group([each]) for each in range(size)]
+    group = groups[rank]
+    with torch.no_grad():
+        y, none = parallel.wkv7(*inputs, parallel.Shard(group))
+    whole, _ = rwkv_jit.wkv7(*inputs)
+    assert none is None
+    torch.testing.assert_close(y, whole)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = parallel.wkv7(*inputs, group)
+        whole, _ = rwkv_jit.wkv7(*inputs)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, whole)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
+    assert parallel.Shard(mesh["cp"]).size == size
+    with pytest.raises(ValueError, match=r"group: expected a mesh of one dimension, .* mesh\['cp'\]"):
+        parallel.Shard(mesh)
+    with pytest.raises(ValueError, match="group: expected one that this process belongs to"):
+        parallel.Shard(groups[1 - rank])
+
+
+def test_other_groups():
+    ranks.run(check_alone, 2)
+
+
+def fail(rank, size):
+    shard = parallel.Shard()
+    if rank == 1:
+        raise RuntimeError("the second process has failed")
+    parallel.wkv7(*shared_sequences.make_inputs("wkv7", 1, 8), shard)
+
+
+def test_a_process_that_fails_ends_the_others_with_its_message():
+    with pytest.raises(Exception, match="the second process has failed|Connection closed by peer"):
+        ranks.run(fail, 2)
+
+
+# ---- without messages --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_rank():
+    """Pretend to be one of some processes, which never answer."""
+
+    def begin(rank, size):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_needs_a_process_group():
+    with pytest.raises(RuntimeError, match="group: there is no process group; call torch.distributed.init_process"):
+        parallel.Shard()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((3,), TypeError, "group: expected a ProcessGroup or a DeviceMesh, got int"),
+        ((None, [0]), ValueError, r"cu_seqlens: expected shape \[texts \+ 1\], got \[1\]"),
+        ((None, [0.0, 4.0]), TypeError, "cu_seqlens: expected torch.int32 or torch.int64, got torch.float32"),
+        ((None, [1, 4]), ValueError, r"cu_seqlens: expected numbers from 0 that do not fall, got \[1, 4\]"),
+        ((None, [0, 5, 4]), ValueError, r"cu_seqlens: expected numbers from 0 that do not fall, got \[0, 5, 4\]"),
+        ((None, [0, 5]), ValueError, "lengths: expected them, as 2 ranks cannot share 5 tokens equally"),
+        ((None, [0, 5], [5]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[5\]"),
+        ((None, [0, 5], [6, -1]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[6, -1\]"),
+        ((None, [0, 5], [2, 2]), ValueError, r"lengths: expected 2 of them with 5 tokens in all, got \[2, 2\]"),
+        ((None, None, [2, 3]), ValueError, "lengths: expected none without cu_seqlens"),
+    ],
+)
+def test_shards_that_cannot_be(given, error, message, as_rank):
+    as_rank(0, 2)
+    with pytest.raises(error, match=message):
+        parallel.Shard(*given)
+
+
+def test_calls_that_do_not_fit_send_nothing(as_rank, monkeypatch):
+    as_rank(1, 2)
+    monkeypatch.setattr(parallel.Shard, "gather", lambda *_: pytest.fail("a message was sent"))
+    inputs = shared_sequences.make_inputs("wkv7", 1, 8)
+    shard = parallel.Shard(None, [0, 5, 20], [10, 10])
+    with pytest.raises(ValueError, match=r"r: expected a batch of 1 and the 10 tokens of rank 1's part, got \[1, 8\]"):
+        parallel.wkv7(*inputs, shard)
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \[1, 2, 6, 4\] or \[2, 6, 4\], got \[3\]"):
+        parallel.wkv7(*inputs, parallel.Shard(), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"k: expected shape \[1, 8, 2, 4\] like r, got \[1, 8, 2, 6\]"):
+        parallel.wkv7(*inputs[:2], inputs[3], *inputs[3:], parallel.Shard())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'normalize'"):
+        parallel.linear_attention(*inputs[:3], parallel.Shard(), normalize=True)
+    with pytest.raises(ValueError, match=r"x: expected at least one token in every part, got shape \[2, 0, 4\]"):
+        parallel.token_shift(torch.zeros(2, 0, 4), torch.zeros(1, 4), shard=parallel.Shard())
+    with pytest.raises(ValueError, match=r"x: expected shape \[batch, tokens, channels\], got \[4\]"):
+        parallel.token_shift(torch.zeros(4), torch.zeros(1, 4), shard=parallel.Shard())
+
+
+@given(
+    texts=st.lists(st.integers(0, 6), min_size=1, max_size=6), cuts=st.lists(st.integers(0, 40), min_size=0, max_size=4)
+)
+def test_parts_have_all_texts(texts, cuts):
+    """Each token is in its text, each text begins once and ends once, and is continued in between."""
+    bounds = [sum(texts[:i]) for i in range(len(texts) + 1)]
+    places = sorted(min(cut, bounds[-1]) for cut in cuts)
+    lengths = [b - a for a, b in zip([0, *places], [*places, bounds[-1]], strict=True)]
+    found, begun = [], 0
+    for rank in range(len(lengths)):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(lengths))
+        try:
+            shard = parallel.Shard(None, bounds, lengths)
+        finally:
+            dist.destroy_process_group()
+        own = [b - a for a, b in zip(shard.bounds, shard.bounds[1:], strict=False)]
+        assert sum(own) == lengths[rank]
+        assert shard.bounds[0] == 0
+        is_open = begun > 0
+        assert shard.is_continued == is_open
+        if not sum(own) and not any(x == 0 for x in texts):
+            continue  # no tokens, and no text that has none
+        for place, length in enumerate(own):
+            begun += length
+            is_last = place + 1 == len(own)
+            if not (is_last and shard.is_to_be_continued):
+                found.append(begun)
+                begun = 0
+    assert begun == 0
+    assert [x for x in found if x] == [x for x in texts if x]
+
+
+# ---- summaries ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", shared_sequences.NAMES)
+def test_summaries_say_what_tokens_do_to_any_state(name):
+    inputs = shared_sequences.make_inputs(name, 2, 9)
+    state = torch.randn(2, 2, 6, 4, dtype=torch.float64)
+    _, final = getattr(rwkv_jit, name)(*inputs, state, True, state_layout="vk")
+    rows = list(zip(OPS[name].inputs.values(), inputs, strict=True))
+    parts = [
+        parallel.summary(name, *(x[:, begin:end] if "T" in dims else x for dims, x in rows))
+        for begin, end in ((0, 4), (4, 4), (4, 9))
+    ]
+    assert parts[0].shape == (2, 2, 10, 4)
+    assert parts[0].dtype == torch.float64
+    neutral = parallel.neutral(2, 2, head_size=4, value_size=6, dtype=torch.float64)
+    torch.testing.assert_close(parts[1], neutral)
+    whole = parallel.compose(*parts)
+    torch.testing.assert_close(whole, parallel.summary(name, *inputs))
+    torch.testing.assert_close(parallel.merge(state, whole), final)
+    torch.testing.assert_close(parallel.compose(neutral, whole), whole)
+
+
+def test_summaries_of_a_head_size_of_one():
+    inputs = shared_sequences.make_inputs("gla", 1, 5, (1, 1))
+    state = torch.randn(1, 2, 1, 1, dtype=torch.float64)
+    _, final = rwkv_jit.gla(*inputs, state, True)
+    torch.testing.assert_close(parallel.merge(state, parallel.summary("gla", *inputs)), final)
+
+
+def test_summaries_that_do_not_fit():
+    whole = parallel.neutral(2, head_size=4, value_size=6)
+    with pytest.raises(ValueError, match=r"others: expected shape \[2, 10, 4\] like the first, got \[2, 9, 4\]"):
+        parallel.compose(whole, whole[:, 1:])
+    with pytest.raises(ValueError, match=r"state: expected shape \[..., 6, 4\], got \[2, 5, 4\]"):
+        parallel.merge(torch.zeros(2, 5, 4), whole)
+    with pytest.raises(ValueError, match=r"summary: expected shape \[..., V \+ K, K\], got \[2, 4, 4\]"):
+        parallel.merge(torch.zeros(2, 4, 4), whole[:, :4])
+    with pytest.raises(ValueError, match="op: expected one of wkv5, wkv6, wkv7, gla, linear_attention, got 'wkv4'"):
+        parallel.summary("wkv4", whole)
+    with pytest.raises(TypeError, match="inputs: expected q, k, v, g of gla, got 1 of them"):
+        parallel.summary("gla", whole)
