@@ -138,14 +138,8 @@ def recorded(by_op: Callable[..., Sequence[Tensor | None]]) -> Callable[..., tup
     return apply
 
 
-def differentiate(
-    problem: Problem, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None,
-    at_pause: Callable[[list[Tensor]], None] | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of a call that has run elsewhere, as `Known.differentiate` does.
-
-    `at_pause` is for the schedules of shards, as in `Plan.run`.
-    """
+def differentiate(problem: Problem, saved: Arrays, dy: Tensor | None, grad_final_state: Tensor | None) -> list[Tensor]:
+    """Return the gradients of a call that has run elsewhere, as `Known.differentiate` does."""
     *arrays, kept = saved
     given = [*_readable(arrays), _zeros(problem, arrays[0]) if dy is None else dy, grad_final_state, kept]
     types = tuple(problem.types.items())  # which have a hash
@@ -153,7 +147,7 @@ def differentiate(
     plan = _backwards.get(key)
     if plan is None:
         plan = _backwards.keep(key, plan_backward(problem, given))
-    return plan.run(given, at_pause)
+    return plan.run(given)
 
 
 _backwards: BySignature[Plan] = BySignature()

@@ -30,7 +30,7 @@ class Exchange:
             transition if shard.is_passed else torch.zeros_like(transition),
         ], -2))  # fmt: skip
         if shard.is_continued:
-            return summaries.joined(self._parts(bias)[: shard.rank], bias)
+            return summaries.joined(self._parts(bias)[: shard.rank])
         return torch.zeros_like(bias) if initial is None else initial.to(bias.dtype)
 
     def gradient(self, bias: Tensor, grad_final: Tensor | None) -> Tensor:
@@ -43,8 +43,8 @@ class Exchange:
         if not shard.is_to_be_continued:
             return torch.zeros_like(bias) if grad_final is None else grad_final
         transitions = [transition for _, transition in self._parts(bias)]
-        behind = list(zip(self._backward.wait(), transitions, strict=True))[shard.rank + 1 :]
-        grad = summaries.joined(reversed(behind), bias, backward=True)
+        behind = list(zip(self._backward.wait(), transitions, strict=True))[: shard.rank : -1]
+        grad = summaries.joined(behind, backward=True)
         return grad if grad_final is None else grad + grad_final
 
     def _parts(self, bias: Tensor) -> list[tuple[Tensor, Tensor]]:

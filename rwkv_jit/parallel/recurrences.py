@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkv_jit import tensors
+from rwkv_jit import modes, tensors
 from rwkv_jit.ops import checks, torch_op
 from rwkv_jit.ops.options import complete
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.parallel import parts, two_phases
 from rwkv_jit.parallel import shard as shards
-from rwkv_jit.parallel.two_phases import Call
+from rwkv_jit.parallel.shard import Shard
+from rwkv_jit.parallel.two_phases import Call, Way
+from rwkv_jit.problem import Op
+from rwkv_jit.signatures import BySignature
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,41 +31,76 @@ if TYPE_CHECKING:
     from rwkv_jit.ops.options import CallOptions, DecayOptions
 
 
+class _Prepared(NamedTuple):
+    """What the first call of a signature works out for every later one."""
+
+    call: Call
+    wants: tuple[bool, ...]  # of which inputs, and last whether of the state, gradients are wanted
+    way: Way | None  # of a part of one text
+
+
+_prepared: BySignature[_Prepared] = BySignature()
+
+
 def _run(
     name: str, arrays: Sequence[Any], shard: Any, initial_state: Any, output_final_state: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     op, shard = OPS[name], shards.of(shard)
-    tail = complete(op, options, arrays[0])
     cast = torch_op.under_autocast(op, arrays)
     if cast is not None:
         with tensors.exactly(cast[0]):
             return _run(name, cast, shard, initial_state, output_final_state, options)
-    checks.check_flag("output_final_state", output_final_state)
-    checks.check_options(op, *tail)
-    inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
-    shard.check(op.public_names[op.lead], inputs[op.lead])
-    call = Call(op, _function(name), tuple(options.items()), tail)
-    sequences = inputs[op.lead].shape[0] if shard.bounds is None else len(shard.bounds) - 1
-    like = call.states(inputs, sequences)
-    initial = None
-    if initial_state is not None:
-        initial_state = tensors.from_any("initial_state", initial_state)
-        shape = tuple(like.shape if tail.state_layout == "vk" else like.mT.shape)
-        wide = not checks.is_for_kernels(tail.backend, inputs[op.lead])
-        checks.check_state(op, "initial_state", initial_state, (shape, shape[1:]), inputs[op.lead], wide)
-        initial = initial_state.expand(shape) if initial_state.dim() < len(shape) else initial_state
-        initial = (initial if tail.state_layout == "vk" else initial.mT).to(like.dtype)
     records = torch.is_grad_enabled()
-    wants = [records and x is not None and x.requires_grad for x in (*inputs, initial)]
-    if shard.is_one_text:
-        way = two_phases.way_of(call, inputs, wants)
+    wants = tuple([records and getattr(x, "requires_grad", False) for x in (*arrays, initial_state)])
+    asked = name, tuple(options.items()), output_final_state, modes.current(), wants, shard.texts
+    key = (*asked, tensors.signature((*arrays, initial_state)))
+    try:
+        prepared = _prepared.get(key) if key[-1] is not None else None
+    except TypeError:  # an option that cannot be one and has no hash
+        prepared = None
+    inputs = arrays
+    if prepared is None:
+        inputs, initial_state, prepared = _prepare(op, arrays, shard, initial_state, output_final_state, options, wants)
+        if key[-1] is not None and all(x is y for x, y in zip(inputs, arrays, strict=True)):
+            _prepared.keep(key, prepared)
+    shard.check(op.public_names[op.lead], inputs[op.lead])
+    call, _, way = prepared
+    is_turned = call.tail.state_layout == "kv"
+    initial = initial_state
+    if initial is not None:
+        wide = torch.promote_types(inputs[op.lead].dtype, torch.float32)
+        initial = (initial.mT if is_turned else initial).to(wide)
+        if initial.dim() == len(op.state):
+            initial = initial.expand(inputs[op.lead].shape[0] if shard.bounds is None else shard.texts, *initial.shape)
+    if way is not None:
         y, final = parts.of_one_text(way, shard, initial, inputs)
     else:
         y, final = parts.of_texts(call, shard, wants, initial, inputs)
     if not output_final_state:
         return y, None
-    final = final if tail.state_layout == "vk" else final.mT
+    final = final.mT if is_turned else final
     return y, final if initial_state is None else final.to(initial_state.dtype)
+
+
+def _prepare(
+    op: Op, arrays: Sequence[Any], shard: Shard, initial_state: Any, output_final_state: Any, options: dict[str, Any],
+    wants: tuple[bool, ...],
+) -> tuple[list[Tensor], Tensor | None, _Prepared]:  # fmt: skip
+    """Check a call, and return its arrays as tensors and what is prepared for it."""
+    tail = complete(op, options, arrays[0])
+    checks.check_flag("output_final_state", output_final_state)
+    checks.check_options(op, *tail)
+    inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
+    lead = inputs[op.lead]
+    call = Call(op, _function(op.name), tuple(options.items()), tail)
+    if initial_state is not None:
+        initial_state = tensors.from_any("initial_state", initial_state)
+        like = call.states(inputs, lead.shape[0] if shard.bounds is None else shard.texts)
+        shape = tuple(like.mT.shape if tail.state_layout == "kv" else like.shape)
+        wide = not checks.is_for_kernels(tail.backend, lead)
+        checks.check_state(op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
+    way = two_phases.way_of(call, inputs, wants) if shard.texts == 1 else None
+    return inputs, initial_state, _Prepared(call, wants, way)
 
 
 # Compilers do not see messages.

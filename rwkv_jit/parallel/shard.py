@@ -97,14 +97,14 @@ class Shard:
         self.bounds = (*(max(place, 0) for place in own or [0]), end - begin)
 
     @property
-    def is_one_text(self) -> bool:
-        """Return whether the part belongs to one text, or to as many as a batch has."""
-        return self.bounds is None or len(self.bounds) == 2
+    def texts(self) -> int:
+        """Return how many texts the part has of each row of the batch."""
+        return 1 if self.bounds is None else len(self.bounds) - 1
 
     @property
     def is_passed(self) -> bool:
         """Return whether a text passes the part: it began before it and goes on behind it."""
-        return self.is_continued and self.is_to_be_continued and self.is_one_text
+        return self.is_continued and self.is_to_be_continued and self.texts == 1
 
     def cu_seqlens(self, device: torch.device, begin: int = 0) -> Tensor:
         """Return the bounds of this part's texts from one of them on, as ops take them."""

@@ -5,7 +5,7 @@ Products are made in float64, as ranks of a long sequence follow one another wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -128,9 +128,9 @@ def after(state: Tensor, bias: Tensor, transition: Tensor, backward: bool = Fals
     return torch.cat([product[..., : bias.shape[-2], :] + bias, product[..., bias.shape[-2] :, :]], -2).to(state.dtype)
 
 
-def joined(parts: Iterable[tuple[Tensor, Tensor]], like: Tensor, backward: bool = False) -> Tensor:
-    """Return the state behind some parts that follow each other, from Q and P of each; zeros without any."""
-    state = torch.zeros_like(like)
-    for bias, transition in parts:
+def joined(parts: Sequence[tuple[Tensor, Tensor]], backward: bool = False) -> Tensor:
+    """Return the state behind some parts that follow each other, from no state, by Q and P of each."""
+    state = parts[0][0]
+    for bias, transition in parts[1:]:
         state = after(state, bias, transition, backward)
     return state

@@ -20,7 +20,7 @@ from rwkv_jit.ops.options import Tail
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import STATE, Op, Problem
 from rwkv_jit.schedule import without
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.signatures import forget_with
 
 ForState = Callable[[Tensor, Tensor], Tensor]  # from Q and P to the state before the part
 ForGradient = Callable[[Tensor], Tensor]  # from Q of gradients to the gradient of the state behind it
@@ -62,16 +62,19 @@ class Way(NamedTuple):
 
 
 def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
-    """Return how a call runs; `wants` says of which inputs, and last whether of the state, gradients are wanted."""
+    """Return how calls run with inputs of this signature.
+
+    `wants` says of which inputs, and last whether of the state, gradients are wanted.
+    """
     problem = _problem(call, inputs, any(wants))
     if problem is None:
         return _by_calls(call, wants)
-    return _by_kernels(problem._replace(wanted=known_calls.wanted(call.op, wants, True) if problem.training else ()))
+    wanted = known_calls.wanted(call.op, wants, True) if problem.training else ()
+    kernels = _Kernels(problem._replace(wanted=wanted))
+    return Way(kernels.summary, kernels.forward, kernels.backward)
 
 
 # ---- kernels that pause ------------------------------------------------------------------------------------------
-
-_plans: BySignature[Plan] = BySignature()
 
 
 def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | None:
@@ -89,47 +92,66 @@ def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | 
     return problem._replace(backend="segments", state_layout="vk", is_shard=True)
 
 
-def _by_kernels(problem: Problem) -> Way:
-    op = problem.op
+class _Kernels:
+    """A call whose kernels pause, with what its first runs have prepared for inputs of the same signature."""
 
-    def plan_of(inputs: Sequence[Tensor], state: Tensor | None) -> Plan:
-        given = [*inputs, state, None]
-        key = (*problem[:2], tuple(problem.types.items()), *problem[3:], tensors.signature(given))
-        plan = _plans.get(key)
-        if plan is not None:
-            return plan
-        named = dict(zip((*op.names, "initial_state", "cu_seqlens"), given, strict=True))
-        schedule = whole.forward(problem)
-        soon = whole.backward(problem).requests(problem.gpu) if problem.training else ()
-        if state is None:
-            schedule = without(schedule, ("y", "final_state"))
-        return _plans.keep(key, Plan(schedule, problem, named, soon=soon))
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self._plans: dict[Any, Plan] = {}
+        forget_with(self)
 
-    def summary(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        bias, transition = plan_of(inputs, None).run([*inputs, None, None], lambda _: None)
+    def forget(self) -> None:
+        """Drop what was prepared; a graph may hold this call after a fork."""
+        self._plans.clear()
+
+    def _plan(self, direction: Any, make: Callable[[], Plan]) -> Plan:
+        plan = self._plans.get(direction)
+        if plan is None:
+            plan = self._plans[direction] = make()
+        return plan
+
+    def _plan_forward(self, given: Sequence[Tensor | None]) -> Plan:
+        problem, is_summary = self.problem, given[-2] is None
+
+        def make() -> Plan:
+            named = dict(zip((*problem.op.names, "initial_state", "cu_seqlens"), given, strict=True))
+            if is_summary:
+                schedule = without(whole.forward(problem._replace(training=False)), ("y", "final_state"))
+                return Plan(schedule, problem, named)
+            soon = whole.backward(problem).requests(problem.gpu) if problem.training else ()
+            return Plan(whole.forward(problem), problem, named, soon=soon)
+
+        return self._plan(is_summary, make)
+
+    def summary(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        given = [*inputs, None, None]
+        bias, transition = self._plan_forward(given).run(given, lambda _: None)
         return bias, transition
 
-    def forward(inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor], Any]:
-        state = inputs[0].new_empty(problem.state_shape, dtype=torch.float32)
+    def forward(self, inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor], Any]:
+        state = inputs[0].new_empty(self.problem.state_shape, dtype=torch.float32)
+        given = [*inputs, state, None]
 
         def fill(results: list[Tensor]) -> None:
             state.copy_(at_summary(results[2], results[3]))
 
-        y, final, _, _, *kept = plan_of(inputs, state).run([*inputs, state, None], fill)
+        y, final, _, _, *kept = self._plan_forward(given).run(given, fill)
         return y, final, [*inputs, state, *kept], None
 
-    def backward(saved: Sequence[Tensor], _: Any, dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
-        *given, kept = saved
-        grad_final = torch.empty_like(given[-1])
+    def backward(
+        self, saved: Sequence[Tensor], _: Any, dy: Tensor, at_summary: ForGradient
+    ) -> list[Tensor | None]:  # fmt: skip
+        *inputs, state, kept = saved
+        grad_final = torch.empty_like(state)
+        given = [*inputs, state, None, dy, grad_final, kept]
 
         def fill(results: list[Tensor]) -> None:
             grad_final.copy_(at_summary(results[-1]))
 
-        *grads, _ = known_calls.differentiate(problem, [*given, None, kept], dy, grad_final, fill)
-        found = iter(grads)
-        return [next(found) if not problem.wanted or name in problem.wanted else None for name in (*op.names, STATE)]
-
-    return Way(summary, forward, backward)
+        plan = self._plan(tensors.signature([dy]), lambda: known_calls.plan_backward(self.problem, given))
+        *grads, _ = plan.run(given, fill)
+        found, wanted = iter(grads), self.problem.wanted
+        return [next(found) if not wanted or name in wanted else None for name in (*self.problem.op.names, STATE)]
 
 
 # ---- the op itself -----------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
-# The ops, and how the names of their templates begin. Inference, layers and parallel are as three more, each with a room;
-# the first two have a folder of templates. Of the modules of inference wkv4 needs all, as its update stands there, and
-# layers some. The modules of nn are made of layers.
+# The ops, and how the names of their templates begin. Inference, layers and parallel are as three more, each with a
+# room, and the first two with a folder of templates. Of the modules of inference wkv4 needs all, as its update stands
+# there, and layers some. The modules of nn are made of layers.
 INFERENCE, LAYERS, PARALLEL = "inference", "layers", "parallel"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),

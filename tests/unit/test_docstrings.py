@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rwkv_jit
-from rwkv_jit import errors, nn
+from rwkv_jit import errors, nn, parallel
 from rwkv_jit.inference import options as pooled
 from rwkv_jit.ops import table
 from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
@@ -252,6 +252,20 @@ def test_docstring_of_a_module(name, monkeypatch):
     signature = inspect.signature(module.forward).parameters
     text = inspect.getdoc(module.forward)
     assert [x for x in signature if x != "self"] == re.findall(r"^(\w+) : ", text.partition("Returns")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", parallel.__all__)
+def test_docstring_over_many_processes(name, monkeypatch):
+    """It has all sections and every parameter; those of an op are that op's, with the part behind the inputs."""
+    function = getattr(parallel, name)
+    monkeypatch.setattr(rwkv_jit, name, function, raising=False)
+    named = list(parameters(name))
+    wanted = {"Parameters", "Examples", "Attributes" if name == "Shard" else "Returns"}
+    assert wanted | ({"Raises"} if name != "neutral" else set()) <= set(sections(name))
+    assert documented(name) == named
+    if name in OPS:
+        inputs = table.OPS[name].public_names
+        assert named == [*inputs, "shard", "initial_state", "output_final_state", "options"]
 
 
 def test_error_tree_is_drawn_as_it_is():

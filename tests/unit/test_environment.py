@@ -447,8 +447,10 @@ algorithms.whole
 tuned
 rule
 ops.checks ops.options ops.plain ops.recording ops.registry ops.sharding ops.known_calls
-ops.flops ops.torch_op layers
-ops.wide_keys
+ops.flops ops.torch_op layers parallel.summaries parallel.shard
+ops.wide_keys parallel.exchange parallel.two_phases
+parallel.parts
+parallel.recurrences
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps
 layers.loss_steps
@@ -460,10 +462,10 @@ inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
 inference.replay_calls layers.gradients
 layers.functions
-inference.replay nn.parts nn.checkpoints nn.convolution
+inference.replay nn.parts nn.checkpoints nn.convolution parallel.shifting
 nn.mixing nn.attention nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.model
-nn
+nn parallel
 ahead_requests
 ahead bench.cases
 bench.measure
@@ -480,7 +482,7 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "nn", "__main__",
+    "ops.options", "commands", "cli", "nn", "parallel", "__main__",
 }  # fmt: skip
 
 

@@ -45,6 +45,8 @@ def copied_sources(tmp_path, monkeypatch):
         "rwkv_jit/algorithms",
         "rwkv_jit/inference",
         "rwkv_jit/layers",
+        "rwkv_jit/nn",
+        "rwkv_jit/parallel",
     ):
         (tmp_path / folder).mkdir(parents=True)
         for path in (record.ROOT / folder).iterdir():

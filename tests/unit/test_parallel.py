@@ -37,6 +37,9 @@ def check_alone(rank, size):
     whole, _ = rwkv_jit.wkv7(*inputs)
     assert none is None
     torch.testing.assert_close(y, whole)
+    for again in (inputs, shared_sequences.make_inputs("wkv7", 1, 8, dtype=torch.float32)):  # known by now
+        y, _ = parallel.wkv7(*again, group)
+        torch.testing.assert_close(y, rwkv_jit.wkv7(*again)[0])
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = parallel.wkv7(*inputs, group)
         whole, _ = rwkv_jit.wkv7(*inputs)

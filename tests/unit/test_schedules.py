@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from problems import problem, requests
 
 from rwkv_jit import plan, rule
-from rwkv_jit.algorithms import delta_chunked, delta_large, parts, whole
+from rwkv_jit.algorithms import delta_chunked, delta_large, parts, segments, whole
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.launch import Value
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.problem import BYTES, LARGEST_DECAY, STATE
-from rwkv_jit.schedule import Step, Zero, offsets
+from rwkv_jit.schedule import Pause, Step, Zero, offsets
 
 DIAGONAL = [name for name, op in OPS.items() if op.family == "diagonal"]
 WITH_HEADS = ["wkv7", *DIAGONAL]
@@ -69,7 +69,10 @@ def bind():
         made = plan.Plan(schedule, problem, arrays, kept)
         names = {index: name for name, index in made._places.items()}
         launches = []
-        steps = [step for step in schedule.steps if isinstance(step, Step) or made._places.get(step.buffer)]
+        steps = [
+            step for step in schedule.steps
+            if isinstance(step, Step) or (isinstance(step, Zero) and made._places.get(step.buffer))
+        ]  # fmt: skip
         for step, launch in zip(steps, made._launches, strict=True):
             if isinstance(step, Zero):
                 launches.append(Bound(step, set(), {step.buffer}))
@@ -169,12 +172,15 @@ def check_problem(p, bind):
         "T_IO": p.types["v"], "T_W": p.types.get("w", "fp32"), "T_U": p.types.get("u", "fp32"), "DECAY": p.decay,
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "BONUS": "u" in p.op.names, "CONSTANT_DECAY": p.op.name == "wkv5",
     }  # fmt: skip
+    if p.is_shard:
+        del said["VALUE_SIZE"]  # what it does to unit states has as many rows as these
     for step in (*forward.launches, *backward.launches):
         made = step.request(p.gpu)
         check_names(made.template, tuple(made.parameters))
         made.template.render(made.parameters)
         assert made.parameters.items() >= {name: x for name, x in said.items() if name in made.parameters}.items()
     results = {"y"} | ({"final_state"} if p.has_final_state else set())
+    results |= {"bias", "transition"} if p.is_shard else set()
     first = {"initial_state"} if p.has_initial_state else set()
     read = check_flow(bind(forward, p, arrays_of(p, "forward")), p, forward, inputs | first, results)
     assert inputs | first <= read
@@ -184,6 +190,7 @@ def check_problem(p, bind):
     last = {"dy"} | ({"grad_final_state"} if p.has_final_state else set())
     wanted = p.wanted or (*p.op.names, *first)
     results = {GRADIENT_OF_STATE if name == STATE else f"d{name}" for name in wanted}
+    results |= {"bias"} if p.is_shard else set()
     kept = whole.kept(p)
     launches = bind(backward, p, arrays_of(p, "backward"), kept)
     read = check_flow(launches, p, backward, inputs | first | last | set(kept), results)
@@ -500,6 +507,28 @@ def test_chunked_kernels_that_run_over_segments_have_states_of_their_own(op):
         (name,) = chunked.keys() - {"sum_rows", "copy_states"}
         state = {"T_STATE": "fp32"} if direction == "forward" else {}
         assert made[name].parameters == {**chunked[name].parameters, **state, "STATE_LAYOUT": "vk"}
+
+
+@pytest.mark.parametrize("wanted", [(), ("k", STATE), ("r",), (STATE,)])
+@pytest.mark.parametrize(("tokens", "heads", "count"), [(64, 2, 1), (4096, 2, 8), (4096, 300, 1), (64 * 9, 300, 1)])
+@pytest.mark.parametrize("op", WITH_HEADS)
+def test_shards_pause_once_it_is_known_what_they_do_to_any_state(op, tokens, heads, count, wanted, bind):
+    p = problem(
+        op, K=40, V=64, backend="segments", chunk_len=32, T=tokens, H=heads, B=2, training=True, is_shard=True,
+        has_initial_state=True, has_final_state=True, state_layout="vk", wanted=wanted,
+    )  # fmt: skip
+    p = p._replace(gpu=p.gpu._replace(multiprocessors=132))
+    assert segments.takes_shard(p)
+    check_problem(p, bind)
+    for schedule, known in ((whole.forward(p), ("bias", "transition")), (whole.backward(p), ("bias",))):
+        place = [isinstance(step, Pause) for step in schedule.steps].index(True)
+        before, after = schedule.steps[:place], schedule.steps[place + 1 :]
+        assert {step.bind["last"] for step in before if "last" in getattr(step, "bind", {})} == set(known)
+        assert after
+        (cut,) = {step.grid[0] for step in schedule.launches if step.template.endswith("_segment")}
+        assert cut == 2 * count * (1 if op == "wkv7" or count == 1 else 2)  # of 512 or 256 tokens and more
+    assert not segments.takes_shard(p._replace(T=tokens + 16))
+    assert not segments.takes_shard(p._replace(is_packed=True))
 
 
 # ---- large heads with a delta term -------------------------------------------------------------------------------
