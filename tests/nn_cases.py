@@ -1,4 +1,4 @@
-"""Small models of RWKV-7 without zeros, and what is compared of two of them."""
+"""Small whole models without zeros, and what is compared of two of them."""
 
 import torch
 
@@ -8,10 +8,11 @@ SIZES = {"vocabulary": 11, "width": 12, "layers": 3, "head_size": 4, "hidden": 2
 RANKS = {"w": 2, "a": 3, "v": 4, "g": 5}
 
 
-def make(dtype=torch.float64, seed=0, **more):
+def make(dtype=torch.float64, seed=0, name="RWKV7", **more):
     """A small model on the CPU, in which every parameter matters."""
     generator = torch.Generator().manual_seed(seed)
-    model = rwkv_jit.nn.RWKV7(**{**SIZES, "ranks": RANKS, **more}, dtype=dtype)
+    sizes = {**SIZES, **({"ranks": RANKS} if name == "RWKV7" else {}), **more}
+    model = getattr(rwkv_jit.nn, name)(**sizes, dtype=dtype)
     with torch.no_grad():
         for name, x in model.named_parameters():
             scale = x.shape[-1] ** -0.5 if x.dim() == 2 else 1 / 3
@@ -28,10 +29,10 @@ def make_state(model, texts, seed=2):
     """A state of every layer, whose tensors want gradients."""
     generator = torch.Generator().manual_seed(seed)
     dtype, width, size = model.emb.weight.dtype, model.emb.weight.shape[1], model.head_size
+    make_it = getattr(rwkv_jit.nn, f"{type(model).__name__}State")
     shapes = (texts, width // size, size, size), (texts, width), (texts, width)
     return [
-        rwkv_jit.nn.RWKV7State(*(torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes))
-        for _ in model.blocks
+        make_it(*(torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)) for _ in model.blocks
     ]
 
 

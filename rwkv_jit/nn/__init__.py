@@ -10,9 +10,15 @@ _MODULES = {
     "LinearAttention": "rwkv_jit.nn.attention",
     "RWKV4ChannelMix": "rwkv_jit.nn.rwkv4",
     "RWKV4TimeMix": "rwkv_jit.nn.rwkv4",
+    "RWKV5": "rwkv_jit.nn.model",
+    "RWKV5Block": "rwkv_jit.nn.rwkv5",
     "RWKV5ChannelMix": "rwkv_jit.nn.rwkv5",
+    "RWKV5State": "rwkv_jit.nn.rwkv5",
     "RWKV5TimeMix": "rwkv_jit.nn.rwkv5",
+    "RWKV6": "rwkv_jit.nn.model",
+    "RWKV6Block": "rwkv_jit.nn.rwkv6",
     "RWKV6ChannelMix": "rwkv_jit.nn.rwkv6",
+    "RWKV6State": "rwkv_jit.nn.rwkv6",
     "RWKV6TimeMix": "rwkv_jit.nn.rwkv6",
     "RWKV7": "rwkv_jit.nn.model",
     "RWKV7Block": "rwkv_jit.nn.rwkv7",
@@ -22,14 +28,20 @@ _MODULES = {
     "TimeX": "rwkv_jit.nn.convolution",
 }
 __all__ = [
+    "RWKV5",
+    "RWKV6",
     "RWKV7",
     "GatedLinearAttention",
     "LinearAttention",
     "RWKV4ChannelMix",
     "RWKV4TimeMix",
+    "RWKV5Block",
     "RWKV5ChannelMix",
+    "RWKV5State",
     "RWKV5TimeMix",
+    "RWKV6Block",
     "RWKV6ChannelMix",
+    "RWKV6State",
     "RWKV6TimeMix",
     "RWKV7Block",
     "RWKV7ChannelMix",
@@ -41,10 +53,10 @@ __all__ = [
 if TYPE_CHECKING:
     from rwkv_jit.nn.attention import GatedLinearAttention, LinearAttention
     from rwkv_jit.nn.convolution import TimeX
-    from rwkv_jit.nn.model import RWKV7
+    from rwkv_jit.nn.model import RWKV5, RWKV6, RWKV7
     from rwkv_jit.nn.rwkv4 import RWKV4ChannelMix, RWKV4TimeMix
-    from rwkv_jit.nn.rwkv5 import RWKV5ChannelMix, RWKV5TimeMix
-    from rwkv_jit.nn.rwkv6 import RWKV6ChannelMix, RWKV6TimeMix
+    from rwkv_jit.nn.rwkv5 import RWKV5Block, RWKV5ChannelMix, RWKV5State, RWKV5TimeMix
+    from rwkv_jit.nn.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6State, RWKV6TimeMix
     from rwkv_jit.nn.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7State, RWKV7TimeMix
 
 

@@ -73,6 +73,20 @@ def check_names(path: str | os.PathLike[str], found: Iterable[str], expected: It
         raise ValueError(f"path: expected the parameters of the model in {path}: {'; '.join(problems)}")
 
 
+def matrix(path: str | os.PathLike[str], found: Mapping[str, Tensor], name: str) -> tuple[int, int]:
+    """Return the sizes of a matrix of a file.
+
+    Raises
+    ------
+    ValueError
+        It is none.
+    """
+    shape = found[name].shape
+    if len(shape) != 2:
+        raise ValueError(f"path: expected a matrix for {name} in {path}, got shape {list(shape)}")
+    return shape[0], shape[1]
+
+
 def in_shape(
     path: str | os.PathLike[str], found: Mapping[str, Tensor], like: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:

@@ -1,14 +1,14 @@
-"""What the modules of RWKV-4, 5 and 6 share: token shift, initial values, channel mixing, heads."""
+"""What the modules of RWKV-4, 5 and 6 share: token shift, initial values, channel mixing, heads, layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rwkv_jit.inference.arguments import count
-from rwkv_jit.layers.functions import activate, gated, gated_norm, token_shift
+from rwkv_jit.layers.functions import activate, gated, gated_norm, shift_mix, token_shift
 from rwkv_jit.nn.parts import check_heads, check_place, fill_orthogonal, last_tokens, under_autocast
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
@@ -109,8 +109,12 @@ class ChannelMix(Mix):
         """
         x, last = self.under_autocast(x, state)
         for_key, for_receptance = token_shift(x, self.mixes("kr"), first=last, cu_seqlens=cu_seqlens)
+        return self.of_mixed(for_key, for_receptance), last_tokens(x, last, cu_seqlens)
+
+    def of_mixed(self, for_key: Tensor, for_receptance: Tensor) -> Tensor:
+        """Return what is made of tokens that have been mixed with those before them."""
         value = self.value(activate(self.key(for_key), "relu_squared"))
-        return gated(value, self.receptance(for_receptance)), last_tokens(x, last, cu_seqlens)
+        return gated(value, self.receptance(for_receptance))
 
 
 class TimeMixOfHeads(Mix):
@@ -146,10 +150,83 @@ class TimeMixOfHeads(Mix):
         nn.init.zeros_(self.ln_x.bias)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """Return [B, T, H, N] of [B, T, C]."""
+        """Return [..., H, N] of [..., C]."""
         return x.view(*x.shape[:-1], self.heads, self.head_size)
 
     def result(self, y: Tensor, g: Tensor) -> Tensor:
         """Return what is added to the residual, of what the recurrence returns and of the gate."""
         y = gated_norm(y, g, self.ln_x.weight, self.ln_x.bias, gate="silu", eps=self.ln_x.eps)
         return self.output(y)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A layer of RWKV-5 or 6: time mixing, then channel mixing, each behind a norm and added to the residual."""
+
+    _State: ClassVar[Any]  # the type of what it remembers
+
+    def __init__(self, att: nn.Module, ffn: nn.Module, width: int, layer: int, place: dict[str, Any]):
+        super().__init__()
+        self.att, self.ffn = att, ffn
+        self.ln0 = None if layer else nn.LayerNorm(width, **place)
+        self.ln1, self.ln2 = (nn.LayerNorm(width, **place) for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their official initial values."""
+        for module in self.children():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Return what the next layer reads.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The residual; of the first layer the embedding.
+        state : RWKV5State or RWKV6State, optional
+            What came before this part of the texts; zeros by default.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        x : torch.Tensor, shape (B, T, C)
+        state : RWKV5State or RWKV6State
+            That after the last tokens. It is not detached.
+        """
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        of_time, of_channels = (None, None) if state is None else ((state.time_shift, state.wkv), state.channel_shift)
+        y, (time_shift, wkv) = self.att(self.ln1(x), of_time, cu_seqlens)
+        x = x + y
+        y, channel_shift = self.ffn(self.ln2(x), of_channels, cu_seqlens)
+        return x + y, self._State(wkv, time_shift, channel_shift)
+
+    def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:
+        """Return what the next layer reads, of one token of each text, whose states change in place.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, C)
+            The residual.
+        states : RWKV5State or RWKV6State
+            The layer's part of a pool: tensors [slots, ...].
+        slots : torch.Tensor, shape (B,), optional
+            The slot of each text; text i has slot i without it.
+        null_index : int
+            A slot at or below it is none.
+
+        Returns
+        -------
+        x : torch.Tensor, shape (B, C)
+        """
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        att: Any = self.att
+        ffn: Any = self.ffn
+        where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
+        norm, mixes = (self.ln1.weight, self.ln1.bias), att.mixes_of_step()
+        _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
+        y = att.step(mixed, states.wkv, **where)
+        norm, mixes = (self.ln2.weight, self.ln2.bias), ffn.mixes("kr")
+        x, mixed = shift_mix(x, *norm, mixes, states.channel_shift, add=y.to(x.dtype), eps=self.ln2.eps, **where)
+        return x + ffn.of_mixed(*mixed)  # type: ignore[no-any-return]

@@ -1,16 +1,38 @@
-"""RWKV-5: time mixing and channel mixing."""
+"""RWKV-5: time mixing, channel mixing and a layer of both."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rwkv_jit.inference.update import wkv5_update
 from rwkv_jit.layers.functions import token_shift
-from rwkv_jit.nn.mixing import ChannelMix, TimeMixOfHeads
+from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
 from rwkv_jit.nn.parts import last_tokens
 from rwkv_jit.ops.wkv5 import wkv5
+
+
+class RWKV5State(NamedTuple):
+    """What a layer of RWKV-5 remembers of N texts.
+
+    Attributes
+    ----------
+    wkv : torch.Tensor, shape (N, H, K, K)
+        The state of `wkv5`.
+    time_shift, channel_shift : torch.Tensor, shape (N, C)
+        The last token that time mixing and channel mixing read.
+    """
+
+    wkv: Tensor
+    time_shift: Tensor
+    channel_shift: Tensor
+
+    def detach(self) -> RWKV5State:
+        """Return the same without its history: where backpropagation through time shall end."""
+        return RWKV5State(*(x.detach() for x in self))
 
 
 class RWKV5TimeMix(TimeMixOfHeads):
@@ -107,14 +129,41 @@ class RWKV5TimeMix(TimeMixOfHeads):
         last, recurrent = (None, None) if state is None else state
         x, last = self.under_autocast(x, last)
         mixed = token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens)
-        matrices = self.key, self.value, self.receptance, self.gate
-        *inputs, g = (matrix(each) for matrix, each in zip(matrices, mixed, strict=True))
-        k, v, r = map(self.of_heads, inputs)
-        y, final = wkv5(
-            r, k, v, self.time_decay, self.time_faaaa, recurrent, output_final_state=True, cu_seqlens=cu_seqlens
-        )  # fmt: skip
+        r, k, v, g = self._inputs(mixed)
+        w, u = self.time_decay, self.time_faaaa
+        y, final = wkv5(r, k, v, w, u, recurrent, output_final_state=True, cu_seqlens=cu_seqlens)
         assert final is not None
         return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
+
+    def mixes_of_step(self) -> Tensor:
+        """Return how much of the token before is in each mix that `step` reads."""
+        return self.mixes("kvrg")
+
+    def step(self, mixed: Tensor, states: Tensor, **where: Any) -> Tensor:
+        """Mix one token of each text, whose states lie in slots of a pool and change in place.
+
+        Parameters
+        ----------
+        mixed : torch.Tensor, shape (4, B, C)
+            What `shift_mix` makes of the tokens by `mixes_of_step`.
+        states : torch.Tensor, shape (slots, H, K, K)
+            The layer's part of the pool.
+        **where
+            `state_indices` and `null_index` of `wkv5_update`.
+
+        Returns
+        -------
+        y : torch.Tensor, shape (B, C)
+            What is added to the residual.
+        """
+        r, k, v, g = self._inputs(mixed)
+        return self.result(wkv5_update(states, r, k, v, self.time_decay, self.time_faaaa, **where), g)
+
+    def _inputs(self, mixed: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return receptance, key and value by head, and the gate."""
+        matrices = self.key, self.value, self.receptance, self.gate
+        k, v, r, g = (matrix(each) for matrix, each in zip(matrices, mixed, strict=True))
+        return self.of_heads(r), self.of_heads(k), self.of_heads(v), g
 
 
 class RWKV5ChannelMix(ChannelMix):
@@ -169,3 +218,59 @@ class RWKV5ChannelMix(ChannelMix):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ):  # fmt: skip
         super().__init__(width, layer, layers, hidden, device, dtype)
+
+
+class RWKV5Block(Block):
+    """A layer of RWKV-5: time mixing, then channel mixing, each behind a norm and added to the residual.
+
+    C is the width, K the head size.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    layer, layers : int
+        The place of the layer, from 0, and how many there are. The first one has the norm of the embedding, ln0, too.
+    head_size : int, default 64
+        K, of which C is a multiple.
+    hidden : int, optional
+        Of channel mixing; by default the multiple of 32 at or below 3.5 C.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    att : RWKV5TimeMix
+        Time mixing.
+    ffn : RWKV5ChannelMix
+        Channel mixing.
+    ln0, ln1, ln2 : torch.nn.LayerNorm
+        Of the embedding, in the first layer alone, and before each of both.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    References
+    ----------
+    Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892.
+
+    Examples
+    --------
+    >>> block = rwkv_jit.nn.RWKV5Block(128, layer=0, layers=2, device="cuda")
+    >>> x, state = block(torch.randn(2, 5, 128, device="cuda"))
+    >>> x.shape, state.wkv.shape
+    (torch.Size([2, 5, 128]), torch.Size([2, 2, 64, 64]))
+    """
+
+    _State = RWKV5State
+
+    def __init__(
+        self, width: int, layer: int, layers: int, head_size: int = 64, *, hidden: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        att = RWKV5TimeMix(width, layer, layers, head_size, **place)
+        ffn = RWKV5ChannelMix(width, layer, layers, hidden, **place)
+        super().__init__(att, ffn, width, layer, place)

@@ -464,7 +464,8 @@ inference.replay_calls layers.gradients
 layers.functions
 inference.replay nn.parts nn.checkpoints nn.convolution parallel.shifting
 nn.mixing nn.attention nn.rwkv7
-nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.model
+nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
+nn.model
 nn parallel
 ahead_requests
 ahead bench.cases

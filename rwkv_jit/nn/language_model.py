@@ -1,0 +1,357 @@
+"""What whole language models share: loss, groups of the optimizer, decoding, files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rwkv_jit.inference import arguments
+from rwkv_jit.inference.pool import StatePool
+from rwkv_jit.inference.states import StateSpec
+from rwkv_jit.layers.loss import linear_cross_entropy
+from rwkv_jit.nn import checkpoints, parts
+from rwkv_jit.ops import checks
+
+Model = TypeVar("Model", bound="LanguageModel")
+
+
+class LanguageModel(nn.Module):
+    """A whole model: embedding, layers, norm and head, with the names and shapes of the official checkpoints."""
+
+    _Block: ClassVar[type[nn.Module]]
+    _State: ClassVar[Any]  # the type of what a layer remembers
+    _by_head: ClassVar[str]  # a parameter of time mixing [heads, head size]
+    _fast: ClassVar[str]  # the parameter of time mixing that has twice the learning rate
+    _begin: ClassVar[tuple[None, ...]] = ()  # what the first layer is given beside the residual, by the layer before
+    _unused: ClassVar[frozenset[str]] = frozenset()  # what files of the official trainer may have, and nobody reads
+
+    def __init__(
+        self, vocabulary: int, width: int, layers: int, head_size: int, checkpointing: bool, place: dict[str, Any],
+        **sizes: Any,
+    ):  # fmt: skip
+        super().__init__()
+        arguments.count("vocabulary", vocabulary, 1)
+        arguments.count("layers", layers, 1)
+        self.checkpointing, self.head_size = checkpointing, head_size
+        self.emb = nn.Embedding(vocabulary, width, **place)
+        self.blocks = nn.ModuleList(
+            self._Block(width, layer, layers, head_size, **sizes, **place) for layer in range(layers)
+        )
+        self.ln_out = nn.LayerNorm(width, **place)
+        self.head = nn.Linear(width, vocabulary, bias=False, **place)
+        self._reset_own_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give all parameters their initial values: those that the official trainer begins with."""
+        for block in self.blocks:
+            block.reset_parameters()  # type: ignore[operator]
+        self._reset_own_parameters()
+
+    def _reset_own_parameters(self) -> None:
+        nn.init.uniform_(self.emb.weight, -1e-4, 1e-4)
+        self.ln_out.reset_parameters()
+        vocabulary, width = self.head.weight.shape
+        parts.fill_orthogonal(self.head.weight, 0.5 * max(vocabulary / width, 1) ** 0.5)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the logits of the next token, at every token.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, shape (B, T), int64 or int32
+            The texts.
+        state : sequence of states, optional
+            Of each layer, what came before this part of the texts, as in `RWKV7State`; zeros by default. Gradients
+            reach it.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        return_state : bool, default False
+            Whether to return the state after the last tokens too.
+
+        Returns
+        -------
+        logits : torch.Tensor, shape (B, T, vocabulary)
+        state : list of states
+            With `return_state`. It is not detached: `[x.detach() for x in state]` is.
+        """
+        hidden, after = self._hidden(tokens, state, cu_seqlens)
+        logits = self.head(hidden)
+        return (logits, after) if return_state else logits
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, l2_wrap: float = 1e-4, state: Sequence[Any] | None = None,
+        cu_seqlens: Tensor | None = None, return_state: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the mean loss of the next tokens, by `linear_cross_entropy`: the logits are never all in memory.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, shape (B, T), int64 or int32
+            The texts.
+        targets : torch.Tensor, shape (B, T), int64 or int32
+            The token behind each token; -100 where there is none, or where none shall be learned.
+        l2_wrap : float, default 1e-4
+            As in `cross_entropy`.
+        state, cu_seqlens, return_state
+            As in `forward`.
+
+        Returns
+        -------
+        loss : torch.Tensor, shape (), float32
+        state : list of states
+            With `return_state`. It is not detached.
+        """
+        hidden, after = self._hidden(tokens, state, cu_seqlens)
+        loss = linear_cross_entropy(hidden, self.head.weight, targets, l2_wrap=l2_wrap)
+        return (loss, after) if return_state else loss
+
+    def _hidden(
+        self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, list[Any]]:
+        """Return what the head reads, and the state after the last tokens."""
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens: expected shape [batch, tokens], got {list(tokens.shape)}")
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(f"state: expected one of each of the {len(self.blocks)} layers, got {len(state)}")
+        between, after = [self.emb(tokens), *self._begin], []  # what a layer hands to the next one, the residual first
+        for layer, block in enumerate(self.blocks):
+            given = *between, None if state is None else state[layer], cu_seqlens
+            if self.checkpointing and torch.is_grad_enabled():
+                *between, own = checkpoint(block, *given, use_reentrant=False)
+            else:
+                *between, own = block(*given)
+            after.append(own)
+        return self.ln_out(between[0]), after
+
+    def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Return the groups of an optimizer as the official trainer has them, each parameter in one.
+
+        Parameters
+        ----------
+        lr : float
+            Learning rate. The decays of time mixing (w0, or time_decay of RWKV-5 and 6) have twice as much.
+        weight_decay : float
+            Of the matrices of linear layers, the embedding and the head. Nothing else decays: neither norms and vectors
+            nor the low-rank matrices nor what is given by head.
+
+        Returns
+        -------
+        list of dict
+            For `torch.optim.AdamW` and the like. A scheduler that multiplies keeps the ratio of the rates.
+
+        Examples
+        --------
+        >>> groups = model.param_groups(lr=6e-4, weight_decay=0.001)
+        >>> [(group["lr"], group["weight_decay"]) for group in groups]
+        [(0.0006, 0.0), (0.0012, 0.0), (0.0006, 0.001)]
+        """
+        plain: list[Tensor] = []
+        fast: list[Tensor] = []
+        decaying: list[Tensor] = []
+        for name, parameter in self.named_parameters():
+            if name.endswith(f"att.{self._fast}"):
+                fast.append(parameter)
+            else:
+                (decaying if name.endswith(".weight") and parameter.dim() == 2 else plain).append(parameter)
+        return [
+            {"params": plain, "lr": lr, "weight_decay": 0.0},
+            {"params": fast, "lr": 2 * lr, "weight_decay": 0.0},
+            {"params": decaying, "lr": lr, "weight_decay": weight_decay},
+        ]
+
+    # ---- decoding ------------------------------------------------------------------------------------------------
+
+    def new_pool(self, slots: int, reserved: int = 0) -> StatePool:
+        """Return memory for the states of several texts.
+
+        Parameters
+        ----------
+        slots : int
+            How many slots there are, the reserved ones too.
+        reserved : int, default 0
+            How many slots at the front are never given out. `step` takes them for the padding of a batch.
+
+        Returns
+        -------
+        StatePool
+            With "wkv" [layers, slots, H, V, K], and with "time_shift" and "channel_shift" [layers, slots, width].
+            "wkv" is float32, and so are the last tokens of a model in float64; of others they have the dtype of the
+            embedding.
+        """
+        like, layers = self.emb.weight, len(self.blocks)
+        width, size = like.shape[1], self.head_size
+        shift = StateSpec(layers, (width,), torch.float32 if like.dtype == torch.float64 else like.dtype)
+        wkv = StateSpec(layers, (width // size, size, size), torch.float32)
+        specs = {"wkv": wkv, "time_shift": shift, "channel_shift": shift}
+        return StatePool(slots, specs, like.device, reserved)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, pool: StatePool, slots: Any = None) -> Tensor:
+        """Read one token of each text, and return the logits of the next one.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, shape (B,), int64 or int32
+            The tokens.
+        pool : StatePool
+            The states, as `new_pool` makes them. They change in place.
+        slots : torch.Tensor, shape (B,), int32 or int64, or sequence of int, optional
+            The slot of each text. Without it text i has slot i. A reserved slot is none: its row is padding.
+
+        Returns
+        -------
+        logits : torch.Tensor, shape (B, vocabulary)
+
+        Notes
+        -----
+        It is `shift_mix`, an update such as `wkv7_update` and the rest of a layer over a token of many texts, without
+        gradients. It can be captured in a CUDA graph once it has run.
+
+        Examples
+        --------
+        >>> pool = model.new_pool(8)
+        >>> slots = pool.allocate(2)
+        >>> model.step(torch.tensor([72, 105], device="cuda"), pool, slots).shape
+        torch.Size([2, 256])
+        """
+        if slots is not None and not isinstance(slots, Tensor):
+            slots = torch.tensor(slots, dtype=torch.int32, device=tokens.device)
+        between: tuple[Any, ...] = (self.emb(tokens), *self._begin)
+        for layer, block in enumerate(self.blocks):
+            states = self._State(*(pool[name][layer] for name in self._State._fields))
+            made = block.step(*between, states, slots, pool.reserved - 1)  # type: ignore[operator]
+            between = made if isinstance(made, tuple) else (made,)
+        return self.head(self.ln_out(between[0]))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, count: int, *, temperature: float = 1.0, top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Continue texts.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, shape (B, T), int64 or int32
+            Prompts of one length, of at least one token.
+        count : int
+            How many tokens to write.
+        temperature : float, default 1.0
+            By which logits are divided. 0 takes the most likely token.
+        top_p : float, default 1.0
+            Tokens are drawn from the most likely ones that have this probability together.
+        generator : torch.Generator, optional
+            Where random numbers come from, on the device of the model.
+
+        Returns
+        -------
+        torch.Tensor, shape (B, count), dtype of tokens
+        """
+        arguments.count("count", count)
+        checks.check_number("temperature", temperature)
+        checks.check_number("top_p", top_p)
+        if temperature < 0:
+            raise ValueError(f"temperature: expected at least 0, got {temperature}")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p: expected more than 0 and at most 1, got {top_p}")
+        if tokens.dim() != 2 or not tokens.shape[1]:
+            raise ValueError(
+                f"tokens: expected shape [batch, tokens] with at least one token, got {list(tokens.shape)}"
+            )
+        hidden, state = self._hidden(tokens)
+        pool = self.new_pool(len(tokens))
+        for layer, own in enumerate(state):
+            for name, x in own._asdict().items():
+                pool[name][layer].copy_(x)
+        logits, written = self.head(hidden[:, -1]), tokens.new_empty(len(tokens), count)
+        for place in range(count):
+            written[:, place] = _drawn(logits, temperature, top_p, generator)
+            if place + 1 < count:
+                logits = self.step(written[:, place], pool)
+        return written
+
+    # ---- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_checkpoint(
+        cls: type[Model], path: str | os.PathLike[str], *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> Model:
+        """Return the model of an official checkpoint, whose sizes are read from the shapes in it.
+
+        Parameters
+        ----------
+        path : str or path
+            A file of `torch.save`, or of safetensors if its name ends so.
+        device : torch.device or str, optional
+            Where parameters shall be; by default on the CPU.
+        dtype : torch.dtype, optional
+            Of the parameters; by default as in the file.
+
+        Returns
+        -------
+        a model of this class
+
+        Raises
+        ------
+        ValueError
+            The file has other parameters than this model: every name that is missing or foreign, or every tensor that
+            has another shape. v0, v1 and v2 of the first layer of RWKV-7, which nobody reads, may be there.
+        ImportError, OSError
+            safetensors is not installed; or the file cannot be read.
+        """
+        found = {name: x for name, x in checkpoints.read(path).items() if name not in cls._unused}
+        layers, make = _layers(found), cast("Callable[..., Model]", cls)  # models have arguments of their own
+        checkpoints.check_names(path, found, make(1, 1, layers, 1, hidden=1, device="meta").state_dict())
+        vocabulary, width = checkpoints.matrix(path, found, "emb.weight")
+        _, head_size = checkpoints.matrix(path, found, f"blocks.0.att.{cls._by_head}")
+        hidden, _ = checkpoints.matrix(path, found, "blocks.0.ffn.key.weight")
+        more = cls._sizes_in(path, found)
+        model = make(vocabulary, width, layers, head_size, hidden=hidden, **more, device="meta")
+        held = checkpoints.in_shape(path, found, model.state_dict())
+        model.load_state_dict({name: x.to(device, dtype) for name, x in held.items()}, assign=True)
+        return model
+
+    @staticmethod
+    def _sizes_in(path: str | os.PathLike[str], found: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the sizes that only models of this class have, as arguments of it, from the tensors of a file."""
+        return {}
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write the parameters to a file that official programs read.
+
+        Parameters
+        ----------
+        path : str or path
+            Where to; a file of safetensors if its name ends so, and else of `torch.save`.
+
+        Raises
+        ------
+        ImportError, OSError
+            safetensors is not installed; or the file cannot be written. What was there stays then.
+        """
+        checkpoints.write(path, self.state_dict())
+
+
+def _layers(names: Iterable[str]) -> int:
+    found = (re.match(r"blocks\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+def _drawn(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> Tensor:
+    """Return the next token of every text."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    chances, order = torch.softmax(logits.float() / temperature, -1).sort(-1, descending=True)
+    kept = chances * (chances.cumsum(-1) - chances < top_p)  # the most likely token always is
+    return order.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1)
