@@ -206,10 +206,11 @@ def warm(
         Beside `updates`: `length` and `drafts` of each kind of `ReplayRing`, for the kernels of `<op>_replay` of one
         token, of `<op>_verify` of one token and of `drafts`, of `replay_commit` and of `replay_flush`.
     widths : int or iterable of int, optional
-        C of RWKV-7 models, with `updates`: the kernels of `shift_mix`, `prepare_keys`, `gated_norm` and `activate` too.
-        Parameters are all float32 or all of the dtype of r, k, v; the pool of last tokens has that dtype or
-        `state_dtype`; rate and v_gate have the dtype of w; a0 is there, with v0 where there is v_first, or neither is;
-        there are six mixes, or one and something to add.
+        C of models of RWKV-5, 6 or 7: the kernels of the small work of a layer too, as `rwkv_jit.nn` calls it. Those of
+        training are `token_shift`, `prepare_keys`, `gated_norm`, `activate`, `gated` and the losses. With `updates`
+        there are `shift_mix` and what follows it as well. Parameters are all float32 or all of the dtype of r, k, v;
+        the pool of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype of
+        w; a0 is there, with v0 where there is v_first, or neither is.
 
     Returns
     -------
@@ -237,7 +238,7 @@ def warm(
     requests = [
         request
         for target, head_size, value_size, count, batch, dtype, direction in cases
-        for width in (_several(widths, int) if direction == UPDATE or not updates else [None])
+        for width in _several(widths, int)
         for request in call_requests(
             op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
             value_size, count, batch, width, several_rings,

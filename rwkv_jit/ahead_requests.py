@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rwkv_jit import kernel, modes, rule, tensors, tuned
+from rwkv_jit import ahead_layers, kernel, modes, rule, tensors, tuned
 from rwkv_jit.algorithms import whole, wkv4
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
@@ -17,8 +17,6 @@ from rwkv_jit.inference import replay_steps, steps, varlen_steps
 from rwkv_jit.inference.replay_steps import Ring
 from rwkv_jit.inference.steps import Pool
 from rwkv_jit.inference.varlen_steps import Varlen
-from rwkv_jit.layers import steps as layer_steps
-from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.ops import checks, timex, wide_keys
 from rwkv_jit.ops.table import OPS
 from rwkv_jit.plan import DTYPES
@@ -30,7 +28,8 @@ from rwkv_jit.template import STORAGE_TYPES, Parameter
 # What is told of calls to ops that have it, beside dtypes.
 _OF_HEADS = ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype")
 OPTIONS = {
-    **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads}, "wkv7": (*_OF_HEADS, "width"),
+    **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads},
+    **{name: (*_OF_HEADS, "width") for name in ahead_layers.LAYERS},
     "wkv4": ("decay",), "timex": ("tokens", "batch"),
 }  # fmt: skip
 DIRECTIONS = ("forward", "backward")
@@ -132,8 +131,8 @@ def call_requests(
     if direction == UPDATE and not entry.state:
         raise ValueError(f"updates: there are none of {op} over a pool of states")
     if width is not None:
-        if op != "wkv7" or direction != UPDATE:
-            raise ValueError(f"width: goes with updates of wkv7 alone, got {width!r}")
+        if op not in ahead_layers.LAYERS:
+            raise ValueError(f"width: goes with {', '.join(ahead_layers.LAYERS)} alone, got {width!r}")
         _check_sizes(width=width)
     if entry.has_heads:
         if head_size is None:
@@ -143,14 +142,15 @@ def call_requests(
             op, head_size, value_size, dtype, arch, way, "auto", decay, decay_bound, state_layout, None, None
         )
         calls = calls._replace(asked=calls.asked._replace(types=types, state_type=state_type))
+        w_type = _storage("w_dtype", w_dtype)
+        of_layer = [] if width is None else ahead_layers.requests(calls.asked, width, w_type, direction)
         if direction == UPDATE:
-            w_type = _storage("w_dtype", w_dtype)
             pooled = calls.pooled_problems(_known(arch))
-            of_layer = [] if width is None else _layer_requests(calls.asked, width, w_type)
             of_rings = [request for each in rings for request in _replay_requests(calls.asked, w_type, *each)]
             return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type), *of_layer, *of_rings]
         problems = calls.problems(direction, _known(arch))
     else:
+        of_layer = []
         if state_dtype != torch.float32:
             whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
             raise TypeError(f"state_dtype: {whose}, got {state_dtype}")
@@ -169,7 +169,8 @@ def call_requests(
                 # Without tokens the state's gradient passes through another kernel.
                 for multiprocessors, length in ((None, _LONG), (_MULTIPROCESSORS, _LONG), (None, 0))
             ]
-    return [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
+    of_op = [request for p in problems if p.backend != "fft" for request in _schedule(p, direction).requests(p.gpu)]
+    return [*of_op, *of_layer]
 
 
 def _update_requests(p: Problem, w_type: str) -> list[kernel.Request]:
@@ -218,39 +219,6 @@ def _varlen_requests(several: Sequence[Problem], w_type: str) -> list[kernel.Req
             p._replace(w0_type=w0_type), pool, Varlen(1, 0, bound_bytes, has_few_tokens)
         ).requests(p.gpu)
     ]
-
-
-def _layer_requests(p: Problem, width: int, w_type: str) -> list[kernel.Request]:
-    """Return the kernels of the small work of a layer, for decode and for prompts."""
-    own = p.types["v"]
-    schedules = [
-        layer_steps.activate(Given(p.gpu, {"x": own}, 1, (count,)), ("identity",), False) for count in (1, 2, 4, 8)
-    ]
-
-    def given(op: str, parameters: str, sizes: tuple[int, int], without: Sequence[str] = (), **more: str) -> Given:
-        entry = layer_steps.OPS[op]
-        types = {x: parameters if x in entry.wide else own for x in entry.inputs if x not in without}
-        return Given(p.gpu, types | more, 1, sizes)
-
-    for parameters in dict.fromkeys((own, "fp32")):
-        schedules += [
-            layer_steps.shift_mix(given("shift_mix", parameters, (width, mixes), without, shift=kept), sequences, 0.0)
-            for (mixes, without), kept, sequences in product(
-                ((layer_steps.MOST_MIXES, ("add",)), (layer_steps.MOST_MIXES, ()), (1, ())),
-                dict.fromkeys((own, p.state_type)),
-                (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
-            )
-        ]
-        schedules += [
-            layer_steps.prepare_keys(given("prepare_keys", parameters, (1, p.K), (*first, *biases), **gates))
-            for first, gates in (
-                (("v_first", "v_gate", "v0"), {"rate": w_type}),
-                ((), {"rate": w_type, "v_gate": w_type}),
-            )  # fmt: skip
-            for biases in ((), ("a0", "v0"))
-        ]
-        schedules.append(layer_steps.gated_norm(given("gated_norm", parameters, (1, p.K)), 0.0, "identity", "layer"))
-    return [request for each in schedules for request in each.requests(p.gpu)]
 
 
 def _known(arch: str | None) -> list[Known]:

@@ -173,7 +173,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--batch", "B, for timex alone (default: all)", _size)
     add("--dtype", "of r, k, v: bf16 (default), fp16, fp32", _dtype)
     add("--arch", "e.g. sm_90a, or compute_80 for PTX (default: this machine's GPU)")
-    add("--width", "channels of an RWKV-7 model, for its layers' small work, with --direction update", _size)
+    add("--width", "channels of a model of RWKV-5, 6 or 7, for the small work of its layers", _size)
     text = "default: both; update: the kernels of <op>_update and <op>_varlen"
     parser.add_argument("--direction", choices=("forward", "backward", "both", "update"), default="both", help=text)
     add("--decay", "raw, sigmoid, log, direct (default: the op's)")

@@ -34,7 +34,7 @@ class Model(NamedTuple):
     dtype: str | None
     decays: tuple[str | None, ...] = (None,)  # None is the op's own
     state_layout: str | None = None
-    width: int | None = None  # of wkv7, where the file says it
+    width: int | None = None  # of RWKV-5, 6 and 7, where the file says it
 
 
 class _Tensor(NamedTuple):
@@ -59,7 +59,9 @@ def fill(asked: argparse.Namespace) -> None:
     asked.op = [model.op]
     asked.head_size = None if model.head_size is None else [model.head_size]
     asked.value_size = None if model.value_size is None else [model.value_size]
-    asked.width = [model.width] if asked.direction == "update" else None
+    # FLA trains its models with layers of its own.
+    is_fla = model.state_layout is not None
+    asked.width = None if is_fla and asked.direction != "update" else [model.width]
     asked.dtype = asked.dtype or [model.dtype]
     asked.decay = asked.decay or list(model.decays)
     asked.state_layout = asked.state_layout or [model.state_layout]
@@ -201,12 +203,12 @@ def _of_layer(layer: Mapping[str, _Tensor]) -> Model | None:
             keys = shape_of(kind.keys)
             return Model(
                 kind.op, head_size, value_size or head_size, dtype_of(kind.keys), kind.decays, kind.state_layout,
-                keys[1] if kind.op == "wkv7" and len(keys) == 2 else None,
+                keys[1] if len(keys) == 2 and (kind.op == "wkv7" or not kind.state_layout) else None,
             )  # fmt: skip
     decay, first, keys = map(shape_of, ("time_decay", "time_first", "key.weight"))
     # RWKV-5.2 has a decay of each channel, [heads, head size]; 5.0 and 5.1 one of each head.
     if decay and keys and "ln_x.weight" in layer and decay[0] > 0 and keys[0] % decay[0] == 0:
-        return Model("wkv5", keys[0] // decay[0], keys[0] // decay[0], dtype_of("key.weight"))
+        return Model("wkv5", keys[0] // decay[0], keys[0] // decay[0], dtype_of("key.weight"), width=keys[-1])
     if "time_decay" in layer and "time_first" in layer and math.prod(decay) == math.prod(first):
         return Model("wkv4", None, None, dtype_of("key.weight"))
     return None
@@ -236,10 +238,8 @@ def _described(path: Path, config: Mapping[str, Any]) -> Model:
         return Model(op, None, None, dtype)
     if "head_size" in config:  # RWKV's own; FLA's descriptions have none
         size = _number(path, config, "head_size")
-        if op != "wkv7":
-            return Model(op, size, size, dtype)
         width = _number(path, config, "hidden_size") if "hidden_size" in config else None
-        return Model(op, size, size, dtype, ("raw", "sigmoid"), width=width)
+        return Model(op, size, size, dtype, ("raw", "sigmoid") if op == "wkv7" else (None,), width=width)
     of_fla: dict[str, Any] = {"decays": ("log",), "state_layout": "kv"} if op in ("wkv6", "wkv7") else {}
     of_op = ("head_dim",) if op == "wkv7" else ("num_heads", "expand_k", "expand_v")
     missing = [name for name in ("hidden_size", *of_op) if config.get(name) is None]

@@ -1,4 +1,8 @@
-"""The whole models of RWKV-5 and 6 on the GPU, against the same models in float64 on the CPU."""
+"""The whole models of RWKV-5 and 6 on the GPU against float64 on the CPU; and what all of them compile ahead."""
+
+import os
+import subprocess
+import sys
 
 import comparing
 import nn_cases
@@ -147,3 +151,34 @@ def test_training_and_decoding_take_no_more_memory_from_step_to_step(op, name):
         held.append(torch.cuda.memory_allocated())
     assert len(set(held[2:])) == 1
     assert losses[-1] < losses[0]
+
+
+TRAINING = """
+import os, torch, rwkv_jit
+rwkv_jit.warm("{op}", 64, torch.bfloat16, {decay}w_dtype=torch.float32, widths=256)
+os.environ["RWKVJIT_ASSERT_CACHED"] = "1"
+model = rwkv_jit.nn.{name}(5000, 256, 2, device="cuda")
+optimizer = torch.optim.AdamW(model.param_groups(lr=1e-3, weight_decay=0.001))
+state = None
+for tokens, bounds in ((300, None), (300, None), (40, None), (300, [0, 7, 300]), (300, [0, 7, 300])):
+    texts = torch.randint(5000, (1, tokens + 1), device="cuda")
+    bounds = None if bounds is None else torch.tensor(bounds, device="cuda")
+    state = None if state is None or len(state[0].wkv) != (1 if bounds is None else 2) else state
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, state = model.loss(texts[:, :-1], texts[:, 1:], state=state, cu_seqlens=bounds, return_state=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [each.detach() for each in state]
+torch.cuda.synchronize()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("name", ["RWKV5", "RWKV6", "RWKV7"])
+def test_no_kernel_of_training_is_compiled_after_warm(op, name, tmp_path):
+    decay = 'decay="sigmoid", ' if name == "RWKV7" else ""
+    program = TRAINING.format(op=name.lower().replace("rwkv", "wkv"), name=name, decay=decay)
+    env = {**os.environ, "RWKVJIT_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=500)
+    assert done.stdout.endswith("trained\n"), done.stderr

@@ -466,7 +466,7 @@ inference.replay nn.parts nn.checkpoints nn.convolution parallel.shifting
 nn.mixing nn.attention nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
 nn.model
-nn parallel
+nn parallel ahead_layers
 ahead_requests
 ahead bench.cases
 bench.measure

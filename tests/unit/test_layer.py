@@ -650,10 +650,10 @@ def test_every_kernel_of_a_layer_is_made_ahead(on_gpu, parameters, gates, kept, 
     assert check_asked(on_gpu, made) == IN_DECODE
 
 
-def test_a_width_goes_with_updates_of_wkv7():
-    for op, updates in (("wkv7", False), ("wkv6", True)):
-        with pytest.raises(ValueError, match="width: goes with updates of wkv7 alone, got 32"):
-            rwkv_jit.warm(op, 16, arch="sm_90", updates=updates, widths=32)
+def test_a_width_goes_with_ops_whose_layers_are_known():
+    for op in ("gla", "linear_attention"):
+        with pytest.raises(ValueError, match="width: goes with wkv5, wkv6, wkv7 alone, got 32"):
+            rwkv_jit.warm(op, 16, arch="sm_90", widths=32)
     with pytest.raises(ValueError, match="width: expected an int of at least 1, got 0"):
         rwkv_jit.warm("wkv7", 16, arch="sm_90", updates=True, widths=[32, 0])
 

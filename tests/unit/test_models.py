@@ -1,5 +1,6 @@
 """Checkpoints and descriptions: which kernels a model needs, and that reading one runs nothing."""
 
+import argparse
 import json
 import os
 import pickle
@@ -21,14 +22,14 @@ LAYERS = {
     "RWKV-4 of transformers": ("rwkv.blocks.{}.attention.", {"time_decay": (C,), "time_first": (C,), **RWKV},
                                Model("wkv4", None, None, "bf16")),
     "RWKV-5.0": ("blocks.{}.att.", {"time_decay": (H,), "time_first": (H,), **RWKV, **LN},
-                 Model("wkv5", N, N, "bf16")),
+                 Model("wkv5", N, N, "bf16", width=C)),
     "RWKV-5.2": ("blocks.{}.att.", {"time_decay": (H, N), "time_faaaa": (H, N), "gate.weight": (C, C), **RWKV, **LN},
-                 Model("wkv5", N, N, "bf16")),
+                 Model("wkv5", N, N, "bf16", width=C)),
     "RWKV-5 of transformers": ("rwkv.blocks.{}.attention.", {"time_decay": (H, N), "time_faaaa": (H, N), **RWKV, **LN},
-                               Model("wkv5", N, N, "bf16")),
+                               Model("wkv5", N, N, "bf16", width=C)),
     "RWKV-6": ("blocks.{}.att.",
                {"time_maa_x": (1, 1, C), "time_decay": (1, 1, C), "time_faaaa": (H, N), **RWKV, **LN},
-               Model("wkv6", N, N, "bf16")),
+               Model("wkv6", N, N, "bf16", width=C)),
     "RWKV-6 of FLA": ("model.layers.{}.attn.",
                       {"bonus": (H, N), "k_proj.linear.weight": (C, 5), "v_proj.linear.weight": (H * V, 5)},
                       Model("wkv6", N, V, "bf16", ("log",), "kv")),
@@ -169,8 +170,10 @@ FLA = {"hidden_size": 2048, "num_heads": 4, "expand_k": 0.5, "expand_v": 1, "tor
 DESCRIBED = {
     "rwkv": ({"hidden_size": 768, "attention_hidden_size": 768, "torch_dtype": "float32"},
              Model("wkv4", None, None, "fp32")),
-    "rwkv5": ({"hidden_size": 2048, "head_size": 64, "torch_dtype": "bfloat16"}, Model("wkv5", 64, 64, "bf16")),
-    "rwkv6": ({"hidden_size": 2048, "head_size": 64, "dtype": "bfloat16"}, Model("wkv6", 64, 64, "bf16")),
+    "rwkv5": ({"hidden_size": 2048, "head_size": 64, "torch_dtype": "bfloat16"},
+              Model("wkv5", 64, 64, "bf16", width=2048)),
+    "rwkv6": ({"hidden_size": 2048, "head_size": 64, "dtype": "bfloat16"},
+              Model("wkv6", 64, 64, "bf16", width=2048)),
     "rwkv6 of FLA": (FLA, Model("wkv6", 256, 512, "fp16", ("log",), "kv")),
     "rwkv7": ({"hidden_size": 768, "head_dim": 64, "num_heads": None},
               Model("wkv7", 64, 64, None, ("log",), "kv", 768)),
@@ -179,6 +182,18 @@ DESCRIBED = {
     "gla": (FLA, Model("gla", 256, 512, "fp16")),
     "linear_attn": (FLA | {"expand_k": 1.0}, Model("linear_attention", 512, 512, "fp16")),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("direction", ["both", "forward", "update"])
+@pytest.mark.parametrize("kind", ["RWKV-6", "RWKV-7", "RWKV-7 of FLA"])
+def test_layers_are_asked_for_where_they_are_called(kind, direction, tmp_path):
+    """FLA trains with layers of its own; its states may be served by ours."""
+    of, wanted = shapes(kind)
+    asked = argparse.Namespace(model=write(tmp_path / "model.pth", of), direction=direction)
+    for name in ("head_size", "value_size", "width", "dtype", "decay", "state_layout"):
+        setattr(asked, name, None)
+    models.fill(asked)
+    assert asked.width == (None if "FLA" in kind and direction != "update" else [wanted.width])
 
 
 @pytest.mark.parametrize("kind", DESCRIBED)

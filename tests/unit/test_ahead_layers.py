@@ -1,0 +1,98 @@
+"""What is compiled ahead of a training run or of decoding: every kernel of whole models is among it."""
+
+import contextlib
+
+import pytest
+import torch
+
+import rwkv_jit
+from rwkv_jit import ahead, kernel, nn, tensors
+from rwkv_jit.nn import mixing, parts, rwkv5, rwkv6
+
+MODELS = {"RWKV5": "wkv5", "RWKV6": "wkv6", "RWKV7": "wkv7"}
+WIDTH, HEAD_SIZE = 32, 16
+OF_TRAINING = {"layer_token_shift", "layer_gated_norm", "layer_activate", "layer_loss_forward", "layer_loss_backward"}
+BACKWARD = {"layer_token_shift_backward", "layer_gated_norm_backward", "layer_activate_backward", "sum_rows"}
+OF_FAMILY = {"RWKV5": {"layer_gated"}, "RWKV6": {"layer_gated"}, "RWKV7": {"layer_prepare_keys"}}
+EVERY = pytest.mark.parametrize("name", MODELS)
+
+
+def warmed(monkeypatch, name, dtype, **options):
+    """What tells the kernels apart that are made ahead."""
+    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: requests)
+    decay = {"decay": "sigmoid"} if name == "RWKV7" else {}
+    made = rwkv_jit.warm(MODELS[name], HEAD_SIZE, dtype, arch="sm_90", widths=WIDTH, **decay, **options)
+    return {kernel.memory_key(request) for request in made}
+
+
+def check_asked(on_gpu, made):
+    """Check that all kernels since the last time were made ahead, and return their names."""
+    launches = on_gpu.take()
+    assert [(x.template, x.parameters) for x in launches if kernel.memory_key(x.request) not in made] == []
+    return {x.template for x in launches}
+
+
+def last_tokens(x, first, cu_seqlens):
+    """A state as large as the real one: no copy goes to the device that tensors say they are on."""
+    return x.new_zeros(x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, x.shape[2])
+
+
+def make(name, dtype, vocabulary=64):
+    return getattr(nn, name)(vocabulary, WIDTH, 2, HEAD_SIZE, dtype=dtype)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_every_kernel_of_training_is_made_ahead(on_gpu, name, dtype, under_autocast, monkeypatch):
+    if under_autocast and dtype == torch.float32:
+        return  # is no autocast
+    on_gpu.use("sm_90")
+    for module in (parts, mixing, rwkv5, rwkv6):
+        monkeypatch.setattr(module, "last_tokens", last_tokens)
+    parameters = torch.float32 if under_autocast else dtype
+    made = warmed(monkeypatch, name, dtype, w_dtype=parameters)
+    context = contextlib.nullcontext()
+    if under_autocast:  # which torch has on a CPU, and calls look for on a GPU
+        context = torch.autocast("cpu", dtype)
+        monkeypatch.setattr(tensors, "autocast_dtype", lambda x: dtype if torch.is_autocast_enabled("cpu") else None)
+        monkeypatch.setattr(tensors, "exactly", lambda x: torch.autocast("cpu", enabled=False))
+    seen = set()
+    for vocabulary in (64, 3000):
+        model = make(name, parameters, vocabulary)
+        two, one = torch.tensor([0, 3, 70]), torch.tensor([0, 70]).int()
+        for tokens, bounds in ((70, None), (5, None), (70, two), (70, one)):
+            state = None
+            for l2_wrap, index in ((1e-4, torch.int64), (0.0, torch.int32)):
+                targets = torch.zeros(1, tokens, dtype=index)
+                with context:
+                    loss, state = model.loss(targets, targets, l2_wrap, state, bounds, return_state=True)
+                loss.backward()
+                state = [each.detach() for each in state]
+            seen |= check_asked(on_gpu, made)
+    of_family = OF_FAMILY[name] | {f"{x}_backward" for x in OF_FAMILY[name] - {"layer_gated"}}
+    assert OF_TRAINING | BACKWARD | of_family <= seen
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_kernel_of_decoding_is_made_ahead(on_gpu, name, dtype, monkeypatch):
+    on_gpu.use("sm_90")
+    made = warmed(monkeypatch, name, dtype, updates=True, w_dtype=dtype)
+    model = make(name, dtype)
+    pool = model.new_pool(300)
+    for count in (1, 300):
+        model.step(torch.zeros(count, dtype=torch.int64), pool, torch.arange(count, dtype=torch.int32))
+        assert {"layer_shift_mix", "update_states", "layer_gated_norm", "layer_activate"} <= check_asked(on_gpu, made)
+
+
+@EVERY
+def test_what_is_not_trained_has_no_kernels_of_gradients(name, monkeypatch):
+    monkeypatch.setattr(ahead, "compile_all", lambda requests, progress: {x.template.name for x in requests})
+    for backward in (False, True):
+        names = rwkv_jit.warm(MODELS[name], HEAD_SIZE, arch="sm_90", widths=WIDTH, backward=backward)
+        assert ("layer_gated_norm_backward" in names) == backward
+        assert "layer_token_shift" in names
+        assert "layer_shift_mix" not in names
+        without = rwkv_jit.warm(MODELS[name], HEAD_SIZE, arch="sm_90", backward=backward)
+        assert not [x for x in without if x.startswith("layer_")]
