@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     _add(commands, "info", "versions, GPUs, compiler and kernel cache of this machine")
     bench = _add(commands, "bench", "measure the speed of the ops, beside torch")
     bench.epilog = "`python -m bench` in a checkout measures other libraries too, in suites, and compares results."
+    text = (
+        "the small work of a layer, RWKV-7's time mixing and layer, and the loss, in place of the ops; --shape is B,T,C"
+    )
+    bench.add_argument("--suite", choices=("layers",), help=text)
     add_cases(bench)
     _add_profile(_add(commands, "profile", "the kernels of an op, by torch.profiler, or for NVIDIA's profilers"))
     _add_tune(_add(commands, "tune", "measure which geometries of the chunked kernels are fastest on this GPU"))

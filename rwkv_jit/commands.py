@@ -40,9 +40,13 @@ def doctor(parsed: argparse.Namespace) -> Outcome:
 
 
 def bench(parsed: argparse.Namespace) -> Outcome:
-    """Measure the ops beside torch."""
+    """Measure the ops beside torch, or a layer."""
     from rwkv_jit import bench
 
+    if parsed.suite == "layers":
+        from rwkv_jit.bench import layers
+
+        return layers.run(parsed), layers.show
     return bench.run(parsed), bench.show
 
 

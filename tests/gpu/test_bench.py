@@ -110,3 +110,18 @@ def test_first_calls_find_on_disk_what_they_compiled(monkeypatch):
     found = {"wkv7": service.first_calls(), **service.one_line_kernels()}
     assert {"rwkv_jit", "CuPy's RawModule", "Triton"} <= set(found)
     assert all(0 < each["from_disk_ms"] < each["compiled_ms"] for each in found.values()), found
+
+
+def test_layers_have_their_figures(run):
+    code, printed, said = run("bench", "--suite", "layers", "--shape", "2,300,256", "--json")
+    assert (code, said) == (0, "")
+    result = json.loads(printed)
+    assert result["device"] == "cuda"
+    assert 0.05 < result["copy_tb_per_s"] < 50
+    for row in result["rows"]:
+        assert row["skipped"] is None, row
+        assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["runs"] >= 7
+        assert row["peak_mib"] > 0
+        assert (row["fraction"] is None) == (row["bytes"] is None)
+        assert row["fraction"] is None or 0 < row["fraction"] < 3

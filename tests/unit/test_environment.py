@@ -471,6 +471,7 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench
+bench.layers
 profiling tune demo
 doctor
 commands
