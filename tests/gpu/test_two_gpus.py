@@ -1,7 +1,7 @@
 """One sequence over two GPUs: parts agree with the whole."""
 
 import pytest
-import ranks
+import groups
 import shared_sequences
 import torch
 
@@ -23,4 +23,4 @@ def check_shift(rank, size):
 @pytest.mark.parametrize("check", [check_parts, check_shift])
 @pytest.mark.parametrize("op", ["parallel"])
 def test_parts_are_the_whole(op, check):
-    ranks.run(check, 2)
+    groups.run(check, 2)

@@ -1,7 +1,7 @@
 """One sequence over many processes: parts agree with the whole, and what does not fit is said."""
 
 import pytest
-import ranks
+import groups
 import shared_sequences
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ def check_parts(rank, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_are_the_whole(size):
-    ranks.run(check_parts, size)
+    groups.run(check_parts, size)
 
 
 def check_alone(rank, size):
@@ -54,7 +54,7 @@ def check_alone(rank, size):
 
 
 def test_other_groups():
-    ranks.run(check_alone, 2)
+    groups.run(check_alone, 2)
 
 
 def fail(rank, size):
@@ -66,7 +66,7 @@ def fail(rank, size):
 
 def test_a_process_that_fails_ends_the_others_with_its_message():
     with pytest.raises(Exception, match="the second process has failed|Connection closed by peer"):
-        ranks.run(fail, 2)
+        groups.run(fail, 2)
 
 
 # ---- without messages --------------------------------------------------------------------------------------------

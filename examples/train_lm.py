@@ -1,0 +1,366 @@
+"""Train an RWKV-7 language model of any size on a text or on tokens, on one GPU, many, or a CPU.
+
+    python examples/train_lm.py [--data FILE] [--out FOLDER] [--steps N] [--width N] [--layers N] ...
+    torchrun --nproc-per-node 8 examples/train_lm.py --fsdp --tp 2 ...
+
+FILE is any text, whose bytes are the tokens, or a .npy or .bin of uint16 or uint32 tokens, which is read as it is
+needed; by default it is Python's own help texts. The last tenth is held back. Ranks that are left by --tp (heads over
+ranks) and --cp (each sequence over ranks) have sequences of their own: --dp gives each of them the whole model, and
+--fsdp a part of it. Losses, tokens per second and the share of the GPU's peak go to the progress bar and to FOLDER: a
+line of JSON each, a picture, TensorBoard's files where that is installed, and checkpoints, from which the same command
+goes on, to the bit. The model is that of arXiv:2503.14456, its parameters and rates those of its trainer.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+import rwkv_jit
+from rwkv_jit.nn import RWKV7
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    sys.exit("this example needs tqdm: pip install matplotlib tqdm")
+
+DEFAULTS = {
+    "cuda": {"steps": 400, "batch": 32, "length": 512, "width": 256, "layers": 6},
+    "cpu": {"steps": 100, "batch": 8, "length": 64, "width": 64, "layers": 2},
+}
+BFLOAT16_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of dense matrices, a second
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    """Tokens to learn from, those held back, and how many there may be."""
+
+    learned: numpy.ndarray
+    held_back: numpy.ndarray
+    vocabulary: int
+
+
+def load(options: argparse.Namespace) -> Data:
+    """Return the tokens; those of a .npy or .bin stay on the disk."""
+    path, vocabulary = options.data, options.vocabulary
+    if path is not None and path.suffix == ".npy":
+        tokens = numpy.load(path, mmap_mode="r")
+    elif path is not None and path.suffix == ".bin":
+        tokens = numpy.memmap(path, options.bin_dtype, "r")
+    else:
+        text = "\n\n".join(topics[name] for name in sorted(topics)).encode() if path is None else path.read_bytes()
+        tokens, vocabulary = numpy.frombuffer(text, "uint8"), vocabulary or 256
+    cut = len(tokens) * 9 // 10
+    return Data(tokens[:cut], tokens[cut:], vocabulary or 65536)
+
+
+@cache
+def order(windows: int, epoch: int) -> numpy.ndarray:
+    """Return the order in which an epoch reads the windows of the data."""
+    return numpy.random.default_rng(epoch).permutation(windows)
+
+
+def rows(tokens: numpy.ndarray, length: int, first: int, count: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return sequences by their numbers, which go on over all epochs, and the same one token on."""
+    windows = (len(tokens) - 1) // length
+    places = (divmod(number, windows) for number in range(first, first + count))
+    begins = [order(windows, epoch)[place] * length for epoch, place in places]
+    stacked = numpy.stack([tokens[begin : begin + length + 1] for begin in begins]).astype(numpy.int64)
+    both = torch.from_numpy(stacked).to(device)
+    return both[:, :-1], both[:, 1:]
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+
+class Ranks(NamedTuple):
+    """Who computes what: where this rank stands among those with other sequences, and with other parts of them."""
+
+    data: DeviceMesh  # of all ranks that have other tokens, whose gradients are averaged
+    heads: DeviceMesh
+    parts: DeviceMesh  # of each sequence
+    place: int  # of this rank's sequences, among `count` of such
+    count: int
+    rank: int  # of all
+    world: int
+
+
+def join(options: argparse.Namespace) -> Ranks:
+    """Meet the other ranks that torchrun has started, or nobody."""
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**alone)
+    world, tp, cp = dist.get_world_size(), options.tp, options.cp
+    if world % (tp * cp):
+        sys.exit(f"{world} ranks are no multiple of --tp {tp} times --cp {cp}")
+    if world > tp and not (options.dp or options.fsdp):
+        sys.exit(f"{world // tp} ranks have tokens of their own: choose --dp or --fsdp")
+    count = world // (tp * cp)
+    if options.batch % (options.accumulate * count):
+        sys.exit(f"--batch {options.batch} is no multiple of {options.accumulate} passes of {count} ranks")
+    mesh = init_device_mesh(options.device, (world // tp, tp), mesh_dim_names=("data", "heads"))
+    split = init_device_mesh(options.device, (count, cp, tp), mesh_dim_names=("rows", "parts", "heads"))
+    place = split.get_local_rank("rows")
+    return Ranks(mesh["data"], mesh["heads"], split["parts"], place, count, dist.get_rank(), world)
+
+
+class Loss(nn.Module):
+    """The loss of a model as its `forward`, which is all that DistributedDataParallel looks at."""
+
+    def __init__(self, model: RWKV7):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor, **more) -> Tensor:
+        """Return the mean loss of the next tokens."""
+        return self.model.loss(tokens, targets, **more)
+
+
+def spread(model: RWKV7, options: argparse.Namespace, ranks: Ranks) -> nn.Module:
+    """Spread a model over the ranks, and return what makes its loss."""
+    if options.tp > 1:
+        rwkv_jit.parallel.tensor_parallel(model, ranks.heads)
+    if options.compile:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    if options.fsdp:
+        for block in model.blocks:
+            fully_shard(block, mesh=ranks.data)
+        fully_shard(model, mesh=ranks.data)
+        register_fsdp_forward_method(model, "loss")
+    if options.dp:
+        # Buckets of gradients would be made anew after the first step, also of a run that goes on: other last digits.
+        return DistributedDataParallel(Loss(model), process_group=ranks.data.get_group(), find_unused_parameters=True)
+    return Loss(model)
+
+
+def averaged(training: nn.Module, model: RWKV7, now: bool) -> AbstractContextManager:
+    """Say whether the gradients of this pass are averaged over the ranks, or of a later one with them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+    is_copied = isinstance(training, DistributedDataParallel)
+    return training.no_sync() if is_copied and not now else nullcontext()
+
+
+def mean_over(x: Tensor, ranks: Ranks) -> float:
+    """Return the mean of a number that each rank has for its tokens."""
+    x = x.detach() / ranks.data.size()
+    dist.all_reduce(x, group=ranks.data.get_group())
+    return x.item()
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def everything(model: RWKV7, optimizer: torch.optim.Optimizer, rank: int, step: int = 0) -> dict:
+    """Return all that a run goes on from; its place in the data goes by the step."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random["cuda"] = torch.cuda.get_rng_state()
+    return {"model": of_model, "optimizer": of_optimizer, "step": step, f"random_{rank}": random}
+
+
+def resume(folder: Path, model: RWKV7, optimizer: torch.optim.Optimizer, rank: int) -> int:
+    """Go on from the newest checkpoint that is complete, and return how many steps it had."""
+    done = [int(path.parent.name) for path in folder.glob("*/.metadata")]
+    if not done:
+        return 0
+    state = everything(model, optimizer, rank)
+    dcp.load(state, checkpoint_id=folder / str(max(done)))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    torch.set_rng_state(state[f"random_{rank}"]["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[f"random_{rank}"]["cuda"])
+    return state["step"]
+
+
+class Log:
+    """Lines of JSON, and TensorBoard's files where it is installed; of the first rank alone."""
+
+    def __init__(self, folder: Path | None, rank: int, step: int):
+        self.path, self.board = None, None
+        if folder is None or rank:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "log.jsonl"
+        kept = [line for line in self.read() if line["step"] <= step]  # not what came after the checkpoint
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+
+    def read(self) -> list[dict]:
+        """Return all lines."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+    def write(self, **line: float) -> None:
+        """Add a line."""
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if self.board is not None:
+            for name in line.keys() - {"step"}:
+                self.board.add_scalar(name, line[name], line["step"])
+
+    def draw(self) -> None:
+        """Save a picture of the loss."""
+        if self.path is None or find_spec("matplotlib") is None:
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.4, 3.6), layout="tight")
+        axis = figure.subplots()
+        lines = [line for line in self.read() if "loss" in line]
+        axis.plot([line["step"] for line in lines], [line["loss"] for line in lines], linewidth=1)
+        axis.set(xlabel="step", ylabel="loss, nats per token")
+        figure.savefig(self.path.with_name("loss.png"), dpi=120)
+        print(f"loss curve: {self.path.with_name('loss.png')}")
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, on_gpu in DEFAULTS["cuda"].items():
+        parser.add_argument(f"--{name}", type=int, help=f"{on_gpu} on a GPU, {DEFAULTS['cpu'][name]} on a CPU")
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--data", type=Path, help="a text, or a .npy or .bin of tokens; Python's help texts by default")
+    parser.add_argument("--bin-dtype", choices=["uint16", "uint32"], default="uint16", help="of the tokens of a .bin")
+    parser.add_argument("--vocabulary", type=int, help="256 for a text, 65536 for tokens")
+    parser.add_argument("--out", type=Path, help="folder of the log, the picture and checkpoints; none by default")
+    parser.add_argument("--save-every", type=int, default=1000, help="steps from checkpoint to checkpoint (1000)")
+    parser.add_argument("--log-every", type=int, default=10, help="steps from line to line of the log (10)")
+    parser.add_argument("--accumulate", type=int, default=1, help="passes of which a step adds up the gradients")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=20, help="steps until that is reached (20)")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward")
+    parser.add_argument("--compile", action="store_true", help="train through torch.compile")
+    parser.add_argument("--cpu", action="store_true", help="do not use the GPU")
+    parser.add_argument("--dp", action="store_true", help="the model on every rank (DistributedDataParallel)")
+    parser.add_argument("--fsdp", action="store_true", help="a part of the model on every rank (FSDP2)")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the heads; not with --dp")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--peak", type=float, help="FLOPs a second that the GPU can do; known of a few")
+    options = parser.parse_args()
+    options.device = "cpu" if options.cpu or not rwkv_jit.is_available() else "cuda"
+    for name, default in DEFAULTS[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    if options.dp and (options.fsdp or options.tp > 1):
+        parser.error("--dp goes neither with --fsdp nor with --tp")
+    if options.length % options.cp:
+        parser.error(f"--length {options.length} is no multiple of --cp {options.cp}")
+    if options.device == "cuda" and options.peak is None:
+        name = torch.cuda.get_device_name()
+        options.peak = next((peak for known, peak in BFLOAT16_PEAKS.items() if known in name), None)
+    return options
+
+
+def flops_of_token(model: RWKV7) -> float:
+    """Return the FLOPs of a token, forward and backward: six for each weight of a matrix, and the recurrence."""
+    matrices = sum(x.numel() for name, x in model.named_parameters() if x.dim() == 2 and name != "emb.weight")
+    return 6 * matrices + 3 * len(model.blocks) * 8 * model.emb.weight.shape[1] * model.head_size
+
+
+def main() -> int:
+    options = read_options()
+    ranks, device = join(options), options.device
+    data = load(options)
+    torch.manual_seed(0)
+    model = RWKV7(data.vocabulary, options.width, options.layers, options.head_size, device=device)
+    model.checkpointing = options.checkpointing
+    flops, size = flops_of_token(model), sum(x.numel() for x in model.parameters())
+    training = spread(model, options, ranks)
+    optimizer = torch.optim.AdamW(
+        model.param_groups(lr=options.lr, weight_decay=options.weight_decay), betas=(0.9, 0.99), eps=1e-18
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    folder = None if options.out is None else options.out / "checkpoints"
+    step = 0 if folder is None else resume(folder, model, optimizer, ranks.rank)
+    log = Log(options.out, ranks.rank, step)
+    count = options.batch // (options.accumulate * ranks.count)  # sequences of a pass, of this rank
+    if ranks.rank == 0:
+        print(f"{device}: {size / 1e6:.2f} M parameters, ranks: {ranks.world}")
+
+    def loss_of(tokens: numpy.ndarray, number: int) -> Tensor:
+        inputs, targets = rows(tokens, options.length, number + ranks.place * count, count, device)
+        more = {}
+        if options.cp > 1:
+            more["shard"] = rwkv_jit.parallel.Shard(ranks.parts)
+            inputs, targets = (x.chunk(options.cp, 1)[ranks.parts.get_local_rank()] for x in (inputs, targets))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return training(inputs, targets, **more)
+
+    losses, started, tokens = [], time.perf_counter(), 0
+    progress = tqdm(total=options.steps, initial=step, unit="step", disable=ranks.rank > 0)
+    while step < options.steps:
+        # Up to the rate, then down along a cosine to a tenth of it.
+        done = min(max(step - options.warmup, 0) / max(options.steps - options.warmup, 1), 1)
+        factor = min((step + 1) / max(options.warmup, 1), 0.55 + 0.45 * math.cos(math.pi * done))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor
+        for turn in range(options.accumulate):
+            with averaged(training, model, turn == options.accumulate - 1):
+                loss = loss_of(data.learned, step * options.batch + turn * count * ranks.count) / options.accumulate
+                loss.backward()
+            losses.append(loss.detach())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step, tokens = step + 1, tokens + options.batch * options.length
+        progress.update()
+        if step % options.log_every == 0 or step == options.steps:
+            mean = mean_over(torch.stack(losses).sum(), ranks) / (len(losses) / options.accumulate)
+            speed = tokens / (time.perf_counter() - started)
+            line = {"step": step, "loss": mean, "lr": options.lr * factor, "tokens_per_second": speed}
+            line["gradient_norm"] = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+            if options.peak is not None:
+                line["flops_use"] = flops * speed / options.peak / ranks.world
+            log.write(**line)
+            progress.set_postfix(loss=f"{mean:.3f}", tokens=f"{speed:,.0f}/s")
+            losses, started, tokens = [], time.perf_counter(), 0
+        if folder is not None and (step % options.save_every == 0 or step == options.steps):
+            dcp.save(everything(model, optimizer, ranks.rank, step), checkpoint_id=folder / str(step))
+    progress.close()
+
+    with torch.no_grad():
+        held_back = mean_over(loss_of(data.held_back, 0), ranks)
+    log.write(step=step, held_back=held_back)
+    if ranks.rank == 0:
+        print(f"loss {held_back:.3f} on what was held back")
+    log.draw()
+    dist.destroy_process_group()
+    if ranks.world == 1 and data.learned.dtype == numpy.uint8:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            written = model.generate(torch.tensor([list(b"The ")], device=device), 200, temperature=0.8)
+        print(bytes(written[0].tolist()).decode(errors="replace"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

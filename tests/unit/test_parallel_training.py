@@ -1,0 +1,50 @@
+"""Training over ranks: each has what one rank would have, a run goes on to the bit, and a rank that fails ends all."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks meet by gloo")
+SECONDS = 240  # of a group of ranks; they take a tenth of it
+
+
+def start(*command):
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, ["of_copies", "of_shards", "resumes_copies", "resumes_shards"])],
+)
+def test_ranks_have_what_one_has(world, cases, root):
+    done = start(root / "tests" / "ranks.py", "cpu", world, *cases)
+    passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("passed")]
+    assert passed == cases, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+FAILING = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("the second rank has no data")
+dist.all_reduce(torch.ones(3))  # waits for the other one
+print("never")
+"""
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_message(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    started = time.monotonic()
+    done = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    assert done.returncode != 0
+    assert "ValueError: the second rank has no data" in done.stderr
+    assert "never" not in done.stdout
+    assert time.monotonic() - started < SECONDS
