@@ -161,7 +161,8 @@ def _run_example(arguments):
     try:
         runpy.run_path(str(ROOT / "examples" / "train_lm.py"), run_name="__main__")
     except SystemExit as ended:
-        assert ended.code == 0, ended.code
+        if ended.code:
+            raise AssertionError(f"the example ended with {ended.code}") from ended
     finally:
         dist.init_process_group, dist.destroy_process_group, sys.argv = starts, ends, argv
 
