@@ -1,5 +1,6 @@
 """What several ranks check together, on CPUs or GPUs. As a program: python ranks.py DEVICE WORLD CASE..."""
 
+import copy
 import datetime
 import os
 import runpy
@@ -13,9 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+import rwkv_jit
+from rwkv_jit.parallel import tensor_parallel
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"width": 32, "head_size": 8, "hidden": 48}  # four heads
@@ -83,6 +88,136 @@ def check(model, losses, device, mesh):
 # ---- cases -------------------------------------------------------------------------------------------------------
 
 
+def of_layers(device, world):
+    """The small work of a layer and the losses, of DTensors: whole, or cut along the batch, or channels or heads."""
+    mesh = init_device_mesh(device, (world,))
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if device == "cuda" else torch.float64
+
+    def new(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def rows(*shape):
+        return new(B, T, *shape), (0, 2)  # which dimensions are the batch, and channels or heads
+
+    def heads(*shape):
+        return new(*shape), (None, 0)
+
+    targets = torch.randint(11, (B, T), generator=generator).to(device)
+    targets[0, :3] = -100
+    cases = {
+        "token_shift": [rows(32), (new(3, 32), (None, 1)), (new(3, B, T, 32), (1, 3)), (new(B, 32), (0, 1))],
+        "prepare_keys": [rows(4, 8), rows(32), rows(32), heads(4, 8), heads(32)],
+        "gated_norm": [rows(4, 8), rows(32), heads(32), heads(4, 8), rows(32), rows(4, 8), rows(32), heads(4, 8)],
+        "gated": [rows(32), rows(32)],
+        "activate": [rows(32), "tanh"],
+        "cross_entropy": [(new(B, T, 11), (0, None)), (targets, (0, None))],
+        "linear_cross_entropy": [(new(B, T, 32), (0, None)), (new(11, 32), (None, 0)), (targets, (0, None))],
+    }
+    for op, given in cases.items():
+        for role in (None, 0, 1):  # classes of cross_entropy are not cut: it is whole again
+            check_placed(op, mesh, given, role)
+
+    (logits, _), (targets, _) = cases["cross_entropy"]
+    logits, targets = (distribute_tensor(x, mesh, [Shard(0)]) for x in (logits, targets))
+    apart = rwkv_jit.cross_entropy(logits, targets, reduction="none")
+    assert apart.placements == (Shard(0),)
+    mean = apart.full_tensor().sum() / (targets.full_tensor() >= 0).sum()
+    check_close(mean, rwkv_jit.cross_entropy(logits, targets), "mean")
+    parts, kinds = distribute_tensor(new(3, 4, 6), mesh, [Shard(1)]), ("tanh", "identity", "sigmoid")
+    check_close(rwkv_jit.activate(parts, kinds).full_tensor(), rwkv_jit.activate(parts.full_tensor(), kinds), "kinds")
+    packed = [distribute_tensor(x, mesh, [Shard(dim)]) for x, dim in ((new(1, 9, 6), 2), (new(1, 6), 1))]
+    bounds = torch.tensor([0, 4, 9], device=device)
+    (found,) = rwkv_jit.token_shift(*packed, cu_seqlens=bounds)
+    (want,) = rwkv_jit.token_shift(*(x.full_tensor() for x in packed), cu_seqlens=bounds)
+    check_close(found.full_tensor(), want, "packed")
+
+
+def check_placed(op, mesh, given, role):
+    """Compare a call of DTensors, which are whole, or cut along one of two dimensions, with one of plain tensors."""
+    alone = [x if isinstance(x, str) else x[0].clone().requires_grad_(x[0].is_floating_point()) for x in given]
+    placed = [x if isinstance(x, str) else _placed(*x, role, mesh) for x in given]
+    want, found = (getattr(rwkv_jit, op)(*inputs) for inputs in (alone, placed))
+    want, found = (x if isinstance(x, tuple) else (x,) for x in (want, found))
+    for x, y in zip(found, want, strict=True):
+        assert isinstance(x, DTensor) == (x.dim() > 0), op  # a loss is whole on every rank
+        assert x.shape == y.shape, op
+        check_close(whole(x), y, f"{op}, {role}")
+    for results in (want, found):
+        sum((x * x).sum() for x in results).backward()
+    for x, y in zip(placed, alone, strict=True):
+        if isinstance(y, torch.Tensor) and y.grad is not None:
+            check_close(x.grad.full_tensor(), y.grad, f"gradient of {op}, {role}")
+
+
+def _placed(x, dims, role, mesh):
+    dim = None if role is None else dims[role]
+    placed = distribute_tensor(x, mesh, [Replicate() if dim is None else Shard(dim)])
+    return placed.requires_grad_(x.is_floating_point())
+
+
+def bad_input(device, world):
+    """What does not fit is an error before anything is done."""
+    mesh, wide = init_device_mesh(device, (world,)), init_device_mesh(device, (1, world))
+    others = [DeviceMesh(device, [rank]) for rank in range(world)][1 - dist.get_rank()]
+    model, odd = make(device), nn_cases.make(width=24, head_size=8).to(device)
+    before = [*odd.parameters()]
+    narrow = nn_cases.make(**{**SIZES, "hidden": 49}).to(device)
+    x, flat = (distribute_tensor(torch.ones(2, 4, 4, device=device), mesh, [Shard(n)]) for n in (1, 2))
+    ids = distribute_tensor(torch.zeros(2, 4, dtype=torch.int64, device=device), mesh, [Shard(0)])
+    matrix = distribute_tensor(torch.ones(6, 4, device=device), mesh, [Shard(1)])
+    of_rows, alone = flat.redistribute(placements=[Replicate()]), torch.zeros(2, 4, device=device)
+    for error, message, call in [
+        (TypeError, "mesh: expected a DeviceMesh, got int", lambda: tensor_parallel(model, 2)),
+        (ValueError, "mesh: expected one dimension, such as mesh['tp'] of a larger one, got 2",
+         lambda: tensor_parallel(model, wide)),
+        (ValueError, f"mesh: expected one with this rank, {dist.get_rank()}, got ",
+         lambda: tensor_parallel(model, others)),
+        (ValueError, "mesh: expected a size that divides the 3 heads of blocks.0.att, got 2",
+         lambda: tensor_parallel(odd, mesh)),
+        (ValueError, "mesh: expected a size that divides the 49 channels of blocks.0.ffn.key.weight, got 2",
+         lambda: tensor_parallel(narrow, mesh)),
+        (ValueError, f"model: expected parameters on {device}, as mesh is, got meta (emb.weight)",
+         lambda: tensor_parallel(make(device).to("meta"), mesh)),
+        (TypeError, "model: expected modules that can be spread over ranks, got Conv1d (1)",
+         lambda: tensor_parallel(nn.Sequential(nn.LayerNorm(4), nn.Conv1d(2, 2, 2)).to(device), mesh)),
+        (TypeError, "model: expected parameters of one rank, got a DTensor of ",
+         lambda: tensor_parallel(tensor_parallel(make(device), mesh), mesh)),
+        (RuntimeError, "a model that has been spread over ranks neither decodes nor writes files",
+         lambda: tensor_parallel(make(device), mesh).generate(ids.full_tensor(), 3)),
+        (ValueError, "x: expected DTensors placed by Replicate() or Shard(0) (batch) or Shard(2) (channels), got S",
+         lambda: rwkv_jit.token_shift(x, matrix)),
+        (ValueError, "mixes: expected a DTensor placed by [Shard(dim=1)] of ",
+         lambda: rwkv_jit.token_shift(flat, distribute_tensor(torch.ones(1, 4, device=device), mesh, [Shard(0)]))),
+        (TypeError, "mixes: expected a DTensor like x, got Tensor", lambda: rwkv_jit.token_shift(flat, alone)),
+        (TypeError, "activate takes no DTensors where it writes to what it is given; pass to_local() of each",
+         lambda: rwkv_jit.activate(x, "tanh", out=x)),
+        (TypeError, "shift_mix takes no DTensors where it writes to what it is given; pass to_local() of each",
+         lambda: rwkv_jit.shift_mix(flat, alone, alone, alone, alone)),
+        (ValueError, "logits: expected DTensors placed by Replicate() or Shard(0) (batch), got S",
+         lambda: rwkv_jit.cross_entropy(flat, ids)),
+        (ValueError, "weight: expected a DTensor placed by Replicate() or Shard(0) of ",
+         lambda: rwkv_jit.linear_cross_entropy(flat.full_tensor(), matrix, ids.full_tensor())),
+        (ValueError, "weight: expected Replicate() where hidden is cut, ",
+         lambda: rwkv_jit.linear_cross_entropy(
+             of_rows.redistribute(placements=[Shard(0)]), matrix.redistribute(placements=[Shard(0)]), ids)),
+        (ValueError, "targets: expected a DTensor placed by [Replicate()] of ",
+         lambda: rwkv_jit.linear_cross_entropy(of_rows, of_rows[0], ids)),
+        (TypeError, "targets: expected a DTensor like weight, got Tensor",
+         lambda: rwkv_jit.linear_cross_entropy(of_rows, of_rows[0], ids.full_tensor())),
+        (TypeError, "weight: expected a DTensor like another argument, got Tensor",
+         lambda: rwkv_jit.linear_cross_entropy(of_rows, alone, ids)),
+    ]:  # fmt: skip
+        try:
+            call()
+        except error as raised:
+            said = str(raised)
+        else:
+            said = "nothing"
+        assert said.startswith(message), f"expected {message}, got {said}"
+    assert all(x is y for x, y in zip(odd.parameters(), before, strict=True))
+
+
 def of_copies(device, world):
     """DistributedDataParallel, also with gradients that are added up over two passes."""
     mesh = init_device_mesh(device, (world,))
@@ -116,6 +251,80 @@ def sharded(model, mesh):
     return model
 
 
+def of_heads(device, world):
+    """Tensor parallelism: loss and gradients, with activations that are computed again too; parts and packed texts."""
+    mesh = init_device_mesh(device, (world,))
+    for checkpointing in (False, True):
+        model = tensor_parallel(make(device, seed=dist.get_rank()), mesh)  # the first rank's values count
+        model.checkpointing = checkpointing
+        loss = model.loss(*make_rows(model))
+        loss.backward()
+        check(model, [loss], device, mesh)
+    alone, model = make(device), tensor_parallel(make(device), mesh)
+    tokens, targets = make_rows(alone)
+    bounds = torch.tensor([0, 3, B * T], device=device)
+    found, want = (_in_parts(each, tokens, targets, bounds) for each in (model, alone))
+    for x, y in zip(found, want, strict=True):
+        check_close(x, y, "parts and packed texts")
+    for (name, x), y in zip(model.named_parameters(), alone.parameters(), strict=True):
+        check_close(x.grad.full_tensor(), y.grad, name)
+    for (name, x), (other, y) in zip(model.state_dict().items(), alone.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(x.full_tensor(), y)
+    assert model.blocks[1].att.key.weight.to_local().shape == (SIZES["width"] // world, SIZES["width"])
+    assert model.blocks[1].ffn.value.weight.to_local().shape == (SIZES["width"], SIZES["hidden"] // world)
+
+
+def _in_parts(model, tokens, targets, bounds):
+    """Losses and logits of texts in two parts, with gradients through the state, and of packed texts."""
+    first, state = model.loss(tokens[:, :4], targets[:, :4], return_state=True)
+    second, state = model.loss(tokens[:, 4:], targets[:, 4:], state=state, return_state=True)
+    logits = model(tokens.reshape(1, -1), cu_seqlens=bounds)
+    ends = sum(x.square().sum() for each in state for x in (each.time_shift, each.channel_shift))
+    (first + 2 * second + logits.square().mean() + ends).backward()
+    return [first.detach(), second.detach(), logits.detach(), ends.detach()]
+
+
+def of_families(device, world):
+    """Tensor parallelism of time mixing and channel mixing of RWKV-4, 5 and 6, in two parts with the state between."""
+    mesh = init_device_mesh(device, (world,))
+    dtype = torch.float32 if device == "cuda" else torch.float64
+    for family in (4, 5, 6):
+        for kind in ("TimeMix", "ChannelMix"):
+            sizes = {"head_size": 8} if kind == "TimeMix" and family > 4 else {}
+            torch.manual_seed(0)
+            alone = getattr(rwkv_jit.nn, f"RWKV{family}{kind}")(32, 1, 3, **sizes, device=device, dtype=dtype)
+            generator = torch.Generator().manual_seed(0)
+            for x in alone.parameters():  # of which some begin as zeros
+                x.data.add_(torch.randn(x.shape, generator=generator).to(x) / 4)
+            model = tensor_parallel(copy.deepcopy(alone), mesh)
+            x = torch.randn(B, T, 32, generator=generator).to(device, dtype)
+            given = [x.clone().requires_grad_() for _ in range(2)]
+            results = []
+            for module, inputs in zip((alone, model), given, strict=True):
+                first, state = module(inputs[:, :4])
+                second, state = module(inputs[:, 4:], state)
+                last = state[0] if kind == "TimeMix" else state
+                results.append([first.detach(), second.detach(), last.detach()])
+                sum((y * y).sum() for y in (first, second, last)).backward()
+            for found, want in zip(*results[::-1], strict=True):
+                check_close(found, want, type(alone).__name__)
+            check_close(given[1].grad, given[0].grad, f"gradient of x in {type(alone).__name__}")
+            for (name, found), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+                check_close(found.grad.full_tensor(), want.grad, f"{type(alone).__name__}.{name}")
+
+
+def of_heads_and_shards(device, world):
+    """FSDP2 of a model whose heads are spread: a mesh of two dimensions."""
+    mesh = init_device_mesh(device, (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = sharded(tensor_parallel(make(device), mesh["tp"]), mesh["dp"])
+    loss = model.loss(*(own(x, mesh["dp"]) for x in make_rows(model)))
+    loss.backward()
+    check(model, [loss], device, mesh["dp"])
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.param_groups(lr=1e-3, weight_decay=0.1)).step()
+
+
 def resumes_copies(device, world):
     """The example goes on from a checkpoint to the bit, under DistributedDataParallel."""
     _resumes(device, "--dp", "--accumulate", "2")
@@ -124,6 +333,11 @@ def resumes_copies(device, world):
 def resumes_shards(device, world):
     """The same under FSDP2."""
     _resumes(device, "--fsdp", "--checkpointing")
+
+
+def resumes_heads_and_shards(device, world):
+    """The same under FSDP2 of a model whose heads are spread."""
+    _resumes(device, "--fsdp", "--tp=2")
 
 
 def _resumes(device, *options):
@@ -184,11 +398,6 @@ def _is_same(x, y):
     return torch.equal(x, y) if isinstance(y, torch.Tensor) else x == y
 
 
-CASES = {
-    case.__name__: case for case in (of_copies, of_shards, resumes_copies, resumes_shards)
-}  # fmt: skip
-
-
 # ---- ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +413,7 @@ def run(rank, device, world, store, names):
         timeout=datetime.timedelta(seconds=60), **more,
     )  # fmt: skip
     for name in names:
-        CASES[name](device, world)
+        globals()[name](device, world)
         if rank == 0:
             print("passed", name, flush=True)
     dist.destroy_process_group()

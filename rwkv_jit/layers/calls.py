@@ -101,7 +101,7 @@ def _checked_call(
     """Run a call after all checks; one that was `asked` for so is known from then on."""
     arrays = [x for x in (*inputs, *written) if x is not None]
     if sharding.any_distributed(arrays):
-        raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
+        return _distributed(name, inputs, written, options, record)
     call = _CHECKS[name](inputs, written, *options)
     is_recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors)
     if is_recorded:
@@ -127,6 +127,47 @@ def _checked_call(
         targets = [call.lead] if call.in_place else targets
         registry.find("layer_step")(name, given, targets, call.null_index, call.eps, call.kinds)
     return list(new.values())
+
+
+def _distributed(
+    name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...],
+    record: Callable[[Call], Run] | None,
+) -> list[Tensor]:  # fmt: skip
+    """Run a call of DTensors: each rank its part of the batch, and of the channels or heads."""
+    if record is None or any(x is not None for x in written) or True in options:
+        raise TypeError(f"{name} takes no DTensors where it writes to what it is given; pass to_local() of each")
+    named = dict(zip([*OPS[name].inputs, *_BESIDE.get(name, ())], inputs, strict=True))
+    roles = _roles(name, named, options)
+    lead = next(iter(named))
+
+    def run(*local: Any) -> list[Tensor]:
+        made = call(name, local, written, options, record)
+        # Flat heads would be as many as there are channels.
+        return [x.unflatten(-1, local[0].shape[-2:]) for x in made] if name == "gated_norm" else made
+
+    count = {"prepare_keys": 3 + (named.get("v_first") is not None)}.get(name, 1)
+    count = named["mixes"].shape[0] if name == "token_shift" else count
+    given = {own: (x, roles[own]) for own, x in named.items()}
+    made: list[Tensor] = sharding.run(run, given, lead, [roles[lead]] * count)
+    return [x.flatten(-2) for x in made] if name == "gated_norm" else made
+
+
+def _roles(name: str, named: dict[str, Any], options: tuple[Any, ...]) -> dict[str, dict[str, int]]:
+    """Return which dimensions of the inputs may be cut over ranks."""
+    if name == "token_shift":
+        dims = {"x": "BTC", "mixes": "MC", "amounts": "MBTC", "first": "BC", "cu_seqlens": ""}
+        roles = {own: sharding.roles(letters) for own, letters in dims.items()}
+        if named["cu_seqlens"] is not None:
+            for each in roles.values():
+                each.pop("batch", None)
+        return roles
+    lead = next(iter(named.values()))
+    count = lead.dim()
+    if name in ("activate", "gated"):  # every element is for itself, but parts have kinds of their own
+        first = int(name == "activate" and not isinstance(options[0], str))
+        return dict.fromkeys(named, {f"dimension {dim}": dim for dim in range(first, count)})
+    of_rows = {"batch": 0, "heads": count - 2} if count > 2 else {"heads": 0}
+    return {own: of_rows if "N" in dims else {"heads": 0} for own, dims in OPS[name].inputs.items()}
 
 
 def _with_bounds(run: Run, tokens: int) -> Run:

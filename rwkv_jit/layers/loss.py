@@ -100,8 +100,10 @@ def cross_entropy(
     >>> loss.shape, logits.grad.shape
     (torch.Size([]), torch.Size([2, 5, 1000]))
     """
-    name = "cross_entropy"
-    _refuse(name, (logits, targets))
+    _refuse_tangents("cross_entropy", (logits, targets))
+    if sharding.any_distributed((logits, targets)):
+        options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction}
+        return _of_distributed_logits(logits, targets, options)
     logits, targets = tensors.from_any("logits", logits), tensors.from_any("targets", targets)
     if not logits.dim() or not 0 < logits.shape[-1] <= MOST_COLUMNS:
         raise ValueError(f"logits: expected shape [..., classes], got {list(logits.shape)}")
@@ -190,9 +192,11 @@ def linear_cross_entropy(
     >>> hidden.grad.shape, head.weight.grad.shape
     (torch.Size([2, 5, 64]), torch.Size([1000, 64]))
     """
-    name = "linear_cross_entropy"
     given = [hidden, weight, *([] if bias is None else [bias])]
-    _refuse(name, (*given, targets))
+    _refuse_tangents("linear_cross_entropy", (*given, targets))
+    if sharding.any_distributed((*given, targets)):
+        options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction, "chunk_rows": chunk_rows}
+        return _of_distributed_rows(hidden, weight, bias, targets, options)
     given = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
     targets = tensors.from_any("targets", targets)
     dtype = tensors.autocast_dtype(given[0])
@@ -226,13 +230,77 @@ def _reduced(total: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
+# ---- DTensors ----------------------------------------------------------------------------------------------------
+
+
+def _of_distributed_logits(logits: Any, targets: Any, options: dict[str, Any]) -> Tensor:
+    """Return the loss of DTensors: each rank's rows, of which a reduction is whole on every rank."""
+    checks.check_name("reduction", options["reduction"], _REDUCTIONS)
+    roles = {"batch": 0} if logits.dim() > 1 else {}
+
+    def run(logits: Tensor, targets: Tensor) -> tuple[Tensor]:
+        return (cross_entropy(logits, targets, **{**options, "reduction": "none"}),)
+
+    (rows,) = sharding.run(run, {"logits": (logits, roles), "targets": (targets, roles)}, "logits", (roles,))
+    if options["reduction"] == "none":
+        return rows  # type: ignore[no-any-return]
+    total: Tensor = rows.sum().full_tensor()
+    if options["reduction"] == "sum":
+        return total
+    count: Tensor = (targets != options["ignore_index"]).sum().full_tensor()
+    return total / count
+
+
+def _of_distributed_rows(hidden: Any, weight: Any, bias: Any, targets: Any, options: dict[str, Any]) -> Tensor:
+    """Return the loss where the matrix is a DTensor, or all are.
+
+    Where ranks hold parts of the matrix, each takes a part of the rows and gathers the matrix: products are shared, and
+    a chunk of logits is as small as that of one rank.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    checks.check_name("reduction", options["reduction"], _REDUCTIONS[:2])
+    if not isinstance(weight, DTensor):
+        raise TypeError(f"weight: expected a DTensor like another argument, got {type(weight).__name__}")
+    mesh, whole = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
+    if not isinstance(hidden, DTensor) and not isinstance(targets, DTensor):  # the same on every rank
+        hidden, targets = (DTensor.from_local(x, mesh, whole, run_check=False) for x in (hidden, targets))
+    given = {"hidden": hidden, "targets": targets, "weight": weight, **({} if bias is None else {"bias": bias})}
+    for name, x in given.items():
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{name}: expected a DTensor like weight, got {type(x).__name__}")
+        like = {"targets": hidden, "bias": weight}.get(name)
+        is_known = all(placement in (Replicate(), Shard(0)) for placement in x.placements)
+        if x.device_mesh != mesh or not is_known or (like is not None and x.placements != like.placements):
+            legal = "by Replicate() or Shard(0)" if like is None else f"by {list(like.placements)}"
+            raise ValueError(
+                f"{name}: expected a DTensor placed {legal} of {mesh}, got {list(x.placements)} of {x.device_mesh}"
+            )
+    pairs = [*zip(hidden.placements, weight.placements, strict=True)]
+    if any(x.is_shard() and y.is_shard() for x, y in pairs):
+        raise ValueError(
+            f"weight: expected Replicate() where hidden is cut, by {list(hidden.placements)}, "
+            f"got {list(weight.placements)}"
+        )
+    cuts = [y if y.is_shard() else x for x, y in pairs]  # of the rows that a rank takes
+    summed = [Partial() if cut.is_shard() else cut for cut in cuts]
+    local = {"hidden": hidden.flatten(0, -2), "targets": targets.flatten()}
+    local = {name: x.redistribute(placements=cuts).to_local() for name, x in local.items()}
+    for name in given.keys() - local.keys():
+        local[name] = given[name].redistribute(placements=whole).to_local(grad_placements=summed)
+    total = linear_cross_entropy(**local, **{**options, "reduction": "sum"})
+    total = DTensor.from_local(total, mesh, summed, run_check=False).full_tensor()
+    if options["reduction"] == "sum":
+        return total
+    count: Tensor = (targets != options["ignore_index"]).sum().full_tensor()
+    return total / count
+
+
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _refuse(name: str, arrays: tuple[Any, ...]) -> None:
-    """Refuse DTensors, and tangents, which torch would drop without a word."""
-    if sharding.any_distributed(arrays):
-        raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
+def _refuse_tangents(name: str, arrays: tuple[Any, ...]) -> None:
+    """Refuse tangents, which torch would drop without a word."""
     if not torch.compiler.is_compiling() and tensors.has_dual_level():
         given = (x for x in arrays if isinstance(x, Tensor))
         if any(forward_ad.unpack_dual(x).tangent is not None for x in given):

@@ -13,6 +13,7 @@ _MODULES = {
     "merge": "rwkv_jit.parallel.summaries",
     "neutral": "rwkv_jit.parallel.summaries",
     "summary": "rwkv_jit.parallel.recurrences",
+    "tensor_parallel": "rwkv_jit.parallel.tensor",
     "token_shift": "rwkv_jit.parallel.shifting",
     "wkv5": "rwkv_jit.parallel.recurrences",
     "wkv6": "rwkv_jit.parallel.recurrences",
@@ -26,6 +27,7 @@ __all__ = [
     "merge",
     "neutral",
     "summary",
+    "tensor_parallel",
     "token_shift",
     "wkv5",
     "wkv6",
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from rwkv_jit.parallel.shard import Shard
     from rwkv_jit.parallel.shifting import token_shift
     from rwkv_jit.parallel.summaries import compose, merge, neutral
+    from rwkv_jit.parallel.tensor import tensor_parallel
 
 
 def __getattr__(name: str) -> Any:

@@ -468,13 +468,6 @@ def test_what_does_not_fit(name, error, message, change):
             getattr(rwkv_jit, each)(**(CALLS[each]() | change))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_dtensors_are_refused(name, monkeypatch):
-    monkeypatch.setattr(loss_module.sharding, "any_distributed", lambda arrays: True)
-    with pytest.raises(TypeError, match=rf"^{name} takes no DTensors; pass to_local\(\) of each"):
-        getattr(rwkv_jit, name)(**CALLS[name]())
-
-
 # ---- launches ----------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,12 @@ def start(*command):
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, ["of_copies", "of_shards", "resumes_copies", "resumes_shards"])],
-)
+    [
+        (2, ["of_layers", "bad_input", "of_copies", "of_shards", "of_heads", "of_families", "resumes_copies",
+             "resumes_shards"]),
+        (4, ["of_heads", "of_heads_and_shards", "resumes_heads_and_shards"]),
+    ],
+)  # fmt: skip
 def test_ranks_have_what_one_has(world, cases, root):
     done = start(root / "tests" / "ranks.py", "cpu", world, *cases)
     passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("passed")]
