@@ -181,6 +181,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from rwkv_jit import nn as nn
+    from rwkv_jit import parallel as parallel
     from rwkv_jit.ahead import compile_async, specialize, warm
     from rwkv_jit.custom import Template
     from rwkv_jit.errors import CacheError, CompileError, NvrtcNotFoundError, RwkvJitError, UnsupportedConfigError

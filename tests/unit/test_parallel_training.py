@@ -25,7 +25,7 @@ def start(*command):
     ],
 )  # fmt: skip
 def test_ranks_have_what_one_has(world, cases, root):
-    done = start(root / "tests" / "ranks.py", "cpu", world, *cases)
+    done = start(root / "tests" / "ranks.py", "cpu", "float64", world, *cases)
     passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("passed")]
     assert passed == cases, done.stderr[-3000:]
     assert done.returncode == 0, done.stderr[-3000:]
