@@ -52,16 +52,8 @@ BFLOAT16_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e1
 # ---- data --------------------------------------------------------------------------------------------------------
 
 
-class Data(NamedTuple):
-    """Tokens to learn from, those held back, and how many there may be."""
-
-    learned: numpy.ndarray
-    held_back: numpy.ndarray
-    vocabulary: int
-
-
-def load(options: argparse.Namespace) -> Data:
-    """Return the tokens; those of a .npy or .bin stay on the disk."""
+def load(options: argparse.Namespace) -> tuple[numpy.ndarray, numpy.ndarray, int]:
+    """Return tokens to learn from, those held back, and how many there may be; a .npy or .bin stays on the disk."""
     path, vocabulary = options.data, options.vocabulary
     if path is not None and path.suffix == ".npy":
         tokens = numpy.load(path, mmap_mode="r")
@@ -71,7 +63,9 @@ def load(options: argparse.Namespace) -> Data:
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode() if path is None else path.read_bytes()
         tokens, vocabulary = numpy.frombuffer(text, "uint8"), vocabulary or 256
     cut = len(tokens) * 9 // 10
-    return Data(tokens[:cut], tokens[cut:], vocabulary or 65536)
+    if len(tokens) - cut <= options.length:
+        sys.exit(f"--data has {len(tokens)} tokens: more than {10 * options.length} are needed for --length")
+    return tokens[:cut], tokens[cut:], vocabulary or 65536
 
 
 @cache
@@ -281,6 +275,12 @@ def read_options() -> argparse.Namespace:
     return options
 
 
+def factor_at(step: int, options: argparse.Namespace) -> float:
+    """Return the share of the learning rate: up to it, then down along a cosine to a tenth of it."""
+    done = min(max(step - options.warmup, 0) / max(options.steps - options.warmup, 1), 1)
+    return min((step + 1) / max(options.warmup, 1), 0.55 + 0.45 * math.cos(math.pi * done))
+
+
 def flops_of_token(model: RWKV7) -> float:
     """Return the FLOPs of a token, forward and backward: six for each weight of a matrix, and the recurrence."""
     matrices = sum(x.numel() for name, x in model.named_parameters() if x.dim() == 2 and name != "emb.weight")
@@ -290,9 +290,9 @@ def flops_of_token(model: RWKV7) -> float:
 def main() -> int:
     options = read_options()
     ranks, device = join(options), options.device
-    data = load(options)
+    learned, held_back, vocabulary = load(options)
     torch.manual_seed(0)
-    model = RWKV7(data.vocabulary, options.width, options.layers, options.head_size, device=device)
+    model = RWKV7(vocabulary, options.width, options.layers, options.head_size, device=device)
     model.checkpointing = options.checkpointing
     flops, size = flops_of_token(model), sum(x.numel() for x in model.parameters())
     training = spread(model, options, ranks)
@@ -319,14 +319,11 @@ def main() -> int:
     losses, started, tokens = [], time.perf_counter(), 0
     progress = tqdm(total=options.steps, initial=step, unit="step", disable=ranks.rank > 0)
     while step < options.steps:
-        # Up to the rate, then down along a cosine to a tenth of it.
-        done = min(max(step - options.warmup, 0) / max(options.steps - options.warmup, 1), 1)
-        factor = min((step + 1) / max(options.warmup, 1), 0.55 + 0.45 * math.cos(math.pi * done))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
+            group["lr"] = rate * factor_at(step, options)
         for turn in range(options.accumulate):
             with averaged(training, model, turn == options.accumulate - 1):
-                loss = loss_of(data.learned, step * options.batch + turn * count * ranks.count) / options.accumulate
+                loss = loss_of(learned, step * options.batch + turn * count * ranks.count) / options.accumulate
                 loss.backward()
             losses.append(loss.detach())
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -337,7 +334,7 @@ def main() -> int:
         if step % options.log_every == 0 or step == options.steps:
             mean = mean_over(torch.stack(losses).sum(), ranks) / (len(losses) / options.accumulate)
             speed = tokens / (time.perf_counter() - started)
-            line = {"step": step, "loss": mean, "lr": options.lr * factor, "tokens_per_second": speed}
+            line = {"step": step, "loss": mean, "lr": optimizer.param_groups[0]["lr"], "tokens_per_second": speed}
             line["gradient_norm"] = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
             if options.peak is not None:
                 line["flops_use"] = flops * speed / options.peak / ranks.world
@@ -345,17 +342,19 @@ def main() -> int:
             progress.set_postfix(loss=f"{mean:.3f}", tokens=f"{speed:,.0f}/s")
             losses, started, tokens = [], time.perf_counter(), 0
         if folder is not None and (step % options.save_every == 0 or step == options.steps):
+            begun = time.perf_counter()
             dcp.save(everything(model, optimizer, ranks.rank, step), checkpoint_id=folder / str(step))
+            started += time.perf_counter() - begun  # no tokens were to be had in that time
     progress.close()
 
     with torch.no_grad():
-        held_back = mean_over(loss_of(data.held_back, 0), ranks)
-    log.write(step=step, held_back=held_back)
+        final = mean_over(loss_of(held_back, 0), ranks)
+    log.write(step=step, held_back=final)
     if ranks.rank == 0:
-        print(f"loss {held_back:.3f} on what was held back")
+        print(f"loss {final:.3f} on what was held back")
     log.draw()
     dist.destroy_process_group()
-    if ranks.world == 1 and data.learned.dtype == numpy.uint8:
+    if ranks.world == 1 and not options.fsdp and learned.dtype == numpy.uint8:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             written = model.generate(torch.tensor([list(b"The ")], device=device), 200, temperature=0.8)
         print(bytes(written[0].tolist()).decode(errors="replace"))

@@ -169,6 +169,8 @@ def prepare_keys(
     Where k k_k is zero, so are a and b. w of the layer goes to `wkv7_update` as it is, with `w0` and `decay="sigmoid"`.
     Precision and first calls are those of `shift_mix`.
 
+    DTensors may be replicated or sharded over the batch or the heads.
+
     All inputs have gradients. The backward keeps the inputs and nothing else, and makes norms and gates again; while it
     runs it has sums of k_k, k_a, a0 and v0 for some hundred groups of rows in float32. Gradients of these are added up
     in float32. A second derivative is an error.
@@ -247,7 +249,7 @@ def gated_norm(
 
     Notes
     -----
-    Precision and first calls are those of `shift_mix`, gradients and the memory of the backward those of
+    Precision and first calls are those of `shift_mix`, gradients, the memory of the backward and DTensors those of
     `prepare_keys`; its sums are those of weight, bias and r_k.
 
     References
@@ -292,6 +294,7 @@ def gated(x: Any, g: Any, gate: str = "sigmoid") -> Tensor:
     Notes
     -----
     Precision and first calls are those of `shift_mix`. The backward keeps x and g. A second derivative is an error.
+    DTensors may be replicated or sharded over any dimension.
 
     References
     ----------
@@ -342,7 +345,8 @@ def token_shift(
     Notes
     -----
     Precision and first calls are those of `shift_mix`; nothing is rounded but the results. Gradients and the memory of
-    the backward are those of `prepare_keys`: `first` has one too, of what is carried into a text.
+    the backward are those of `prepare_keys`: `first` has one too, of what is carried into a text. DTensors may be
+    replicated or sharded over the channels, and over the batch where no texts are packed.
 
     References
     ----------
@@ -385,7 +389,8 @@ def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
 
     Notes
     -----
-    Precision and first calls are those of `shift_mix`. The backward keeps x. A second derivative is an error.
+    Precision and first calls are those of `shift_mix`. The backward keeps x. A second derivative is an error. DTensors
+    may be replicated or sharded over any dimension but that of the parts; they go without `out`.
 
     References
     ----------

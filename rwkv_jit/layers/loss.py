@@ -86,6 +86,9 @@ def cross_entropy(
     A target that is neither a class nor `ignore_index` is an error on the CPU. On a GPU nobody looks at the values,
     unless RWKVJIT_CHECK=1: loss and gradient of that row are NaN. CPU tensors run plain torch, with one notice.
 
+    DTensors may be replicated or sharded over the batch. The sum and the mean are those of all ranks, in a plain tensor
+    that is the same on each of them.
+
     References
     ----------
     Peng et al., Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence, arXiv:2404.05892; `L2Wrap` is
@@ -175,6 +178,11 @@ def linear_cross_entropy(
 
     Logits are rounded to the dtype of hidden, as those of torch's layer are. Precision and targets out of range are
     those of `cross_entropy`. A row's loss may differ in its last digits with `chunk_rows`, as matrix products do.
+
+    DTensors: hidden and targets are replicated or sharded over the batch, weight and bias replicated. Where hidden is
+    replicated, weight may be sharded over the classes: each rank then takes a part of the rows, with the whole matrix,
+    which it gathers. Beside a weight that is a DTensor, hidden and targets may be plain tensors that are the same on
+    every rank. The result is as in `cross_entropy`.
 
     References
     ----------

@@ -466,7 +466,8 @@ inference.replay nn.parts nn.checkpoints nn.convolution parallel.shifting
 nn.mixing nn.attention nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
 nn.model
-nn parallel ahead_layers
+nn parallel.tensor ahead_layers
+parallel
 ahead_requests
 ahead bench.cases
 bench.measure
