@@ -1,7 +1,7 @@
 """One sequence over two GPUs: parts agree with the whole."""
 
-import pytest
 import groups
+import pytest
 import shared_sequences
 import torch
 

@@ -1,7 +1,7 @@
 """One sequence over many processes: parts agree with the whole, and what does not fit is said."""
 
-import pytest
 import groups
+import pytest
 import shared_sequences
 import torch
 import torch.distributed as dist
