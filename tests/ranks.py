@@ -198,6 +198,9 @@ def bad_input(device, world):
         (ValueError, "mixes: expected a DTensor placed by [Shard(dim=1)] of ",
          lambda: rwkv_jit.token_shift(flat, distribute_tensor(torch.ones(1, 4, device=device), mesh, [Shard(0)]))),
         (TypeError, "mixes: expected a DTensor like x, got Tensor", lambda: rwkv_jit.token_shift(flat, alone)),
+        (TypeError, "x: expected a DTensor like another argument, got list", lambda: rwkv_jit.gated([1.0], flat)),
+        (ValueError, "mixes: expected shape [1 to 6, 2], got None",
+         lambda: rwkv_jit.token_shift(flat, None)),
         (TypeError, "activate takes no DTensors where it writes to what it is given; pass to_local() of each",
          lambda: rwkv_jit.activate(x, "tanh", out=x)),
         (TypeError, "shift_mix takes no DTensors where it writes to what it is given; pass to_local() of each",
@@ -417,7 +420,7 @@ def run(rank, device, dtype, world, store, names):
         more["device_id"] = torch.device("cuda", rank)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=60), **more,
+        timeout=datetime.timedelta(minutes=2), **more,
     )  # fmt: skip
     is_narrow = dtype == "bfloat16"
     torch.set_default_dtype(torch.float32 if is_narrow else getattr(torch, dtype))

@@ -134,19 +134,24 @@ def _distributed(
     record: Callable[[Call], Run] | None,
 ) -> list[Tensor]:  # fmt: skip
     """Run a call of DTensors: each rank its part of the batch, and of the channels or heads."""
-    if record is None or any(x is not None for x in written) or True in options:
+    is_in_place = any(x is True for x in options)  # of `activate`
+    if record is None or is_in_place or any(x is not None for x in written):
         raise TypeError(f"{name} takes no DTensors where it writes to what it is given; pass to_local() of each")
     named = dict(zip([*OPS[name].inputs, *_BESIDE.get(name, ())], inputs, strict=True))
+    lead, mixes = next(iter(named)), named.get("mixes")
+    if not isinstance(named[lead], Tensor):
+        raise TypeError(f"{lead}: expected a DTensor like another argument, got {type(named[lead]).__name__}")
     roles = _roles(name, named, options)
-    lead = next(iter(named))
 
     def run(*local: Any) -> list[Tensor]:
         made = call(name, local, written, options, record)
         # Flat heads would be as many as there are channels.
         return [x.unflatten(-1, local[0].shape[-2:]) for x in made] if name == "gated_norm" else made
 
-    count = {"prepare_keys": 3 + (named.get("v_first") is not None)}.get(name, 1)
-    count = named["mixes"].shape[0] if name == "token_shift" else count
+    count = {
+        "prepare_keys": 3 + (named.get("v_first") is not None),
+        "token_shift": mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1,
+    }.get(name, 1)
     given = {own: (x, roles[own]) for own, x in named.items()}
     made: list[Tensor] = sharding.run(run, given, lead, [roles[lead]] * count)
     return [x.flatten(-2) for x in made] if name == "gated_norm" else made

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import types
 
 import pytest
 import torch
@@ -59,3 +60,46 @@ def test_pictures_are_saved_where_they_are_asked_for(example, tmp_path, capsys):
     for name, what in (("filters.png", "filters"), ("loss.png", "loss curve")):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert f"{what}: {tmp_path / name}\n" in printed
+
+
+def test_the_trainer_reads_every_window_once_an_epoch(root, tmp_path):
+    numpy, names = pytest.importorskip("numpy"), runpy.run_path(str(root / "examples" / "train_lm.py"))
+    tokens = numpy.arange(70_000, 70_107, dtype="uint32")
+    numpy.save(tmp_path / "tokens.npy", tokens)
+    tokens.astype("uint16").tofile(tmp_path / "tokens.bin")
+    options = types.SimpleNamespace(vocabulary=80_000, bin_dtype="uint16", length=8)
+    for name, want in (("tokens.npy", tokens), ("tokens.bin", tokens.astype("uint16"))):
+        options.data = tmp_path / name
+        learned, held_back, vocabulary = names["load"](options)
+        assert [*learned, *held_back] == [*want]
+        assert (len(held_back), vocabulary) == (11, 80_000)
+    windows = 11  # of 96 tokens: 8 each, and one more to predict
+    inputs, targets = names["rows"](tokens[:96], 8, 0, windows, "cpu")
+    assert sorted(inputs.flatten().tolist()) == list(range(70_000, 70_000 + 8 * windows))
+    assert torch.equal(targets, inputs + 1)
+    again, _ = names["rows"](tokens[:96], 8, windows, windows, "cpu")
+    assert not torch.equal(again, inputs)  # the next epoch has an order of its own
+    assert torch.equal(again.flatten().sort().values, inputs.flatten().sort().values)
+    some, _ = names["rows"](tokens[:96], 8, 3, 10, "cpu")  # over the end of the epoch
+    assert torch.equal(some, torch.cat([inputs, again])[3:13])
+    options.length = 11
+    with pytest.raises(SystemExit, match="^--data has 107 tokens: more than 110 are needed for --length$"):
+        names["load"](options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batch", 3, "--accumulate", 2], "--batch 3 is no multiple of 2 passes of 1 ranks"),
+        (["--tp", 2], "1 ranks are no multiple of --tp 2 times --cp 1"),
+        (["--dp", "--fsdp"], 2),  # an error of the parser, as the next
+        (["--length", 9, "--cp", 2], 2),
+    ],
+)
+def test_what_the_trainer_cannot_do(options, said, example):
+    pytest.importorskip("tqdm")
+    try:
+        assert example("train_lm", "--cpu", *options) == said
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks meet by gloo")
-SECONDS = 240  # of a group of ranks; they take a tenth of it
+SECONDS = 300  # of a group of ranks; they take a tenth of it on two cores
 
 
 def start(*command):
