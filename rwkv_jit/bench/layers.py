@@ -21,10 +21,10 @@ _BUDGET_MS = 1000.0
 _PASSES = ("forward", "backward")
 _WHOLE = ("forward", "forward+backward")
 METHODS = (
-    "Median and quartiles of the GPU's time by CUDA events, after a warm-up. Inputs are larger than the L2 cache, or it "
-    "is flushed. MB: inputs and results of a pass once each, and in a backward the gradients of both. Of a copy: the "
-    "share of its bandwidth in the same run. Peak: memory of a call beside its inputs. Products: those of a module's "
-    "matrices alone."
+    "Median and quartiles of the GPU's time by CUDA events, after a warm-up. Inputs are larger than the L2 cache, or "
+    "it is flushed. MB: inputs and results of a pass once each, and in a backward the gradients of both. Of a copy: "
+    "the share of its bandwidth in the same run. Peak: memory of a call beside its inputs. Products: those of a "
+    "module's matrices alone."
 )
 
 

@@ -1,12 +1,24 @@
-"""What modules share: checks of sizes, how matrices begin, the last tokens of texts, and what autocast does."""
+"""What modules share: checks of sizes, files of states, how matrices begin, last tokens, and what autocast does."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from rwkv_jit import tensors
 from rwkv_jit.inference.arguments import count
+
+_State = TypeVar("_State", bound=type)
+
+
+def in_files(state: _State) -> _State:
+    """Let files of `torch.export` and of `torch.save` hold states of a type, which is a named tuple."""
+    torch.serialization.add_safe_globals([state])
+    pytree._register_namedtuple(state, serialized_type_name=f"rwkv_jit.nn.{state.__name__}")
+    return state
 
 
 def check_place(layer: int, layers: int) -> tuple[int, int]:

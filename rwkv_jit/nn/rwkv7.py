@@ -21,6 +21,7 @@ _RANKS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 _SLOPES = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
 
 
+@parts.in_files
 class RWKV7State(NamedTuple):
     """What a layer of RWKV-7 remembers of N texts, by the names of `StatePool.rwkv7`.
 
