@@ -70,7 +70,7 @@ class _Calls(NamedTuple):
         """Return what the steps of a call go by, which lacks some inputs, or has others of these types."""
         own, entry, left_out = self.p.types["v"], steps.OPS[op], set(without)
         types = {x: self.parameters if x in entry.wide else own for x in entry.inputs if x not in left_out}
-        if "mixes" in types and not self.is_rwkv7:  # 1 - time_mix, which is not rounded
+        if "mixes" in types and not self.is_rwkv7:  # whose modules give them in float32
             types["mixes"] = "fp32"
         return Given(self.p.gpu, types | more, 1, sizes)
 
