@@ -17,6 +17,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_token_shift(
     const T_IO* __restrict__ first, const Bound* __restrict__ cu_seqlens, T_IO* __restrict__ mixed0,
     T_IO* __restrict__ mixed1, T_IO* __restrict__ mixed2, T_IO* __restrict__ mixed3, T_IO* __restrict__ mixed4,
     T_IO* __restrict__ mixed5, i64 rows, i64 tokens, i64 texts) {
+    let_next_launch_begin();
+    x = after_previous_launch(x), mixes = written_meanwhile(mixes), amounts = written_meanwhile(amounts);
+    first = written_meanwhile(first), cu_seqlens = written_meanwhile(cu_seqlens);
     T_IO* const mixed[MOST_MIXES] = {mixed0, mixed1, mixed2, mixed3, mixed4, mixed5};
     const int channel = own_channel();
     if (channel >= CHANNELS) return;

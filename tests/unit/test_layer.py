@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stub_driver import entered
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, signatures
+from rwkv_jit import ahead, kernel, signatures, template
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference.arguments import INDEX_TYPES
 from rwkv_jit.layers import steps as layer_steps
@@ -195,6 +195,12 @@ def test_activations(dtype):
         check(rwkv_jit.activate(x[0].T, kind), plain_layer.ACTIVATIONS[kind](x[0].T.double()))
     assert rwkv_jit.activate(x, kinds, out=x) is x
     check(x, want)
+
+
+@pytest.mark.parametrize("name", layer_steps.OPS)
+def test_launches_that_may_begin_early_wait(name):
+    """On sm_90 each begins beside the launch before it, whatever that is."""
+    assert "after_previous_launch(" in template.library(f"layer_{name}").body
 
 
 def test_what_is_no_number_stays():
