@@ -36,12 +36,14 @@ _MODULES = {
     "activate": "rwkv_jit.layers.functions",
     "gated": "rwkv_jit.layers.functions",
     "gated_norm": "rwkv_jit.layers.functions",
+    "norm_shift": "rwkv_jit.layers.functions",
     "prepare_keys": "rwkv_jit.layers.functions",
     "shift_mix": "rwkv_jit.layers.functions",
     "token_shift": "rwkv_jit.layers.functions",
     "activate_ref": "rwkv_jit.layers.reference",
     "gated_ref": "rwkv_jit.layers.reference",
     "gated_norm_ref": "rwkv_jit.layers.reference",
+    "norm_shift_ref": "rwkv_jit.layers.reference",
     "prepare_keys_ref": "rwkv_jit.layers.reference",
     "token_shift_ref": "rwkv_jit.layers.reference",
     "cross_entropy": "rwkv_jit.layers.loss",
@@ -143,6 +145,8 @@ __all__ = [
     "linear_attention_varlen",
     "linear_attention_verify",
     "linear_cross_entropy",
+    "norm_shift",
+    "norm_shift_ref",
     "prepare_keys",
     "prepare_keys_ref",
     "replay_commit",
@@ -226,12 +230,13 @@ if TYPE_CHECKING:
         wkv7_varlen,
     )
     from rwkv_jit.inference.wkv4 import wkv4_update
-    from rwkv_jit.layers.functions import activate, gated, gated_norm, prepare_keys, shift_mix, token_shift
+    from rwkv_jit.layers.functions import activate, gated, gated_norm, norm_shift, prepare_keys, shift_mix, token_shift
     from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
     from rwkv_jit.layers.reference import (
         activate_ref,
         gated_norm_ref,
         gated_ref,
+        norm_shift_ref,
         prepare_keys_ref,
         token_shift_ref,
     )

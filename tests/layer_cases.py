@@ -22,6 +22,9 @@ class Case(NamedTuple):
     def run(self, tensors, function=None):
         """Return what a function of the library makes, as a list."""
         made = (function or getattr(rwkv_jit, self.name))(**tensors, **self.options)
+        if self.name == "norm_shift":
+            residual, mixed, last = made
+            return [residual, *mixed, last]
         several = list(made) if isinstance(made, tuple) else [made]
         return several if "v" not in tensors or "v_first" in tensors or len(several) < 4 else [several[0], *several[2:]]
 
@@ -93,7 +96,17 @@ def _shift(how, sizes, rows, fixed, device):
     return Case("token_shift", given, {})
 
 
-_CASES = {"prepare_keys": _keys, "gated_norm": _norm, "gated": _gated, "activate": _activate, "token_shift": _shift}
+def _norm_shift(how, sizes, rows, fixed, device):
+    shifted = _shift(how, sizes, rows, fixed, device).tensors
+    # A mean that is not zero shows a variance that is not that of what is left.
+    given = {"x": shifted.pop("x") + 3, "weight": fixed(sizes[-1]), "bias": fixed(sizes[-1]), **shifted}
+    if "add" in how:
+        given["add"] = rows(*sizes)
+    return Case("norm_shift", given, {})
+
+
+_CASES = {"prepare_keys": _keys, "gated_norm": _norm, "gated": _gated, "activate": _activate, "token_shift": _shift,
+          "norm_shift": _norm_shift}  # fmt: skip
 # How calls are made, by their names.
 WAYS = {
     "prepare_keys": ("", "a0", "first", "a0 first v0"),
@@ -101,13 +114,15 @@ WAYS = {
     "gated": ("identity", "sigmoid", "silu"),
     "activate": ("",),
     "token_shift": ("6", "1 first", "2 packed", "5 amounts", "6 packed first", "5 packed amounts first", "3"),
+    "norm_shift": ("6", "1 add first", "2 packed", "6 add packed first"),
 }
+SHIFTS = ("token_shift", "norm_shift")
 ALL = [(name, how) for name, several in WAYS.items() for how in several]
 
 
 def sizes_of(name, how, rows, heads, head_size):
     """Return the sizes of a call of about so many rows."""
-    if name == "token_shift":
+    if name in SHIFTS:
         return ((1, rows) if "packed" in how else (3, -(-rows // 3))) + (heads * head_size,)
     return (rows, heads, head_size)
 

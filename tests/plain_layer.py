@@ -90,6 +90,28 @@ def token_shift(x, mixes, amounts=None, first=None, cu_seqlens=None):
     return x + (before - x) * share
 
 
+def norm_shift(x, weight, bias, mixes, add=None, first=None, cu_seqlens=None, eps=1e-5, dtype=None):
+    """The residual, the mixes [M, B, T, C] and the last tokens [N, C]; what is normed and carried is rounded."""
+    z = _rounded(x.double() if add is None else x.double() + add.double(), x.dtype)
+    n = norm(z, weight, bias, eps)
+    carried = _rounded(n, dtype or x.dtype)
+    bounds = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1] or 1) if cu_seqlens is None else cu_seqlens.tolist()
+    texts = x.shape[0] if cu_seqlens is None else len(bounds) - 1
+    nothing = 0 * weight.double().expand(texts, -1)
+    before = token_shift(carried, torch.ones(1, x.shape[2], device=x.device), None, first, cu_seqlens)[0]
+    mixed = [n + (before - n) * share for share in mixes.double()]
+    last = list((nothing if first is None else first.double()).unbind())
+    if x.shape[1]:
+        ends = zip(bounds, bounds[1:], strict=False)
+        last = [carried.flatten(0, 1)[end - 1] if begin < end else last[i] for i, (begin, end) in enumerate(ends)]
+    return z, mixed, torch.stack(last)
+
+
+def _rounded(x, dtype):
+    """What is left of x in a dtype, with gradients as if it were all of it."""
+    return x + (x.to(dtype).double() - x).detach()
+
+
 def activate(x, kinds):
     """A function of every element, another one in each part."""
     return torch.stack([ACTIVATIONS[kind](part) for kind, part in zip(kinds, x.double(), strict=True)])

@@ -20,41 +20,16 @@
 // Grid (rows). A block has a row, and with more than one token the row before it too, whose norm it makes again: blocks
 // need not wait for each other. The block of a sequence's first row has the last row for that, and is the one that reads
 // the pool and then writes it.
-#include "layer.cuh"
+#include "layer_rows.cuh"
 
 template <int BYTES> struct IntegerOf { using Type = int; };
 template <> struct IntegerOf<8> { using Type = i64; };
 using Index = IntegerOf<INDEX_BYTES>::Type;
 using Bound = IntegerOf<BOUND_BYTES>::Type;
 
-constexpr int WARPS = NUM_THREADS / 32, ITEMS = ceil_div(CHANNELS, VECTOR * NUM_THREADS);
-using Row = float[ITEMS][VECTOR];
-
 struct Smem {
-    float parts[ONE_TOKEN ? 2 : 4][WARPS];  // of sums over a row
+    Parts parts[ONE_TOKEN ? 2 : 4][1];
 };
-static_assert(NUM_THREADS % 32 == 0 && NUM_THREADS <= 1024, "num_threads must be a multiple of 32 up to 1024");
-static_assert(CHANNELS % VECTOR == 0, "a row consists of whole accesses");
-
-// For each piece of the thread: `act(n, channel)`.
-template <typename Act> __device__ inline void for_pieces(Act act) {
-#pragma unroll
-    for (int n = 0; n < ITEMS; ++n) {
-        const int channel = (n * NUM_THREADS + static_cast<int>(threadIdx.x)) * VECTOR;
-        if (CHANNELS % (VECTOR * NUM_THREADS) == 0 || channel < CHANNELS) act(n, channel);
-    }
-}
-
-__device__ inline float sum_of_block(float x, float (&parts)[WARPS]) {
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(0xffffffffu, x, bit);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();  // all parts are there
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) sum += parts[i];
-    return sum;
-}
 
 // What a thread reads of the parameters. In a step of decode all of that is under way before the sums.
 constexpr bool IS_AHEAD = ONE_TOKEN && ITEMS == 1;
@@ -65,19 +40,9 @@ struct Norm {
     Piece<T_BIAS> offset;
     __device__ void load(int channel) { slope.load(weight + channel), offset.load(bias + channel); }
 
-    // z becomes n. The variance is that of what is left without the mean.
-    __device__ void apply(Row& z, float eps, float (&first)[WARPS], float (&second)[WARPS]) {
-        float sum = 0.0f, squares = 0.0f;
-        for_pieces([&](int n, int) {
-#pragma unroll
-            for (int i = 0; i < VECTOR; ++i) sum += z[n][i];
-        });
-        const float mean = sum_of_block(sum, first) * (1.0f / CHANNELS);
-        for_pieces([&](int n, int) {
-#pragma unroll
-            for (int i = 0; i < VECTOR; ++i) z[n][i] -= mean, squares += z[n][i] * z[n][i];
-        });
-        const float factor = 1.0f / sqrtf(sum_of_block(squares, second) * (1.0f / CHANNELS) + eps);
+    // z becomes n.
+    __device__ void apply(Row& z, float eps, Parts (&first)[1], Parts (&second)[1]) {
+        const float factor = centre(z, eps, first, second).factor;
         for_pieces([&](int n, int channel) {
             if constexpr (!IS_AHEAD) load(channel);
 #pragma unroll

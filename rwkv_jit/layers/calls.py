@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from rwkv_jit import env, tensors
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.calls import ADDRESS_BITS, one_slot
 from rwkv_jit.layers import plain, registry, steps
-from rwkv_jit.layers.steps import GATES, KINDS, MOST_MIXES, MOST_PARTS, NORMS, OPS, Given, Sequences
+from rwkv_jit.layers.steps import GATES, KINDS, MOST_MIXES, MOST_PARTS, NORMS, OPS, SHIFTS, Given, Sequences
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.schedule import Result, Schedule
@@ -20,11 +20,14 @@ from rwkv_jit.signatures import BySignature
 
 # What calls have beside the inputs of their op, and what they write, in the order of plans.
 _BESIDE = {
-    "shift_mix": ("state_indices", "cu_seqlens", "has_initial_state", "num_active"), "token_shift": ("cu_seqlens",),
+    "shift_mix": ("state_indices", "cu_seqlens", "has_initial_state", "num_active"),
+    **dict.fromkeys(SHIFTS, ("cu_seqlens",)),
 }  # fmt: skip
+_MIXED = tuple(f"mixed{m}" for m in range(MOST_MIXES))
 _WRITTEN = {
     "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b"), "gated_norm": ("out",),
-    "activate": ("y",), "gated": ("y",), "token_shift": tuple(f"mixed{m}" for m in range(MOST_MIXES)),
+    "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
+    "norm_shift": ("residual", *_MIXED, "last", "stats"),
 }  # fmt: skip
 
 
@@ -38,11 +41,16 @@ class Call(NamedTuple):
     inputs: Sequence[Any]  # tensors, or None
     written: Sequence[Any]  # None for what the call makes
     made: dict[str, tuple[int, ...]]  # the shapes of that by name
-    lead: Tensor  # which says their dtype and device
+    lead: Tensor  # which says their device, and the dtype of what is made
     null_index: int = -1
     eps: float = 0.0
     kinds: tuple[str, ...] = ()
     in_place: bool = False
+    dtypes: Mapping[str, torch.dtype] = {}  # of what is made in another one
+
+    def new(self, name: str, make: Callable[..., Tensor] = Tensor.new_empty) -> Tensor:
+        """Return a tensor like a result."""
+        return make(self.lead, self.made[name], dtype=self.dtypes.get(name, self.lead.dtype))
 
     @property
     def tensors(self) -> list[Any]:
@@ -109,8 +117,8 @@ def _checked_call(
     is_direct = call.lead.is_cuda and tensors.is_eager() and tensors.are_plain(call.tensors)
     if is_direct and call.lead.numel():
         run = record(call) if record is not None and is_recorded else plan(call).run
-        if name == "token_shift" and call.inputs[-1] is not None:
-            run = _with_bounds(run, call.lead.shape[1])
+        if name in SHIFTS and call.inputs[-1] is not None:
+            run = _with_bounds(run, len(OPS[name].inputs), call.lead.shape[1])
         made = run(call.tensors)
         if asked is not None and all(isinstance(x, Tensor) for x in arrays) and not env.checks_indices():
             _known.keep(asked, _Known(tensors.likeness(arrays), run))
@@ -119,7 +127,7 @@ def _checked_call(
         results = registry.find(f"{name}_fwd")(*call.inputs, call.eps, call.kinds, True)
         several = results if isinstance(results, (tuple, list)) else (results,)
         return [x for x, place in zip(several, _WRITTEN[name], strict=True) if place in call.made]
-    new = {x: torch.empty(shape, dtype=call.lead.dtype, device=call.lead.device) for x, shape in call.made.items()}
+    new = {x: call.new(x) for x in call.made}
     if call.lead.numel():
         places = zip(_WRITTEN[name], call.written, strict=True)
         targets = [new.get(place, x) for place, x in places if x is not None or place in new]
@@ -175,9 +183,8 @@ def _roles(name: str, named: dict[str, Any], options: tuple[Any, ...]) -> dict[s
     return {own: of_rows if "N" in dims else {"heads": 0} for own, dims in OPS[name].inputs.items()}
 
 
-def _with_bounds(run: Run, tokens: int) -> Run:
+def _with_bounds(run: Run, place: int, tokens: int) -> Run:
     """Return what runs a call whose bounds are looked at each time, and read as plans read them."""
-    place = len(OPS["token_shift"].inputs)
 
     def with_bounds(arrays: Sequence[Any]) -> list[Tensor]:
         given = list(arrays)
@@ -207,13 +214,11 @@ def _no_gradient(name: str) -> str:
 def make(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the results of a call as a torch op, of CPU or CUDA tensors."""
     call = checked(name, inputs, eps, kinds)
-    if not call.lead.is_cuda:
-        torch_op.say_reference(name, call.lead)
-        with tensors.exactly(call.lead), torch.no_grad():
-            return in_plain_torch(name, call.inputs, call.eps, call.kinds)
-    if not call.lead.numel():
-        return [call.lead.new_empty(shape) for shape in call.made.values()]
-    return plan(call).run(call.tensors)
+    if call.lead.is_cuda and call.lead.numel():
+        return plan(call).run(call.tensors)
+    torch_op.say_reference(name, call.lead)
+    with tensors.exactly(call.lead), torch.no_grad():
+        return in_plain_torch(name, call.inputs, call.eps, call.kinds)
 
 
 def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> Call:
@@ -221,13 +226,15 @@ def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) 
     one = kinds[0] if len(kinds) == 1 else tuple(kinds)
     options: dict[str, tuple[Any, ...]] = {
         "gated_norm": (eps, *kinds), "activate": (one, False), "gated": tuple(kinds),
+        "norm_shift": (eps, getattr(torch, kinds[0], None) if kinds else None),
     }  # fmt: skip
     return _CHECKS[name](inputs, [None] * len(_WRITTEN[name]), *options.get(name, ()))
 
 
 def in_plain_torch(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the results of a call, which plain torch can differentiate."""
-    return [x.to(inputs[0].dtype) for x in getattr(plain, name)(inputs, eps, kinds)]
+    made: list[Tensor] = getattr(plain, name)(inputs, eps, kinds)
+    return made if name == "norm_shift" else [x.to(inputs[0].dtype) for x in made]
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -318,26 +325,54 @@ def _check_gated(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Ca
 def _check_token_shift(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
     *arrays, cu_seqlens = inputs
     x, mixes, amounts, first = given = _as_tensors("token_shift", arrays)
-    if x.dim() != 3 or not x.shape[-1]:
-        raise ValueError(f"x: expected shape [batch, tokens, channels], got {list(x.shape)}")
-    _check_lead("x", x)
-    channels, texts = x.shape[-1], x.shape[0]
-    if mixes is None or mixes.shape not in [(count, channels) for count in range(1, MOST_MIXES + 1)]:
-        got = None if mixes is None else list(mixes.shape)
-        raise ValueError(f"mixes: expected shape [1 to {MOST_MIXES}, {channels}], got {got}")
-    _check("token_shift", "mixes", mixes, [tuple(mixes.shape)], x)
-    if cu_seqlens is not None:
-        cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
-        checks.check_packing(cu_seqlens, x)
-        texts = cu_seqlens.shape[0] - 1
-        if tensors.is_eager() and tensors.are_plain([cu_seqlens]):
-            cu_seqlens = tensors.packing(cu_seqlens, x.shape[1])
+    cu_seqlens, texts = _check_shifted("token_shift", x, mixes, cu_seqlens)
     if amounts is not None:
         _check("token_shift", "amounts", amounts, [(mixes.shape[0], *x.shape)], x)
     if first is not None:
-        _check("token_shift", "first", first, [(texts, channels)], x)
+        _check("token_shift", "first", first, [(texts, x.shape[-1])], x)
     made = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
-    return Call("token_shift", [*given, cu_seqlens], [None] * MOST_MIXES, made, x)
+    return Call("token_shift", [*given, cu_seqlens], written, made, x)
+
+
+def _check_norm_shift(inputs: Sequence[Any], written: Sequence[Any], eps: float, dtype: Any) -> Call:
+    *arrays, cu_seqlens = inputs
+    x, add, weight, bias, mixes, first = given = _as_tensors("norm_shift", arrays)
+    cu_seqlens, texts = _check_shifted("norm_shift", x, mixes, cu_seqlens)
+    checks.check_number("eps", eps)
+    channels, dtype = x.shape[-1], x.dtype if dtype is None else dtype
+    if dtype not in (legal := [x.dtype, *tensors.STORAGE]):
+        raise TypeError(f"dtype: expected {' or '.join(map(str, dict.fromkeys(legal)))}, got {dtype}")
+    for name, own in (("weight", weight), ("bias", bias)):
+        _check("norm_shift", name, own, [(channels,)], x)
+    for name, own, shape in (("add", add, tuple(x.shape)), ("first", first, (texts, channels))):
+        if own is not None:
+            _check_shape(name, own, [shape])
+            arguments.check_dtype(name, own, (dtype,), x)
+    mixed = {f"mixed{m}": tuple(x.shape) for m in range(mixes.shape[0])}
+    made = {"residual": tuple(x.shape), **mixed, "last": (texts, channels), "stats": (*x.shape[:2], 2)}
+    dtypes = {**dict.fromkeys((*mixed, "last"), dtype), "stats": torch.promote_types(x.dtype, torch.float32)}
+    kinds = (str(dtype).removeprefix("torch."),)
+    return Call("norm_shift", [*given, cu_seqlens], written, made, x, eps=float(eps), kinds=kinds, dtypes=dtypes)
+
+
+def _check_shifted(op: str, x: Any, mixes: Any, cu_seqlens: Any) -> tuple[Any, int]:
+    """Check what ops have that mix tokens with those before them, and return the bounds and the number of texts."""
+    if x is None or x.dim() != 3 or not x.shape[-1]:
+        got = None if x is None else list(x.shape)
+        raise ValueError(f"x: expected shape [batch, tokens, channels], got {got}")
+    _check_lead("x", x)
+    channels = x.shape[-1]
+    if mixes is None or mixes.shape not in [(count, channels) for count in range(1, MOST_MIXES + 1)]:
+        got = None if mixes is None else list(mixes.shape)
+        raise ValueError(f"mixes: expected shape [1 to {MOST_MIXES}, {channels}], got {got}")
+    _check(op, "mixes", mixes, [tuple(mixes.shape)], x)
+    if cu_seqlens is None:
+        return None, x.shape[0]
+    cu_seqlens = tensors.from_any("cu_seqlens", cu_seqlens)
+    checks.check_packing(cu_seqlens, x)
+    if tensors.is_eager() and tensors.are_plain([cu_seqlens]):
+        cu_seqlens = tensors.packing(cu_seqlens, x.shape[1])
+    return cu_seqlens, cu_seqlens.shape[0] - 1
 
 
 def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, in_place: bool) -> Call:
@@ -366,6 +401,7 @@ def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, i
 _CHECKS: dict[str, Callable[..., Call]] = {
     "shift_mix": _check_shift_mix, "prepare_keys": _check_prepare_keys, "gated_norm": _check_gated_norm,
     "activate": _check_activate, "gated": _check_gated, "token_shift": _check_token_shift,
+    "norm_shift": _check_norm_shift,
 }  # fmt: skip
 
 
@@ -384,10 +420,14 @@ def _check(op: str, name: str, x: Tensor | None, shapes: Sequence[tuple[int, ...
     """Check an input that may have any of these shapes."""
     if x is None:
         raise TypeError(f"{name}: expected a torch.Tensor or an array with __dlpack__, got NoneType")
-    if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(str(list(n)) for n in shapes)}, got {list(x.shape)}")
+    _check_shape(name, x, shapes)
     may_be_float32 = name in OPS[op].wide and lead.dtype != torch.float32
     arguments.check_dtype(name, x, (lead.dtype, torch.float32) if may_be_float32 else (lead.dtype,), lead)
+
+
+def _check_shape(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(str(list(n)) for n in shapes)}, got {list(x.shape)}")
 
 
 def _check_heads(op: str, lead_name: str, named: dict[str, Any], needed: Sequence[str]) -> Tensor:
@@ -434,10 +474,9 @@ def plan(call: Call) -> Plan:
 
 
 def _described(call: Call, alignment: int) -> tuple[Schedule, Given]:
-    storage = tensors.STORAGE[call.lead.dtype]
-    given = given_of(call.name, call.inputs, len(call.kinds))._replace(
-        alignment=alignment, results={name: Result(shape, storage) for name, shape in call.made.items()}
-    )
+    dtypes = dict.fromkeys(call.made, call.lead.dtype) | dict(call.dtypes)
+    results = {name: Result(shape, tensors.STORAGE[dtypes[name]]) for name, shape in call.made.items()}
+    given = given_of(call.name, call.inputs, len(call.kinds))._replace(alignment=alignment, results=results)
     if call.name == "shift_mix":
         return _described_shift_mix(call, given)
     if call.name == "activate":
@@ -448,6 +487,8 @@ def _described(call: Call, alignment: int) -> tuple[Schedule, Given]:
         return steps.gated(given, *call.kinds), given
     if call.name == "token_shift":
         return steps.token_shift(given, texts_of(call.lead, call.inputs[-1])), given
+    if call.name == "norm_shift":
+        return steps.norm_shift(given, texts_of(call.lead, call.inputs[-1]), call.eps), given
     gate, norm = call.kinds
     return steps.gated_norm(given, call.eps, gate, norm), given
 
@@ -458,7 +499,7 @@ def given_of(name: str, inputs: Sequence[Tensor | None], parts: int = 1) -> Give
     types = {name: tensors.STORAGE[x.dtype] for name, x in named.items() if x is not None}
     lead = next(x for x in inputs if x is not None)
     given = Given(tensors.gpu(lead.device.index), types, 0, ())
-    if name in ("shift_mix", "token_shift"):
+    if "mixes" in named:
         mixes = named["mixes"]
         assert mixes is not None
         channels = lead.shape[-1]
@@ -470,7 +511,7 @@ def given_of(name: str, inputs: Sequence[Tensor | None], parts: int = 1) -> Give
 
 
 def texts_of(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:
-    """Return the texts of `token_shift`."""
+    """Return the texts of a token shift."""
     if cu_seqlens is None:
         return Sequences(*x.shape[:2])
     return Sequences(cu_seqlens.shape[0] - 1, bound_bytes=cu_seqlens.element_size())

@@ -362,6 +362,86 @@ def token_shift(
     return tuple(calls.call("token_shift", (x, mixes, amounts, first, cu_seqlens), (None,) * 6, (), record))
 
 
+def norm_shift(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mixes: Any,
+    *,
+    add: Any = None,
+    first: Any = None,
+    cu_seqlens: Any = None,
+    eps: float = _EPS,
+    dtype: Any = None,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    r"""Add to the residual, norm it, and mix every token with the one before it: `shift_mix` of whole texts.
+
+        z_t = x_t + add_t;   n_t = (z_t - mean) / sqrt(variance + eps) weight + bias
+        mixed_m[t] = n_t + (n_{t-1} - n_t) mixes_m
+
+    with the mean and the variance over the channels. Before the first n of a text stands `first`, or zeros. B is the
+    batch, T the tokens, C the channels, M the mixes, N the texts: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C), float16, bfloat16 or float32
+        The residual.
+    weight, bias : torch.Tensor, shape (C,), dtype of x or float32
+        Of the layer norm.
+    mixes : torch.Tensor, shape (M, C) with M up to 6, dtype of x or float32
+        How much of the token before is in each mix.
+    add : torch.Tensor, shape of x, dtype of the mixed tokens, optional
+        What is added to the residual first, such as the branch before.
+    first : torch.Tensor, shape (N, C), dtype of the mixed tokens, optional
+        n of the token before the first of each text: what a call for the part before returned as `last`.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Where each of N packed texts begins, and where the last one ends; B is 1 then.
+    eps : float, default 1e-05
+        Of the layer norm.
+    dtype : torch.dtype, optional
+        That of the mixed tokens, of `add`, `first` and `last`: of 16 bits beside a residual of float32, as autocast has
+        it. By default it is that of x.
+
+    Returns
+    -------
+    residual : torch.Tensor, shape and dtype of x
+        z. Pass on this one and not x: so its gradient is added in the same kernel.
+    mixed : tuple of M torch.Tensor, shape of x
+    last : torch.Tensor, shape (N, C)
+        n of the last token of each text; of one without tokens, what came before it.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError, RwkvJitError, NvrtcNotFoundError
+        As `shift_mix`.
+
+    Notes
+    -----
+    Precision and first calls are those of `shift_mix`. z is normed as it is rounded, and n of the token before is
+    rounded as `last` is, so that a text may be cut into calls anywhere.
+
+    All inputs have gradients, and so has `first`. The backward keeps z and two numbers of float32 for each token, and
+    makes n again. Up to 4096 channels its sums over tokens fit the registers. A second derivative is an error.
+
+    References
+    ----------
+    Peng et al., RWKV-7 "Goose" with Expressive Dynamic State Evolution, arXiv:2503.14456. Ba et al., Layer
+    Normalization, arXiv:1607.06450.
+
+    Examples
+    --------
+    >>> x, y = torch.randn(2, 3, 5, 256, device="cuda")
+    >>> weight, bias, mixes = torch.ones(256), torch.zeros(256), torch.rand(6, 256)
+    >>> weight, bias, mixes = (p.to(x.device) for p in (weight, bias, mixes))
+    >>> residual, mixed, last = rwkv_jit.norm_shift(x, weight, bias, mixes, add=y)
+    >>> residual.shape, len(mixed), last.shape
+    (torch.Size([3, 5, 256]), 6, torch.Size([3, 256]))
+    """
+    inputs = x, add, weight, bias, mixes, first, cu_seqlens
+    residual, *mixed, last, _ = calls.call("norm_shift", inputs, (None,) * 9, (eps, dtype), record)
+    return residual, tuple(mixed), last
+
+
 def activate(x: Any, kinds: str | Sequence[str], *, out: Any = None) -> Tensor:
     r"""Apply a function to every element, or one to each part: what stands between the matrices of a layer.
 

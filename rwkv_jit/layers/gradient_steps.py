@@ -6,6 +6,7 @@ A block has a part of the rows, and adds up the gradients of parameters over the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil, prod
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ _ELEMENT_THREADS = 128
 _ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8
 _MULTIPROCESSORS = 132  # where it is not known how many there are
+_NORM_VECTOR, _MOST_SUMS = 4, 40  # of a thread
+_NORM_THREADS = 512  # of a multiprocessor, so that each has 128 registers
 _FEW_MIXES = 2  # which leave registers for more blocks
 _LEAST_ROWS = 16  # of a block, so that the sums that it writes do not weigh
 # What gradients come of, by the names that forwards have for their results.
@@ -29,11 +32,15 @@ RESULTS: dict[str, dict[str, str]] = {
     "activate": {"y": "NC"},
     "gated": {"y": "N"},
     "token_shift": {f"mixed{m}": "NC" for m in range(MOST_MIXES)},
+    "norm_shift": {"residual": "NC", **{f"mixed{m}": "NC" for m in range(MOST_MIXES)}, "last": "SC"},
 }
+# What forwards make for backwards alone, and the gradients that may be null.
+KEPT: dict[str, dict[str, str]] = {"norm_shift": {"stats": "N"}}
+OPTIONAL = ("residual", "last")
 BACKWARDS = {
     name: Op(
         f"{name}_backward",
-        {**OPS[name].inputs, **{f"grad_{result}": dims for result, dims in results.items()}},
+        {**OPS[name].inputs, **KEPT.get(name, {}), **{f"grad_{result}": dims for result, dims in results.items()}},
         wide=OPS[name].wide,
     )
     for name, results in RESULTS.items()
@@ -99,6 +106,30 @@ def _token_shift(given: Given, options: Options) -> Schedule:
     return _summing("token_shift", given, vector, parameters, slices, bind, ("mixes",), blocks)
 
 
+def _norm_shift(given: Given, options: Options) -> Schedule:
+    channels, mixes = given.sizes
+    # So that a thread has registers for the sums of its channels.
+    vector = min(steps.vector_of(channels, given, "x"), _NORM_VECTOR if mixes > _FEW_MIXES else 2 * _NORM_VECTOR)
+    parameters = steps.norm_shift_parameters(given, options.texts, vector, given.types["grad_mixed0"], _NORM_THREADS)
+    threads = int(parameters["NUM_THREADS"])
+    has_room = (mixes + 2) * vector * ceil(channels / (vector * threads)) <= _MOST_SUMS
+    bind = {"rows": given.rows, "tokens": options.texts.tokens, "texts": options.texts.number}
+    blocks = max(_NORM_THREADS // threads, 1)
+
+    def summing(summed: Sequence[str], **more: Any) -> Schedule:
+        own = {**parameters, "SUMS_MIXES": has_room}
+        return _summing("norm_shift", given, vector, own, 1, {**bind, **more}, summed, blocks)
+
+    if has_room:
+        return summing(("weight", "bias", "mixes"))
+    own = summing(("weight", "bias"), dmixes_rows=None)
+    parameters = {**parameters, "NUM_THREADS": _ELEMENT_THREADS}
+    del parameters["T_MIXES"]
+    slices = ceil(channels / (vector * _ELEMENT_THREADS))
+    of_mixes = _summing("norm_shift", given, vector, parameters, slices, bind, ("mixes",), 5, "layer_norm_shift_mixes")
+    return replace(own, steps=(*own.steps, *of_mixes.steps), scratch={**own.scratch, **of_mixes.scratch})
+
+
 def _activate(given: Given, options: Options) -> Schedule:
     (count,) = given.sizes
     vector = steps.vector_of(count, given, "x")
@@ -118,7 +149,7 @@ def _gated(given: Given, options: Options) -> Schedule:
 
 _SCHEDULES: dict[str, Callable[[Given, Options], Schedule]] = {
     "prepare_keys": _prepare_keys, "gated_norm": _gated_norm, "token_shift": _token_shift, "activate": _activate,
-    "gated": _gated,
+    "gated": _gated, "norm_shift": _norm_shift,
 }  # fmt: skip
 
 
@@ -129,7 +160,7 @@ def _half_access(vector: int, storage: str) -> int:
 
 def _summing(
     name: str, given: Given, vector: int, parameters: Mapping[str, Any], slices: int, bind: Mapping[str, Any],
-    summed: Sequence[str], blocks: int,
+    summed: Sequence[str], blocks: int, entry: str = "",
 ) -> Schedule:  # fmt: skip
     """Return the launch of blocks that each have a part of the rows, and those that add up what these have.
 
@@ -139,7 +170,7 @@ def _summing(
     block_rows = max(ceil(given.rows / most), min(_LEAST_ROWS, given.rows))
     groups = ceil(given.rows / block_rows)
     parameters = {**parameters, "BLOCKS_PER_SM": blocks}
-    step = _step(name, given, parameters, (groups, slices, 1), {**bind, "block_rows": block_rows}, "", summed)
+    step = _step(name, given, parameters, (groups, slices, 1), {**bind, "block_rows": block_rows}, entry, summed, entry)
     sums, scratch = list[Step](), dict[str, Any]()
     for x in summed:
         if x in given.types:
@@ -152,10 +183,10 @@ def _summing(
 
 def _step(
     name: str, given: Given, parameters: Mapping[str, Any], grid: tuple[int, int, int], bind: Mapping[str, Any],
-    template: str = "", summed: Sequence[str] = (),
+    template: str = "", summed: Sequence[str] = (), entry: str = "",
 ) -> Step:  # fmt: skip
     """Return the launch of a backward; what is not there is null."""
-    entry = f"layer_{name}_backward"
+    entry = entry or f"layer_{name}_backward"
     places = {x: f"d{x}_rows" if x in summed else f"d{x}" for x in OPS[name].inputs}
     absent = {place: None for x, place in places.items() if x not in given.types}
     absent |= {f"grad_{x}": None for x in RESULTS[name] if f"grad_{x}" not in given.types}

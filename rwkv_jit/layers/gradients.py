@@ -1,12 +1,13 @@
 """The torch ops of a layer's small work that have gradients, in both directions.
 
 They take the inputs of a call, then its eps and its kinds. A backward takes the gradients of the results before these,
-and behind them the names of the inputs whose gradients it returns.
+and behind them the names of the inputs whose gradients it returns. That of `norm_shift` takes what the forward made for
+it too, and the residual in the place of x: what was added to x is not kept, and has the gradient of x.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from rwkv_jit import tensors
 from rwkv_jit.layers import calls, gradient_steps, registry
 from rwkv_jit.layers.calls import Call
-from rwkv_jit.layers.gradient_steps import RESULTS, Options
-from rwkv_jit.layers.steps import OPS
+from rwkv_jit.layers.gradient_steps import KEPT, OPTIONAL, RESULTS, Options
+from rwkv_jit.layers.steps import MOST_MIXES, OPS, SHIFTS
 from rwkv_jit.ops import recording, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.schedule import Result
@@ -33,6 +34,7 @@ class _Backward(NamedTuple):
     """A prepared backward, and which gradients it is for."""
 
     plan: Plan
+    missing: tuple[bool, ...]
     are_alike: Callable[..., bool]
 
 
@@ -40,14 +42,15 @@ class _Recorded:
     """A call with gradients whose forward is prepared, and from its first backward on that too."""
 
     def __init__(self, call: Call):
-        self.name, self._count = call.name, len(call.inputs)
+        self.name, self.count = call.name, len(call.inputs)
         self._forward = calls.plan(call)
         self._behind = [None] * len(call.written)
-        self._empty: list[Tensor | None] = [None] * self._count
+        self._empty: list[Tensor | None] = [None] * self.count
         names, used = list(OPS[self.name].inputs), _used(self.name, call.inputs)
         given = dict(zip(names, call.inputs, strict=False))
         self.wanted = tuple([x for x in used if given[x].requires_grad])
-        self._places = [names.index(x) for x in self.wanted]
+        self.made = _made_for(self.wanted)
+        self._places = [names.index(x) for x in self.made]
         self.call = call._replace(inputs=(), written=(), lead=call.lead.new_empty(0))  # which holds no memory
         self._latest: _Backward | None = None
         forget_with(self)
@@ -58,24 +61,28 @@ class _Recorded:
 
     def run(self, arrays: Sequence[Any]) -> list[Tensor]:
         """Run the forward, and record it."""
-        return list(_run_known(self, *arrays[: self._count]))
+        return list(_run_known(self, *arrays[: self.count]))
 
     def results(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Run the forward."""
         return self._forward.run([*inputs, *self._behind])
 
-    def differentiate(self, inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients in the places of the inputs."""
-        shapes = self.call.made.values()
-        given = [inputs[0].new_zeros(n) if grad is None else grad for grad, n in zip(grads, shapes, strict=True)]
+    def differentiate(self, seen: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients in the places of the inputs, from what was kept and the gradients of the results."""
+        inputs = seen[len(seen) - self.count :]
+        call = self.call._replace(inputs=inputs, lead=inputs[0])
+        given = _or_zeros(call, dict(zip(call.made, grads, strict=True)))
+        arrays = list(given.values())
+        missing, there = tuple([x is None for x in arrays]), [x for x in arrays if x is not None]
         latest = self._latest
-        if latest is None or not latest.are_alike(*given):
-            call = self.call._replace(inputs=inputs, lead=inputs[0])
-            named = _named(call, dict(zip(self.call.made, given, strict=True)))
-            latest = self._latest = _Backward(_plan(call, named, self.wanted), tensors.likeness(given))
+        if latest is None or latest.missing != missing or not latest.are_alike(*there):
+            plan = _plan(call, _named(self.name, seen, given), self.made)
+            latest = self._latest = _Backward(plan, missing, tensors.likeness(there))
         made = list(self._empty)
-        for place, grad in zip(self._places, latest.plan.run([*inputs, *given]), strict=True):
+        for place, grad in zip(self._places, latest.plan.run([*seen, *arrays]), strict=True):
             made[place] = grad
+        if "add" in self.wanted:
+            made[1] = _of_add(made[0], call.kinds)
         return made
 
 
@@ -85,24 +92,22 @@ class _KnownCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, known: _Recorded, *inputs: Any) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
+        results = known.results(inputs)
+        _keep(ctx, known.name, inputs, results)
         ctx.known = known
-        return tuple(known.results(inputs))
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs, known = ctx.saved_tensors, ctx.known
+        seen, known = ctx.saved_tensors, ctx.known
         is_direct = not torch.is_grad_enabled() and tensors.is_eager()
-        if is_direct and tensors.PLAIN.issuperset(map(type, (*grads, *inputs))):
-            return None, *known.differentiate(inputs, grads)
+        if is_direct and tensors.PLAIN.issuperset(map(type, (*grads, *seen))):
+            return None, *known.differentiate(seen, grads)
         call, name = known.call, known.name
         given = dict(zip(call.made, grads, strict=True))
-        places = [given.get(result) for result in RESULTS[name]]
-        made = dict(
-            zip(known.wanted, _backwards(name)[1](*places, *inputs, call.eps, call.kinds, known.wanted), strict=True)
-        )
-        others = [None] * (len(inputs) - len(OPS[name].inputs))
-        return None, *(made.get(x) for x in OPS[name].inputs), *others
+        made = _differentiate(name, [given.get(x) for x in RESULTS[name]], seen, call.eps, call.kinds, known.wanted)
+        names = list(OPS[name].inputs)
+        return None, *(made.get(x) for x in names), *[None] * (known.count - len(names))
 
 
 # Function.apply looks for transforms first; a known call has none, and saves that time.
@@ -120,15 +125,14 @@ def record(call: Call) -> calls.Run:
 def forward_run(name: str, *arguments: Any) -> Any:
     """Run the forward."""
     *inputs, eps, kinds, _ = arguments
-    return _in_places(calls.make(name, inputs, eps, kinds), _results(name, inputs), RESULTS[name], inputs[0])
+    return _in_places(name, inputs, calls.make(name, inputs, eps, kinds))
 
 
 def forward_fake(name: str, *arguments: Any) -> Any:
     """Return the results without their values."""
     *inputs, eps, kinds, _ = arguments
     call = calls.checked(name, inputs, eps, kinds)
-    made = [call.lead.new_empty(shape) for shape in call.made.values()]
-    return _in_places(made, list(call.made), RESULTS[name], inputs[0])
+    return _in_places(name, inputs, [call.new(x) for x in call.made])
 
 
 def forward_record(name: str, keys: Any, *arguments: Any) -> Any:
@@ -140,21 +144,21 @@ def forward_record(name: str, keys: Any, *arguments: Any) -> Any:
 def _recorder(name: str) -> Callable[..., Any]:
     def setup(ctx: Any, arguments: Sequence[Any], _: dict[str, Any], results: Any) -> None:
         *inputs, ctx.eps, ctx.kinds, _save = arguments
-        ctx.save_for_backward(*inputs)
+        ctx.used = _used(name, inputs)
+        _keep(ctx, name, inputs, results)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs, names = ctx.saved_tensors, list(OPS[name].inputs)
+        seen, names = ctx.saved_tensors, list(OPS[name].inputs)
         needs = ctx.needs_input_grad[2:]  # of a Function with two inputs of its own before these
-        wanted = [x for x, needs_it in zip(names, needs, strict=False) if needs_it and x in _used(name, inputs)]
-        made = dict(zip(wanted, _backwards(name)[1](*grads, *inputs, ctx.eps, ctx.kinds, wanted), strict=True))
-        return *(made.get(x) for x in names), *[None] * (len(inputs) - len(names) + 3)
+        wanted = [x for x, needs_it in zip(names, needs, strict=False) if needs_it and x in ctx.used]
+        made = _differentiate(name, grads[: len(RESULTS[name])], seen, ctx.eps, ctx.kinds, wanted)
+        return *(made.get(x) for x in names), *[None] * (len(needs) - len(names))
 
     def plainly(*arguments: Any) -> Any:
         *inputs, eps, kinds, _ = arguments
         if inputs[0].is_cuda:
             recording.refuse_forward_mode(name)
-        made = calls.in_plain_torch(name, inputs, eps, kinds)
-        return _in_places(made, _results(name, inputs), RESULTS[name], inputs[0])
+        return _in_places(name, inputs, calls.in_plain_torch(name, inputs, eps, kinds))
 
     return recording.forward(registry.find(f"{name}_fwd"), setup, backward, plainly)
 
@@ -177,20 +181,20 @@ def forward_vmap(name: str, info: Any, dims: Sequence[int | None], *arguments: A
             continue
         place = _mapped_place(letters, kinds)
         x = x.movedim(dim, place) if dim is not None else torch.stack([x] * count, place)
-        mapped.append(x.flatten(place, place + 1) if name == "token_shift" else x)
-    if name == "token_shift" and inputs[-1] is not None:
+        mapped.append(x.flatten(place, place + 1) if name in SHIFTS else x)
+    if name in SHIFTS and inputs[-1] is not None:
         raise RuntimeError(f"{name}: expected no cu_seqlens inside of torch.vmap; a batch has texts of one length")
     made = registry.find(f"{name}_fwd")(*mapped, eps, kinds, save)
     place = _mapped_place("NC", kinds) if name == "activate" else 0
     if not isinstance(made, (tuple, list)):
         return made, place
-    several = [x.unflatten(0, (count, -1)) if name == "token_shift" and x.dim() > 1 else x for x in made]
+    several = [x.unflatten(0, (count, -1)) if name in SHIFTS and x.dim() > 1 else x for x in made]
     return tuple(several), tuple(0 if x.dim() > 1 else None for x in several)
 
 
 def _dims(name: str) -> list[tuple[str, str]]:
     """Return the dimensions of all inputs by their names; what says where texts end has none that may be mapped."""
-    return [*OPS[name].inputs.items(), *([("cu_seqlens", "")] if name == "token_shift" else [])]
+    return [*OPS[name].inputs.items(), *([("cu_seqlens", "")] if name in SHIFTS else [])]
 
 
 def _mapped_place(letters: str, kinds: Sequence[str]) -> int:
@@ -201,8 +205,9 @@ def _mapped_place(letters: str, kinds: Sequence[str]) -> int:
 def _results(name: str, inputs: Sequence[Any]) -> list[str]:
     """Return the results that a call with these inputs has."""
     named = dict(zip(OPS[name].inputs, inputs, strict=False))
-    if name == "token_shift":
-        return list(RESULTS[name])[: len(named["mixes"])]
+    if name in SHIFTS:
+        absent = [f"mixed{m}" for m in range(len(named["mixes"]), MOST_MIXES)]
+        return [x for x in RESULTS[name] if x not in absent]
     return [x for x in RESULTS[name] if x != "new_v" or named["v_first"] is not None]
 
 
@@ -212,28 +217,64 @@ def _used(name: str, inputs: Sequence[Any]) -> list[str]:
     return names if "new_v" in _results(name, inputs) else [x for x in names if (name, x) != ("prepare_keys", "v")]
 
 
-def _in_places(made: Sequence[Tensor], names: Sequence[str], places: Iterable[str], like: Tensor) -> Any:
-    """Return tensors in the places of all that there can be, as an op does: alone where that is one."""
-    by_name = dict(zip(names, made, strict=True))
-    several = tuple([by_name[x] if x in by_name else like.new_empty(0) for x in places])
+def _in_places(name: str, inputs: Sequence[Any], made: Sequence[Tensor]) -> Any:
+    """Return results in the places of all that there can be, as an op does: alone where that is one."""
+    kept = KEPT.get(name, {})
+    by_name = dict(zip([*_results(name, inputs), *kept], made, strict=True))
+    several = tuple([by_name[x] if x in by_name else inputs[0].new_empty(0) for x in (*RESULTS[name], *kept)])
     return several if len(several) > 1 else several[0]
+
+
+def _keep(ctx: Any, name: str, inputs: Sequence[Any], results: Any) -> None:
+    """Keep what the backward takes: what the forward made for it alone, which has no gradient, and the inputs."""
+    if name == "norm_shift":
+        residual, *_, stats = results
+        ctx.mark_non_differentiable(stats)
+        inputs = stats, residual, None, *inputs[2:]
+    ctx.save_for_backward(*inputs)
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------
 
 
-def _parts(name: str, arguments: Sequence[Any]) -> tuple[dict[str, Any], list[Any], float, Any, Sequence[str]]:
-    """Return the gradients of the results by their names, the inputs, eps, the kinds, and what is wanted."""
+def _differentiate(
+    name: str, grads: Sequence[Tensor | None], seen: Sequence[Any], eps: float, kinds: Sequence[str],
+    wanted: Sequence[str],
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the gradients of the inputs by their names, by the torch op."""
+    several = _made_for(wanted)
+    made = dict(zip(several, _backwards(name)[1](*grads, *seen, eps, kinds, several), strict=True))
+    if "add" in wanted:
+        made["add"] = _of_add(made["x"], kinds)
+    return made
+
+
+def _made_for(wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return the gradients that kernels make for those that are wanted: what is added to x has that of x."""
+    if "add" not in wanted:
+        return tuple(wanted)
+    return "x", *[x for x in wanted if x not in ("x", "add")]
+
+
+def _of_add(dx: Any, kinds: Sequence[str]) -> Tensor:
+    """Return the gradient of what was added to x, which has the dtype of the mixes."""
+    return dx.to(getattr(torch, kinds[0]))  # type: ignore[no-any-return]
+
+
+def _parts(
+    name: str, arguments: Sequence[Any]
+) -> tuple[dict[str, Any], Sequence[Any], Sequence[Any], float, Any, Sequence[str]]:
+    """Return the gradients of results by name, what was made for the backward, inputs, eps, kinds, wanted names."""
     *arrays, eps, kinds, wanted = arguments
-    count = len(RESULTS[name])
-    inputs = arrays[count:]
-    of_results = dict(zip(RESULTS[name], arrays, strict=False))
-    return {x: of_results[x] for x in _results(name, inputs)}, inputs, eps, kinds, wanted
+    of_results, behind = dict(zip(RESULTS[name], arrays, strict=False)), len(RESULTS[name])
+    begin = behind + len(KEPT.get(name, ()))
+    kept, inputs = arrays[behind:begin], arrays[begin:]
+    return {x: of_results[x] for x in _results(name, inputs)}, kept, inputs, eps, kinds, wanted
 
 
 def backward_run(name: str, *arguments: Any) -> list[Tensor]:
     """Run the backward."""
-    grads, inputs, eps, kinds, wanted = _parts(name, arguments)
+    grads, kept, inputs, eps, kinds, wanted = _parts(name, arguments)
     call = calls.checked(name, inputs, eps, kinds)
     used = [x for x in wanted if x in _used(name, inputs)]
     if len(used) < len(wanted):
@@ -242,22 +283,25 @@ def backward_run(name: str, *arguments: Any) -> list[Tensor]:
         return [
             made[x] if x in made else torch.zeros_like(zeros[x], memory_format=torch.contiguous_format) for x in wanted
         ]
-    if not call.lead.is_cuda:
+    if not (call.lead.is_cuda and call.lead.numel()):
         torch_op.say_reference(name, call.lead)
-        return _in_plain_torch(call, list(grads.values()), wanted)
-    # Of a result that nothing was made of there is no gradient.
-    given = {x: call.lead.new_zeros(call.made[x]) if grad is None else grad for x, grad in grads.items()}
-    named = _named(call, given)
-    if not call.lead.numel():
-        return [torch.zeros_like(named[x], memory_format=torch.contiguous_format) for x in wanted]
+        return _in_plain_torch(call, grads, wanted)
+    named = _named(name, [*kept, *call.inputs], _or_zeros(call, grads))
     return _plan(call, named, tuple(wanted)).run(list(named.values()))
 
 
-def _named(call: Call, grads: Mapping[str, Tensor]) -> dict[str, Any]:
+def _or_zeros(call: Call, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Return the gradients of results: zeros of one that nothing was made of, where kernels need a tensor."""
+    return {
+        x: call.new(x, Tensor.new_zeros) if grad is None and x not in OPTIONAL else grad
+        for x, grad in grads.items() if x in RESULTS[call.name]
+    }  # fmt: skip
+
+
+def _named(name: str, seen: Sequence[Any], grads: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return the tensors of a backward by their names, in the order in which plans take them."""
-    beside = {"cu_seqlens": call.inputs[-1]} if call.name == "token_shift" else {}
-    own = dict(zip(OPS[call.name].inputs, call.inputs, strict=False))
-    return {**own, **beside, **{f"grad_{x}": grad for x, grad in grads.items()}}
+    names = [*KEPT.get(name, ()), *(own for own, _ in _dims(name))]
+    return {**dict(zip(names, seen, strict=True)), **{f"grad_{x}": grad for x, grad in grads.items()}}
 
 
 def _plan(call: Call, named: dict[str, Any], wanted: tuple[str, ...]) -> Plan:
@@ -268,17 +312,18 @@ def _plan(call: Call, named: dict[str, Any], wanted: tuple[str, ...]) -> Plan:
     if plan is None:
         given = calls.given_of(name, call.inputs, len(call.kinds))
         results = {f"d{x}": Result(tuple(named[x].shape), given.types[x]) for x in OPS[name].inputs if x in given.types}
-        grads = {x: tensors.STORAGE[y.dtype] for x, y in named.items() if x.startswith("grad_")}
+        there = {x: y for x, y in named.items() if x.startswith("grad_") and y is not None}
+        grads = {x: tensors.STORAGE[y.dtype] for x, y in there.items()}
         given = given._replace(results=results, types={**given.types, **grads})
         options = Options(call.eps, call.kinds)
-        if name == "token_shift":
-            options = Options(texts=calls.texts_of(call.lead, named["cu_seqlens"]))
+        if name in SHIFTS:
+            options = options._replace(texts=calls.texts_of(call.lead, named["cu_seqlens"]))
         schedule = gradient_steps.backward(name, given, options, wanted)
         plan = _plans.keep(key, Plan(schedule, gradient_steps.problem(name, given), named))
     return plan
 
 
-def _in_plain_torch(call: Call, grads: Sequence[Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
+def _in_plain_torch(call: Call, grads: Mapping[str, Tensor | None], wanted: Sequence[str]) -> list[Tensor]:
     names, inputs = list(OPS[call.name].inputs), call.inputs
     with recording.plain_torch(), tensors.exactly(call.lead):
         leaves: dict[str, Any] = {
@@ -286,12 +331,12 @@ def _in_plain_torch(call: Call, grads: Sequence[Tensor | None], wanted: Sequence
             for own, x in zip(names, inputs, strict=False)
         }
         results = calls.in_plain_torch(call.name, [*leaves.values(), *inputs[len(names) :]], call.eps, call.kinds)
-        return recording.gradients(results, grads, [leaves[x] for x in wanted])
+        return recording.gradients(results, [grads.get(x) for x in call.made], [leaves[x] for x in wanted])
 
 
 def backward_fake(name: str, *arguments: Any) -> list[Tensor]:
     """Return the gradients without their values."""
-    _, inputs, _, _, wanted = _parts(name, arguments)
+    _, _, inputs, _, _, wanted = _parts(name, arguments)
     named: dict[str, Any] = dict(zip(OPS[name].inputs, inputs, strict=False))
     return [torch.empty_like(named[x], memory_format=torch.contiguous_format) for x in wanted]
 

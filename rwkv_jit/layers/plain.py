@@ -98,19 +98,59 @@ def token_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list
     """Return the mixes of every token with the one before it."""
     x, mixes, amounts, first, cu_seqlens = inputs
     x = _wide(x)
+    before = _tokens_before(x, first, cu_seqlens)
+    shares = list(_wide(mixes).unbind())
+    if amounts is not None:
+        shares = [share + _wide(amount) for share, amount in zip(shares, amounts, strict=True)]
+    return [x + (before - x) * share for share in shares]
+
+
+def norm_shift(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return the residual, the mixes of its norm, the last tokens of this, and means and factors, in their dtypes."""
+    x, add, weight, bias, mixes, first, cu_seqlens = inputs
+    residual = x.clone() if add is None else (_wide(x) + _wide(add)).to(x.dtype)
+    z, dtype = _wide(residual), getattr(torch, kinds[0])
+    n = F.layer_norm(z, z.shape[-1:], weight.to(z.dtype), bias.to(z.dtype), eps)
+    kept = n.to(dtype)
+    before = _tokens_before(kept, first, cu_seqlens).to(z.dtype)
+    mixed = [(n + (before - n) * share).to(dtype) for share in _wide(mixes).unbind()]
+    with torch.no_grad():
+        mean = z.mean(-1)
+        variance = (z - mean.unsqueeze(-1)).square().mean(-1)
+        stats = torch.stack([mean, torch.rsqrt(variance + eps)], -1)
+    return [residual, *mixed, last_tokens(kept, first, cu_seqlens), stats]
+
+
+def _tokens_before(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the token before each of x [B, T, C]: `first` or zeros where a text begins."""
     before = F.pad(x, (0, 0, 1, 0))[..., :-1, :]
     starts = torch.zeros(1, dtype=torch.int64, device=x.device)
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens[1:] > cu_seqlens[:-1]].to(torch.int64)
         before = before.index_fill(-2, starts, 0)
     if first is not None and x.numel():
-        first = _wide(first)
+        first = first.to(x.dtype)
         first = first.unsqueeze(1) if cu_seqlens is None else first[cu_seqlens[1:] > cu_seqlens[:-1]].unsqueeze(0)
         before = before.index_copy(-2, starts, first)
-    shares = list(_wide(mixes).unbind())
-    if amounts is not None:
-        shares = [share + _wide(amount) for share, amount in zip(shares, amounts, strict=True)]
-    return [x + (before - x) * share for share in shares]
+    return before
+
+
+def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the last token of every text of x [B, T, C]; of one without tokens, what came before it, or zeros.
+
+    It is a copy, as a view would keep all of x in memory for as long as there is the state.
+    """
+    if cu_seqlens is None:
+        if x.shape[1]:
+            return x[:, -1].clone()
+        return x.new_zeros(x.shape[0], x.shape[2]) if first is None else first.clone()
+    bounds = cu_seqlens.to(x.device, torch.int64)
+    count = bounds.shape[0] - 1
+    before = x.new_zeros(count, x.shape[2]) if first is None else first
+    if not x.shape[1]:
+        return before.clone()
+    last = x[0, (bounds[1:] - 1).clamp_min(0)]
+    return torch.where((bounds[1:] > bounds[:-1]).unsqueeze(1), last, before)
 
 
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {

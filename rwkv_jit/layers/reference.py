@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rwkv_jit.layers import plain
@@ -137,3 +138,41 @@ def token_shift_ref(
     mixed : tuple of M torch.Tensor, shape and dtype of x
     """
     return tuple(_rounded(plain.token_shift((x, mixes, amounts, first, cu_seqlens), 0.0, ()), x))
+
+
+def norm_shift_ref(
+    x: Tensor, weight: Tensor, bias: Tensor, mixes: Tensor, add: Tensor | None = None, first: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, eps: float = 1e-5, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:  # fmt: skip
+    """Add, norm and mix every token with the one before it in plain torch; see `rwkv_jit.norm_shift` for the equations.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C)
+        As in the op, float64 too.
+    weight, bias : torch.Tensor, shape (C,)
+        Of the layer norm.
+    mixes : torch.Tensor, shape (M, C)
+        How much of the token before is in each mix.
+    add : torch.Tensor, shape of x, optional
+        What is added to the residual first.
+    first : torch.Tensor, shape (B, C), or (N, C) for packed texts, optional
+        n of the token before the first of each text; zeros by default.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of texts packed along T with B = 1.
+    eps : float, default 1e-05
+        Of the norm.
+    dtype : torch.dtype, optional
+        That of the mixed tokens and of `last`; by default that of x.
+
+    Returns
+    -------
+    residual : torch.Tensor, shape and dtype of x
+    mixed : tuple of M torch.Tensor, shape of x
+    last : torch.Tensor, shape (B, C) or (N, C)
+    """
+    kinds = (str(dtype or x.dtype).removeprefix("torch."),)
+    residual, *mixed, last, _ = plain.norm_shift((x, add, weight, bias, mixes, first, cu_seqlens), eps, kinds)
+    return residual, tuple(mixed), last

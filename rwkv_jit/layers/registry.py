@@ -66,15 +66,22 @@ _DIFFERENTIABLE = {
     "activate": ("x", "y"),
     "gated": ("x g", "y"),
     "token_shift": ("x mixes [amounts] [first] [cu_seqlens]", "mixed0 mixed1 mixed2 mixed3 mixed4 mixed5"),
+    "norm_shift": (
+        "x [add] weight bias mixes [first] [cu_seqlens]",
+        "residual mixed0 mixed1 mixed2 mixed3 mixed4 mixed5 last",
+    ),
 }
+_KEPT = {"norm_shift": "stats"}  # what a forward makes for the backward alone
 for _name, (_inputs, _results) in _DIFFERENTIABLE.items():
     _given = ", ".join(f"Tensor? {x[1:-1]}" if x.startswith("[") else f"Tensor {x}" for x in _inputs.split())
     _grads = ", ".join(f"Tensor? grad_{x}" for x in _results.split())
     _given, _module = f"{_given}, float eps, str[] kinds", "rwkv_jit.layers.gradients"
-    _made = ", ".join("Tensor" for _ in _results.split())
+    _kept = _KEPT.get(_name, "").split()
+    _made = ", ".join("Tensor" for _ in (*_results.split(), *_kept))
+    _seen = "".join(f"Tensor {x}, " for x in _kept)
     _OPS |= {
         f"{_name}_fwd": Entry(f"({_given}, bool save) -> ({_made})", _module, "forward"),
-        f"{_name}_bwd": Entry(f"({_grads}, {_given}, str[] wanted) -> Tensor[]", _module, "backward"),
+        f"{_name}_bwd": Entry(f"({_grads}, {_seen}{_given}, str[] wanted) -> Tensor[]", _module, "backward"),
     }
 
 

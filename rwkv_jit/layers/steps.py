@@ -22,6 +22,9 @@ _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a pie
 _HEAD_THREADS = 64
 _ELEMENT_THREADS = 128
 _SHIFT_ROWS = 8  # tokens whose mixes a thread makes
+# Of norms with mixes: so many tokens of a block that the one it norms in vain does not weigh, unless blocks are few.
+_MOST_NORM_ROWS = 16
+_LEAST_NORM_BLOCKS = 512
 KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that the kernel has for them
 GATES = ("identity", "sigmoid", "silu")  # as KINDS
 NORMS = ("layer", "rms")
@@ -45,8 +48,13 @@ OPS = {
         Op("activate", dict(x="NC"), wide=()),
         Op("gated", dict(x="N", g="N"), wide=()),
         Op("token_shift", dict(x="NC", mixes="GC", amounts="GNC", first="SC"), wide=("mixes",)),
+        Op(
+            "norm_shift", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC", first="SC"),
+            wide=("weight", "bias", "mixes"),
+        ),
     )
-}
+}  # fmt: skip
+SHIFTS = ("token_shift", "norm_shift")  # whose last input says where texts end
 
 
 class Given(NamedTuple):
@@ -173,6 +181,33 @@ def token_shift(given: Given, texts: Sequences) -> Schedule:
     bind: dict[str, Any] = {"rows": given.rows, "tokens": texts.tokens, "texts": texts.number}
     bind |= {f"mixed{m}": None for m in range(mixes, MOST_MIXES)}
     return _schedule("token_shift", given, vector, parameters | {"ROWS": _SHIFT_ROWS}, grid, bind)
+
+
+def norm_shift(given: Given, texts: Sequences, eps: float) -> Schedule:
+    """Return the launch of `norm_shift`."""
+    vector = vector_of(given.sizes[0], given, "x")
+    parameters = norm_shift_parameters(given, texts, vector, given.results["mixed0"].dtype, _ROW_THREADS)
+    block_rows = min(max(given.rows // _LEAST_NORM_BLOCKS, 1), _MOST_NORM_ROWS)
+    bind: dict[str, Any] = {
+        "rows": given.rows, "tokens": texts.tokens, "texts": texts.number, "block_rows": block_rows, "eps": eps,
+    }  # fmt: skip
+    bind |= {f"mixed{m}": None for m in range(given.sizes[1], MOST_MIXES)}
+    grid = ceil(given.rows / block_rows), 1, 1
+    return _schedule("norm_shift", given, vector, parameters | {"HAS_ADD": "add" in given.types}, grid, bind)
+
+
+def norm_shift_parameters(
+    given: Given, texts: Sequences, vector: int, mixed: str, most_threads: int
+) -> dict[str, Parameter]:
+    """Return the parameters that both directions of `norm_shift` have, of mixes of a type."""
+    channels, mixes = given.sizes
+    pieces = ceil(channels / (vector * most_threads))  # of a thread
+    return {
+        "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "HAS_FIRST": "first" in given.types,
+        "NUM_THREADS": 32 * ceil(channels / (32 * vector * pieces)),
+        "PACKED": texts.bound_bytes > 0, "BOUND_BYTES": texts.bound_bytes or 4,
+        "T_IO": given.types["x"], "T_MIXED": mixed, **types_of(given, ("weight", "bias", "mixes")),
+    }  # fmt: skip
 
 
 def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[str, Parameter], int]:

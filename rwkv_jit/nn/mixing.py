@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import activate, gated, gated_norm, shift_mix, token_shift
-from rwkv_jit.nn.parts import check_heads, check_place, fill_orthogonal, last_tokens, under_autocast
+from rwkv_jit.layers.plain import last_tokens
+from rwkv_jit.nn.parts import check_heads, check_place, fill_orthogonal, under_autocast
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 

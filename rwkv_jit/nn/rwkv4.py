@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_jit.layers.functions import gated, token_shift
+from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import ChannelMix, Mix
-from rwkv_jit.nn.parts import fill_orthogonal, last_tokens
+from rwkv_jit.nn.parts import fill_orthogonal
 from rwkv_jit.ops.wkv4 import wkv4
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from rwkv_jit.inference.update import wkv5_update
 from rwkv_jit.layers.functions import token_shift
+from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import in_files, last_tokens
+from rwkv_jit.nn.parts import in_files
 from rwkv_jit.ops.wkv5 import wkv5
 
 

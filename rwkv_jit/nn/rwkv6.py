@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from rwkv_jit.inference.update import wkv6_update
 from rwkv_jit.layers.functions import activate, token_shift
+from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import in_files, last_tokens, under_autocast
+from rwkv_jit.nn.parts import in_files, under_autocast
 from rwkv_jit.ops.wkv6 import wkv6
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank

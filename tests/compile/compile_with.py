@@ -47,12 +47,16 @@ def layer_requests(arch):
     import test_layer
     import test_layer_loss
 
-    forwards = [test_layer.request(name, arch=arch) for name in ("gated", "token_shift")]
+    from rwkv_jit.gpu import Gpu
+
+    forwards = [test_layer.request(name, arch=arch) for name in ("gated", "token_shift", "norm_shift")]
     backwards = [
-        test_layer.gradients(name, arch=arch) for name in ("token_shift", "prepare_keys", "gated_norm", "activate")
+        test_layer.gradients(name, arch=arch)
+        for name in ("token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate")
     ]
+    wide = test_layer.backward("norm_shift", 4096, arch=arch).requests(Gpu(arch))
     losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
-    return [*forwards, *backwards, *losses]
+    return [*forwards, *backwards, *wide, *losses]
 
 
 def read(request):

@@ -19,7 +19,7 @@ OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
 COMMITTING = ["replay_commit", "replay_flush"]
-DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift"]
+DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift", "norm_shift"]
 LAYER = ["shift_mix", *DIFFERENTIABLE, "cross_entropy", "linear_cross_entropy"]
 REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE)]
 COMPILING = ["specialize", "compile_async", "warm"]
@@ -193,6 +193,8 @@ SIGNATURES = {
     "activate": "x, kinds, *, out=None",
     "gated": "x, g, gate='sigmoid'",
     "token_shift": "x, mixes, amounts=None, first=None, cu_seqlens=None",
+    "norm_shift": "x, weight, bias, mixes, *, add=None, first=None, cu_seqlens=None, eps=1e-05, dtype=None",
+    "norm_shift_ref": "x, weight, bias, mixes, add=None, first=None, cu_seqlens=None, eps=1e-05, dtype=None",
     "prepare_keys_ref": "k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None",
     "gated_norm_ref": "y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, gate='identity', norm='layer', "
     "eps=0.00064",

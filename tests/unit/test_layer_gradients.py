@@ -78,16 +78,20 @@ def test_torch_ops_are_what_torch_expects(name, how):
     case = make(name, how, dtype=torch.float32)
     inputs = [case.tensors.get(x) for x in OPS[name].inputs]
     inputs = [x if x is None else x.requires_grad_() for x in inputs]
-    if name == "token_shift":
+    if name in layer_cases.SHIFTS:
         inputs.append(case.tensors.get("cu_seqlens"))
     kinds = [case.options["gate"], case.options["norm"]] if name == "gated_norm" else case.options.get("kinds", [])
     kinds = [case.options["gate"]] if name == "gated" else list(kinds)
+    kinds = ["float32"] if name == "norm_shift" else kinds
     given = (*inputs, 64e-5, kinds, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{name}_fwd").default, given)
     results = getattr(torch.ops.rwkv_jit, f"{name}_fwd")(*given)
     places = [torch.randn_like(x) for x in (results if isinstance(results, tuple) else (results,))]
     wanted = [x for x, y in zip(OPS[name].inputs, inputs, strict=False) if y is not None]
     plain = [x if x is None else x.detach() for x in inputs]
+    if name == "norm_shift":  # whose backward takes the residual for x, and what the forward made for it
+        wanted, plain[:2] = [x for x in wanted if x != "add"], [results[0].detach(), None]
+        places[-1] = results[-1]
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{name}_bwd").default, (*places, *plain, 64e-5, kinds, wanted))
 
 
@@ -102,7 +106,7 @@ def test_compiled_calls_of_any_length(name, how):
 
     counts = []
     for rows in (11, 12, 13):
-        case = make(name, how, rows=rows if "packed" in how or name != "token_shift" else 3 * rows)
+        case = make(name, how, rows=rows if "packed" in how or name not in layer_cases.SHIFTS else 3 * rows)
         results, grads, weights = layer_cases.differentiate(case, case.run)
         own, own_grads, _ = layer_cases.differentiate(case, compiled, weights)
         for x, y in zip([*results, *grads.values()], [*own, *own_grads.values()], strict=True):
@@ -146,6 +150,40 @@ def test_checkpointed_and_under_autocast():
         )
     for name, grad in want.items():
         assert torch.equal(found[name], grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_text_may_be_cut_before_its_norm_too(dtype):
+    case = make("norm_shift", "6 add", dtype=dtype)
+    given = case.tensors | {"x": torch.randn(2, 9, 8).to(dtype), "add": torch.randn(2, 9, 8).to(dtype)}
+    leaves = {own: x.detach().requires_grad_() for own, x in given.items()}
+    residual, mixed, last = rwkv_jit.norm_shift(**leaves)
+    parts, before = [], None
+    for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
+        own = leaves | {"x": leaves["x"][:, part], "add": leaves["add"][:, part]}
+        *made, before = rwkv_jit.norm_shift(**own, first=before)
+        parts.append([made[0], *made[1]])
+    joined = [torch.cat(several, 1) for several in zip(*parts, strict=True)]
+    for x, y in zip([*joined, before], [residual, *mixed, last], strict=True):
+        assert torch.equal(x, y)
+    weights = [torch.randn_like(x) for x in [*joined, before]]
+    found = torch.autograd.grad([*joined, before], [*leaves.values()], weights)
+    want = torch.autograd.grad([residual, *mixed, last], [*leaves.values()], weights)
+    limit = 1e-9 if dtype == torch.float64 else 0.1
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("how", layer_cases.WAYS["norm_shift"])
+def test_mixes_of_16_bits_beside_a_residual_of_float32(how):
+    case = make("norm_shift", how, dtype=torch.float32)
+    narrow = {own: x.bfloat16() if own in ("add", "first") else x for own, x in case.tensors.items()}
+    case = case._replace(tensors=narrow, options={"dtype": torch.bfloat16})
+    results, grads, weights = layer_cases.differentiate(case, case.run)
+    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    assert [x.dtype for x in results] == [torch.float32, *[torch.bfloat16] * (len(results) - 1)]
+    for x, y in [*zip(results, want, strict=True), *((grad, want_grads[own]) for own, grad in grads.items())]:
+        torch.testing.assert_close(x.double(), y.double(), rtol=3e-2, atol=3e-2)
 
 
 def test_a_text_may_be_cut_anywhere():
@@ -200,6 +238,16 @@ FAULTS = [
     ("token_shift", "6", ValueError, "cu_seqlens: .* batch of 1", {"cu_seqlens": torch.tensor([0, 3])}),
     ("token_shift", "6 packed", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 3, 2, 7])}),
     ("token_shift", "6 packed", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 99])}),
+    ("norm_shift", "6", ValueError, r"x: expected shape \[batch, tokens, channels\], got", {"x": ZEROS(3, 8)}),
+    ("norm_shift", "6", ValueError, r"weight: expected shape \[8\], got \[3\]", {"weight": ZEROS(3)}),
+    ("norm_shift", "6", TypeError, "bias: expected a torch.Tensor", {"bias": None}),
+    ("norm_shift", "6", ValueError, r"mixes: expected shape \[1 to 6, 8\], got \[7, 8\]", {"mixes": ZEROS(7, 8)}),
+    ("norm_shift", "6", ValueError, r"add: expected shape \[3, 3, 8\], got \[3, 8\]", {"add": ZEROS(3, 8)}),
+    ("norm_shift", "6", TypeError, "add: expected torch.float32, got", {"add": ZEROS(3, 3, 8).half()}),
+    ("norm_shift", "6", ValueError, r"first: expected shape \[3, 8\], got \[2, 8\]", {"first": ZEROS(2, 8)}),
+    ("norm_shift", "6", TypeError, "dtype: expected torch.float32 or", {"dtype": torch.int32}),
+    ("norm_shift", "6", ValueError, "eps: expected a finite number", {"eps": "small"}),
+    ("norm_shift", "6 add packed first", ValueError, "cu_seqlens: expected", {"cu_seqlens": torch.tensor([0, 9])}),
     ("gated_norm", "bias bonus", ValueError, "r: r, k, v and r_k make the bonus together, got None", {"r": None}),
     ("gated_norm", "", ValueError, "r: r, k, v and r_k make the bonus together", {"k": ZEROS(7, 2, 4)}),
     ("gated_norm", "", ValueError, "gate: expected", {"gate": "relu"}),
@@ -285,7 +333,8 @@ def test_what_cannot_be_mapped():
     weights = torch.stack([case.tensors["weight"]] * 2)
     with pytest.raises(RuntimeError, match="gated_norm: expected rows alone inside of torch.vmap, got weight"):
         torch.vmap(lambda weight: case.run(case.tensors | {"weight": weight})[0])(weights)
-    packed = make("token_shift", "2 packed")
-    several = torch.stack([packed.tensors["x"]] * 2)
-    with pytest.raises(RuntimeError, match="token_shift: expected no cu_seqlens inside of torch.vmap"):
-        torch.vmap(lambda x: packed.run(packed.tensors | {"x": x})[0])(several)
+    for name in layer_cases.SHIFTS:
+        packed = make(name, "2 packed")
+        several = torch.stack([packed.tensors["x"]] * 2)
+        with pytest.raises(RuntimeError, match=f"{name}: expected no cu_seqlens inside of torch.vmap"):
+            torch.vmap(lambda x, packed=packed: packed.run(packed.tensors | {"x": x})[0])(several)
