@@ -43,25 +43,12 @@ def fill_orthogonal(matrix: Tensor, gain: float) -> None:
         matrix.copy_(made)
 
 
-def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the last token of every text of x [B, T, C]; of one without tokens, what came before it, or zeros.
-
-    It is a copy, as a view would keep all of x in memory for as long as there is the state.
-    """
-    if cu_seqlens is None:
-        if x.shape[1]:
-            return x[:, -1].clone()
-        return x.new_zeros(x.shape[0], x.shape[2]) if first is None else first
-    bounds = cu_seqlens.to(x.device, torch.int64)
-    count = bounds.shape[0] - 1
-    before = x.new_zeros(count, x.shape[2]) if first is None else first
-    if not x.shape[1]:
-        return before
-    last = x[0, (bounds[1:] - 1).clamp_min(0)]
-    return torch.where((bounds[1:] > bounds[:-1]).unsqueeze(1), last, before)
-
-
 def under_autocast(x: Tensor) -> Tensor:
     """Return the input of a layer in the dtype of autocast: norms before it leave float32, twice the memory."""
+    return x.to(dtype_under_autocast(x))
+
+
+def dtype_under_autocast(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a layer takes what is normed of a residual: that of autocast, but for float64."""
     dtype = tensors.autocast_dtype(x)
-    return x if dtype is None else tensors.under_autocast(x, dtype)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype

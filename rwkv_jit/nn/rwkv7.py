@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.update import wkv7_update
-from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, shift_mix, token_shift
+from rwkv_jit.layers.functions import activate, gated_norm, norm_shift, prepare_keys, shift_mix, token_shift
+from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn import parts
 from rwkv_jit.ops.wkv7 import wkv7
 
@@ -198,11 +199,36 @@ class RWKV7TimeMix(nn.Module):
         x = parts.under_autocast(x)
         last, before = (None, None) if state is None else state
         first = None if last is None else last.to(x.dtype)
-        mixed = token_shift(x, self._mixes(), first=first, cu_seqlens=cu_seqlens)
+        mixed = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
+        y, v_first, after = self.of_mixed(mixed, v_first, before, cu_seqlens)
+        return y, v_first, (last_tokens(x, first, cu_seqlens), after)
+
+    def of_mixed(
+        self, mixed: Sequence[Tensor], v_first: Tensor | None, state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return what is made of tokens that have been mixed with those before them.
+
+        Parameters
+        ----------
+        mixed : sequence of six torch.Tensor, shape (B, T, C)
+            By `mixes`, as `token_shift` and `norm_shift` return them.
+        v_first : torch.Tensor, shape (B, T, C), optional
+            As in `forward`.
+        state : torch.Tensor, shape (N, H, V, K), optional
+            The state of `wkv7`; zeros by default.
+        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+            As in `forward`.
+
+        Returns
+        -------
+        y, v_first : torch.Tensor, shape (B, T, C)
+        state : torch.Tensor, shape (N, H, V, K)
+        """
         (r, w, k, v, a, b), gate, v_first = self._inputs(mixed, v_first)
-        y, after = wkv7(r, w, k, v, a, b, before, True, cu_seqlens, decay="sigmoid")
+        y, after = wkv7(r, w, k, v, a, b, state, True, cu_seqlens, decay="sigmoid")
         assert after is not None
-        return self._output(y, gate, r, k, v), v_first, (parts.last_tokens(x, first, cu_seqlens), after)
+        return self._output(y, gate, r, k, v), v_first, after
 
     def step(
         self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
@@ -230,7 +256,8 @@ class RWKV7TimeMix(nn.Module):
         y = wkv7_update(states, r, w, k, v, a, b, state_indices=slots, null_index=null_index, decay="sigmoid")
         return self._output(y, gate, r, k, v), v_first
 
-    def _mixes(self) -> Tensor:
+    def mixes(self) -> Tensor:
+        """Return how much of the token before is in each mix, [6, C]."""
         return torch.cat([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]).view(6, self.width)
 
     def _inputs(self, mixed: Any, v_first: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -346,8 +373,12 @@ class RWKV7ChannelMix(nn.Module):
         """
         x = parts.under_autocast(x)
         first = None if state is None else state.to(x.dtype)
-        (mixed,) = token_shift(x, self.x_k.view(1, -1), first=first, cu_seqlens=cu_seqlens)
-        return self.of_mixed(mixed), parts.last_tokens(x, first, cu_seqlens)
+        (mixed,) = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
+        return self.of_mixed(mixed), last_tokens(x, first, cu_seqlens)
+
+    def mixes(self) -> Tensor:
+        """Return how much of the token before is in the mix, [1, C]."""
+        return self.x_k.view(1, self.width)
 
     def of_mixed(self, mixed: Tensor) -> Tensor:
         """Return what is made of tokens that have been mixed with those before them."""
@@ -437,11 +468,22 @@ class RWKV7Block(nn.Module):
         """
         if self.ln0 is not None:
             x = self.ln0(x)
-        of_time = None if state is None else (state.time_shift, state.wkv)
-        y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens)
-        x = x + y
-        y, channel_shift = self.ffn(self.ln2(x), None if state is None else state.channel_shift, cu_seqlens)
-        return x + y, v_first, RWKV7State(wkv, time_shift, channel_shift)
+        wkv, time_shift, channel_shift = (None, None, None) if state is None else state
+        x, mixed, time_shift = self._begin(x, None, self.ln1, self.att.mixes(), time_shift, cu_seqlens)
+        y, v_first, wkv = self.att.of_mixed(mixed, v_first, wkv, cu_seqlens)
+        x, mixed, channel_shift = self._begin(x, y, self.ln2, self.ffn.mixes(), channel_shift, cu_seqlens)
+        return x + self.ffn.of_mixed(mixed[0]), v_first, RWKV7State(wkv, time_shift, channel_shift)
+
+    @staticmethod
+    def _begin(
+        x: Tensor, add: Tensor | None, norm: nn.LayerNorm, mixes: Tensor, first: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:  # fmt: skip
+        """Return the residual, what a half of the layer reads of its norm, and the last token of that."""
+        dtype = parts.dtype_under_autocast(x)
+        first = None if first is None else first.to(dtype)
+        more: dict[str, Any] = {"add": add, "first": first, "cu_seqlens": cu_seqlens, "eps": norm.eps, "dtype": dtype}
+        return norm_shift(x, norm.weight, norm.bias, mixes, **more)
 
     def step(
         self, x: Tensor, v_first: Tensor | None, states: RWKV7State, slots: Tensor | None, null_index: int
@@ -468,7 +510,7 @@ class RWKV7Block(nn.Module):
         if self.ln0 is not None:
             x = self.ln0(x)
         where: dict[str, Any] = {"state_indices": slots, "null_index": null_index}
-        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att._mixes()
+        norm, mixes = (self.ln1.weight, self.ln1.bias), self.att.mixes()
         _, mixed = shift_mix(x, *norm, mixes, states.time_shift, eps=self.ln1.eps, **where)
         y, v_first = self.att.step(mixed, v_first, states.wkv, slots, null_index)
         norm, mixes = (self.ln2.weight, self.ln2.bias), self.ffn.x_k.view(-1)

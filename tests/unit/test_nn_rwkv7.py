@@ -550,6 +550,38 @@ def test_block_is_compiled_in_one_graph(layer, packed):
         all_close(found, want)
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("how", ["float64", "packed", "autocast"])
+def test_block_is_made_of_its_parts(layer, how):
+    """Its norms, time mixing and channel mixing, each called alone, make the same."""
+    model = make(torch.float32 if how == "autocast" else torch.float64)
+    bounds = torch.tensor([0, 2, 2, T]) if how == "packed" else None
+    block, state = model.blocks[layer], make_state(model, 3 if how == "packed" else 1)[0]
+    generator = torch.Generator().manual_seed(6)
+    x, v_first = torch.randn(2, 1, T, WIDTH, generator=generator).to(block.ln1.weight).requires_grad_().unbind()
+    v_first = v_first.bfloat16() if how == "autocast" else v_first
+
+    def apart():
+        z = x if layer else block.ln0(x)
+        y, v, (time_shift, wkv) = block.att(block.ln1(z), v_first, (state.time_shift, state.wkv), bounds)
+        z = z + y
+        y, channel_shift = block.ffn(block.ln2(z), state.channel_shift, bounds)
+        return [z + y, v, wkv, time_shift, channel_shift]
+
+    def whole():
+        z, v, after = block(x, v_first, state, bounds)
+        return [z, v, *after]
+
+    asked = [x, *state, *block.parameters()]
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found, want = whole(), apart()
+    assert [y.dtype for y in found] == [y.dtype for y in want]
+    for results in (found, want):
+        results.append(torch.cat([grad.flatten() for grad in torch.autograd.grad(weighted(results), asked)]))
+    for a, b in zip(found, want, strict=True):
+        assert float((a - b).detach().norm() / b.detach().norm()) < (0.1 if how == "autocast" else 1e-9)
+
+
 def test_model_is_compiled_in_one_graph():
     model, tokens = make(torch.float32, checkpointing=True), make_tokens(B, 3)
     torch._dynamo.reset()
