@@ -132,6 +132,16 @@ def of_layers(device, world):
     assert apart.placements == (Shard(0),)
     mean = apart.full_tensor().sum() / (targets.full_tensor() >= 0).sum()
     check_close(mean, rwkv_jit.cross_entropy(logits, targets), "mean")
+    # A matrix in parts beside plain rows, of which there may be fewer than ranks.
+    matrix = [x.requires_grad_() for x in (new(11, 32), new(11))]
+    for count in (1, 3):
+        hidden, targets = new(1, count, 32).requires_grad_(), torch.arange(count, device=device)[None]
+        results = []
+        for weight, bias in (matrix, [_placed(x.detach(), (0,), 0, mesh) for x in matrix]):
+            loss = rwkv_jit.linear_cross_entropy(hidden, weight, targets, bias=bias, l2_wrap=0.1)
+            results.append([loss, *map(whole, torch.autograd.grad(loss, [hidden, weight, bias]))])
+        for found, want in zip(*results[::-1], strict=True):
+            check_close(found, want, f"{count} rows")
     parts, kinds = distribute_tensor(new(3, 4, 6), mesh, [Shard(1)]), ("tanh", "identity", "sigmoid")
     check_close(rwkv_jit.activate(parts, kinds).full_tensor(), rwkv_jit.activate(parts.full_tensor(), kinds), "kinds")
     packed = [distribute_tensor(x, mesh, [Shard(dim)]) for x, dim in ((new(1, 9, 6), 2), (new(1, 6), 1))]
@@ -429,6 +439,7 @@ def run(rank, device, dtype, world, store, names):
             globals()[name](device, world)
             if rank == 0:
                 print("passed", name, flush=True)
+    dist.barrier()  # no rank leaves while another one is in its last exchange
     dist.destroy_process_group()
 
 

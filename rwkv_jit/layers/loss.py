@@ -272,7 +272,8 @@ def _of_distributed_rows(hidden: Any, weight: Any, bias: Any, targets: Any, opti
         raise TypeError(f"weight: expected a DTensor like another argument, got {type(weight).__name__}")
     mesh, whole = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
     if not isinstance(hidden, DTensor) and not isinstance(targets, DTensor):  # the same on every rank
-        hidden, targets = (DTensor.from_local(x, mesh, whole, run_check=False) for x in (hidden, targets))
+        rows = tensors.from_any("hidden", hidden), tensors.from_any("targets", targets)
+        hidden, targets = (DTensor.from_local(x, mesh, whole, run_check=False) for x in rows)
     given = {"hidden": hidden, "targets": targets, "weight": weight, **({} if bias is None else {"bias": bias})}
     for name, x in given.items():
         if not isinstance(x, DTensor):
@@ -294,7 +295,7 @@ def _of_distributed_rows(hidden: Any, weight: Any, bias: Any, targets: Any, opti
     summed = [Partial() if cut.is_shard() else cut for cut in cuts]
     local = {"hidden": hidden.flatten(0, -2), "targets": targets.flatten()}
     local = {name: x.redistribute(placements=cuts).to_local() for name, x in local.items()}
-    for name in given.keys() - local.keys():
+    for name in [name for name in given if name not in local]:  # in one order on all ranks, as they wait for each other
         local[name] = given[name].redistribute(placements=whole).to_local(grad_placements=summed)
     total = linear_cross_entropy(**local, **{**options, "reduction": "sum"})
     total = DTensor.from_local(total, mesh, summed, run_check=False).full_tensor()

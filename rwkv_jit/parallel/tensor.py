@@ -38,7 +38,7 @@ _CUTS: dict[type[nn.Module], dict[str, int]] = {
     ChannelMix: _OF_CHANNELS,
     RWKV7ChannelMix: _OF_CHANNELS,
     nn.Embedding: {"weight": 1},
-    nn.Linear: {"weight": 0},
+    nn.Linear: {"weight": 0, "bias": 0},
     nn.LayerNorm: {},
 }  # fmt: skip
 
