@@ -264,7 +264,7 @@ class RWKV7TimeMix(nn.Module):
         """Return what the recurrence reads, the gate of what it makes, and the first layer's values."""
         xr, xw, xk, xv, xa, xg = mixed
         r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
-        w = self.w0.view(-1) + activate(xw @ self.w1, "tanh") @ self.w2
+        w = self._decay(activate(xw @ self.w1, "tanh"))
         rate = xa @ self.a1 @ self.a2
         gate = activate(xg @ self.g1, "sigmoid") @ self.g2
         r, w, k, by_head = (x.unflatten(-1, (self.heads, self.head_size)) for x in (r, w, k, v))
@@ -280,6 +280,13 @@ class RWKV7TimeMix(nn.Module):
             k, by_head, rate, *factors, a0=a0, v_first=v_first, v_gate=v_gate, v0=self.v0.view(-1)
         )
         return [r, w, k, by_head, a, b], gate, v_first
+
+    def _decay(self, hidden: Tensor) -> Tensor:
+        """Return w. w0 is the bias of its product but where that would round it: it stays float32 under autocast."""
+        w0 = self.w0.view(-1)
+        if w0.dtype == hidden.dtype:
+            return nn.functional.linear(hidden, self.w2.t(), w0)
+        return w0 + hidden @ self.w2
 
     def _output(self, y: Tensor, gate: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
         norm = self.ln_x.weight, self.ln_x.bias
