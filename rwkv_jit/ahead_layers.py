@@ -18,14 +18,15 @@ class _Layer(NamedTuple):
     """What a layer of a family calls."""
 
     shifts: tuple[tuple[int, bool], ...]  # the mixes of each `token_shift`, and whether tokens have amounts
+    norms: tuple[tuple[int, bool], ...]  # the mixes of each `norm_shift`, and whether something is added
     steps: tuple[tuple[int, bool], ...]  # the mixes of each `shift_mix` of an update, and whether something is added
     gate: str  # of `gated_norm`, which has the bonus in RWKV-7 alone
 
 
 LAYERS = {
-    "wkv5": _Layer(((4, False), (2, False)), ((4, False), (2, True)), "silu"),
-    "wkv6": _Layer(((1, False), (5, True), (2, False)), ((3, False), (2, True)), "silu"),
-    "wkv7": _Layer(((6, False), (1, False)), ((6, False), (6, True), (1, True)), "identity"),
+    "wkv5": _Layer(((4, False), (2, False)), (), ((4, False), (2, True)), "silu"),
+    "wkv6": _Layer(((1, False), (5, True), (2, False)), (), ((3, False), (2, True)), "silu"),
+    "wkv7": _Layer((), ((6, False), (1, True)), ((6, False), (6, True), (1, True)), "identity"),
 }
 _BIAS_PAIRS: tuple[tuple[str, ...], ...] = ((), ("a0", "v0"))  # what may be absent
 _COUNTS = (1, 2, 4, 8)  # of elements, by which neighbours that a thread takes at once differ
@@ -84,6 +85,19 @@ class _Calls(NamedTuple):
             for (mixes, has_amounts), has_first, bound_bytes in product(self.layer.shifts, (False, True), (0, 4, 8))
         ]
 
+    def norms(self) -> list[tuple[Given, Sequences]]:
+        """Return the calls of `norm_shift`, whose residual is as wide as parameters are."""
+        several = product(self.layer.norms, (False, True), (0, 4, 8))
+        return [
+            (
+                self.given(
+                    "norm_shift", (self.width, mixes), _absent(add=has_add, first=has_first), x=self.parameters
+                )._replace(results={"mixed0": Result((1,), self.p.types["v"])}),
+                Sequences(1, bound_bytes=bound_bytes),
+            )
+            for (mixes, has_add), has_first, bound_bytes in several
+        ]  # fmt: skip
+
     def keys(self) -> list[Given]:
         """Return the calls of `prepare_keys`: of the first layer, and of others."""
         if not self.is_rwkv7:
@@ -108,6 +122,7 @@ class _Calls(NamedTuple):
         """Return the schedules of the forward."""
         return [
             *(steps.token_shift(*each) for each in self.shifts()),
+            *(steps.norm_shift(*each, 0.0) for each in self.norms()),
             *(steps.prepare_keys(each) for each in self.keys()),
             *self.behind(),
         ]
@@ -125,6 +140,7 @@ class _Calls(NamedTuple):
         norm = Options(kinds=(self.layer.gate, "layer"))
         several: list[tuple[str, Given, Options]] = [
             *(("token_shift", each, Options(texts=texts)) for each, texts in self.shifts()),
+            *(("norm_shift", each, Options(texts=texts)) for each, texts in self.norms()),
             *(("prepare_keys", each, Options()) for each in self.keys()),
             ("gated_norm", self.norm(), norm),
             *(("gated", each, Options(kinds=("sigmoid",))) for each in self.elements()),
@@ -135,14 +151,17 @@ class _Calls(NamedTuple):
     def _backward(self, op: str, given: Given, options: Options) -> Schedule:
         results = {f"d{x}": Result((1,), given.types[x]) for x in steps.OPS[op].inputs if x in given.types}
         grads = dict.fromkeys((f"grad_{x}" for x in self._made(op, given)), self.p.types["v"])
+        if op == "norm_shift":
+            grads["grad_residual"] = given.types["x"]
         given = given._replace(types={**given.types, **grads}, results=results)
         return gradient_steps.backward(op, given, options, [*steps.OPS[op].inputs])
 
     def _made(self, op: str, given: Given) -> Sequence[str]:
         """Return what a call makes."""
         names = [*gradient_steps.RESULTS[op]]
-        if op == "token_shift":
-            return names[: given.sizes[1]]
+        if op in steps.SHIFTS:
+            begin = names.index("mixed0")
+            return names[: begin + given.sizes[1]] + names[begin + steps.MOST_MIXES :]
         return [x for x in names if x != "new_v" or "v_first" in given.types]
 
     def updates(self, w_type: str) -> list[Schedule]:

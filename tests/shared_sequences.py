@@ -115,3 +115,38 @@ def check_shift(rank, size, bounds, lengths, dtype=torch.float64):
     expect_close("token_shift", bounds, lengths, rank, "mixed", part, whole[:, :, begin:end], gate)
     expect_close("token_shift", bounds, lengths, rank, "dx", grads[0], want[0][:, begin:end], gate)
     expect_close("token_shift", bounds, lengths, rank, "dmixes", grads[1], want[1], gate)
+
+
+def check_model(rank, size, name, bounds, lengths):
+    """Check the loss of a whole model and all gradients of its parameters, with states before the first tokens too."""
+    torch.manual_seed(3)
+    lengths = [24 // size] * size if lengths is None else lengths
+    model = getattr(rwkv_jit.nn, name)(11, 16, 2, 8, dtype=torch.float64)
+    for x in model.parameters():  # of which some begin as zeros
+        x.data.add_(torch.randn_like(x) / 8)
+    batch = 2 if bounds is None else 1
+    count = batch if bounds is None else len(bounds) - 1
+    tokens, targets = torch.randint(11, (2, batch, 24))
+    packing = None if bounds is None else torch.tensor(bounds)
+    _, first = model(torch.randint(11, (count, 3)), return_state=True)
+    first = [type(each)(*(x.detach() for x in each)) for each in first]
+    whole = model.loss(tokens, targets, state=first, cu_seqlens=packing)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    want = torch.autograd.grad(whole, parameters, allow_unused=True)
+    begin = sum(lengths[:rank])
+    end, is_last = begin + lengths[rank], rank == size - 1
+    shard = parallel.Shard() if bounds is None else parallel.Shard(None, packing, lengths)
+    texts = list(range(count)) if bounds is None else texts_of(bounds, begin, end, is_last)
+    own = [type(each)(*(x[texts] for x in each)) for each in first]
+    for checkpointing in (False, True):
+        model.checkpointing = checkpointing
+        loss = model.loss(tokens[:, begin:end], targets[:, begin:end], state=own, shard=shard)
+        share = loss * (end - begin) / 24
+        grads = torch.autograd.grad(share, parameters, allow_unused=True)
+        share = share.detach()
+        dist.all_reduce(share)
+        expect_close(name, bounds, lengths, rank, "loss", share, whole, 1e-9)
+        for each, grad, wanted in zip(names, grads, want, strict=True):
+            grad = torch.zeros_like(wanted) if grad is None else grad.contiguous()
+            dist.all_reduce(grad)
+            expect_close(name, bounds, lengths, rank, each, grad, wanted, 1e-8)

@@ -157,6 +157,7 @@ def _distributed(
         return [x.unflatten(-1, local[0].shape[-2:]) for x in made] if name == "gated_norm" else made
 
     count = {
+        "norm_shift": 3 + (mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1),
         "prepare_keys": 3 + (named.get("v_first") is not None),
         "token_shift": mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1,
     }.get(name, 1)
@@ -167,8 +168,10 @@ def _distributed(
 
 def _roles(name: str, named: dict[str, Any], options: tuple[Any, ...]) -> dict[str, dict[str, int]]:
     """Return which dimensions of the inputs may be cut over ranks."""
-    if name == "token_shift":
+    if name in SHIFTS:
         dims = {"x": "BTC", "mixes": "MC", "amounts": "MBTC", "first": "BC", "cu_seqlens": ""}
+        if name == "norm_shift":  # whose norm takes all channels
+            dims = {"x": "BT", "add": "BT", "weight": "", "bias": "", "mixes": "", "first": "B", "cu_seqlens": ""}
         roles = {own: sharding.roles(letters) for own, letters in dims.items()}
         if named["cu_seqlens"] is not None:
             for each in roles.values():

@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
 
     def forward(
         self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None,
-        return_state: bool = False,
+        return_state: bool = False, shard: Any = None,
     ) -> Any:  # fmt: skip
         """Return the logits of the next token, at every token.
 
@@ -78,6 +78,9 @@ class LanguageModel(nn.Module):
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
         return_state : bool, default False
             Whether to return the state after the last tokens too.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -85,13 +88,13 @@ class LanguageModel(nn.Module):
         state : list of states
             With `return_state`. It is not detached: `[x.detach() for x in state]` is.
         """
-        hidden, after = self._hidden(tokens, state, cu_seqlens)
+        hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
         logits = self.head(hidden)
         return (logits, after) if return_state else logits
 
     def loss(
         self, tokens: Tensor, targets: Tensor, l2_wrap: float = 1e-4, state: Sequence[Any] | None = None,
-        cu_seqlens: Tensor | None = None, return_state: bool = False,
+        cu_seqlens: Tensor | None = None, return_state: bool = False, shard: Any = None,
     ) -> Any:  # fmt: skip
         """Return the mean loss of the next tokens, by `linear_cross_entropy`: the logits are never all in memory.
 
@@ -103,8 +106,8 @@ class LanguageModel(nn.Module):
             The token behind each token; -100 where there is none, or where none shall be learned.
         l2_wrap : float, default 1e-4
             As in `cross_entropy`.
-        state, cu_seqlens, return_state
-            As in `forward`.
+        state, cu_seqlens, return_state, shard
+            As in `forward`. With a shard it is the mean over this part.
 
         Returns
         -------
@@ -112,13 +115,14 @@ class LanguageModel(nn.Module):
         state : list of states
             With `return_state`. It is not detached.
         """
-        hidden, after = self._hidden(tokens, state, cu_seqlens)
+        hidden, after = self._hidden(tokens, state, cu_seqlens, shard)
         loss = linear_cross_entropy(hidden, self.head.weight, targets, l2_wrap=l2_wrap)
         return (loss, after) if return_state else loss
 
     def _hidden(
-        self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, list[Any]]:
+        self, tokens: Tensor, state: Sequence[Any] | None = None, cu_seqlens: Tensor | None = None,
+        shard: Any = None,
+    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
         """Return what the head reads, and the state after the last tokens."""
         if tokens.dim() != 2:
             raise ValueError(f"tokens: expected shape [batch, tokens], got {list(tokens.shape)}")
@@ -126,7 +130,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"state: expected one of each of the {len(self.blocks)} layers, got {len(state)}")
         between, after = [self.emb(tokens), *self._begin], []  # what a layer hands to the next one, the residual first
         for layer, block in enumerate(self.blocks):
-            given = *between, None if state is None else state[layer], cu_seqlens
+            given = *between, None if state is None else state[layer], cu_seqlens, shard
             if self.checkpointing and torch.is_grad_enabled():
                 *between, own = checkpoint(block, *given, use_reentrant=False)
             else:

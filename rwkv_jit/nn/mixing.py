@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rwkv_jit.inference.arguments import count
 from rwkv_jit.layers.functions import activate, gated, gated_norm, shift_mix, token_shift
 from rwkv_jit.layers.plain import last_tokens
-from rwkv_jit.nn.parts import check_heads, check_place, fill_orthogonal, under_autocast
+from rwkv_jit.nn.parts import before_texts, check_heads, check_place, fill_orthogonal, under_autocast
 
 _HEAD_SIZE_DIVISOR = 8  # of the official models, which divide what the recurrence returns by it before its norm
 
@@ -88,8 +88,8 @@ class ChannelMix(Mix):
         nn.init.zeros_(self.value.weight)
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
+    ) -> tuple[Tensor, Tensor]:
         """Mix the channels of each token.
 
         Parameters
@@ -100,6 +100,9 @@ class ChannelMix(Mix):
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -108,7 +111,7 @@ class ChannelMix(Mix):
         state : torch.Tensor, shape (N, C)
             The last token of each text; N is B where no texts are packed.
         """
-        x, last = self.under_autocast(x, state)
+        x, last, cu_seqlens = before_texts(*self.under_autocast(x, state), cu_seqlens, shard)
         for_key, for_receptance = token_shift(x, self.mixes("kr"), first=last, cu_seqlens=cu_seqlens)
         return self.of_mixed(for_key, for_receptance), last_tokens(x, last, cu_seqlens)
 
@@ -176,7 +179,9 @@ class Block(nn.Module):
         for module in self.children():
             module.reset_parameters()  # type: ignore[operator]
 
-    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Any]:
+    def forward(
+        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, shard: Any = None
+    ) -> tuple[Tensor, Any]:
         """Return what the next layer reads.
 
         Parameters
@@ -187,6 +192,9 @@ class Block(nn.Module):
             What came before this part of the texts; zeros by default.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -197,9 +205,9 @@ class Block(nn.Module):
         if self.ln0 is not None:
             x = self.ln0(x)
         of_time, of_channels = (None, None) if state is None else ((state.time_shift, state.wkv), state.channel_shift)
-        y, (time_shift, wkv) = self.att(self.ln1(x), of_time, cu_seqlens)
+        y, (time_shift, wkv) = self.att(self.ln1(x), of_time, cu_seqlens, shard)
         x = x + y
-        y, channel_shift = self.ffn(self.ln2(x), of_channels, cu_seqlens)
+        y, channel_shift = self.ffn(self.ln2(x), of_channels, cu_seqlens, shard)
         return x + y, self._State(wkv, time_shift, channel_shift)
 
     def step(self, x: Tensor, states: Any, slots: Tensor | None, null_index: int) -> Tensor:

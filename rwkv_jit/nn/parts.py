@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -52,3 +53,58 @@ def dtype_under_autocast(x: Tensor) -> torch.dtype:
     """Return the dtype in which a layer takes what is normed of a residual: that of autocast, but for float64."""
     dtype = tensors.autocast_dtype(x)
     return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
+
+
+# ---- parts of sequences, of which other processes have the others ------------------------------------------------
+
+
+def before_texts(
+    x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None, shard: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return x, the token before each of its texts, and where these end: of a part, where there is a shard."""
+    if shard is None:
+        return x, first, cu_seqlens
+    from rwkv_jit.parallel import shifting
+
+    bounds = bounds_of(x, cu_seqlens, shard)
+    x, last = shifting.with_last(x)
+    return x, shifting.token_before(last, shard, first), bounds
+
+
+def normed_before_texts(
+    x: Tensor, add: Tensor | None, norm: nn.LayerNorm, first: Tensor | None, shard: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return x, what is added to it, and the token before each text of a part as `norm_shift` takes it: normed."""
+    from rwkv_jit.parallel import shifting
+
+    x, last = shifting.with_last(x)
+    if add is not None:
+        add, last_added = shifting.with_last(add)
+        last = last + last_added
+    normed = nn.functional.layer_norm(last, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return x, add, shifting.token_before(normed.to(dtype_under_autocast(x)), shard, first)
+
+
+def bounds_of(x: Tensor, cu_seqlens: Tensor | None, shard: Any) -> Tensor | None:
+    """Return where packed texts end: of a part, where there is a shard."""
+    if shard is None:
+        return cu_seqlens
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens: expected none beside a shard, which has the bounds of all parts")
+    shard.check("x", x)
+    return None if shard.bounds is None else shard.cu_seqlens(x.device)
+
+
+def recur(
+    op: Callable[..., tuple[Tensor, Tensor | None]], inputs: Sequence[Tensor], state: Tensor | None,
+    cu_seqlens: Tensor | None, shard: Any, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return y of a recurrence and the states behind all texts: of a part, where there is a shard."""
+    if shard is None:
+        y, final = op(*inputs, state, True, cu_seqlens, **options)
+    else:
+        from rwkv_jit import parallel
+
+        y, final = getattr(parallel, op.__name__)(*inputs, shard, state, True, **options)
+    assert final is not None
+    return y, final

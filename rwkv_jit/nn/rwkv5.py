@@ -12,7 +12,7 @@ from rwkv_jit.inference.update import wkv5_update
 from rwkv_jit.layers.functions import token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import in_files
+from rwkv_jit.nn.parts import before_texts, in_files, recur
 from rwkv_jit.ops.wkv5 import wkv5
 
 
@@ -108,8 +108,9 @@ class RWKV5TimeMix(TimeMixOfHeads):
         self.time_decay.copy_(self.decays(self.time_decay, -6, -1))
 
     def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
+        shard: Any = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         """Mix the tokens of each text.
 
         Parameters
@@ -120,6 +121,9 @@ class RWKV5TimeMix(TimeMixOfHeads):
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -129,12 +133,11 @@ class RWKV5TimeMix(TimeMixOfHeads):
             The last token of each text, and the state of `wkv5`; N is B where no texts are packed.
         """
         last, recurrent = (None, None) if state is None else state
-        x, last = self.under_autocast(x, last)
+        x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
         mixed = token_shift(x, self.mixes("kvrg"), first=last, cu_seqlens=cu_seqlens)
         r, k, v, g = self._inputs(mixed)
         w, u = self.time_decay, self.time_faaaa
-        y, final = wkv5(r, k, v, w, u, recurrent, output_final_state=True, cu_seqlens=cu_seqlens)
-        assert final is not None
+        y, final = recur(wkv5, (r, k, v, w, u), recurrent, cu_seqlens, shard)
         return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
 
     def mixes_of_step(self) -> Tensor:

@@ -11,7 +11,7 @@ from rwkv_jit.inference.update import wkv6_update
 from rwkv_jit.layers.functions import activate, token_shift
 from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.nn.mixing import Block, ChannelMix, TimeMixOfHeads
-from rwkv_jit.nn.parts import in_files, under_autocast
+from rwkv_jit.nn.parts import before_texts, in_files, recur, under_autocast
 from rwkv_jit.ops.wkv6 import wkv6
 
 _WIDE = 4096  # from which width on the low-rank matrices have twice the rank
@@ -127,8 +127,9 @@ class RWKV6TimeMix(TimeMixOfHeads):
             nn.init.uniform_(second, -0.01, 0.01)
 
     def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None,
+        shard: Any = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         """Mix the tokens of each text.
 
         Parameters
@@ -139,6 +140,9 @@ class RWKV6TimeMix(TimeMixOfHeads):
             What the call for the part before returned.
         cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -148,11 +152,10 @@ class RWKV6TimeMix(TimeMixOfHeads):
             The last token of each text, and the state of `wkv6`; N is B where no texts are packed.
         """
         last, recurrent = (None, None) if state is None else state
-        x, last = self.under_autocast(x, last)
+        x, last, cu_seqlens = before_texts(*self.under_autocast(x, last), cu_seqlens, shard)
         (mixed,) = token_shift(x, self.mixes("x"), first=last, cu_seqlens=cu_seqlens)
         r, k, v, w, g = self._inputs(x, mixed, last, cu_seqlens)
-        y, final = wkv6(r, k, v, w, self.time_faaaa, recurrent, output_final_state=True, cu_seqlens=cu_seqlens)
-        assert final is not None
+        y, final = recur(wkv6, (r, k, v, w, self.time_faaaa), recurrent, cu_seqlens, shard)
         return self.result(y, g), (last_tokens(x, last, cu_seqlens), final)
 
     def mixes_of_step(self) -> Tensor:

@@ -173,7 +173,7 @@ class RWKV7TimeMix(nn.Module):
 
     def forward(
         self, x: Tensor, v_first: Tensor | None = None, state: tuple[Tensor, Tensor] | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
         """Mix tokens over time.
 
@@ -188,6 +188,9 @@ class RWKV7TimeMix(nn.Module):
             reach both.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -198,14 +201,14 @@ class RWKV7TimeMix(nn.Module):
         """
         x = parts.under_autocast(x)
         last, before = (None, None) if state is None else state
-        first = None if last is None else last.to(x.dtype)
+        x, first, cu_seqlens = parts.before_texts(x, None if last is None else last.to(x.dtype), cu_seqlens, shard)
         mixed = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
-        y, v_first, after = self.of_mixed(mixed, v_first, before, cu_seqlens)
+        y, v_first, after = self.of_mixed(mixed, v_first, before, cu_seqlens, shard)
         return y, v_first, (last_tokens(x, first, cu_seqlens), after)
 
     def of_mixed(
         self, mixed: Sequence[Tensor], v_first: Tensor | None, state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return what is made of tokens that have been mixed with those before them.
 
@@ -217,7 +220,7 @@ class RWKV7TimeMix(nn.Module):
             As in `forward`.
         state : torch.Tensor, shape (N, H, V, K), optional
             The state of `wkv7`; zeros by default.
-        cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        cu_seqlens, shard
             As in `forward`.
 
         Returns
@@ -225,9 +228,9 @@ class RWKV7TimeMix(nn.Module):
         y, v_first : torch.Tensor, shape (B, T, C)
         state : torch.Tensor, shape (N, H, V, K)
         """
-        (r, w, k, v, a, b), gate, v_first = self._inputs(mixed, v_first)
-        y, after = wkv7(r, w, k, v, a, b, state, True, cu_seqlens, decay="sigmoid")
-        assert after is not None
+        inputs, gate, v_first = self._inputs(mixed, v_first)
+        y, after = parts.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
+        r, _, k, v, _, _ = inputs
         return self._output(y, gate, r, k, v), v_first, after
 
     def step(
@@ -359,7 +362,7 @@ class RWKV7ChannelMix(nn.Module):
         self.value.weight.zero_()
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None, shard: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Mix channels.
 
@@ -371,6 +374,9 @@ class RWKV7ChannelMix(nn.Module):
             The last token of x before this part of the texts; zeros by default. It has a gradient.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -379,7 +385,7 @@ class RWKV7ChannelMix(nn.Module):
             The last tokens. It is not detached.
         """
         x = parts.under_autocast(x)
-        first = None if state is None else state.to(x.dtype)
+        x, first, cu_seqlens = parts.before_texts(x, None if state is None else state.to(x.dtype), cu_seqlens, shard)
         (mixed,) = token_shift(x, self.mixes(), first=first, cu_seqlens=cu_seqlens)
         return self.of_mixed(mixed), last_tokens(x, first, cu_seqlens)
 
@@ -452,7 +458,7 @@ class RWKV7Block(nn.Module):
 
     def forward(
         self, x: Tensor, v_first: Tensor | None = None, state: RWKV7State | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, shard: Any = None,
     ) -> tuple[Tensor, Tensor, RWKV7State]:  # fmt: skip
         """Return what the next layer reads.
 
@@ -466,6 +472,9 @@ class RWKV7Block(nn.Module):
             What came before this part of the texts; zeros by default.
         cu_seqlens : torch.Tensor, shape (N + 1,), optional
             Where each of N packed texts begins, and where the last one ends; B is 1 then.
+        shard : rwkv_jit.parallel.Shard, optional
+            Which part of the texts this is, where other processes have the others. It has their bounds if they are
+            packed. States and tokens before them count where texts begin.
 
         Returns
         -------
@@ -476,19 +485,22 @@ class RWKV7Block(nn.Module):
         if self.ln0 is not None:
             x = self.ln0(x)
         wkv, time_shift, channel_shift = (None, None, None) if state is None else state
-        x, mixed, time_shift = self._begin(x, None, self.ln1, self.att.mixes(), time_shift, cu_seqlens)
-        y, v_first, wkv = self.att.of_mixed(mixed, v_first, wkv, cu_seqlens)
-        x, mixed, channel_shift = self._begin(x, y, self.ln2, self.ffn.mixes(), channel_shift, cu_seqlens)
+        cu_seqlens = parts.bounds_of(x, cu_seqlens, shard)
+        x, mixed, time_shift = self._begin(x, None, self.ln1, self.att.mixes(), time_shift, cu_seqlens, shard)
+        y, v_first, wkv = self.att.of_mixed(mixed, v_first, wkv, cu_seqlens, shard)
+        x, mixed, channel_shift = self._begin(x, y, self.ln2, self.ffn.mixes(), channel_shift, cu_seqlens, shard)
         return x + self.ffn.of_mixed(mixed[0]), v_first, RWKV7State(wkv, time_shift, channel_shift)
 
     @staticmethod
     def _begin(
         x: Tensor, add: Tensor | None, norm: nn.LayerNorm, mixes: Tensor, first: Tensor | None,
-        cu_seqlens: Tensor | None,
+        cu_seqlens: Tensor | None, shard: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:  # fmt: skip
         """Return the residual, what a half of the layer reads of its norm, and the last token of that."""
         dtype = parts.dtype_under_autocast(x)
         first = None if first is None else first.to(dtype)
+        if shard is not None:
+            x, add, first = parts.normed_before_texts(x, add, norm, first, shard)
         more: dict[str, Any] = {"add": add, "first": first, "cu_seqlens": cu_seqlens, "eps": norm.eps, "dtype": dtype}
         return norm_shift(x, norm.weight, norm.bias, mixes, **more)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_jit.parallel import two_phases
 from rwkv_jit.parallel.exchange import Exchange
 from rwkv_jit.parallel.shard import Shard
 from rwkv_jit.parallel.two_phases import Call, Way
+from rwkv_jit.problem import STATE, Op
 
 
 def of_one_text(way: Way, shard: Shard, initial: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -37,9 +37,7 @@ class _OneText(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: Way, shard: Shard, initial: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.way, ctx.exchange = way, Exchange(shard)
-        y, final, saved, ctx.graph = way.forward(
-            inputs, lambda bias, transition: ctx.exchange.state(bias, transition, initial)
-        )
+        y, final, saved = way.forward(inputs, lambda bias, transition: ctx.exchange.state(bias, transition, initial))
         ctx.exchange.finish()
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
@@ -52,7 +50,7 @@ class _OneText(torch.autograd.Function):
         shape, dtype, device = ctx.like
         dy = torch.zeros(shape, dtype=dtype, device=device) if dy is None else dy
         *grads, grad_state = ctx.way.backward(
-            ctx.saved_tensors, ctx.graph, dy, lambda bias: ctx.exchange.gradient(bias, grad_final)
+            ctx.saved_tensors, dy, lambda bias: ctx.exchange.gradient(bias, grad_final)
         )
         ctx.exchange.finish()
         return (None, None, grad_state if ctx.has_own_state else None, *grads)
@@ -64,64 +62,61 @@ class _Texts(torch.autograd.Function):
         ctx: Any, call: Call, shard: Shard, wants: Sequence[bool], initial: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert shard.bounds is not None
-        op, first = call.op, int(shard.is_continued)
+        first, training = int(shard.is_continued), any(wants)
         cut = shard.bounds[first]
-
-        def leaves_of(part: slice) -> list[Tensor]:
-            return [
-                (x[:, part] if "T" in dims else x).detach().requires_grad_(is_wanted)
-                for dims, x, is_wanted in zip(op.inputs.values(), inputs, wants, strict=False)
-            ]
-
-        ctx.exchange = Exchange(shard)
-        with torch.enable_grad():
-            new = leaves_of(slice(cut, None))
-            states = None if initial is None else initial[first:].detach().requires_grad_(wants[-1])
-            y, final = call.run(new, states, shard.cu_seqlens(new[0].device, first))
-            graphs = [((y, final), [*new, *([] if states is None else [states])])]
-            bias = final.detach()[-1:]
-            rows = bias.shape[-1] if op.family == "delta" else 1
-            before = ctx.exchange.state(bias, bias.new_zeros(1, bias.shape[1], rows, bias.shape[-1]), None)
-            if first:
-                rest = [*leaves_of(slice(0, cut)), before.detach().requires_grad_(any(wants))]
-                graphs.append((call.run(rest[:-1], rest[-1]), rest))
-        ctx.exchange.finish()
-        ctx.graphs = graphs if any(wants) else None
+        new, rest = (_tokens(call.op, inputs, part) for part in (slice(cut, None), slice(0, cut)))
+        bounds = shard.cu_seqlens(inputs[0].device, first)
+        states = call.states(inputs, shard.texts - first) if initial is None else initial[first:].contiguous()
+        options = call.options(new, bounds)
+        y, final, kept = call.forward(new, states, bounds, options, training)
+        exchange, bias = Exchange(shard), final[-1:]
+        rows = bias.shape[-1] if call.op.family == "delta" else 1
+        before = exchange.state(bias, bias.new_zeros(1, bias.shape[1], rows, bias.shape[-1]), None)
+        kept_of_rest = None
+        if first:
+            y_of_rest, final_of_rest, kept_of_rest = call.forward(
+                rest, before, None, call.options(rest, None), training
+            )  # fmt: skip
+            y, final = torch.cat([y_of_rest, y], 1), torch.cat([final_of_rest, final])
+        exchange.finish()
+        ctx.save_for_backward(*inputs, states, kept, before, kept_of_rest)
         ctx.set_materialize_grads(False)
-        ctx.op, ctx.first, ctx.cut, ctx.has_states = op, first, cut, states is not None
-        results = [made for made, _ in reversed(graphs)]
-        return torch.cat([y for y, _ in results], 1).detach(), torch.cat([final for _, final in results]).detach()
+        ctx.call, ctx.exchange, ctx.wants, ctx.first, ctx.cut, ctx.bounds = call, exchange, wants, first, cut, bounds
+        return y, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        op, first, cut = ctx.op, ctx.first, ctx.cut
-        (y, final), new = ctx.graphs[0]
-        bias: Tensor | None = torch.zeros_like(final[-1:])
-        of_rest: list[Tensor | None] | None = None
+        call, first, cut = ctx.call, ctx.first, ctx.cut
+        *inputs, states, kept, before, kept_of_rest = ctx.saved_tensors
+        new, rest = (_tokens(call.op, inputs, part) for part in (slice(cut, None), slice(0, cut)))
+        if dy is None:
+            v = inputs[call.op.names.index("v")]
+            dy = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        wanted = call.wanted(ctx.wants)
+        bias, of_rest = torch.zeros_like(states[-1:]), None
         if first:
-            made, rest = ctx.graphs[1]
-            given = _given(made[0], dy, slice(0, cut)), None if grad_final is None else grad_final[:1]
-            *of_rest, bias = two_phases.gradients(made, rest, given)
+            grad = None if grad_final is None else grad_final[:1].contiguous()
+            given = (*rest, before, None, kept_of_rest)
+            also_of_state = dict.fromkeys((*wanted, STATE))
+            *of_rest, bias = call.backward(given, call.options(rest, None), dy[:, :cut], grad, [*also_of_state])
         behind = ctx.exchange.gradient(bias, None)
-        of_states = torch.zeros_like(final) if grad_final is None else grad_final[first:].clone()
+        of_states = torch.zeros_like(states) if grad_final is None else grad_final[first:].clone()
         of_states[-1:] += behind
-        of_new = two_phases.gradients((y, final), new, (_given(y, dy, slice(cut, None)), of_states))
+        given = (*new, states, ctx.bounds, kept)
+        *grads, grad_states = call.backward(given, call.options(new, ctx.bounds), dy[:, cut:], of_states, wanted)
         ctx.exchange.finish()
-        grad_states = of_new.pop() if ctx.has_states else None
         if of_rest is not None:
-            pairs = zip(op.inputs.values(), of_rest, of_new, strict=True)
-            of_new = [
-                b if a is None or b is None else torch.cat([a, b], 1) if "T" in dims else a + b for dims, a, b in pairs
-            ]
+            pairs = zip(call.op.inputs.values(), of_rest, grads, strict=True)
+            grads = [None if a is None or b is None else _joined(dims, a, b) for dims, a, b in pairs]
             if grad_states is not None:
                 grad_states = torch.cat([torch.zeros_like(grad_states[:1]), grad_states])
-        return (None, None, None, grad_states, *of_new)
+        return (None, None, None, grad_states, *grads)
 
 
-def _given(y: Tensor, dy: Tensor | None, part: slice) -> Tensor:
-    """Return the gradient of some tokens' y."""
-    return torch.zeros_like(y) if dy is None else dy[:, part]
+def _tokens(op: Op, inputs: Sequence[Tensor], part: slice) -> list[Tensor]:
+    """Return some tokens of all inputs that have any."""
+    return [x[:, part] if "T" in dims else x for dims, x in zip(op.inputs.values(), inputs, strict=True)]
 
 
 def _joined(dims: str, first: Tensor, second: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ manner.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -92,7 +91,7 @@ def _prepare(
     checks.check_options(op, *tail)
     inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
     lead = inputs[op.lead]
-    call = Call(op, _function(op.name), tuple(options.items()), tail)
+    call = Call(op, tail)
     if initial_state is not None:
         initial_state = tensors.from_any("initial_state", initial_state)
         like = call.states(inputs, lead.shape[0] if shard.bounds is None else shard.texts)
@@ -105,11 +104,6 @@ def _prepare(
 
 # Compilers do not see messages.
 _shared: Callable[..., tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
-
-
-def _function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(import_module(f"rwkv_jit.ops.{name}"), name)
-    return function
 
 
 def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
@@ -152,8 +146,8 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
     tail = complete(made, options, inputs[0])
     checks.check_options(made, *tail)
     given, _, _ = checks.check_tensors(made, inputs, None, None, tail.state_layout, tail.backend)
-    call = Call(made, _function(op), tuple(options.items()), tail)
-    way = two_phases.way_of(call, given, [False])
+    call = Call(made, tail)
+    way = two_phases.way_of(call, given, [False] * (len(given) + 1))
     with torch.no_grad():
         bias, transition = way.summary([x.detach() for x in given])
     if transition.shape[-2] != transition.shape[-1]:

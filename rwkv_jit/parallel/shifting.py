@@ -60,21 +60,27 @@ def token_shift(x: Any, mixes: Any, amounts: Any = None, *, shard: Any) -> tuple
 
 
 def with_last(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x, which nothing but one op may take then, and its last token [B, C]; zeros where it has no tokens."""
+    """Return x and its last token [B, C]; zeros where it has no tokens."""
     made: tuple[Tensor, Tensor] = _WithLast.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 
-def token_before(last: Tensor, shard: Shard) -> Tensor:
-    """Return the token before each text of this part, from the last token of every part; zeros where a text begins."""
+def token_before(last: Tensor, shard: Shard, first: Tensor | None = None) -> Tensor:
+    """Return the token before each text of this part, from the last token of every part.
+
+    Where a text begins it is that of `first`, [B, C] or [N, C], or zeros.
+    """
     before: Tensor = _TokenBefore.apply(last, shard)  # type: ignore[no-untyped-call]
+    if first is None:
+        first = before.new_zeros(before.shape[0] if shard.bounds is None else shard.texts, before.shape[1])
     if shard.bounds is None:
-        return before
-    return torch.cat([before, before.new_zeros(len(shard.bounds) - 2, before.shape[1])])
+        return before if shard.is_continued else before + first
+    # What is not awaited is zeros; it is added, so that all processes go backwards through the message.
+    return torch.cat([before if shard.is_continued else before + first[:1], first[1:]])
 
 
 class _WithLast(torch.autograd.Function):
-    """The last token beside all, whose gradient is added to that of all in place: a slice would fill one with zeros."""
+    """The last token beside all: its gradient costs a copy, where that of a slice is filled with zeros and added."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +90,7 @@ class _WithLast(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, grad_last: Tensor) -> Tensor:
+        dx = dx.clone()  # others may have it too
         if dx.shape[1]:
             dx[:, -1] += grad_last
         return dx

@@ -20,7 +20,7 @@ from rwkv_jit.nn.mixing import ChannelMix
 from rwkv_jit.nn.rwkv4 import RWKV4TimeMix
 from rwkv_jit.nn.rwkv5 import RWKV5TimeMix
 from rwkv_jit.nn.rwkv6 import RWKV6TimeMix
-from rwkv_jit.nn.rwkv7 import RWKV7ChannelMix, RWKV7TimeMix
+from rwkv_jit.nn.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7State, RWKV7TimeMix
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -103,6 +103,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         _check(name, module, mesh)
     for module in modules.values():
         _spread(module, mesh)
+    for module in model.modules():
+        if isinstance(module, RWKV7Block):
+            module.__class__ = _class_of((_RWKV7Block, type(module)))
     if hasattr(model, "new_pool"):
         model.__class__ = _class_of((_Model, type(model)))
     return model
@@ -266,15 +269,41 @@ class _RWKV7TimeMix(_Mix):
     """Time mixing of RWKV-7, of some heads; so are the first layer's values."""
 
     def forward(
-        self, x: Tensor, v_first: Tensor | None = None, state: Any = None, cu_seqlens: Tensor | None = None, **more: Any
-    ) -> Any:
+        self, x: Tensor, v_first: Tensor | None = None, state: Any = None, cu_seqlens: Tensor | None = None,
+        shard: Any = None,
+    ) -> Any:  # fmt: skip
         """Mix tokens over time."""
-        return tuple(self.mix(x, state, v_first=v_first, cu_seqlens=cu_seqlens, **more))
+        return tuple(self.mix(x, state, v_first=v_first, cu_seqlens=cu_seqlens, shard=shard))
 
 
 class _OtherMix(_Mix):
     """Time mixing of other families, of some heads, or channel mixing, of some hidden channels."""
 
-    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, **more: Any) -> Any:
+    def forward(self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, shard: Any = None) -> Any:
         """Mix tokens."""
+        more = {} if shard is None else {"shard": shard}  # which RWKV-4 does not take
         return tuple(self.mix(x, state, cu_seqlens=cu_seqlens, **more))
+
+
+class _RWKV7Block(nn.Module):
+    """A layer whose modules do all: what one rank makes in one launch belongs to several of them."""
+
+    ln0: nn.Module | None
+    ln1: nn.Module
+    ln2: nn.Module
+    att: nn.Module
+    ffn: nn.Module
+
+    def forward(
+        self, x: Tensor, v_first: Tensor | None = None, state: Any = None, cu_seqlens: Tensor | None = None,
+        shard: Any = None,
+    ) -> tuple[Tensor, Tensor, RWKV7State]:  # fmt: skip
+        """Return what the next layer reads, the first layer's values and the state."""
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        wkv, time_shift, channel_shift = (None, None, None) if state is None else state
+        of_time = None if state is None else (time_shift, wkv)
+        y, v_first, (time_shift, wkv) = self.att(self.ln1(x), v_first, of_time, cu_seqlens, shard)
+        x = x + y
+        y, channel_shift = self.ffn(self.ln2(x), channel_shift, cu_seqlens, shard)
+        return x + y, v_first, RWKV7State(wkv, time_shift, channel_shift)

@@ -1,7 +1,7 @@
 """An op over one part of its sequences, in two phases: what the part does to any state is known before all else.
 
 Both directions call `at_summary` once with that, and go on from the state, or its gradient, that it returns. Kernels
-pause for it where they cut sequences into segments. For all other calls the op itself runs more than once.
+pause for it where they cut sequences into segments. All other calls run the op itself more than once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rwkv_jit import modes, tensors
 from rwkv_jit.algorithms import segments, whole
-from rwkv_jit.ops import known_calls, torch_op
+from rwkv_jit.ops import known_calls, registry, torch_op
 from rwkv_jit.ops.checks import is_for_kernels
 from rwkv_jit.ops.options import Tail
+from rwkv_jit.ops.torch_op import Options
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import STATE, Op, Problem
 from rwkv_jit.schedule import without
@@ -27,23 +28,39 @@ ForGradient = Callable[[Tensor], Tensor]  # from Q of gradients to the gradient 
 
 
 class Call(NamedTuple):
-    """What is called: an op, its public function, and the options as they came and complete."""
+    """What is called: an op, and its options as they came, complete."""
 
     op: Op
-    function: Callable[..., tuple[Tensor, Tensor | None]]
-    options: tuple[tuple[str, Any], ...]
     tail: Tail
 
-    def run(
-        self, inputs: Sequence[Tensor], state: Tensor | None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return y and the states behind all sequences, which are [V, K] here."""
-        options = {**dict(self.options), "scale": self.tail.scale, "state_layout": "vk"}
-        y, final = self.function(
-            *inputs, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens, **options
-        )  # fmt: skip
-        assert final is not None
-        return y, final
+    def options(self, inputs: Sequence[Tensor], cu_seqlens: Tensor | None) -> Options:
+        """Return the options of a call with gradients, with the algorithm that will run; states are [V, K] here."""
+        asked = torch_op.asked_options(self.tail, inputs[0].dtype, modes.current())._replace(state_layout="vk")
+        is_direct = tensors.is_eager() and tensors.are_plain(inputs)
+        return torch_op.chosen(self.op, inputs, cu_seqlens, self.tail.decay_bound, asked, True, is_direct)
+
+    def forward(
+        self, inputs: Sequence[Tensor], state: Tensor, cu_seqlens: Tensor | None, options: Options, training: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, the states behind all sequences, and what the backward takes."""
+        run = registry.find(f"{self.op.name}_fwd")
+        y, final, kept = run(*inputs, state, cu_seqlens, *options, True, training)
+        return y, final, kept
+
+    def backward(
+        self, saved: Sequence[Tensor | None], options: Options, dy: Tensor, grad_final: Tensor | None,
+        wanted: Sequence[str],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Return the gradients of the inputs and of the state, of those by these names.
+
+        `saved` are the inputs, the state, cu_seqlens and what the forward has left.
+        """
+        run, names = registry.find(f"{self.op.name}_bwd"), (*self.op.names, STATE)
+        if not wanted:
+            return [None] * len(names)
+        *given, kept = saved
+        made = run(dy, grad_final, *given, *options, kept, wanted=" ".join(wanted))
+        return [x if name in wanted else None for name, x in zip(names, made, strict=True)]
 
     def states(self, inputs: Sequence[Tensor], sequences: int, rows: int | None = None) -> Tensor:
         """Return states of zeros; by default with as many rows as those of the call."""
@@ -52,13 +69,17 @@ class Call(NamedTuple):
         dtype = torch.float64 if lead.dtype == torch.float64 else torch.float32
         return lead.new_zeros(sequences, sizes["H"], sizes["V"] if rows is None else rows, sizes["K"], dtype=dtype)
 
+    def wanted(self, wants: Sequence[bool]) -> tuple[str, ...]:
+        """Return the names of those whose gradients are wanted: inputs, and last the state."""
+        return tuple(name for name, is_wanted in zip((*self.op.names, STATE), wants, strict=True) if is_wanted)
+
 
 class Way(NamedTuple):
-    """How a call runs in both directions. The forward leaves tensors to the backward, or a graph of torch's."""
+    """How a call runs in both directions. The forward returns last what the backward takes."""
 
     summary: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
-    forward: Callable[[Sequence[Tensor], ForState], tuple[Tensor, Tensor, Sequence[Tensor], Any]]
-    backward: Callable[[Sequence[Tensor], Any, Tensor, ForGradient], list[Tensor | None]]  # the state's is the last
+    forward: Callable[[Sequence[Tensor], ForState], tuple[Tensor, Tensor, Sequence[Tensor]]]
+    backward: Callable[[Sequence[Tensor], Tensor, ForGradient], list[Tensor | None]]  # the state's gradient is the last
 
 
 def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
@@ -79,17 +100,11 @@ def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
 
 def _problem(call: Call, inputs: Sequence[Tensor], training: bool) -> Problem | None:
     """Return the problem of kernels that pause, None where a call takes others."""
-    op, tail = call.op, call.tail
-    if not (is_for_kernels(tail.backend, inputs[0]) and tensors.is_eager() and tensors.are_plain(inputs)):
+    if not (is_for_kernels(call.tail.backend, inputs[0]) and tensors.is_eager() and tensors.are_plain(inputs)):
         return None
-    options = torch_op.asked_options(tail, inputs[0].dtype, modes.current())
-    # Whatever is wanted, as for a call with gradients: kernels for few heads without them do not pause.
-    options = torch_op.chosen(op, inputs, None, tail.decay_bound, options, True, is_direct=True)
-    gpu = tensors.gpu(inputs[0].device.index)
-    problem = torch_op.problem_of(op, inputs, call.states(inputs, 0), None, options, True, training, gpu)
-    if not segments.takes_shard(problem):
-        return None
-    return problem._replace(backend="segments", state_layout="vk", is_shard=True)
+    options, gpu = call.options(inputs, None), tensors.gpu(inputs[0].device.index)
+    problem = torch_op.problem_of(call.op, inputs, call.states(inputs, 0), None, options, True, training, gpu)
+    return problem._replace(backend="segments", is_shard=True) if segments.takes_shard(problem) else None
 
 
 class _Kernels:
@@ -128,7 +143,7 @@ class _Kernels:
         bias, transition = self._plan_forward(given).run(given, lambda _: None)
         return bias, transition
 
-    def forward(self, inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor], Any]:
+    def forward(self, inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         state = inputs[0].new_empty(self.problem.state_shape, dtype=torch.float32)
         given = [*inputs, state, None]
 
@@ -136,11 +151,9 @@ class _Kernels:
             state.copy_(at_summary(results[2], results[3]))
 
         y, final, _, _, *kept = self._plan_forward(given).run(given, fill)
-        return y, final, [*inputs, state, *kept], None
+        return y, final, [*inputs, state, *kept]
 
-    def backward(
-        self, saved: Sequence[Tensor], _: Any, dy: Tensor, at_summary: ForGradient
-    ) -> list[Tensor | None]:  # fmt: skip
+    def backward(self, saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
         *inputs, state, kept = saved
         grad_final = torch.empty_like(state)
         given = [*inputs, state, None, dy, grad_final, kept]
@@ -158,43 +171,30 @@ class _Kernels:
 
 
 def _by_calls(call: Call, wants: Sequence[bool]) -> Way:
-    op = call.op
+    op, wanted = call.op, call.wanted(wants)
     values = op.names.index("v")
 
-    @torch.no_grad()
     def summary(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         v, sequences = inputs[values], inputs[op.lead].shape[0]
         zeros = call.states(inputs, sequences)
         rows = zeros.shape[-1] if op.family == "delta" else 1
         units = call.states(inputs, sequences, rows)
         units += torch.eye(rows, dtype=units.dtype, device=units.device) if rows > 1 else 1
-        no_values = v.new_zeros(*v.shape[:-1], rows)
-        _, transition = call.run([*inputs[:values], no_values, *inputs[values + 1 :]], units)
-        return call.run(inputs, zeros)[1], transition
+        alone = [*inputs[:values], v.new_zeros(*v.shape[:-1], rows), *inputs[values + 1 :]]
+        _, transition, _ = call.forward(alone, units, None, call.options(alone, None), False)
+        _, bias, _ = call.forward(inputs, zeros, None, call.options(inputs, None), False)
+        return bias, transition
 
-    def forward(inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor], Any]:
+    def forward(inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         state = at_summary(*summary(inputs))
-        if not any(wants):
-            return *call.run(inputs, state), (), None
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(inputs, wants, strict=False)]
-            leaves.append(state.detach().requires_grad_())
-            y, final = call.run(leaves[:-1], leaves[-1])
-        return y.detach(), final.detach(), (), (leaves, y, final)
+        y, final, kept = call.forward(inputs, state, None, call.options(inputs, None), bool(wanted))
+        return y, final, [*inputs, state, kept]
 
-    def backward(_: Sequence[Tensor], graph: Any, dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
-        leaves, y, final = graph
-        (bias,) = torch.autograd.grad(y, leaves[-1], dy, retain_graph=True)
-        return gradients((y, final), leaves, (dy, at_summary(bias)))
+    def backward(saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
+        *inputs, state, kept = saved
+        given, options = (*inputs, state, None, kept), call.options(inputs, None)
+        *_, bias = call.backward(given, options, dy, None, (STATE,))
+        assert bias is not None
+        return call.backward(given, options, dy, at_summary(bias), wanted)
 
     return Way(summary, forward, backward)
-
-
-def gradients(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Return the gradients of the leaves that want one, None of the others."""
-    pairs = [(y, dy) for y, dy in zip(outputs, given, strict=True) if dy is not None]
-    wanted = [x for x in leaves if x.requires_grad]
-    found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], materialize_grads=True))
-    return [next(found) if x.requires_grad else None for x in leaves]

@@ -32,13 +32,13 @@ class InParts(torch.autograd.Function):
                 told["bias"], told["transition"] = bias.clone(), transition.clone()
                 return state
 
-            y, final, saved, graph = way.forward(own, at_summary)
+            y, final, saved = way.forward(own, at_summary)
             joined = summaries.after(state, told["bias"], told["transition"])
             assert comparing.relative(joined, final) < 5e-3
             alone = way.summary(own)
             assert torch.equal(alone[0], told["bias"])
             assert torch.equal(alone[1], told["transition"])
-            ctx.parts.append((way, saved, graph, told["transition"]))
+            ctx.parts.append((way, saved, told["transition"]))
             made.append(y)
             state = final
         return torch.cat(made, 1), state
@@ -47,16 +47,14 @@ class InParts(torch.autograd.Function):
     def backward(ctx, dy, grad_final):
         grads, behind = [], grad_final
         lengths = [saved_length(ctx.op, part) for part in ctx.parts]
-        for (way, saved, graph, transition), own in zip(
-            reversed(ctx.parts), reversed(dy.split(lengths, 1)), strict=True
-        ):
+        for (way, saved, transition), own in zip(reversed(ctx.parts), reversed(dy.split(lengths, 1)), strict=True):
             told = []
 
             def at_summary(bias, told=told, behind=behind):
                 told.append(bias.clone())
                 return behind
 
-            *of_inputs, of_state = way.backward(saved, graph, own, at_summary)
+            *of_inputs, of_state = way.backward(saved, own, at_summary)
             joined = summaries.after(behind, told[0], transition, backward=True)
             assert comparing.relative(joined, of_state) < 8e-3
             grads.insert(0, of_inputs)
@@ -73,9 +71,8 @@ def part_of(op, inputs, begin, end):
 
 
 def saved_length(op, part):
-    _, saved, graph, _ = part
-    inputs = saved or graph[0]
-    return inputs[op.names.index("v")].shape[1]
+    _, saved, _ = part
+    return saved[op.names.index("v")].shape[1]
 
 
 def in_parts(name, lengths=LENGTHS):
@@ -84,7 +81,7 @@ def in_parts(name, lengths=LENGTHS):
     def run(*inputs, initial_state, output_final_state, **options):
         assert output_final_state
         tail = complete(TABLE[name], options, inputs[0])
-        call = two_phases.Call(TABLE[name], getattr(rwkv_jit, name), tuple(options.items()), tail)
+        call = two_phases.Call(TABLE[name], tail)
         layout = tail.state_layout
         state = initial_state if layout == "vk" else initial_state.mT
         y, final = InParts.apply(call, lengths, state.float(), *inputs)
@@ -179,12 +176,12 @@ def test_summaries_join(op, name):
 def test_gradients_that_nobody_wants_are_left_out(op):
     given = comparing.make_inputs("wkv7", torch.bfloat16, batch=1, tokens=128, heads=2)
     inputs = list(given.values())
-    call = two_phases.Call(TABLE["wkv7"], rwkv_jit.wkv7, (), complete(TABLE["wkv7"], {}, inputs[0]))
+    call = two_phases.Call(TABLE["wkv7"], complete(TABLE["wkv7"], {}, inputs[0]))
     way = two_phases.way_of(call, inputs, [False, True, False, False, True, False, False])
     state = torch.randn(1, 2, 64, 64, device="cuda")
-    _, _, saved, graph = way.forward([x.detach() for x in inputs], lambda bias, transition: state)
+    _, _, saved = way.forward([x.detach() for x in inputs], lambda bias, transition: state)
     dy = torch.randn_like(inputs[3])
-    grads = way.backward(saved, graph, dy, torch.zeros_like)
+    grads = way.backward(saved, dy, torch.zeros_like)
     assert [x is not None for x in grads] == [False, True, False, False, True, False, False]
     leaves = [x.detach().requires_grad_() for x in inputs]
     y, _ = rwkv_jit.wkv7(*leaves, initial_state=state)

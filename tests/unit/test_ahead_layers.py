@@ -7,13 +7,16 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import ahead, kernel, nn, tensors
-from rwkv_jit.nn import mixing, parts, rwkv5, rwkv6
+from rwkv_jit.nn import mixing, rwkv5, rwkv6
 
 MODELS = {"RWKV5": "wkv5", "RWKV6": "wkv6", "RWKV7": "wkv7"}
 WIDTH, HEAD_SIZE = 32, 16
-OF_TRAINING = {"layer_token_shift", "layer_gated_norm", "layer_activate", "layer_loss_forward", "layer_loss_backward"}
-BACKWARD = {"layer_token_shift_backward", "layer_gated_norm_backward", "layer_activate_backward", "sum_rows"}
-OF_FAMILY = {"RWKV5": {"layer_gated"}, "RWKV6": {"layer_gated"}, "RWKV7": {"layer_prepare_keys"}}
+OF_TRAINING = {"layer_gated_norm", "layer_activate", "layer_loss_forward", "layer_loss_backward"}
+BACKWARD = {"layer_gated_norm_backward", "layer_activate_backward", "sum_rows"}
+OF_FAMILY = {
+    **dict.fromkeys(("RWKV5", "RWKV6"), {"layer_gated", "layer_token_shift"}),
+    "RWKV7": {"layer_prepare_keys", "layer_norm_shift"},
+}
 EVERY = pytest.mark.parametrize("name", MODELS)
 
 
@@ -48,7 +51,7 @@ def test_every_kernel_of_training_is_made_ahead(on_gpu, name, dtype, under_autoc
     if under_autocast and dtype == torch.float32:
         return  # is no autocast
     on_gpu.use("sm_90")
-    for module in (parts, mixing, rwkv5, rwkv6):
+    for module in (mixing, rwkv5, rwkv6):
         monkeypatch.setattr(module, "last_tokens", last_tokens)
     parameters = torch.float32 if under_autocast else dtype
     made = warmed(monkeypatch, name, dtype, w_dtype=parameters)
@@ -92,7 +95,7 @@ def test_what_is_not_trained_has_no_kernels_of_gradients(name, monkeypatch):
     for backward in (False, True):
         names = rwkv_jit.warm(MODELS[name], HEAD_SIZE, arch="sm_90", widths=WIDTH, backward=backward)
         assert ("layer_gated_norm_backward" in names) == backward
-        assert "layer_token_shift" in names
+        assert ("layer_norm_shift" if name == "RWKV7" else "layer_token_shift") in names
         assert "layer_shift_mix" not in names
         without = rwkv_jit.warm(MODELS[name], HEAD_SIZE, arch="sm_90", backward=backward)
         assert not [x for x in without if x.startswith("layer_")]

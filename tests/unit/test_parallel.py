@@ -27,6 +27,20 @@ def test_parts_are_the_whole(size):
     groups.run(check_parts, size)
 
 
+def check_models(rank, size):
+    for name in ("RWKV7", "RWKV6", "RWKV5"):
+        for bounds, lengths in ((None, [10, 14]), ([0, 3, 3, 14, 24], [10, 14]), ([0, 24], [8, 16])):
+            shared_sequences.check_model(rank, size, name, bounds, lengths)
+    model = rwkv_jit.nn.RWKV7(11, 16, 1, 8)
+    shard = parallel.Shard(None, [0, 8], [4, 4])
+    with pytest.raises(ValueError, match="cu_seqlens: expected none beside a shard, which has the bounds of all parts"):
+        model(torch.zeros(1, 4, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4]), shard=shard)
+
+
+def test_parts_of_a_model_are_the_whole():
+    groups.run(check_models, 2)
+
+
 def check_alone(rank, size):
     """Without gradients, of float32, under autocast, and alone in a group."""
     inputs = shared_sequences.make_inputs("wkv7", 1, 8, dtype=torch.float32)
