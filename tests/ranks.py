@@ -35,8 +35,8 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens, targets):
-        return self.model.loss(tokens, targets)
+    def forward(self, tokens, targets, **more):
+        return self.model.loss(tokens, targets, **more)
 
 
 # ---- one rank's values -------------------------------------------------------------------------------------------
@@ -334,6 +334,33 @@ def of_families(device, world):
                 check_close(found.grad.full_tensor(), want.grad, f"{type(alone).__name__}.{name}")
 
 
+def of_parts(device, world):
+    """Ranks that have a part of each sequence, under DistributedDataParallel and FSDP2, and with some heads each."""
+    mesh = init_device_mesh(device, (world,))
+    of_heads = init_device_mesh(device, (world // 2, 2), mesh_dim_names=("cp", "tp")) if world > 2 else None
+    alone = make(device)
+    rows = nn_cases.make_tokens(alone, 2, 4 * world + 1).to(device)
+    loss = alone.loss(rows[:, :-1], rows[:, 1:])
+    loss.backward()
+    for kind in ("copies", "shards", *(["heads"] if of_heads else [])):
+        model, parts = make(device), mesh if kind != "heads" else of_heads["cp"]
+        if kind == "copies":
+            loss_of = DistributedDataParallel(Loss(model), process_group=mesh.get_group())
+        elif kind == "shards":
+            loss_of = Loss(sharded(model, mesh))
+        else:
+            loss_of = Loss(sharded(tensor_parallel(model, of_heads["tp"]), parts))
+        place, count = parts.get_local_rank(), parts.size()
+        tokens, targets = (x.chunk(count, 1)[place] for x in (rows[:, :-1], rows[:, 1:]))
+        part = loss_of(tokens, targets, shard=rwkv_jit.parallel.Shard(parts))
+        part.backward()
+        mean = part.detach() / count
+        dist.all_reduce(mean, group=parts.get_group())
+        check_close(mean, loss.detach(), f"loss of {kind}")
+        for (name, x), y in zip(model.named_parameters(), alone.parameters(), strict=True):
+            check_close(whole(x.grad), y.grad, f"{name} of {kind}")
+
+
 def of_heads_and_shards(device, world):
     """FSDP2 of a model whose heads are spread: a mesh of two dimensions."""
     mesh = init_device_mesh(device, (world // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -353,6 +380,11 @@ def resumes_copies(device, world):
 def resumes_shards(device, world):
     """The same under FSDP2."""
     _resumes(device, "--fsdp", "--checkpointing")
+
+
+def resumes_parts(device, world):
+    """The same of ranks that have a part of each sequence."""
+    _resumes(device, "--fsdp", "--cp=2")
 
 
 def resumes_heads_and_shards(device, world):
@@ -378,7 +410,7 @@ def _resumes(device, *options):
         assert found.keys() == want.keys()
         assert [name for name in want if name.startswith("/random")]
         differ = [name for name, x in want.items() if not _is_same(found[name], x)]
-        assert differ == []
+        assert differ == [], f"they differ: {differ}"
         before = _read(folder / "checkpoints" / "2", folder)
         after = _read(newest, folder)
         assert any(not torch.equal(before["model"][name], x) for name, x in after["model"].items())
