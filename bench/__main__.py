@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench import history, plot, processes, record, service, suites
+from bench import curves, history, plot, processes, record, service, suites, training, warm_fla
 from rwkv_jit import bench, cli, stats
 from rwkv_jit.bench import measure, timing
 from rwkv_jit.errors import RwkvJitError
@@ -66,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     forms.add_argument("--op", action="append", choices=history.HISTORIES, help="only this op (may be repeated)")
     forms.add_argument("--shape", metavar="B,T,H,N", help="instead of the shapes that were studied")
     forms.add_argument("--dtype", choices=bench.DTYPES, default="bf16", help="default: bf16")
+    train = add("training", _training, "measure how fast models of RWKV-7 train beside FLA's, and their time mixing")
+    training.add_options(train)
+    losses = add("curves", _curves, "compare the loss curve of RWKV-7 with that of FLA's from the same parameters")
+    curves.add_options(losses)
+    warm = add("warm-fla", _warm_fla, "compile ahead what the tuners of FLA's RWKV-7 choose among, in many processes")
+    warm_fla.add_options(warm)
     two = add("compare", _compare, "tell two results, of --json or --record, from each other")
     two.add_argument("files", nargs=2, metavar="FILE", help="the earlier one first")
     add("pages", _pages, "fill the pages from bench.json again, and draw their picture")
@@ -158,6 +164,18 @@ def _service(parsed: argparse.Namespace) -> Outcome:
 
 def _history(parsed: argparse.Namespace) -> Outcome:
     return history.run(parsed), history.show
+
+
+def _training(parsed: argparse.Namespace) -> Outcome:
+    return training.run(parsed), training.show
+
+
+def _curves(parsed: argparse.Namespace) -> Outcome:
+    return curves.run(parsed), curves.show
+
+
+def _warm_fla(parsed: argparse.Namespace) -> Outcome:
+    return warm_fla.run(parsed), warm_fla.show
 
 
 def _compare(parsed: argparse.Namespace) -> Outcome:

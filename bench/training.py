@@ -1,0 +1,400 @@
+"""How fast whole models of RWKV-7 train, ours and FLA's, on one GPU and on several, and their time mixing alone."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.multiprocessing.spawn import spawn
+
+from bench import rwkv7_models
+from bench.rwkv7_models import HEAD_SIZE, Loss, Sizes
+from rwkv_jit import bench, report
+from rwkv_jit.bench import measure, timing
+from rwkv_jit.nn import RWKV7, RWKV7TimeMix
+
+LARGE, SMALL = Sizes(24, 1024, 8, 4096, 65536), Sizes(2, 64, 2, 32, 256)  # the small ones without a GPU
+LAYER_WIDTH = 2048
+RATES = {"lr": 4e-4, "weight_decay": 0.1}
+BETAS, EPS = (0.9, 0.99), 1e-18  # those of the official trainer
+PARTS = ("steps", "layer")
+_WARM_UP, _BUDGET_MS, _DEPTH = 3, 1000.0, 24
+_PEAKS = {"H100": 989e12, "H200": 989e12}  # FLOPs a second of dense bfloat16 matrices
+_PATIENCE = timedelta(minutes=2)  # for another rank
+METHODS = (
+    "Median and quartiles of a step: loss, backward and fused AdamW, no clipping. Everyone's parameters, gradients and "
+    "moments are bfloat16: under autocast FLA's model would keep the residual and its elementwise work in float32. "
+    "Passes: so many parts of the batch add up their gradients, the fewest that fit. Memory: the peak, with parameters "
+    "and moments. FLOPs: six for each weight of a matrix and token, and the recurrence, of dense bfloat16. A layer: "
+    "forward and backward, with the peak beside its inputs and parameters."
+)
+
+
+# ---- who trains --------------------------------------------------------------------------------------------------
+
+Made = tuple[Loss, list[dict[str, Any]]]  # a model's loss, and the groups of its optimizer
+
+
+def compile_each(blocks: Sequence[nn.Module]) -> None:
+    """Compile layer by layer, however many graphs they are."""
+    torch._dynamo.config.recompile_limit = 2 * len(blocks)
+    for block in blocks:
+        block.compile()
+
+
+def _ours(sizes: Sizes, device: str, is_compiled: bool) -> Made:
+    model = rwkv7_models.our_model(sizes, device, torch.bfloat16)
+    if is_compiled:
+        compile_each(list(model.blocks))
+    return model.loss, model.param_groups(**RATES)
+
+
+def _theirs(sizes: Sizes, device: str, is_compiled: bool, **options: Any) -> Made:
+    ours = rwkv7_models.our_model(sizes, device, torch.bfloat16)
+    model: Any = rwkv7_models.fla_model(ours, **options)
+    if is_compiled:
+        compile_each(list(model.model.layers))
+    return rwkv7_models.fla_loss(model), rwkv7_models.groups_in_fla(ours, model, **RATES)
+
+
+_FUSED_LOSS = {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}
+WHO: dict[str, Callable[[Sizes, str], Made]] = {
+    "rwkv_jit": lambda sizes, device: _ours(sizes, device, False),
+    "rwkv_jit compiled": lambda sizes, device: _ours(sizes, device, True),
+    "fla": lambda sizes, device: _theirs(sizes, device, False),
+    "fla fused loss": lambda sizes, device: _theirs(sizes, device, False, **_FUSED_LOSS),
+    "fla compiled": lambda sizes, device: _theirs(sizes, device, True),
+}
+
+
+def flops_of_token(sizes: Sizes) -> float:
+    """Return the FLOPs of a token, forward and backward: six for each weight of a matrix, and the recurrence."""
+    model = RWKV7(sizes.vocabulary, sizes.width, sizes.layers, HEAD_SIZE, device="meta")
+    matrices = sum(
+        x.numel()
+        for name, x in model.named_parameters()
+        if x.dim() == 2 and name != "emb.weight" and not name.endswith("r_k")
+    )
+    return 6 * matrices + 3 * sizes.layers * 8 * sizes.width * HEAD_SIZE
+
+
+# ---- steps -------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model that takes steps on one batch of random tokens, in as many passes as it must."""
+
+    def __init__(self, loss: Loss, groups: list[dict[str, Any]], sizes: Sizes, device: str) -> None:
+        self._loss, self.device, self.passes = loss, device, 1
+        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, fused=True)
+        tokens = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens + 1), device=device)
+        self._tokens, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step(self) -> Tensor:
+        """Take a step, and return its loss."""
+        total = torch.zeros((), device=self.device)
+        parts = zip(self._tokens.chunk(self.passes), self._targets.chunk(self.passes), strict=True)
+        for tokens, targets in parts:
+            loss = self._loss(tokens, targets) / self.passes
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def warm_up(self) -> None:
+        """Take some steps that are not timed, in more passes where there is no memory for fewer."""
+        most = len(self._tokens)
+        while True:
+            try:
+                for _ in range(_WARM_UP):
+                    self.step()
+                return
+            except torch.OutOfMemoryError:
+                if self.passes >= most:
+                    raise
+            self.passes *= 2
+            self.optimizer.zero_grad()
+            free()
+
+    def timed(self, runs: int) -> tuple[list[float], float]:
+        """Return the milliseconds of each of some steps, one behind the other, and the last loss."""
+        stamps, loss = [_stamp(self.device)], torch.zeros(())
+        for _ in range(runs):
+            loss = self.step()
+            stamps.append(_stamp(self.device))
+        if self.device == "cpu":
+            return [1e3 * (after - before) for before, after in pairwise(stamps)], loss.item()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairwise(stamps)], loss.item()
+
+
+def _stamp(device: str) -> Any:
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def free() -> None:
+    """Give memory back that nobody holds any more."""
+    torch.compiler.reset()  # compiled code holds models
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def step_row(
+    name: str, make: Callable[[], Made], sizes: Sizes, device: str, runs: int, ranks: int = 1,
+    meet: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the steps of one model; `ranks` of them take steps together once all `meet`."""
+    row: dict[str, Any] = {
+        "part": "steps", "by": name, "ranks": ranks, **sizes._asdict(), "passes": None, "first_s": None,
+        "median_ms": None, "low_ms": None, "high_ms": None, "runs": 0, "tokens_per_s": None, "flops_use": None,
+        "peak_mib": None, "loss": None, "skipped": None,
+    }  # fmt: skip
+    with _survived(row):
+        begun = time.perf_counter()
+        training = Training(*make(), sizes, device)
+        training.warm_up()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        row |= {"passes": training.passes, "first_s": time.perf_counter() - begun}
+        meet()
+        times, loss = training.timed(runs)
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss became {loss}")
+        row |= timing.spread(times) | {"loss": loss}
+        row["tokens_per_s"] = speed = ranks * sizes.batch * sizes.tokens / row["median_ms"] * 1e3
+        if device == "cuda":
+            row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+            known = [peak for gpu, peak in _PEAKS.items() if gpu in torch.cuda.get_device_name()]
+            if known:
+                row["flops_use"] = flops_of_token(sizes) * speed / known[0] / ranks
+    return row
+
+
+@contextmanager
+def _survived(row: dict[str, Any]) -> Iterator[None]:
+    """Let what fails inside be a row that says why, and hide no other."""
+    free()  # what the row before has left
+    try:
+        yield
+    except Exception as error:
+        row["skipped"] = measure.one_line(error)
+
+
+# ---- time mixing alone -------------------------------------------------------------------------------------------
+
+_FUSED_NORM = {"fuse_norm": True}
+LAYERS: dict[str, tuple[dict[str, Any] | None, Callable[[], AbstractContextManager[None]]]] = {
+    "rwkv_jit": (None, nullcontext),
+    "fla": ({}, nullcontext),
+    "fla fused norm": (_FUSED_NORM, nullcontext),
+    "fla fused norm, our wkv7": (_FUSED_NORM, rwkv7_models.with_our_wkv7),
+}
+
+
+def layer_row(name: str, sizes: Sizes, width: int, device: str) -> dict[str, Any]:
+    """Measure time mixing of a layer behind the first one, forward and backward."""
+    row: dict[str, Any] = {
+        "part": "layer", "by": name, "batch": sizes.batch, "tokens": sizes.tokens, "width": width, "median_ms": None,
+        "low_ms": None, "high_ms": None, "runs": 0, "peak_mib": None, "skipped": None,
+    }  # fmt: skip
+    options, around = LAYERS[name]
+    with _survived(row), around():
+        call = _layer_call(options, sizes, width, device)
+        if device == "cpu":
+            return row | timing.spread(timing.cpu_ms(call))
+        for _ in range(2):
+            call()
+        row["peak_mib"] = timing.peak_bytes(call) / 2**20
+        (times,) = timing.interleaved([timing.Turns([call], in_graph=False).ms], _BUDGET_MS)
+        if isinstance(times, Exception):
+            raise times
+        row |= timing.spread(times)
+    return row
+
+
+def _layer_call(options: Mapping[str, Any] | None, sizes: Sizes, width: int, device: str) -> Callable[[], Any]:
+    torch.manual_seed(0)
+    ours = RWKV7TimeMix(width, 1, _DEPTH, HEAD_SIZE, device=device, dtype=torch.bfloat16)
+    nn.init.normal_(ours.output.weight, std=0.02)  # zeros are faster
+    x, v_first, dy = (
+        torch.randn(sizes.batch, sizes.tokens, width, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
+    module: nn.Module = ours if options is None else rwkv7_models.fla_time_mix(ours, **options)
+    wanted = [x.requires_grad_(), v_first.requires_grad_(), *module.parameters()]
+    return lambda: torch.autograd.grad(module(x, v_first=v_first)[0], wanted, dy)
+
+
+# ---- several GPUs ------------------------------------------------------------------------------------------------
+
+
+def sharded_rows(sizes: Sizes, device: str, ranks: int, runs: int) -> list[dict[str, Any]]:
+    """Measure our model on one rank, then on all of them under FSDP2, each with a batch of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_one_rank, (ranks, sizes, device, runs, folder), ranks)
+        rows: list[dict[str, Any]] = json.loads(Path(folder, "rows").read_text())
+    return rows
+
+
+def _one_rank(rank: int, ranks: int, sizes: Sizes, device: str, runs: int, folder: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=_PATIENCE)
+    rows = []
+
+    def add(row: dict[str, Any]) -> None:
+        if rank == 0:
+            rows.append(row)
+            tell(json.dumps(row))
+
+    if rank == 0:
+        add(step_row("rwkv_jit", partial(WHO["rwkv_jit"], sizes, device), sizes, device, runs))
+    dist.barrier()
+    for frees in (True, False):
+        name = f"rwkv_jit fully_shard{'' if frees else ', parameters kept for the backward'}"
+        make = _sharded(sizes, device, frees)
+        add(step_row(name, make, sizes, device, runs, ranks, dist.barrier))
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _sharded(sizes: Sizes, device: str, frees: bool) -> Callable[[], Made]:
+    def make() -> Made:
+        model = rwkv7_models.our_model(sizes, device, torch.bfloat16)
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=frees)
+        fully_shard(model, reshard_after_forward=frees)
+        register_fsdp_forward_method(model, "loss")
+        torch.manual_seed(dist.get_rank())  # of the tokens
+        return model.loss, model.param_groups(**RATES)
+
+    return make
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def add_sizes(parser: argparse.ArgumentParser, large: Sizes) -> None:
+    """Give a command the options of sizes."""
+    for name, value in large._asdict().items():
+        text = f"default: {value} on a GPU, {getattr(SMALL, name)} without one"
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Give the command its options."""
+    add_sizes(parser, LARGE)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this one (default: both)")
+    text = "only this one (may be repeated; default: rwkv_jit, and FLA where it is installed)"
+    parser.add_argument("--who", action="append", choices=dict.fromkeys([*WHO, *LAYERS]), help=text)
+    parser.add_argument("--layer-width", type=int, metavar="N", help=f"of the layer; default: {LAYER_WIDTH} on a GPU")
+    parser.add_argument("--runs", type=int, default=10, metavar="N", help="steps that are timed (default: 10)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="in place of all that: our model on N GPUs, by FSDP2")
+
+
+def sizes_of(parsed: argparse.Namespace, large: Sizes) -> tuple[Sizes, str]:
+    """Return what the options say of sizes, once they are checked, and the device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    default = large if device == "cuda" else SMALL
+    given = [getattr(parsed, name) for name in Sizes._fields]
+    sizes = Sizes(*(own if asked is None else asked for asked, own in zip(given, default, strict=True)))
+    for name, value in sizes._asdict().items():
+        if value < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {value}")
+    if sizes.width % HEAD_SIZE:
+        raise ValueError(f"--width: expected a multiple of {HEAD_SIZE}, got {sizes.width}")
+    if device == "cuda":
+        bench.check_gpu()
+    return sizes, device
+
+
+def run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure what is asked for, and return the rows with where that was."""
+    sizes, device = sizes_of(parsed, LARGE)
+    layer_width = parsed.layer_width or (LAYER_WIDTH if device == "cuda" else sizes.width)
+    if layer_width < 1 or layer_width % HEAD_SIZE:
+        raise ValueError(f"--layer-width: expected a multiple of {HEAD_SIZE}, got {layer_width}")
+    if parsed.runs < 2:
+        raise ValueError(f"--runs: expected at least 2, got {parsed.runs}")
+    has_fla = device == "cuda" and find_spec("fla") is not None
+    known = [name for name in dict.fromkeys([*WHO, *LAYERS]) if has_fla or not name.startswith("fla")]
+    for name in parsed.who or ():
+        if name not in known:
+            raise ValueError(f"--who: {name} needs a GPU and an installed FLA")
+    result: dict[str, Any] = {"env": bench.environment(), "device": device, "rows": []}
+    if parsed.ranks is not None:
+        available = torch.cuda.device_count() if device == "cuda" else parsed.ranks
+        if not 1 < parsed.ranks <= available:
+            raise ValueError(f"--ranks: expected from 2 to the {available} GPUs there are, got {parsed.ranks}")
+        return result | {"rows": sharded_rows(sizes, device, parsed.ranks, parsed.runs)}
+    if has_fla:
+        rwkv7_models.tune_briefly()
+    rows: list[dict[str, Any]] = result["rows"]
+    names, parts = parsed.who or known, parsed.part or PARTS
+    if "steps" in parts:
+        for name in [name for name in names if name in WHO]:
+            rows.append(step_row(name, partial(WHO[name], sizes, device), sizes, device, parsed.runs))
+            tell(json.dumps(rows[-1]))
+    if "layer" in parts:
+        for name in [name for name in names if name in LAYERS]:
+            rows.append(layer_row(name, sizes, layer_width, device))
+            tell(json.dumps(rows[-1]))
+    return result
+
+
+def tell(text: str) -> None:
+    """Say at once how far it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+_STEPS = {
+    "by": "{by}", "ranks": "{ranks}", "passes": "{passes}", "ms a step": "{median_ms:.1f}",
+    "quartiles": "{low_ms:.1f} to {high_ms:.1f}", "tokens a second": "{tokens_per_s:,.0f}",
+    "of the FLOPs": "{flops_use:.1%}", "peak GiB": "{peak_gib:.1f}", "loss": "{loss:.3f}", "first s": "{first_s:.0f}",
+}  # fmt: skip
+_LAYER = {
+    "by": "{by}", "ms": "{median_ms:.2f}", "quartiles": "{low_ms:.2f} to {high_ms:.2f}", "peak GiB": "{peak_gib:.2f}",
+}  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a table of each part, and what was left out."""
+    report.say(bench.machine(result["env"]) if result["device"] == "cuda" else bench.CPU_NOTE)
+    rows = [row | {"peak_gib": row["peak_mib"] and row["peak_mib"] / 1024} for row in result["rows"]]
+    for part, columns in (("steps", _STEPS), ("layer", _LAYER)):
+        done = [row for row in rows if row["part"] == part and row["skipped"] is None]
+        if done:
+            first = done[0]
+            of_model = f"{first['layers']} layers, vocabulary {first['vocabulary']}, " if part == "steps" else ""
+            report.say(f"\n{part}: {of_model}width {first['width']}, ({first['batch']}, {first['tokens']}) tokens")
+            report.records(columns, done, ("quartiles",))
+    for row in rows:
+        if row["skipped"] is not None:
+            report.say(f"  skipped: {row['part']}, {row['by']}: {row['skipped']}")
+    report.say(f"\n{METHODS}")
