@@ -45,9 +45,9 @@ def share_out(tuner: Any, together: Callable[..., Any], place: int, count: int, 
                 for choice in own:
                     self.fn.run(*given, **{**more, **choice.all_kwargs(), "warmup": True})
             self.tried = {}
-            for choice in [*own, *choices]:  # another one where none of its own can run
+            for choice in dict.fromkeys([*own, *choices]):  # another one where none of its own can run
                 if choice in own or all(times == _NEVER for times in self.tried.values()):
-                    self.tried.setdefault(choice, tried(self, *given, config=choice, **more))
+                    self.tried[choice] = tried(self, *given, config=choice, **more)
         return self.tried.get(config, _NEVER)
 
     tuner._bench = shared
