@@ -117,7 +117,9 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     begun = time.monotonic()
     context = multiprocessing.get_context("spawn")
     given = parsed.processes, sizes, parsed.layer_width
-    processes = [context.Process(target=_process, args=(place, *given)) for place in range(parsed.processes)]
+    processes = [
+        context.Process(target=_process, args=(place, *given), daemon=True) for place in range(parsed.processes)
+    ]
     for process in processes:
         process.start()
     late = 0
