@@ -171,6 +171,7 @@ CALLS = [
         for name, how in layer_cases.ALL
         for sizes, dtype in (((37, 3, 64), BF16), ((5, 2, 7), FP32))
     ),
+    *(partial(gradients, "norm_shift", "6 add packed first", (37, 1, 2560), dtype) for dtype in (BF16, FP32)),
     *(partial(wkv4, 2, 70, 33, dtype) for dtype in (FP32, BF16)),
     partial(wkv4, 1, 700, 64, BF16, backend="split"),
     *(partial(wkv4_update, 5, tokens, 33, dtype) for tokens in (1, 11) for dtype in (FP32, BF16)),
