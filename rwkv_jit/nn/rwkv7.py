@@ -117,6 +117,7 @@ class RWKV7TimeMix(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.layer, self.layers = parts.check_place(layer, layers)
+        self.is_first = layer == 0  # so that compiled code of one layer is that of others
         self.heads = parts.check_heads(width, head_size)
         self.width, self.head_size = width, head_size
         self.ranks = _ranks(width, ranks or {})
@@ -278,7 +279,7 @@ class RWKV7TimeMix(nn.Module):
         more: dict[str, Any] = {"a0": self.a0.view(-1)}
         if of_bonus:
             more |= {"r": r, **of_bonus}
-        if self.layer == 0:
+        if self.is_first:
             v_first = v
         elif v_first is None:
             raise ValueError(f"v_first: layer {self.layer} needs the values of the first layer, got None")
