@@ -235,12 +235,12 @@ def test_steps_and_the_layer_are_measured(program, monkeypatch):
 
 
 def test_layers_are_compiled_one_by_one_without_a_limit(model, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     compiled = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    training.compile_each(list(model.blocks))
+    with torch._dynamo.config.patch(recompile_limit=1):  # which undoes what monkeypatch could not
+        training.compile_each(list(model.blocks))
+        assert torch._dynamo.config.recompile_limit == 4
     assert compiled == list(model.blocks)
-    assert torch._dynamo.config.recompile_limit == 4
 
 
 def test_one_that_fails_hides_no_other():
