@@ -106,11 +106,9 @@ class _Calls(NamedTuple):
         first = self.given("prepare_keys", sizes, ("v_first", "v_gate", "v0"), rate=own)
         return [first, self.given("prepare_keys", sizes, rate=own, v_gate=own)]
 
-    def norm(self, is_update: bool = False) -> Given:
-        """Return the call of `gated_norm`: RWKV-7 makes its bonus there in updates, and with the keys in training."""
-        if not self.is_rwkv7:
-            return self.given("gated_norm", (1, self.p.K), ("r", "k", "v", "r_k", "bonus"))
-        return self.given("gated_norm", (1, self.p.K), ("bonus",) if is_update else ("r", "k", "v", "r_k"))
+    def norm(self) -> Given:
+        """Return the call of `gated_norm`, which has the bonus in RWKV-7 alone."""
+        return self.given("gated_norm", (1, self.p.K), () if self.is_rwkv7 else ("r", "k", "v", "r_k"))
 
     def elements(self) -> list[Given]:
         """Return the calls of `gated`, which RWKV-7 has not."""
@@ -126,13 +124,13 @@ class _Calls(NamedTuple):
             *(steps.token_shift(*each) for each in self.shifts()),
             *(steps.norm_shift(*each, 0.0) for each in self.norms()),
             *(steps.prepare_keys(each) for each in self.keys()),
-            *self.behind(self.norm()),
+            *self.behind(),
         ]
 
-    def behind(self, norm: Given) -> list[Schedule]:
+    def behind(self) -> list[Schedule]:
         """Return the schedules of what stands behind the recurrence and between matrices, in decode too."""
         return [
-            steps.gated_norm(norm, 0.0, self.layer.gate, "layer"),
+            steps.gated_norm(self.norm(), 0.0, self.layer.gate, "layer"),
             *(steps.gated(each, "sigmoid") for each in self.elements()),
             *(steps.activate(each, ("identity",), False) for each in self.activations()),
         ]
@@ -178,7 +176,7 @@ class _Calls(NamedTuple):
                 (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
             )
         ]  # fmt: skip
-        several += self.behind(self.norm(is_update=True))
+        several += self.behind()
         several += [  # of RWKV-6, behind what `shift_mix` makes
             steps.token_shift(given, texts)
             for given, texts in self.shifts()
@@ -188,7 +186,7 @@ class _Calls(NamedTuple):
             return several
         sizes = (1, self.p.K)
         return several + [
-            steps.prepare_keys(self.given("prepare_keys", sizes, (*first, *biases, "r", "r_k"), **gates))
+            steps.prepare_keys(self.given("prepare_keys", sizes, (*first, *biases), **gates))
             for first, gates in (
                 (("v_first", "v_gate", "v0"), {"rate": w_type}),
                 ((), {"rate": w_type, "v_gate": w_type}),

@@ -1,15 +1,15 @@
-// Gradients of layer_gated_norm. With n = (y - mean) factor, factor = 1 / sqrt(variance + eps), s the sum over the
-// head of r k r_k, and z = n weight + bias + s v, per token and head:
+// Gradients of layer_gated_norm. With n = (y - mean) factor, factor = 1 / sqrt(variance + eps), bonus the sum over the
+// head of r k r_k, and z = n weight + bias + bonus v, per token and head:
 //
 //     dg = grad_out z opened'(g);   dz = grad_out opened(g);   dbias = dz;   dweight = dz n;   dn = dz weight
-//     dy = factor (dn - mean(dn) - n mean(dn n));              dv = dz s;    ds = sum over the head of dz v
-//     dr = ds k r_k;   dk = ds r r_k;   dr_k = ds r k
+//     dy = factor (dn - mean(dn) - n mean(dn n));              dv = dz bonus;    dbonus = sum over the head of dz v
+//     dr = dbonus k r_k;   dk = dbonus r r_k;   dr_k = dbonus r k
 //
-// where mean(dn) is 0 without CENTERED. With TAKES_BONUS, z = n weight + bias + bonus, and dbonus = dz.
+// where mean(dn) is 0 without CENTERED.
 //
 //   the inputs             as layer_gated_norm
 //   grad_out               [rows, heads, HEAD_SIZE]  T_IO  in
-//   dy, dg, dr, dk, dv, dbonus  the same shape  T_IO  out, or null
+//   dy, dg, dr, dk, dv     the same shape  T_IO  out, or null
 //   dweight_rows, dbias_rows, dr_k_rows  [blocks of rows, heads, HEAD_SIZE]  fp32  out, or null
 //
 // Grid (rows / block_rows, heads / BLOCK_HEADS).
@@ -18,11 +18,10 @@
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_gated_norm_backward(
     const T_IO* __restrict__ y, const T_IO* __restrict__ g, const T_WEIGHT* __restrict__ weight,
     const T_BIAS* __restrict__ bias, const T_IO* __restrict__ r, const T_IO* __restrict__ k,
-    const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, const T_IO* __restrict__ bonus,
-    const T_IO* __restrict__ grad_out,
+    const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, const T_IO* __restrict__ grad_out,
     T_IO* __restrict__ dy, T_IO* __restrict__ dg, float* __restrict__ dweight_rows, float* __restrict__ dbias_rows,
-    T_IO* __restrict__ dr, T_IO* __restrict__ dk, T_IO* __restrict__ dv, float* __restrict__ dr_k_rows,
-    T_IO* __restrict__ dbonus, i64 rows, i64 heads, i64 block_rows, float eps) {
+    T_IO* __restrict__ dr, T_IO* __restrict__ dk, T_IO* __restrict__ dv, float* __restrict__ dr_k_rows, i64 rows,
+    i64 heads, i64 block_rows, float eps) {
     const i64 head = i64(blockIdx.y) * BLOCK_HEADS + threadIdx.x / LANES, of_row = head * HEAD_SIZE;
     const bool is_there = head < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
@@ -46,7 +45,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
             load_pieces(receptance, r + start, is_there), load_pieces(key, k + start, is_there);
             load_pieces(value, v + start, is_there);
         }
-        if constexpr (TAKES_BONUS) load_pieces(value, bonus + start, is_there);
 
         const float mean = CENTERED ? SHARE * sum_over_head(is_there, [&](int n, int i) { return input[n].at(i); }) : 0.0f;
         const float variance = SHARE * sum_over_head(is_there, [&](int n, int i) {
@@ -64,25 +62,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
             return factor * (dn(n, i) - mean_dn - normed(n, i) * along);
         });
 
-        float share_of_value = 0.0f;
+        float bonus = 0.0f;
         if constexpr (HAS_BONUS) {
-            share_of_value = sum_over_head(is_there, [&](int n, int i) { return receptance[n].at(i) * key[n].at(i) * bonus_share[n].at(i); });
-            const float of_share = sum_over_head(is_there, [&](int n, int i) { return dz[n][i] * value[n].at(i); });
+            bonus = sum_over_head(is_there, [&](int n, int i) { return receptance[n].at(i) * key[n].at(i) * bonus_share[n].at(i); });
+            const float dbonus = sum_over_head(is_there, [&](int n, int i) { return dz[n][i] * value[n].at(i); });
             write_pieces(dr, start, is_there, [&](int n, int i) {
-                return of_share * key[n].at(i) * bonus_share[n].at(i);
+                return dbonus * key[n].at(i) * bonus_share[n].at(i);
             });
             write_pieces(dk, start, is_there, [&](int n, int i) {
-                return of_share * receptance[n].at(i) * bonus_share[n].at(i);
+                return dbonus * receptance[n].at(i) * bonus_share[n].at(i);
             });
-            write_pieces(dv, start, is_there, [&](int n, int i) { return dz[n][i] * share_of_value; });
-            for_elements([&](int n, int i) { dr_k.add(n, i, of_share * receptance[n].at(i) * key[n].at(i)); });
+            write_pieces(dv, start, is_there, [&](int n, int i) { return dz[n][i] * bonus; });
+            for_elements([&](int n, int i) { dr_k.add(n, i, dbonus * receptance[n].at(i) * key[n].at(i)); });
         }
-        if constexpr (TAKES_BONUS) write_pieces(dbonus, start, is_there, [&](int n, int i) { return dz[n][i]; });
         write_pieces(dg, start, is_there, [&](int n, int i) {
             float z = normed(n, i) * slope[n].at(i);
             if constexpr (HAS_BIAS) z += offset[n].at(i);
-            if constexpr (HAS_BONUS) z += share_of_value * value[n].at(i);
-            if constexpr (TAKES_BONUS) z += value[n].at(i);
+            if constexpr (HAS_BONUS) z += bonus * value[n].at(i);
             return g_out[n].at(i) * z * opened_slope<OWN_GATE>(gate[n].at(i));
         });
         for_elements([&](int n, int i) {

@@ -7,16 +7,10 @@
 //     dv = grad_new_v (1 - share);    dv_first = grad_new_v share
 //     dv_gate = grad_new_v (v_first - v) share (1 - share);             dv0 = dv_gate
 //
-// With HAS_BONUS, s = sum_j r_j new_k_j r_k_j and ds the sum over the head of grad_bonus new_v, before all of these
-//
-//     grad_new_k += ds r r_k;    grad_new_v += s grad_bonus;    dr = ds new_k r_k;    dr_k = ds r new_k
-//
-// and without HAS_V_FIRST dv = s grad_bonus.
-//
 //   the inputs                   as layer_prepare_keys
-//   grad_new_k, grad_new_v, grad_a, grad_b, grad_bonus  [rows, heads, HEAD_SIZE]  T_IO  in
-//   dk, dv, dv_first, dr         the same shape  T_IO  out, or null;    drate, dv_gate  T_RATE, T_V_GATE
-//   dk_k_rows, dk_a_rows, da0_rows, dv0_rows, dr_k_rows  [blocks of rows, heads, HEAD_SIZE]  fp32  out, or null
+//   grad_new_k, grad_new_v, grad_a, grad_b  [rows, heads, HEAD_SIZE]  T_IO  in
+//   dk, dv, dv_first             the same shape  T_IO  out, or null;    drate, dv_gate  T_RATE, T_V_GATE
+//   dk_k_rows, dk_a_rows, da0_rows, dv0_rows  [blocks of rows, heads, HEAD_SIZE]  fp32  out, or null
 //
 // Grid (rows / block_rows, heads / BLOCK_HEADS).
 #include "layer_head_rows.cuh"
@@ -25,46 +19,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
     const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_RATE* __restrict__ rate,
     const T_IO* __restrict__ v_first, const T_V_GATE* __restrict__ v_gate, const T_K_K* __restrict__ k_k,
     const T_K_A* __restrict__ k_a, const T_A0* __restrict__ a0, const T_V0* __restrict__ v0,
-    const T_IO* __restrict__ r, const T_R_K* __restrict__ r_k, const T_IO* __restrict__ grad_new_k,
-    const T_IO* __restrict__ grad_new_v, const T_IO* __restrict__ grad_a, const T_IO* __restrict__ grad_b,
-    const T_IO* __restrict__ grad_bonus, T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_RATE* __restrict__ drate,
+    const T_IO* __restrict__ grad_new_k, const T_IO* __restrict__ grad_new_v, const T_IO* __restrict__ grad_a,
+    const T_IO* __restrict__ grad_b, T_IO* __restrict__ dk, T_IO* __restrict__ dv, T_RATE* __restrict__ drate,
     T_IO* __restrict__ dv_first, T_V_GATE* __restrict__ dv_gate, float* __restrict__ dk_k_rows,
-    float* __restrict__ dk_a_rows, float* __restrict__ da0_rows, float* __restrict__ dv0_rows, T_IO* __restrict__ dr,
-    float* __restrict__ dr_k_rows, i64 rows, i64 heads, i64 block_rows) {
+    float* __restrict__ dk_a_rows, float* __restrict__ da0_rows, float* __restrict__ dv0_rows, i64 rows, i64 heads,
+    i64 block_rows) {
     const i64 head = i64(blockIdx.y) * BLOCK_HEADS + threadIdx.x / LANES, of_row = head * HEAD_SIZE;
     const bool is_there = head < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
 
     Piece<T_K_K> scale[ITEMS];
     load_pieces(scale, k_k + of_row, is_there);
-    ColumnSums dk_k, dk_a, da0, dv0, dr_k;
+    ColumnSums dk_k, dk_a, da0, dv0;
 
     for (i64 row = begin; row < end; ++row) {
         const i64 start = (row * heads + head) * HEAD_SIZE;
-        Piece<T_IO> key[ITEMS], g_key[ITEMS], g_a[ITEMS], g_b[ITEMS], receptance[ITEMS], g_bonus[ITEMS];
+        Piece<T_IO> key[ITEMS], g_key[ITEMS], g_a[ITEMS], g_b[ITEMS];
         Piece<T_RATE> rates[ITEMS];
         // These are near by from the second row on: registers are for what is not.
         Piece<T_K_A> slope[ITEMS];
         Piece<T_A0> rates_start[ITEMS];
-        Piece<T_R_K> bonus_share[ITEMS];
         load_pieces(slope, k_a + of_row, is_there);
         if constexpr (HAS_A0) load_pieces(rates_start, a0 + of_row, is_there);
-        if constexpr (HAS_BONUS) load_pieces(bonus_share, r_k + of_row, is_there);
         load_pieces(key, k + start, is_there), load_pieces(rates, rate + start, is_there);
         load_pieces(g_key, grad_new_k + start, is_there);
         load_pieces(g_a, grad_a + start, is_there), load_pieces(g_b, grad_b + start, is_there);
-        if constexpr (HAS_BONUS) {
-            load_pieces(receptance, r + start, is_there), load_pieces(g_bonus, grad_bonus + start, is_there);
-        }
-        float rate_of[ITEMS][VECTOR], bonus = 0.0f, dbonus = 0.0f;
-        for_elements([&](int n, int i) {
-            rate_of[n][i] = sigmoid(HAS_A0 ? rates[n].at(i) + rates_start[n].at(i) : rates[n].at(i));
-        });
-        const auto growth = [&](int n, int i) { return 1.0f + (rate_of[n][i] - 1.0f) * slope[n].at(i); };
-        if constexpr (HAS_BONUS)
-            bonus = sum_over_head(is_there, [&](int n, int i) {
-                return receptance[n].at(i) * key[n].at(i) * growth(n, i) * bonus_share[n].at(i);
-            });
         if constexpr (HAS_V_FIRST) {
             Piece<T_IO> value[ITEMS], value_first[ITEMS], g_value[ITEMS];
             Piece<T_V_GATE> gate[ITEMS];
@@ -75,63 +54,43 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
             const auto share = [&](int n, int i) {
                 return sigmoid(HAS_V0 ? gate[n].at(i) + gate_start[n].at(i) : gate[n].at(i));
             };
-            const auto difference = [&](int n, int i) { return value_first[n].at(i) - value[n].at(i); };
-            const auto of_value = [&](int n, int i) {
-                return HAS_BONUS ? g_value[n].at(i) + bonus * g_bonus[n].at(i) : g_value[n].at(i);
-            };
             const auto of_gate = [&](int n, int i) {
-                const float own = share(n, i);
-                return of_value(n, i) * difference(n, i) * own * (1.0f - own);
+                const float own = share(n, i), difference = value_first[n].at(i) - value[n].at(i);
+                return g_value[n].at(i) * difference * own * (1.0f - own);
             };
-            if constexpr (HAS_BONUS)
-                dbonus = sum_over_head(is_there, [&](int n, int i) {
-                    return g_bonus[n].at(i) * (value[n].at(i) + difference(n, i) * share(n, i));
-                });
-            write_pieces(dv, start, is_there, [&](int n, int i) { return of_value(n, i) * (1.0f - share(n, i)); });
-            write_pieces(dv_first, start, is_there, [&](int n, int i) { return of_value(n, i) * share(n, i); });
+            write_pieces(dv, start, is_there, [&](int n, int i) { return g_value[n].at(i) * (1.0f - share(n, i)); });
+            write_pieces(dv_first, start, is_there, [&](int n, int i) { return g_value[n].at(i) * share(n, i); });
             write_pieces(dv_gate, start, is_there, of_gate);
             if (HAS_V0 && dv0_rows != nullptr) for_elements([&](int n, int i) { dv0.add(n, i, of_gate(n, i)); });
-        } else if constexpr (HAS_BONUS) {
-            Piece<T_IO> value[ITEMS];
-            load_pieces(value, v + start, is_there);
-            dbonus = sum_over_head(is_there, [&](int n, int i) { return g_bonus[n].at(i) * value[n].at(i); });
-            write_pieces(dv, start, is_there, [&](int n, int i) { return bonus * g_bonus[n].at(i); });
-        }
-        const auto of_key = [&](int n, int i) {
-            if constexpr (!HAS_BONUS) return g_key[n].at(i);
-            return g_key[n].at(i) + dbonus * receptance[n].at(i) * bonus_share[n].at(i);
-        };
-        if constexpr (HAS_BONUS) {
-            const auto along = [&](int n, int i) { return dbonus * key[n].at(i) * growth(n, i); };
-            write_pieces(dr, start, is_there, [&](int n, int i) { return along(n, i) * bonus_share[n].at(i); });
-            for_elements([&](int n, int i) { dr_k.add(n, i, along(n, i) * receptance[n].at(i)); });
         }
         const float length = sqrtf(sum_over_head(is_there, [&](int n, int i) {
             const float u = key[n].at(i) * scale[n].at(i);
             return u * u;
         }));
         const float factor = 1.0f / fmaxf(length, 1e-12f);
-        float du[ITEMS][VECTOR];
-        for_elements([&](int n, int i) { du[n][i] = rate_of[n][i] * g_b[n].at(i) - g_a[n].at(i); });
+        float du[ITEMS][VECTOR], share[ITEMS][VECTOR];
+        for_elements([&](int n, int i) {
+            share[n][i] = sigmoid(HAS_A0 ? rates[n].at(i) + rates_start[n].at(i) : rates[n].at(i));
+            du[n][i] = share[n][i] * g_b[n].at(i) - g_a[n].at(i);
+        });
         const auto kk = [&](int n, int i) { return key[n].at(i) * scale[n].at(i) * factor; };
         const float along = sum_over_head(is_there, [&](int n, int i) { return kk(n, i) * du[n][i]; });
         for_elements([&](int n, int i) { du[n][i] = factor * (du[n][i] - (length < 1e-12f ? 0.0f : kk(n, i) * along)); });
         const auto of_rate = [&](int n, int i) {
-            const float g = of_key(n, i) * key[n].at(i) * slope[n].at(i) + g_b[n].at(i) * kk(n, i);
-            return g * rate_of[n][i] * (1.0f - rate_of[n][i]);
+            const float g = g_key[n].at(i) * key[n].at(i) * slope[n].at(i) + g_b[n].at(i) * kk(n, i);
+            return g * share[n][i] * (1.0f - share[n][i]);
         };
         write_pieces(dk, start, is_there, [&](int n, int i) {
-            return of_key(n, i) * growth(n, i) + du[n][i] * scale[n].at(i);
+            return g_key[n].at(i) * (1.0f + (share[n][i] - 1.0f) * slope[n].at(i)) + du[n][i] * scale[n].at(i);
         });
         write_pieces(drate, start, is_there, of_rate);
         for_elements([&](int n, int i) {
             dk_k.add(n, i, du[n][i] * key[n].at(i));
-            dk_a.add(n, i, of_key(n, i) * key[n].at(i) * (rate_of[n][i] - 1.0f));
+            dk_a.add(n, i, g_key[n].at(i) * key[n].at(i) * (share[n][i] - 1.0f));
             if constexpr (HAS_A0) da0.add(n, i, of_rate(n, i));
         });
     }
     dk_k.write_to(dk_k_rows, head, heads, is_there), dk_a.write_to(dk_a_rows, head, heads, is_there);
     if constexpr (HAS_A0) da0.write_to(da0_rows, head, heads, is_there);
     if constexpr (HAS_V0) dv0.write_to(dv0_rows, head, heads, is_there);
-    if constexpr (HAS_BONUS) dr_k.write_to(dr_k_rows, head, heads, is_there);
 }

@@ -27,7 +27,7 @@ _FEW_MIXES = 2  # which leave registers for more blocks
 _LEAST_ROWS = 16  # of a block, so that the sums that it writes do not weigh
 # What gradients come of, by the names that forwards have for their results.
 RESULTS: dict[str, dict[str, str]] = {
-    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b", "bonus"), "NHK"),
+    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b"), "NHK"),
     "gated_norm": {"out": "NHK"},
     "activate": {"y": "NC"},
     "gated": {"y": "N"},
@@ -74,10 +74,7 @@ def _prepare_keys(given: Given, options: Options) -> Schedule:
     blocks = 7
     if "v_first" in given.types:  # parameters of 32 bits beside rows of 16 take more registers
         blocks = 6 if given.types["k_k"] == given.types["k"] else 5
-    if "r_k" in given.types:
-        blocks = 4 if "v_first" in given.types else 5
-    summed = ("k_k", "k_a", "a0", "v0", "r_k")
-    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given), summed, {}, blocks)
+    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given), ("k_k", "k_a", "a0", "v0"), {}, blocks)
 
 
 def _gated_norm(given: Given, options: Options) -> Schedule:

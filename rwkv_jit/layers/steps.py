@@ -37,15 +37,12 @@ OPS = {
         Op("shift_mix", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC"), wide=("weight", "bias", "mixes")),
         Op(
             "prepare_keys",
-            dict(
-                k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK",
-                r=_HEAD, r_k="HK",
-            ),
-            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"),
+            dict(k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK"),
+            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0"),
         ),
         Op(
             "gated_norm",
-            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK", bonus=_HEAD),
+            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK"),
             wide=("r_k", "weight", "bias"),
         ),
         Op("activate", dict(x="NC"), wide=()),
@@ -144,8 +141,7 @@ def prepare_keys(given: Given) -> Schedule:
 def keys_parameters(given: Given) -> dict[str, Parameter]:
     """Return the parameters that tell what makes keys apart."""
     flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
-    flags["HAS_BONUS"] = "r_k" in given.types
-    return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
+    return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0"))}
 
 
 def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
@@ -156,8 +152,8 @@ def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
 def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
     """Return the parameters that tell norms apart."""
     return {
-        "HAS_BONUS": "r_k" in given.types, "TAKES_BONUS": "bonus" in given.types, "HAS_BIAS": "bias" in given.types,
-        "CENTERED": norm == "layer", "GATE": GATES.index(gate), **types_of(given, ("r_k", "weight", "bias")),
+        "HAS_BONUS": "r_k" in given.types, "HAS_BIAS": "bias" in given.types, "CENTERED": norm == "layer",
+        "GATE": GATES.index(gate), **types_of(given, ("r_k", "weight", "bias")),
     }  # fmt: skip
 
 

@@ -103,11 +103,9 @@ def test_prompts_do_not_spill(channels, arch):
 WAYS = [
     ("token_shift", ("amounts", "first"), 6, ()), ("token_shift", ("amounts",), 1, ()), ("token_shift", (), 5, ()),
     ("token_shift", ("first",), 6, ()), ("prepare_keys", ("v_first", "v_gate", "v0"), 6, ()),
-    ("prepare_keys", (), 6, ()), ("prepare_keys", ("r", "r_k"), 6, ()), ("gated_norm", ("bonus",), 6, ()),
-    ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), 6, ()), ("gated_norm", ("r", "k", "v", "r_k"), 6, ()),
-    ("gated", (), 6, ()), ("activate", (), 6, ()),
-    ("gated_norm", ("r", "k", "v", "r_k", "bonus"), 6, ("silu", "layer")),
-    ("gated_norm", ("r", "k", "v", "r_k", "bonus", "bias"), 6, ("sigmoid", "rms")),
+    ("prepare_keys", (), 6, ()), ("gated_norm", (), 6, ()), ("gated", (), 6, ()), ("activate", (), 6, ()),
+    ("gated_norm", ("r", "k", "v", "r_k"), 6, ("silu", "layer")),
+    ("gated_norm", ("r", "k", "v", "r_k", "bias"), 6, ("sigmoid", "rms")),
     ("norm_shift", ("add", "first"), 6, ()), ("norm_shift", (), 1, ()), ("norm_shift", ("first",), 5, ()),
 ]  # fmt: skip
 
@@ -120,7 +118,7 @@ def test_gradients_compile_without_spills_everywhere(arch, way, types):
     more = {"arch": arch, "io": io, "parameters": parameters, "mixes": mixes, "without": without, "kinds": kinds}
     for bound_bytes in (0, 8) if name in layer_steps.SHIFTS else (0,):
         made = kernel.get(gradients(name, bound_bytes=bound_bytes, **more))
-        assert made.spill_bytes <= (48 if name == "norm_shift" else 0)
+        assert made.spill_bytes <= (32 if name == "norm_shift" else 0)
     if name not in ("gated", "activate"):
         assert kernel.get(request(name, **more)).spill_bytes == 0
 

@@ -139,7 +139,18 @@ def check_one_by_one(op, given, state, bounds, index_dtype, **options):
 
 
 def check_rows(op, first, batch, rows, **options):
-    """Check a call with the same sequence in every row: some of them show an address that wrapped."""
+    """Check a call with the same sequence in every row: some of them show an address that wrapped.
+
+    A sequence alone is one of few heads, which other threads share, unless nothing goes by the batch.
+    """
+    rwkv_jit.set_batch_invariant(True)
+    try:
+        _check_rows(op, first, batch, rows, **options)
+    finally:
+        rwkv_jit.set_batch_invariant(False)
+
+
+def _check_rows(op, first, batch, rows, **options):
     fixed, function = FIXED.get(op, ""), getattr(rwkv_jit, op)
     given = {n: (x if n in fixed else x.expand(batch, -1, -1, -1)).detach().contiguous() for n, x in first.items()}
     given = {n: x.requires_grad_() for n, x in given.items()}

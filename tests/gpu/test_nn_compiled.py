@@ -90,7 +90,7 @@ def test_training_in_cuda_graphs(op, name):
 
 
 def launches(function, x, first, weights):
-    """How many kernels run, by what they are: ours by their names, and copies."""
+    """How many kernels run, by what they are: ours by their names, and copies; and the names of all others."""
 
     def step():
         y = function(x, first)
@@ -102,12 +102,13 @@ def launches(function, x, first, weights):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    counts = collections.Counter()
+    counts, others = collections.Counter(), collections.Counter()
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kind = "copy" if COPY.search(event.name) else "other"
             counts[event.name if event.name.startswith(OURS) else kind] += 1
-    return counts
+            others[event.name[:60]] += not event.name.startswith(OURS)
+    return counts, others
 
 
 @MODELS
@@ -115,13 +116,13 @@ def test_a_compiled_layer_launches_no_more_than_eager(op, name):
     layer = make_layer(name, torch.bfloat16)
     x, first = (each.requires_grad_() for each in given(torch.bfloat16))
     weights = torch.randn_like(x)
-    want = launches(layer, x, first, weights)
-    found = launches(torch.compile(layer, fullgraph=True), x, first, weights)
+    want, known = launches(layer, x, first, weights)
+    found, others = launches(torch.compile(layer, fullgraph=True), x, first, weights)
     ours = {kernel: n for kernel, n in want.items() if kernel not in ("copy", "other")}
     assert sum(ours.values()) >= 10
     assert {kernel: n for kernel, n in found.items() if kernel not in ("copy", "other")} == ours
     assert found["copy"] <= want["copy"]
-    assert found.total() <= want.total()
+    assert found.total() <= want.total(), (others - known, known - others)
 
 
 @MODELS
@@ -129,7 +130,8 @@ def test_exported_model_takes_any_batch_and_length(op, name):
     model = make(name, torch.float32)
     shapes = {"tokens": {0: Dim("batch"), 1: Dim("tokens")}}
     tokens = nn_cases.make_tokens(model, B, T).cuda()
-    program = torch.export.export(model, (tokens,), dynamic_shapes=shapes, strict=False).module()
-    for shape in ((1, 1), (5, 130), (B, T)):
-        tokens = nn_cases.make_tokens(model, *shape).cuda()
-        close([program(tokens)], [model(tokens)], 1e-4)
+    with torch.no_grad():  # with gradients, what a forward keeps goes by whether texts are short
+        program = torch.export.export(model, (tokens,), dynamic_shapes=shapes, strict=False).module()
+        for shape in ((1, 1), (5, 130), (B, T)):
+            tokens = nn_cases.make_tokens(model, *shape).cuda()
+            close([program(tokens)], [model(tokens)], 1e-4)
