@@ -103,8 +103,8 @@ def recur(
     if shard is None:
         y, final = op(*inputs, state, True, cu_seqlens, **options)
     else:
-        from rwkv_jit import parallel
+        from rwkv_jit.parallel import recurrences
 
-        y, final = getattr(parallel, op.__name__)(*inputs, shard, state, True, **options)
+        y, final = getattr(recurrences, op.__name__)(*inputs, shard, state, True, **options)
     assert final is not None
     return y, final

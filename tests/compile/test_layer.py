@@ -118,7 +118,7 @@ def test_gradients_compile_without_spills_everywhere(arch, way, types):
     more = {"arch": arch, "io": io, "parameters": parameters, "mixes": mixes, "without": without, "kinds": kinds}
     for bound_bytes in (0, 8) if name in layer_steps.SHIFTS else (0,):
         made = kernel.get(gradients(name, bound_bytes=bound_bytes, **more))
-        assert made.spill_bytes <= (32 if name == "norm_shift" else 0)
+        assert made.spill_bytes <= (48 if name == "norm_shift" else 0)
     if name not in ("gated", "activate"):
         assert kernel.get(request(name, **more)).spill_bytes == 0
 

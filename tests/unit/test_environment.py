@@ -462,7 +462,8 @@ inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
 inference.replay_calls layers.gradients
 layers.functions
-inference.replay nn.parts nn.checkpoints nn.convolution parallel.shifting
+parallel.shifting
+inference.replay nn.parts nn.checkpoints nn.convolution
 nn.mixing nn.attention nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
 nn.model
