@@ -67,16 +67,15 @@ class _Texts(torch.autograd.Function):
         new, rest = (_tokens(call.op, inputs, part) for part in (slice(cut, None), slice(0, cut)))
         bounds = shard.cu_seqlens(inputs[0].device, first)
         states = call.states(inputs, shard.texts - first) if initial is None else initial[first:].contiguous()
-        options = call.options(new, bounds)
-        y, final, kept = call.forward(new, states, bounds, options, training)
+        # The switches of precision may be others when gradients are made.
+        ctx.options, ctx.options_of_rest = call.options(new, bounds), call.options(rest, None) if first else None
+        y, final, kept = call.forward(new, states, bounds, ctx.options, training)
         exchange, bias = Exchange(shard), final[-1:]
         rows = bias.shape[-1] if call.op.family == "delta" else 1
         before = exchange.state(bias, bias.new_zeros(1, bias.shape[1], rows, bias.shape[-1]), None)
         kept_of_rest = None
         if first:
-            y_of_rest, final_of_rest, kept_of_rest = call.forward(
-                rest, before, None, call.options(rest, None), training
-            )  # fmt: skip
+            y_of_rest, final_of_rest, kept_of_rest = call.forward(rest, before, None, ctx.options_of_rest, training)
             y, final = torch.cat([y_of_rest, y], 1), torch.cat([final_of_rest, final])
         exchange.finish()
         ctx.save_for_backward(*inputs, states, kept, before, kept_of_rest)
@@ -99,12 +98,12 @@ class _Texts(torch.autograd.Function):
             grad = None if grad_final is None else grad_final[:1].contiguous()
             given = (*rest, before, None, kept_of_rest)
             also_of_state = dict.fromkeys((*wanted, STATE))
-            *of_rest, bias = call.backward(given, call.options(rest, None), dy[:, :cut], grad, [*also_of_state])
+            *of_rest, bias = call.backward(given, ctx.options_of_rest, dy[:, :cut], grad, [*also_of_state])
         behind = ctx.exchange.gradient(bias, None)
         of_states = torch.zeros_like(states) if grad_final is None else grad_final[first:].clone()
         of_states[-1:] += behind
         given = (*new, states, ctx.bounds, kept)
-        *grads, grad_states = call.backward(given, call.options(new, ctx.bounds), dy[:, cut:], of_states, wanted)
+        *grads, grad_states = call.backward(given, ctx.options, dy[:, cut:], of_states, wanted)
         ctx.exchange.finish()
         if of_rest is not None:
             pairs = zip(call.op.inputs.values(), of_rest, grads, strict=True)

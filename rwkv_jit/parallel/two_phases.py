@@ -89,7 +89,7 @@ def way_of(call: Call, inputs: Sequence[Tensor], wants: Sequence[bool]) -> Way:
     """
     problem = _problem(call, inputs, any(wants))
     if problem is None:
-        return _by_calls(call, wants)
+        return _by_calls(call, inputs, wants)
     wanted = known_calls.wanted(call.op, wants, True) if problem.training else ()
     kernels = _Kernels(problem._replace(wanted=wanted))
     return Way(kernels.summary, kernels.forward, kernels.backward)
@@ -170,9 +170,10 @@ class _Kernels:
 # ---- the op itself -----------------------------------------------------------------------------------------------
 
 
-def _by_calls(call: Call, wants: Sequence[bool]) -> Way:
+def _by_calls(call: Call, like: Sequence[Tensor], wants: Sequence[bool]) -> Way:
     op, wanted = call.op, call.wanted(wants)
     values = op.names.index("v")
+    options = call.options(like, None)  # the switches of precision may be others when gradients are made
 
     def summary(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         v, sequences = inputs[values], inputs[op.lead].shape[0]
@@ -182,17 +183,17 @@ def _by_calls(call: Call, wants: Sequence[bool]) -> Way:
         units += torch.eye(rows, dtype=units.dtype, device=units.device) if rows > 1 else 1
         alone = [*inputs[:values], v.new_zeros(*v.shape[:-1], rows), *inputs[values + 1 :]]
         _, transition, _ = call.forward(alone, units, None, call.options(alone, None), False)
-        _, bias, _ = call.forward(inputs, zeros, None, call.options(inputs, None), False)
+        _, bias, _ = call.forward(inputs, zeros, None, options, False)
         return bias, transition
 
     def forward(inputs: Sequence[Tensor], at_summary: ForState) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         state = at_summary(*summary(inputs))
-        y, final, kept = call.forward(inputs, state, None, call.options(inputs, None), bool(wanted))
+        y, final, kept = call.forward(inputs, state, None, options, bool(wanted))
         return y, final, [*inputs, state, kept]
 
     def backward(saved: Sequence[Tensor], dy: Tensor, at_summary: ForGradient) -> list[Tensor | None]:
         *inputs, state, kept = saved
-        given, options = (*inputs, state, None, kept), call.options(inputs, None)
+        given = (*inputs, state, None, kept)
         *_, bias = call.backward(given, options, dy, None, (STATE,))
         assert bias is not None
         return call.backward(given, options, dy, at_summary(bias), wanted)
