@@ -34,7 +34,6 @@ class _Prepared(NamedTuple):
     """What the first call of a signature works out for every later one."""
 
     call: Call
-    wants: tuple[bool, ...]  # of which inputs, and last whether of the state, gradients are wanted
     way: Way | None  # of a part of one text
 
 
@@ -63,7 +62,7 @@ def _run(
         if key[-1] is not None and all(x is y for x, y in zip(inputs, arrays, strict=True)):
             _prepared.keep(key, prepared)
     shard.check(op.public_names[op.lead], inputs[op.lead])
-    call, _, way = prepared
+    call, way = prepared
     is_turned = call.tail.state_layout == "kv"
     initial = initial_state
     if initial is not None:
@@ -86,12 +85,9 @@ def _prepare(
     wants: tuple[bool, ...],
 ) -> tuple[list[Tensor], Tensor | None, _Prepared]:  # fmt: skip
     """Check a call, and return its arrays as tensors and what is prepared for it."""
-    tail = complete(op, options, arrays[0])
+    inputs, call = _checked(op, arrays, options)
     checks.check_flag("output_final_state", output_final_state)
-    checks.check_options(op, *tail)
-    inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
-    lead = inputs[op.lead]
-    call = Call(op, tail)
+    lead, tail = inputs[op.lead], call.tail
     if initial_state is not None:
         initial_state = tensors.from_any("initial_state", initial_state)
         like = call.states(inputs, lead.shape[0] if shard.bounds is None else shard.texts)
@@ -99,7 +95,15 @@ def _prepare(
         wide = not checks.is_for_kernels(tail.backend, lead)
         checks.check_state(op, "initial_state", initial_state, (shape, shape[1:]), lead, wide)
     way = two_phases.way_of(call, inputs, wants) if shard.texts == 1 else None
-    return inputs, initial_state, _Prepared(call, wants, way)
+    return inputs, initial_state, _Prepared(call, way)
+
+
+def _checked(op: Op, arrays: Sequence[Any], options: dict[str, Any]) -> tuple[list[Tensor], Call]:
+    """Check the inputs and the options of a call, and return the inputs as tensors, and the call."""
+    tail = complete(op, options, arrays[0])
+    checks.check_options(op, *tail)
+    inputs, _, _ = checks.check_tensors(op, arrays, None, None, tail.state_layout, tail.backend)
+    return inputs, Call(op, tail)
 
 
 # Compilers do not see messages.
@@ -143,10 +147,7 @@ def summary(op: str, *inputs: Any, **options: Any) -> Tensor:
     made = OPS[op]
     if len(inputs) != len(made.inputs):
         raise TypeError(f"inputs: expected {', '.join(made.public_names)} of {op}, got {len(inputs)} of them")
-    tail = complete(made, options, inputs[0])
-    checks.check_options(made, *tail)
-    given, _, _ = checks.check_tensors(made, inputs, None, None, tail.state_layout, tail.backend)
-    call = Call(made, tail)
+    given, call = _checked(made, inputs, options)
     way = two_phases.way_of(call, given, [False] * (len(given) + 1))
     with torch.no_grad():
         bias, transition = way.summary([x.detach() for x in given])

@@ -70,7 +70,7 @@ class Shard:
             self._pack(_bounds(cu_seqlens), lengths)
         elif lengths is not None:
             raise ValueError("lengths: expected none without cu_seqlens, as parts of a batch may have any length")
-        self._tensors: dict[torch.device, Tensor] = {}
+        self._tensors: dict[tuple[torch.device, int], Tensor] = {}
 
     def _pack(self, bounds: list[int], lengths: Sequence[int] | None) -> None:
         total = bounds[-1]
@@ -109,11 +109,10 @@ class Shard:
     def cu_seqlens(self, device: torch.device, begin: int = 0) -> Tensor:
         """Return the bounds of this part's texts from one of them on, as ops take them."""
         assert self.bounds is not None
-        if begin:
-            return torch.tensor([x - self.bounds[begin] for x in self.bounds[begin:]], device=device)
-        known = self._tensors.get(device)
+        known = self._tensors.get((device, begin))
         if known is None:
-            known = self._tensors[device] = torch.tensor(self.bounds, device=device)
+            bounds = [place - self.bounds[begin] for place in self.bounds[begin:]]
+            known = self._tensors[device, begin] = torch.tensor(bounds, device=device)
         return known
 
     def check(self, name: str, x: Tensor) -> None:
