@@ -11,12 +11,12 @@ from rwkv_jit.ops.table import OPS
 
 NAMES = ("wkv7", "wkv6", "wkv5", "gla", "linear_attention")
 HEADS = 2
-# The bounds of packed texts, and how long parts are: texts that pass a part, that end with one, and empty ones.
+# The bounds of packed texts, and how long parts are: texts that pass a part, begin or end with one, and empty ones.
 LAYOUTS = {
     2: [(None, [10, 14]), ([0, 3, 3, 14, 24], [10, 14]), ([0, 24], [8, 16]), ([0, 12, 12, 20, 24, 24], [12, 12])],
     4: [
         (None, [3, 9, 5, 7]), (None, [3, 9, 12, 0]), ([0, 3, 3, 14, 24], [3, 9, 12, 0]), ([0, 24], [3, 0, 9, 12]),
-        ([0, 12, 12, 20, 24, 24], None), ([0, 2, 23, 24], [6, 6, 6, 6]),
+        ([0, 12, 12, 20, 24, 24], None), ([0, 2, 23, 24], [6, 6, 6, 6]), ([0, 12, 24], None),
     ],
 }  # fmt: skip
 
@@ -56,9 +56,17 @@ def check(rank, size, name, bounds, lengths, dtype=torch.float64, sizes=(4, 6), 
     initial = torch.randn(count, HEADS, *(sizes[i] for i in order)).to(wide)
     leaves = [x.clone().requires_grad_() for x in (*inputs, initial)]
     packing = None if bounds is None else torch.tensor(bounds)
-    y, final = getattr(rwkv_jit, name)(*leaves[:-1], leaves[-1], True, cu_seqlens=packing)
+    function = getattr(rwkv_jit, name)
+    y, final = function(*leaves[:-1], leaves[-1], True, cu_seqlens=packing)
     dy, grad_final = torch.randn_like(y), torch.randn_like(final)
-    whole = torch.autograd.grad((y, final), leaves, (dy, grad_final))
+    outputs, weights = [y, final], [dy, grad_final]
+    behind = torch.randn(size, *final.shape).to(final)  # gradients of states behind parts, where sequences go on
+    for place in range(size - 1) if bounds is None else ():
+        cut = sum(lengths[: place + 1])
+        before = [x[:, :cut] if "T" in dims else x for dims, x in zip(op.inputs.values(), leaves, strict=False)]
+        outputs.append(function(*before, leaves[-1], True)[1])
+        weights.append(behind[place])
+    whole = torch.autograd.grad(outputs, leaves, weights)
 
     begin = sum(lengths[:rank])
     end, is_last = begin + lengths[rank], rank == size - 1
@@ -74,6 +82,9 @@ def check(rank, size, name, bounds, lengths, dtype=torch.float64, sizes=(4, 6), 
         if not shard.is_to_be_continued or place + 1 < len(texts) and bounds is not None:
             expect("state", states[place], final[text])
             grad_states[place] = grad_final[text]
+        elif bounds is None:
+            expect("state", states[place], outputs[2 + rank][text])
+            grad_states[place] = behind[rank, text]
     grads = torch.autograd.grad((part, states), own, (dy[:, begin:end], grad_states), allow_unused=True)
     for each, dims, grad, want in zip(op.inputs, op.inputs.values(), grads, whole, strict=False):
         if "T" not in dims:

@@ -185,7 +185,7 @@ def wkv7(
     -------
     y : torch.Tensor, shape (B, T, H, V), dtype of v
     final_state : torch.Tensor, shape (N, H, V, K), or None
-        State behind the last token that each sequence has here, with a gradient wherever it ends.
+        State behind the last token that each sequence has here, whether it ends or goes on.
 
     Raises
     ------
