@@ -128,7 +128,7 @@ def sizes_of(name, how, rows, heads, head_size):
 
 
 def differentiate(case, function, weights=None, wanted=None):
-    """Return the results of `function`, the gradients by name, and the weights of the results."""
+    """Return the results of `function`, the gradients by name, and the weights of the results, as they are rounded."""
     leaves = {
         name: x.detach().requires_grad_(x.is_floating_point() and (wanted is None or name in wanted))
         for name, x in case.tensors.items()
@@ -140,4 +140,15 @@ def differentiate(case, function, weights=None, wanted=None):
     of_results = [weight.to(x.dtype) for weight, x in zip(weights, results, strict=True)]
     asked_for = {"allow_unused": True, "materialize_grads": True}
     grads = torch.autograd.grad(results, list(asked.values()), of_results, **asked_for)
-    return [x.detach() for x in results], dict(zip(asked, grads, strict=True)), weights
+    return [x.detach() for x in results], dict(zip(asked, grads, strict=True)), of_results
+
+
+def exactly(case, weights):
+    """Return results and gradients in float64, in which no part of a gradient is rounded either."""
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in case.tensors.items()}
+    options = case.options
+    if case.name == "norm_shift":  # what it norms and carries is rounded all the same
+        dtype = case.tensors["x"].dtype
+        options = {"dtype": dtype, **options, "normed": dtype}
+    case = case._replace(tensors=wide, options=options)
+    return differentiate(case, case.plainly, weights)[:2]

@@ -90,9 +90,9 @@ def token_shift(x, mixes, amounts=None, first=None, cu_seqlens=None):
     return x + (before - x) * share
 
 
-def norm_shift(x, weight, bias, mixes, add=None, first=None, cu_seqlens=None, eps=1e-5, dtype=None):
+def norm_shift(x, weight, bias, mixes, add=None, first=None, cu_seqlens=None, eps=1e-5, dtype=None, normed=None):
     """The residual, the mixes [M, B, T, C] and the last tokens [N, C]; what is normed and carried is rounded."""
-    z = _rounded(x.double() if add is None else x.double() + add.double(), x.dtype)
+    z = _rounded(x.double() if add is None else x.double() + add.double(), normed or x.dtype)
     n = norm(z, weight, bias, eps)
     carried = _rounded(n, dtype or x.dtype)
     bounds = range(0, x.shape[0] * x.shape[1] + 1, x.shape[1] or 1) if cu_seqlens is None else cu_seqlens.tolist()

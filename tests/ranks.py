@@ -3,6 +3,7 @@
 DTYPE is that of parameters; with bfloat16 they are float32, and ranks compute under autocast.
 """
 
+import contextlib
 import copy
 import datetime
 import os
@@ -28,6 +29,8 @@ from rwkv_jit.parallel import tensor_parallel
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"width": 32, "head_size": 8, "hidden": 48}  # four heads
 B, T = 4, 9
+# Of a model that rounding harms little: where r.k of a first token is near 0, the norm behind makes any rounding large.
+SEED = 12
 
 
 class Loss(nn.Module):
@@ -42,7 +45,7 @@ class Loss(nn.Module):
 # ---- one rank's values -------------------------------------------------------------------------------------------
 
 
-def make(device, seed=0):
+def make(device, seed=SEED):
     """A model that is the same on every rank."""
     return nn_cases.make(torch.get_default_dtype(), seed, **SIZES).to(device)
 
@@ -75,7 +78,7 @@ def exact(device):
 def check_close(x, y, what):
     """Compare values; those under autocast by their norm, as single ones are sums of both signs."""
     if torch.is_autocast_enabled(y.device.type):
-        limit = 0.4 if y.dim() else 2.5e-2
+        limit = 0.2 if y.dim() else 2.5e-2
         assert (x.double() - y.double()).norm() <= limit * y.double().norm() + 1e-6, what
         return
     tolerance = {"rtol": 1e-9, "atol": 1e-11} if y.dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-4}
@@ -276,7 +279,7 @@ def of_heads(device, world):
     """Tensor parallelism: loss and gradients, with activations that are computed again too; parts and packed texts."""
     mesh = init_device_mesh(device, (world,))
     for checkpointing in (False, True):
-        model = tensor_parallel(make(device, seed=dist.get_rank()), mesh)  # the first rank's values count
+        model = tensor_parallel(make(device, seed=SEED + dist.get_rank()), mesh)  # the first rank's values count
         model.checkpointing = checkpointing
         loss = model.loss(*make_rows(model))
         loss.backward()
@@ -466,7 +469,8 @@ def run(rank, device, dtype, world, store, names):
     )  # fmt: skip
     is_narrow = dtype == "bfloat16"
     torch.set_default_dtype(torch.float32 if is_narrow else getattr(torch, dtype))
-    with torch.autocast(device, torch.bfloat16, enabled=is_narrow):
+    # Outside of autocast there is no other one: it would keep what the example casts, from one step to the next.
+    with torch.autocast(device, torch.bfloat16) if is_narrow else contextlib.nullcontext():
         for name in names:
             globals()[name](device, world)
             if rank == 0:

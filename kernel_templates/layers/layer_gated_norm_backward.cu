@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
     T_IO* __restrict__ dy, T_IO* __restrict__ dg, float* __restrict__ dweight_rows, float* __restrict__ dbias_rows,
     T_IO* __restrict__ dr, T_IO* __restrict__ dk, T_IO* __restrict__ dv, float* __restrict__ dr_k_rows, i64 rows,
     i64 heads, i64 block_rows, float eps) {
-    const i64 head = i64(blockIdx.y) * BLOCK_HEADS + threadIdx.x / LANES, of_row = head * HEAD_SIZE;
-    const bool is_there = head < heads;
+    const i64 own = own_head_of_row(), head = min(own, heads - 1), of_row = head * HEAD_SIZE;
+    const bool is_there = own < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
     constexpr float SHARE = 1.0f / HEAD_SIZE;
     constexpr Gate OWN_GATE = Gate(GATE);
@@ -31,41 +31,48 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
     Piece<T_WEIGHT> slope[ITEMS];
     Piece<T_BIAS> offset[ITEMS];
     Piece<T_R_K> bonus_share[ITEMS];
-    load_pieces(slope, weight + of_row, is_there);
-    if constexpr (HAS_BIAS) load_pieces(offset, bias + of_row, is_there);
-    if constexpr (HAS_BONUS) load_pieces(bonus_share, r_k + of_row, is_there);
+    load_pieces(slope, weight + of_row);
+    if constexpr (HAS_BIAS) load_pieces(offset, bias + of_row);
+    if constexpr (HAS_BONUS) load_pieces(bonus_share, r_k + of_row);
     ColumnSums dweight, dbias, dr_k;
 
     for (i64 row = begin; row < end; ++row) {
         const i64 start = (row * heads + head) * HEAD_SIZE;
         Piece<T_IO> input[ITEMS], gate[ITEMS], g_out[ITEMS], receptance[ITEMS], key[ITEMS], value[ITEMS];
-        load_pieces(input, y + start, is_there), load_pieces(gate, g + start, is_there);
-        load_pieces(g_out, grad_out + start, is_there);
+        load_pieces(input, y + start), load_pieces(gate, g + start);
+        load_pieces(g_out, grad_out + start);
         if constexpr (HAS_BONUS) {
-            load_pieces(receptance, r + start, is_there), load_pieces(key, k + start, is_there);
-            load_pieces(value, v + start, is_there);
+            load_pieces(receptance, r + start), load_pieces(key, k + start);
+            load_pieces(value, v + start);
         }
 
-        const float mean = CENTERED ? SHARE * sum_over_head(is_there, [&](int n, int i) { return input[n].at(i); }) : 0.0f;
-        const float variance = SHARE * sum_over_head(is_there, [&](int n, int i) {
-            const float x = input[n].at(i) - mean;
-            return x * x;
+        float dz[ITEMS][VECTOR], sums[4] = {};  // of y, dn, r k r_k and dz v
+        sum_over_head(sums, [&](int n, int i) {
+            dz[n][i] = g_out[n].at(i) * opened<OWN_GATE>(gate[n].at(i));
+            if constexpr (CENTERED) sums[0] += input[n].at(i), sums[1] += dz[n][i] * slope[n].at(i);
+            if constexpr (HAS_BONUS) {
+                sums[2] += receptance[n].at(i) * key[n].at(i) * bonus_share[n].at(i);
+                sums[3] += dz[n][i] * value[n].at(i);
+            }
         });
-        const float factor = 1.0f / sqrtf(variance + eps);
-        const auto normed = [&](int n, int i) { return (input[n].at(i) - mean) * factor; };
-        float dz[ITEMS][VECTOR];
-        for_elements([&](int n, int i) { dz[n][i] = g_out[n].at(i) * opened<OWN_GATE>(gate[n].at(i)); });
-        const auto dn = [&](int n, int i) { return dz[n][i] * slope[n].at(i); };
-        const float mean_dn = CENTERED ? SHARE * sum_over_head(is_there, dn) : 0.0f;
-        const float along = SHARE * sum_over_head(is_there, [&](int n, int i) { return dn(n, i) * normed(n, i); });
+        const float mean = SHARE * sums[0], mean_dn = SHARE * sums[1], bonus = sums[2], dbonus = sums[3];
+        float centred[ITEMS][VECTOR], squares[2] = {};  // of y, and dn y
+        sum_over_head(squares, [&](int n, int i) {
+            const float x = centred[n][i] = input[n].at(i) - mean;
+            squares[0] += x * x, squares[1] += dz[n][i] * slope[n].at(i) * x;
+        });
+        const float factor = inverse_root(SHARE * squares[0] + eps), along = SHARE * squares[1] * factor;
+        const auto normed = [&](int n, int i) { return centred[n][i] * factor; };
         write_pieces(dy, start, is_there, [&](int n, int i) {
-            return factor * (dn(n, i) - mean_dn - normed(n, i) * along);
+            return factor * (dz[n][i] * slope[n].at(i) - mean_dn - normed(n, i) * along);
         });
-
-        float bonus = 0.0f;
+        write_pieces(dg, start, is_there, [&](int n, int i) {
+            float z = normed(n, i) * slope[n].at(i);
+            if constexpr (HAS_BIAS) z += offset[n].at(i);
+            if constexpr (HAS_BONUS) z += bonus * value[n].at(i);
+            return g_out[n].at(i) * z * opened_slope<OWN_GATE>(gate[n].at(i));
+        });
         if constexpr (HAS_BONUS) {
-            bonus = sum_over_head(is_there, [&](int n, int i) { return receptance[n].at(i) * key[n].at(i) * bonus_share[n].at(i); });
-            const float dbonus = sum_over_head(is_there, [&](int n, int i) { return dz[n][i] * value[n].at(i); });
             write_pieces(dr, start, is_there, [&](int n, int i) {
                 return dbonus * key[n].at(i) * bonus_share[n].at(i);
             });
@@ -73,17 +80,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
                 return dbonus * receptance[n].at(i) * bonus_share[n].at(i);
             });
             write_pieces(dv, start, is_there, [&](int n, int i) { return dz[n][i] * bonus; });
-            for_elements([&](int n, int i) { dr_k.add(n, i, dbonus * receptance[n].at(i) * key[n].at(i)); });
         }
-        write_pieces(dg, start, is_there, [&](int n, int i) {
-            float z = normed(n, i) * slope[n].at(i);
-            if constexpr (HAS_BIAS) z += offset[n].at(i);
-            if constexpr (HAS_BONUS) z += bonus * value[n].at(i);
-            return g_out[n].at(i) * z * opened_slope<OWN_GATE>(gate[n].at(i));
-        });
         for_elements([&](int n, int i) {
             dweight.add(n, i, dz[n][i] * normed(n, i));
             if constexpr (HAS_BIAS) dbias.add(n, i, dz[n][i]);
+            if constexpr (HAS_BONUS) dr_k.add(n, i, dbonus * receptance[n].at(i) * key[n].at(i));
         });
     }
     dweight.write_to(dweight_rows, head, heads, is_there);

@@ -4,6 +4,9 @@
 #pragma once
 #include "layer_heads.cuh"
 
+// The head of a thread, which its rows may not have: it reads the last one's then, and writes nothing.
+__device__ inline i64 own_head_of_row() { return i64(blockIdx.y) * BLOCK_HEADS + threadIdx.x / LANES; }
+
 // What a thread adds up over rows, for the channels of its head.
 struct ColumnSums {
     float of[ITEMS][VECTOR] = {};
@@ -19,8 +22,8 @@ struct ColumnSums {
 
 // Loads the pieces of a row, or of a parameter.
 template <typename T>
-__device__ inline void load_pieces(Piece<T> (&pieces)[ITEMS], const T* source, bool is_there) {
-    for_pieces(is_there, [&](int n, int channel) { pieces[n].load(source + channel); });
+__device__ inline void load_pieces(Piece<T> (&pieces)[ITEMS], const T* source) {
+    for_pieces(true, [&](int n, int channel) { pieces[n].load(source + channel); });
 }
 
 // Writes f(n, i) of all pieces of a row, if it is wanted.
@@ -42,12 +45,12 @@ template <typename Act> __device__ inline void for_elements(Act act) {
         for (int i = 0; i < VECTOR; ++i) act(n, i);
 }
 
-// f(n, i) added up over a head.
-template <typename F> __device__ inline float sum_over_head(bool is_there, F f) {
-    float sum = 0.0f;
-    for_pieces(is_there, [&](int n, int) {
+// Adds up sums over a head: `add(n, i)` adds to them what an element has.
+template <int COUNT, typename Add> __device__ inline void sum_over_head(float (&sums)[COUNT], Add add) {
+    for_pieces(true, [&](int n, int) {
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum += f(n, i);
+        for (int i = 0; i < VECTOR; ++i) add(n, i);
     });
-    return sum_of_head(sum);
+#pragma unroll
+    for (int s = 0; s < COUNT; ++s) sums[s] = sum_of_head(sums[s]);
 }

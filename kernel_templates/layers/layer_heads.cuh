@@ -27,3 +27,9 @@ __device__ inline float sum_of_head(float x) {
     for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(0xffffffffu, x, bit);
     return x;
 }
+
+// 1 / max(|x|, 1e-12) by the sum of squares of x.
+constexpr float LEAST_SQUARES = 1e-24f;
+__device__ inline float inverse_length(float squares) {
+    return squares < LEAST_SQUARES ? 1e12f : inverse_root(squares);
+}

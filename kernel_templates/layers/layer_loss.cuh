@@ -38,10 +38,3 @@ struct Cut {
         }
     }
 };
-
-// e^x by the hardware's power of two: 2 units in the last place, and 0 for what is below the normal numbers.
-__device__ inline float exponential(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
-}

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_prepare_keys(
             squares += kk * kk;
         }
     });
-    const float factor = 1.0f / fmaxf(sqrtf(sum_of_head(squares)), 1e-12f);
+    const float factor = inverse_length(sum_of_head(squares));
     for_pieces(is_there, [&](int n, int channel) {
         float x[VECTOR], minus_kk[VECTOR], moved[VECTOR];
 #pragma unroll

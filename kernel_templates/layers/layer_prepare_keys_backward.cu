@@ -24,12 +24,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
     T_IO* __restrict__ dv_first, T_V_GATE* __restrict__ dv_gate, float* __restrict__ dk_k_rows,
     float* __restrict__ dk_a_rows, float* __restrict__ da0_rows, float* __restrict__ dv0_rows, i64 rows, i64 heads,
     i64 block_rows) {
-    const i64 head = i64(blockIdx.y) * BLOCK_HEADS + threadIdx.x / LANES, of_row = head * HEAD_SIZE;
-    const bool is_there = head < heads;
+    const i64 own = own_head_of_row(), head = min(own, heads - 1), of_row = head * HEAD_SIZE;
+    const bool is_there = own < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
 
     Piece<T_K_K> scale[ITEMS];
-    load_pieces(scale, k_k + of_row, is_there);
+    load_pieces(scale, k_k + of_row);
     ColumnSums dk_k, dk_a, da0, dv0;
 
     for (i64 row = begin; row < end; ++row) {
@@ -39,55 +39,49 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
         // These are near by from the second row on: registers are for what is not.
         Piece<T_K_A> slope[ITEMS];
         Piece<T_A0> rates_start[ITEMS];
-        load_pieces(slope, k_a + of_row, is_there);
-        if constexpr (HAS_A0) load_pieces(rates_start, a0 + of_row, is_there);
-        load_pieces(key, k + start, is_there), load_pieces(rates, rate + start, is_there);
-        load_pieces(g_key, grad_new_k + start, is_there);
-        load_pieces(g_a, grad_a + start, is_there), load_pieces(g_b, grad_b + start, is_there);
+        load_pieces(slope, k_a + of_row);
+        if constexpr (HAS_A0) load_pieces(rates_start, a0 + of_row);
+        load_pieces(key, k + start), load_pieces(rates, rate + start);
+        load_pieces(g_key, grad_new_k + start);
+        load_pieces(g_a, grad_a + start), load_pieces(g_b, grad_b + start);
         if constexpr (HAS_V_FIRST) {
             Piece<T_IO> value[ITEMS], value_first[ITEMS], g_value[ITEMS];
             Piece<T_V_GATE> gate[ITEMS];
             Piece<T_V0> gate_start[ITEMS];
-            if constexpr (HAS_V0) load_pieces(gate_start, v0 + of_row, is_there);
-            load_pieces(value, v + start, is_there), load_pieces(value_first, v_first + start, is_there);
-            load_pieces(g_value, grad_new_v + start, is_there), load_pieces(gate, v_gate + start, is_there);
-            const auto share = [&](int n, int i) {
-                return sigmoid(HAS_V0 ? gate[n].at(i) + gate_start[n].at(i) : gate[n].at(i));
-            };
-            const auto of_gate = [&](int n, int i) {
-                const float own = share(n, i), difference = value_first[n].at(i) - value[n].at(i);
-                return g_value[n].at(i) * difference * own * (1.0f - own);
-            };
-            write_pieces(dv, start, is_there, [&](int n, int i) { return g_value[n].at(i) * (1.0f - share(n, i)); });
-            write_pieces(dv_first, start, is_there, [&](int n, int i) { return g_value[n].at(i) * share(n, i); });
-            write_pieces(dv_gate, start, is_there, of_gate);
-            if (HAS_V0 && dv0_rows != nullptr) for_elements([&](int n, int i) { dv0.add(n, i, of_gate(n, i)); });
+            if constexpr (HAS_V0) load_pieces(gate_start, v0 + of_row);
+            load_pieces(value, v + start), load_pieces(value_first, v_first + start);
+            load_pieces(g_value, grad_new_v + start), load_pieces(gate, v_gate + start);
+            float shares[ITEMS][VECTOR], of_gate[ITEMS][VECTOR];
+            for_elements([&](int n, int i) {
+                const float share = sigmoid(HAS_V0 ? gate[n].at(i) + gate_start[n].at(i) : gate[n].at(i));
+                const float difference = value_first[n].at(i) - value[n].at(i);
+                shares[n][i] = share, of_gate[n][i] = g_value[n].at(i) * difference * share * (1.0f - share);
+                if constexpr (HAS_V0) dv0.add(n, i, of_gate[n][i]);
+            });
+            write_pieces(dv, start, is_there, [&](int n, int i) { return g_value[n].at(i) * (1.0f - shares[n][i]); });
+            write_pieces(dv_first, start, is_there, [&](int n, int i) { return g_value[n].at(i) * shares[n][i]; });
+            write_pieces(dv_gate, start, is_there, [&](int n, int i) { return of_gate[n][i]; });
         }
-        const float length = sqrtf(sum_over_head(is_there, [&](int n, int i) {
-            const float u = key[n].at(i) * scale[n].at(i);
-            return u * u;
-        }));
-        const float factor = 1.0f / fmaxf(length, 1e-12f);
-        float du[ITEMS][VECTOR], share[ITEMS][VECTOR];
+        float u[ITEMS][VECTOR], share[ITEMS][VECTOR], du[ITEMS][VECTOR], of_rate[ITEMS][VECTOR];
         for_elements([&](int n, int i) {
+            u[n][i] = key[n].at(i) * scale[n].at(i);
             share[n][i] = sigmoid(HAS_A0 ? rates[n].at(i) + rates_start[n].at(i) : rates[n].at(i));
-            du[n][i] = share[n][i] * g_b[n].at(i) - g_a[n].at(i);
+            du[n][i] = share[n][i] * g_b[n].at(i) - g_a[n].at(i);  // dkk
         });
-        const auto kk = [&](int n, int i) { return key[n].at(i) * scale[n].at(i) * factor; };
-        const float along = sum_over_head(is_there, [&](int n, int i) { return kk(n, i) * du[n][i]; });
-        for_elements([&](int n, int i) { du[n][i] = factor * (du[n][i] - (length < 1e-12f ? 0.0f : kk(n, i) * along)); });
-        const auto of_rate = [&](int n, int i) {
-            const float g = g_key[n].at(i) * key[n].at(i) * slope[n].at(i) + g_b[n].at(i) * kk(n, i);
-            return g * share[n][i] * (1.0f - share[n][i]);
-        };
+        float sums[2] = {};  // u . u and u . dkk
+        sum_over_head(sums, [&](int n, int i) { sums[0] += u[n][i] * u[n][i], sums[1] += u[n][i] * du[n][i]; });
+        const float factor = inverse_length(sums[0]);
+        const float along = sums[0] < LEAST_SQUARES ? 0.0f : factor * factor * sums[1] * factor;
+        for_elements([&](int n, int i) {
+            const float rest = share[n][i] - 1.0f, g = g_key[n].at(i) * key[n].at(i);
+            of_rate[n][i] = (g * slope[n].at(i) + g_b[n].at(i) * (u[n][i] * factor)) * share[n][i] * -rest;
+            du[n][i] = factor * du[n][i] - along * u[n][i];
+            dk_k.add(n, i, du[n][i] * key[n].at(i)), dk_a.add(n, i, g * rest);
+            if constexpr (HAS_A0) da0.add(n, i, of_rate[n][i]);
+        });
+        write_pieces(drate, start, is_there, [&](int n, int i) { return of_rate[n][i]; });
         write_pieces(dk, start, is_there, [&](int n, int i) {
             return g_key[n].at(i) * (1.0f + (share[n][i] - 1.0f) * slope[n].at(i)) + du[n][i] * scale[n].at(i);
-        });
-        write_pieces(drate, start, is_there, of_rate);
-        for_elements([&](int n, int i) {
-            dk_k.add(n, i, du[n][i] * key[n].at(i));
-            dk_a.add(n, i, g_key[n].at(i) * key[n].at(i) * (share[n][i] - 1.0f));
-            if constexpr (HAS_A0) da0.add(n, i, of_rate(n, i));
         });
     }
     dk_k.write_to(dk_k_rows, head, heads, is_there), dk_a.write_to(dk_a_rows, head, heads, is_there);

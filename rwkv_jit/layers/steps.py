@@ -20,7 +20,7 @@ from rwkv_jit.template import Parameter
 _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
-_ELEMENT_THREADS = 128
+_ELEMENT_THREADS = 256
 _SHIFT_ROWS = 8  # tokens whose mixes a thread makes
 # Of norms with mixes: so many tokens of a block that the one it norms in vain does not weigh, unless blocks are few.
 _MOST_NORM_ROWS = 16

@@ -7,7 +7,7 @@ import torch
 
 import rwkv_jit
 
-LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+LIMITS = {torch.float32: 1e-5, torch.float16: 6e-4, torch.bfloat16: 4e-3}  # a rounding may take so much of one number
 # Sums over rows of both signs lose digits of what is left.
 KINDS = [("bf16", "bf16"), ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")]
 SIZES = [
@@ -24,14 +24,19 @@ def make(name, how, sizes, kind=("bf16", "fp32")):
 
 
 def limit_of(case, grad):
-    """Sums of parameters show how what norm_shift norms and carries was rounded to 16 bits."""
-    rows = next(iter(case.tensors.values())).dtype
-    return max(LIMITS[grad.dtype], 3e-4 if case.name == "norm_shift" and rows != torch.float32 else 0)
+    """Little is left of what differs behind a norm of few channels. What norm_shift norms and carries is rounded to 16
+    bits, which sums of parameters show; and a number between two others may be rounded to either.
+    """
+    rows, limit = next(iter(case.tensors.values())), LIMITS[grad.dtype]
+    has_few, is_wide = rows.shape[-1] < 8, rows.dtype == torch.float32
+    if case.name == "norm_shift" and not is_wide:
+        return max(3e-4, (3 if has_few else 1.5) * limit)
+    return 10 * limit if has_few and grad.dtype == torch.float32 else limit
 
 
 def check(case, function=None):
     results, grads, weights = layer_cases.differentiate(case, function or case.run)
-    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    want, want_grads = layer_cases.exactly(case, weights)
     for found, x in zip(results, want, strict=True):
         assert comparing.relative(found, x) < LIMITS[found.dtype]
     for name, grad in grads.items():
@@ -54,7 +59,7 @@ def test_heads_of_one_channel(op, name, how):
     """Where many gradients are 0, as the norm of a number does not depend on it."""
     case = make(name, how, (5, 2, 1), ("fp32", "fp32"))
     results, grads, weights = layer_cases.differentiate(case, case.run)
-    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    want, want_grads = layer_cases.exactly(case, weights)
     for found, x in [*zip(results, want, strict=True), *((grad, want_grads[own]) for own, grad in grads.items())]:
         torch.testing.assert_close(found.double(), x.double(), rtol=1e-3, atol=1e-3)
 
@@ -189,7 +194,7 @@ def test_mixes_of_16_bits_beside_a_residual_of_float32(op, how, dtype, guarded_m
     narrow = {own: x.to(dtype) if own in ("add", "first") else x for own, x in case.tensors.items()}
     case = case._replace(tensors=narrow, options={"dtype": dtype})
     results, grads, weights = layer_cases.differentiate(case, case.run)
-    want, want_grads, _ = layer_cases.differentiate(case, case.plainly, weights)
+    want, want_grads = layer_cases.exactly(case, weights)
     assert [x.dtype for x in results] == [torch.float32, *[dtype] * (len(results) - 1)]
     for found, x in zip(results, want, strict=True):
         assert comparing.relative(found, x) < LIMITS[found.dtype]

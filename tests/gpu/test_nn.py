@@ -15,8 +15,9 @@ MODELS = {
 SIZES = pytest.mark.parametrize("sizes", MODELS)
 B, T = 3, 70
 # Three layers lose so much in bfloat16; gradients of mixes and low-rank matrices are sums of both signs. That nothing
-# else is lost is seen in float32.
-OF_LOGITS, OF_GRADIENTS = 2.5e-2, {torch.bfloat16: 0.4, torch.float32: 2e-3}
+# else is lost is seen in float32. In 16 bits, gradients are compared of texts that go on from a state: without one,
+# the first token's y is v times r.k, and where that is near 0 the norm behind it makes any rounding large.
+OF_LOGITS, OF_GRADIENTS = 2.5e-2, {torch.bfloat16: 0.1, torch.float32: 2e-3}
 
 
 def pair(sizes, dtype=torch.bfloat16):
@@ -30,6 +31,12 @@ def pair(sizes, dtype=torch.bfloat16):
 
 def make_tokens(model, *shape):
     return nn_cases.make_tokens(model, *shape, seed=int(torch.randint(2**31, ())))
+
+
+def make_states(model, texts):
+    """A state of every layer in float64, and the same on the GPU in float32; all want gradients."""
+    state = nn_cases.make_state(model, texts, seed=int(torch.randint(2**31, ())))
+    return state, [RWKV7State(*(x.detach().float().cuda().requires_grad_() for x in each)) for each in state]
 
 
 def check(found, want, limit=OF_LOGITS):
@@ -51,12 +58,14 @@ def check_gradients(model, found, exact, want):
 def test_values_and_gradients(op, sizes, how):
     model, exact = pair(sizes, torch.bfloat16 if how == "bfloat16" else torch.float32)
     tokens = make_tokens(exact, B, T)
-    with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
-        found = nn_cases.flat(*model(tokens.cuda(), return_state=True))
-    want = nn_cases.flat(*exact(tokens, return_state=True))
-    assert found[0].dtype == torch.bfloat16
-    check(found, want)
-    check_gradients(model, found[:1], exact, want[:1])
+    for state, on_gpu in ((None, None), make_states(exact, B)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
+            found = nn_cases.flat(*model(tokens.cuda(), on_gpu, return_state=True))
+        want = nn_cases.flat(*exact(tokens, state, return_state=True))
+        assert found[0].dtype == torch.bfloat16
+        check(found, want)
+        if state is not None:
+            check_gradients(model, found[:1], exact, want[:1])
 
 
 @SIZES
@@ -75,18 +84,18 @@ def test_parts_and_packed_texts(op, sizes):
     tokens = make_tokens(exact, 1, T)
     bounds = torch.tensor([0, 0, 31, 31, T])
     for cu_seqlens, texts in ((None, 1), (bounds, 4)):
-        state = nn_cases.make_state(exact, texts)
-        on_gpu = [RWKV7State(*(x.detach().float().cuda().requires_grad_() for x in each)) for each in state]
+        state, on_gpu = make_states(exact, texts)
         found = nn_cases.flat(
             *model(tokens.cuda(), on_gpu, None if cu_seqlens is None else cu_seqlens.cuda(), return_state=True)
         )
         want = nn_cases.flat(*exact(tokens, state, cu_seqlens, return_state=True))
         check(found, want)
         check_gradients(model, found[:1], exact, want[:1])
-    before, middle = model(tokens[:, :33].cuda(), return_state=True)
+    state, on_gpu = make_states(exact, 1)
+    before, middle = model(tokens[:, :33].cuda(), on_gpu, return_state=True)
     behind, after = model(tokens[:, 33:].cuda(), middle, return_state=True)
     parts = nn_cases.flat(torch.cat([before, behind], 1), after)
-    want = nn_cases.flat(*exact(tokens, return_state=True))
+    want = nn_cases.flat(*exact(tokens, state, return_state=True))
     check(parts, want)
     check_gradients(model, parts[:1], exact, want[:1])
 
@@ -143,14 +152,15 @@ def test_compiled_block(op, layer):
     model, exact = pair("64")
     x, v_first = (torch.randn(B, T, 256).bfloat16() for _ in range(2))
     compiled = torch.compile(model.blocks[layer], fullgraph=True)
-    found = nn_cases.flat(*_block(compiled, x.cuda(), v_first.cuda() if layer else None))
-    want = nn_cases.flat(*_block(exact.blocks[layer], x.double(), v_first.double() if layer else None))
+    state, on_gpu = (each[layer] for each in make_states(exact, B))
+    found = nn_cases.flat(*_block(compiled, x.cuda(), v_first.cuda() if layer else None, on_gpu))
+    want = nn_cases.flat(*_block(exact.blocks[layer], x.double(), v_first.double() if layer else None, state))
     check(found, want)
     check_gradients(model.blocks[layer], found[:1], exact.blocks[layer], want[:1])
 
 
-def _block(block, x, v_first):
-    y, _, state = block(x, v_first)
+def _block(block, x, v_first, state):
+    y, _, state = block(x, v_first, state)
     return y, [state]
 
 
