@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -251,6 +251,22 @@ def _layer_call(options: Mapping[str, Any] | None, sizes: Sizes, width: int, dev
 # ---- several GPUs ------------------------------------------------------------------------------------------------
 
 
+class Sharding(NamedTuple):
+    """How a model is spread: so many blocks are gathered at once, and may be freed after the forward."""
+
+    blocks: int = 1
+    frees: bool = True
+    is_compiled: bool = False
+
+
+SHARDED = {
+    "fully_shard": Sharding(),
+    "fully_shard, 8 blocks at once": Sharding(8),
+    "fully_shard, 8 blocks at once, kept for the backward": Sharding(8, frees=False),
+    "compiled, fully_shard, 8 blocks at once, kept for the backward": Sharding(8, frees=False, is_compiled=True),
+}
+
+
 def sharded_rows(sizes: Sizes, device: str, ranks: int, runs: int) -> list[dict[str, Any]]:
     """Measure our model on one rank, then on all of them under FSDP2, each with a batch of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -275,26 +291,31 @@ def _one_rank(rank: int, ranks: int, sizes: Sizes, device: str, runs: int, folde
     if rank == 0:
         add(step_row("rwkv_jit", partial(WHO["rwkv_jit"], sizes, device), sizes, device, runs))
     dist.barrier()
-    for frees in (True, False):
-        name = f"rwkv_jit fully_shard{'' if frees else ', parameters kept for the backward'}"
-        make = _sharded(sizes, device, frees)
-        add(step_row(name, make, sizes, device, runs, ranks, dist.barrier))
+    for name, way in SHARDED.items():
+        if device == "cuda" or not way.is_compiled:
+            add(
+                step_row(
+                    f"rwkv_jit {name}", partial(_sharded, way, sizes, device), sizes, device, runs, ranks, dist.barrier
+                )
+            )
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def _sharded(sizes: Sizes, device: str, frees: bool) -> Callable[[], Made]:
-    def make() -> Made:
-        model = rwkv7_models.our_model(sizes, device, torch.bfloat16)
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=frees)
-        fully_shard(model, reshard_after_forward=frees)
-        register_fsdp_forward_method(model, "loss")
-        torch.manual_seed(dist.get_rank())  # of the tokens
-        return model.loss, model.param_groups(**RATES)
-
-    return make
+def _sharded(way: Sharding, sizes: Sizes, device: str) -> Made:
+    model = rwkv7_models.our_model(sizes, device, torch.bfloat16)
+    blocks = list(model.blocks)
+    if way.is_compiled:
+        torch._dynamo.config.recompile_limit = 2 * len(blocks)
+        for block in blocks:  # and not what gathers its parameters
+            block.forward = torch.compile(block.forward)
+    for begin in range(0, len(blocks), way.blocks):
+        fully_shard(blocks[begin : begin + way.blocks], reshard_after_forward=way.frees)
+    fully_shard(model, reshard_after_forward=way.frees)
+    register_fsdp_forward_method(model, "loss")
+    torch.manual_seed(dist.get_rank())  # of the tokens
+    return model.loss, model.param_groups(**RATES)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ DEFAULTS = {
     "cuda": {"steps": 400, "batch": 32, "length": 512, "width": 256, "layers": 6},
     "cpu": {"steps": 100, "batch": 8, "length": 64, "width": 64, "layers": 2},
 }
+GATHERED = 64_000_000  # parameters at least that --fsdp gathers at once: each time takes the host about a millisecond
 BFLOAT16_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of dense matrices, a second
 
 
@@ -139,8 +140,10 @@ def spread(model: RWKV7, options: argparse.Namespace, ranks: Ranks) -> nn.Module
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
     if options.fsdp:
-        for block in model.blocks:
-            fully_shard(block, mesh=ranks.data)
+        blocks = list(model.blocks)
+        together = math.ceil(GATHERED / sum(x.numel() for x in blocks[-1].parameters()))
+        for begin in range(0, len(blocks), together):
+            fully_shard(blocks[begin : begin + together], mesh=ranks.data)
         fully_shard(model, mesh=ranks.data)
         register_fsdp_forward_method(model, "loss")
     if options.dp:

@@ -6,6 +6,7 @@ DTYPE is that of parameters; with bfloat16 they are float32, and ranks compute u
 import contextlib
 import copy
 import datetime
+import itertools
 import os
 import runpy
 import shutil
@@ -257,19 +258,20 @@ def of_copies(device, world):
 
 
 def of_shards(device, world):
-    """FSDP2, also with activations that are computed again."""
+    """FSDP2, of each block and of two at once, also with activations that are computed again."""
     mesh = init_device_mesh(device, (world,))
-    for checkpointing in (False, True):
-        model = sharded(make(device), mesh)
+    for checkpointing, together in itertools.product((False, True), (1, 2)):
+        model = sharded(make(device), mesh, together)
         model.checkpointing = checkpointing
         loss = model.loss(*(own(x, mesh) for x in make_rows(model)))
         loss.backward()
         check(model, [loss], device, mesh)
 
 
-def sharded(model, mesh):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+def sharded(model, mesh, together=1):
+    blocks = list(model.blocks)
+    for begin in range(0, len(blocks), together):
+        fully_shard(blocks[begin : begin + together], mesh=mesh)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "loss")
     return model
