@@ -21,6 +21,7 @@ _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
 _ELEMENT_THREADS = 256
+_SHIFT_THREADS = 128
 _SHIFT_ROWS = 8  # tokens whose mixes a thread makes
 # Of norms with mixes: so many tokens of a block that the one it norms in vain does not weigh, unless blocks are few.
 _MOST_NORM_ROWS = 16
@@ -213,7 +214,7 @@ def norm_shift_parameters(
 def shift_parameters(given: Given, texts: Sequences, vector: int) -> tuple[dict[str, Parameter], int]:
     """Return the parameters that both directions of `token_shift` have, and how many blocks share a row."""
     channels, mixes = given.sizes
-    threads = min(_ELEMENT_THREADS, 32 * ceil(channels / (32 * vector)))
+    threads = min(_SHIFT_THREADS, 32 * ceil(channels / (32 * vector)))
     parameters: dict[str, Parameter] = {
         "CHANNELS": channels, "MIXES": mixes, "VECTOR": vector, "NUM_THREADS": threads,
         "HAS_AMOUNTS": "amounts" in given.types, "HAS_FIRST": "first" in given.types,
