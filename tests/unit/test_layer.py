@@ -521,6 +521,44 @@ def test_what_a_backward_launches(on_gpu):
         assert {place for place in places if first.addresses.get(place)} == made
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_backward_of_a_norm_takes_the_residual(on_gpu, dtype):
+    x, add = torch.randn(2, 3, 5, C).to(dtype).requires_grad_().unbind()
+    weight, bias, mixes = (torch.randn(*shape, C).to(dtype).requires_grad_() for shape in ((), (), (6,)))
+    asked = x, add, weight, bias, mixes
+    for _ in range(3):
+        residual, mixed, last = rwkv_jit.norm_shift(x, weight, bias, mixes, add=add)
+        (forward,) = on_gpu.take()
+        results = [residual, *mixed]
+        grads = torch.autograd.grad(results, asked, [torch.randn_like(y) for y in results])
+        backward, *sums = on_gpu.take()
+        assert (backward.template, [y.template for y in sums]) == ("layer_norm_shift_backward", ["sum_rows"] * 3)
+        assert backward.named["x"] == forward.named["residual"] == residual.data_ptr()
+        assert backward.named["stats"] == forward.named["stats"] != 0
+        assert {n for n, y in backward.addresses.items() if not y} == {"first", "cu_seqlens", "grad_last", "dfirst"}
+        assert backward.named["dx"] == grads[0].data_ptr() == grads[1].data_ptr()
+        assert {n for n, y in forward.addresses.items() if not y} == {"first", "cu_seqlens"}
+    parameters = (y.detach() for y in (x, weight, bias, mixes))
+    residual, mixed, last = rwkv_jit.norm_shift(*parameters, add=add)
+    (grad,) = torch.autograd.grad(last.sum(), add)  # of results that nothing else is made of
+    first, *sums = on_gpu.take()[1:]
+    assert {n for n, y in first.addresses.items() if not y} >= {"grad_residual", "dweight_rows", "dmixes_rows"}
+    assert (sums, first.named["grad_last"] != 0, first.named["dx"]) == ([], True, grad.data_ptr())
+
+
+def test_a_residual_of_float32_gets_a_gradient_of_16_bits_for_what_is_added(on_gpu):
+    x, add = torch.randn(3, 5, C).requires_grad_(), torch.randn(3, 5, C).bfloat16().requires_grad_()
+    weight, bias, mixes = torch.randn(C), torch.randn(C), torch.randn(2, C)
+    for _ in range(2):
+        residual, mixed, last = rwkv_jit.norm_shift(x, weight, bias, mixes, add=add, dtype=torch.bfloat16)
+        assert [y.dtype for y in (residual, *mixed, last)] == [torch.float32, *[torch.bfloat16] * 3]
+        grads = torch.autograd.grad(mixed, [x, add], [torch.randn_like(y) for y in mixed])
+        assert [grad.dtype for grad in grads] == [torch.float32, torch.bfloat16]
+        forward, backward = on_gpu.take()
+        assert {y.parameters["T_IO"] for y in (forward, backward)} == {"fp32"}
+        assert {y.parameters["T_MIXED"] for y in (forward, backward)} == {"bf16"}
+
+
 def test_slots_and_bounds_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     arguments, slots = make_shift(), torch.tensor([5, 9, 0], dtype=torch.int32)
     rwkv_jit.shift_mix(**arguments, state_indices=slots)
