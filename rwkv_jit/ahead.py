@@ -161,6 +161,7 @@ def warm(
     updates: bool = False,
     rings: Iterable[tuple[int, int]] = (),
     widths: int | Iterable[int] | None = None,
+    shards: bool = False,
 ) -> list[kernel.Kernel]:
     """Compile what calls of an op will need, side by side, so that no call has to; or find it in the cache.
 
@@ -211,6 +212,9 @@ def warm(
         there are `shift_mix` and what follows it as well. Parameters are all float32 or all of the dtype of r, k, v;
         the pool of last tokens has that dtype or `state_dtype`. In updates of RWKV-7, rate and v_gate have the dtype of
         w; a0 is there, with v0 where there is v_first, or neither is.
+    shards : bool, default False
+        The kernels of calls over a part of every sequence too, as the ops of `rwkv_jit.parallel` make them; wkv4 and
+        timex have none. Parts that cannot be cut into equal segments take the kernels of other calls.
 
     Returns
     -------
@@ -241,7 +245,7 @@ def warm(
         for width in _several(widths, int)
         for request in call_requests(
             op, head_size, dtype, target, direction, decay, state_layout, w_dtype, state_dtype, decay_bound,
-            value_size, count, batch, width, several_rings,
+            value_size, count, batch, width, several_rings, shards,
         )
     ]  # fmt: skip
     return compile_all(requests, progress)

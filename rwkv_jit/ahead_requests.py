@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rwkv_jit import ahead_layers, kernel, modes, rule, tensors, tuned
-from rwkv_jit.algorithms import whole, wkv4
+from rwkv_jit.algorithms import segments, whole, wkv4
 from rwkv_jit.algorithms.parts import Case
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.gpu import Gpu
@@ -26,7 +26,7 @@ from rwkv_jit.schedule import Schedule
 from rwkv_jit.template import STORAGE_TYPES, Parameter
 
 # What is told of calls to ops that have it, beside dtypes.
-_OF_HEADS = ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype")
+_OF_HEADS = ("head_size", "value_size", "decay", "decay_bound", "state_layout", "state_dtype", "shards")
 OPTIONS = {
     **{name: _OF_HEADS for name, op in OPS.items() if op.has_heads},
     **{name: (*_OF_HEADS, "width") for name in ahead_layers.LAYERS},
@@ -101,6 +101,16 @@ class _Calls(NamedTuple):
             for known in several
         ]
 
+    def shard_problems(self, direction: str, several: Sequence[Known]) -> list[Problem]:
+        """Return the problems that stand for calls over parts of sequences, whose kernels pause for other parts."""
+        calls = self._replace(asked=self.asked._replace(state_type="fp32", state_layout="vk"))
+        made = [
+            calls.problem(known, case._replace(training=True))._replace(training=training)
+            for case in self.in_parts(self.case)
+            for training, known in product((True, False) if direction == "forward" else (True,), several)
+        ]
+        return [p._replace(backend="segments", is_shard=True) for p in made if segments.takes_shard(p)]
+
     def in_parts(self, case: Case) -> list[Case]:
         """Return the calls that are made of one of these, where its keys go in parts."""
         if case.op.family != "diagonal":
@@ -117,7 +127,7 @@ def call_requests(
     op: str, head_size: int | None, dtype: torch.dtype, arch: str | None, direction: str, decay: str | None,
     state_layout: str | None, w_dtype: torch.dtype | None, state_dtype: torch.dtype, decay_bound: float | None,
     value_size: int | None = None, tokens: int | None = None, batch: int | None = None, width: int | None = None,
-    rings: Sequence[tuple[int, int]] = (),
+    rings: Sequence[tuple[int, int]] = (), shards: bool | None = False,
 ) -> list[kernel.Request]:  # fmt: skip
     """Return the kernels that calls of an op may need in one direction.
 
@@ -149,8 +159,12 @@ def call_requests(
             of_rings = [request for each in rings for request in _replay_requests(calls.asked, w_type, *each)]
             return [*_update_requests(calls.asked, w_type), *_varlen_requests(pooled, w_type), *of_layer, *of_rings]
         problems = calls.problems(direction, _known(arch))
+        if shards:
+            problems += calls.shard_problems(direction, _known(arch))
     else:
         of_layer = []
+        if shards:
+            raise ValueError(f"shards: there are none of {op}")
         if state_dtype != torch.float32:
             whose = "timex has no states" if op == "timex" else f"states of {op} are torch.float32"
             raise TypeError(f"state_dtype: {whose}, got {state_dtype}")

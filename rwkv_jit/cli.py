@@ -187,6 +187,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     add("--state-dtype", "of the initial state, and of pools (default: fp32)", _dtype)
     text = "high: for calls after torch.set_float32_matmul_precision('high') and set_bfloat16_precision('high')"
     parser.add_argument("--precision", choices=("high",), help=text)
+    text = "the kernels for parts of sequences on several GPUs too, as rwkv_jit.parallel takes them"
+    parser.add_argument("--shards", action="store_true", help=text)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:

@@ -137,7 +137,7 @@ def _asked_for(parsed: argparse.Namespace) -> list[Request]:
     defaults = {"dtype": "bf16", "state_dtype": "fp32"}
     asked = vars(parsed) | ({"direction": list(ahead_requests.DIRECTIONS)} if parsed.direction == "both" else {})
     names = ("head_size", "value_size", "tokens", "batch", "dtype", "arch", "direction", "decay", "state_layout",
-             "decay_bound", "w_dtype", "state_dtype", "width")  # fmt: skip
+             "decay_bound", "w_dtype", "state_dtype", "width", "shards")  # fmt: skip
 
     def values(op: str, name: str) -> list[Any]:
         given, own = asked[name], ahead_requests.OPTIONS[op] if op in OPS else names

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rwkv_jit
-from rwkv_jit import ahead, kernel, modes, signatures, tensors, tuned
+from rwkv_jit import ahead, cli, commands, kernel, modes, signatures, tensors, tuned
 from rwkv_jit.algorithms import whole
 from rwkv_jit.gpu import Gpu
-from rwkv_jit.ops import checks, torch_op, wide_keys
+from rwkv_jit.ops import checks, options, torch_op, wide_keys
 from rwkv_jit.ops.table import OPS
+from rwkv_jit.parallel import two_phases
 
 DTYPES = {name: dtype for dtype, name in tensors.STORAGE.items()}
 WITH_HEADS = [name for name, op in OPS.items() if op.has_heads]
@@ -70,17 +71,22 @@ def longest(cu_seqlens, tokens):
     return 0 if cu_seqlens is None else int(cu_seqlens.diff().max())
 
 
+def as_on_gpu(patch, arch, multiprocessors, choices):
+    """Let tensors be taken for those of such a GPU."""
+    patch.setattr(tensors, "gpu", lambda device: Gpu(arch, (), multiprocessors))
+    patch.setattr(tensors, "multiprocessors", lambda device: multiprocessors)
+    patch.setattr(tensors, "longest", longest)
+    patch.setattr(tuned, "on_device", lambda device: choices)
+    patch.setattr(tuned, "is_sound", lambda device, place: True)
+    for module in (checks, torch_op, two_phases):
+        patch.setattr(module, "is_for_kernels", lambda backend, x: backend != "reference")
+
+
 def called(arch, multiprocessors, choices, is_eager, call):
     """The kernels that a call asks for on such a GPU: its tensors are taken for those of one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recorder, "asked", [])
-        patch.setattr(tensors, "gpu", lambda device: Gpu(arch, (), multiprocessors))
-        patch.setattr(tensors, "multiprocessors", lambda device: multiprocessors)
-        patch.setattr(tensors, "longest", longest)
-        patch.setattr(tuned, "on_device", lambda device: choices)
-        patch.setattr(tuned, "is_sound", lambda device, place: True)
-        for module in (checks, torch_op):
-            patch.setattr(module, "is_for_kernels", lambda backend, x: backend != "reference")
+        as_on_gpu(patch, arch, multiprocessors, choices)
         patch.setattr(wide_keys, "_may_be_in_parts", lambda *_: True)
         patch.setattr(torch_op, "Known", Recorder)
         if not is_eager:
@@ -192,6 +198,70 @@ def check(call):
         )  # fmt: skip
     assert asked
     assert asked <= listed
+
+
+# ---- parts of sequences ------------------------------------------------------------------------------------------
+
+PARTS = st.fixed_dictionaries({
+    **OF_HEADS, "B": st.integers(1, 2), "T": st.sampled_from([0, 32, 64, 96, 100, 1024, 4096, 2**16]),
+    "training": st.booleans(),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", [80, pytest.param(1500, marks=pytest.mark.full)])
+def test_calls_over_parts_ask_for_no_kernel_that_warm_does_not_list(examples):
+    def check(call):
+        check_part(call)
+
+    settings(max_examples=examples, deadline=None)(given(call=PARTS)(check))()
+
+
+def test_so_it_is_with_each_length_of_parts():
+    several = itertools.product(WITH_HEADS, (64, 256, 2**16), (FEW, 132, MANY), (True, False))
+    found = [
+        check_part(ONE_HEAD | {"op": op, "T": tokens, "multiprocessors": multiprocessors, "training": training})
+        for op, tokens, multiprocessors, training in several
+    ]
+    assert all(found)
+
+
+def check_part(call):
+    """Compare the kernels of a part that pause with those that are made ahead; return whether there are any."""
+    op, dtype = OPS[call["op"]], DTYPES[call["dtype"]]
+    wide = torch.float32 if call["has_wide_decay"] else dtype
+    arrays = [make([call[dim] for dim in dims], wide if name in op.wide else dtype) for name, dims in op.inputs.items()]
+    decays = {} if op.decay == "none" else {name: call[name] for name in DECAYS}
+    with pytest.MonkeyPatch.context() as patch, modes.high() if call["is_high"] else contextlib.nullcontext():
+        as_on_gpu(patch, call["arch"], call["multiprocessors"], ())
+        of_part = two_phases.Call(op, options.complete(op, decays, arrays[0]))
+        p = two_phases._problem(of_part, arrays, call["training"])
+        if p is None:
+            return False
+        asked = whole.forward(p).requests(p.gpu) + whole.forward(p._replace(training=False)).requests(p.gpu)
+        if p.training:
+            asked += whole.backward(p).requests(p.gpu)
+        listed = warmed(
+            op.name, head_sizes=call["K"], value_sizes=call["V"], dtypes=dtype, arch=call["arch"], w_dtype=wide,
+            backward=call["training"], shards=True, **decays,
+        )  # fmt: skip
+    assert keys(asked) <= listed
+    return True
+
+
+def test_a_build_takes_the_kernels_of_parts_where_an_op_has_them():
+    def built(*more):
+        asked = ["warm", "--op", "gla,wkv4", "--head-size", "64", "--arch", "sm_90", *more]
+        return keys(commands._asked_for(cli._parser().parse_args(asked)))
+
+    with_parts = built("--shards")
+    assert built() < with_parts
+    assert "unit_states" in {name for name, *_ in with_parts - built()}
+
+
+def test_ops_without_parts_have_no_kernels_for_them():
+    for op, sizes in (("wkv4", {}), ("timex", {"tokens": 32})):
+        with pytest.raises(ValueError, match=f"shards: there are none of {op}"):
+            rwkv_jit.warm(op, arch="sm_90", shards=True, **sizes)
 
 
 # ---- pools of states ---------------------------------------------------------------------------------------------
