@@ -293,11 +293,8 @@ def _one_rank(rank: int, ranks: int, sizes: Sizes, device: str, runs: int, folde
     dist.barrier()
     for name, way in SHARDED.items():
         if device == "cuda" or not way.is_compiled:
-            add(
-                step_row(
-                    f"rwkv_jit {name}", partial(_sharded, way, sizes, device), sizes, device, runs, ranks, dist.barrier
-                )
-            )
+            make = partial(_sharded, way, sizes, device)
+            add(step_row(f"rwkv_jit {name}", make, sizes, device, runs, ranks, dist.barrier))
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
