@@ -43,10 +43,17 @@ def _random(device, dtype, *shape):
     return RANDOM(shape, device=device).to(dtype)
 
 
+def _apart(x, mean=0):
+    """Return rows whose few channels lie apart: a norm of next to nothing would make any rounding large."""
+    count = x.shape[-1]
+    places = torch.arange(count, device=x.device) - (count - 1) / 2
+    return (x + mean + (4 * places if count < 8 else 0)).to(x.dtype)
+
+
 def _keys(how, sizes, rows, fixed, device):
     *lead, heads, head_size = sizes
     shape, flat = (*lead, heads, head_size), (*lead, heads * head_size)
-    given = {"k": rows(*shape), "v": rows(*flat), "rate": rows(*flat), "k_k": fixed(heads * head_size),
+    given = {"k": _apart(rows(*shape)), "v": rows(*flat), "rate": rows(*flat), "k_k": fixed(heads * head_size),
              "k_a": fixed(heads, head_size)}  # fmt: skip
     if "a0" in how:
         given["a0"] = fixed(heads * head_size)
@@ -61,7 +68,7 @@ def _norm(how, sizes, rows, fixed, device):
     *lead, heads, head_size = sizes
     shape, flat = (*lead, heads, head_size), (*lead, heads * head_size)
     # A mean that is not zero shows a variance that is not that of what is left.
-    given = {"y": rows(*shape) + 3, "g": rows(*flat), "weight": fixed(heads * head_size)}
+    given = {"y": _apart(rows(*shape), 3), "g": rows(*flat), "weight": fixed(heads * head_size)}
     if "bias" in how:
         given["bias"] = fixed(heads, head_size)
     if "bonus" in how:
@@ -99,7 +106,7 @@ def _shift(how, sizes, rows, fixed, device):
 def _norm_shift(how, sizes, rows, fixed, device):
     shifted = _shift(how, sizes, rows, fixed, device).tensors
     # A mean that is not zero shows a variance that is not that of what is left.
-    given = {"x": shifted.pop("x") + 3, "weight": fixed(sizes[-1]), "bias": fixed(sizes[-1]), **shifted}
+    given = {"x": _apart(shifted.pop("x"), 3), "weight": fixed(sizes[-1]), "bias": fixed(sizes[-1]), **shifted}
     if "add" in how:
         given["add"] = rows(*sizes)
     return Case("norm_shift", given, {})
