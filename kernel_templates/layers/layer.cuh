@@ -55,18 +55,18 @@ __device__ inline float exponential(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
     return y;
 }
-__device__ inline float inverse(float x) {
+__device__ inline float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ inline float inverse_root(float x) {
+__device__ inline float reciprocal_root(float x) {
     float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-__device__ inline float sigmoid(float x) { return inverse(1.0f + exponential(-x)); }
+__device__ inline float sigmoid(float x) { return reciprocal(1.0f + exponential(-x)); }
 
 // What something is multiplied by for its gate, and the slope of that.
 enum class Gate { identity, sigmoid, silu };

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_gated_norm(
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) x[n][i] -= mean, squares += x[n][i] * x[n][i];
     });
-    const float factor = inverse_root(sum_of_head(squares) * (1.0f / HEAD_SIZE) + eps);
+    const float factor = reciprocal_root(sum_of_head(squares) * (1.0f / HEAD_SIZE) + eps);
     for_pieces(is_there, [&](int n, int channel) {
         Piece<T_WEIGHT> slope;
         Piece<T_BIAS> offset;

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
             const float x = centred[n][i] = input[n].at(i) - mean;
             squares[0] += x * x, squares[1] += dz[n][i] * slope[n].at(i) * x;
         });
-        const float factor = inverse_root(SHARE * squares[0] + eps), along = SHARE * squares[1] * factor;
+        const float factor = reciprocal_root(SHARE * squares[0] + eps), along = SHARE * squares[1] * factor;
         const auto normed = [&](int n, int i) { return centred[n][i] * factor; };
         write_pieces(dy, start, is_there, [&](int n, int i) {
             return factor * (dz[n][i] * slope[n].at(i) - mean_dn - normed(n, i) * along);

@@ -30,6 +30,6 @@ __device__ inline float sum_of_head(float x) {
 
 // 1 / max(|x|, 1e-12) by the sum of squares of x.
 constexpr float LEAST_SQUARES = 1e-24f;
-__device__ inline float inverse_length(float squares) {
-    return squares < LEAST_SQUARES ? 1e12f : inverse_root(squares);
+__device__ inline float reciprocal_length(float squares) {
+    return squares < LEAST_SQUARES ? 1e12f : reciprocal_root(squares);
 }

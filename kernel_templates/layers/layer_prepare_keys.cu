@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_prepare_keys(
             squares += kk * kk;
         }
     });
-    const float factor = inverse_length(sum_of_head(squares));
+    const float factor = reciprocal_length(sum_of_head(squares));
     for_pieces(is_there, [&](int n, int channel) {
         float x[VECTOR], minus_kk[VECTOR], moved[VECTOR];
 #pragma unroll

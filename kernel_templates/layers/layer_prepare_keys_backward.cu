@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
         });
         float sums[2] = {};  // u . u and u . dkk
         sum_over_head(sums, [&](int n, int i) { sums[0] += u[n][i] * u[n][i], sums[1] += u[n][i] * du[n][i]; });
-        const float factor = inverse_length(sums[0]);
+        const float factor = reciprocal_length(sums[0]);
         const float along = sums[0] < LEAST_SQUARES ? 0.0f : factor * factor * sums[1] * factor;
         for_elements([&](int n, int i) {
             const float rest = share[n][i] - 1.0f, g = g_key[n].at(i) * key[n].at(i);

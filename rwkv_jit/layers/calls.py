@@ -11,7 +11,7 @@ from torch import Tensor
 from rwkv_jit import env, tensors
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.calls import ADDRESS_BITS, one_slot
-from rwkv_jit.layers import plain, registry, steps
+from rwkv_jit.layers import placed, plain, registry, steps
 from rwkv_jit.layers.steps import GATES, KINDS, MOST_MIXES, MOST_PARTS, NORMS, OPS, SHIFTS, Given, Sequences
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.plan import Plan
@@ -141,49 +141,12 @@ def _distributed(
     name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...],
     record: Callable[[Call], Run] | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Run a call of DTensors: each rank its part of the batch, and of the channels or heads."""
+    """Run a call of DTensors, which is one of plain tensors on each rank."""
     is_in_place = any(x is True for x in options)  # of `activate`
     if record is None or is_in_place or any(x is not None for x in written):
         raise TypeError(f"{name} takes no DTensors where it writes to what it is given; pass to_local() of each")
     named = dict(zip([*OPS[name].inputs, *_BESIDE.get(name, ())], inputs, strict=True))
-    lead, mixes = next(iter(named)), named.get("mixes")
-    if not isinstance(named[lead], Tensor):
-        raise TypeError(f"{lead}: expected a DTensor like another argument, got {type(named[lead]).__name__}")
-    roles = _roles(name, named, options)
-
-    def run(*local: Any) -> list[Tensor]:
-        made = call(name, local, written, options, record)
-        # Flat heads would be as many as there are channels.
-        return [x.unflatten(-1, local[0].shape[-2:]) for x in made] if name == "gated_norm" else made
-
-    count = {
-        "norm_shift": 3 + (mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1),
-        "prepare_keys": 3 + (named.get("v_first") is not None),
-        "token_shift": mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1,
-    }.get(name, 1)
-    given = {own: (x, roles[own]) for own, x in named.items()}
-    made: list[Tensor] = sharding.run(run, given, lead, [roles[lead]] * count)
-    return [x.flatten(-2) for x in made] if name == "gated_norm" else made
-
-
-def _roles(name: str, named: dict[str, Any], options: tuple[Any, ...]) -> dict[str, dict[str, int]]:
-    """Return which dimensions of the inputs may be cut over ranks."""
-    if name in SHIFTS:
-        dims = {"x": "BTC", "mixes": "MC", "amounts": "MBTC", "first": "BC", "cu_seqlens": ""}
-        if name == "norm_shift":  # whose norm takes all channels
-            dims = {"x": "BT", "add": "BT", "weight": "", "bias": "", "mixes": "", "first": "B", "cu_seqlens": ""}
-        roles = {own: sharding.roles(letters) for own, letters in dims.items()}
-        if named["cu_seqlens"] is not None:
-            for each in roles.values():
-                each.pop("batch", None)
-        return roles
-    lead = next(iter(named.values()))
-    count = lead.dim()
-    if name in ("activate", "gated"):  # every element is for itself, but parts have kinds of their own
-        first = int(name == "activate" and not isinstance(options[0], str))
-        return dict.fromkeys(named, {f"dimension {dim}": dim for dim in range(first, count)})
-    of_rows = {"batch": 0, "heads": count - 2} if count > 2 else {"heads": 0}
-    return {own: of_rows if "N" in dims else {"heads": 0} for own, dims in OPS[name].inputs.items()}
+    return placed.run(name, named, options, lambda own: call(name, own, written, options, record))
 
 
 def _with_bounds(run: Run, place: int, tokens: int) -> Run:

@@ -12,13 +12,13 @@ from torch.autograd import forward_ad
 from rwkv_jit import tensors
 from rwkv_jit.errors import brief
 from rwkv_jit.inference import arguments
-from rwkv_jit.layers import loss_steps, registry
+from rwkv_jit.layers import loss_steps, placed, registry
 from rwkv_jit.layers.loss_steps import MOST_COLUMNS, Given
+from rwkv_jit.layers.placed import REDUCTIONS
 from rwkv_jit.ops import checks, sharding, torch_op
 from rwkv_jit.plan import Plan
 from rwkv_jit.signatures import BySignature
 
-_REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100
 _CHUNK_BYTES = 2**28  # of a chunk's logits, by default
 _LEAST_ROWS = 256  # of a chunk, by default: matrix products take tiles of up to as many
@@ -106,14 +106,14 @@ def cross_entropy(
     _refuse_tangents("cross_entropy", (logits, targets))
     if sharding.any_distributed((logits, targets)):
         options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction}
-        return _of_distributed_logits(logits, targets, options)
+        return placed.loss_of_logits(cross_entropy, logits, targets, options)
     logits, targets = tensors.from_any("logits", logits), tensors.from_any("targets", targets)
     if not logits.dim() or not 0 < logits.shape[-1] <= MOST_COLUMNS:
         raise ValueError(f"logits: expected shape [..., classes], got {list(logits.shape)}")
     _check_dtype("logits", logits)
     _check_targets(targets, logits)
     _check_options(l2_wrap, ignore_index)
-    checks.check_name("reduction", reduction, _REDUCTIONS)
+    checks.check_name("reduction", reduction, REDUCTIONS)
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     flat = targets.reshape(-1).contiguous()
     loss, *_ = registry.find("cross_entropy_fwd")(rows, flat, ignore_index, float(l2_wrap))
@@ -204,7 +204,7 @@ def linear_cross_entropy(
     _refuse_tangents("linear_cross_entropy", (*given, targets))
     if sharding.any_distributed((*given, targets)):
         options = {"l2_wrap": l2_wrap, "ignore_index": ignore_index, "reduction": reduction, "chunk_rows": chunk_rows}
-        return _of_distributed_rows(hidden, weight, bias, targets, options)
+        return placed.loss_of_rows(linear_cross_entropy, hidden, weight, bias, targets, options)
     given = [tensors.from_any(each, x) for each, x in zip(("hidden", "weight", "bias"), given, strict=False)]
     targets = tensors.from_any("targets", targets)
     dtype = tensors.autocast_dtype(given[0])
@@ -223,7 +223,7 @@ def linear_cross_entropy(
         arguments.check_dtype("bias", x, (hidden.dtype,), hidden)
     _check_targets(targets, hidden)
     _check_options(l2_wrap, ignore_index)
-    checks.check_name("reduction", reduction, _REDUCTIONS[:2])
+    checks.check_name("reduction", reduction, REDUCTIONS[:2])
     rows = 0 if chunk_rows is None else arguments.count("chunk_rows", chunk_rows, 1)
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in given]
     wanted += [False] * (3 - len(wanted))
@@ -236,73 +236,6 @@ def linear_cross_entropy(
 
 def _reduced(total: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
-
-
-# ---- DTensors ----------------------------------------------------------------------------------------------------
-
-
-def _of_distributed_logits(logits: Any, targets: Any, options: dict[str, Any]) -> Tensor:
-    """Return the loss of DTensors: each rank's rows, of which a reduction is whole on every rank."""
-    checks.check_name("reduction", options["reduction"], _REDUCTIONS)
-    roles = {"batch": 0} if logits.dim() > 1 else {}
-
-    def run(logits: Tensor, targets: Tensor) -> tuple[Tensor]:
-        return (cross_entropy(logits, targets, **{**options, "reduction": "none"}),)
-
-    (rows,) = sharding.run(run, {"logits": (logits, roles), "targets": (targets, roles)}, "logits", (roles,))
-    if options["reduction"] == "none":
-        return rows  # type: ignore[no-any-return]
-    total: Tensor = rows.sum().full_tensor()
-    if options["reduction"] == "sum":
-        return total
-    count: Tensor = (targets != options["ignore_index"]).sum().full_tensor()
-    return total / count
-
-
-def _of_distributed_rows(hidden: Any, weight: Any, bias: Any, targets: Any, options: dict[str, Any]) -> Tensor:
-    """Return the loss where the matrix is a DTensor, or all are.
-
-    Where ranks hold parts of the matrix, each takes a part of the rows and gathers the matrix: products are shared, and
-    a chunk of logits is as small as that of one rank.
-    """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    checks.check_name("reduction", options["reduction"], _REDUCTIONS[:2])
-    if not isinstance(weight, DTensor):
-        raise TypeError(f"weight: expected a DTensor like another argument, got {type(weight).__name__}")
-    mesh, whole = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
-    if not isinstance(hidden, DTensor) and not isinstance(targets, DTensor):  # the same on every rank
-        rows = tensors.from_any("hidden", hidden), tensors.from_any("targets", targets)
-        hidden, targets = (DTensor.from_local(x, mesh, whole, run_check=False) for x in rows)
-    given = {"hidden": hidden, "targets": targets, "weight": weight, **({} if bias is None else {"bias": bias})}
-    for name, x in given.items():
-        if not isinstance(x, DTensor):
-            raise TypeError(f"{name}: expected a DTensor like weight, got {type(x).__name__}")
-        like = {"targets": hidden, "bias": weight}.get(name)
-        is_known = all(placement in (Replicate(), Shard(0)) for placement in x.placements)
-        if x.device_mesh != mesh or not is_known or (like is not None and x.placements != like.placements):
-            legal = "by Replicate() or Shard(0)" if like is None else f"by {list(like.placements)}"
-            raise ValueError(
-                f"{name}: expected a DTensor placed {legal} of {mesh}, got {list(x.placements)} of {x.device_mesh}"
-            )
-    pairs = [*zip(hidden.placements, weight.placements, strict=True)]
-    if any(x.is_shard() and y.is_shard() for x, y in pairs):
-        raise ValueError(
-            f"weight: expected Replicate() where hidden is cut, by {list(hidden.placements)}, "
-            f"got {list(weight.placements)}"
-        )
-    cuts = [y if y.is_shard() else x for x, y in pairs]  # of the rows that a rank takes
-    summed = [Partial() if cut.is_shard() else cut for cut in cuts]
-    local = {"hidden": hidden.flatten(0, -2), "targets": targets.flatten()}
-    local = {name: x.redistribute(placements=cuts).to_local() for name, x in local.items()}
-    for name in [name for name in given if name not in local]:  # in one order on all ranks, as they wait for each other
-        local[name] = given[name].redistribute(placements=whole).to_local(grad_placements=summed)
-    total = linear_cross_entropy(**local, **{**options, "reduction": "sum"})
-    total = DTensor.from_local(total, mesh, summed, run_check=False).full_tensor()
-    if options["reduction"] == "sum":
-        return total
-    count: Tensor = (targets != options["ignore_index"]).sum().full_tensor()
-    return total / count
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------

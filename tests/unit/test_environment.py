@@ -454,7 +454,7 @@ parallel.recurrences
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps
 layers.loss_steps
-inference.arguments layers.gradient_steps layers.reference
+inference.arguments layers.gradient_steps layers.reference layers.placed
 inference.replay_steps inference.states
 inference.ring inference.pool
 inference.calls
