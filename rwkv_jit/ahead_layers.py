@@ -67,6 +67,11 @@ class _Calls(NamedTuple):
     def is_rwkv7(self) -> bool:
         return self.p.op.name == "wkv7"
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """How many there are, by which threads of few differ, and their size."""
+        return max(self.width // self.p.K, 1), self.p.K
+
     def given(self, op: str, sizes: tuple[int, ...], without: Iterable[str] = (), **more: str) -> Given:
         """Return what the steps of a call go by, which lacks some inputs, or has others of these types."""
         own, entry, left_out = self.p.types["v"], steps.OPS[op], set(without)
@@ -102,13 +107,15 @@ class _Calls(NamedTuple):
         """Return the calls of `prepare_keys`: of the first layer, and of others."""
         if not self.is_rwkv7:
             return []
-        sizes, own = (1, self.p.K), self.p.types["v"]
+        sizes, own = self.heads, self.p.types["v"]
         first = self.given("prepare_keys", sizes, ("v_first", "v_gate", "v0"), rate=own)
         return [first, self.given("prepare_keys", sizes, rate=own, v_gate=own)]
 
-    def norm(self) -> Given:
-        """Return the call of `gated_norm`, which has the bonus in RWKV-7 alone."""
-        return self.given("gated_norm", (1, self.p.K), () if self.is_rwkv7 else ("r", "k", "v", "r_k"))
+    def norm(self, is_update: bool = False) -> Given:
+        """Return the call of `gated_norm`: RWKV-7 makes its bonus there in updates, and with the keys in training."""
+        if not self.is_rwkv7:
+            return self.given("gated_norm", self.heads, ("r", "k", "v", "r_k", "bonus"))
+        return self.given("gated_norm", self.heads, ("bonus",) if is_update else ("r", "k", "v", "r_k"))
 
     def elements(self) -> list[Given]:
         """Return the calls of `gated`, which RWKV-7 has not."""
@@ -124,13 +131,13 @@ class _Calls(NamedTuple):
             *(steps.token_shift(*each) for each in self.shifts()),
             *(steps.norm_shift(*each, 0.0) for each in self.norms()),
             *(steps.prepare_keys(each) for each in self.keys()),
-            *self.behind(),
+            *self.behind(self.norm()),
         ]
 
-    def behind(self) -> list[Schedule]:
+    def behind(self, norm: Given) -> list[Schedule]:
         """Return the schedules of what stands behind the recurrence and between matrices, in decode too."""
         return [
-            steps.gated_norm(self.norm(), 0.0, self.layer.gate, "layer"),
+            steps.gated_norm(norm, 0.0, self.layer.gate, "layer"),
             *(steps.gated(each, "sigmoid") for each in self.elements()),
             *(steps.activate(each, ("identity",), False) for each in self.activations()),
         ]
@@ -176,7 +183,7 @@ class _Calls(NamedTuple):
                 (Sequences(1), Sequences(1, 2), Sequences(1, bound_bytes=4), Sequences(1, bound_bytes=8)),
             )
         ]  # fmt: skip
-        several += self.behind()
+        several += self.behind(self.norm(is_update=True))
         several += [  # of RWKV-6, behind what `shift_mix` makes
             steps.token_shift(given, texts)
             for given, texts in self.shifts()
@@ -184,9 +191,8 @@ class _Calls(NamedTuple):
         ]
         if not self.is_rwkv7:
             return several
-        sizes = (1, self.p.K)
         return several + [
-            steps.prepare_keys(self.given("prepare_keys", sizes, (*first, *biases), **gates))
+            steps.prepare_keys(self.given("prepare_keys", self.heads, (*first, *biases, "r", "r_k"), **gates))
             for first, gates in (
                 (("v_first", "v_gate", "v0"), {"rate": w_type}),
                 ((), {"rate": w_type, "v_gate": w_type}),

@@ -26,7 +26,7 @@ class Case(NamedTuple):
             residual, mixed, last = made
             return [residual, *mixed, last]
         several = list(made) if isinstance(made, tuple) else [made]
-        return several if "v" not in tensors or "v_first" in tensors or len(several) < 4 else [several[0], *several[2:]]
+        return several if self.name != "prepare_keys" or "v_first" in tensors else [several[0], *several[2:]]
 
     def plainly(self, tensors):
         """Return the same in float64."""
@@ -61,6 +61,8 @@ def _keys(how, sizes, rows, fixed, device):
         given |= {"v_first": rows(*shape), "v_gate": rows(*flat)}
     if "v0" in how:
         given["v0"] = fixed(heads, head_size)
+    if "bonus" in how:
+        given |= {"r": rows(*flat), "r_k": fixed(heads, head_size)}
     return Case("prepare_keys", given, {})
 
 
@@ -71,7 +73,9 @@ def _norm(how, sizes, rows, fixed, device):
     given = {"y": _apart(rows(*shape), 3), "g": rows(*flat), "weight": fixed(heads * head_size)}
     if "bias" in how:
         given["bias"] = fixed(heads, head_size)
-    if "bonus" in how:
+    if "ready" in how:
+        given["bonus"] = rows(*flat)
+    elif "bonus" in how:
         given |= {"r": rows(*flat), "k": rows(*shape), "v": rows(*flat), "r_k": fixed(heads, head_size)}
     options = {"gate": next((x for x in ("silu", "sigmoid") if x in how), "identity")}
     return Case("gated_norm", given, {**options, "norm": "rms" if "rms" in how else "layer"})
@@ -116,8 +120,8 @@ _CASES = {"prepare_keys": _keys, "gated_norm": _norm, "gated": _gated, "activate
           "norm_shift": _norm_shift}  # fmt: skip
 # How calls are made, by their names.
 WAYS = {
-    "prepare_keys": ("", "a0", "first", "a0 first v0"),
-    "gated_norm": ("bias bonus", "bias silu", "rms silu", "bonus sigmoid", ""),
+    "prepare_keys": ("", "a0", "first", "a0 first v0", "a0 bonus", "a0 first v0 bonus"),
+    "gated_norm": ("bias bonus", "bias silu", "rms silu", "bonus sigmoid", "", "bias ready bonus"),
     "gated": ("identity", "sigmoid", "silu"),
     "activate": ("",),
     "token_shift": ("6", "1 first", "2 packed", "5 amounts", "6 packed first", "5 packed amounts first", "3"),

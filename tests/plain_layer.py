@@ -43,8 +43,8 @@ def shift_mix(
     return z, mixed, pool
 
 
-def prepare_keys(k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None):
-    """The new k and v, a and b."""
+def prepare_keys(k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None):
+    """The new k and v, a and b, and the bonus with r."""
     heads = k.shape[-2:]
     of_token, of_layer = (lambda x: x.double().reshape(k.shape)), (lambda x: x.double().reshape(heads))
     rate = torch.sigmoid(of_token(rate) + (0 if a0 is None else of_layer(a0)))
@@ -53,10 +53,15 @@ def prepare_keys(k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=No
     v = of_token(v)
     if v_first is not None:
         v = v + (of_token(v_first) - v) * torch.sigmoid(of_token(v_gate) + (0 if v0 is None else of_layer(v0)))
-    return of_token(k) * (1 + (rate - 1) * of_layer(k_a)), v, -kk, kk * rate
+    k = of_token(k) * (1 + (rate - 1) * of_layer(k_a))
+    if r is None:
+        return k, v, -kk, kk * rate
+    return k, v, -kk, kk * rate, (of_token(r) * k * of_layer(r_k)).sum(-1, keepdim=True) * v
 
 
-def gated_norm(y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, eps=64e-5, gate="identity", norm="layer"):
+def gated_norm(
+    y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, eps=64e-5, gate="identity", norm="layer", bonus=None
+):
     """[..., C]."""
     heads, y = y.shape[-2:], y.double()
     centred = y - y.mean(-1, keepdim=True) if norm == "layer" else y
@@ -66,6 +71,8 @@ def gated_norm(y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, eps=64
     if r_k is not None:
         r, k, v = (x.double().reshape(y.shape) for x in (r, k, v))
         z = z + (r * k * r_k.double().reshape(heads)).sum(-1, keepdim=True) * v
+    if bonus is not None:
+        z = z + bonus.double().reshape(y.shape)
     return gated(z, g.reshape(y.shape), gate).flatten(-2)
 
 

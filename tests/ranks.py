@@ -126,6 +126,7 @@ def of_layers(device, world):
         "cross_entropy": [(new(B, T, 11), (0, None)), (targets, (0, None))],
         "linear_cross_entropy": [(new(B, T, 32), (0, None)), (new(11, 32), (None, 0)), (targets, (0, None))],
     }
+    cases[_keys_and_bonus] = [*cases["prepare_keys"], rows(32), heads(4, 8)]
     for op, given in cases.items():
         for role in (None, 0, 1):  # classes of cross_entropy are not cut: it is whole again
             check_placed(op, mesh, given, role)
@@ -155,11 +156,16 @@ def of_layers(device, world):
     check_close(found.full_tensor(), want, "packed")
 
 
+def _keys_and_bonus(k, v, rate, k_k, k_a, r, r_k):
+    return rwkv_jit.prepare_keys(k, v, rate, k_k, k_a, r=r, r_k=r_k)
+
+
 def check_placed(op, mesh, given, role):
     """Compare a call of DTensors, which are whole, or cut along one of two dimensions, with one of plain tensors."""
     alone = [x if isinstance(x, str) else x[0].clone().requires_grad_(x[0].is_floating_point()) for x in given]
     placed = [x if isinstance(x, str) else _placed(*x, role, mesh) for x in given]
-    want, found = (getattr(rwkv_jit, op)(*inputs) for inputs in (alone, placed))
+    function = getattr(rwkv_jit, op) if isinstance(op, str) else op
+    want, found = (function(*inputs) for inputs in (alone, placed))
     want, found = (x if isinstance(x, tuple) else (x,) for x in (want, found))
     for x, y in zip(found, want, strict=True):
         assert isinstance(x, DTensor) == (x.dim() > 0), op  # a loss is whole on every rank

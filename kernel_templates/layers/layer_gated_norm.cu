@@ -2,25 +2,44 @@
 //
 //     out = ((y - mean) / sqrt(variance + eps) weight + bias + (sum_j r_j k_j r_k_j) v) opened(g)
 //
+// or, with TAKES_BONUS, `bonus` in the place of what is made of r, k, v and r_k.
+//
 //   y, g          [rows, heads, HEAD_SIZE]  T_IO  in
 //   r, k, v       the same shape  T_IO  in with HAS_BONUS, else null
 //   r_k           [heads, HEAD_SIZE]  T_R_K  in with HAS_BONUS, else null
+//   bonus         [rows, heads, HEAD_SIZE]  T_IO  in with TAKES_BONUS, else null
 //   weight, bias  [heads, HEAD_SIZE]  T_WEIGHT, T_BIAS  in; bias is null without HAS_BIAS
 //   out           [rows, heads, HEAD_SIZE]  T_IO  out
 //
-// Without CENTERED the mean is 0, and the variance that of squares. Grid (rows * heads / BLOCK_HEADS); LANES lanes have
-// a head.
+// Without CENTERED the mean is 0, and the variance that of squares. What the next row needs is on its way while one is
+// made, where a thread has registers for it. Grid (rows / block_rows, heads / BLOCK_HEADS).
 #include "layer_heads.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_gated_norm(
+constexpr bool IS_AHEAD = ITEMS <= 2;
+
+// A row of a head as it comes from memory.
+struct Incoming {
+    Piece<T_IO> input[ITEMS], gate[ITEMS];
+    Piece<T_IO> receptance[ITEMS], key[ITEMS], value[ITEMS];
+    __device__ void load(const T_IO* y, const T_IO* g, const T_IO* r, const T_IO* k, const T_IO* v, const T_IO* bonus,
+                         i64 start) {
+        load_pieces(input, y + start), load_pieces(gate, g + start);
+        if constexpr (HAS_BONUS)
+            load_pieces(receptance, r + start), load_pieces(key, k + start), load_pieces(value, v + start);
+        if constexpr (TAKES_BONUS) load_pieces(value, bonus + start);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_gated_norm(
     const T_IO* __restrict__ y, const T_IO* __restrict__ g, const T_WEIGHT* __restrict__ weight,
     const T_BIAS* __restrict__ bias, const T_IO* __restrict__ r, const T_IO* __restrict__ k,
-    const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, T_IO* __restrict__ out, i64 rows, i64 heads,
-    float eps) {
-    const i64 head = own_head(), start = head * HEAD_SIZE, of_row = head % heads * HEAD_SIZE;
-    const bool is_there = head < rows * heads;
+    const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, const T_IO* __restrict__ bonus,
+    T_IO* __restrict__ out, i64 rows, i64 heads, i64 block_rows, float eps) {
+    const i64 own = own_head(), head = min(own, heads - 1), of_row = head * HEAD_SIZE;
+    const bool is_there = own < heads;
+    const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
     let_next_launch_begin();
-    for_pieces(is_there, [&](int, int channel) {
+    for_pieces(true, [&](int, int channel) {
         prefetch(weight + of_row + channel);
         if constexpr (HAS_BONUS) prefetch(r_k + of_row + channel);
         if constexpr (HAS_BIAS) prefetch(bias + of_row + channel);
@@ -28,50 +47,38 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_gated_norm(
     y = after_previous_launch(y);
     r = written_meanwhile(r), k = written_meanwhile(k), v = written_meanwhile(v), g = written_meanwhile(g);
     r_k = written_meanwhile(r_k), weight = written_meanwhile(weight), bias = written_meanwhile(bias);
+    bonus = written_meanwhile(bonus);
 
-    float x[ITEMS][VECTOR], sum = 0.0f, squares = 0.0f, bonus = 0.0f;
-    {
-        Piece<T_IO> held[ITEMS], receptance[ITEMS], key[ITEMS];
-        Piece<T_R_K> share[ITEMS];
-        for_pieces(is_there, [&](int n, int channel) {
-            held[n].load(y + start + channel);
-            if constexpr (HAS_BONUS) {
-                receptance[n].load(r + start + channel);
-                key[n].load(k + start + channel), share[n].load(r_k + of_row + channel);
-            }
+    const auto place = [&](i64 row) { return (row * heads + head) * HEAD_SIZE; };
+    Incoming next;
+    if constexpr (IS_AHEAD) next.load(y, g, r, k, v, bonus, place(begin));
+    Piece<T_WEIGHT> slope[ITEMS];
+    Piece<T_BIAS> offset[ITEMS];
+    Piece<T_R_K> bonus_share[ITEMS];
+    load_pieces(slope, weight + of_row);
+    if constexpr (HAS_BIAS) load_pieces(offset, bias + of_row);
+    if constexpr (HAS_BONUS) load_pieces(bonus_share, r_k + of_row);
+#pragma unroll 1
+    for (i64 row = begin; row < end; ++row) {
+        const i64 start = place(row);
+        if constexpr (!IS_AHEAD) next.load(y, g, r, k, v, bonus, start);
+        const Incoming held = next;
+        if (IS_AHEAD && row + 1 < end) next.load(y, g, r, k, v, bonus, place(row + 1));
+        float sums[2] = {}, squares[1] = {}, x[ITEMS][VECTOR];  // of y, and the share of v in the bonus
+        sum_over_head(sums, [&](int n, int i) {
+            x[n][i] = held.input[n].at(i);
+            if constexpr (CENTERED) sums[0] += x[n][i];
+            if constexpr (HAS_BONUS) sums[1] += held.receptance[n].at(i) * held.key[n].at(i) * bonus_share[n].at(i);
         });
-        for_pieces(is_there, [&](int n, int) {
-#pragma unroll
-            for (int i = 0; i < VECTOR; ++i) {
-                x[n][i] = held[n].at(i), sum += x[n][i];
-                if constexpr (HAS_BONUS) bonus += receptance[n].at(i) * key[n].at(i) * share[n].at(i);
-            }
+        const float mean = sums[0] * (1.0f / HEAD_SIZE);
+        sum_over_head(squares, [&](int n, int i) { x[n][i] -= mean, squares[0] += x[n][i] * x[n][i]; });
+        const float factor = reciprocal_root(squares[0] * (1.0f / HEAD_SIZE) + eps);
+        write_pieces(out, start, is_there, [&](int n, int i) {
+            float z = x[n][i] * factor * slope[n].at(i);
+            if constexpr (HAS_BIAS) z += offset[n].at(i);
+            if constexpr (HAS_BONUS) z += sums[1] * held.value[n].at(i);
+            if constexpr (TAKES_BONUS) z += held.value[n].at(i);
+            return z * opened<Gate(GATE)>(held.gate[n].at(i));
         });
     }
-    Piece<T_IO> value[ITEMS], gate[ITEMS];
-    for_pieces(is_there, [&](int n, int channel) {
-        if constexpr (HAS_BONUS) value[n].load(v + start + channel);
-        gate[n].load(g + start + channel);
-    });
-    const float mean = CENTERED ? sum_of_head(sum) * (1.0f / HEAD_SIZE) : 0.0f;
-    if constexpr (HAS_BONUS) bonus = sum_of_head(bonus);
-    for_pieces(is_there, [&](int n, int) {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) x[n][i] -= mean, squares += x[n][i] * x[n][i];
-    });
-    const float factor = reciprocal_root(sum_of_head(squares) * (1.0f / HEAD_SIZE) + eps);
-    for_pieces(is_there, [&](int n, int channel) {
-        Piece<T_WEIGHT> slope;
-        Piece<T_BIAS> offset;
-        slope.load(weight + of_row + channel);
-        if constexpr (HAS_BIAS) offset.load(bias + of_row + channel);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            float z = x[n][i] * factor * slope.at(i);
-            if constexpr (HAS_BIAS) z += offset.at(i);
-            if constexpr (HAS_BONUS) z += bonus * value[n].at(i);
-            x[n][i] = z * opened<Gate(GATE)>(gate[n].at(i));
-        }
-        write(out + start + channel, x[n]);
-    });
 }

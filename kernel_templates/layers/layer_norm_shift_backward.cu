@@ -121,21 +121,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_n
         for_pieces([&](int n, int channel) {
             Piece<T_WEIGHT> slope;
             Piece<T_BIAS> offset;
-            Piece<T_MIXED> token = {}, grad_token = {};
             if constexpr (!IS_AHEAD) {
                 own.load(x, row, channel), grads.load(start + channel);
                 if constexpr (SUMS_MIXES) other.load(x, before(row), channel);
             }
             slope.load(weight + channel), offset.load(bias + channel);
-            if (HAS_FIRST && is_first && text.number >= 0) token.load(first + text.number * CHANNELS + channel);
-            if (of_last != nullptr) grad_token.load(of_last + text.number * CHANNELS + channel);
             float change[VECTOR], dn[VECTOR], moved[VECTOR] = {};
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
-                const float carried = rounded<T_MIXED>(other.at(i) * slope.at(i) + offset.at(i));
-                change[i] = (is_first ? token.at(i) : carried) - (own.at(i) * slope.at(i) + offset.at(i));
-                dn[i] = behind[n][i] + grad_token.at(i);
+                change[i] = rounded<T_MIXED>(other.at(i) * slope.at(i) + offset.at(i));  // the token before
+                dn[i] = behind[n][i];
             }
+            if (is_first) {
+                Piece<T_MIXED> token = {};
+                if (HAS_FIRST && text.number >= 0) token.load(first + text.number * CHANNELS + channel);
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) change[i] = token.at(i);
+            }
+            if (of_last != nullptr) {
+                Piece<T_MIXED> token;
+                token.load(of_last + text.number * CHANNELS + channel);
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) dn[i] += token.at(i);
+            }
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) change[i] -= own.at(i) * slope.at(i) + offset.at(i);
 #pragma unroll
             for (int m = 0; m < MIXES; ++m) {
                 Piece<T_MIXES> mix;

@@ -25,8 +25,8 @@ _BESIDE = {
 }  # fmt: skip
 _MIXED = tuple(f"mixed{m}" for m in range(MOST_MIXES))
 _WRITTEN = {
-    "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b"), "gated_norm": ("out",),
-    "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
+    "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b", "bonus"),
+    "gated_norm": ("out",), "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
     "norm_shift": ("residual", *_MIXED, "last", "stats"),
 }  # fmt: skip
 
@@ -259,9 +259,12 @@ def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
         raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
     if named["v0"] is not None and named["v_first"] is None:
         raise ValueError("v0: goes with v_first and v_gate, got it alone")
-    shape = tuple(k.shape)
-    made = {x: shape for x in _WRITTEN["prepare_keys"] if x != "new_v" or named["v_first"] is not None}
-    return Call("prepare_keys", given, [None] * 4, made, k)
+    if (named["r"] is None) != (named["r_k"] is None):
+        missing, other = ("r", "r_k") if named["r"] is None else ("r_k", "r")
+        raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
+    absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None}
+    made = {x: tuple(k.shape) for x in _WRITTEN["prepare_keys"] if not absent.get(x)}
+    return Call("prepare_keys", given, written, made, k)
 
 
 def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any) -> Call:
@@ -271,6 +274,8 @@ def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float,
     absent = [name for name in ("r", "k", "v", "r_k") if named[name] is None]
     if 0 < len(absent) < 4:
         raise ValueError(f"{absent[0]}: r, k, v and r_k make the bonus together, got None")
+    if not absent and named["bonus"] is not None:
+        raise ValueError("bonus: expected None beside r, k, v and r_k, which make one")
     checks.check_number("eps", eps)
     checks.check_name("gate", gate, GATES)
     checks.check_name("norm", norm, NORMS)
@@ -520,6 +525,7 @@ def layer_step_run(
     lead = inputs[0]
     named = dict(zip(OPS[name].inputs, inputs, strict=False))
     absent = {"residual": named.get("add") is None, "new_v": named.get("v_first") is None}
+    absent["bonus"] = named.get("r") is None
     rest = iter(written)
     targets = [None if absent.get(place) or in_place else next(rest, None) for place in _WRITTEN[name]]
     call = Call(name, list(inputs), targets, {}, lead, null_index, eps, tuple(kinds), in_place)

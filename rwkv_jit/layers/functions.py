@@ -127,11 +127,14 @@ def prepare_keys(
     v_first: Any = None,
     v_gate: Any = None,
     v0: Any = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Make k, v, a and b of `wkv7` and `wkv7_update` from an RWKV-7 layer's keys, values and gates.
+    r: Any = None,
+    r_k: Any = None,
+) -> tuple[Tensor, ...]:
+    r"""Make k, v, a and b of `wkv7` and `wkv7_update` from an RWKV-7 layer's keys, values and gates; and the bonus.
 
         kk = k k_k / |k k_k|;   rate <- sigmoid(rate + a0);   a = -kk;   b = kk rate
         k <- k (1 + (rate - 1) k_a);   v <- v + (v_first - v) sigmoid(v_gate + v0)
+        bonus = (sum_j r_j k_j r_k_j) v
 
     per token and head, with the norm over a head. H is the heads, N the head size.
 
@@ -153,11 +156,18 @@ def prepare_keys(
         What the low-rank matrices make of the value's gate; goes with `v_first`.
     v0 : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
         Is added to `v_gate`.
+    r : torch.Tensor, shape of k or (..., H * N), dtype of k, optional
+        Receptance: for the bonus, which `gated_norm` takes. Where gradients are wanted this is faster than to give it
+        r, k, v and r_k: those of k and v come from one kernel, and need not be added up.
+    r_k : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
+        How much of each channel is in the bonus; goes with `r`.
 
     Returns
     -------
     k, v, a, b : torch.Tensor, shape and dtype of k
         v itself where there is no `v_first`.
+    bonus : torch.Tensor, shape and dtype of k
+        That of the new k and v, where r is given.
 
     Raises
     ------
@@ -172,8 +182,8 @@ def prepare_keys(
     DTensors may be replicated or sharded over the batch or the heads.
 
     All inputs have gradients. The backward keeps the inputs and nothing else, and makes norms and gates again; while it
-    runs it has sums of k_k, k_a, a0 and v0 for some hundred groups of rows in float32. Gradients of these are added up
-    in float32. A second derivative is an error.
+    runs it has sums of k_k, k_a, a0, v0 and r_k for some hundred groups of rows in float32. Gradients of these are
+    added up in float32. A second derivative is an error.
 
     References
     ----------
@@ -187,9 +197,9 @@ def prepare_keys(
     >>> a.shape
     torch.Size([5, 4, 64])
     """
-    inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0
-    made = calls.call("prepare_keys", inputs, (None, None, None, None), (), record)
-    return made[0], v if v_first is None else made[1], made[-2], made[-1]
+    inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
+    made = calls.call("prepare_keys", inputs, (None,) * 5, (), record)
+    return tuple(made) if v_first is not None else (made[0], v, *made[1:])
 
 
 def gated_norm(
@@ -202,6 +212,7 @@ def gated_norm(
     v: Any = None,
     r_k: Any = None,
     *,
+    bonus: Any = None,
     gate: str = "identity",
     norm: str = "layer",
     eps: float = _EPS_OF_HEADS,
@@ -229,6 +240,8 @@ def gated_norm(
         Receptance, key and value as the recurrence had them: for the bonus, all or none.
     r_k : torch.Tensor, shape (H, N) or (H * N,), dtype of y or float32, optional
         How much of each channel is in the bonus; goes with r, k and v.
+    bonus : torch.Tensor, shape of y or (..., H * N), dtype of y, optional
+        The bonus as `prepare_keys` makes it, instead of r, k, v and r_k.
     gate : {"identity", "sigmoid", "silu"}, default "identity"
         f: g itself, 1 / (1 + e^-g), or g / (1 + e^-g).
     norm : {"layer", "rms"}, default "layer"
@@ -264,7 +277,7 @@ def gated_norm(
     >>> rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, r_k).shape
     torch.Size([3, 256])
     """
-    made = calls.call("gated_norm", (y, g, weight, bias, r, k, v, r_k), (out,), (eps, gate, norm), record)
+    made = calls.call("gated_norm", (y, g, weight, bias, r, k, v, r_k, bonus), (out,), (eps, gate, norm), record)
     return made[0] if out is None else out
 
 

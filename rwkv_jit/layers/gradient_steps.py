@@ -20,14 +20,13 @@ _HEAD_THREADS = 128
 _ELEMENT_THREADS = 128
 _ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8
-_MULTIPROCESSORS = 132  # where it is not known how many there are
 _NORM_VECTOR, _MOST_SUMS = 4, 40  # of a thread
 _NORM_THREADS = 512  # of a multiprocessor, so that each has 128 registers
 _FEW_MIXES = 2  # which leave registers for more blocks
 _LEAST_ROWS = 16  # of a block, so that the sums that it writes do not weigh
 # What gradients come of, by the names that forwards have for their results.
 RESULTS: dict[str, dict[str, str]] = {
-    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b"), "NHK"),
+    "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b", "bonus"), "NHK"),
     "gated_norm": {"out": "NHK"},
     "activate": {"y": "NC"},
     "gated": {"y": "N"},
@@ -74,7 +73,10 @@ def _prepare_keys(given: Given, options: Options) -> Schedule:
     blocks = 7
     if "v_first" in given.types:  # parameters of 32 bits beside rows of 16 take more registers
         blocks = 6 if given.types["k_k"] == given.types["k"] else 5
-    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given), ("k_k", "k_a", "a0", "v0"), {}, blocks)
+    if "r_k" in given.types:
+        blocks = 4 if "v_first" in given.types else 5
+    summed = ("k_k", "k_a", "a0", "v0", "r_k")
+    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given), summed, {}, blocks)
 
 
 def _gated_norm(given: Given, options: Options) -> Schedule:
@@ -89,13 +91,10 @@ def _of_heads(
     blocks: int,
 ) -> Schedule:  # fmt: skip
     """Return the launches of a kernel in which lanes share heads; `summed` are the parameters."""
-    heads, head_size = given.sizes
-    vector = _half_access(steps.vector_of(head_size, given, lead), given.types[lead])
-    parameters, block_heads = steps.head_parameters(given, lead, vector, _HEAD_THREADS)
-    slices = ceil(heads / block_heads)
-    blocks = max(blocks // ceil(head_size * block_heads / (vector * _HEAD_THREADS)), 1)  # by the pieces of a thread
-    bind = {"rows": given.rows, "heads": heads, **bind}
-    return _summing(name, given, vector, {**parameters, **more}, slices, bind, summed, blocks)
+    vector = _half_access(steps.vector_of(given.sizes[1], given, lead), given.types[lead])
+    parameters, slices = steps.head_parameters(given, lead, vector, _HEAD_THREADS, blocks)
+    bind = {"rows": given.rows, "heads": given.sizes[0], **bind}
+    return _summing(name, given, vector, {**parameters, **more}, slices, bind, summed)
 
 
 def _token_shift(given: Given, options: Options) -> Schedule:
@@ -103,7 +102,8 @@ def _token_shift(given: Given, options: Options) -> Schedule:
     parameters, slices = steps.shift_parameters(given, options.texts, vector)
     bind = {"rows": given.rows, "tokens": options.texts.tokens, "texts": options.texts.number}
     blocks = 8 if given.sizes[1] <= _FEW_MIXES else 4 if "amounts" in given.types else 5
-    return _summing("token_shift", given, vector, parameters, slices, bind, ("mixes",), blocks)
+    parameters["BLOCKS_PER_SM"] = blocks
+    return _summing("token_shift", given, vector, parameters, slices, bind, ("mixes",))
 
 
 def _norm_shift(given: Given, options: Options) -> Schedule:
@@ -114,19 +114,18 @@ def _norm_shift(given: Given, options: Options) -> Schedule:
     threads = int(parameters["NUM_THREADS"])
     has_room = (mixes + 2) * vector * ceil(channels / (vector * threads)) <= _MOST_SUMS
     bind = {"rows": given.rows, "tokens": options.texts.tokens, "texts": options.texts.number}
-    blocks = max(_NORM_THREADS // threads, 1)
 
     def summing(summed: Sequence[str], **more: Any) -> Schedule:
-        own = {**parameters, "SUMS_MIXES": has_room}
-        return _summing("norm_shift", given, vector, own, 1, {**bind, **more}, summed, blocks)
+        own = {**parameters, "SUMS_MIXES": has_room, "BLOCKS_PER_SM": max(_NORM_THREADS // threads, 1)}
+        return _summing("norm_shift", given, vector, own, 1, {**bind, **more}, summed)
 
     if has_room:
         return summing(("weight", "bias", "mixes"))
     own = summing(("weight", "bias"), dmixes_rows=None)
-    parameters = {**parameters, "NUM_THREADS": _ELEMENT_THREADS}
+    parameters = {**parameters, "NUM_THREADS": _ELEMENT_THREADS, "BLOCKS_PER_SM": 5}
     del parameters["T_MIXES"]
     slices = ceil(channels / (vector * _ELEMENT_THREADS))
-    of_mixes = _summing("norm_shift", given, vector, parameters, slices, bind, ("mixes",), 5, "layer_norm_shift_mixes")
+    of_mixes = _summing("norm_shift", given, vector, parameters, slices, bind, ("mixes",), "layer_norm_shift_mixes")
     return replace(own, steps=(*own.steps, *of_mixes.steps), scratch={**own.scratch, **of_mixes.scratch})
 
 
@@ -160,16 +159,14 @@ def _half_access(vector: int, storage: str) -> int:
 
 def _summing(
     name: str, given: Given, vector: int, parameters: Mapping[str, Any], slices: int, bind: Mapping[str, Any],
-    summed: Sequence[str], blocks: int, entry: str = "",
+    summed: Sequence[str], entry: str = "",
 ) -> Schedule:  # fmt: skip
     """Return the launch of blocks that each have a part of the rows, and those that add up what these have.
 
-    There are as many blocks as run at once: `blocks` a multiprocessor, `slices` of them side by side for every row.
+    `slices` blocks are side by side for every row.
     """
-    most = max(blocks * (given.gpu.multiprocessors or _MULTIPROCESSORS) // slices, 1)
-    block_rows = max(ceil(given.rows / most), min(_LEAST_ROWS, given.rows))
+    block_rows = steps.rows_of_block(given, parameters, slices, _LEAST_ROWS)
     groups = ceil(given.rows / block_rows)
-    parameters = {**parameters, "BLOCKS_PER_SM": blocks}
     step = _step(name, given, parameters, (groups, slices, 1), {**bind, "block_rows": block_rows}, entry, summed, entry)
     sums, scratch = list[Step](), dict[str, Any]()
     for x in summed:

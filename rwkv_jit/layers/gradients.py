@@ -208,13 +208,15 @@ def _results(name: str, inputs: Sequence[Any]) -> list[str]:
     if name in SHIFTS:
         absent = [f"mixed{m}" for m in range(len(named["mixes"]), MOST_MIXES)]
         return [x for x in RESULTS[name] if x not in absent]
-    return [x for x in RESULTS[name] if x != "new_v" or named["v_first"] is not None]
+    needs = {"new_v": "v_first", "bonus": "r"} if name == "prepare_keys" else {}
+    return [x for x in RESULTS[name] if x not in needs or named[needs[x]] is not None]
 
 
 def _used(name: str, inputs: Sequence[Any]) -> list[str]:
     """Return the inputs that the results of a call depend on."""
     names = [x for x, given in zip(OPS[name].inputs, inputs, strict=False) if given is not None]
-    return names if "new_v" in _results(name, inputs) else [x for x in names if (name, x) != ("prepare_keys", "v")]
+    has_values = not {"new_v", "bonus"}.isdisjoint(_results(name, inputs))
+    return names if has_values or name != "prepare_keys" else [x for x in names if x != "v"]
 
 
 def _in_places(name: str, inputs: Sequence[Any], made: Sequence[Tensor]) -> Any:

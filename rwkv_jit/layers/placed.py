@@ -30,7 +30,7 @@ def run(
 
     count = {
         "norm_shift": 3 + (mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1),
-        "prepare_keys": 3 + (named.get("v_first") is not None),
+        "prepare_keys": 3 + sum(named.get(own) is not None for own in ("v_first", "r")),
         "token_shift": mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1,
     }.get(name, 1)
     given = {own: (x, roles[own]) for own, x in named.items()}

@@ -53,22 +53,29 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
 
 
 def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
-    """Return k, v where there is a first one, a and b."""
-    k, v, rate, v_first, v_gate, k_k, k_a, a0, v0 = inputs
+    """Return k, v where there is a first one, a and b, and the bonus where there is r."""
+    k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k = inputs
     shape, heads = k.shape, k.shape[-2:]
     k, rate = _wide(k), torch.sigmoid(_plus(_wide(rate).reshape(shape), a0))
     kk = F.normalize(k * _wide(k_k).reshape(heads), dim=-1, eps=1e-12)
-    made = [k * (1 + (rate - 1) * _wide(k_a).reshape(heads))]
+    made, v = [k * (1 + (rate - 1) * _wide(k_a).reshape(heads))], _wide(v).reshape(shape)
     if v_first is not None:
-        v, share = _wide(v).reshape(shape), torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
-        made.append(v + (_wide(v_first).reshape(shape) - v) * share)
-    return [*made, -kk, kk * rate]
+        share = torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
+        v = v + (_wide(v_first).reshape(shape) - v) * share
+        made.append(v)
+    made += [-kk, kk * rate]
+    return made if r is None else [*made, _bonus(r, made[0], v, r_k)]
+
+
+def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
+    """Return what a token gets of itself, of k and v that are wide."""
+    return (_wide(r).reshape(k.shape) * k * _wide(r_k).reshape(k.shape[-2:])).sum(-1, keepdim=True) * v
 
 
 def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the norm of the heads behind its gate."""
     wide: list[Any] = [None if x is None else _wide(x) for x in inputs]
-    y, g, weight, bias, r, k, v, r_k = wide
+    y, g, weight, bias, r, k, v, r_k, bonus = wide
     gate, norm = kinds
     heads = y.shape[-2:]
     z = F.layer_norm(y, heads[1:], eps=eps) if norm == "layer" else F.rms_norm(y, heads[1:], eps=eps)
@@ -76,8 +83,9 @@ def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
     if bias is not None:
         z = z + bias.reshape(heads)
     if r_k is not None:
-        bonus = (r.reshape(y.shape) * k.reshape(y.shape) * r_k.reshape(heads)).sum(-1, keepdim=True)
-        z = z + bonus * v.reshape(y.shape)
+        bonus = _bonus(r, k.reshape(y.shape), v.reshape(y.shape), r_k)
+    if bonus is not None:
+        z = z + bonus.reshape(y.shape)
     return [(z * _GATES[gate](g.reshape(y.shape))).flatten(-2)]
 
 

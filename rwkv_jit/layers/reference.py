@@ -16,8 +16,9 @@ def _rounded(made: Sequence[Tensor], like: Tensor) -> list[Tensor]:
 
 def prepare_keys_ref(
     k: Tensor, v: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, a0: Tensor | None = None,
-    v_first: Tensor | None = None, v_gate: Tensor | None = None, v0: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    v_first: Tensor | None = None, v_gate: Tensor | None = None, v0: Tensor | None = None, r: Tensor | None = None,
+    r_k: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Make k, v, a and b in plain torch; see `rwkv_jit.prepare_keys` for the equations.
 
     Arithmetic is float64 for float64 inputs and float32 otherwise.
@@ -32,21 +33,27 @@ def prepare_keys_ref(
         Are added to `rate` and to `v_gate`.
     v_first, v_gate : torch.Tensor, shape (..., H, N) or (..., H * N), optional
         The first layer's value, and its gate.
+    r : torch.Tensor, shape (..., H, N) or (..., H * N), optional
+        Receptance, for the bonus.
+    r_k : torch.Tensor, shape (H, N) or (H * N,), optional
+        How much of each channel is in the bonus; goes with `r`.
 
     Returns
     -------
     k, v, a, b : torch.Tensor, shape and dtype of k
         v itself where there is no `v_first`.
+    bonus : torch.Tensor, shape and dtype of k
+        Where r is given.
     """
-    inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0
+    inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
     made = _rounded(plain.prepare_keys(inputs, 0.0, ()), k)
-    return made[0], v if v_first is None else made[1], made[-2], made[-1]
+    return tuple(made) if v_first is not None else (made[0], v, *made[1:])
 
 
 def gated_norm_ref(
     y: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None = None, r: Tensor | None = None,
-    k: Tensor | None = None, v: Tensor | None = None, r_k: Tensor | None = None, gate: str = "identity",
-    norm: str = "layer", eps: float = 64e-5,
+    k: Tensor | None = None, v: Tensor | None = None, r_k: Tensor | None = None, bonus: Tensor | None = None,
+    gate: str = "identity", norm: str = "layer", eps: float = 64e-5,
 ) -> Tensor:  # fmt: skip
     """Norm, add the bonus and gate in plain torch; see `rwkv_jit.gated_norm` for the equations.
 
@@ -60,6 +67,8 @@ def gated_norm_ref(
         Gate; receptance, key and value for the bonus.
     weight, bias, r_k : torch.Tensor, shape (H, N) or (H * N,), the last two optional
         Of the norm and the bonus.
+    bonus : torch.Tensor, shape (..., H, N) or (..., H * N), optional
+        The bonus, instead of r, k, v and r_k.
     gate : {"identity", "sigmoid", "silu"}, default "identity"
         What g goes through.
     norm : {"layer", "rms"}, default "layer"
@@ -71,7 +80,7 @@ def gated_norm_ref(
     -------
     out : torch.Tensor, shape (..., H * N), dtype of y
     """
-    return _rounded(plain.gated_norm((y, g, weight, bias, r, k, v, r_k), eps, (gate, norm)), y)[0]
+    return _rounded(plain.gated_norm((y, g, weight, bias, r, k, v, r_k, bonus), eps, (gate, norm)), y)[0]
 
 
 def gated_ref(x: Tensor, g: Tensor, gate: str = "sigmoid") -> Tensor:

@@ -61,8 +61,8 @@ _OPS = {
 # The inputs of the ops that have gradients, those in brackets optional, and their results. In the place of one that a
 # call does not have, an op returns an empty tensor: torch.func knows no lists of what has gradients.
 _DIFFERENTIABLE = {
-    "prepare_keys": ("k v rate [v_first] [v_gate] k_k k_a [a0] [v0]", "new_k new_v a b"),
-    "gated_norm": ("y g weight [bias] [r] [k] [v] [r_k]", "out"),
+    "prepare_keys": ("k v rate [v_first] [v_gate] k_k k_a [a0] [v0] [r] [r_k]", "new_k new_v a b bonus"),
+    "gated_norm": ("y g weight [bias] [r] [k] [v] [r_k] [bonus]", "out"),
     "activate": ("x", "y"),
     "gated": ("x g", "y"),
     "token_shift": ("x mixes [amounts] [first] [cu_seqlens]", "mixed0 mixed1 mixed2 mixed3 mixed4 mixed5"),

@@ -20,6 +20,8 @@ from rwkv_jit.template import Parameter
 _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
+_MULTIPROCESSORS = 132  # where it is not known how many there are
+_MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 _ELEMENT_THREADS = 256
 _SHIFT_THREADS = 128
 _SHIFT_ROWS = 8  # tokens whose mixes a thread makes
@@ -38,12 +40,15 @@ OPS = {
         Op("shift_mix", dict(x="NC", add="NC", weight="C", bias="C", mixes="GC"), wide=("weight", "bias", "mixes")),
         Op(
             "prepare_keys",
-            dict(k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK"),
-            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0"),
+            dict(
+                k=_HEAD, v=_HEAD, rate=_HEAD, v_first=_HEAD, v_gate=_HEAD, k_k="HK", k_a="HK", a0="HK", v0="HK",
+                r=_HEAD, r_k="HK",
+            ),
+            wide=("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"),
         ),
         Op(
             "gated_norm",
-            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK"),
+            dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK", bonus=_HEAD),
             wide=("r_k", "weight", "bias"),
         ),
         Op("activate", dict(x="NC"), wide=()),
@@ -136,25 +141,28 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
 
 def prepare_keys(given: Given) -> Schedule:
     """Return the launch of `prepare_keys`."""
-    return _of_heads("prepare_keys", "k", given, keys_parameters(given), {})
+    blocks = (12, 8, 6)[("v_first" in given.types) + ("r_k" in given.types)]
+    return _of_heads("prepare_keys", "k", given, keys_parameters(given), {}, blocks)
 
 
 def keys_parameters(given: Given) -> dict[str, Parameter]:
     """Return the parameters that tell what makes keys apart."""
     flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
-    return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0"))}
+    flags["HAS_BONUS"] = "r_k" in given.types
+    return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
 
 
 def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
     """Return the launch of `gated_norm`."""
-    return _of_heads("gated_norm", "y", given, gated_norm_parameters(given, gate, norm), {"eps": eps})
+    blocks = 10 if "r_k" in given.types else 16
+    return _of_heads("gated_norm", "y", given, gated_norm_parameters(given, gate, norm), {"eps": eps}, blocks)
 
 
 def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
     """Return the parameters that tell norms apart."""
     return {
-        "HAS_BONUS": "r_k" in given.types, "HAS_BIAS": "bias" in given.types, "CENTERED": norm == "layer",
-        "GATE": GATES.index(gate), **types_of(given, ("r_k", "weight", "bias")),
+        "HAS_BONUS": "r_k" in given.types, "TAKES_BONUS": "bonus" in given.types, "HAS_BIAS": "bias" in given.types,
+        "CENTERED": norm == "layer", "GATE": GATES.index(gate), **types_of(given, ("r_k", "weight", "bias")),
     }  # fmt: skip
 
 
@@ -237,23 +245,40 @@ def activate(given: Given, kinds: Sequence[str], in_place: bool) -> Schedule:
     return _schedule("activate", given, vector, parameters, grid, bind)
 
 
-def _of_heads(name: str, lead: str, given: Given, more: dict[str, Parameter], bind: Mapping[str, Any]) -> Schedule:
-    """Return the launch of a kernel in which lanes share heads."""
+def _of_heads(
+    name: str, lead: str, given: Given, more: dict[str, Parameter], bind: Mapping[str, Any], blocks: int
+) -> Schedule:
+    """Return the launch of a kernel in which lanes share heads: as many blocks as run at once, if rows are many."""
+    vector = vector_of(given.sizes[1], given, lead)
+    parameters, slices = head_parameters(given, lead, vector, _HEAD_THREADS, blocks)
+    block_rows = rows_of_block(given, parameters, slices)
+    bind = {"rows": given.rows, "heads": given.sizes[0], "block_rows": block_rows, **bind}
+    grid = ceil(given.rows / block_rows), slices, 1
+    return _schedule(name, given, vector, parameters | more, grid, bind)
+
+
+def head_parameters(
+    given: Given, lead: str, vector: int, most_threads: int, blocks: int
+) -> tuple[dict[str, Parameter], int]:
+    """Return the parameters of a kernel in which lanes share heads, and how many blocks share a row.
+
+    A multiprocessor has `blocks` of `most_threads` with a piece each, or as many threads in smaller ones.
+    """
     heads, head_size = given.sizes
-    vector = vector_of(head_size, given, lead)
-    parameters, block_heads = head_parameters(given, lead, vector, _HEAD_THREADS)
-    grid = ceil(given.rows * heads / block_heads), 1, 1
-    return _schedule(name, given, vector, parameters | more, grid, {"rows": given.rows, "heads": heads, **bind})
-
-
-def head_parameters(given: Given, lead: str, vector: int, threads: int) -> tuple[dict[str, Parameter], int]:
-    """Return the parameters of a kernel in which lanes share heads, and how many heads a block has."""
-    head_size = given.sizes[1]
     lanes = min(32, 1 << (ceil(head_size / vector) - 1).bit_length())
+    threads = min(most_threads, 32 * ceil(heads * lanes / 32))
+    blocks = max(blocks * most_threads // (threads * ceil(head_size / (vector * lanes))), 1)
     parameters: dict[str, Parameter] = {
         "T_IO": given.types[lead], "HEAD_SIZE": head_size, "VECTOR": vector, "LANES": lanes, "NUM_THREADS": threads,
+        "BLOCKS_PER_SM": min(blocks, _MOST_BLOCKS),
     }  # fmt: skip
-    return parameters, threads // lanes
+    return parameters, ceil(heads * lanes / threads)
+
+
+def rows_of_block(given: Given, parameters: Mapping[str, Parameter], slices: int, least: int = 1) -> int:
+    """Return how many rows a block has where as many blocks are launched as run at once, or fewer with `least` rows."""
+    most = max(int(parameters["BLOCKS_PER_SM"]) * (given.gpu.multiprocessors or _MULTIPROCESSORS) // slices, 1)
+    return max(ceil(given.rows / most), min(least, given.rows))
 
 
 def _schedule(

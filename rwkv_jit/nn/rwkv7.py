@@ -229,10 +229,9 @@ class RWKV7TimeMix(nn.Module):
         y, v_first : torch.Tensor, shape (B, T, C)
         state : torch.Tensor, shape (N, H, V, K)
         """
-        inputs, gate, v_first = self._inputs(mixed, v_first)
+        inputs, gate, v_first, (bonus,) = self._inputs(mixed, v_first, {"r_k": self.r_k})
         y, after = parts.recur(wkv7, inputs, state, cu_seqlens, shard, decay="sigmoid")
-        r, _, k, v, _, _ = inputs
-        return self._output(y, gate, r, k, v), v_first, after
+        return self._output(y, gate, bonus=bonus), v_first, after
 
     def step(
         self, mixed: Tensor, v_first: Tensor | None, states: Tensor, slots: Tensor | None, null_index: int
@@ -256,34 +255,38 @@ class RWKV7TimeMix(nn.Module):
         -------
         y, v_first : torch.Tensor, shape (B, C)
         """
-        (r, w, k, v, a, b), gate, v_first = self._inputs(mixed.unbind(), v_first)
+        (r, w, k, v, a, b), gate, v_first, _ = self._inputs(mixed.unbind(), v_first, {})
         y = wkv7_update(states, r, w, k, v, a, b, state_indices=slots, null_index=null_index, decay="sigmoid")
-        return self._output(y, gate, r, k, v), v_first
+        return self._output(y, gate, r=r, k=k, v=v, r_k=self.r_k), v_first
 
     def mixes(self) -> Tensor:
         """Return how much of the token before is in each mix, [6, C]."""
         return torch.cat([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]).view(6, self.width)
 
-    def _inputs(self, mixed: Any, v_first: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return what the recurrence reads, the gate of what it makes, and the first layer's values."""
+    def _inputs(
+        self, mixed: Any, v_first: Tensor | None, of_bonus: dict[str, Tensor]
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor]]:
+        """Return what the recurrence reads, the gate of what it makes, the first layer's values, and a bonus if asked.
+
+        The bonus is made with the keys where gradients may be wanted: so they have one source for k, and one for v.
+        """
         xr, xw, xk, xv, xa, xg = mixed
         r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
         w = self._decay(activate(xw @ self.w1, "tanh"))
         rate = xa @ self.a1 @ self.a2
         gate = activate(xg @ self.g1, "sigmoid") @ self.g2
         r, w, k, by_head = (x.unflatten(-1, (self.heads, self.head_size)) for x in (r, w, k, v))
-        factors = self.k_k.view(-1), self.k_a.view(-1)
-        a0 = self.a0.view(-1)
+        more: dict[str, Any] = {"a0": self.a0.view(-1)}
+        if of_bonus:
+            more |= {"r": r, **of_bonus}
         if self.is_first:
-            k, _, a, b = prepare_keys(k, by_head, rate, *factors, a0=a0)
-            return [r, w, k, by_head, a, b], gate, v
-        if v_first is None:
+            v_first = v
+        elif v_first is None:
             raise ValueError(f"v_first: layer {self.layer} needs the values of the first layer, got None")
-        v_gate = xv @ self.v1 @ self.v2
-        k, by_head, a, b = prepare_keys(
-            k, by_head, rate, *factors, a0=a0, v_first=v_first, v_gate=v_gate, v0=self.v0.view(-1)
-        )
-        return [r, w, k, by_head, a, b], gate, v_first
+        else:
+            more |= {"v_first": v_first, "v_gate": xv @ self.v1 @ self.v2, "v0": self.v0.view(-1)}
+        k, v, a, b, *bonus = prepare_keys(k, by_head, rate, self.k_k.view(-1), self.k_a.view(-1), **more)
+        return [r, w, k, v, a, b], gate, v_first, bonus
 
     def _decay(self, hidden: Tensor) -> Tensor:
         """Return w. w0 is the bias of its product but where that would round it: it stays float32 under autocast."""
@@ -292,9 +295,8 @@ class RWKV7TimeMix(nn.Module):
             return nn.functional.linear(hidden, self.w2.t(), w0)
         return w0 + hidden @ self.w2
 
-    def _output(self, y: Tensor, gate: Tensor, r: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        norm = self.ln_x.weight, self.ln_x.bias
-        y = gated_norm(y, gate, *norm, r, k, v, self.r_k, eps=self.ln_x.eps)
+    def _output(self, y: Tensor, gate: Tensor, **bonus: Any) -> Tensor:
+        y = gated_norm(y, gate, self.ln_x.weight, self.ln_x.bias, **bonus, eps=self.ln_x.eps)
         return self.output(y)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

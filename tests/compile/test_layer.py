@@ -103,9 +103,11 @@ def test_prompts_do_not_spill(channels, arch):
 WAYS = [
     ("token_shift", ("amounts", "first"), 6, ()), ("token_shift", ("amounts",), 1, ()), ("token_shift", (), 5, ()),
     ("token_shift", ("first",), 6, ()), ("prepare_keys", ("v_first", "v_gate", "v0"), 6, ()),
-    ("prepare_keys", (), 6, ()), ("gated_norm", (), 6, ()), ("gated", (), 6, ()), ("activate", (), 6, ()),
-    ("gated_norm", ("r", "k", "v", "r_k"), 6, ("silu", "layer")),
-    ("gated_norm", ("r", "k", "v", "r_k", "bias"), 6, ("sigmoid", "rms")),
+    ("prepare_keys", (), 6, ()), ("prepare_keys", ("r", "r_k"), 6, ()), ("gated_norm", ("bonus",), 6, ()),
+    ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), 6, ()), ("gated_norm", ("r", "k", "v", "r_k"), 6, ()),
+    ("gated", (), 6, ()), ("activate", (), 6, ()),
+    ("gated_norm", ("r", "k", "v", "r_k", "bonus"), 6, ("silu", "layer")),
+    ("gated_norm", ("r", "k", "v", "r_k", "bonus", "bias"), 6, ("sigmoid", "rms")),
     ("norm_shift", ("add", "first"), 6, ()), ("norm_shift", (), 1, ()), ("norm_shift", ("first",), 5, ()),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from rwkv_jit import ahead, kernel, nn, tensors
 from rwkv_jit.nn import mixing, rwkv5, rwkv6
 
 MODELS = {"RWKV5": "wkv5", "RWKV6": "wkv6", "RWKV7": "wkv7"}
-WIDTH, HEAD_SIZE = 32, 16
+WIDTH, HEAD_SIZE = 288, 16  # heads enough that threads of a block differ from those of one head
 OF_TRAINING = {"layer_gated_norm", "layer_activate", "layer_loss_forward", "layer_loss_backward"}
 BACKWARD = {"layer_gated_norm_backward", "layer_activate_backward", "sum_rows"}
 OF_FAMILY = {

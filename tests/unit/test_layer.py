@@ -408,7 +408,9 @@ def test_what_is_not_given_is_null(on_gpu):
     del keys["a0"]
     assert rwkv_jit.prepare_keys(**keys)[1] is keys["v"]
     (launch,) = on_gpu.take()
-    assert {n for n, x in launch.addresses.items() if not x} == {"v_first", "v_gate", "a0", "v0", "new_v"}
+    assert {n for n, x in launch.addresses.items() if not x} == {
+        "v_first", "v_gate", "a0", "v0", "new_v", "r", "r_k", "bonus",
+    }  # fmt: skip
 
 
 def test_nothing_is_launched_for_nothing(on_gpu):
@@ -426,11 +428,12 @@ def test_results_are_those_of_the_kernel(on_gpu):
         (launch,) = on_gpu.take()
         made = {n: launch.named[n] for n in ("new_k", "new_v", "a", "b")}
         assert made == {"new_k": k.data_ptr(), "new_v": v.data_ptr(), "a": a.data_ptr(), "b": b.data_ptr()}
-        assert (launch.named["rows"], launch.named["heads"], launch.grid) == (B, H, (1, 1, 1))
+        assert (launch.named["rows"], launch.named["heads"], launch.named["block_rows"]) == (B, H, 1)
+        assert launch.grid == (B, 1, 1)
         out = rwkv_jit.gated_norm(**make_norm())
         (launch,) = on_gpu.take()
         assert (launch.named["out"], launch.named["eps"]) == (out.data_ptr(), pytest.approx(64e-5))
-        assert launch.grid == (1, 1, 1)
+        assert launch.grid == (B, 1, 1)
         x = torch.ones(4, 2, 3)
         y = rwkv_jit.activate(x, list(layer_steps.KINDS))
         assert rwkv_jit.activate(x, list(layer_steps.KINDS), out=x) is x
@@ -744,4 +747,7 @@ def test_lanes_have_all_of_a_head(size, heads, rows, io, alignment):
     assert lanes == 1 or lanes * vector < 2 * size
     assert is_whole(size, vector, [BYTES[io]], alignment) or vector == 1
     assert not is_whole(size, 2 * vector, [BYTES[io]], alignment)
-    assert step.grid[0] * (threads // lanes) >= rows * heads
+    assert step.grid[1] * (threads // lanes) >= heads
+    assert (step.grid[1] - 1) * (threads // lanes) < heads
+    assert step.grid[0] * step.bind["block_rows"] >= rows
+    assert (step.grid[0] - 1) * step.bind["block_rows"] < rows
