@@ -1,5 +1,6 @@
 """The whole models of RWKV-5 and 6 on the GPU against float64 on the CPU; and what all of them compile ahead."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ B, T = 3, 70
 BOUNDS = (0, 0, 31, 31, T)
 # Of what comes out, and of gradients: each in float32, and all together in 16 bits, where those of mixes and low-rank
 # matrices are sums of roundings of both signs.
-LIMITS = {torch.bfloat16: (0.1, 0.5), torch.float16: (1.5e-2, 0.1), torch.float32: (1e-4, 1e-3)}
+LIMITS = {torch.bfloat16: (0.1, 0.25), torch.float16: (1.5e-2, 0.05), torch.float32: (1e-4, 1e-3)}
 EVERY_DTYPE = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 
@@ -64,9 +65,20 @@ def check(model, exact, tokens, limits, bounds=None, dtype=None):
     both = {own: (x.cpu(), exact_grads[own]) for own, x in grads.items()}
     if limits != LIMITS[torch.float32]:
         both = {"all": [torch.cat([x.double().flatten() for x in each]) for each in zip(*both.values(), strict=True)]}
+        if comparing.relative(*both["all"]) >= of_gradients:  # one model in fifty is one that any rounding harms
+            of_gradients = 1.5 * comparing.relative(rounded(model, tokens, state, bounds), both["all"][1])
     for own, (x, y) in both.items():
         assert comparing.relative(x, y) < of_gradients, own
     return found
+
+
+def rounded(model, tokens, state, bounds):
+    """The gradients of plain torch on the CPU in the model's precision, one behind the other."""
+    model = copy.deepcopy(model).cpu()
+    state = [type(x)(*(part.detach().cpu().requires_grad_() for part in x)) for x in state]
+    with torch.autocast("cpu", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")):
+        found = nn_cases.flat(*model(tokens, state, bounds, return_state=True))
+    return torch.cat([x.double().flatten() for x in gradients(model, found, state).values()])
 
 
 @MODELS
