@@ -46,6 +46,8 @@ def _run(arguments: list[str]) -> int:
     if parsed.command is None:
         parser.print_help()
         return 0
+    if parsed.command == "run":
+        return _run_script(parsed)
     from rwkv_jit import commands, stats
     from rwkv_jit.errors import RwkvJitError
 
@@ -63,6 +65,22 @@ def _run(arguments: list[str]) -> int:
         print(f"{parsed.program}: {_in_options(str(error), parsed, arguments)}", file=sys.stderr)
         return 2
     return 0 if result.get("passed", True) else 1
+
+
+def _run_script(parsed: argparse.Namespace) -> int:
+    """Run a script as Python does, which says itself what goes wrong in it."""
+    import runpy
+
+    from rwkv_jit import compat
+
+    if not os.path.isfile(parsed.script):
+        print(f"{parsed.program}: script: expected a Python file, got {parsed.script!r}", file=sys.stderr)
+        return 2
+    compat.install()
+    sys.argv = [parsed.script, *parsed.arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(parsed.script))
+    runpy.run_path(parsed.script, run_name="__main__")
+    return 0
 
 
 def _in_options(message: str, parsed: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -103,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--digest", action="store_true", help=_DIGEST)
     _add_build(_add(commands, "warm", "compile kernels into the cache, each once, whatever ranks ask for it at once"))
     _add_show(_add(commands, "show", "source, PTX, machine code or resources of a kernel"))
+    _add_run(commands)
     summary = "look after the kernels on disk"
     cache = commands.add_parser("cache", help=summary, description=_sentence(summary))
     _add_cache(cache.add_subparsers(required=True, metavar="command"))
@@ -120,6 +139,14 @@ def _add(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     function = "_".join(parser.prog.split()[1:])
     parser.set_defaults(function=function, program=parser.prog)
     return parser
+
+
+def _add_run(commands: Any) -> None:
+    summary = "run a script with rwkv_jit in the place of the extensions that it would compile"
+    run = commands.add_parser("run", help=summary, description=_sentence(summary))
+    run.add_argument("script", help="a Python file")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script finds in sys.argv")
+    run.set_defaults(program=run.prog)
 
 
 def add_cases(parser: argparse.ArgumentParser) -> None:

@@ -63,7 +63,7 @@ def test_no_command_prints_the_commands(run):
     code, printed, said = run()
     assert (code, said) == (0, "")
     assert [line.split()[0] for line in printed.splitlines() if line.startswith("    ") and line[4] != " "] == [
-        "demo", "doctor", "info", "bench", "profile", "tune", "build", "warm", "show", "cache",
+        "demo", "doctor", "info", "bench", "profile", "tune", "build", "warm", "show", "run", "cache",
     ]  # fmt: skip
 
 

@@ -473,11 +473,11 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench
-bench.layers
-profiling tune demo
-doctor
-commands
-cli
+bench.layers compat
+compat.buffers profiling tune demo
+compat.channels compat.delta compat.diagonal doctor
+compat.extensions commands
+compat.loading cli
 __main__
 """
 LINES = {name: line for line, names in enumerate(ORDER.split("\n")) for name in names.split()}
@@ -486,7 +486,7 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "nn", "parallel", "__main__",
+    "ops.options", "commands", "cli", "compat", "nn", "parallel", "__main__",
 }  # fmt: skip
 
 

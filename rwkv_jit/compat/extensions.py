@@ -1,0 +1,123 @@
+"""What extensions of RWKV projects are called, the ops that each defines, and who runs them here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rwkv_jit.compat import channels, delta, diagonal
+
+_SIZES = "int B, int T, int C, int H"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An op: its arguments as torch's schemas write them, and what runs it."""
+
+    schema: str
+    run: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The ops of an extension. Without a namespace it is a module of Python alone."""
+
+    namespace: str
+    ops: Mapping[str, Entry]
+
+
+def _entry(run: Callable[..., None], given: str, filled: str, begin: str = "") -> Entry:
+    """Return an op that reads tensors and fills others. An exclamation mark stands behind a read one that it fills."""
+    arguments, alias = [begin] if begin else [], 0
+    for name in [*given.split(), *(f"{x}!" for x in filled.split())]:
+        if ":" in name:  # a number, as float:eps
+            arguments.append(name.replace(":", " "))
+        elif name.endswith("!"):
+            arguments.append(f"Tensor({chr(ord('a') + alias)}!) {name[:-1]}")
+            alias += 1
+        else:
+            arguments.append(f"Tensor {name}")
+    return Entry(f"({', '.join(arguments)}) -> ()", run)
+
+
+def _pair(forward: Entry, backward: Entry) -> dict[str, Entry]:
+    return {"forward": forward, "backward": backward}
+
+
+_CLAMPW = _pair(
+    _entry(delta.clampw_forward, "r w k v a b", "y s sa"),
+    _entry(delta.clampw_backward, "r w k v a b dy s sa", "dr dw dk dv da db"),
+)
+_IN_PLACE = _entry(delta.forward_in_place, "state! r w k v a b", "y", _SIZES)
+_BY_DTYPE = ("fp16", "bf16", "fp32")
+_RWKV6_STATE = _pair(
+    _entry(diagonal.rwkv6_state_forward, "r k v w u s", "y", _SIZES),
+    _entry(diagonal.rwkv6_state_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
+)
+_RWKV4 = _pair(
+    _entry(channels.rwkv4_forward, "w u k v", "y", "int B, int T, int C"),
+    _entry(channels.rwkv4_backward, "w u k v y gy", "gw gu gk gv", "int B, int T, int C"),
+)
+
+NAMES: dict[str, Extension] = {
+    "wind_backstepping": Extension("wind_backstepping", _pair(
+        _entry(delta.backstepping_forward, "w q k v z a", "y s sa"),
+        _entry(delta.backstepping_backward, "w q k v z a dy s sa", "dw dq dk dv dz da"),
+    )),
+    "rwkv7_clampw": Extension("rwkv7_clampw", _CLAMPW),
+    "rwkv7_clampw_v3": Extension("rwkv7_clampw_v3", _CLAMPW),
+    "rwkv7_clampw128_v2": Extension("rwkv7_clampw128_v2", _CLAMPW),
+    "rwkv7_state_clampw": Extension("rwkv7_state_clampw", _pair(
+        _entry(delta.state_forward, "s0 r w k v a b", "y s sa"),
+        _entry(delta.state_backward, "r w k v a b dy s sa", "ds0 dr dw dk dv da db"),
+    )),
+    "rwkv7_statepassing_clampw": Extension("rwkv7_statepassing_clampw", _pair(
+        _entry(delta.passing_forward, "s0 r w k v a b", "y sT s sa"),
+        _entry(delta.passing_backward, "r w k v a b dy dsT s sa", "ds0 dr dw dk dv da db"),
+    )),
+    "wkv7": Extension("wkv7", {"forward": _entry(delta.forward, "r w k v a b", "y", _SIZES)}),
+    "wkv7s": Extension("wkv7s", {"forward": _IN_PLACE, **{f"forward_{x}": _IN_PLACE for x in _BY_DTYPE}}),
+    "rwkv7_state_fwd_fp16": Extension("rwkv7_state_fwd_fp16", {"forward": _IN_PLACE}),
+    "wkv6": Extension("wkv6", _pair(
+        _entry(diagonal.rwkv6_forward, "r k v w u", "y", _SIZES),
+        _entry(diagonal.rwkv6_backward, "r k v w u gy", "gr gk gv gw gu", _SIZES),
+    )),
+    "wkv6state": Extension("wkv6state", _RWKV6_STATE),
+    "wkv6b": Extension("wkv6b", _RWKV6_STATE),
+    "wkv5": Extension("wkv5", _pair(
+        _entry(diagonal.rwkv5_forward, "r k v w u", "y", _SIZES),
+        _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES),
+    )),
+    "rwkv5": Extension("rwkv5", {
+        f"forward_{x}": _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
+    }),
+    "rwkv6": Extension("rwkv6", {
+        f"forward_{x}": _entry(diagonal.rwkv6_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
+    }),
+    "wkv": Extension("wkv", _RWKV4),
+    "timex": Extension("timex", _pair(
+        _entry(channels.timex_forward, "w k out! float:eps int:B int:C int:T", ""),
+        _entry(channels.timex_backward, "w k gy gw! gk! int:B int:C int:T", ""),
+    )),
+    "wkv_cuda": Extension("rwkv", {
+        "wkv_forward": _entry(channels.rwkv4_in_place, "w u k v", "y aa bb pp", "int B, int T, int C"),
+        "mm8_seq": _entry(channels.mm8_seq, "x w mx rx my ry", "y", "int B, int N, int M"),
+        "mm8_one": _entry(channels.mm8_one, "x w mx rx my ry", "y", "int N, int M"),
+        "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c"),
+    }),
+}  # fmt: skip
+_LONGEST_IN_NAME = re.compile(r"wkv_\d+(_bf16)?")  # a build for at most so many tokens
+
+
+def find(name: Any) -> Extension | None:
+    """Return the extension of a name that `load` is called with; None of one that is not known."""
+    if isinstance(name, str) and _LONGEST_IN_NAME.fullmatch(name):
+        name = "wkv"
+    return NAMES.get(name)
+
+
+def ops_of(namespace: str) -> set[str]:
+    """Return the names of the ops that stand in a namespace."""
+    return {op for extension in NAMES.values() if extension.namespace == namespace for op in extension.ops}

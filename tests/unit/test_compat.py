@@ -1,0 +1,356 @@
+"""Extensions of RWKV projects without a compiler: each op that they define, against float64, and who answers for it."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import rwkv_jit
+from rwkv_jit import compat
+from rwkv_jit.compat import extensions, loading
+from rwkv_jit.errors import RwkvJitError
+
+B, T, H, N = 2, 19, 3, 8
+C = H * N
+torch_load = cpp_extension.load
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    compat.install()
+    yield
+    compat.uninstall()
+    assert cpp_extension.load is torch_load
+
+
+def load(name, **options):
+    return cpp_extension.load(name=name, sources=["nowhere.cpp"], is_python_module=False, **options)
+
+
+def rows(*shape, dtype=torch.float32, scale=0.5):
+    return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype)
+
+
+def delta_inputs(dtype):
+    r, k, v, w = (rows(B, T, H, N, dtype=dtype) for _ in range(4))
+    direction = torch.nn.functional.normalize(rows(B, T, H, N, dtype=torch.float64), dim=-1)
+    return r, w, k, v, (-direction).to(dtype), (direction * 0.5).to(dtype)
+
+
+def exact(function, inputs, dy, dlast=None, **options):
+    """Y, the last state and the gradients in float64."""
+    leaves = [x.double().requires_grad_() for x in inputs]
+    y, last = function(*leaves, **options)
+    y, dy = (y, dy.double().reshape(y.shape))
+    results, grads = ([y], [dy]) if dlast is None else ([y, last], [dy, dlast.double()])
+    return y.detach(), last, torch.autograd.grad(results, leaves, grads)
+
+
+def check(found, want, dtype):
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    for x, y in zip(found, want, strict=True):
+        y = y.reshape(x.shape)
+        assert (x.double() - y).norm() <= limit * y.norm()
+
+
+def empty(*shapes, dtype=torch.float32):
+    return [torch.full(shape, torch.nan, dtype=dtype) for shape in shapes]
+
+
+def scratch():
+    return torch.empty(B, H, T // 16, N, N), torch.empty(B, T, H, N)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["rwkv7_clampw", "rwkv7_clampw_v3", "rwkv7_clampw128_v2"])
+def test_clampw(name, dtype):
+    load(name)
+    inputs, dy = delta_inputs(dtype), rows(B, T, H, N, dtype=dtype)
+    y, grads = empty(*[(B, T, H, N)], dtype=dtype)[0], empty(*[(B, T, H, N)] * 6, dtype=dtype)
+    s, sa = scratch()
+    ops = getattr(torch.ops, name)
+    ops.forward(*inputs, y, s, sa)
+    ops.backward(*inputs, dy, s, sa, *grads)
+    want, _, of = exact(rwkv_jit.wkv7_ref, inputs, dy, decay="sigmoid")
+    check([y, *grads], [want, *of], dtype)
+
+
+@DTYPES
+def test_backstepping(dtype):
+    load("wind_backstepping")
+    r, w, k, v, a, b = delta_inputs(dtype)
+    dy, y = rows(B, T, H, N, dtype=dtype), *empty((B, T, H, N), dtype=dtype)
+    dw, dq, dk, dv, dz, da = grads = empty(*[(B, T, H, N)] * 6, dtype=dtype)
+    s, sa = scratch()
+    torch.ops.wind_backstepping.forward(w, r, k, v, a, b, y, s, sa)
+    torch.ops.wind_backstepping.backward(w, r, k, v, a, b, dy, s, sa, *grads)
+    want, _, of = exact(rwkv_jit.wkv7_ref, (r, w, k, v, a, b), dy)
+    check([y, dq, dw, dk, dv, dz, da], [want, *of], dtype)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_clampw_from_a_state(passes):
+    name = "rwkv7_statepassing_clampw" if passes else "rwkv7_state_clampw"
+    load(name)
+    inputs, s0, dy, dlast = (
+        delta_inputs(torch.float32), rows(B, H, N, N), rows(B, T, H, N), rows(B, H, N, N) if passes else None
+    )  # fmt: skip
+    y, last, ds0, *grads = empty((B, T, H, N), (B, H, N, N), (B, H, N, N), *[(B, T, H, N)] * 6)
+    s, sa = scratch()
+    ops = getattr(torch.ops, name)
+    ops.forward(s0, *inputs, *([y, last] if passes else [y]), s, sa)
+    ops.backward(*inputs, *([dy, dlast] if passes else [dy]), s, sa, ds0, *grads)
+
+    def call(s0, *inputs):
+        return rwkv_jit.wkv7_ref(*inputs, initial_state=s0, output_final_state=True, decay="sigmoid")
+
+    want, final, of = exact(call, (s0, *inputs), dy, dlast)
+    check([y, ds0, *grads], [want, *of], torch.float32)
+    if passes:
+        check([last], [final], torch.float32)
+
+
+def test_state_that_the_scratch_cannot_hold():
+    load("rwkv7_state_clampw")
+    inputs, y = delta_inputs(torch.float32), *empty((B, T, H, N))
+    with pytest.raises(
+        ValueError, match=r"s: expected a contiguous tensor of at least 384 elements.*\(2, 3, 0, 8, 8\)"
+    ):
+        torch.ops.rwkv7_state_clampw.forward(
+            torch.zeros(B, H, N, N), *inputs, y, torch.empty(B, H, 0, N, N), torch.empty(B, T, H, N)
+        )
+    assert y.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [("wkv7s", "forward"), ("wkv7s", "forward_bf16"), ("rwkv7_state_fwd_fp16", "forward")]
+)
+def test_rwkv7_in_place(name, op):
+    load(name)
+    inputs, state, y = delta_inputs(torch.float32), rows(B, H, N, N), *empty((B, T, C))
+    want, last = rwkv_jit.wkv7_ref(*(x.double() for x in inputs), initial_state=state.double(), output_final_state=True)
+    getattr(getattr(torch.ops, name), op)(B, T, C, H, state, *(x.reshape(B, T, C) for x in inputs), y)
+    check([y, state], [want, last], torch.float32)
+
+
+def test_rwkv7_from_no_state():
+    load("wkv7")
+    inputs, y = delta_inputs(torch.float32), *empty((B, T, C))
+    torch.ops.wkv7.forward(B, T, C, H, *(x.reshape(B, T, C) for x in inputs), y)
+    check([y], [rwkv_jit.wkv7_ref(*(x.double() for x in inputs))[0]], torch.float32)
+
+
+def diagonal_inputs(dtype):
+    return [*(rows(B, T, C, dtype=dtype) for _ in range(4)), rows(H, N, dtype=dtype)]
+
+
+def by_heads(r, k, v, w, u):
+    return [*(x.view(B, T, H, N) for x in (r, k, v, w)), u]
+
+
+@DTYPES
+def test_rwkv6(dtype):
+    """In bfloat16 w is the model's own, in float32 the log-decay; the gradient is always that of the model's own."""
+    load("wkv6")
+    r, k, v, w, u = diagonal_inputs(dtype)
+    given = -torch.exp(w) if dtype == torch.float32 else w
+    dy, y = rows(B, T, C, dtype=dtype), *empty((B, T, C), dtype=dtype)
+    grads = empty(*[(B, T, C)] * 4, (B, C), dtype=dtype)
+    torch.ops.wkv6.forward(B, T, C, H, r, k, v, given, u, y)
+    torch.ops.wkv6.backward(B, T, C, H, r, k, v, given, u, dy, *grads)
+    want, _, of = exact(rwkv_jit.wkv6_ref, by_heads(r, k, v, w, u), dy)
+    check([y, *grads[:4], grads[4].sum(0)], [want, *of], dtype)
+
+
+@pytest.mark.parametrize("name", ["wkv6state", "wkv6b"])
+@pytest.mark.parametrize("own", [False, True], ids=["one state", "a state each"])
+def test_rwkv6_from_a_state(name, own):
+    module = load(name)
+    r, k, v, w, u = diagonal_inputs(torch.bfloat16)
+    s = rows(*([B] if own else []), H, N, N, dtype=torch.bfloat16)
+    dy, y = rows(B, T, C, dtype=torch.bfloat16), *empty((B, T, C), dtype=torch.bfloat16)
+    grads = empty(*[(B, T, C)] * 4, (B, C), (B, H, N, N), dtype=torch.bfloat16)
+    module.forward(B, T, C, H, r, k, v, w, u, s, y)
+    module.backward(B, T, C, H, r, k, v, w, u, s, dy, *grads)
+
+    def call(s, *inputs):
+        return rwkv_jit.wkv6_ref(*inputs, initial_state=s if own else s.expand(B, H, N, N))
+
+    want, _, of = exact(call, (s, *by_heads(r, k, v, w, u)), dy)
+    of_state = grads[5] if own else grads[5].sum(0)
+    check([y, of_state, *grads[:4], grads[4].sum(0)], [want, *of], torch.bfloat16)
+
+
+@DTYPES
+def test_rwkv5(dtype):
+    module = load("wkv5")
+    r, k, v = (rows(B, T, C, dtype=dtype) for _ in range(3))
+    w, u = rows(H, N), rows(H, N, dtype=dtype)
+    ew = -torch.exp(w)
+    dy, y = rows(B, T, C, dtype=dtype), *empty((B, T, C), dtype=dtype)
+    grads = empty(*[(B, T, C)] * 3, (B, C), (B, C), dtype=dtype)
+    module.forward(B, T, C, H, r, k, v, torch.exp(ew), u, y)
+    module.backward(B, T, C, H, r, k, v, torch.exp(ew), ew, u, dy, *grads)
+    want, _, of = exact(rwkv_jit.wkv5_ref, [*(x.view(B, T, H, N) for x in (r, k, v)), w, u], dy)
+    check([y, *grads[:3], grads[3].sum(0), grads[4].sum(0)], [want, *of], dtype)
+
+
+@pytest.mark.parametrize("name", ["rwkv5", "rwkv6"])
+def test_rwkv5_and_6_in_place(name):
+    module = load(name)
+    r, k, v, w, u = diagonal_inputs(torch.float32)
+    w = torch.exp(-torch.exp(w))
+    if name == "rwkv5":
+        w = w[0, 0].view(H, N)
+    state, y = rows(B, H, N, N), *empty((B, T, C))
+    reference = getattr(rwkv_jit, name.replace("rw", "w") + "_ref")
+    heads = [*(x.view(B, T, H, N) for x in (r, k, v)), w.view(B, T, H, N) if name == "rwkv6" else w, u]
+    want, last = reference(
+        *(x.double() for x in heads), initial_state=state.double(), output_final_state=True, decay="direct"
+    )
+    module.forward_fp32(B, T, C, H, state, r, k, v, w, u, y)
+    check([y, state], [want, last], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["wkv", "wkv_1024", "wkv_4096_bf16"])
+@pytest.mark.parametrize("with_y", [False, True])
+def test_rwkv4(name, with_y):
+    module = load(name)
+    w, u, k, v, dy = rows(C), rows(C), rows(B, T, C), rows(B, T, C), rows(B, T, C)
+    y, gw, gu, gk, gv = empty((B, T, C), (B, C), (B, C), (B, T, C), (B, T, C))
+    module.forward(B, T, C, -torch.exp(w), u, k, v, y)
+    module.backward(B, T, C, -torch.exp(w), u, k, v, *([y] if with_y else []), dy, gw, gu, gk, gv)
+    want, _, of = exact(rwkv_jit.wkv4_ref, (w, u, k, v), dy)
+    check([y, gw.sum(0), gu.sum(0), gk, gv], [want, *of], torch.float32)
+
+
+def test_timex():
+    module = load("timex")
+    w, k, dy = rows(C, T), rows(B, C, T), rows(B, C, T)
+    out, gw, gk = empty((B, C, T), (B, C, T), (B, C, T))
+    module.forward(w, k, out, 0.25, B, C, T)
+    torch.ops.timex.backward(w, k, dy, gw, gk, B, C, T)
+    leaves = [x.double().requires_grad_() for x in (w, k)]
+    want = rwkv_jit.timex_ref(*leaves, 0.25)
+    check([out, gw.sum(0), gk], [want.detach(), *torch.autograd.grad(want, leaves, dy.double())], torch.float32)
+
+
+def test_ops_of_the_rwkv_package():
+    load("wkv_cuda")
+    w, u, k, v = -torch.exp(rows(C)), rows(C), rows(T, C), rows(T, C)
+    state, y = [rows(C), rows(C).abs() + 1, rows(C)], *empty((T, C))
+    want, last = rwkv_jit.wkv4_ref(
+        *(x.double() for x in (w, u, k[None], v[None])), initial_state=torch.stack(state)[None].double(),
+        output_final_state=True, decay="log",
+    )  # fmt: skip
+    torch.ops.rwkv.wkv_forward(1, T, C, w, u, k, v, y, *state)
+    check([y, *state], [want, *last[0]], torch.float32)
+    rows_, weights = rows(4, 6), torch.randint(256, (6, 5), dtype=torch.uint8)
+    mx, rx, my, ry = rows(5), rows(5), rows(6, 1), rows(6, 1)
+    many, one = empty((4, 5), (5,))
+    torch.ops.rwkv.mm8_seq(4, 6, 5, rows_, weights, mx, rx, my, ry, many)
+    torch.ops.rwkv.mm8_one(6, 5, rows_[0], weights, mx, rx, my, ry, one)
+    product = rows_.double() @ ((weights.double() + 0.5) * ry * rx + my + mx)
+    check([many, one], [product, product[0]], torch.float32)
+    for dtype in (torch.float16, torch.float32):
+        a, b, c = rows(1, 6).half(), rows(6, 5).half(), *empty((5,), dtype=dtype)
+        torch.ops.rwkv.gemm_fp16_cublas(a, b, c)
+        check([c], [(a.double() @ b.double())[0]], torch.float16)
+
+
+# ---- who answers -------------------------------------------------------------------------------------------------
+
+
+def test_other_names_are_built_by_torch(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_torch_load", lambda *given, **named: (given, named))
+        assert cpp_extension.load("mine", ["a.cpp"], verbose=True) == (("mine", ["a.cpp"]), {"verbose": True})
+        assert cpp_extension.load(name="wkv_x", sources=[]) == (("wkv_x",), {"sources": []})
+
+
+def test_flags_are_ignored_and_a_second_head_size_is_right():
+    for _ in range(2):
+        load("wkv7s", extra_cuda_cflags=["-D_N_=64", "-Xptxas -O3"], extra_include_paths=["é 中"])
+    for size in (4, 12):
+        inputs = [x[..., :4].repeat(1, 1, 1, size // 4).contiguous() / 2 for x in delta_inputs(torch.float32)]
+        state, y = torch.zeros(B, H, size, size), *empty((B, T, H * size))
+        torch.ops.wkv7s.forward(B, T, H * size, H, state, *(x.flatten(2) for x in inputs), y)
+        check([y], [rwkv_jit.wkv7_ref(*(x.double() for x in inputs))[0]], torch.float32)
+
+
+def test_uninstall_takes_the_ops_away_and_install_brings_them_back():
+    load("wkv7")
+    assert hasattr(torch.ops.wkv7, "forward")
+    compat.uninstall()
+    assert cpp_extension.load is torch_load
+    assert not hasattr(torch.ops.wkv7, "forward")
+    compat.install()
+    compat.install()
+    test_rwkv7_from_no_state()
+
+
+def test_ops_that_another_extension_defined_are_an_error_and_stay():
+    library = torch.library.Library("wkv5", "FRAGMENT")
+    library.define("backward(Tensor x) -> Tensor")
+    with pytest.raises(RwkvJitError, match=r"torch\.ops\.wkv5\.backward is defined already.*call install\(\) first"):
+        load("wkv5")
+    assert not hasattr(torch.ops.wkv5, "forward")
+    library._destroy()
+    torch.ops.wkv5.__dict__.pop("backward", None)
+
+
+def test_scripts_of_torch_find_the_ops():
+    load("wkv7s")
+
+    @torch.jit.script
+    def run(T: int, C: int, H: int, state, r, w, k, v, a, b):
+        y = torch.empty_like(r)
+        torch.ops.wkv7s.forward(1, T, C, H, state, r, w, k, v, a, b, y)
+        return y
+
+    inputs = [x[:1] for x in delta_inputs(torch.float32)]
+    state = torch.zeros(H, N, N)
+    y = run(T, C, H, state, *(x.reshape(T, C) for x in inputs))
+    want, last = rwkv_jit.wkv7_ref(*(x.double() for x in inputs), output_final_state=True)
+    check([y, state], [want, last], torch.float32)
+
+
+def test_every_op_has_a_schema_that_torch_takes():
+    for name, extension in extensions.NAMES.items():
+        module = load(name)
+        for op in extension.ops:
+            assert getattr(getattr(torch.ops, extension.namespace), op).default._schema.is_mutable
+            assert callable(getattr(module, op))
+
+
+SCRIPT = """
+import sys
+from torch.utils.cpp_extension import load
+load(name="wkv7", sources=["wkv7.cu"], is_python_module=False)
+import torch
+y = torch.empty(1, 3, 4)
+torch.ops.wkv7.forward(1, 3, 4, 2, *(torch.ones(1, 3, 4) for _ in range(6)), y)
+print(sys.argv[1:], __name__, bool(y.isfinite().all()))
+"""
+
+
+def test_run_a_script(tmp_path):
+    script = tmp_path / "train é.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    run = [sys.executable, "-m", "rwkv_jit", "run", str(script), "--json", "x"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['--json', 'x'] __main__ True"
+
+
+def test_install_imports_nothing(child):
+    code = "import sys, rwkv_jit.compat as c; c.install(); assert 'torch' not in sys.modules; c.uninstall();"
+    code += "from torch.utils.cpp_extension import load; assert load.__module__ == 'torch.utils.cpp_extension';"
+    code += (
+        "c.install(); from torch.utils.cpp_extension import load; assert load.__module__ == 'rwkv_jit.compat.loading'"
+    )
+    child(code)
