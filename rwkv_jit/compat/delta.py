@@ -14,33 +14,42 @@ def clampw_forward(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, y: Tensor, s: Tensor, sa: Tensor
 ) -> None:
     """Fill y. The scratch s and sa stays as it is."""
-    buffers.fill(y, buffers.run(wkv7, (r, w, k, v, a, b), decay="sigmoid")[0])
+    _fill_y(y, (r, w, k, v, a, b), "sigmoid")
 
 
 def clampw_backward(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, sa: Tensor,
-    dr: Tensor, dw: Tensor, dk: Tensor, dv: Tensor, da: Tensor, db: Tensor,
+    *grads: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the gradients."""
-    grads = buffers.gradients(wkv7, (r, w, k, v, a, b), None, dy, decay="sigmoid")
-    for buffer, grad in zip((dr, dw, dk, dv, da, db), grads, strict=True):
-        buffers.fill(buffer, grad)
+    """Fill the gradients of r, w, k, v, a and b."""
+    _fill_gradients(grads, (r, w, k, v, a, b), None, dy, None, "sigmoid")
 
 
 def backstepping_forward(
     w: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, y: Tensor, s: Tensor, sa: Tensor
 ) -> None:
     """Fill y. Here z and a are what other extensions call a and b."""
-    buffers.fill(y, buffers.run(wkv7, (q, w, k, v, z, a), decay="raw")[0])
+    _fill_y(y, (q, w, k, v, z, a), "raw")
 
 
 def backstepping_backward(
-    w: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, dy: Tensor, s: Tensor, sa: Tensor,
-    dw: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor, da: Tensor,
+    w: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, dy: Tensor, s: Tensor, sa: Tensor, dw: Tensor,
+    dq: Tensor, *others: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the gradients."""
-    grads = buffers.gradients(wkv7, (q, w, k, v, z, a), None, dy, decay="raw")
-    for buffer, grad in zip((dq, dw, dk, dv, dz, da), grads, strict=True):
+    """Fill the gradients of w, q, k, v, z and a."""
+    _fill_gradients((dq, dw, *others), (q, w, k, v, z, a), None, dy, None, "raw")
+
+
+def _fill_y(y: Tensor, inputs: tuple[Tensor, ...], decay: str) -> None:
+    buffers.fill(y, buffers.run(wkv7, inputs, decay=decay)[0])
+
+
+def _fill_gradients(
+    into: tuple[Tensor, ...], inputs: tuple[Tensor, ...], s0: Tensor | None, dy: Tensor, dlast: Tensor | None,
+    decay: str,
+) -> None:  # fmt: skip
+    """Fill the gradients of the inputs, and of the initial state last where there is one."""
+    for buffer, grad in zip(into, buffers.gradients(wkv7, inputs, s0, dy, dlast, decay=decay), strict=True):
         buffers.fill(buffer, grad)
 
 
@@ -57,11 +66,12 @@ def state_forward(
 
 
 def state_backward(
-    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, sa: Tensor,
-    ds0: Tensor, dr: Tensor, dw: Tensor, dk: Tensor, dv: Tensor, da: Tensor, db: Tensor,
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, s: Tensor, sa: Tensor, ds0: Tensor,
+    *grads: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients, that of the state first."""
-    _fill_with_state((r, w, k, v, a, b), dy, None, s, (ds0, dr, dw, dk, dv, da, db))
+    s0 = _kept(s, ds0.numel()).view(ds0.shape)
+    _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, dy, None, "sigmoid")
 
 
 def passing_forward(
@@ -77,19 +87,11 @@ def passing_forward(
 
 def passing_backward(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, dy: Tensor, dlast: Tensor, s: Tensor, sa: Tensor,
-    ds0: Tensor, dr: Tensor, dw: Tensor, dk: Tensor, dv: Tensor, da: Tensor, db: Tensor,
+    ds0: Tensor, *grads: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients of a call whose last state is used."""
-    _fill_with_state((r, w, k, v, a, b), dy, dlast, s, (ds0, dr, dw, dk, dv, da, db))
-
-
-def _fill_with_state(
-    inputs: tuple[Tensor, ...], dy: Tensor, dlast: Tensor | None, s: Tensor, into: tuple[Tensor, ...]
-) -> None:
-    s0 = _kept(s, into[0].numel()).view(into[0].shape)
-    *grads, of_state = buffers.gradients(wkv7, inputs, s0, dy, dlast, decay="sigmoid")
-    for buffer, grad in zip(into, (of_state, *grads), strict=True):
-        buffers.fill(buffer, grad)
+    s0 = _kept(s, ds0.numel()).view(ds0.shape)
+    _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, dy, dlast, "sigmoid")
 
 
 def _kept(s: Tensor, count: int) -> Tensor:

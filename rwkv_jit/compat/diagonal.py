@@ -9,9 +9,7 @@ from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
 
 
-def _rwkv6(
-    B: int, T: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor
-) -> tuple[list[Tensor], str]:  # fmt: skip
+def _rwkv6(B: int, T: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[list[Tensor], str]:
     """Return the inputs, and what w is: in float32 its log-decay already, in 16 bits the model's own."""
     decay = "log" if w.dtype.itemsize == 4 else "raw"
     return [*buffers.heads(B, T, H, r, k, v, w), u.reshape(H, -1)], decay
@@ -59,7 +57,7 @@ def _fill_rwkv6(
     inputs, decay = _rwkv6(B, T, H, *rows)
     grads = buffers.gradients(wkv6, inputs, state, gy, decay=decay)
     gr, gk, gv, gw, gu = into
-    for buffer, grad in zip((gr, gk, gv), grads, strict=False):
+    for buffer, grad in zip((gr, gk, gv), grads[:3], strict=True):
         buffers.fill(buffer, grad)
     buffers.fill(gw, grads[3] * inputs[3] if decay == "log" else grads[3])  # w -> -exp(w) is its own derivative
     buffers.fill_sum(gu, grads[4])
@@ -86,7 +84,7 @@ def rwkv5_backward(
     """Fill the gradients; ew is the logarithm of the decay, and gw of the model's own w."""
     inputs = [*buffers.heads(B, T, H, r, k, v), ew.reshape(H, -1), u.reshape(H, -1)]
     grads = buffers.gradients(wkv5, inputs, None, gy, decay="log")
-    for buffer, grad in zip((gr, gk, gv), grads, strict=False):
+    for buffer, grad in zip((gr, gk, gv), grads[:3], strict=True):
         buffers.fill(buffer, grad)
     buffers.fill_sum(gw, grads[3] * inputs[3])
     buffers.fill_sum(gu, grads[4])

@@ -8,7 +8,7 @@ import torch
 from torch.utils import cpp_extension
 
 import rwkv_jit
-from rwkv_jit import compat
+from rwkv_jit import cli, compat
 from rwkv_jit.compat import extensions, loading
 from rwkv_jit.errors import RwkvJitError
 
@@ -345,6 +345,11 @@ def test_run_a_script(tmp_path):
     run = [sys.executable, "-m", "rwkv_jit", "run", str(script), "--json", "x"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "['--json', 'x'] __main__ True"
+
+
+def test_run_what_is_no_file(capsys):
+    assert cli.main(["run", "nowhere.py"]) == 2
+    assert capsys.readouterr().err == "rwkv-jit run: script: expected a Python file, got 'nowhere.py'\n"
 
 
 def test_install_imports_nothing(child):
