@@ -61,8 +61,9 @@ class Model:
         self.parameters = sum(x.numel() for x in weights.values())
 
     def join(self, p: dict[str, Tensor]) -> None:
-        """Make one tensor of all mixes of a layer, and one of all first and of all second low-rank matrices."""
+        """Make one tensor of all mixes of a layer, one of its three large matrices, and two of its low-rank ones."""
         p["mixes"] = torch.stack([p.pop(f"att.x_{letter}") for letter in MIXES])
+        p["vrk"] = torch.stack([p.pop(f"att.{name}.weight") for name in ("value", "receptance", "key")]).mT
         pairs = [[p.pop(f"att.{x}{number}") for number in "12"] for x in CORRECTIONS if f"att.{x}1" in p]
         rank = max(second.shape[0] for _, second in pairs)
         p["first"] = torch.stack([F.pad(first, (0, rank - first.shape[1])) for first, _ in pairs])
@@ -100,9 +101,7 @@ class Model:
     ) -> tuple[Tensor, Tensor]:
         """Return what is added to the residual, and the v of the first layer."""
         p = {name.removeprefix("att."): z for name, z in p.items()}
-        xv, xr, xk = mixed[3:]
-        r, k, v = (F.linear(*z) for z in ((xr, p["receptance.weight"]), (xk, p["key.weight"]), (xv, p["value.weight"])))
-        r, k, v = (z.view(-1, self.heads, self.head_size) for z in (r, k, v))
+        v, r, k = torch.bmm(mixed[3:], p["vrk"]).view(3, -1, self.heads, self.head_size)
         low = torch.bmm(mixed[: len(p["first"])], p["first"])
         rwkv_jit.activate(low, list(CORRECTIONS.values())[: len(low)], out=low)
         w, rate, gate, *v_gate = torch.bmm(low, p["second"])

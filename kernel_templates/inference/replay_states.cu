@@ -56,14 +56,6 @@ __device__ inline unsigned arrive(unsigned* arrivals) { return atomicInc(arrival
 
 // ---- entries ----
 
-// Has the entries of a head brought near, a line by each thread.
-template <int SIZE, typename T> __device__ inline void prefetch_entries(const T* first, int count) {
-    constexpr int OF_LINE = 128 / sizeof(T);
-#pragma unroll 1
-    for (int i = threadIdx.x * OF_LINE; i < count * SIZE; i += NUM_THREADS * OF_LINE)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(first + i) : "memory");
-}
-
 // The lane's keys of an entry, as they come from memory.
 struct Keys {
     Words<T_IO, ENTRY_VECTOR> held[ENTRY_KEYS / ENTRY_VECTOR];
@@ -242,22 +234,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) replay_
     const int first_value = blockIdx.x % VALUE_BLOCKS * BLOCK_VALUES;
     const i64 of_head = head * (VALUE_SIZE * HEAD_SIZE);
     let_next_launch_begin();
-    if constexpr (HAS_TOKENS) {
-        // The launch before may still write the index and the state: they are only brought near.
-        const i64 likely = state_indices != nullptr ? i64(read_from_l2(state_indices + row)) : row;
-        if (likely >= 0 && likely < slots) {
-            prefetch_tile(state + likely * slot_stride + of_head, first_value);
-            const i64 first = (likely * heads + head) * ENTRIES;
-            const int count = min(*static_cast<volatile int*>(cursors + likely), LENGTH);
-            prefetch_entries<HEAD_SIZE>(entry_k + first * HEAD_SIZE, count);
-            prefetch_entries<VALUE_SIZE>(entry_v + first * VALUE_SIZE, count);
-            if constexpr (HAS_DECAY) prefetch_entries<HEAD_SIZE>(entry_d + first * HEAD_SIZE, count);
-            if constexpr (DELTA) {
-                prefetch_entries<HEAD_SIZE>(entry_b + first * HEAD_SIZE, count);
-                prefetch_entries<VALUE_SIZE>(entry_u + first * VALUE_SIZE, count);
-            }
-        }
-    }
     state = after_previous_launch(state);
     r = written_meanwhile(r), w = written_meanwhile(w), k = written_meanwhile(k), v = written_meanwhile(v);
     a = written_meanwhile(a), b = written_meanwhile(b), u = written_meanwhile(u), w0 = written_meanwhile(w0);

@@ -18,6 +18,8 @@ from rwkv_jit.schedule import Schedule, Step
 from rwkv_jit.template import Parameter
 
 _MOST_WARPS = 8
+# Warps that a head shall have at least where heads are few, and GPUs whose code takes more registers.
+_LEAST_WARPS, _NEEDS_MORE_REGISTERS = 4, 100
 # Threads that a multiprocessor shall have room for: of a step of few tokens, and of one of more or with more keys.
 # Measured on an H100, as what follows.
 _RESIDENT, _MOST_LIGHT_TOKENS, _HEAVY, _HEAVY_RESIDENT = 512, 4, 256, 256
@@ -65,7 +67,7 @@ def best_length(state_bytes: int, bytes_of_entry: int) -> int:
 
 def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Parameter]:
     """Return what `steps.geometry` does, and SHARED_BYTES."""
-    cut = steps.geometry(p, pool)
+    cut = steps.geometry(p, pool, held=_held(p, pool, ring, tokens))
     if p.state_layout == "vk":
         of_warp = int(cut["ROWS"]) * 32 // int(cut["KEY_LANES"])
         warps = max(int(cut["NUM_THREADS"]) // 32, min(steps.power(p.V / of_warp), _MOST_WARPS))
@@ -80,6 +82,18 @@ def geometry(p: Problem, pool: Pool, ring: Ring, tokens: int) -> dict[str, Param
     is_heavy = p.K > _HEAVY or tokens > _MOST_LIGHT_TOKENS
     resident = _HEAVY_RESIDENT if is_heavy else _RESIDENT
     return {**cut, "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, resident, shared), "SHARED_BYTES": shared}
+
+
+def _held(p: Problem, pool: Pool, ring: Ring, tokens: int) -> int:
+    """Return how many numbers of a state in the vk layout a thread has."""
+    # Tokens with a flush behind them and bits at random need the registers, on newer GPUs several tokens at all.
+    has_room = tokens == 1 or (ring.is_draft and p.gpu.number < _NEEDS_MORE_REGISTERS)
+    # Where heads are few, more warps for each of them are faster.
+    has_few_heads = p.multiprocessors is not None and steps.FEW_VK * p.multiprocessors > p.B * p.H
+    has_few_warps = p.K * p.V < _LEAST_WARPS * 32 * steps.MOST_HELD
+    if pool.is_stochastic or not has_room or (has_few_heads and has_few_warps):
+        return steps.HELD
+    return steps.MOST_HELD
 
 
 def shared_bytes(p: Problem, cut: dict[str, Parameter], ring: Ring, tokens: int) -> int:

@@ -18,17 +18,17 @@ from rwkv_jit.template import Parameter
 MOST_ROWS = 65535  # of a grid's second extent
 _ACCESS_BYTES = 16
 _MOST_KEY_WARPS = 16
-# What follows was measured on an H100. Numbers of the state that a thread holds, and threads that a multiprocessor
-# shall have room for then: in a few cases more numbers are faster than more threads. Code for sm_80 takes some more
-# registers than the others.
-_HELD, _MOST_HELD = 32, 64
+# What follows was measured on an H100 and an H200. Numbers of the state that a thread holds, and threads that a
+# multiprocessor shall have room for then: in some cases more numbers are faster than more threads. Code for sm_80 takes
+# more registers than the others.
+HELD, MOST_HELD = 32, 64
 _RESIDENT, _FEWER_RESIDENT = 768, 512
 _HEAVY, _HEAVY_RESIDENT = 256, 256  # with more keys threads need registers for these too
 # In the vk layout a block is a warp, or as many as load a token's keys for each other.
 _KEYS_OF_WARP, _MOST_WARPS = 128, 8
 _KV_THREADS = 128
 # Blocks of a multiprocessor below which a call has few, whose threads take less each.
-_FEW_VK, _FEW_KV = 4, 2
+FEW_VK, _FEW_KV = 4, 2
 SPREAD = ("VECTOR", "KEY_LANES", "KEY_WARPS", "ROWS", "NUM_THREADS")
 
 
@@ -60,16 +60,23 @@ class Pool(NamedTuple):
     is_stochastic: bool = False
 
 
-def geometry(p: Problem, pool: Pool, is_packed: bool = False) -> dict[str, Parameter]:
-    """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM."""
+def geometry(p: Problem, pool: Pool, is_packed: bool = False, held: int = 0) -> dict[str, Parameter]:
+    """Return VECTOR, KEY_LANES, KEY_WARPS, ROWS, NUM_THREADS and BLOCKS_PER_SM.
+
+    In the vk layout a thread has `held` numbers of the state, or as many as an update shall have.
+    """
     size = BYTES[p.state_type]
+    if not held:
+        # As many bytes as of float32, where nothing else needs the registers.
+        is_narrow = size == 2 and _has_one_token(p, is_packed) and not pool.is_stochastic
+        held = MOST_HELD if is_narrow else HELD
     row = p.K if p.state_layout == "vk" else p.V
     vector = math.gcd(row, min(_ACCESS_BYTES, pool.alignment) // size)
-    spread, few = (_spread_vk, _FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
-    cut = spread(p, vector, False)
+    spread, few = (_spread_vk, FEW_VK) if p.state_layout == "vk" else (_spread_kv, _FEW_KV)
+    cut = spread(p, vector, held, False)
     if p.multiprocessors is not None and p.B * p.H * value_blocks(p, cut) < few * p.multiprocessors:
-        cut = spread(p, vector, True)
-    is_light = vector * int(cut["ROWS"]) <= _HELD and _has_one_token(p, is_packed) and p.gpu.number > TENSOR_CORES
+        cut = spread(p, vector, held, True)
+    is_light = vector * int(cut["ROWS"]) <= HELD and _has_one_token(p, is_packed) and p.gpu.number > TENSOR_CORES
     resident = _HEAVY_RESIDENT if p.K > _HEAVY else _RESIDENT if is_light else _FEWER_RESIDENT
     return {**cut, "BLOCKS_PER_SM": max(1, resident // int(cut["NUM_THREADS"]))}
 
@@ -83,17 +90,17 @@ def power(value: float) -> int:
     return 1 << (max(math.ceil(value), 1) - 1).bit_length()
 
 
-def _spread_vk(p: Problem, vector: int, has_few_blocks: bool) -> dict[str, Parameter]:
+def _spread_vk(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:
     """Return how warps hold values of their own: a lane has some keys of several of them."""
     key_lanes = min(power(p.K / vector), 32)
     keys = vector * math.ceil(p.K / (vector * key_lanes))
-    held = _HELD // 2 if has_few_blocks and key_lanes == 32 else _HELD
-    rows = max(1, min(held // keys, power(p.V * key_lanes / 32)))
+    most = held // 2 if has_few_blocks and key_lanes == 32 else held
+    rows = max(1, min(most // keys, power(p.V * key_lanes / 32)))
     warps = min(power(p.K / _KEYS_OF_WARP), _MOST_WARPS)
     return {"VECTOR": vector, "KEY_LANES": key_lanes, "KEY_WARPS": 1, "ROWS": rows, "NUM_THREADS": 32 * warps}
 
 
-def _spread_kv(p: Problem, vector: int, has_few_blocks: bool) -> dict[str, Parameter]:
+def _spread_kv(p: Problem, vector: int, held: int, has_few_blocks: bool) -> dict[str, Parameter]:
     """Return how warps share the keys of a block's values: an access of several keys in a lane."""
     access = vector * BYTES[p.state_type]
     value_lanes = min(power(p.V / vector), 32, max(1, (64 if has_few_blocks or p.K > _HEAVY else 128) // access))
@@ -101,7 +108,7 @@ def _spread_kv(p: Problem, vector: int, has_few_blocks: bool) -> dict[str, Param
     if has_few_blocks:
         rows = 8 // BYTES[p.state_type]
     else:
-        rows = max(1, min(math.ceil(p.K / (2 * key_lanes)), _MOST_HELD // vector))
+        rows = max(1, min(math.ceil(p.K / (2 * key_lanes)), MOST_HELD // vector))
     key_warps = min(power(p.K / (key_lanes * rows)), _MOST_KEY_WARPS)
     value_warps = min(max(1, _KV_THREADS // (32 * key_warps)), power(p.V / (value_lanes * vector)))
     return {
