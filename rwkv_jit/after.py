@@ -1,8 +1,9 @@
-"""Imports that wait for others: torch learns of the ops once it is imported, in whichever order that happens."""
+"""What waits for an import: torch learns of the ops once it is imported, in whichever order that happens."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -11,9 +12,9 @@ from typing import Any
 
 
 class _Finder:
-    """Finds one module as others do, and imports another one behind it."""
+    """Finds one module as others do, and does something behind its import."""
 
-    def __init__(self, name: str, then: str):
+    def __init__(self, name: str, then: Callable[[str], object]):
         self._name = name
         self._then = then
 
@@ -30,15 +31,16 @@ class _Finder:
 
         def execute_both(module: ModuleType) -> None:
             execute(module)
-            import_module(self._then)
+            self._then(self._name)
 
         spec.loader.exec_module = execute_both  # type: ignore[method-assign]
         return spec
 
 
-def imported(name: str, then: str) -> None:
-    """Import the module `then` as soon as the module `name` is imported, which may be now."""
+def imported(name: str, then: str | Callable[[str], object]) -> None:
+    """Import the module `then`, or call it with `name`, as soon as that module is imported, which may be now."""
+    act = (lambda _: import_module(then)) if isinstance(then, str) else then
     if name in sys.modules:
-        import_module(then)
+        act(name)
     else:
-        sys.meta_path = [_Finder(name, then), *sys.meta_path]  # asked first
+        sys.meta_path = [_Finder(name, act), *sys.meta_path]  # asked first

@@ -21,6 +21,7 @@ DESCRIPTIONS = {
     "RWKVJIT_CACHE_SHARED": "1: trust cache directories and files that other users own or may write",
     "RWKVJIT_ARCH": "architecture to compile for instead of the GPU's own, e.g. sm_80 or compute_80 (PTX)",
     "RWKVJIT_CHECK": "1: look at the slots of updates on a GPU, which waits for it; set it before the first one",
+    "RWKVJIT_FLA": "1: FLA's functions and layers run on these kernels, as after rwkv_jit.compat.fla.install()",
     "RWKVJIT_ASSERT_CACHED": "1: a kernel that is not in the cache is an error instead of a compile",
     "RWKVJIT_LINEINFO": "1: compile with line numbers for profilers",
     "RWKVJIT_KEEP_SOURCE": "1: keep the source of every kernel that is compiled, in the cache directory",
@@ -39,7 +40,16 @@ def check() -> None:
 
     Raises ValueError naming a variable that is set to something it cannot be.
     """
-    for read in (cache_is_on, cache_is_shared, assert_cached, lineinfo, keep_source, cache_max_bytes, log_level):
+    for read in (
+        cache_is_on,
+        cache_is_shared,
+        assert_cached,
+        lineinfo,
+        keep_source,
+        runs_fla,
+        cache_max_bytes,
+        log_level,
+    ):
         read()
 
 
@@ -54,12 +64,13 @@ def _is_on(name: str, default: bool = False) -> bool:
 
 
 # Whether directories and files that others own or may write are trusted, a compile is an error, slots on a GPU are
-# looked at, kernels carry line numbers, and the source of compiled kernels is kept.
+# looked at, kernels carry line numbers, the source of compiled kernels is kept, and FLA runs on these kernels.
 cache_is_shared = partial(_is_on, "RWKVJIT_CACHE_SHARED")
 assert_cached = partial(_is_on, "RWKVJIT_ASSERT_CACHED")
 checks_indices = partial(_is_on, "RWKVJIT_CHECK")
 lineinfo = partial(_is_on, "RWKVJIT_LINEINFO")
 keep_source = partial(_is_on, "RWKVJIT_KEEP_SOURCE")
+runs_fla = partial(_is_on, "RWKVJIT_FLA")
 
 
 def arch() -> str | None:

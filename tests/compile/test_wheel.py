@@ -51,7 +51,7 @@ def test_wheel_holds_the_package_the_templates_and_nothing_else(wheel, root):
         if path.is_file()
     }
     modules = {
-        str(path.relative_to(root)): path
+        path.name if path.suffix == ".pth" else str(path.relative_to(root)): path
         for path in (root / "rwkv_jit").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -108,6 +108,10 @@ def test_kernel_compiles_from_the_installed_wheel(wheel, venv, tmp_path, fresh_s
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check",
         "--no-deps", "--no-index", wheel)  # fmt: skip
     compile_in(python, home, tmp_path)
+    for value, is_installed in (("1", True), ("0", False)):  # with no line in the program
+        said = "import rwkv_jit.compat.fla as f, sys; print(f.is_installed, 'torch' in sys.modules)"
+        environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"RWKVJIT_FLA": value}
+        assert run(python, "-c", said, cwd=tmp_path, env=environment) == f"{is_installed} False\n"
     assert len(list(fresh_service.glob("sm_90/wkv7_chunked_forward-*.cubin"))) == 1
 
 

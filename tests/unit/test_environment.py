@@ -138,6 +138,7 @@ SWITCHES = {
     "RWKVJIT_ASSERT_CACHED": env.assert_cached,
     "RWKVJIT_LINEINFO": env.lineinfo,
     "RWKVJIT_KEEP_SOURCE": env.keep_source,
+    "RWKVJIT_FLA": env.runs_fla,
 }
 
 
@@ -473,9 +474,9 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench
-bench.layers compat
-compat.buffers profiling tune demo
-compat.channels compat.delta compat.diagonal doctor
+bench.layers compat compat.fla
+compat.buffers compat.fla.functions compat.fla.layers compat.autoload profiling tune demo
+compat.channels compat.delta compat.diagonal compat.fla.patches doctor
 compat.extensions commands
 compat.loading cli
 __main__
@@ -486,7 +487,7 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "compat", "nn", "parallel", "__main__",
+    "ops.options", "commands", "cli", "compat", "compat.fla", "compat.autoload", "nn", "parallel", "__main__",
 }  # fmt: skip
 
 

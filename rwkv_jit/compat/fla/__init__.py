@@ -1,0 +1,89 @@
+"""FLA's functions, layers and models on these kernels: `install` and nothing else.
+
+`functions` has FLA's functions with FLA's arguments, also for programs without FLA.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from rwkv_jit import after
+
+__all__ = ["install", "report", "uninstall"]
+
+is_installed = False
+# What is replaced, by the module of FLA that defines it: functions by their own names, layers by their classes.
+FUNCTIONS = {
+    "fla.ops.rwkv7.chunk": ("chunk_rwkv7",),
+    "fla.ops.rwkv7.fused_recurrent": ("fused_recurrent_rwkv7", "fused_mul_recurrent_rwkv7"),
+    "fla.ops.generalized_delta_rule.dplr.chunk": ("chunk_dplr_delta_rule",),
+    "fla.ops.generalized_delta_rule.dplr.fused_recurrent": ("fused_recurrent_dplr_delta_rule",),
+    "fla.ops.rwkv6.chunk": ("chunk_rwkv6",),
+    "fla.ops.rwkv6.fused_recurrent": ("fused_recurrent_rwkv6",),
+    "fla.ops.rwkv4.fused_recurrent": ("fused_recurrent_rwkv4",),
+    "fla.ops.gla.chunk": ("chunk_gla",),
+    "fla.ops.gla.fused_recurrent": ("fused_recurrent_gla",),
+    "fla.ops.linear_attn.chunk": ("chunk_linear_attn",),
+    "fla.ops.linear_attn.fused_chunk": ("fused_chunk_linear_attn",),
+    "fla.ops.linear_attn.fused_recurrent": ("fused_recurrent_linear_attn",),
+    "fla.modules.token_shift": ("token_shift",),
+}
+LAYERS = {
+    "fla.layers.rwkv7": ("RWKV7Attention",),
+    "fla.models.rwkv7.modeling_rwkv7": ("RWKV7FeedForward",),
+}
+_MODULES, _PATCHES = (*FUNCTIONS, *LAYERS), f"{__name__}.patches"
+_awaited: set[str] = set()
+
+
+def install() -> None:
+    """Let FLA's functions and layers run on these kernels from now on, in modules that are imported already too.
+
+    A call that the kernels cannot do goes to FLA's own code; `report` says which, and why. Nothing is imported: what
+    FLA defines is replaced as soon as the program imports it. The environment variable RWKVJIT_FLA=1 does the same for
+    a program that has no such line.
+
+    A second call does nothing.
+    """
+    global is_installed
+    is_installed = True
+    there = [name for name in _MODULES if name in sys.modules]
+    if there:
+        import_module(_PATCHES).apply(there)
+    for name in _MODULES:
+        if name not in sys.modules and name not in _awaited:
+            _awaited.add(name)
+            after.imported(name, _apply)
+
+
+def uninstall() -> None:
+    """Give FLA its own functions and layers back."""
+    global is_installed
+    is_installed = False
+    if _PATCHES in sys.modules:
+        sys.modules[_PATCHES].take_back()
+
+
+def report() -> dict[str, dict[str, int]]:
+    """Return how often each of FLA's functions and layers was called, by who ran it.
+
+    Returns
+    -------
+    calls : dict of str to dict of str to int
+        By name, "rwkv_jit" with the number of calls that these kernels ran, and "FLA: ..." with those that went to
+        FLA's code, and why. Calls inside of compiled code are not counted.
+
+    Examples
+    --------
+    >>> rwkv_jit.compat.fla.report()
+    {'chunk_gla': {'rwkv_jit': 24}, 'fused_recurrent_gla': {'FLA: gv is not supported': 2}}
+    """
+    return sys.modules[_PATCHES].counted() if _PATCHES in sys.modules else {}
+
+
+def _apply(name: str) -> None:
+    """Replace what a module defines that has just been imported."""
+    _awaited.discard(name)
+    if is_installed:
+        import_module(_PATCHES).apply([name])

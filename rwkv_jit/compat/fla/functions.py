@@ -1,0 +1,246 @@
+"""FLA's functions with its arguments: decays are logarithms, states [K, V], and `scale=None` is K^(-1/2).
+
+Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, before anything runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops.gla import gla
+from rwkv_jit.ops.linear_attention import linear_attention
+from rwkv_jit.ops.wkv4 import wkv4
+from rwkv_jit.ops.wkv6 import wkv6
+from rwkv_jit.ops.wkv7 import wkv7
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def _refuse(*arrays: Any, **unsupported: Any) -> None:
+    """Raise an error where an option is asked for that the kernels have not, or tensors lie elsewhere."""
+    for name, value in unsupported.items():
+        if value is not None and value is not False:
+            raise UnsupportedConfigError(f"{name} is not supported")
+    for x in arrays:
+        if isinstance(x, Tensor) and x.device.type not in ("cuda", "cpu"):
+            raise UnsupportedConfigError(f"device {x.device} is not supported")
+
+
+def _scale(scale: float | None, k: Tensor) -> float:
+    return k.shape[-1] ** -0.5 if scale is None else scale
+
+
+# ---- RWKV-7 ------------------------------------------------------------------------------------------------------
+
+
+def chunk_dplr_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None,
+    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None, **_: Any,
+) -> Result:  # fmt: skip
+    r"""Run the delta rule with a diagonal plus a low rank, which is RWKV-7's.
+
+        S_t = diag(e^gk_t) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T;   o_t = scale S_t^T q_t
+
+    Parameters
+    ----------
+    q, k, a, b : torch.Tensor, shape (B, T, H, K)
+        As `wkv7` takes r, k, a and b.
+    v : torch.Tensor, shape (B, T, H, V)
+        Value.
+    gk : torch.Tensor, shape (B, T, H, K)
+        Logarithm of the decay.
+    scale : float, optional
+        Of o; K^(-1/2) by default.
+    initial_state : torch.Tensor, shape (N, H, K, V), optional
+        State before the first token.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Where packed sequences begin and end; B is 1 then.
+    lower_bound : float, optional
+        The least value of gk.
+    cu_seqlens_cpu, safe_gate, chunk_size, disable_recompute
+        Change nothing here: any decay is right, and chunks are chosen by the sizes.
+    cp_context
+        Must be None; `rwkv_jit.parallel` shares sequences between processes.
+
+    Returns
+    -------
+    o : torch.Tensor, shape (B, T, H, V)
+    final_state : torch.Tensor, shape (N, H, K, V), or None
+
+    Raises
+    ------
+    UnsupportedConfigError
+        `cp_context` is given, or the sizes are beyond the kernels'.
+    TypeError, ValueError
+        As `wkv7`.
+    """
+    _refuse(q, cp_context=cp_context)
+    return wkv7(
+        q, gk, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), decay="log",
+        decay_bound=lower_bound, state_layout="kv",
+    )  # fmt: skip
+
+
+def chunk_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = 1.0,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, safe_gate: bool = False, chunk_size: int | None = None,
+    disable_recompute: bool = False, cp_context: Any = None, lower_bound: float | None = None,
+) -> Result:  # fmt: skip
+    """Run RWKV-7 time mixing: `chunk_dplr_delta_rule` with r for q and w for gk, and a scale of 1 by default."""
+    return chunk_dplr_delta_rule(
+        r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens, cp_context=cp_context,
+        lower_bound=lower_bound,
+    )  # fmt: skip
+
+
+def fused_recurrent_dplr_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_dplr_delta_rule`; `reverse` must be False."""
+    _refuse(reverse=reverse)
+    return chunk_dplr_delta_rule(q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = True, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_rwkv7`, with a scale of K^(-1/2) and the final state by default."""
+    return chunk_dplr_delta_rule(r, k, v, a, b, w, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_mul_recurrent_rwkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, kk: Tensor, a: Tensor, scale: float | None = 1.0,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_rwkv7` with -kk for a and kk a for b; `reverse` must be False."""
+    _refuse(reverse=reverse)
+    return chunk_dplr_delta_rule(r, k, v, -kk, kk * a, w, scale, initial_state, output_final_state, cu_seqlens)
+
+
+# ---- without a delta term ----------------------------------------------------------------------------------------
+
+
+def chunk_rwkv6(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, **_: Any,
+) -> Result:  # fmt: skip
+    """Run RWKV-6 time mixing as `wkv6` does; w is the logarithm of the decay, and scale K^(-1/2) by default."""
+    _refuse(r)
+    return wkv6(
+        r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), decay="log",
+        state_layout="kv",
+    )  # fmt: skip
+
+
+def fused_recurrent_rwkv6(
+    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_rwkv6`; `reverse` must be False."""
+    _refuse(reverse=reverse)
+    return chunk_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def chunk_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
+    _refuse(q)
+    return gla(
+        q, k, v, g, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k),
+        state_layout="vk" if state_v_first else "kv",
+    )  # fmt: skip
+
+
+def fused_recurrent_gla(
+    q: Tensor, k: Tensor, v: Tensor, gk: Tensor | None = None, gv: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run `chunk_gla`, without a gate `linear_attention`; `gv` must be None and `reverse` False."""
+    _refuse(q, gv=gv, reverse=reverse, **more)
+    if gk is not None:
+        return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+    layout = "vk" if state_v_first else "kv"
+    return linear_attention(
+        q, k, v, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), state_layout=layout
+    )
+
+
+def chunk_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Any = None,
+    output_final_state: bool = False, normalize: bool = True, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Run linear attention as `linear_attention` does, normalized by default.
+
+    Normalized states are pairs (S, z) with z of shape (N, 1, H, K); S alone begins with a z of zeros.
+    """
+    _refuse(q)
+    if normalize and initial_state is not None:
+        state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
+        texts = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        heads, head_size, value_size = *k.shape[2:], v.shape[-1]
+        if state is None:
+            state = q.new_zeros(texts, heads, head_size, value_size, dtype=torch.float32)
+        z = q.new_zeros(texts, heads, head_size, dtype=state.dtype) if z is None else z.squeeze(1).to(state.dtype)
+        initial_state = state, z
+    o, final = linear_attention(
+        q, k, v, initial_state, output_final_state, cu_seqlens, normalize, scale=_scale(scale, k), state_layout="kv"
+    )
+    return o, (final[0], final[1].unsqueeze(1)) if normalize and final is not None else final
+
+
+fused_chunk_linear_attn = chunk_linear_attn
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Any = None,
+    output_final_state: bool = False, reverse: bool = False, normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Run `chunk_linear_attn`, not normalized by default; `reverse` must be False."""
+    _refuse(reverse=reverse)
+    return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_recurrent_rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run RWKV-4 time mixing as `wkv4` does, with w before -exp(w) and states of shape (B, 3, 1, C)."""
+    _refuse(k)
+    y, final = wkv4(w, u, k, v, state.squeeze(2), True, decay="raw")
+    assert final is not None
+    return y, final.unsqueeze(2)
+
+
+def token_shift(
+    x: Tensor, cu_seqlens: Tensor | None = None, cache: Tensor | None = None, output_cache: bool = False,
+    chunk_indices: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Return the token before minus each token, and with `output_cache` the last token of each text, (N, C).
+
+    On a GPU it is left to FLA, whose kernel writes the difference at once.
+    """
+    from rwkv_jit.layers.functions import token_shift as mixes
+    from rwkv_jit.layers.plain import last_tokens
+
+    if x.device.type != "cpu":
+        raise UnsupportedConfigError("the difference alone is FLA's own")
+    first = None if cache is None else cache.reshape(-1, x.shape[-1])
+    (before,) = mixes(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
+    return (before - x, last_tokens(x, first, cu_seqlens)) if output_cache else before - x
