@@ -14,7 +14,7 @@ pytest.importorskip("rwkv")
 # The package chooses what it builds by the environment, while it is imported.
 GENERATE = """
 import json, sys
-path, is_ours = sys.argv[1], sys.argv[2] == "ours"
+path, is_ours, strategy = sys.argv[1], sys.argv[2] == "ours", sys.argv[3]
 if is_ours:
     from rwkv_jit import compat
     compat.install()
@@ -22,7 +22,7 @@ if is_ours:
     calls, plain = [], delta.buffers.run
     delta.buffers.run = lambda *given, **named: calls.append(1) or plain(*given, **named)
 from rwkv.model import RWKV
-model = RWKV(model=path, strategy="cpu fp32")
+model = RWKV(model=path, strategy=strategy)
 tokens = [(7 * i * i + 3) % 97 for i in range(37)]
 logits, state = model.forward(tokens, None)
 found = [logits.tolist()]
@@ -45,9 +45,9 @@ def checkpoint(name, path):
     torch.save(model.state_dict(), path)
 
 
-def generate(name, path, who):
+def generate(name, path, who, strategy="cpu fp32"):
     switches = {"RWKV_JIT_ON": "1", "RWKV_CUDA_ON": str(int(who == "ours")), "RWKV_V7_ON": str(int(name == "RWKV7"))}
-    command = [sys.executable, "-c", GENERATE, path, who]
+    command = [sys.executable, "-c", GENERATE, path, who, strategy]
     done = subprocess.run(command, env=os.environ | switches, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
