@@ -473,10 +473,10 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench
-bench.layers compat
-compat.buffers profiling tune demo
-compat.channels compat.delta compat.diagonal doctor
-compat.extensions commands
+bench.layers compat compat.replacing
+compat.buffers compat.hf profiling tune demo
+compat.channels compat.delta compat.diagonal compat.hf_kernels.layers doctor
+compat.extensions compat.hf_kernels compat.hf_rwkv4 commands
 compat.loading cli
 __main__
 """
@@ -486,7 +486,7 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "compat", "nn", "parallel", "__main__",
+    "ops.options", "commands", "cli", "compat", "compat.replacing", "nn", "parallel", "__main__",
 }  # fmt: skip
 
 
