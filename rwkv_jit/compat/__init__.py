@@ -1,7 +1,8 @@
 """Existing code on these kernels, unchanged: the extensions that it would compile are here.
 
 After `install`, `torch.utils.cpp_extension.load` of a known name compiles nothing. It defines the ops that the
-extension would, with the same names and arguments, and returns a module of them. Torch is not imported for it.
+extension would, with the same names and arguments, and returns a module of them. RWKV-4 of transformers finds its
+kernel here too. Neither torch nor transformers is imported for it.
 """
 
 from __future__ import annotations

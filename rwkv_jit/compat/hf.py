@@ -130,12 +130,9 @@ def _heads(time_first: Tensor, **rows: Tensor) -> list[Tensor]:
     return [x.unflatten(2, time_first.shape) for x in rows.values()]
 
 
-def _mix(
-    op: Any, rows: list[Tensor], decay: Tensor, bonus: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    y, final = op(
-        *rows, decay.float(), bonus.float(), initial_state=state, output_final_state=True, state_layout="kv"
-    )  # fmt: skip
+def _mix(op: Any, rows: list[Tensor], w: Tensor, u: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    options = {"initial_state": state, "output_final_state": True, "state_layout": "kv"}
+    y, final = op(*rows, w.float(), u.float(), **options)
     return y.float(), final
 
 
@@ -174,7 +171,8 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     ['transformers_modules.RWKV.v6-Finch-1B6-HF.modeling_rwkv6.rwkv6_linear_attention']
     """
     if isinstance(target, nn.Module):
-        modules = [sys.modules[name] for name in dict.fromkeys(type(part).__module__ for part in target.modules())]
+        names = dict.fromkeys(type(part).__module__ for part in target.modules())
+        modules = [sys.modules[name] for name in names if name in sys.modules]  # some classes are made on the fly
     elif isinstance(target, ModuleType):
         modules = [target]
     else:

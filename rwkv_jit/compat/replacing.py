@@ -13,10 +13,8 @@ class Replacements:
 
     def put(self, owner: Any, name: str, ours: Any) -> None:
         """Put ours in the place of what `owner` has there."""
-        theirs = getattr(owner, name)
-        if theirs is not ours:
-            self._made.append((owner, name, ours, theirs))
-            setattr(owner, name, ours)
+        self._made.append((owner, name, ours, getattr(owner, name)))
+        setattr(owner, name, ours)
 
     def undo(self) -> None:
         """Put everything back, but for what somebody else has replaced since."""

@@ -140,14 +140,17 @@ def test_rwkv4_of_transformers_trains_and_generates_the_same(modeling, monkeypat
 
 
 def test_rwkv4_of_transformers_loads_no_kernel_of_its_own(monkeypatch):
+    """Where it would ask the Hub: there is a GPU and ninja."""
     pytest.importorskip("transformers")
     from transformers import RwkvConfig
+    from transformers.integrations import hub_kernels
     from transformers.models.rwkv import modeling_rwkv
 
     from rwkv_jit.compat import hf_rwkv4
 
-    for name in ("is_ninja_available", "is_torch_cuda_available"):
+    for name in ("is_ninja_available", "is_torch_cuda_available", "is_kernels_available"):
         monkeypatch.setattr(modeling_rwkv, name, lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda name, **options: types.SimpleNamespace())
     modeling_rwkv.RwkvModel(RwkvConfig(vocab_size=97, context_length=16, hidden_size=32, num_hidden_layers=2))
     assert modeling_rwkv.rwkv_cuda_kernel is hf_rwkv4.KERNEL
 
@@ -286,7 +289,8 @@ class Attention(nn.Module):
         return rwkv5_linear_attention(True, *inputs)
 """
     exec(source, vars(module))
-    model = nn.Sequential(nn.Identity(), module.Attention())
+    nowhere = type("Nowhere", (nn.Identity,), {"__module__": "made.on.the.fly"})
+    model = nn.Sequential(nowhere(), module.Attention())
     assert hf.patch(model) == ["transformers_modules.remote.rwkv5_linear_attention"]
     inputs = remote_inputs("rwkv5_linear_attention", torch.float32)
     want = hf.rwkv5_linear_attention(True, *inputs, None)
@@ -383,6 +387,12 @@ def test_kernels_puts_our_functions_in_the_place_of_functions(monkeypatch):
     assert kernelized(Layer(), kernels.Mode.INFERENCE)(*range(7)) == ("recurrent", 8)
 
 
+def test_mapping_without_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ImportError, match="layers for Hugging Face's kernels need it: pip install kernels"):
+        hf.kernel_mapping()
+
+
 def test_kernels_compiles_our_layers():
     kernels = pytest.importorskip("kernels")
     mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
@@ -446,8 +456,8 @@ import pathlib, sys
 from rwkv_jit import compat
 compat.install()
 assert "torch" not in sys.modules
-import importlib, importlib.util, transformers
-assert importlib.util.find_spec("fla") is None
+import importlib, transformers
+sys.modules["fla"] = None  # where it is installed
 found = 0
 for path in sorted(pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
     if path.stem == "modeling_rwkv" or '"fla")' in path.read_text(encoding="utf-8"):
