@@ -1,7 +1,8 @@
 """Existing code on these kernels, unchanged: the extensions that it would compile are here.
 
 After `install`, `torch.utils.cpp_extension.load` of a known name compiles nothing. It defines the ops that the
-extension would, with the same names and arguments, and returns a module of them. Torch is not imported for it.
+extension would, with the same names and arguments, and returns a module of them. RWKV-4 of transformers finds its
+kernel here too. Neither torch nor transformers is imported for it.
 """
 
 from __future__ import annotations
@@ -13,28 +14,34 @@ from rwkv_jit import after
 __all__ = ["install", "uninstall"]
 
 is_installed = False
-_LOADER = "torch.utils.cpp_extension"
-_is_awaited = False
+# Modules of others, and who takes over there as soon as they are imported.
+_ROOMS = {
+    "torch.utils.cpp_extension": "rwkv_jit.compat.loading",
+    "transformers.models.rwkv.modeling_rwkv": "rwkv_jit.compat.hf_rwkv4",
+}
+_awaited: set[str] = set()
 
 
 def install() -> None:
-    """Answer for the extensions of RWKV projects from now on.
+    """Answer for the extensions of RWKV projects and for the kernel of transformers' RWKV-4 from now on.
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
     call does nothing. What is known stands in `rwkv_jit.compat.extensions.NAMES`; other names are compiled as ever.
     """
-    global is_installed, _is_awaited
+    global is_installed
     is_installed = True
-    if "rwkv_jit.compat.loading" in sys.modules:
-        sys.modules["rwkv_jit.compat.loading"].take_over()
-    elif not _is_awaited:
-        _is_awaited = True
-        after.imported(_LOADER, "rwkv_jit.compat.loading")
+    for name, room in _ROOMS.items():
+        if room in sys.modules:
+            sys.modules[room].take_over()
+        elif name not in _awaited:
+            _awaited.add(name)
+            after.imported(name, room)
 
 
 def uninstall() -> None:
-    """Give `load` back to torch, and take the ops away that were defined for it."""
+    """Give everything back: torch its `load`, without the ops that were defined for it, and others what they had."""
     global is_installed
     is_installed = False
-    if "rwkv_jit.compat.loading" in sys.modules:
-        sys.modules["rwkv_jit.compat.loading"].give_back()
+    for room in (*_ROOMS.values(), "rwkv_jit.compat.hf"):
+        if room in sys.modules:
+            sys.modules[room].give_back()

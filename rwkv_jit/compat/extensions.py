@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rwkv_jit.compat import channels, delta, diagonal
@@ -111,10 +113,14 @@ NAMES: dict[str, Extension] = {
 _LONGEST_IN_NAME = re.compile(r"wkv_\d+(_bf16)?")  # a build for at most so many tokens
 
 
-def find(name: Any) -> Extension | None:
-    """Return the extension of a name that `load` is called with; None of one that is not known."""
+def find(name: Any, sources: Any = ()) -> Extension | None:
+    """Return the extension of a name that `load` is called with; None of one that is not known.
+
+    Of two that builds share one name the sources tell: remote code of RWKV-5 builds its wkv5 as `wkv_64`.
+    """
     if isinstance(name, str) and _LONGEST_IN_NAME.fullmatch(name):
-        name = "wkv"
+        listed = [sources] if isinstance(sources, str | os.PathLike) else sources
+        name = None if any(Path(each).name.startswith("wkv5") for each in listed) else "wkv"
     return NAMES.get(name)
 
 

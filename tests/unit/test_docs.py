@@ -12,6 +12,7 @@ import torch
 
 import rwkv_jit
 import rwkv_jit.compat.fla
+import rwkv_jit.compat.hf
 from rwkv_jit import cli, env
 from rwkv_jit.algorithms import recurrent
 from rwkv_jit.ops.table import OPS
@@ -88,6 +89,7 @@ def test_api_page_has_every_public_name():
     modules = {f"{module.removeprefix('rwkv_jit.')}.{name}" for table in tables for name, module in table.items()}
     modules |= {f"compat.{name}" for name in rwkv_jit.compat.__all__}
     modules |= {f"compat.fla.{name}" for name in rwkv_jit.compat.fla.__all__}
+    modules |= {f"compat.hf.{name}" for name in rwkv_jit.compat.hf.__all__}
     assert set(listed) == modules | {"custom.OwnKernel", "kernel.Kernel"}
     assert set(rwkv_jit._MODULES) == set(rwkv_jit.__all__)
 

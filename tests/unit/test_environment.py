@@ -474,10 +474,10 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench
-bench.layers compat compat.fla
-compat.buffers compat.fla.functions compat.fla.layers compat.autoload profiling tune demo
-compat.channels compat.delta compat.diagonal compat.fla.patches doctor
-compat.extensions commands
+bench.layers compat compat.fla compat.replacing
+compat.buffers compat.fla.functions compat.fla.layers compat.hf compat.autoload profiling tune demo
+compat.channels compat.delta compat.diagonal compat.fla.patches compat.hf_kernels.layers doctor
+compat.extensions compat.hf_kernels compat.hf_rwkv4 commands
 compat.loading cli
 __main__
 """
@@ -487,7 +487,8 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "compat", "compat.fla", "compat.autoload", "nn", "parallel", "__main__",
+    "ops.options", "commands", "cli", "compat", "compat.fla", "compat.replacing", "compat.autoload", "nn", "parallel",
+    "__main__",
 }  # fmt: skip
 
 

@@ -1,0 +1,225 @@
+"""Models of the Hugging Face Hub on these ops: functions for their modules, and layers for `kernels`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from rwkv_jit.compat.replacing import Replacements
+from rwkv_jit.errors import brief
+from rwkv_jit.ops.wkv5 import wkv5
+from rwkv_jit.ops.wkv6 import wkv6
+
+__all__ = ["kernel_mapping", "patch", "rwkv5_linear_attention", "rwkv6_linear_attention"]
+
+# What the functions are called in models of the Hub, and which module has ours.
+FUNCTIONS = {
+    "rwkv5_linear_attention": "rwkv_jit.compat.hf",
+    "rwkv6_linear_attention": "rwkv_jit.compat.hf",
+    "rwkv7_recurrent": "rwkv_jit.compat",
+}
+KERNELS = Path(__file__).with_name("hf_kernels")
+_patches = Replacements()
+give_back = _patches.undo
+
+
+def rwkv5_linear_attention(
+    training: bool,
+    receptance: Tensor,
+    key: Tensor,
+    value: Tensor,
+    time_decay: Tensor,
+    time_first: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """RWKV-5 time mixing as the remote code of its checkpoints calls it, on `wkv5`.
+
+        y_t = r_t (S_{t-1} + diag(u) k_t^T v_t);   S_t = diag(exp(-exp(w))) S_{t-1} + k_t^T v_t
+
+    per head, with S [N, N]. B is the batch, T the tokens, H the heads, N the head size.
+
+    Parameters
+    ----------
+    training : bool
+        Not read: values and gradients are the same in both.
+    receptance, key, value : torch.Tensor, shape (B, T, H N), float16, bfloat16 or float32
+        r, k and v.
+    time_decay : torch.Tensor, shape (H, N)
+        w, the model's own.
+    time_first : torch.Tensor, shape (H, N)
+        u, the bonus of the current token.
+    state : torch.Tensor, shape (B, H, N, N), float16, bfloat16 or float32, or None
+        S before the first token, by key and value; None are zeros. It is not changed.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (B, T, H, N), float32
+        Rounded to the dtype of r before.
+    state : torch.Tensor, shape (B, H, N, N)
+        S after the last token, of the dtype that `state` has, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    """
+    rows = _heads(time_first, receptance=receptance, key=key, value=value)
+    if time_decay.shape != time_first.shape:
+        raise ValueError(f"time_decay: expected shape {list(time_first.shape)}, got {list(time_decay.shape)}")
+    return _mix(wkv5, rows, time_decay, time_first, state)
+
+
+def rwkv6_linear_attention(
+    training: bool,
+    receptance: Tensor,
+    key: Tensor,
+    value: Tensor,
+    time_decay: Tensor,
+    time_first: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """RWKV-6 time mixing as the remote code of its checkpoints calls it, on `wkv6`.
+
+        y_t = r_t (S_{t-1} + diag(u) k_t^T v_t);   S_t = diag(exp(-exp(w_t))) S_{t-1} + k_t^T v_t
+
+    per head, with S [N, N]. B is the batch, T the tokens, H the heads, N the head size.
+
+    Parameters
+    ----------
+    training : bool
+        Not read: values and gradients are the same in both.
+    receptance, key, value : torch.Tensor, shape (B, T, H N), float16, bfloat16 or float32
+        r, k and v.
+    time_decay : torch.Tensor, shape (B, T, H N)
+        w, the model's own.
+    time_first : torch.Tensor, shape (H, N)
+        u, the bonus of the current token.
+    state : torch.Tensor, shape (B, H, N, N), float16, bfloat16 or float32, or None
+        S before the first token, by key and value; None are zeros. It is not changed.
+
+    Returns
+    -------
+    out : torch.Tensor, shape (B, T, H, N), float32
+        Rounded to the dtype of r before.
+    state : torch.Tensor, shape (B, H, N, N)
+        S after the last token, of the dtype that `state` has, else float32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    """
+    *rows, decay = _heads(time_first, receptance=receptance, key=key, value=value, time_decay=time_decay)
+    return _mix(wkv6, rows, decay, time_first, state)
+
+
+def _heads(time_first: Tensor, **rows: Tensor) -> list[Tensor]:
+    """Return rows of channels as (batch, tokens, heads, channels of a head)."""
+    if time_first.dim() != 2:
+        raise ValueError(f"time_first: expected shape [heads, head size], got {list(time_first.shape)}")
+    for name, x in rows.items():
+        if x.dim() != 3 or x.shape[2] != time_first.numel():
+            raise ValueError(f"{name}: expected shape [B, T, {time_first.numel()}], got {list(x.shape)}")
+    return [x.unflatten(2, time_first.shape) for x in rows.values()]
+
+
+def _mix(op: Any, rows: list[Tensor], w: Tensor, u: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    options = {"initial_state": state, "output_final_state": True, "state_layout": "kv"}
+    y, final = op(*rows, w.float(), u.float(), **options)
+    return y.float(), final
+
+
+def find(name: str) -> Callable[..., Any]:
+    """Return our function of this name."""
+    return getattr(import_module(FUNCTIONS[name]), name)  # type: ignore[no-any-return]
+
+
+def patch(target: ModuleType | nn.Module) -> list[str]:
+    """Let models of the Hub that bring their own code call our functions.
+
+    The names are `rwkv5_linear_attention`, `rwkv6_linear_attention` and `rwkv7_recurrent`.
+    `rwkv_jit.compat.uninstall` takes them away again.
+
+    Parameters
+    ----------
+    target : module or torch.nn.Module
+        A module of Python that has such a function, or a model: then the modules that its parts are written in.
+
+    Returns
+    -------
+    list of str
+        What our functions stand for now, with the names of the modules.
+
+    Raises
+    ------
+    TypeError
+        It is neither.
+    ValueError
+        There is no such function in it, or one that takes other arguments than ours. Nothing is replaced then.
+
+    Examples
+    --------
+    >>> model = AutoModelForCausalLM.from_pretrained("RWKV/v6-Finch-1B6-HF", trust_remote_code=True)
+    >>> rwkv_jit.compat.hf.patch(model)
+    ['transformers_modules.RWKV.v6-Finch-1B6-HF.modeling_rwkv6.rwkv6_linear_attention']
+    """
+    if isinstance(target, nn.Module):
+        names = dict.fromkeys(type(part).__module__ for part in target.modules())
+        modules = [sys.modules[name] for name in names if name in sys.modules]  # some classes are made on the fly
+    elif isinstance(target, ModuleType):
+        modules = [target]
+    else:
+        raise TypeError(f"target: expected a module of Python or a torch.nn.Module, got {brief(target)}")
+    found = {(module, name): find(name) for module in modules for name in FUNCTIONS if name in vars(module)}
+    if not found:
+        listed = ", ".join(module.__name__ for module in modules)
+        raise ValueError(f"target: expected a module with {' or '.join(FUNCTIONS)}, got {listed}")
+    for (module, name), ours in found.items():
+        theirs, wanted = (list(inspect.signature(x).parameters) for x in (getattr(module, name), ours))
+        if theirs != wanted:
+            raise ValueError(
+                f"{module.__name__}.{name}: expected the arguments {', '.join(wanted)}, got {', '.join(theirs)}"
+            )
+    for (module, name), ours in found.items():
+        _patches.put(module, name, ours)
+    return [f"{module.__name__}.{name}" for module, name in found]
+
+
+def kernel_mapping() -> dict[str, dict[str, Any]]:
+    """Return what Hugging Face's `kernels` needs to put our functions into layers.
+
+    It is for functions and modules under ``kernels.use_kernel_forward_from_hub(name)``. The name is one of those that
+    `patch` knows, and the arguments are those of our function. For a ``KernelConfig(..., use_local_kernel=True)`` of
+    transformers the path of the repository is `rwkv_jit.compat.hf.KERNELS`.
+
+    Returns
+    -------
+    dict
+        By name and by device ("cuda", "cpu"), a layer of the repository that this package brings: nothing is loaded
+        from the Hub.
+
+    Raises
+    ------
+    ImportError
+        `kernels` is not installed.
+
+    Examples
+    --------
+    >>> with kernels.use_kernel_mapping(rwkv_jit.compat.hf.kernel_mapping()):
+    ...     model = kernels.kernelize(model, mode=kernels.Mode.TRAINING)
+    """
+    try:
+        from kernels import LocalLayerRepository
+    except ImportError as error:
+        raise ImportError("layers for Hugging Face's kernels need it: pip install kernels") from error
+    return {
+        name: {device: LocalLayerRepository(KERNELS, layer_name=name) for device in ("cuda", "cpu")}
+        for name in FUNCTIONS
+    }

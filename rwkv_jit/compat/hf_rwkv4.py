@@ -1,0 +1,65 @@
+"""RWKV-4 of transformers: the kernel that its model looks for, on the op `wkv4`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from rwkv_jit import compat
+from rwkv_jit.compat import buffers, channels
+from rwkv_jit.compat.replacing import Replacements
+from rwkv_jit.ops.wkv4 import wkv4
+
+_model = import_module("transformers.models.rwkv.modeling_rwkv")
+_replaced = Replacements()
+
+
+def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor) -> None:
+    """Fill y, from no state; w is a log-decay."""
+    B, T, C = k.shape
+    channels.rwkv4_forward(B, T, C, w, u, k, v, y)
+
+
+def forward_with_state(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, state: Tensor) -> None:
+    """Fill y and move the states on, which are [B, C, 3]."""
+    result, final = buffers.run(wkv4, (w, u, k, v), state.transpose(1, 2), decay="log")
+    buffers.fill(y, result)
+    buffers.fill(state, final.transpose(1, 2))
+
+
+def backward(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, gy: Tensor, gw: Tensor, gu: Tensor, gk: Tensor, gv: Tensor
+) -> None:
+    """Fill the gradients; that of w is of the model's own w, and that of a batch for w and u is added up."""
+    B, T, C = k.shape
+    channels.rwkv4_backward(B, T, C, w, u, k, v, y, gy, gw, gu, gk, gv)
+
+
+KERNEL = SimpleNamespace(
+    max_seq_length=sys.maxsize,  # the model asks for no more than that
+    forward=forward,
+    forward_bf16=forward,
+    forward_with_state=forward_with_state,
+    forward_with_state_bf16=forward_with_state,
+    backward=backward,
+    backward_bf16=backward,
+)
+
+
+def load_wkv_cuda_kernel(context_length: int) -> None:
+    """Load nothing: `KERNEL` is there, for any length."""
+
+
+def take_over() -> None:
+    """Give the model our kernel."""
+    _replaced.put(_model, "rwkv_cuda_kernel", KERNEL)
+    _replaced.put(_model, "load_wkv_cuda_kernel", load_wkv_cuda_kernel)
+
+
+give_back = _replaced.undo
+
+if compat.is_installed:
+    take_over()
