@@ -20,7 +20,7 @@ _libraries: dict[str, torch.library.Library] = {}  # by namespace
 
 def load(name: str, *arguments: Any, **options: Any) -> Any:
     """Return the module of a known extension, whatever its sources and flags; build another one as torch does."""
-    extension = extensions.find(name)
+    extension = extensions.find(name, arguments[0] if arguments else options.get("sources", ()))
     if extension is None:
         _log.info("%s is no extension that rwkv_jit knows: torch builds it", name)
         return _torch_load(name, *arguments, **options)

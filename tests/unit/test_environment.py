@@ -472,9 +472,9 @@ parallel
 ahead_requests
 ahead bench.cases
 bench.measure
-bench
-bench.layers compat
-compat.buffers profiling tune demo
+bench compat.alias compat.buffers compat.rows compat.scripts
+bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
+compat profiling tune demo
 compat.channels compat.delta compat.diagonal doctor
 compat.extensions commands
 compat.loading cli
@@ -486,7 +486,7 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "compat", "nn", "parallel", "__main__",
+    "ops.options", "commands", "cli", "compat", "compat.alias", "nn", "parallel", "__main__",
 }  # fmt: skip
 
 
