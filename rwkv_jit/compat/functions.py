@@ -315,7 +315,8 @@ def RUN_CUDA_RWKV6(*given: Any, **named: Any) -> Tensor:
         )
     r, k, v, w, u = (by_name[name] for name in _ROWS_OF_RWKV6)
     if "B" in by_name:
-        return RUN_CUDA_RWKV6_STATE(*(by_name[name] for name in names), None)
+        B, T, C, H = (by_name[name] for name in names[:4])
+        return RUN_CUDA_RWKV6_STATE(B, T, C, H, r, k, v, w, u, None)
     if u.dim() != 2:
         raise ValueError(f"u: expected shape [H, N], got {list(u.shape)}")
     return buffers.y_of(wkv6, [*rows.by_size(u.shape[1], r=r, k=k, v=v, w=w), u]).flatten(2)

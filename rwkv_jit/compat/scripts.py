@@ -15,13 +15,18 @@ def scriptable(function: _Function) -> _Function:
     """Return a function that TorchScript calls and does not compile.
 
     TorchScript reads the types of a call from the signature. It does not read types that are strings, and gives no
-    defaults to a function that has types. So one with defaults shows none: it takes as many arguments as a script has,
-    and returns a tensor. Numbers may come as tensors then.
+    defaults to a function that it calls. So one with defaults shows its other arguments without types, and `others`:
+    then it takes as many as a script has, of which numbers come as tensors, and returns a tensor.
     """
     signature = inspect.signature(function, eval_str=True)
-    parameters = list(signature.parameters.values())
-    if any(each.default is not each.empty or each.kind is not each.POSITIONAL_OR_KEYWORD for each in parameters):
-        parameters = [each.replace(annotation=each.empty) for each in parameters]
-        signature = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    needed = [each for each in signature.parameters.values() if _is_needed(each)]
+    if len(needed) < len(signature.parameters):
+        parameters = [each.replace(annotation=each.empty) for each in needed]
+        parameters.append(inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL))
+        signature = inspect.Signature(parameters)
     function.__signature__ = signature  # type: ignore[attr-defined]
     return torch.jit.ignore(function)  # type: ignore[no-any-return]
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
