@@ -78,7 +78,10 @@ def rwkv6_overwriting_backward(
     B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, s: Tensor, gy: Tensor,
     gr: Tensor, gk: Tensor, gv: Tensor, gw: Tensor, gu: Tensor, gs: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the gradients from the states before a forward overwrote them. Those that none did are as they are."""
+    """Fill the gradients from the states before a forward overwrote them.
+
+    A tensor that no forward overwrote is taken as it is. So is a copy that hooks of saved tensors made of one.
+    """
     rwkv6_state_backward(B, T, C, H, r, k, v, w, u, _overwritten.get(s, s), gy, gr, gk, gv, gw, gu, gs)
 
 

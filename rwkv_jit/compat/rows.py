@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,6 @@ def by_size(size: Any, **rows: Any) -> list[Tensor]:
     TypeError, ValueError
         Naming the row, what was expected and what came.
     """
-    size = int(size) if isinstance(size, Tensor) else size
     checks.check_count("HEAD_SIZE", size)
     given = _tensors(rows)
     first, lead = next(iter(given.items()))
@@ -44,26 +44,25 @@ def by_state(state: Any, name: str, **rows: Any) -> tuple[Tensor, list[Tensor]]:
     return state, given
 
 
-def by_shape(shape: tuple[Any, ...], **rows: Any) -> list[Tensor]:
-    """Return tensors in the shape that the sizes of a call say, which they need to have but for its cuts.
+def by_shape(shape: tuple[int, ...], **rows: Any) -> list[Tensor]:
+    """Return tensors in a shape that the other arguments of a call say.
 
     Raises
     ------
     ValueError
         A tensor has another number of elements.
     """
-    sizes = [int(size) for size in shape]
-    given = _tensors(rows)
-    count = 1
-    for size in sizes:
-        count *= size
+    given, count = _tensors(rows), math.prod(shape)
     for name, x in given.items():
-        if x.numel() != count or min(sizes) < 0:
-            raise ValueError(f"{name}: expected {sizes} elements, as the sizes of the call say, got {list(x.shape)}")
-    return [x.reshape(sizes) for x in given.values()]
+        if x.numel() != count:
+            raise ValueError(
+                f"{name}: expected {count} elements, {' x '.join(map(str, shape))} by the other arguments, "
+                f"got shape {list(x.shape)}"
+            )
+    return [x.reshape(shape) for x in given.values()]
 
 
-def head_size(channels: Any, heads: Any) -> int:
+def head_size(channels: int, heads: int) -> int:
     """Return C / H.
 
     Raises
@@ -71,9 +70,9 @@ def head_size(channels: Any, heads: Any) -> int:
     ValueError
         H does not divide C.
     """
-    if int(heads) < 1 or int(channels) % int(heads):
-        raise ValueError(f"H: expected heads that divide the {int(channels)} channels, got {int(heads)}")
-    return int(channels) // int(heads)
+    if heads < 1 or channels % heads:
+        raise ValueError(f"H: expected heads that divide the {channels} channels, got {heads}")
+    return channels // heads
 
 
 def _tensors(rows: dict[str, Any]) -> dict[str, Tensor]:

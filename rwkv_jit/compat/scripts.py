@@ -16,7 +16,7 @@ def scriptable(function: _Function) -> _Function:
 
     TorchScript reads the types of a call from the signature. It does not read types that are strings, and gives no
     defaults to a function that it calls. So one with defaults shows its other arguments without types, and `others`:
-    then it takes as many as a script has, of which numbers come as tensors, and returns a tensor.
+    then it takes as many as a script has, and returns a tensor.
     """
     signature = inspect.signature(function, eval_str=True)
     needed = [each for each in signature.parameters.values() if _is_needed(each)]

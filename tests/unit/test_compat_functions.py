@@ -487,11 +487,11 @@ def seven(size=8):
         (lambda: RUN_CUDA_RWKV6(2, 3, 8, 3, *seven()[:5]), ValueError,
          "H: expected heads that divide the 8 channels, got 3"),
         (lambda: RUN_CUDA_RWKV5(2, 4, 8, 2, *seven()[:5]), ValueError,
-         r"r: expected \[2, 4, 2, 4\] elements, as the sizes of the call say, got \[2, 3, 8\]"),
+         r"r: expected 64 elements, 2 x 4 x 2 x 4 by the other arguments, got shape \[2, 3, 8\]"),
         (lambda: compat.TimeX.apply(torch.zeros(3, 4), torch.zeros(2, 3, 5), 2, 3, 4, 0.0), ValueError,
-         r"k: expected \[2, 3, 4\] elements"),
+         "k: expected 24 elements, 2 x 3 x 4"),
         (lambda: compat.rwkv6_cuda_linear_attention(*seven()[:4], torch.zeros(9), torch.zeros(2, 2, 4, 4)), ValueError,
-         r"time_first: expected \[2, 4\] elements, as the sizes of the call say, got \[9\]"),
+         r"time_first: expected 8 elements, 2 x 4 by the other arguments, got shape \[9\]"),
         (lambda: compat.rwkv7_recurrent(*(torch.zeros(2, 3, 2, 4) for _ in range(6)), torch.zeros(2, 2, 4, 4),
                                         torch.ones(2, 4)), ValueError,
          r"attention_mask: expected shape \[2, 3\] like receptance, got \[2, 4\]"),
@@ -647,6 +647,8 @@ def test_schemas_of_wind(installed):
         load(f"wind_{name}")
     forward = torch.ops.wind_chunked_cuda_varlen.forward.default._schema
     assert " ".join(x.name for x in forward.arguments) == "w q k v a b s0 y s sT cu_seqlens"
+    forward = torch.ops.wind_backstepping_longhead.forward.default._schema
+    assert " ".join(x.name for x in forward.arguments if isinstance(x.type, torch.OptionalType)) == "s sa"
     backward = torch.ops.wind_backstepping_longhead.backward.default._schema
     assert " ".join(x.name for x in backward.arguments) == "w q k v a b dy s sa dsT dw dq dk dv da db ds0"
     assert " ".join(x.name for x in backward.arguments if x.alias_info) == "dw dq dk dv da db ds0"
