@@ -1,18 +1,82 @@
-"""Existing code on these kernels, unchanged: the extensions that it would compile are here.
+"""Existing code on these kernels, unchanged: the extensions that it would compile are here, and functions around them.
 
 After `install`, `torch.utils.cpp_extension.load` of a known name compiles nothing. It defines the ops that the
 extension would, with the same names and arguments, and returns a module of them. RWKV-4 of transformers finds its
-kernel here too. Neither torch nor transformers is imported for it.
+kernel here too, and the module `rwkvfla` is there where the package is not. Neither torch nor transformers is imported
+for it.
+
+Functions of RWKV projects have their names and arguments here. Each loads its module when it is used.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rwkv_jit import after
+from rwkv_jit.compat import alias
 
-__all__ = ["install", "uninstall"]
+if TYPE_CHECKING:
+    from rwkv_jit.compat.flash_rwkv import rwkv5_cuda_linear_attention, rwkv6_cuda_linear_attention
+    from rwkv_jit.compat.functions import (
+        RUN_CUDA,
+        RUN_CUDA_RWKV5,
+        RUN_CUDA_RWKV6,
+        RUN_CUDA_RWKV6_STATE,
+        RUN_RWKV7_INFCTX,
+        RUN_RWKV7_STATE,
+        RWKV7_BATCH_OP,
+        RWKV7_CLAMPW_CUDA,
+        RWKV7_OP,
+        RWKV7_STATE_CLAMPW_CUDA,
+        RWKV7_STATE_PASSING_CLAMPW_CUDA,
+        RUN_CUDA_RWKV7g,
+        TimeX,
+        TritonRWKV7,
+    )  # fmt: skip
+    from rwkv_jit.compat.rwkv7_hf import rwkv7_recurrent
+    from rwkv_jit.compat.wind import (
+        attn_backstepping_longhead,
+        attn_backstepping_longhead_wrap,
+        attn_backstepping_smallhead,
+        attn_backstepping_smallhead_wrap,
+        attn_chunked_cuda,
+        attn_chunked_cuda_varlen,
+        attn_chunked_cuda_wrap,
+        attn_triton_bighead,
+        attn_triton_bighead_bf16,
+        attn_triton_bighead_fp16,
+        attn_triton_bighead_fp32,
+        attn_triton_bighead_wrap,
+        load_backstepping_longhead,
+        load_backstepping_smallhead,
+        load_chunked_cuda,
+        load_chunked_cuda_varlen,
+    )  # fmt: skip
 
+__all__ = [
+    "RUN_CUDA", "RUN_CUDA_RWKV5", "RUN_CUDA_RWKV6", "RUN_CUDA_RWKV6_STATE", "RUN_CUDA_RWKV7g", "RUN_RWKV7_INFCTX",
+    "RUN_RWKV7_STATE", "RWKV7_BATCH_OP", "RWKV7_CLAMPW_CUDA", "RWKV7_OP", "RWKV7_STATE_CLAMPW_CUDA",
+    "RWKV7_STATE_PASSING_CLAMPW_CUDA", "TimeX", "TritonRWKV7", "attn_backstepping_longhead",
+    "attn_backstepping_longhead_wrap", "attn_backstepping_smallhead", "attn_backstepping_smallhead_wrap",
+    "attn_chunked_cuda", "attn_chunked_cuda_varlen", "attn_chunked_cuda_wrap", "attn_triton_bighead",
+    "attn_triton_bighead_bf16", "attn_triton_bighead_fp16", "attn_triton_bighead_fp32", "attn_triton_bighead_wrap",
+    "install", "load_backstepping_longhead", "load_backstepping_smallhead", "load_chunked_cuda",
+    "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention", "rwkv7_recurrent",
+    "uninstall",
+]  # fmt: skip
+
+
+def _module_of(name: str) -> str:
+    if name.startswith(("attn_", "load_")):
+        return "wind"
+    return (
+        "flash_rwkv" if name.endswith("_linear_attention") else "rwkv7_hf" if name == "rwkv7_recurrent" else "functions"
+    )
+
+
+_MODULES = {name: f"{__name__}.{_module_of(name)}" for name in __all__ if name not in ("install", "uninstall")}
 is_installed = False
 # Modules of others, and who takes over there as soon as they are imported.
 _ROOMS = {
@@ -27,9 +91,12 @@ def install() -> None:
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
     call does nothing. What is known stands in `rwkv_jit.compat.extensions.NAMES`; other names are compiled as ever.
+    Where the package rwkv-fla is not installed, its `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7`
+    are here.
     """
     global is_installed
     is_installed = True
+    alias.add()
     for name, room in _ROOMS.items():
         if room in sys.modules:
             sys.modules[room].take_over()
@@ -42,6 +109,19 @@ def uninstall() -> None:
     """Give everything back: torch its `load`, without the ops that were defined for it, and others what they had."""
     global is_installed
     is_installed = False
+    alias.remove()
     for room in (*_ROOMS.values(), "rwkv_jit.compat.hf"):
         if room in sys.modules:
             sys.modules[room].give_back()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'rwkv_jit.compat' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -28,11 +28,42 @@ def fill_sum(buffer: Tensor, total: Tensor) -> None:
     parts[0].copy_(total.reshape(-1))
 
 
+def or_zeros(state: Tensor | None, rows: Tensor) -> Tensor:
+    """Return a state, or where there is none one of zeros in the dtype of rows (..., H, N), for all sequences."""
+    return rows.new_zeros(rows.shape[-2], rows.shape[-1], rows.shape[-1]) if state is None else state
+
+
+def kept(s: Tensor, count: int) -> Tensor:
+    """Return where the scratch of a forward holds the initial state for its backward, which is not given it."""
+    if s.numel() < count or not s.is_contiguous():
+        raise ValueError(
+            f"s: expected a contiguous tensor of at least {count} elements, as of 16 tokens and more, "
+            f"got shape {tuple(s.shape)}"
+        )
+    return s.view(-1)[:count]
+
+
+def in_float32(state: Tensor | None) -> Tensor | None:
+    """Return a state of 16 bits as one of 32, so that the state behind it has 32 as well."""
+    return state.float() if state is not None and state.dtype.itemsize == 2 else state
+
+
+def y_of(op: Any, inputs: Sequence[Any], state: Any = None, **options: Any) -> Tensor:
+    """Return y."""
+    y, _ = op(*inputs, initial_state=state, **options)
+    return y  # type: ignore[no-any-return]
+
+
+def with_final(op: Any, inputs: Sequence[Any], state: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return y and the final state."""
+    y, final = op(*inputs, initial_state=state, output_final_state=True, **options)
+    return y, final
+
+
 def run(op: Any, inputs: Sequence[Tensor], state: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """Return y and the final state, of which nothing is recorded."""
     with torch.no_grad():
-        y, final = op(*inputs, initial_state=state, output_final_state=True, **options)
-    return y, final
+        return with_final(op, inputs, state, **options)
 
 
 def gradients(

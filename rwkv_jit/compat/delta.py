@@ -61,7 +61,7 @@ def state_forward(
 ) -> None:
     """Fill y, and keep the state for the backward, which is not given it, at the begin of s."""
     result = buffers.run(wkv7, (r, w, k, v, a, b), s0, decay="sigmoid")[0]
-    _kept(s, s0.numel()).copy_(s0.reshape(-1))
+    buffers.kept(s, s0.numel()).copy_(s0.reshape(-1))
     buffers.fill(y, result)
 
 
@@ -70,7 +70,7 @@ def state_backward(
     *grads: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients, that of the state first."""
-    s0 = _kept(s, ds0.numel()).view(ds0.shape)
+    s0 = buffers.kept(s, ds0.numel()).view(ds0.shape)
     _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, dy, None, "sigmoid")
 
 
@@ -80,7 +80,7 @@ def passing_forward(
 ) -> None:  # fmt: skip
     """Fill y and the state behind the last token."""
     result, final = buffers.run(wkv7, (r, w, k, v, a, b), s0, decay="sigmoid")
-    _kept(s, s0.numel()).copy_(s0.reshape(-1))
+    buffers.kept(s, s0.numel()).copy_(s0.reshape(-1))
     buffers.fill(y, result)
     buffers.fill(last, final)
 
@@ -90,18 +90,8 @@ def passing_backward(
     ds0: Tensor, *grads: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients of a call whose last state is used."""
-    s0 = _kept(s, ds0.numel()).view(ds0.shape)
+    s0 = buffers.kept(s, ds0.numel()).view(ds0.shape)
     _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, dy, dlast, "sigmoid")
-
-
-def _kept(s: Tensor, count: int) -> Tensor:
-    """Return where the scratch holds the initial state."""
-    if s.numel() < count or not s.is_contiguous():
-        raise ValueError(
-            f"s: expected a contiguous tensor of at least {count} elements, as of 16 tokens and more, "
-            f"got shape {tuple(s.shape)}"
-        )
-    return s.view(-1)[:count]
 
 
 # ---- forward alone -----------------------------------------------------------------------------------------------

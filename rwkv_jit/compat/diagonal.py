@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.compat import buffers
 from rwkv_jit.ops.wkv5 import wkv5
 from rwkv_jit.ops.wkv6 import wkv6
+
+# What states held that a forward has overwritten, by the tensor. Its caller has no other place for it.
+_overwritten: Any = WeakTensorKeyDictionary()
 
 
 def _rwkv6(B: int, T: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[list[Tensor], str]:
@@ -49,6 +55,34 @@ def rwkv6_state_backward(
         buffers.fill(gs, of_state)
     else:
         buffers.fill_sum(gs, of_state)
+
+
+def rwkv6_overwriting_forward(
+    B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, s: Tensor, y: Tensor
+) -> None:
+    """Fill y and move the states on, in the tensor that the caller has saved for a backward.
+
+    What it held is kept for as long as there is that tensor.
+    """
+    inputs, decay = _rwkv6(B, T, H, r, k, v, w, u)
+    if s.numel() != B * C * (C // H):
+        raise ValueError(f"s: expected shape {[B, H, C // H, C // H]}, got {list(s.shape)}")
+    initial = s.detach().clone()
+    result, final = buffers.run(wkv6, inputs, _state(initial, B, C, H).reshape(B, H, C // H, C // H), decay=decay)
+    buffers.fill(y, result)
+    buffers.fill(s, final)
+    _overwritten[s] = initial
+
+
+def rwkv6_overwriting_backward(
+    B: int, T: int, C: int, H: int, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, s: Tensor, gy: Tensor,
+    gr: Tensor, gk: Tensor, gv: Tensor, gw: Tensor, gu: Tensor, gs: Tensor,
+) -> None:  # fmt: skip
+    """Fill the gradients from the states before a forward overwrote them.
+
+    A tensor that no forward overwrote is taken as it is. So is a copy that hooks of saved tensors made of one.
+    """
+    rwkv6_state_backward(B, T, C, H, r, k, v, w, u, _overwritten.get(s, s), gy, gr, gk, gv, gw, gu, gs)
 
 
 def _fill_rwkv6(
@@ -101,10 +135,18 @@ def rwkv5_in_place(
 
 
 def rwkv6_in_place(
-    B: int, T: int, C: int, H: int, state: Tensor, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, y: Tensor
-) -> None:
-    """Fill y and move the states on; w is the decay of every token."""
+    B: int, T: int, C: int, H: int, state: Tensor, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, y: Tensor,
+    decay: str = "direct",
+) -> None:  # fmt: skip
+    """Fill y and move the states on; w is the decay of every token, or its logarithm."""
     inputs = [*buffers.heads(B, T, H, r, k, v, w), u.reshape(H, -1)]
-    result, final = buffers.run(wkv6, inputs, _state(state, B, C, H).reshape(B, H, C // H, C // H), decay="direct")
+    result, final = buffers.run(wkv6, inputs, _state(state, B, C, H).reshape(B, H, C // H, C // H), decay=decay)
     buffers.fill(y, result)
     buffers.fill(state, final)
+
+
+def rwkv6_log_in_place(
+    B: int, T: int, C: int, H: int, state: Tensor, r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, y: Tensor
+) -> None:
+    """Fill y and move the states on; w is the logarithm of the decay of every token."""
+    rwkv6_in_place(B, T, C, H, state, r, k, v, w, u, y, "log")

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rwkv_jit.compat import channels, delta, diagonal
+from rwkv_jit.compat import channels, delta, diagonal, wind
 
 _SIZES = "int B, int T, int C, int H"
 
@@ -31,7 +30,10 @@ class Extension:
 
 
 def _entry(run: Callable[..., None], given: str, filled: str, begin: str = "") -> Entry:
-    """Return an op that reads tensors and fills others. An exclamation mark stands behind a read one that it fills."""
+    """Return an op that reads tensors and fills others.
+
+    An exclamation mark stands behind a read one that it fills, a question mark behind one that may be None.
+    """
     arguments, alias = [begin] if begin else [], 0
     for name in [*given.split(), *(f"{x}!" for x in filled.split())]:
         if ":" in name:  # a number, as float:eps
@@ -39,6 +41,8 @@ def _entry(run: Callable[..., None], given: str, filled: str, begin: str = "") -
         elif name.endswith("!"):
             arguments.append(f"Tensor({chr(ord('a') + alias)}!) {name[:-1]}")
             alias += 1
+        elif name.endswith("?"):
+            arguments.append(f"Tensor? {name[:-1]}")
         else:
             arguments.append(f"Tensor {name}")
     return Entry(f"({', '.join(arguments)}) -> ()", run)
@@ -58,6 +62,11 @@ _RWKV6_STATE = _pair(
     _entry(diagonal.rwkv6_state_forward, "r k v w u s", "y", _SIZES),
     _entry(diagonal.rwkv6_state_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
 )
+_WIND = "dw dq dk dv da db ds0"
+_WIND_BACKSTEPPING = _pair(
+    _entry(wind.backstepping_forward, "w q k v a b s0 y! s? sa? sT!", ""),
+    _entry(wind.backstepping_backward, "w q k v a b dy s sa dsT", _WIND),
+)
 _RWKV4 = _pair(
     _entry(channels.rwkv4_forward, "w u k v", "y", "int B, int T, int C"),
     _entry(channels.rwkv4_backward, "w u k v y gy", "gw gu gk gv", "int B, int T, int C"),
@@ -68,6 +77,16 @@ NAMES: dict[str, Extension] = {
         _entry(delta.backstepping_forward, "w q k v z a", "y s sa"),
         _entry(delta.backstepping_backward, "w q k v z a dy s sa", "dw dq dk dv dz da"),
     )),
+    "wind_chunked_cuda": Extension("wind_chunked_cuda", _pair(
+        _entry(wind.chunked_forward, "w q k v a b s0 y! s? sT!", ""),
+        _entry(wind.chunked_backward, "w q k v a b dy s dsT", _WIND),
+    )),
+    "wind_chunked_cuda_varlen": Extension("wind_chunked_cuda_varlen", _pair(
+        _entry(wind.chunked_forward, "w q k v a b s0 y! s? sT! cu_seqlens", ""),
+        _entry(wind.chunked_backward, "w q k v a b dy s dsT dw! dq! dk! dv! da! db! ds0! cu_seqlens", ""),
+    )),
+    "wind_backstepping_smallhead": Extension("wind_backstepping_smallhead", _WIND_BACKSTEPPING),
+    "wind_backstepping_longhead": Extension("wind_backstepping_longhead", _WIND_BACKSTEPPING),
     "rwkv7_clampw": Extension("rwkv7_clampw", _CLAMPW),
     "rwkv7_clampw_v3": Extension("rwkv7_clampw_v3", _CLAMPW),
     "rwkv7_clampw128_v2": Extension("rwkv7_clampw128_v2", _CLAMPW),
@@ -88,6 +107,10 @@ NAMES: dict[str, Extension] = {
     )),
     "wkv6state": Extension("wkv6state", _RWKV6_STATE),
     "wkv6b": Extension("wkv6b", _RWKV6_STATE),
+    "wkv6infctx": Extension("", _pair(
+        _entry(diagonal.rwkv6_overwriting_forward, "r k v w u s!", "y", _SIZES),
+        _entry(diagonal.rwkv6_overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
+    )),
     "wkv5": Extension("wkv5", _pair(
         _entry(diagonal.rwkv5_forward, "r k v w u", "y", _SIZES),
         _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES),
@@ -110,17 +133,30 @@ NAMES: dict[str, Extension] = {
         "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c"),
     }),
 }  # fmt: skip
+_FLASH_RWKV: dict[str, Extension] = {  # by a source, as both are built under the one name flash_rwkv_5
+    "wkv5_op.cpp": Extension("", {
+        **{f"forward_{x}": _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE},
+        **{f"backward_{x}": _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES)
+           for x in _BY_DTYPE},
+    }),
+    "wkv6_op.cpp": Extension("", {
+        f"forward_{x}": _entry(diagonal.rwkv6_log_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
+    }),
+}  # fmt: skip
 _LONGEST_IN_NAME = re.compile(r"wkv_\d+(_bf16)?")  # a build for at most so many tokens
 
 
 def find(name: Any, sources: Any = ()) -> Extension | None:
     """Return the extension of a name that `load` is called with; None of one that is not known.
 
-    Of two that builds share one name the sources tell: remote code of RWKV-5 builds its wkv5 as `wkv_64`.
+    Where several builds share a name the sources tell which it is: flash-rwkv's two, and the wkv5 that remote code of
+    RWKV-5 builds as `wkv_64`.
     """
+    listed = [sources] if isinstance(sources, str | os.PathLike) else sources
+    if name == "flash_rwkv_5":
+        return next((_FLASH_RWKV[x] for x in map(os.path.basename, listed) if x in _FLASH_RWKV), None)
     if isinstance(name, str) and _LONGEST_IN_NAME.fullmatch(name):
-        listed = [sources] if isinstance(sources, str | os.PathLike) else sources
-        name = None if any(Path(each).name.startswith("wkv5") for each in listed) else "wkv"
+        name = None if any(os.path.basename(x).startswith("wkv5") for x in listed) else "wkv"
     return NAMES.get(name)
 
 

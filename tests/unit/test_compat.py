@@ -324,8 +324,9 @@ def test_every_op_has_a_schema_that_torch_takes():
     for name, extension in extensions.NAMES.items():
         module = load(name)
         for op in extension.ops:
-            assert getattr(getattr(torch.ops, extension.namespace), op).default._schema.is_mutable
             assert callable(getattr(module, op))
+            if extension.namespace:
+                assert getattr(getattr(torch.ops, extension.namespace), op).default._schema.is_mutable
 
 
 SCRIPT = """

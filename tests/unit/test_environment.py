@@ -473,11 +473,13 @@ parallel
 ahead_requests
 ahead bench.cases
 bench.measure
-bench
-bench.layers compat compat.fla compat.replacing
-compat.buffers compat.fla.functions compat.fla.layers compat.hf compat.autoload profiling tune demo
-compat.channels compat.delta compat.diagonal compat.fla.patches compat.hf_kernels.layers doctor
-compat.extensions compat.hf_kernels compat.hf_rwkv4 commands
+bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing
+bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
+compat.fla.functions compat.fla.layers compat.autoload
+compat compat.fla.patches profiling tune demo
+compat.channels compat.delta compat.diagonal compat.hf doctor
+compat.extensions compat.hf_kernels.layers commands
+compat.hf_kernels compat.hf_rwkv4
 compat.loading cli
 __main__
 """
@@ -487,8 +489,8 @@ PURE = {"errors", "gpu", "problem", "schedule", "template", "algorithms"}
 WITHOUT_TORCH = {
     "errors", "after", "report", "signatures", "gpu", "env", "template", "sass", "stats", "problem", "listing", "forks",
     "ops.table", "cuda", "identity", "compiler", "kernel", "kernel_wheels", "launch", "schedule", "rule",
-    "ops.options", "commands", "cli", "compat", "compat.fla", "compat.replacing", "compat.autoload", "nn", "parallel",
-    "__main__",
+    "ops.options", "commands", "cli", "compat", "compat.alias", "compat.fla", "compat.replacing", "compat.autoload",
+    "nn", "parallel", "__main__",
 }  # fmt: skip
 
 
