@@ -1,6 +1,9 @@
 """The examples: their help, what they say without their extra, and the pictures that they save."""
 
+import os
+import re
 import runpy
+import subprocess
 import sys
 import types
 
@@ -27,7 +30,19 @@ def example(root, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["wkv4", "wkv6_forward", "wkv7_forward", "timex", "own_kernel", "unusual_head_sizes", "train_lm", "serve"],
+    [
+        "wkv4",
+        "wkv6_forward",
+        "wkv7_forward",
+        "timex",
+        "own_kernel",
+        "unusual_head_sizes",
+        "train_lm",
+        "serve",
+        "run_rwkv_pip",
+        "fla_layer",
+        "state_tuning",
+    ],
 )
 def test_help_runs_nothing(name, example, monkeypatch, capsys, root):
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it ran"))
@@ -103,3 +118,25 @@ def test_what_the_trainer_cannot_do(options, said, example):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def test_learned_states_write_a_word_that_was_never_read(example, capsys):
+    assert example("state_tuning", "--quick", "--word", "mouse") is None
+    _, _, gradients, first, *_, last = capsys.readouterr().out.splitlines()
+    assert float(gradients.split()[6]) < 1e-4
+    assert "mouse" not in first
+    assert last.endswith("'mouse mouse mouse mouse '")
+
+
+def test_programs_of_others_run_on_these_kernels(root, tmp_path):
+    """In processes of their own, as both put something into other modules."""
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": str(root)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    for name, wanted in (
+        ("run_rwkv_pip", r"tokens: \d+ ms, then [\d.]+; \d+ tokens a second"),
+        ("fla_layer", r"RWKV7Attention: rwkv_jit 5"),
+    ):
+        command = [sys.executable, "-W", "ignore", str(root / "examples" / f"{name}.py")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert re.search(wanted, done.stdout), done.stdout
