@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rwkv_jit.compat import channels, delta, diagonal, wind
+from rwkv_jit.compat import channels, delta, diagonal, trainer, wind
 
 _SIZES = "int B, int T, int C, int H"
 
@@ -18,7 +18,7 @@ class Entry:
     """An op: its arguments as torch's schemas write them, and what runs it."""
 
     schema: str
-    run: Callable[..., None]
+    run: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Extension:
     ops: Mapping[str, Entry]
 
 
-def _entry(run: Callable[..., None], given: str, filled: str, begin: str = "") -> Entry:
-    """Return an op that reads tensors and fills others.
+def _entry(run: Callable[..., Any], given: str, filled: str, begin: str = "", made: str = "()") -> Entry:
+    """Return an op that reads tensors, and fills others or makes them.
 
     An exclamation mark stands behind a read one that it fills, a question mark behind one that may be None.
     """
@@ -45,7 +45,12 @@ def _entry(run: Callable[..., None], given: str, filled: str, begin: str = "") -
             arguments.append(f"Tensor? {name[:-1]}")
         else:
             arguments.append(f"Tensor {name}")
-    return Entry(f"({', '.join(arguments)}) -> ()", run)
+    return Entry(f"({', '.join(arguments)}) -> {made}", run)
+
+
+def _functional(run: Callable[..., Any], given: str, made: str = "Tensor[]") -> Entry:
+    """Return an op that makes its results."""
+    return _entry(run, given, "", made=made)
 
 
 def _pair(forward: Entry, backward: Entry) -> dict[str, Entry]:
@@ -71,6 +76,7 @@ _RWKV4 = _pair(
     _entry(channels.rwkv4_forward, "w u k v", "y", "int B, int T, int C"),
     _entry(channels.rwkv4_backward, "w u k v y gy", "gw gu gk gv", "int B, int T, int C"),
 )
+_VALUE = _functional(trainer.value_forward, "v v_first v0 v12", "Tensor")
 
 NAMES: dict[str, Extension] = {
     "wind_backstepping": Extension("wind_backstepping", _pair(
@@ -131,6 +137,43 @@ NAMES: dict[str, Extension] = {
         "mm8_seq": _entry(channels.mm8_seq, "x w mx rx my ry", "y", "int B, int N, int M"),
         "mm8_one": _entry(channels.mm8_one, "x w mx rx my ry", "y", "int N, int M"),
         "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c"),
+    }),
+    "rwkv7_tmix_mix6_bf16_v5": Extension("rwkv7_tmix_mix6_bf16_v5", _pair(
+        _functional(trainer.mix_forward, "x x_r x_w x_k x_v x_a x_g"),
+        _functional(
+            trainer.mix_backward, "grad_r grad_w grad_k grad_v grad_a grad_g x x_r x_w x_k x_v x_a x_g"
+        ),
+    )),
+    "rwkv7_tmix_a_gate_bf16": Extension("rwkv7_tmix_a_gate_bf16", _pair(
+        _functional(trainer.rate_forward, "a0 a12", "Tensor"),
+        _functional(trainer.rate_backward, "grad_out a0 a12"),
+    )),
+    "rwkv7_tmix_vres_gate_bf16_v1": Extension("rwkv7_tmix_vres_gate_bf16_v1", _pair(
+        _VALUE, _functional(trainer.value_backward_in_rows, "grad_out v v_first v0 v12"),
+    )),
+    "rwkv7_tmix_vres_gate_bf16_v3": Extension("rwkv7_tmix_vres_gate_bf16_v3", _pair(
+        _VALUE, _functional(trainer.value_backward, "grad_out v v_first v0 v12"),
+    )),
+    "rwkv7_tmix_kk_pre_bf16_v5": Extension("rwkv7_tmix_kk_pre_bf16_v5", _pair(
+        _functional(trainer.keys_forward, "k k_k a k_a int:head_size"),
+        _functional(
+            trainer.keys_backward, "grad_new_k grad_neg_kk grad_kka k k_k a k_a inv_d int:head_size"
+        ),
+    )),
+    "rwkv7_tmix_lnx_rkvres_xg_bf16_v1": Extension("rwkv7_tmix_lnx_rkvres_xg_bf16_v1", _pair(
+        _functional(trainer.out_forward, "x r k v r_k weight bias g"),
+        _functional(trainer.out_backward, "grad_xg x r k v r_k weight bias g mean rstd"),
+    )),
+    "rwkv7_cmix_bf16_v5": Extension("rwkv7_cmix_bf16_v5", _pair(
+        _functional(trainer.channels_forward, "x x_k key_weight value_weight"),
+        _functional(trainer.channels_backward, "grad_out x x_k key_weight value_weight mixed act"),
+    )),
+    "rwkv7_l2wrap_ce_bf16_v2": Extension("", _pair(
+        _functional(trainer.loss_forward, "logits targets"),
+        _functional(trainer.loss_backward, "grad_loss logits targets lse max_vals argmax", "Tensor"),
+    )),
+    "rwkv7_head_l2wrap_ce_bf16_v4": Extension("", {
+        "forward": _functional(trainer.head_forward, "hidden weight targets int:chunk_rows"),
     }),
 }  # fmt: skip
 _FLASH_RWKV: dict[str, Extension] = {  # by a source, as both are built under the one name flash_rwkv_5
