@@ -205,7 +205,7 @@ def keys_forward(k: Tensor, k_k: Tensor, a: Tensor, k_a: Tensor, head_size: int)
     _check_keys(head_size, k=k, k_k=k_k, a=a, k_a=k_a)
     scaled = (k * _wide(k_k).reshape(-1)).unflatten(-1, (-1, head_size))
     factor = torch.linalg.vector_norm(scaled, dim=-1).clamp_min(_EPS_OF_KEYS).reciprocal()
-    removed = torch.empty_like(k, memory_format=torch.contiguous_format)
+    removed = torch.empty_like(k)
     torch.mul(scaled, -factor.unsqueeze(-1), out=removed.view(scaled.shape))
     learned = torch.addcmul(k.new_zeros(()), removed, a, value=-1)
     return [torch.lerp(k, k * a, k_a.reshape(-1)), removed, learned, factor]

@@ -6,7 +6,6 @@ from test_compat_trainer import (  # noqa: F401
     differentiable,
     installed,
     test_autograd_that_a_user_registers,
-    test_gaps_and_autocast_change_nothing,
     test_keys_of_zeros_have_the_gradient_of_a_division_by_the_least_length,
     test_layers_made_of_the_ops,
     test_loss_of_a_head,
@@ -14,6 +13,7 @@ from test_compat_trainer import (  # noqa: F401
     test_ops_are_what_their_schemas_say_with_and_without_memory,
     test_rates_may_be_anything,
     test_scripts_call_the_ops_and_have_gradients,
+    test_strides_and_autocast_change_nothing_and_nothing_is_recorded,
     test_values_and_gradients,
     test_what_forwards_make_for_backwards,
 )
