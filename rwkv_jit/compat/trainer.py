@@ -83,8 +83,9 @@ def _gradients(
     """Return gradients of a layer's op by the kernels of its backward, from those of its results by name."""
     names = [*OPS[op].inputs, *(["cu_seqlens"] if op in SHIFTS else [])]
     arrays = [*map(grads.get, RESULTS[op]), *map(inputs.get, names)]
-    made: list[Tensor] = registry.find(f"{op}_bwd")(*arrays, eps, kinds, wanted)
-    return made
+    order = sorted(wanted, key=names.index)  # in which kernels return them
+    made = dict(zip(order, registry.find(f"{op}_bwd")(*arrays, eps, kinds, order), strict=True))
+    return [made[name] for name in wanted]
 
 
 def _shaped(made: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
