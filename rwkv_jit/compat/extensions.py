@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rwkv_jit.compat import channels, delta, diagonal, trainer, wind
+from rwkv_jit.compat import channels, counts, delta, diagonal, trainer, wind
 
-_SIZES = "int B, int T, int C, int H"
+_SIZES, _CHANNELS = "int B, int T, int C, int H", "int B, int T, int C"
+_COUNTS = {"": counts.ALIKE, _SIZES: counts.OF_HEADS, _CHANNELS: counts.OF_CHANNELS}
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,14 @@ class Extension:
     ops: Mapping[str, Entry]
 
 
-def _entry(run: Callable[..., Any], given: str, filled: str, begin: str = "", made: str = "()") -> Entry:
+def _entry(
+    run: Callable[..., Any], given: str, filled: str, begin: str = "", made: str = "()",
+    elements: Mapping[str, str] | None = None,
+) -> Entry:  # fmt: skip
     """Return an op that reads tensors, and fills others or makes them.
 
-    An exclamation mark stands behind a read one that it fills, a question mark behind one that may be None.
+    An exclamation mark stands behind a read one that it fills, a question mark behind one that may be None. `elements`
+    are what `counts.checked` counts; by default what goes with `begin`.
     """
     arguments, alias = [begin] if begin else [], 0
     for name in [*given.split(), *(f"{x}!" for x in filled.split())]:
@@ -45,12 +50,16 @@ def _entry(run: Callable[..., Any], given: str, filled: str, begin: str = "", ma
             arguments.append(f"Tensor? {name[:-1]}")
         else:
             arguments.append(f"Tensor {name}")
+    elements = _COUNTS.get(begin) if elements is None else elements
+    if elements:
+        names = [argument.split()[-1] for argument in ", ".join(arguments).split(", ")]
+        run = counts.checked(run, names, elements)
     return Entry(f"({', '.join(arguments)}) -> {made}", run)
 
 
 def _functional(run: Callable[..., Any], given: str, made: str = "Tensor[]") -> Entry:
     """Return an op that makes its results."""
-    return _entry(run, given, "", made=made)
+    return _entry(run, given, "", made=made, elements={})  # it has checks of its own
 
 
 def _pair(forward: Entry, backward: Entry) -> dict[str, Entry]:
@@ -67,14 +76,20 @@ _RWKV6_STATE = _pair(
     _entry(diagonal.rwkv6_state_forward, "r k v w u s", "y", _SIZES),
     _entry(diagonal.rwkv6_state_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
 )
+_ONE_DECAY = {**counts.OF_HEADS, "w ww": "C", "gw": "BC"}  # for all tokens
+_RWKV5 = _pair(
+    _entry(diagonal.rwkv5_forward, "r k v w u", "y", _SIZES, elements=_ONE_DECAY),
+    _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES, elements=_ONE_DECAY),
+)
+_RWKV5_IN_PLACE = _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES, elements=_ONE_DECAY)
 _WIND = "dw dq dk dv da db ds0"
 _WIND_BACKSTEPPING = _pair(
     _entry(wind.backstepping_forward, "w q k v a b s0 y! s? sa? sT!", ""),
     _entry(wind.backstepping_backward, "w q k v a b dy s sa dsT", _WIND),
 )
 _RWKV4 = _pair(
-    _entry(channels.rwkv4_forward, "w u k v", "y", "int B, int T, int C"),
-    _entry(channels.rwkv4_backward, "w u k v y gy", "gw gu gk gv", "int B, int T, int C"),
+    _entry(channels.rwkv4_forward, "w u k v", "y", _CHANNELS),
+    _entry(channels.rwkv4_backward, "w u k v y gy", "gw gu gk gv", _CHANNELS),
 )
 _VALUE = _functional(trainer.value_forward, "v v_first v0 v12", "Tensor")
 
@@ -117,26 +132,23 @@ NAMES: dict[str, Extension] = {
         _entry(diagonal.rwkv6_overwriting_forward, "r k v w u s!", "y", _SIZES),
         _entry(diagonal.rwkv6_overwriting_backward, "r k v w u s gy", "gr gk gv gw gu gs", _SIZES),
     )),
-    "wkv5": Extension("wkv5", _pair(
-        _entry(diagonal.rwkv5_forward, "r k v w u", "y", _SIZES),
-        _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES),
-    )),
+    "wkv5": Extension("wkv5", _RWKV5),
     "rwkv5": Extension("rwkv5", {
-        f"forward_{x}": _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
+        f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE
     }),
     "rwkv6": Extension("rwkv6", {
         f"forward_{x}": _entry(diagonal.rwkv6_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE
     }),
     "wkv": Extension("wkv", _RWKV4),
     "timex": Extension("timex", _pair(
-        _entry(channels.timex_forward, "w k out! float:eps int:B int:C int:T", ""),
-        _entry(channels.timex_backward, "w k gy gw! gk! int:B int:C int:T", ""),
+        _entry(channels.timex_forward, "w k out! float:eps int:B int:C int:T", "", elements=counts.OF_FILTERS),
+        _entry(channels.timex_backward, "w k gy gw! gk! int:B int:C int:T", "", elements=counts.OF_FILTERS),
     )),
     "wkv_cuda": Extension("rwkv", {
-        "wkv_forward": _entry(channels.rwkv4_in_place, "w u k v", "y aa bb pp", "int B, int T, int C"),
+        "wkv_forward": _entry(channels.rwkv4_in_place, "w u k v", "y aa bb pp", _CHANNELS),
         "mm8_seq": _entry(channels.mm8_seq, "x w mx rx my ry", "y", "int B, int N, int M"),
         "mm8_one": _entry(channels.mm8_one, "x w mx rx my ry", "y", "int N, int M"),
-        "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c"),
+        "gemm_fp16_cublas": _entry(channels.gemm_fp16_cublas, "a b", "c", elements={}),
     }),
     "rwkv7_tmix_mix6_bf16_v5": Extension("rwkv7_tmix_mix6_bf16_v5", _pair(
         _functional(trainer.mix_forward, "x x_r x_w x_k x_v x_a x_g"),
@@ -178,9 +190,8 @@ NAMES: dict[str, Extension] = {
 }  # fmt: skip
 _FLASH_RWKV: dict[str, Extension] = {  # by a source, as both are built under the one name flash_rwkv_5
     "wkv5_op.cpp": Extension("", {
-        **{f"forward_{x}": _entry(diagonal.rwkv5_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE},
-        **{f"backward_{x}": _entry(diagonal.rwkv5_backward, "r k v w ww u gy", "gr gk gv gw gu", _SIZES)
-           for x in _BY_DTYPE},
+        **{f"forward_{x}": _RWKV5_IN_PLACE for x in _BY_DTYPE},
+        **{f"backward_{x}": _RWKV5["backward"] for x in _BY_DTYPE},
     }),
     "wkv6_op.cpp": Extension("", {
         f"forward_{x}": _entry(diagonal.rwkv6_log_in_place, "state! r k v w u", "y", _SIZES) for x in _BY_DTYPE

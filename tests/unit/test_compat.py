@@ -1,5 +1,6 @@
 """Extensions of RWKV projects without a compiler: each op that they define, against float64, and who answers for it."""
 
+import math
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from torch.utils import cpp_extension
 
 import rwkv_jit
 from rwkv_jit import cli, compat
-from rwkv_jit.compat import extensions, loading
+from rwkv_jit.compat import counts, extensions, loading
 from rwkv_jit.errors import RwkvJitError
 
 B, T, H, N = 2, 19, 3, 8
@@ -328,6 +329,51 @@ def test_every_op_has_a_schema_that_torch_takes():
             if extension.namespace:
                 schema = getattr(getattr(torch.ops, extension.namespace), op).default._schema
                 assert schema.is_mutable != bool(schema.returns)
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "wrong", "said"),
+    [
+        ("wkv7s", "forward", "r", r"r: expected 912 elements, B 2 x T 19 x C 24, got shape \[2, 3\]"),
+        ("wkv7s", "forward", "state", r"state: expected 384 elements, B 2 x C 24 x N 8, got shape"),
+        ("wkv6", "backward", "gu", r"gu: expected 48 elements, B 2 x C 24, got shape"),
+        ("wkv6state", "backward", "gs", r"gs: expected 384 elements, B 2 x C 24 x N 8, got shape"),
+        ("wkv5", "forward", "w", r"w: expected 24 elements, C 24, got shape"),
+        ("wkv5", "backward", "gw", r"gw: expected 48 elements, B 2 x C 24, got shape"),
+        ("rwkv5", "forward_bf16", "y", r"y: expected 912 elements"),
+        ("wkv", "backward", "gk", r"gk: expected 912 elements"),
+        ("wkv_cuda", "wkv_forward", "bb", r"bb: expected 48 elements, B 2 x C 24, got shape"),
+        ("timex", "forward", "w", r"w: expected 456 elements, C 24 x T 19, got shape"),
+        ("rwkv7_clampw", "backward", "dk", r"dk: expected 912 elements, R 912, got shape"),
+        ("wind_backstepping", "forward", "z", r"z: expected 912 elements, R 912, got shape"),
+    ],
+)
+def test_wrong_sizes_are_named_and_nothing_is_written(name, op, wrong, said):
+    load(name)
+    entry = extensions.find(name).ops[op]
+    sizes = {"B": B, "T": T, "C": C, "H": H, "eps": 0.5, "R": B * T * C, "N": N}
+    counted = {
+        "": counts.ALIKE,
+        "int B, int T, int C, int H": counts.OF_HEADS,
+        "int B, int T, int C": counts.OF_CHANNELS,
+    }
+    given = entry.schema[1:].split(") ->")[0]
+    begin = ", ".join(x for x in given.split(", ") if x.startswith("int "))
+    words = {x: w for several, w in counted.get(begin, counts.OF_FILTERS).items() for x in several.split()}
+    if name in ("wkv5", "rwkv5"):
+        words |= {"w": "C", "ww": "C", "gw": "BC"}
+    arguments, tensors = [], []
+    for argument in given.split(", "):
+        kind, _, x = argument.rpartition(" ")
+        if not kind.startswith("Tensor"):
+            arguments.append(sizes[x])
+            continue
+        count = math.prod(sizes[letter] for letter in words.get(x, "R").split()[-1])
+        arguments.append(torch.zeros(2, 3) if x == wrong else torch.full((count,), 7.0))
+        tensors.append(arguments[-1])
+    with pytest.raises(ValueError, match=said):
+        getattr(getattr(torch.ops, extensions.find(name).namespace), op)(*arguments)
+    assert all((x == x.flatten()[0]).all() for x in tensors)
 
 
 SCRIPT = """
