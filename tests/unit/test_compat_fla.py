@@ -196,6 +196,15 @@ def test_what_the_kernels_cannot_do(name, option):
         getattr(functions, name)(*given, **option)
 
 
+def test_dtypes_that_only_fla_may_take():
+    r, w, k, v, a, b = (x.float() for x in delta())
+    for given in ((r.half(), w, k, v, a, b), (r, w, k, v.bfloat16(), a, b)):
+        with pytest.raises(UnsupportedConfigError, match=r"torch\.\w+ beside torch\.float32 is not supported"):
+            functions.chunk_rwkv7(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert functions.chunk_rwkv7(r, w, k, v.bfloat16(), a, b)[0].dtype == torch.bfloat16
+
+
 # ---- with FLA ----------------------------------------------------------------------------------------------------
 
 with warnings.catch_warnings():

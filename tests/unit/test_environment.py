@@ -475,8 +475,9 @@ ahead bench.cases
 bench.measure
 bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing
 bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
-compat.fla.functions compat.fla.layers compat.autoload
-compat compat.counts compat.fla.patches profiling tune demo
+compat.fla.functions compat.autoload
+compat compat.counts compat.fla.layers
+compat.fla.patches profiling tune demo
 compat.channels compat.delta compat.diagonal compat.hf compat.trainer doctor
 compat.extensions compat.hf_kernels.layers commands
 compat.hf_kernels compat.hf_rwkv4

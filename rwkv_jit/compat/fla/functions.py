@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv_jit import tensors
 from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.layers import functions as layers
+from rwkv_jit.layers.plain import last_tokens
 from rwkv_jit.ops.gla import gla
 from rwkv_jit.ops.linear_attention import linear_attention
 from rwkv_jit.ops.wkv4 import wkv4
@@ -20,14 +23,32 @@ from rwkv_jit.ops.wkv7 import wkv7
 Result = tuple[Tensor, Tensor | None]
 
 
-def _refuse(*arrays: Any, **unsupported: Any) -> None:
-    """Raise an error where an option is asked for that the kernels have not, or tensors lie elsewhere."""
+def refuse(*rows: Tensor, **unsupported: Any) -> None:
+    """Raise an error where the kernels have not what is asked for, and FLA's code may have it.
+
+    Parameters
+    ----------
+    *rows : torch.Tensor
+        Those that share a device and a dtype here.
+    **unsupported
+        Options by their names, which must be None or False.
+
+    Raises
+    ------
+    UnsupportedConfigError
+        An option is given, or the tensors are elsewhere or of other dtypes.
+    """
     for name, value in unsupported.items():
         if value is not None and value is not False:
             raise UnsupportedConfigError(f"{name} is not supported")
-    for x in arrays:
-        if isinstance(x, Tensor) and x.device.type not in ("cuda", "cpu"):
+    for x in rows:
+        if x.device.type not in ("cuda", "cpu"):
             raise UnsupportedConfigError(f"device {x.device} is not supported")
+        if x.is_cuda and x.dtype not in tensors.STORAGE:
+            raise UnsupportedConfigError(f"{x.dtype} is not supported")
+    dtypes = sorted({str(x.dtype) for x in rows})
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(rows[0].device.type):  # which makes them one
+        raise UnsupportedConfigError(f"{' beside '.join(dtypes)} is not supported")
 
 
 def _scale(scale: float | None, k: Tensor) -> float:
@@ -78,11 +99,12 @@ def chunk_dplr_delta_rule(
     Raises
     ------
     UnsupportedConfigError
-        `cp_context` is given, or the sizes are beyond the kernels'.
+        `cp_context` is given, q, k, v, a and b have several dtypes or one that the kernels have not, or the sizes are
+        beyond theirs.
     TypeError, ValueError
         As `wkv7`.
     """
-    _refuse(q, cp_context=cp_context)
+    refuse(q, k, v, a, b, cp_context=cp_context)
     return wkv7(
         q, gk, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), decay="log",
         decay_bound=lower_bound, state_layout="kv",
@@ -108,7 +130,7 @@ def fused_recurrent_dplr_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Run `chunk_dplr_delta_rule`; `reverse` must be False."""
-    _refuse(reverse=reverse)
+    refuse(reverse=reverse)
     return chunk_dplr_delta_rule(q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -126,7 +148,7 @@ def fused_mul_recurrent_rwkv7(
     cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Run `chunk_rwkv7` with -kk for a and kk a for b; `reverse` must be False."""
-    _refuse(reverse=reverse)
+    refuse(reverse=reverse)
     return chunk_dplr_delta_rule(r, k, v, -kk, kk * a, w, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -139,7 +161,7 @@ def chunk_rwkv6(
     cu_seqlens_cpu: Tensor | None = None, **_: Any,
 ) -> Result:  # fmt: skip
     """Run RWKV-6 time mixing as `wkv6` does; w is the logarithm of the decay, and scale K^(-1/2) by default."""
-    _refuse(r)
+    refuse(r, k, v)
     return wkv6(
         r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), decay="log",
         state_layout="kv",
@@ -152,7 +174,7 @@ def fused_recurrent_rwkv6(
     cu_seqlens: Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Run `chunk_rwkv6`; `reverse` must be False."""
-    _refuse(reverse=reverse)
+    refuse(reverse=reverse)
     return chunk_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -162,7 +184,7 @@ def chunk_gla(
     cu_seqlens_cpu: Tensor | None = None,
 ) -> Result:  # fmt: skip
     """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
-    _refuse(q)
+    refuse(q, k, v)
     return gla(
         q, k, v, g, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k),
         state_layout="vk" if state_v_first else "kv",
@@ -175,7 +197,7 @@ def fused_recurrent_gla(
     state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
 ) -> Result:  # fmt: skip
     """Run `chunk_gla`, without a gate `linear_attention`; `gv` must be None and `reverse` False."""
-    _refuse(q, gv=gv, reverse=reverse, **more)
+    refuse(q, k, v, gv=gv, reverse=reverse, **more)
     if gk is not None:
         return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
     layout = "vk" if state_v_first else "kv"
@@ -192,7 +214,7 @@ def chunk_linear_attn(
 
     Normalized states are pairs (S, z) with z of shape (N, 1, H, K); S alone begins with a z of zeros.
     """
-    _refuse(q)
+    refuse(q, k, v)
     if normalize and initial_state is not None:
         state, z = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
         texts = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -216,13 +238,13 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Run `chunk_linear_attn`, not normalized by default; `reverse` must be False."""
-    _refuse(reverse=reverse)
+    refuse(reverse=reverse)
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
 def fused_recurrent_rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run RWKV-4 time mixing as `wkv4` does, with w before -exp(w) and states of shape (B, 3, 1, C)."""
-    _refuse(k)
+    refuse(k, v)
     y, final = wkv4(w, u, k, v, state.squeeze(2), True, decay="raw")
     assert final is not None
     return y, final.unsqueeze(2)
@@ -236,11 +258,8 @@ def token_shift(
 
     On a GPU it is left to FLA, whose kernel writes the difference at once.
     """
-    from rwkv_jit.layers.functions import token_shift as mixes
-    from rwkv_jit.layers.plain import last_tokens
-
     if x.device.type != "cpu":
         raise UnsupportedConfigError("the difference alone is FLA's own")
     first = None if cache is None else cache.reshape(-1, x.shape[-1])
-    (before,) = mixes(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
+    (before,) = layers.token_shift(x, x.new_ones(1, x.shape[-1]), first=first, cu_seqlens=cu_seqlens)
     return (before - x, last_tokens(x, first, cu_seqlens)) if output_cache else before - x

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv_jit.compat.fla.functions import refuse
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.layers.functions import activate, gated_norm, prepare_keys, token_shift
 from rwkv_jit.layers.plain import last_tokens
@@ -28,6 +29,7 @@ class RWKV7Attention:
             raise UnsupportedConfigError(f"values of {layer.head_v_dim} for keys of {layer.head_dim} are not supported")
         if layer.g_norm.weight is None:
             raise UnsupportedConfigError("a norm without weights is not supported")
+        refuse(hidden_states, layer.r_proj.weight)
         from fla.layers.utils import get_layer_cache, update_layer_cache
 
         cached = get_layer_cache(layer, past_key_values)
@@ -71,6 +73,7 @@ class RWKV7FeedForward:
 
         if layer.act_fn is not ACT2FN["sqrelu"]:
             raise UnsupportedConfigError("another function than the square of relu is not supported")
+        refuse(x, layer.key.weight)
         x, mask = under_autocast(x), _mask(attention_mask, x)
         if mask is not None:
             x = x * mask
