@@ -51,7 +51,7 @@ def final_states(states: Tensor, initial_state: Tensor | None, layout: str) -> T
 Step = Callable[..., tuple[Tensor, Tensor]]  # state, inputs of a token [B, H, K or V] or None -> state, y [B, H, V]
 
 
-def _scan(
+def scan(
     step: Step,
     streams: Sequence[Tensor | None],
     v: Tensor,
@@ -139,7 +139,7 @@ def wkv7_ref(
         state = state * d.unsqueeze(-2) + sa * b.unsqueeze(-2) + outer
         return state, scale * (state @ r.unsqueeze(-1)).squeeze(-1)
 
-    y, final = _scan(step, (r, d, k, v, a, b), v, r.shape[-1], initial_state, cu_seqlens, state_layout, dtype)
+    y, final = scan(step, (r, d, k, v, a, b), v, r.shape[-1], initial_state, cu_seqlens, state_layout, dtype)
     return y, final if output_final_state else None
 
 
@@ -171,7 +171,7 @@ def _gated(
         y_t = (seen @ r.unsqueeze(-1)).squeeze(-1)
         return after, scale * (y_t if bonus is None else y_t + bonus)
 
-    return _scan(step, (r, k, v, factors, bonus), v, r.shape[-1], initial_state, cu_seqlens, layout, dtype)
+    return scan(step, (r, k, v, factors, bonus), v, r.shape[-1], initial_state, cu_seqlens, layout, dtype)
 
 
 def wkv6_ref(

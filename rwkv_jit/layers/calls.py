@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ _BESIDE = {
 _MIXED = tuple(f"mixed{m}" for m in range(MOST_MIXES))
 _WRITTEN = {
     "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b", "bonus"),
+    "delta_operands": ("r", "w", "new_k", "a", "b"),
     "gated_norm": ("out",), "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
     "norm_shift": ("residual", *_MIXED, "last", "stats"),
 }  # fmt: skip
@@ -43,7 +45,7 @@ class Call(NamedTuple):
     made: dict[str, tuple[int, ...]]  # the shapes of that by name
     lead: Tensor  # which says their device, and the dtype of what is made
     null_index: int = -1
-    eps: float = 0.0
+    eps: float = 0.0  # of `delta_operands` the lower bound of the log-decays
     kinds: tuple[str, ...] = ()
     in_place: bool = False
     dtypes: Mapping[str, torch.dtype] = {}  # of what is made in another one
@@ -191,7 +193,7 @@ def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) 
     """Return the call that a torch op has been given."""
     one = kinds[0] if len(kinds) == 1 else tuple(kinds)
     options: dict[str, tuple[Any, ...]] = {
-        "gated_norm": (eps, *kinds), "activate": (one, False), "gated": tuple(kinds),
+        "gated_norm": (eps, *kinds), "delta_operands": (eps, *kinds), "activate": (one, False), "gated": tuple(kinds),
         "norm_shift": (eps, getattr(torch, kinds[0], None) if kinds else None),
     }  # fmt: skip
     return _CHECKS[name](inputs, [None] * len(_WRITTEN[name]), *options.get(name, ()))
@@ -200,7 +202,7 @@ def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) 
 def in_plain_torch(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
     """Return the results of a call, which plain torch can differentiate."""
     made: list[Tensor] = getattr(plain, name)(inputs, eps, kinds)
-    return made if name == "norm_shift" else [x.to(inputs[0].dtype) for x in made]
+    return made if name in ("norm_shift", "delta_operands") else [x.to(inputs[0].dtype) for x in made]
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -283,6 +285,37 @@ def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float,
     out = None if written[0] is None else arguments.out(written[0], shape, y)
     made = {} if out is not None else {"out": shape}
     return Call("gated_norm", given, [out], made, y, eps=float(eps), kinds=(gate, norm))
+
+
+def _check_delta_operands(
+    inputs: Sequence[Any], written: Sequence[Any], lower_bound: float, gate: str, gate_of: str, rate_map: str,
+    rate_of: str, norm: str,
+) -> Call:  # fmt: skip
+    """Check a call whose options are right: those that are no tensors are the public functions' to check."""
+    k, q, beta, g, a_log, dt_bias = given = _as_tensors("delta_operands", inputs)
+    if k is None or k.dim() < 2 or not k.shape[-1]:
+        raise ValueError(f"k: expected shape [..., heads, head size], got {None if k is None else list(k.shape)}")
+    _check_lead("k", k)
+    heads = beta.shape[k.dim() - 2] if beta is not None and beta.dim() >= k.dim() - 1 else 0
+    if not k.shape[-2] or heads % k.shape[-2] or not heads:
+        got = None if beta is None else list(beta.shape)
+        raise ValueError(f"beta: expected heads that are a multiple of the {k.shape[-2]} of k, got shape {got}")
+    rows, size = tuple(k.shape[:-2]), k.shape[-1]
+    if q is not None:
+        _check("delta_operands", "q", q, [tuple(k.shape)], k)
+    of = {"head": (heads,), "channel": (heads, size)}
+    _check("delta_operands", "beta", beta, [(*rows, *of[rate_of])], k)
+    if gate != "none":
+        _check("delta_operands", "g", g, [(*rows, *of[gate_of])], k)
+    if gate in ("softplus", "bounded"):
+        _check("delta_operands", "A_log", a_log, [(heads,)], k)
+    if dt_bias is not None:
+        _check("delta_operands", "dt_bias", dt_bias, [of[gate_of], (math.prod(of[gate_of]),)], k)
+    absent = {"r": q is None, "w": not steps.makes_decays(gate, gate_of)}
+    made = {x: (*rows, heads, size) for x in _WRITTEN["delta_operands"] if not absent.get(x)}
+    dtypes = {"w": torch.promote_types(k.dtype, torch.float32)}
+    kinds = gate, gate_of, rate_map, rate_of, norm
+    return Call("delta_operands", given, written, made, k, eps=float(lower_bound), kinds=kinds, dtypes=dtypes)
 
 
 def _check_gated(inputs: Sequence[Any], written: Sequence[Any], gate: Any) -> Call:
@@ -371,6 +404,7 @@ def _check_activate(inputs: Sequence[Any], written: Sequence[Any], kinds: Any, i
 
 _CHECKS: dict[str, Callable[..., Call]] = {
     "shift_mix": _check_shift_mix, "prepare_keys": _check_prepare_keys, "gated_norm": _check_gated_norm,
+    "delta_operands": _check_delta_operands,
     "activate": _check_activate, "gated": _check_gated, "token_shift": _check_token_shift,
     "norm_shift": _check_norm_shift,
 }  # fmt: skip
@@ -454,6 +488,8 @@ def _described(call: Call, alignment: int) -> tuple[Schedule, Given]:
         return steps.activate(given, call.kinds, call.in_place), given
     if call.name == "prepare_keys":
         return steps.prepare_keys(given), given
+    if call.name == "delta_operands":
+        return steps.delta_operands(given, call.eps, call.kinds), given
     if call.name == "gated":
         return steps.gated(given, *call.kinds), given
     if call.name == "token_shift":
@@ -478,7 +514,10 @@ def given_of(name: str, inputs: Sequence[Tensor | None], parts: int = 1) -> Give
     if name in ("activate", "gated"):
         return given._replace(rows=parts, sizes=(lead.numel() // parts,))
     heads, head_size = lead.shape[-2:]
-    return given._replace(rows=lead.numel() // (heads * head_size), sizes=(heads, head_size))
+    sizes: tuple[int, ...] = heads, head_size
+    if "beta" in named:
+        sizes = heads, head_size, named["beta"].shape[lead.dim() - 2]  # type: ignore[union-attr]
+    return given._replace(rows=lead.numel() // (heads * head_size), sizes=sizes)
 
 
 def texts_of(x: Tensor, cu_seqlens: Tensor | None) -> Sequences:

@@ -17,6 +17,7 @@ from rwkv_jit.problem import BYTES, Op, Problem
 from rwkv_jit.schedule import Schedule, Step, without
 
 _HEAD_THREADS = 128
+_DELTA_BLOCKS, _FEW_DELTA_BLOCKS = 5, 4
 _ELEMENT_THREADS = 128
 _ACCESS_BYTES = 16
 _HALF_ACCESS_BYTES = 8
@@ -28,6 +29,7 @@ _LEAST_ROWS = 16  # of a block, so that the sums that it writes do not weigh
 RESULTS: dict[str, dict[str, str]] = {
     "prepare_keys": dict.fromkeys(("new_k", "new_v", "a", "b", "bonus"), "NHK"),
     "gated_norm": {"out": "NHK"},
+    "delta_operands": dict.fromkeys(("r", "w", "new_k", "a", "b"), "NHK"),
     "activate": {"y": "NC"},
     "gated": {"y": "N"},
     "token_shift": {f"mixed{m}": "NC" for m in range(MOST_MIXES)},
@@ -97,6 +99,13 @@ def _of_heads(
     return _summing(name, given, vector, {**parameters, **more}, slices, bind, summed)
 
 
+def _delta_operands(given: Given, options: Options) -> Schedule:
+    parameters, given = steps.delta_parameters(given, options.kinds), given._replace(sizes=given.sizes[:2])
+    blocks = _DELTA_BLOCKS if parameters["GROUP"] < steps.MOST_VALUE_HEADS else _FEW_DELTA_BLOCKS
+    bind = {"lower_bound": options.eps}
+    return _of_heads("delta_operands", "k", given, parameters, ("A_log", "dt_bias"), bind, blocks)
+
+
 def _token_shift(given: Given, options: Options) -> Schedule:
     vector = _half_access(steps.vector_of(given.sizes[0], given, "x"), given.types["x"])
     parameters, slices = steps.shift_parameters(given, options.texts, vector)
@@ -136,18 +145,19 @@ def _activate(given: Given, options: Options) -> Schedule:
     grid = ceil(count / (vector * _ELEMENT_THREADS)), given.rows, 1
     numbers = sum(KINDS.index(kind) << 2 * part for part, kind in enumerate(options.kinds))
     step = _step("activate", given, parameters, grid, {"count": count, "kinds": numbers})
-    return Schedule((step,), given.results, vectors=_vectors("activate", given, vector))
+    return Schedule((step,), given.results, vectors=_vectors("activate", given, vector, parameters))
 
 
 def _gated(given: Given, options: Options) -> Schedule:
     vector = steps.vector_of(given.sizes[0], given, "x")
     parameters, grid = steps.elements(given, vector, *options.kinds)
     step = _step("gated", given, parameters, grid, {"count": given.sizes[0]}, "layer_gated")
-    return Schedule((step,), given.results, vectors=_vectors("gated", given, vector))
+    return Schedule((step,), given.results, vectors=_vectors("gated", given, vector, parameters))
 
 
 _SCHEDULES: dict[str, Callable[[Given, Options], Schedule]] = {
-    "prepare_keys": _prepare_keys, "gated_norm": _gated_norm, "token_shift": _token_shift, "activate": _activate,
+    "prepare_keys": _prepare_keys, "delta_operands": _delta_operands, "gated_norm": _gated_norm,
+    "token_shift": _token_shift, "activate": _activate,
     "gated": _gated, "norm_shift": _norm_shift,
 }  # fmt: skip
 
@@ -175,7 +185,8 @@ def _summing(
             width = prod(result.shape)
             scratch[f"d{x}_rows"] = 4 * groups * width
             sums.append(parts.sum_rows(f"d{x}_rows", f"d{x}", 1, groups, width, result.dtype))
-    return Schedule((step, *sums), given.results, scratch=scratch, vectors=_vectors(name, given, vector))
+    vectors = _vectors(name, given, vector, parameters)
+    return Schedule((step, *sums), given.results, scratch=scratch, vectors=vectors)
 
 
 def _step(
@@ -190,7 +201,7 @@ def _step(
     return Step(template or entry, entry, parameters, grid, {**absent, **bind}, optional=tuple(places.values()))
 
 
-def _vectors(name: str, given: Given, vector: int) -> dict[str, int]:
+def _vectors(name: str, given: Given, vector: int, parameters: Mapping[str, Any]) -> dict[str, int]:
     """Return how many neighbours of each tensor are read at once."""
     present = [x for x in BACKWARDS[name].inputs if x in given.types]
-    return {x: min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in present}
+    return steps.vectors_of(present, given, vector, parameters)

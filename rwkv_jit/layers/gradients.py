@@ -208,6 +208,11 @@ def _results(name: str, inputs: Sequence[Any]) -> list[str]:
     if name in SHIFTS:
         absent = [f"mixed{m}" for m in range(len(named["mixes"]), MOST_MIXES)]
         return [x for x in RESULTS[name] if x not in absent]
+    if name == "delta_operands":
+        k, g = named["k"], named["g"]
+        has_w = g is not None and (named["A_log"] is not None or g.dim() < k.dim())
+        is_there = {"r": named["q"] is not None, "w": has_w}
+        return [x for x in RESULTS[name] if is_there.get(x, True)]
     needs = {"new_v": "v_first", "bonus": "r"} if name == "prepare_keys" else {}
     return [x for x in RESULTS[name] if x not in needs or named[needs[x]] is not None]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rwkv_jit import tensors
-from rwkv_jit.layers.steps import OPS, SHIFTS
+from rwkv_jit.layers.steps import OPS, SHIFTS, makes_decays
 from rwkv_jit.ops import checks, sharding
 
 REDUCTIONS = ("mean", "sum", "none")  # of losses
@@ -30,6 +30,7 @@ def run(
 
     count = {
         "norm_shift": 3 + (mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1),
+        "delta_operands": 3 + (named.get("q") is not None) + (makes_decays(*options[1:3]) if options else 0),
         "prepare_keys": 3 + sum(named.get(own) is not None for own in ("v_first", "r")),
         "token_shift": mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1,
     }.get(name, 1)

@@ -67,6 +67,38 @@ def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> lis
     return made if r is None else [*made, _bonus(r, made[0], v, r_k)]
 
 
+def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
+    """Return r where there is q, w where g is not that itself, and k, a and b; `eps` is the lower bound of w."""
+    gate, gate_of, rate_map, rate_of, norm = kinds
+    k, q, beta, g, a_log, dt_bias = inputs
+    dtype, heads = k.dtype, beta.shape[k.dim() - 2]
+
+    def of_value_heads(x: Tensor) -> Tensor:
+        x = _wide(x)
+        if norm == "l2":
+            x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+        return x.repeat_interleave(heads // k.shape[-2], -2)
+
+    def of_channels(x: Tensor, of: str) -> Tensor:
+        return _wide(x) if of == "channel" else _wide(x).unsqueeze(-1)
+
+    key, rate = of_value_heads(k), _RATES[rate_map](of_channels(beta, rate_of))
+    made = [] if q is None else [of_value_heads(q).to(dtype)]
+    factor: Any = 1.0
+    if gate != "none":
+        w = of_channels(g, gate_of)
+        if dt_bias is not None:
+            w = w + _wide(dt_bias).view(heads, -1)
+        if a_log is not None:
+            speed = _wide(a_log).exp().unsqueeze(-1)
+            w = eps * torch.sigmoid(speed * w) if gate == "bounded" else -speed * F.softplus(w)
+        if gate_of == "head" or a_log is not None:
+            made.append(w.expand(key.shape))
+        factor = w.exp()
+    erased, written = (key * factor * rate, key) if rate_of == "channel" else (key * factor, key * rate)
+    return [*made, written.to(dtype), erased.to(dtype), -written.to(dtype)]
+
+
 def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
     """Return what a token gets of itself, of k and v that are wide."""
     return (_wide(r).reshape(k.shape) * k * _wide(r_k).reshape(k.shape[-2:])).sum(-1, keepdim=True) * v
@@ -161,6 +193,10 @@ def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> T
     return torch.where((bounds[1:] > bounds[:-1]).unsqueeze(1), last, before)
 
 
+_NORM_EPS = 1e-6
+_RATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x, "sigmoid": torch.sigmoid, "twice_sigmoid": lambda x: 2 * torch.sigmoid(x),
+}  # fmt: skip
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x, "sigmoid": torch.sigmoid, "silu": F.silu,
 }  # fmt: skip

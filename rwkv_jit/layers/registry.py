@@ -62,6 +62,7 @@ _OPS = {
 # call does not have, an op returns an empty tensor: torch.func knows no lists of what has gradients.
 _DIFFERENTIABLE = {
     "prepare_keys": ("k v rate [v_first] [v_gate] k_k k_a [a0] [v0] [r] [r_k]", "new_k new_v a b bonus"),
+    "delta_operands": ("k [q] beta [g] [A_log] [dt_bias]", "r w new_k a b"),
     "gated_norm": ("y g weight [bias] [r] [k] [v] [r_k] [bonus]", "out"),
     "activate": ("x", "y"),
     "gated": ("x g", "y"),

@@ -20,6 +20,8 @@ from rwkv_jit.template import Parameter
 _ACCESS_BYTES = 16
 _ROW_THREADS = 512  # at most of a row, so that a thread has registers for a piece of each mix
 _HEAD_THREADS = 64
+_DELTA_BLOCKS, _FEW_DELTA_BLOCKS = 12, 8
+MOST_VALUE_HEADS = 4  # of a key head, for which a thread has registers
 _MULTIPROCESSORS = 132  # where it is not known how many there are
 _MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 _ELEMENT_THREADS = 256
@@ -31,6 +33,8 @@ _LEAST_NORM_BLOCKS = 512
 KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that the kernel has for them
 GATES = ("identity", "sigmoid", "silu")  # as KINDS
 NORMS = ("layer", "rms")
+LOG_DECAYS = ("none", "log", "softplus", "bounded")  # as KINDS
+RATE_MAPS = ("identity", "sigmoid", "twice_sigmoid")  # as KINDS
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
 MOST_MIXES = 6
 _HEAD = "NHK"
@@ -50,6 +54,10 @@ OPS = {
             "gated_norm",
             dict(y=_HEAD, g=_HEAD, weight="HK", bias="HK", r=_HEAD, k=_HEAD, v=_HEAD, r_k="HK", bonus=_HEAD),
             wide=("r_k", "weight", "bias"),
+        ),
+        Op(
+            "delta_operands", dict(k=_HEAD, q=_HEAD, beta=_HEAD, g=_HEAD, A_log="H", dt_bias="HK"),
+            wide=("beta", "g", "A_log", "dt_bias"),
         ),
         Op("activate", dict(x="NC"), wide=()),
         Op("gated", dict(x="N", g="N"), wide=()),
@@ -75,7 +83,8 @@ class Given(NamedTuple):
     rows : int
         Tokens of all sequences together; of `activate` the parts.
     sizes : tuple of int
-        (channels, mixes), or (heads, head size), or of `activate` the elements of a part.
+        (channels, mixes), or (heads, head size), or of `activate` the elements of a part; of `delta_operands`
+        (key heads, head size, value heads).
     alignment : int
         Bytes that all addresses of what is written are a multiple of, up to 16.
     results : mapping of str to Result
@@ -150,6 +159,30 @@ def keys_parameters(given: Given) -> dict[str, Parameter]:
     flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
     flags["HAS_BONUS"] = "r_k" in given.types
     return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
+
+
+def delta_operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
+    """Return the launch of `delta_operands`."""
+    parameters, given = delta_parameters(given, kinds), given._replace(sizes=given.sizes[:2])
+    blocks = _DELTA_BLOCKS if parameters["GROUP"] < MOST_VALUE_HEADS else _FEW_DELTA_BLOCKS
+    return _of_heads("delta_operands", "k", given, parameters, {"lower_bound": lower_bound}, blocks)
+
+
+def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]:
+    """Return the parameters that tell operands of delta rules apart."""
+    gate, gate_of, rate_map, rate_of, norm = kinds
+    heads, _, value_heads = given.sizes
+    return {
+        "GROUP": value_heads // heads, "GATE": LOG_DECAYS.index(gate), "G_PER_CHANNEL": gate_of == "channel",
+        "BETA_MAP": RATE_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
+        "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
+        "HAS_W": makes_decays(gate, gate_of), **types_of(given, ("beta", "g", "A_log", "dt_bias")),
+    }  # fmt: skip
+
+
+def makes_decays(gate: str, gate_of: str) -> bool:
+    """Return whether `delta_operands` makes log-decays for all channels, where g is not that itself."""
+    return gate in ("softplus", "bounded") or (gate == "log" and gate_of == "head")
 
 
 def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
@@ -288,8 +321,13 @@ def _schedule(
     template = f"layer_{name}"
     step = Step(template, template, parameters, grid, bind, overlaps=given.gpu.number >= OVERLAPS_SINCE)
     inputs = [x for x in OPS[name].inputs if x in given.types]
-    vectors = {x: min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in inputs}
-    return Schedule((step,), given.results, vectors=vectors)
+    return Schedule((step,), given.results, vectors=vectors_of(inputs, given, vector, parameters))
+
+
+def vectors_of(names: Sequence[str], given: Given, vector: int, parameters: Mapping[str, Parameter]) -> dict[str, int]:
+    """Return how many neighbours of each tensor are read at once; what heads have one of is read alone."""
+    alone = [x for x in ("beta", "g") if not parameters.get(f"{x.upper()}_PER_CHANNEL", True)]
+    return {x: 1 if x in alone else min(vector, _ACCESS_BYTES // BYTES[given.types[x]]) for x in names}
 
 
 def vector_of(size: int, given: Given, *written: str) -> int:

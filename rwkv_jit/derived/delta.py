@@ -1,0 +1,409 @@
+"""The delta rules that share a key between reading, erasing and writing: `wkv7` with other operands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rwkv_jit.derived import arguments
+from rwkv_jit.derived.operands import of_delta_rule
+from rwkv_jit.derived.table import OPS
+from rwkv_jit.ops.wkv7 import wkv7
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.ops.options import CallOptions, DecayOptions
+
+
+# ---- sequences ---------------------------------------------------------------------------------------------------
+
+
+def kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""Kimi Delta Attention over sequences, with gradients to every input and to the initial state.
+
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
+    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
+        Logarithm of the decay of each channel, or with A_log what it is made of.
+    beta : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Rate of writing.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
+        With it g is what the log-decay is made of: -exp(A_log) softplus(g + dt_bias).
+    dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
+        Is added to g; goes with A_log.
+    lower_bound : float, optional
+        The log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)), with A_log alone.
+    qk_norm : bool, default False
+        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        What the rate is made by of beta.
+    **options
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
+        chunk_len, num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
+    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
+    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
+    for each token and value head 3 K numbers of the dtype of q, and one of float32 for each of K where A_log is
+    given.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+
+    Examples
+    --------
+    >>> q, k = torch.randn(2, 2, 128, 4, 64, device="cuda")
+    >>> v, g = torch.randn(2, 128, 4, 64, device="cuda"), -torch.rand(2, 128, 4, 64, device="cuda")
+    >>> beta = torch.rand(2, 128, 4, device="cuda")
+    >>> y, state = rwkv_jit.kda(q, k, v, g, beta, output_final_state=True, qk_norm=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
+    """
+    given = q, k, v, g, beta
+    call = arguments.sequences(OPS["kda"], given, initial_state, cu_seqlens, options, lower_bound)
+    q, k, v, g, beta = call.inputs
+    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
+    return call.run(wkv7, operands, output_final_state)
+
+
+def gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""The gated delta rule over sequences, with gradients to every input and to the initial state.
+
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
+    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    g : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Logarithm of the decay of each head, or with A_log what it is made of.
+    beta : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Rate of writing.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
+        With it g is what the log-decay is made of: -exp(A_log) softplus(g + dt_bias).
+    dt_bias : torch.Tensor, shape (H,), dtype of q or float32, optional
+        Is added to g; goes with A_log.
+    qk_norm : bool, default False
+        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        What the rate is made by of beta.
+    **options
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
+        backend. By default scale is K^-0.5 and state_layout "kv".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
+    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
+    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
+    for each token and value head 3 K numbers of the dtype of q, and K of float32.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> q, k = torch.randn(2, 2, 128, 2, 64, device="cuda")
+    >>> v = torch.randn(2, 128, 4, 64, device="cuda")
+    >>> g, beta = -torch.rand(2, 128, 4, device="cuda"), torch.rand(2, 128, 4, device="cuda")
+    >>> y, state = rwkv_jit.gated_delta_rule(q, k, v, g, beta, output_final_state=True, qk_norm=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
+    """
+    given = q, k, v, g, beta
+    call = arguments.sequences(OPS["gated_delta_rule"], given, initial_state, cu_seqlens, options)
+    q, k, v, g, beta = call.inputs
+    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
+    return call.run(wkv7, operands, output_final_state)
+
+
+def delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""The delta rule over sequences, with gradients to every input and to the initial state.
+
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
+    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    beta : torch.Tensor, shape (B, T, H), dtype of q or float32
+        Rate of writing.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    qk_norm : bool, default False
+        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        What the rate is made by of beta.
+    **options
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
+        backend. By default scale is K^-0.5 and state_layout "kv".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
+    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
+    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
+    for each token and value head 3 K numbers of the dtype of q, and K more.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 128, 4, 64, device="cuda")
+    >>> beta = torch.rand(2, 128, 4, device="cuda")
+    >>> y, _ = rwkv_jit.delta_rule(q, k, v, beta, qk_norm=True)
+    >>> y.shape
+    torch.Size([2, 128, 4, 64])
+    """
+    given = q, k, v, beta
+    call = arguments.sequences(OPS["delta_rule"], given, initial_state, cu_seqlens, options)
+    q, k, v, beta = call.inputs
+    operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
+    return call.run(wkv7, operands, output_final_state)
+
+
+def gated_delta_rule2(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    write_gate: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    qk_norm: bool = False,
+    **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""The gated delta rule by channels over sequences, with gradients to every input and to the initial state.
+
+        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
+    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
+        Logarithm of the decay of each channel, or with A_log what it is made of.
+    beta : torch.Tensor, shape (B, T, H, K), dtype of q or float32
+        How much of each channel of the key is erased.
+    write_gate : torch.Tensor, shape (B, T, H, V), dtype of q
+        How much of each value is written.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
+        With it g is what the log-decay is made of: -exp(A_log) softplus(g + dt_bias).
+    dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
+        Is added to g; goes with A_log.
+    lower_bound : float, optional
+        The log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)), with A_log alone.
+    qk_norm : bool, default False
+        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+    **options
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
+        chunk_len, num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    One kernel makes what `wkv7` takes, with the norm, the gates and the rate, and `wkv7` does the rest: its notes
+    say what precision is kept, and which kernels run when. The operands are rounded to the dtype of q, log-decays
+    that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
+    for each token and value head 3 K numbers of the dtype of q and V more, and K of float32 where A_log is given.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
+    NVIDIA's GDN-2.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 128, 4, 64, device="cuda")
+    >>> g, beta, write_gate = -torch.rand(2, 128, 4, 64, device="cuda"), *torch.rand(2, 2, 128, 4, 64, device="cuda")
+    >>> y, _ = rwkv_jit.gated_delta_rule2(q, k, v, g, beta, write_gate, qk_norm=True)
+    >>> y.shape
+    torch.Size([2, 128, 4, 64])
+    """
+    given = q, k, v, g, beta, write_gate
+    call = arguments.sequences(OPS["gated_delta_rule2"], given, initial_state, cu_seqlens, options, lower_bound)
+    q, k, v, g, beta, write_gate = call.inputs
+    operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
+    return call.run(wkv7, operands, output_final_state)

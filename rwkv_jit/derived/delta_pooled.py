@@ -1,0 +1,511 @@
+"""The delta rules of `delta`, over a pool of states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rwkv_jit.derived import arguments
+from rwkv_jit.derived.operands import of_delta_rule
+from rwkv_jit.derived.table import OPS
+from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
+from rwkv_jit.inference.update import wkv7_update
+from rwkv_jit.inference.varlen import wkv7_varlen
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+# ---- one or a few tokens -----------------------------------------------------------------------------------------
+
+
+def kda_update(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[UpdateOptions],
+) -> Tensor:
+    r"""Kimi Delta Attention of one or a few tokens, which changes states of a pool in place: for decoding.
+
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
+        As `kda` takes them.
+    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
+        As `kda` takes it.
+    g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
+        As `kda` takes it.
+    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
+        As `kda` takes it.
+    A_log, dt_bias : torch.Tensor, optional
+        As `kda` takes them.
+    lower_bound : float, optional
+        As `kda` takes it.
+    qk_norm : bool, default False
+        As `kda` takes it.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        As `kda` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> q, k, v = torch.randn(3, 3, 4, 64, device="cuda")
+    >>> g, beta = -torch.rand(3, 4, 64, device="cuda"), torch.rand(3, 4, device="cuda")
+    >>> rwkv_jit.kda_update(pool, q, k, v, g, beta, qk_norm=True).shape
+    torch.Size([3, 4, 64])
+    """
+    given = q, k, v, g, beta
+    call = arguments.pooled(OPS["kda"], "kda_update", given, UpdateOptions, options)
+    q, k, v, g, beta = call.inputs
+    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
+    return call.run(wkv7_update, state, operands)
+
+
+def gated_delta_rule_update(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[UpdateOptions],
+) -> Tensor:
+    r"""The gated delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
+
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
+        As `gated_delta_rule` takes them.
+    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
+        As `gated_delta_rule` takes it.
+    g, beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
+        As `gated_delta_rule` takes them.
+    A_log, dt_bias : torch.Tensor, optional
+        As `gated_delta_rule` takes them.
+    qk_norm : bool, default False
+        As `gated_delta_rule` takes it.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        As `gated_delta_rule` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> q, k, v = torch.randn(3, 3, 4, 64, device="cuda")
+    >>> g, beta = -torch.rand(3, 4, device="cuda"), torch.rand(3, 4, device="cuda")
+    >>> rwkv_jit.gated_delta_rule_update(pool, q, k, v, g, beta, qk_norm=True).shape
+    torch.Size([3, 4, 64])
+    """
+    given = q, k, v, g, beta
+    call = arguments.pooled(OPS["gated_delta_rule"], "gated_delta_rule_update", given, UpdateOptions, options)
+    q, k, v, g, beta = call.inputs
+    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
+    return call.run(wkv7_update, state, operands)
+
+
+def delta_rule_update(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    *,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[UpdateOptions],
+) -> Tensor:
+    r"""The delta rule of one or a few tokens, which changes states of a pool in place: for decoding.
+
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
+        As `delta_rule` takes them.
+    v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
+        As `delta_rule` takes it.
+    beta : torch.Tensor, shape (B, H) or (B, T, H), dtype of q or float32
+        As `delta_rule` takes it.
+    qk_norm : bool, default False
+        As `delta_rule` takes it.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        As `delta_rule` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> q, k, v = torch.randn(3, 3, 4, 64, device="cuda")
+    >>> beta = torch.rand(3, 4, device="cuda")
+    >>> rwkv_jit.delta_rule_update(pool, q, k, v, beta, qk_norm=True).shape
+    torch.Size([3, 4, 64])
+    """
+    given = q, k, v, beta
+    call = arguments.pooled(OPS["delta_rule"], "delta_rule_update", given, UpdateOptions, options)
+    q, k, v, beta = call.inputs
+    operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
+    return call.run(wkv7_update, state, operands)
+
+
+def gated_delta_rule2_update(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    write_gate: Any,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    qk_norm: bool = False,
+    **options: Unpack[UpdateOptions],
+) -> Tensor:
+    r"""The gated delta rule by channels of one or a few tokens, which changes states of a pool in place: for decoding.
+
+        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
+
+    per row and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
+        As `gated_delta_rule2` takes them.
+    v, write_gate : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
+        As `gated_delta_rule2` takes them.
+    g, beta : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
+        As `gated_delta_rule2` takes them.
+    A_log, dt_bias : torch.Tensor, optional
+        As `gated_delta_rule2` takes them.
+    lower_bound : float, optional
+        As `gated_delta_rule2` takes it.
+    qk_norm : bool, default False
+        As `gated_delta_rule2` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
+    NVIDIA's GDN-2.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> q, k, v = torch.randn(3, 3, 4, 64, device="cuda")
+    >>> g, beta, write_gate = -torch.rand(3, 4, 64, device="cuda"), *torch.rand(2, 3, 4, 64, device="cuda")
+    >>> rwkv_jit.gated_delta_rule2_update(pool, q, k, v, g, beta, write_gate, qk_norm=True).shape
+    torch.Size([3, 4, 64])
+    """
+    given = q, k, v, g, beta, write_gate
+    call = arguments.pooled(OPS["gated_delta_rule2"], "gated_delta_rule2_update", given, UpdateOptions, options)
+    q, k, v, g, beta, write_gate = call.inputs
+    operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
+    return call.run(wkv7_update, state, operands)
+
+
+# ---- sequences of any lengths -------------------------------------------------------------------------------------
+
+
+def kda_varlen(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[VarlenOptions],
+) -> Tensor:
+    r"""Kimi Delta Attention of sequences of any lengths, which changes states of a pool in place.
+
+        S <- S diag(e^g);   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
+        As `kda` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        As `kda` takes it.
+    g : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
+        As `kda` takes it.
+    beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
+        As `kda` takes it.
+    A_log, dt_bias : torch.Tensor, optional
+        As `kda` takes them.
+    lower_bound : float, optional
+        As `kda` takes it.
+    qk_norm : bool, default False
+        As `kda` takes it.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        As `kda` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
+    >>> q, k, v = torch.randn(3, 102, 4, 64, device="cuda")
+    >>> g, beta = -torch.rand(102, 4, 64, device="cuda"), torch.rand(102, 4, device="cuda")
+    >>> rwkv_jit.kda_varlen(pool, q, k, v, g, beta, qk_norm=True, cu_seqlens=bounds).shape
+    torch.Size([102, 4, 64])
+    """
+    given = q, k, v, g, beta
+    call = arguments.pooled(OPS["kda"], "kda_varlen", given, VarlenOptions, options)
+    q, k, v, g, beta = call.inputs
+    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
+    return call.run(wkv7_varlen, state, operands)
+
+
+def gated_delta_rule_varlen(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[VarlenOptions],
+) -> Tensor:
+    r"""The gated delta rule of sequences of any lengths, which changes states of a pool in place.
+
+        S <- e^g S;   u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
+        As `gated_delta_rule` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        As `gated_delta_rule` takes it.
+    g, beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
+        As `gated_delta_rule` takes them.
+    A_log, dt_bias : torch.Tensor, optional
+        As `gated_delta_rule` takes them.
+    qk_norm : bool, default False
+        As `gated_delta_rule` takes it.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        As `gated_delta_rule` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
+    >>> q, k, v = torch.randn(3, 102, 4, 64, device="cuda")
+    >>> g, beta = -torch.rand(102, 4, device="cuda"), torch.rand(102, 4, device="cuda")
+    >>> rwkv_jit.gated_delta_rule_varlen(pool, q, k, v, g, beta, qk_norm=True, cu_seqlens=bounds).shape
+    torch.Size([102, 4, 64])
+    """
+    given = q, k, v, g, beta
+    call = arguments.pooled(OPS["gated_delta_rule"], "gated_delta_rule_varlen", given, VarlenOptions, options)
+    q, k, v, g, beta = call.inputs
+    operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
+    return call.run(wkv7_varlen, state, operands)
+
+
+def delta_rule_varlen(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    *,
+    qk_norm: bool = False,
+    beta_map: str = "identity",
+    **options: Unpack[VarlenOptions],
+) -> Tensor:
+    r"""The delta rule of sequences of any lengths, which changes states of a pool in place.
+
+        u = beta (v - S k);   S <- S + u k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
+        As `delta_rule` takes them.
+    v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        As `delta_rule` takes it.
+    beta : torch.Tensor, shape (T, H) or (1, T, H), dtype of q or float32
+        As `delta_rule` takes it.
+    qk_norm : bool, default False
+        As `delta_rule` takes it.
+    beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
+        As `delta_rule` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, arXiv:2406.06484.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
+    >>> q, k, v = torch.randn(3, 102, 4, 64, device="cuda")
+    >>> beta = torch.rand(102, 4, device="cuda")
+    >>> rwkv_jit.delta_rule_varlen(pool, q, k, v, beta, qk_norm=True, cu_seqlens=bounds).shape
+    torch.Size([102, 4, 64])
+    """
+    given = q, k, v, beta
+    call = arguments.pooled(OPS["delta_rule"], "delta_rule_varlen", given, VarlenOptions, options)
+    q, k, v, beta = call.inputs
+    operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
+    return call.run(wkv7_varlen, state, operands)
+
+
+def gated_delta_rule2_varlen(
+    state: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    write_gate: Any,
+    *,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    qk_norm: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor:
+    r"""The gated delta rule by channels of sequences of any lengths, which changes states of a pool in place.
+
+        S <- S diag(e^g);   u = write_gate v - S (beta k);   S <- S + u k^T;   y = scale S q
+
+    per sequence and head, token by token, with S [V, K].
+
+    Parameters
+    ----------
+    state, **options
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+    q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
+        As `gated_delta_rule2` takes them.
+    v, write_gate : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
+        As `gated_delta_rule2` takes them.
+    g, beta : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
+        As `gated_delta_rule2` takes them.
+    A_log, dt_bias : torch.Tensor, optional
+        As `gated_delta_rule2` takes them.
+    lower_bound : float, optional
+        As `gated_delta_rule2` takes it.
+    qk_norm : bool, default False
+        As `gated_delta_rule2` takes it.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of v
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464, with gates for channels as in
+    NVIDIA's GDN-2.
+
+    Examples
+    --------
+    >>> pool = torch.zeros(16, 4, 64, 64, device="cuda")
+    >>> bounds = torch.tensor([0, 1, 2, 102], dtype=torch.int32, device="cuda")  # two decodes and a prompt
+    >>> q, k, v = torch.randn(3, 102, 4, 64, device="cuda")
+    >>> g, beta, write_gate = -torch.rand(102, 4, 64, device="cuda"), *torch.rand(2, 102, 4, 64, device="cuda")
+    >>> rwkv_jit.gated_delta_rule2_varlen(pool, q, k, v, g, beta, write_gate, qk_norm=True, cu_seqlens=bounds).shape
+    torch.Size([102, 4, 64])
+    """
+    given = q, k, v, g, beta, write_gate
+    call = arguments.pooled(OPS["gated_delta_rule2"], "gated_delta_rule2_varlen", given, VarlenOptions, options)
+    q, k, v, g, beta, write_gate = call.inputs
+    operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
+    return call.run(wkv7_varlen, state, operands)

@@ -1,0 +1,332 @@
+"""Linear attention whose decays, keys or values are made of other inputs: `gla` with other operands."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rwkv_jit.derived import arguments
+from rwkv_jit.derived.table import OPS
+from rwkv_jit.ops import checks
+from rwkv_jit.ops.gla import gla
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from rwkv_jit.ops.options import CallOptions, DecayOptions
+
+
+# ---- sequences ---------------------------------------------------------------------------------------------------
+
+
+def simple_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""Scalar-gated linear attention over sequences, with gradients to every input and to the initial state.
+
+        S <- e^g S + v k^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the key heads, H the value heads, K and V the head
+    sizes of keys and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, G, K), float16, bfloat16 or float32
+        Query and key. Any strides; where the last one is not 1, a copy is made.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value. Value head h has key head h // (H // G).
+    g : torch.Tensor, shape (B, T, H) or (H,), dtype of q or float32
+        Logarithm of the decay of each head: of each token, or fixed, as in retention and lightning attention.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    **options
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
+        backend. By default scale is K^-0.5 and state_layout "kv".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    Decays pass to the kernels for all channels of a head, and keys for all heads that share them. `gla` does the
+    rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, arXiv:2307.08621, with a fixed
+    decay; Qin et al., Lightning Attention-2, arXiv:2401.04658.
+
+    Examples
+    --------
+    >>> q, k, v = torch.randn(3, 2, 128, 4, 64, device="cuda")
+    >>> y, state = rwkv_jit.simple_gla(q, k, v, -torch.rand(2, 128, 4, device="cuda"), output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 64]))
+    """
+    g = of_tokens(g, v)
+    call = arguments.sequences(OPS["simple_gla"], (q, k, v, g), initial_state, cu_seqlens, options)
+    return call.run(gla, for_heads(*call.inputs), output_final_state)
+
+
+def hgrn2(
+    q: Any,
+    g: Any,
+    v: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    **options: Unpack[DecayOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""HGRN2 over sequences, with gradients to every input and to the initial state.
+
+        S <- S diag(e^g) + v (1 - e^g)^T;   y = scale S q
+
+    per head, with S [V, K]. B is the batch, T the tokens, H the heads, K and V the head sizes of keys and values, N
+    the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query. Any strides; where the last one is not 1, a copy is made.
+    g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
+        Logarithm of the forget gate, at most 0; 1 - e^g is the key.
+    v : torch.Tensor, shape (B, T, H, V), dtype of q
+        Value.
+    initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the vk layout the last two sizes are (V, K).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    **options
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
+        chunk_len, num_threads, backend. By default scale is 1, decay "log" and state_layout "kv".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, K, V) or (N, H, V, K), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    The keys are made first, in the dtype of q. `gla` does the rest: its notes say what precision is kept, and which
+    kernels run when. Any decay is right.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Qin et al., HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.
+
+    Examples
+    --------
+    >>> q, x, v = torch.randn(3, 2, 128, 4, 64, device="cuda")
+    >>> y, _ = rwkv_jit.hgrn2(q, torch.nn.functional.logsigmoid(x), v)
+    >>> y.shape
+    torch.Size([2, 128, 4, 64])
+    """
+    call = arguments.sequences(OPS["hgrn2"], (q, g, v), initial_state, cu_seqlens, options)
+    return call.run(gla, with_keys(*call.inputs), output_final_state)
+
+
+def ssd(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor | None]:
+    r"""The state space of Mamba-2 over sequences, with gradients to every input and to the initial state.
+
+        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+
+    per head, with S [V, K]. B is the batch, T the tokens, G the groups, H the heads, K and V the head sizes of keys
+    and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, H, V), float16, bfloat16 or float32
+        Input. Any strides; where the last one is not 1, a copy is made.
+    dt : torch.Tensor, shape (B, T, H), dtype of x or float32
+        Step, or what it is made of.
+    A : torch.Tensor, shape (H,), dtype of x or float32
+        Rate, which is negative.
+    B, C : torch.Tensor, shape (B, T, G, K), dtype of x
+        What the state takes an input by, and what outputs read the state by. Head h has those of group h // (H // G).
+    initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
+        State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
+        sequence. In the kv layout the last two sizes are (K, V).
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
+        How much of the input y has itself.
+    z : torch.Tensor, shape and dtype of x, optional
+        y is multiplied by silu(z).
+    dt_bias : torch.Tensor, shape (H,), dtype of x or float32, optional
+        Is added to dt.
+    dt_softplus : bool, default False
+        Whether the step is the softplus of that.
+    dt_limit : pair of float, default (0.0, inf)
+        The step is brought between these at last.
+    **options
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
+        backend. By default scale is 1 and state_layout "vk".
+
+    Returns
+    -------
+    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
+        Dtype of `initial_state`, float32 without one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        No kernel for this `chunk_len` or `num_threads`, with the legal values; or a call that the `backend` cannot do,
+        with what is in its way.
+    NvrtcNotFoundError
+        CUDA tensors without CuPy or NVRTC; with the command that installs them.
+
+    Notes
+    -----
+    Steps are made first, in float32, and the inputs times the step, in the dtype of x. `gla` does the rest: its
+    notes say what precision is kept, and which kernels run when. Any decay is right.
+
+    Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
+    are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.
+
+    References
+    ----------
+    Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+    Duality, arXiv:2405.21060.
+
+    Examples
+    --------
+    >>> x, dt = torch.randn(2, 128, 4, 64, device="cuda"), torch.rand(2, 128, 4, device="cuda")
+    >>> B, C = torch.randn(2, 2, 128, 1, 32, device="cuda")
+    >>> y, state = rwkv_jit.ssd(x, dt, -torch.rand(4, device="cuda"), B, C, output_final_state=True)
+    >>> y.shape, state.shape
+    (torch.Size([2, 128, 4, 64]), torch.Size([2, 4, 64, 32]))
+    """
+    call = arguments.sequences(OPS["ssd"], (x, dt, B, C), initial_state, cu_seqlens, options)
+    x, dt, B, C = call.inputs
+    operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
+    y, state = call.run(gla, operands, output_final_state)
+    return behind(y, x, D, z), state
+
+
+# ---- operands ----------------------------------------------------------------------------------------------------
+
+
+def of_tokens(g: Any, v: Any) -> Any:
+    """Return decays of heads for each token, where they are fixed; what is wrong with them the checks say."""
+    is_fixed = getattr(g, "ndim", 0) == 1 and getattr(v, "ndim", 0) > 2
+    return g.expand(v.shape[:-1]) if is_fixed and g.shape[0] == v.shape[-2] else g
+
+
+def for_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    """Return what `gla` takes, of decays for each head."""
+    heads = v.shape[-2]
+    keys = arguments.of_value_heads(k, heads)
+    return [arguments.of_value_heads(q, heads), keys, v, g.unsqueeze(-1).expand(keys.shape)]
+
+
+def with_keys(q: Tensor, g: Tensor, v: Tensor) -> list[Tensor]:
+    """Return what `gla` takes, of forget gates."""
+    return [q, -torch.expm1(g).to(q.dtype), v, g]
+
+
+def of_states(
+    x: Tensor, dt: Tensor, A: Any, B: Tensor, C: Tensor, dt_bias: Any, dt_softplus: Any, dt_limit: Any
+) -> list[Tensor]:
+    """Return what `gla` takes, of a state space."""
+    heads = x.shape[-2]
+    rates = arguments.check_fixed("A", A, [(heads,)], x)
+    step = dt.to(torch.promote_types(dt.dtype, torch.float32))
+    if dt_bias is not None:
+        step = step + arguments.check_fixed("dt_bias", dt_bias, [(heads,)], x)
+    if checks.check_flag("dt_softplus", dt_softplus):
+        step = F.softplus(step)
+    least, most = _limit(dt_limit)
+    if (least, most) != (0.0, math.inf) or not dt_softplus:
+        step = step.clamp(least, most)
+    values = (x * step.unsqueeze(-1)).to(x.dtype)
+    return for_heads(C, B, values, step * rates)
+
+
+def _limit(dt_limit: Any) -> tuple[float, float]:
+    """Return what steps are brought between."""
+    is_pair = isinstance(dt_limit, (tuple, list)) and len(dt_limit) == 2
+    if not (is_pair and all(isinstance(x, (int, float)) for x in dt_limit) and dt_limit[0] <= dt_limit[1]):
+        raise ValueError(f"dt_limit: expected a pair of numbers that does not fall, got {dt_limit!r}")
+    return float(dt_limit[0]), float(dt_limit[1])
+
+
+def behind(y: Tensor, x: Tensor, D: Any, z: Any) -> Tensor:
+    """Return outputs with what they have of the input itself, behind their gate."""
+    made = y
+    if D is not None:
+        heads, size = x.shape[-2:]
+        own = arguments.check_fixed("D", D, [(heads,), (heads, size)], x)
+        made = made + x * own.view(heads, -1)
+    if z is not None:
+        made = made * F.silu(arguments.check_fixed("z", z, [tuple(x.shape)], x))
+    return made.to(y.dtype)
