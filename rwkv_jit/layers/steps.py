@@ -164,7 +164,7 @@ def keys_parameters(given: Given) -> dict[str, Parameter]:
 def delta_operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
     """Return the launch of `delta_operands`."""
     parameters, given = delta_parameters(given, kinds), given._replace(sizes=given.sizes[:2])
-    blocks = _DELTA_BLOCKS if parameters["GROUP"] < MOST_VALUE_HEADS else _FEW_DELTA_BLOCKS
+    blocks = _DELTA_BLOCKS if int(parameters["GROUP"]) < MOST_VALUE_HEADS else _FEW_DELTA_BLOCKS
     return _of_heads("delta_operands", "k", given, parameters, {"lower_bound": lower_bound}, blocks)
 
 
