@@ -82,7 +82,7 @@ def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> l
     def of_channels(x: Tensor, of: str) -> Tensor:
         return _wide(x) if of == "channel" else _wide(x).unsqueeze(-1)
 
-    key, rate = of_value_heads(k), _RATES[rate_map](of_channels(beta, rate_of))
+    key, rate = of_value_heads(k), RATES[rate_map](of_channels(beta, rate_of))
     made = [] if q is None else [of_value_heads(q).to(dtype)]
     factor: Any = 1.0
     if gate != "none":
@@ -194,7 +194,7 @@ def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> T
 
 
 _NORM_EPS = 1e-6
-_RATES: dict[str, Callable[[Tensor], Tensor]] = {
+RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x, "sigmoid": torch.sigmoid, "twice_sigmoid": lambda x: 2 * torch.sigmoid(x),
 }  # fmt: skip
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {
