@@ -6,19 +6,21 @@
 //   own      [heads, V]  fp32  in: how much of its value an output has itself, or null
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
 //
-// Grid (sequences, heads). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
+// Grid (sequences, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
 // transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
 // The factors and token matrices of the next chunk are made beside a chunk's products, and the rows of the one after
 // that are on their way.
 #include "head_decay_chunk.cuh"
 
-constexpr int TILES = ceil_div(VALUES / 16, WARPS);
+static_assert(ROWS % 32 == 0, "a block has value rows in steps of 32");
+constexpr int ROW_PITCH = ROWS + 8;
+constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 constexpr int STAGES = 3;
 
 struct Stage {
     KeyTile q, k;
-    ValueTile v;  // later Y
+    T_IO v[CHUNK_LEN][ROW_PITCH];  // later Y
 };
 struct __align__(16) TokenWork {
     Solver solver;
@@ -74,9 +76,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     const Span span = sequence_span(cu_seqlens, sequence, tokens);
     const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
     const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
-    const int first_value = warp_id() * WARP_ROWS;
-    const int width = WARPS * WARP_ROWS == VALUE_SIZE ? WARP_ROWS : max(min(WARP_ROWS, VALUE_SIZE - first_value), 0);
-    const bool has_values = WARPS * WARP_ROWS == VALUES || first_value < VALUES;
+    const int block_value = blockIdx.z * ROWS, column = warp_id() * WARP_ROWS;  // of the block's
+    const int first_value = block_value + column;
+    const int width = VALUE_SIZE % ROWS == 0 && WARPS * WARP_ROWS == ROWS
+                          ? WARP_ROWS
+                          : max(min(min(WARP_ROWS, ROWS - column), VALUE_SIZE - first_value), 0);
+    const bool has_values = WARPS * WARP_ROWS == ROWS || column < ROWS;
 
     const auto start = [&](Strides s, i64 own_head) {
         return span.batch * s.batch + span.begin * s.token + own_head * s.head;
@@ -90,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>;
     KeyCursor from_q(r + start(r_strides, key_head), r_strides.token, threadIdx.x);
     KeyCursor from_k(k + start(k_strides, key_head), k_strides.token, threadIdx.x);
-    RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32> from_v(
+    RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32> from_v(
         v + start(v_strides, head) + first_value, v_strides.token, lane_id());
     const auto steps_of = [&](int chunk) { return chunk + 1 < chunks ? CHUNK_LEN : chunk < chunks ? last_steps : 0; };
     const auto copy_chunk = [&](int chunk) {
@@ -99,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             Stage& stage = smem.stages[chunk % STAGES];
             from_q.copy(stage.q[0], present, HEAD_SIZE, threadIdx.x);
             from_k.copy(stage.k[0], present, HEAD_SIZE, threadIdx.x);
-            from_v.copy(&stage.v[0][first_value], present, width, lane_id());
+            from_v.copy(&stage.v[0][column], present, width, lane_id());
         }
         commit_copies();
     };
@@ -169,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         if (has_values) {
             // U <- V - e^c X   Y <- e^c Y
             Fragment v_rows[TILES][BLOCKS];
-            load_rows(v_rows, values, first_value);
+            load_rows(v_rows, values, column);
 #pragma unroll
             for (int n = 0; n < CHUNK_LEN / 8; ++n) {
                 const int token = 8 * n + 2 * quad_lane();
@@ -218,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                 }
             }
             add_triangles(lower(out, m, u_rows));  // Y <- Y + M U
-            store_sums(values, first_value, out);
+            store_sums(values, column, out);
         }
         if constexpr (HAS_DELTA) {
             __syncthreads();  // the next chunk's pairs are there
@@ -235,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     for (int j = 0; j < 4; ++j) state[i][n][j] *= end;
         }
         if (chunk + 1 < chunks || final_state != nullptr) add_outer(state, outer(written, tile_k));
-        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, VALUE_PITCH, 32>(
-            y, y_stride, &stage.v[0][first_value], steps_of(chunk), width, lane_id());
+        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
+            y, y_stride, &stage.v[0][column], steps_of(chunk), width, lane_id());
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();

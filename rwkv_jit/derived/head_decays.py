@@ -20,7 +20,7 @@ from rwkv_jit.plan import Plan
 from rwkv_jit.rule import LEAST_TOKENS
 from rwkv_jit.signatures import BySignature
 
-_LEAST_BLOCKS = 3 / 4  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
+_LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
 
 _plans: BySignature[Plan] = BySignature()
 
@@ -63,12 +63,14 @@ def run(core: Core, arrays: Sequence[Tensor], call: Sequences, length: int, outp
     if state is not None and state.dim() == 3:
         state = state.expand(v.shape[0] if bounds is None else bounds.shape[0] - 1, *state.shape)
     given = [*arrays, state, bounds]
-    key = core, tail.scale, tail.state_layout, length, output_final_state, tensors.signature(given)
+    is_batch_invariant = modes.is_batch_invariant()
+    key = core, is_batch_invariant, tail.scale, tail.state_layout, length, output_final_state, tensors.signature(given)
     plan = _plans.get(key)
     if plan is None:
         options = torch_op.Options(
-            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, length, None, "chunked"
-        )
+            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, length, None, "chunked",
+            is_batch_invariant=is_batch_invariant,
+        )  # fmt: skip
         gpu = tensors.gpu(v.device.index)
         problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, False, gpu)
         named = dict(zip((*op.names, "initial_state", "cu_seqlens"), given, strict=True))
