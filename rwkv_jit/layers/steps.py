@@ -31,6 +31,7 @@ _LEAST_NORM_BLOCKS = 512
 KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that the kernel has for them
 GATES = ("identity", "sigmoid", "silu")  # as KINDS
 NORMS = ("layer", "rms")
+RATE_MAPS = ("sigmoid", "identity")
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
 MOST_MIXES = 6
 _HEAD = "NHK"
@@ -139,23 +140,25 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
     return _schedule("shift_mix", given, vector, parameters, (given.rows, 1, 1), bind)
 
 
-def prepare_keys(given: Given) -> Schedule:
-    """Return the launch of `prepare_keys`."""
+def prepare_keys(given: Given, rate_map: str, *asked: str) -> Schedule:
+    """Return the launch of `prepare_keys`; `asked` are the results of a call that names them."""
     blocks = (12, 8, 6)[("v_first" in given.types) + ("r_k" in given.types)]
-    return _of_heads("prepare_keys", "k", given, keys_parameters(given), {}, blocks)
+    more = keys_parameters(given, rate_map) | _asked_for(asked, ("new_rate", "factor"))
+    return _of_heads("prepare_keys", "k", given, more, {}, blocks)
 
 
-def keys_parameters(given: Given) -> dict[str, Parameter]:
+def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
     """Return the parameters that tell what makes keys apart."""
     flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
-    flags["HAS_BONUS"] = "r_k" in given.types
+    flags |= {"HAS_BONUS": "r_k" in given.types, "RATE_IS_GIVEN": rate_map == "identity"}
     return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
 
 
-def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
-    """Return the launch of `gated_norm`."""
+def gated_norm(given: Given, eps: float, gate: str, norm: str, *asked: str) -> Schedule:
+    """Return the launch of `gated_norm`; `asked` are the results of a call that names them."""
     blocks = 10 if "r_k" in given.types else 16
-    return _of_heads("gated_norm", "y", given, gated_norm_parameters(given, gate, norm), {"eps": eps}, blocks)
+    more = gated_norm_parameters(given, gate, norm) | _asked_for(asked, ("mean", "factor"))
+    return _of_heads("gated_norm", "y", given, more, {"eps": eps}, blocks)
 
 
 def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
@@ -301,6 +304,11 @@ def vector_of(size: int, given: Given, *written: str) -> int:
         return fits and all(min(_ACCESS_BYTES, vector * each) <= given.alignment for each in sizes)
 
     return next((vector for vector in (8, 4, 2) if is_possible(vector)), 1)
+
+
+def _asked_for(asked: Sequence[str], names: Sequence[str]) -> dict[str, Parameter]:
+    """Return the parameters that tell which of these a call makes: what is made for nobody who does not ask."""
+    return {f"MAKES_{name.upper()}": name in asked for name in names}
 
 
 def types_of(given: Given, names: Sequence[str]) -> dict[str, Parameter]:

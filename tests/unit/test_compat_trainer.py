@@ -14,7 +14,7 @@ MIX, KEYS, OUT = "rwkv7_tmix_mix6_bf16_v5", "rwkv7_tmix_kk_pre_bf16_v5", "rwkv7_
 RATE, VALUE, CHANNELS = "rwkv7_tmix_a_gate_bf16", "rwkv7_tmix_vres_gate_bf16_v3", "rwkv7_cmix_bf16_v5"
 VALUE_IN_ROWS = "rwkv7_tmix_vres_gate_bf16_v1"
 NAMESPACES = (MIX, KEYS, OUT, RATE, VALUE, VALUE_IN_ROWS, CHANNELS)
-SIZES = [(2, 7, 3, 5), (1, 1, 2, 16), (3, 4, 1, 6)]  # B, T, H, N
+SIZES = [(2, 7, 3, 5), (1, 1, 2, 16), (3, 4, 1, 6), (2, 3, 5, 64)]  # B, T, H, N
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -130,8 +130,9 @@ def test_values_and_gradients(name, sizes, dtype):
 
 
 @DTYPES
-def test_what_forwards_make_for_backwards(dtype):
-    batch, tokens, heads, size = sizes = SIZES[0]
+@pytest.mark.parametrize("sizes", SIZES[::3], ids=str)
+def test_what_forwards_make_for_backwards(sizes, dtype):
+    batch, tokens, heads, size = sizes
     for name in (KEYS, OUT, CHANNELS):
         load(name)
     (k, k_k, *rest), _, _, _ = inputs_of(KEYS, sizes, dtype)
