@@ -9,7 +9,8 @@
 //   rate, v_gate               the same shape  T_RATE, T_V_GATE  in
 //   k_k, k_a, a0, v0, r_k      [heads, HEAD_SIZE]  T_K_K, T_K_A, T_A0, T_V0, T_R_K  in; a0 and v0 or null
 //   new_k, new_v, a, b, bonus  [rows, heads, HEAD_SIZE]  T_IO  out, or null
-//   new_rate, factor           the same shape  T_IO, [rows, heads]  fp32  out with MAKES_NEW_RATE, MAKES_FACTOR, else null
+//   new_rate                   the same shape  T_IO  out with MAKES_NEW_RATE, else null
+//   factors                    [rows, heads]  fp32  out with MAKES_FACTORS, else null
 //
 // v_first, v_gate, v0 and new_v are null without HAS_V_FIRST, where v stays as it is; r, r_k and bonus without HAS_BONUS.
 // The bonus is that of the new k and v. What the next row needs is on its way while one is made, where a thread has
@@ -38,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
     const T_K_A* __restrict__ k_a, const T_A0* __restrict__ a0, const T_V0* __restrict__ v0,
     const T_IO* __restrict__ r, const T_R_K* __restrict__ r_k, T_IO* __restrict__ new_k, T_IO* __restrict__ new_v,
     T_IO* __restrict__ a, T_IO* __restrict__ b, T_IO* __restrict__ bonus, T_IO* __restrict__ new_rate,
-    float* __restrict__ factor, i64 rows, i64 heads, i64 block_rows) {
+    float* __restrict__ factors, i64 rows, i64 heads, i64 block_rows) {
     const i64 own = own_head(), head = min(own, heads - 1), of_row = head * HEAD_SIZE;
     const bool is_there = own < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
@@ -88,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
                 values[n][i] += (held.value_first[n].at(i) - values[n][i]) * sigmoid(logit);
             }
         });
-        const float shrunk = reciprocal_length(sums[0]);
+        const float factor = reciprocal_length(sums[0]);
         if constexpr (HAS_V_FIRST) write_pieces(new_v, start, is_there, [&](int n, int i) { return values[n][i]; });
         write_pieces(new_k, start, is_there, [&](int n, int i) { return keys[n][i]; });
-        write_pieces(a, start, is_there, [&](int n, int i) { return -(kk[n][i] * shrunk); });
-        write_pieces(b, start, is_there, [&](int n, int i) { return kk[n][i] * shrunk * share[n][i]; });
+        write_pieces(a, start, is_there, [&](int n, int i) { return -(kk[n][i] * factor); });
+        write_pieces(b, start, is_there, [&](int n, int i) { return kk[n][i] * factor * share[n][i]; });
         if constexpr (HAS_BONUS)
             write_pieces(bonus, start, is_there, [&](int n, int i) { return sums[1] * values[n][i]; });
         if constexpr (MAKES_NEW_RATE) write_pieces(new_rate, start, is_there, [&](int n, int i) { return share[n][i]; });
-        if constexpr (MAKES_FACTOR) write_of_head(factor, row, head, heads, is_there, shrunk);
+        if constexpr (MAKES_FACTORS) write_of_head(factors, row, head, heads, is_there, factor);
     }
 }

@@ -1,5 +1,5 @@
-// Gradients of layer_prepare_keys. With rate after the sigmoid, u = k k_k, f = 1 / max(|u|, 1e-12) and kk = f u, per token and
-// head:
+// Gradients of layer_prepare_keys. With rate after the sigmoid, u = k k_k, f = 1 / max(|u|, 1e-12) and kk = f u, per
+// token and head:
 //
 //     dkk = rate grad_b - grad_a;   du = f (dkk - kk (kk . dkk)), or f dkk where |u| < 1e-12
 //     dk = grad_new_k (1 + (rate - 1) k_a) + du k_k;    dk_k = du k;    dk_a = grad_new_k k (rate - 1)
@@ -7,7 +7,9 @@
 //     dv = grad_new_v (1 - share);    dv_first = grad_new_v share
 //     dv_gate = grad_new_v (v_first - v) share (1 - share);             dv0 = dv_gate
 //
-// With RATE_IS_GIVEN the last two factors of drate are left out. With HAS_BONUS, s = sum_j r_j new_k_j r_k_j and ds the sum over the head of grad_bonus new_v, before all of these
+// where drate ends before rate (1 - rate) with RATE_IS_GIVEN.
+//
+// With HAS_BONUS, s = sum_j r_j new_k_j r_k_j and ds the sum over the head of grad_bonus new_v, before all of these
 //
 //     grad_new_k += ds r r_k;    grad_new_v += s grad_bonus;    dr = ds new_k r_k;    dr_k = ds r new_k
 //

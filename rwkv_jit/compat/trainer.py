@@ -210,7 +210,7 @@ def keys_forward(k: Tensor, k_k: Tensor, a: Tensor, k_a: Tensor, head_size: int)
     """Return k (1 + (a - 1) k_a), -kk, kk a and f, where kk = f k k_k has length 1 in every head."""
     _check_keys(head_size, k=k, k_k=k_k, a=a, k_a=k_a)
     inputs = _keys_inputs(k, k_k, a, k_a, head_size)
-    *made, factor = calls.call_for(["new_k", "a", "b", "factor"], "prepare_keys", inputs, ("identity",))
+    *made, factor = calls.call_for(["new_k", "a", "b", "factors"], "prepare_keys", inputs, ("identity",))
     return [*_shaped(made, [k] * 3), factor]
 
 
@@ -249,7 +249,7 @@ def out_forward(
     """Return the norm of the heads with the bonus behind the gate, and the means and factors of the norm."""
     _check_out(x=x, r=r, k=k, v=v, r_k=r_k, weight=weight, bias=bias, g=g)
     inputs = _out_inputs(x, r, k, v, r_k, weight, bias, g)
-    return calls.call_for(["out", "mean", "factor"], "gated_norm", inputs, (_EPS_OF_HEADS, "identity", "layer"))
+    return calls.call_for(["out", "means", "factors"], "gated_norm", inputs, (_EPS_OF_HEADS, "identity", "layer"))
 
 
 @_alone

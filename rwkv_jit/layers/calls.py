@@ -26,8 +26,8 @@ _BESIDE = {
 _MIXED = tuple(f"mixed{m}" for m in range(MOST_MIXES))
 _WRITTEN = {
     "shift_mix": ("shift", "mixed", "residual"),
-    "prepare_keys": ("new_k", "new_v", "a", "b", "bonus", "new_rate", "factor"),
-    "gated_norm": ("out", "mean", "factor"), "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
+    "prepare_keys": ("new_k", "new_v", "a", "b", "bonus", "new_rate", "factors"),
+    "gated_norm": ("out", "means", "factors"), "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
     "norm_shift": ("residual", *_MIXED, "last", "stats"),
 }  # fmt: skip
 # The ops whose calls may name the results that they want, and how many kinds stand before these names.
@@ -272,10 +272,10 @@ def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any], rate_map:
         missing, other = ("r", "r_k") if named["r"] is None else ("r_k", "r")
         raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
     checks.check_name("rate_map", rate_map, steps.RATE_MAPS)
-    absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None, "new_rate": True, "factor": True}
-    shapes = {**dict.fromkeys(_WRITTEN["prepare_keys"], tuple(k.shape)), "factor": tuple(k.shape[:-1])}
+    absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None, "new_rate": True, "factors": True}
+    shapes = {**dict.fromkeys(_WRITTEN["prepare_keys"], tuple(k.shape)), "factors": tuple(k.shape[:-1])}
     made = {x: shapes[x] for x in asked or shapes if asked or not absent.get(x)}
-    dtypes = {"factor": torch.promote_types(k.dtype, torch.float32)}
+    dtypes = {"factors": torch.promote_types(k.dtype, torch.float32)}
     return Call("prepare_keys", given, written, made, k, kinds=(rate_map, *asked), dtypes=dtypes)
 
 
@@ -295,9 +295,9 @@ def _check_gated_norm(
     checks.check_name("norm", norm, NORMS)
     shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
     out = None if written[0] is None else arguments.out(written[0], shape, y)
-    shapes = {"out": shape, **dict.fromkeys(("mean", "factor"), tuple(y.shape[:-1]))}
+    shapes = {"out": shape, **dict.fromkeys(("means", "factors"), tuple(y.shape[:-1]))}
     made = {} if out is not None else {x: shapes[x] for x in asked or ("out",)}
-    dtypes = dict.fromkeys(("mean", "factor"), torch.promote_types(y.dtype, torch.float32))
+    dtypes = dict.fromkeys(("means", "factors"), torch.promote_types(y.dtype, torch.float32))
     kinds = (gate, norm, *asked)
     return Call("gated_norm", given, [out, None, None], made, y, eps=float(eps), kinds=kinds, dtypes=dtypes)
 

@@ -69,7 +69,7 @@ def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> lis
     if r is not None:
         made["bonus"] = _bonus(r, made["new_k"], v, r_k)
     if asked:
-        made |= {"new_rate": rate, "factor": 1 / torch.linalg.vector_norm(scaled, dim=-1).clamp_min(1e-12)}
+        made |= {"new_rate": rate, "factors": 1 / torch.linalg.vector_norm(scaled, dim=-1).clamp_min(1e-12)}
     return [made[x] for x in asked or made]
 
 
@@ -96,7 +96,7 @@ def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
     if asked:
         mean = y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0])
         variance = (y - mean.unsqueeze(-1)).square().mean(-1)
-        made |= {"mean": mean, "factor": torch.rsqrt(variance + eps)}
+        made |= {"means": mean, "factors": torch.rsqrt(variance + eps)}
     return [made[x] for x in asked or made]
 
 

@@ -143,7 +143,7 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
 def prepare_keys(given: Given, rate_map: str, *asked: str) -> Schedule:
     """Return the launch of `prepare_keys`; `asked` are the results of a call that names them."""
     blocks = (12, 8, 6)[("v_first" in given.types) + ("r_k" in given.types)]
-    more = keys_parameters(given, rate_map) | _asked_for(asked, ("new_rate", "factor"))
+    more = keys_parameters(given, rate_map) | _asked_for(asked, ("new_rate", "factors"))
     return _of_heads("prepare_keys", "k", given, more, {}, blocks)
 
 
@@ -157,7 +157,7 @@ def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
 def gated_norm(given: Given, eps: float, gate: str, norm: str, *asked: str) -> Schedule:
     """Return the launch of `gated_norm`; `asked` are the results of a call that names them."""
     blocks = 10 if "r_k" in given.types else 16
-    more = gated_norm_parameters(given, gate, norm) | _asked_for(asked, ("mean", "factor"))
+    more = gated_norm_parameters(given, gate, norm) | _asked_for(asked, ("means", "factors"))
     return _of_heads("gated_norm", "y", given, more, {"eps": eps}, blocks)
 
 

@@ -131,9 +131,9 @@ def test_gradients_compile_without_spills_everywhere(arch, way, types):
 
 # Calls that name their results: what they lack, and their kinds with the names.
 ASKED = [
-    ("prepare_keys", ("v_first", "v_gate", "v0", "a0", "r", "r_k"), ("identity", "new_k", "a", "b", "factor")),
+    ("prepare_keys", ("v_first", "v_gate", "v0", "a0", "r", "r_k"), ("identity", "new_k", "a", "b", "factors")),
     ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), ("sigmoid", "new_rate")),
-    ("gated_norm", ("bonus",), ("identity", "layer", "out", "mean", "factor")),
+    ("gated_norm", ("bonus",), ("identity", "layer", "out", "means", "factors")),
 ]
 
 
@@ -148,7 +148,7 @@ def test_results_that_calls_name_compile_without_spills_everywhere(arch, way, ty
         assert kernel.get(made).spill_bytes == 0
         usual = request(name, 32 * size, 32, **more | {"kinds": kinds[: len(KINDS[name])]})
         flags = {x: made.parameters[x] for x in made.parameters if made.parameters[x] != usual.parameters[x]}
-        assert flags == {f"MAKES_{x.upper()}": True for x in kinds if x in ("new_rate", "mean", "factor")}
+        assert flags == {f"MAKES_{x.upper()}": True for x in kinds if x in ("new_rate", "means", "factors")}
 
 
 @pytest.mark.parametrize("channels", [768, 2560, 4096, 8192])

@@ -111,10 +111,10 @@ def layer(rows, heads, head_size, dtype=BF16, texts=None):
     k, v, _, _ = rwkv_jit.prepare_keys(k, v, rate, weight, bias, a0=bias, v_first=r, v_gate=g, v0=weight)
     rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, bias)
     given = {"k": k, "v": v, "rate": rate, "k_k": weight, "k_a": bias}
-    calls.call_for(["new_k", "a", "b", "factor"], "prepare_keys", given, ("identity",))
+    calls.call_for(["new_k", "a", "b", "factors"], "prepare_keys", given, ("identity",))
     calls.call_for(["new_rate"], "prepare_keys", given, ("sigmoid",))
     given = {"y": y, "g": g, "weight": weight}
-    calls.call_for(["out", "mean", "factor"], "gated_norm", given, (64e-5, "identity", "layer"))
+    calls.call_for(["out", "means", "factors"], "gated_norm", given, (64e-5, "identity", "layer"))
     rwkv_jit.activate(mixed, ("tanh", "sigmoid", "relu_squared", "identity", "tanh", "identity"), out=mixed)
 
 

@@ -278,7 +278,7 @@ def test_results_that_a_call_names(op, size, kind, guarded_memory):
             check(k, plain_layer.prepare_keys(**given, rate_map=rate_map)[0])
             (found,) = calls.call_for(["new_v"], "prepare_keys", given, (rate_map,))
             assert torch.equal(found, v)
-            *found, factor = calls.call_for(["new_k", "a", "b", "factor"], "prepare_keys", given, (rate_map,))
+            *found, factor = calls.call_for(["new_k", "a", "b", "factors"], "prepare_keys", given, (rate_map,))
             for x, want in zip(found, (k, a, b), strict=True):
                 check(x, want)
             scaled = given["k"].double() * given["k_k"].double().view(heads, size)
@@ -287,7 +287,7 @@ def test_results_that_a_call_names(op, size, kind, guarded_memory):
             raw = given["rate"].double() + given["a0"].double()
             check(rate.view(raw.shape), raw.sigmoid() if rate_map == "sigmoid" else raw)
         given = make_norm(kind, size, lead, heads)
-        out, mean, factor = calls.call_for(["out", "mean", "factor"], "gated_norm", given, (0.1, "identity", "layer"))
+        out, mean, factor = calls.call_for(["out", "means", "factors"], "gated_norm", given, (0.1, "identity", "layer"))
         check(out, rwkv_jit.gated_norm(**given, eps=0.1))
         y = given["y"].double()
         check(mean, y.mean(-1))

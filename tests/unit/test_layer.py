@@ -178,12 +178,12 @@ def test_results_that_a_call_names(dtype, rate_map):
     rate = (given["rate"].double() + given["a0"].double()).view(k.shape)
     rate = torch.sigmoid(rate) if rate_map == "sigmoid" else rate
     factor = 1 / (given["k"].double() * given["k_k"].double().view(H, N)).norm(dim=-1)
-    every = {"new_k": k, "new_v": v, "a": a, "b": b, "bonus": bonus, "new_rate": rate, "factor": factor}
-    for asked in (["new_rate"], ["new_v"], ["new_k", "a", "b", "factor"], [*every]):
+    every = {"new_k": k, "new_v": v, "a": a, "b": b, "bonus": bonus, "new_rate": rate, "factors": factor}
+    for asked in (["new_rate"], ["new_v"], ["new_k", "a", "b", "factors"], [*every]):
         made = calls.call_for(asked, "prepare_keys", given, (rate_map,))
         for name, x in zip(asked, made, strict=True):
             check(x, every[name])
-            assert x.dtype == (torch.promote_types(dtype, torch.float32) if name == "factor" else dtype)
+            assert x.dtype == (torch.promote_types(dtype, torch.float32) if name == "factors" else dtype)
     with pytest.raises(RuntimeError, match="prepare_keys: is for inference and has no gradient"):
         calls.call_for(["a"], "prepare_keys", given | {"k": given["k"].requires_grad_()}, (rate_map,))
 
@@ -196,7 +196,7 @@ def test_statistics_of_heads(dtype, norm):
     mean = y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0])
     factor = ((y - mean.unsqueeze(-1)).square().mean(-1) + 0.1).rsqrt()
     want = [plain_layer.gated_norm(**given, eps=0.1, norm=norm), mean, factor]
-    made = calls.call_for(["out", "mean", "factor"], "gated_norm", given, (0.1, "identity", norm))
+    made = calls.call_for(["out", "means", "factors"], "gated_norm", given, (0.1, "identity", norm))
     for x, y in zip(made, want, strict=True):
         check(x, y)
     assert [x.dtype for x in made] == [dtype, *[torch.promote_types(dtype, torch.float32)] * 2]
@@ -442,16 +442,16 @@ def test_what_is_not_given_is_null(on_gpu):
     assert rwkv_jit.prepare_keys(**keys)[1] is keys["v"]
     (launch,) = on_gpu.take()
     assert {n for n, x in launch.addresses.items() if not x} == {
-        "v_first", "v_gate", "a0", "v0", "new_v", "r", "r_k", "bonus", "new_rate", "factor",
+        "v_first", "v_gate", "a0", "v0", "new_v", "r", "r_k", "bonus", "new_rate", "factors",
     }  # fmt: skip
 
 
 # Results that calls name, and eps and the kinds before these.
 ASKED = [
     ("prepare_keys", (), ("sigmoid",), ("new_v",)), ("prepare_keys", (), ("sigmoid",), ("new_rate",)),
-    ("prepare_keys", (), ("identity",), ("new_k", "a", "b", "factor")),
-    ("gated_norm", (64e-5,), ("identity", "layer"), ("out", "mean", "factor")),
-    ("gated_norm", (0.1,), ("silu", "rms"), ("factor",)),
+    ("prepare_keys", (), ("identity",), ("new_k", "a", "b", "factors")),
+    ("gated_norm", (64e-5,), ("identity", "layer"), ("out", "means", "factors")),
+    ("gated_norm", (0.1,), ("silu", "rms"), ("factors",)),
 ]  # fmt: skip
 
 
