@@ -44,7 +44,8 @@ def kda_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `kda` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -108,7 +109,8 @@ def gated_delta_rule_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -165,7 +167,8 @@ def delta_rule_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `delta_rule` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -224,7 +227,8 @@ def gated_delta_rule2_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule2` takes them.
     v, write_gate : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -289,7 +293,8 @@ def kda_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `kda` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -354,7 +359,8 @@ def gated_delta_rule_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -412,7 +418,8 @@ def delta_rule_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `delta_rule` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -472,7 +479,8 @@ def gated_delta_rule2_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule2` takes them.
     v, write_gate : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q

@@ -56,8 +56,8 @@ def simple_gla(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     **options
-        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
-        backend. By default scale is K^-0.5 and state_layout "kv".
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
@@ -132,8 +132,8 @@ def hgrn2(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     **options
-        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
-        chunk_len, num_threads, backend. By default scale is 1, decay "log" and state_layout "kv".
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
+        num_threads, backend. By default scale is 1 and state_layout "kv"; decay is "log" alone.
 
     Returns
     -------
@@ -193,9 +193,9 @@ def ssd(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The state space of Mamba-2 over sequences, with gradients to every input and to the initial state.
 
-        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
-    per head, with S [V, K]. B is the batch, T the tokens, G the groups, H the heads, K and V the head sizes of keys
+    per head, with S [V, K]; without D and z their parts are left out. B is the batch, T the tokens, G the groups, H the heads, K and V the head sizes of keys
     and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
 
     Parameters
@@ -203,11 +203,12 @@ def ssd(
     x : torch.Tensor, shape (B, T, H, V), float16, bfloat16 or float32
         Input. Any strides; where the last one is not 1, a copy is made.
     dt : torch.Tensor, shape (B, T, H), dtype of x or float32
-        Step, or what it is made of.
+        Step; raw with `dt_bias` and `dt_softplus`.
     A : torch.Tensor, shape (H,), dtype of x or float32
-        Rate, which is negative.
+        Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
-        What the state takes an input by, and what outputs read the state by. Head h has those of group h // (H // G).
+        Key by which an input is written, and query by which the state is read. Head h has those of group
+        h // (H // G).
     initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the kv layout the last two sizes are (K, V).
@@ -216,22 +217,22 @@ def ssd(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
-        How much of the input y has itself.
+        How much of the input is added to y.
     z : torch.Tensor, shape and dtype of x, optional
         y is multiplied by silu(z).
     dt_bias : torch.Tensor, shape (H,), dtype of x or float32, optional
-        Is added to dt.
+        Is added to the raw dt.
     dt_softplus : bool, default False
-        Whether the step is the softplus of that.
+        Whether the step is the softplus of that sum.
     dt_limit : pair of float, default (0.0, inf)
-        The step is brought between these at last.
+        The least and the largest step: others are clamped to these.
     **options
-        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
-        backend. By default scale is 1 and state_layout "vk".
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is 1 and state_layout "vk".
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    y : torch.Tensor, shape and dtype of x
     final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
         Dtype of `initial_state`, float32 without one.
 
@@ -247,7 +248,7 @@ def ssd(
 
     Notes
     -----
-    Steps are made first, in float32, and the inputs times the step, in the dtype of x. `gla` does the rest: its
+    Steps are made first, in float32, and the inputs times the step, in the dtype of x. D and z come behind the rest. `gla` does the rest: its
     notes say what precision is kept, and which kernels run when. Any decay is right.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs

@@ -38,7 +38,8 @@ def simple_gla_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `simple_gla` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -84,7 +85,7 @@ def hgrn2_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
     q : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
         As `hgrn2` takes it.
     g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
@@ -129,14 +130,14 @@ def ssd_update(
 ) -> Tensor:
     r"""The state space of Mamba-2 of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
     per row and head, token by token, with S [V, K].
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "vk".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
     x : torch.Tensor, shape (B, H, V) or (B, T, H, V), float16, bfloat16 or float32
         As `ssd` takes it.
     dt : torch.Tensor, shape (B, H) or (B, T, H), dtype of x or float32
@@ -195,7 +196,8 @@ def simple_gla_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `simple_gla` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -242,7 +244,7 @@ def hgrn2_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
     q : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
         As `hgrn2` takes it.
     g : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
@@ -288,14 +290,14 @@ def ssd_varlen(
 ) -> Tensor:
     r"""The state space of Mamba-2 of sequences of any lengths, which changes states of a pool in place.
 
-        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
     per sequence and head, token by token, with S [V, K].
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "vk".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
     x : torch.Tensor, shape (T, H, V) or (1, T, H, V), float16, bfloat16 or float32
         As `ssd` takes it.
     dt : torch.Tensor, shape (T, H) or (1, T, H), dtype of x or float32
