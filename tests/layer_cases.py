@@ -152,16 +152,26 @@ def _norm_shift(how, sizes, rows, fixed, device):
     return Case("norm_shift", given, {})
 
 
-_CASES = {"prepare_keys": _keys, "delta_operands": _operands, "gated_norm": _norm, "gated": _gated, "activate": _activate, "token_shift": _shift,
-          "norm_shift": _norm_shift}  # fmt: skip
+_CASES = {
+    "prepare_keys": _keys, "delta_operands": _operands, "gated_norm": _norm, "gated": _gated, "activate": _activate,
+    "token_shift": _shift, "norm_shift": _norm_shift,
+}  # fmt: skip
 # How calls are made, by their names.
 WAYS = {
     "prepare_keys": ("", "a0", "first", "a0 first v0", "a0 bonus", "a0 first v0 bonus"),
     # The number is that of the value heads of a key head.
     "delta_operands": (
-        "", "2 l2 q", "channels log l2 q", "log q 2", "channels softplus bias sigmoid l2 q",
-        "channels bounded bias twice_sigmoid l2 q 3", "softplus bias sigmoid l2 q 4", "softplus", "channels bounded 2 q",
-        "channels log rates l2 q", "channels softplus rates bias q 2",
+        "",
+        "2 l2 q",
+        "channels log l2 q",
+        "log q 2",
+        "channels softplus bias sigmoid l2 q",
+        "channels bounded bias twice_sigmoid l2 q 3",
+        "softplus bias sigmoid l2 q 4",
+        "softplus",
+        "channels bounded 2 q",
+        "channels log rates l2 q",
+        "channels softplus rates bias q 2",
     ),
     "gated_norm": ("bias bonus", "bias silu", "rms silu", "bonus sigmoid", "", "bias ready bonus"),
     "gated": ("identity", "sigmoid", "silu"),

@@ -80,7 +80,8 @@ def kda_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["kda"], "kda_update", given, UpdateOptions, options)
+    op, fixed = OPS["kda"], (A_log, dt_bias)
+    call = arguments.pooled(op, "kda_update", given, UpdateOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
     return call.run(wkv7_update, state, operands)
@@ -141,7 +142,8 @@ def gated_delta_rule_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["gated_delta_rule"], "gated_delta_rule_update", given, UpdateOptions, options)
+    op, fixed = OPS["gated_delta_rule"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule_update", given, UpdateOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
     return call.run(wkv7_update, state, operands)
@@ -260,7 +262,8 @@ def gated_delta_rule2_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta, write_gate
-    call = arguments.pooled(OPS["gated_delta_rule2"], "gated_delta_rule2_update", given, UpdateOptions, options)
+    op, fixed = OPS["gated_delta_rule2"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule2_update", given, UpdateOptions, options, fixed)
     q, k, v, g, beta, write_gate = call.inputs
     operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
     return call.run(wkv7_update, state, operands)
@@ -330,7 +333,8 @@ def kda_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["kda"], "kda_varlen", given, VarlenOptions, options)
+    op, fixed = OPS["kda"], (A_log, dt_bias)
+    call = arguments.pooled(op, "kda_varlen", given, VarlenOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
     return call.run(wkv7_varlen, state, operands)
@@ -392,7 +396,8 @@ def gated_delta_rule_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["gated_delta_rule"], "gated_delta_rule_varlen", given, VarlenOptions, options)
+    op, fixed = OPS["gated_delta_rule"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule_varlen", given, VarlenOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
     return call.run(wkv7_varlen, state, operands)
@@ -513,7 +518,8 @@ def gated_delta_rule2_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta, write_gate
-    call = arguments.pooled(OPS["gated_delta_rule2"], "gated_delta_rule2_varlen", given, VarlenOptions, options)
+    op, fixed = OPS["gated_delta_rule2"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule2_varlen", given, VarlenOptions, options, fixed)
     q, k, v, g, beta, write_gate = call.inputs
     operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
     return call.run(wkv7_varlen, state, operands)

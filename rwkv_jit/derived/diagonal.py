@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rwkv_jit import tensors
 from rwkv_jit.derived import arguments
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.ops import checks
@@ -195,8 +196,9 @@ def ssd(
 
         S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
-    per head, with S [V, K]; without D and z their parts are left out. B is the batch, T the tokens, G the groups, H the heads, K and V the head sizes of keys
-    and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]; without D and z their parts are left out. B is the batch, T the tokens, G the groups, H the
+    heads, K and V the head sizes of keys and values, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
@@ -248,8 +250,8 @@ def ssd(
 
     Notes
     -----
-    Steps are made first, in float32, and the inputs times the step, in the dtype of x. D and z come behind the rest. `gla` does the rest: its
-    notes say what precision is kept, and which kernels run when. Any decay is right.
+    Steps are made first, in float32, and the inputs times the step, in the dtype of x; D and z come last. `gla` does
+    the rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.
@@ -269,9 +271,10 @@ def ssd(
     """
     call = arguments.sequences(OPS["ssd"], (x, dt, B, C), initial_state, cu_seqlens, options)
     x, dt, B, C = call.inputs
+    own, gate = check_behind(x, D, z)
     operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
     y, state = call.run(gla, operands, output_final_state)
-    return behind(y, x, D, z), state
+    return behind(y, x, own, gate), state
 
 
 # ---- operands ----------------------------------------------------------------------------------------------------
@@ -279,8 +282,8 @@ def ssd(
 
 def of_tokens(g: Any, v: Any) -> Any:
     """Return decays of heads for each token, where they are fixed; what is wrong with them the checks say."""
-    is_fixed = getattr(g, "ndim", 0) == 1 and getattr(v, "ndim", 0) > 2
-    return g.expand(v.shape[:-1]) if is_fixed and g.shape[0] == v.shape[-2] else g
+    is_fixed = getattr(g, "ndim", 0) == 1 and getattr(v, "ndim", 0) > 2 and g.shape[0] == v.shape[-2]
+    return tensors.from_any("g", g).expand(v.shape[:-1]) if is_fixed else g
 
 
 def for_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
@@ -321,13 +324,14 @@ def _limit(dt_limit: Any) -> tuple[float, float]:
     return float(dt_limit[0]), float(dt_limit[1])
 
 
-def behind(y: Tensor, x: Tensor, D: Any, z: Any) -> Tensor:
+def check_behind(x: Tensor, D: Any, z: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return D and z as tensors, those that are there."""
+    heads, size = x.shape[-2:]
+    own = None if D is None else arguments.check_fixed("D", D, [(heads,), (heads, size)], x)
+    return own, None if z is None else arguments.check_fixed("z", z, [tuple(x.shape)], x)
+
+
+def behind(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """Return outputs with what they have of the input itself, behind their gate."""
-    made = y
-    if D is not None:
-        heads, size = x.shape[-2:]
-        own = arguments.check_fixed("D", D, [(heads,), (heads, size)], x)
-        made = made + x * own.view(heads, -1)
-    if z is not None:
-        made = made * F.silu(arguments.check_fixed("z", z, [tuple(x.shape)], x))
-    return made.to(y.dtype)
+    made = y if D is None else y + x * D.view(x.shape[-2], -1)
+    return (made if z is None else made * F.silu(z)).to(y.dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rwkv_jit.derived import arguments
-from rwkv_jit.derived.diagonal import behind, for_heads, of_states, of_tokens, with_keys
+from rwkv_jit.derived.diagonal import behind, check_behind, for_heads, of_states, of_tokens, with_keys
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.inference.update import gla_update
@@ -170,10 +170,13 @@ def ssd_update(
     >>> rwkv_jit.ssd_update(pool, x, dt, A, B, C).shape
     torch.Size([3, 4, 64])
     """
-    call = arguments.pooled(OPS["ssd"], "ssd_update", (x, dt, B, C), UpdateOptions, options)
+    call = arguments.pooled(OPS["ssd"], "ssd_update", (x, dt, B, C), UpdateOptions, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
+    own, gate = check_behind(x, D, z)
     operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
-    return behind(call.run(gla_update, state, operands), x, D, z)
+    y = call.run(gla_update, state, operands)
+    made = behind(y, x, own, gate)
+    return made if "out" not in options or made is y else y.copy_(made)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -331,7 +334,10 @@ def ssd_varlen(
     >>> rwkv_jit.ssd_varlen(pool, x, dt, A, B, C, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    call = arguments.pooled(OPS["ssd"], "ssd_varlen", (x, dt, B, C), VarlenOptions, options)
+    call = arguments.pooled(OPS["ssd"], "ssd_varlen", (x, dt, B, C), VarlenOptions, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
+    own, gate = check_behind(x, D, z)
     operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
-    return behind(call.run(gla_varlen, state, operands), x, D, z)
+    y = call.run(gla_varlen, state, operands)
+    made = behind(y, x, own, gate)
+    return made if "out" not in options or made is y else y.copy_(made)
