@@ -130,7 +130,7 @@ class _Calls(NamedTuple):
         return [
             *(steps.token_shift(*each) for each in self.shifts()),
             *(steps.norm_shift(*each, 0.0) for each in self.norms()),
-            *(steps.prepare_keys(each) for each in self.keys()),
+            *(steps.prepare_keys(each, "sigmoid") for each in self.keys()),
             *self.behind(self.norm()),
         ]
 
@@ -148,7 +148,7 @@ class _Calls(NamedTuple):
         several: list[tuple[str, Given, Options]] = [
             *(("token_shift", each, Options(texts=texts)) for each, texts in self.shifts()),
             *(("norm_shift", each, Options(texts=texts)) for each, texts in self.norms()),
-            *(("prepare_keys", each, Options()) for each in self.keys()),
+            *(("prepare_keys", each, Options(kinds=("sigmoid",))) for each in self.keys()),
             ("gated_norm", self.norm(), norm),
             *(("gated", each, Options(kinds=("sigmoid",))) for each in self.elements()),
             *(("activate", each, Options(kinds=("identity",))) for each in self.activations()),
@@ -192,7 +192,9 @@ class _Calls(NamedTuple):
         if not self.is_rwkv7:
             return several
         return several + [
-            steps.prepare_keys(self.given("prepare_keys", self.heads, (*first, *biases, "r", "r_k"), **gates))
+            steps.prepare_keys(
+                self.given("prepare_keys", self.heads, (*first, *biases, "r", "r_k"), **gates), "sigmoid"
+            )
             for first, gates in (
                 (("v_first", "v_gate", "v0"), {"rate": w_type}),
                 ((), {"rate": w_type, "v_gate": w_type}),

@@ -63,7 +63,7 @@ def _keys(how, sizes, rows, fixed, device):
         given["v0"] = fixed(heads, head_size)
     if "bonus" in how:
         given |= {"r": rows(*flat), "r_k": fixed(heads, head_size)}
-    return Case("prepare_keys", given, {})
+    return Case("prepare_keys", given, {"rate_map": "identity"} if "given" in how else {})
 
 
 def _norm(how, sizes, rows, fixed, device):
@@ -120,13 +120,15 @@ _CASES = {"prepare_keys": _keys, "gated_norm": _norm, "gated": _gated, "activate
           "norm_shift": _norm_shift}  # fmt: skip
 # How calls are made, by their names.
 WAYS = {
-    "prepare_keys": ("", "a0", "first", "a0 first v0", "a0 bonus", "a0 first v0 bonus"),
+    "prepare_keys": (
+        "", "a0", "first", "a0 first v0", "a0 bonus", "a0 first v0 bonus", "given", "given a0 first bonus",
+    ),
     "gated_norm": ("bias bonus", "bias silu", "rms silu", "bonus sigmoid", "", "bias ready bonus"),
     "gated": ("identity", "sigmoid", "silu"),
     "activate": ("",),
     "token_shift": ("6", "1 first", "2 packed", "5 amounts", "6 packed first", "5 packed amounts first", "3"),
     "norm_shift": ("6", "1 add first", "2 packed", "6 add packed first"),
-}
+}  # fmt: skip
 SHIFTS = ("token_shift", "norm_shift")
 ALL = [(name, how) for name, several in WAYS.items() for how in several]
 

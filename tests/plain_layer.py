@@ -43,11 +43,14 @@ def shift_mix(
     return z, mixed, pool
 
 
-def prepare_keys(k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None):
+def prepare_keys(
+    k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None, rate_map="sigmoid"
+):
     """The new k and v, a and b, and the bonus with r."""
     heads = k.shape[-2:]
     of_token, of_layer = (lambda x: x.double().reshape(k.shape)), (lambda x: x.double().reshape(heads))
-    rate = torch.sigmoid(of_token(rate) + (0 if a0 is None else of_layer(a0)))
+    rate = of_token(rate) + (0 if a0 is None else of_layer(a0))
+    rate = torch.sigmoid(rate) if rate_map == "sigmoid" else rate
     kk = of_token(k) * of_layer(k_k)
     kk = kk / kk.square().sum(-1, keepdim=True).sqrt().clamp_min(1e-12)
     v = of_token(v)

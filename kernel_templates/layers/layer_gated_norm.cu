@@ -9,7 +9,9 @@
 //   r_k           [heads, HEAD_SIZE]  T_R_K  in with HAS_BONUS, else null
 //   bonus         [rows, heads, HEAD_SIZE]  T_IO  in with TAKES_BONUS, else null
 //   weight, bias  [heads, HEAD_SIZE]  T_WEIGHT, T_BIAS  in; bias is null without HAS_BIAS
-//   out           [rows, heads, HEAD_SIZE]  T_IO  out
+//   out           [rows, heads, HEAD_SIZE]  T_IO  out, or null
+//   means         [rows, heads]  fp32  out with MAKES_MEANS, else null
+//   factors       [rows, heads]  fp32  out with MAKES_FACTORS, else null: 1 / sqrt(variance + eps)
 //
 // Without CENTERED the mean is 0, and the variance that of squares. What the next row needs is on its way while one is
 // made, where a thread has registers for it. Grid (rows / block_rows, heads / BLOCK_HEADS).
@@ -34,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
     const T_IO* __restrict__ y, const T_IO* __restrict__ g, const T_WEIGHT* __restrict__ weight,
     const T_BIAS* __restrict__ bias, const T_IO* __restrict__ r, const T_IO* __restrict__ k,
     const T_IO* __restrict__ v, const T_R_K* __restrict__ r_k, const T_IO* __restrict__ bonus,
-    T_IO* __restrict__ out, i64 rows, i64 heads, i64 block_rows, float eps) {
+    T_IO* __restrict__ out, float* __restrict__ means, float* __restrict__ factors, i64 rows, i64 heads,
+    i64 block_rows, float eps) {
     const i64 own = own_head(), head = min(own, heads - 1), of_row = head * HEAD_SIZE;
     const bool is_there = own < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
@@ -80,5 +83,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_g
             if constexpr (TAKES_BONUS) z += held.value[n].at(i);
             return z * opened<Gate(GATE)>(held.gate[n].at(i));
         });
+        if constexpr (MAKES_MEANS) write_of_head(means, row, head, heads, is_there, mean);
+        if constexpr (MAKES_FACTORS) write_of_head(factors, row, head, heads, is_there, factor);
     }
 }

@@ -58,6 +58,11 @@ template <typename T, typename F> __device__ inline void write_pieces(T* target,
     });
 }
 
+// Writes x, which all lanes of a head have, as an element of [rows, heads].
+__device__ inline void write_of_head(float* target, i64 row, i64 head, i64 heads, bool is_there, float x) {
+    if (is_there && threadIdx.x % LANES == 0) target[row * heads + head] = x;
+}
+
 // act(n, i) for every element that a thread has.
 template <typename Act> __device__ inline void for_elements(Act act) {
 #pragma unroll

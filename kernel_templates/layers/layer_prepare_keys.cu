@@ -1,12 +1,16 @@
-// What the recurrence of RWKV-7 takes for k, v, a and b. Per token and head, with rate = sigmoid(rate + a0):
+// What the recurrence of RWKV-7 takes for k, v, a and b. Per token and head, with rate = sigmoid(rate + a0), or with
+// RATE_IS_GIVEN rate + a0:
 //
-//     kk = k k_k / max(|k k_k|, 1e-12);  a = -kk;  b = kk rate;  k <- k (1 + (rate - 1) k_a)
+//     factor = 1 / max(|k k_k|, 1e-12);  kk = k k_k factor;  a = -kk;  b = kk rate
+//     k <- k (1 + (rate - 1) k_a)
 //     v <- v + (v_first - v) sigmoid(v_gate + v0);  bonus = (sum_j r_j k_j r_k_j) v
 //
 //   k, v, v_first, r           [rows, heads, HEAD_SIZE]  T_IO  in
 //   rate, v_gate               the same shape  T_RATE, T_V_GATE  in
 //   k_k, k_a, a0, v0, r_k      [heads, HEAD_SIZE]  T_K_K, T_K_A, T_A0, T_V0, T_R_K  in; a0 and v0 or null
-//   new_k, new_v, a, b, bonus  [rows, heads, HEAD_SIZE]  T_IO  out
+//   new_k, new_v, a, b, bonus  [rows, heads, HEAD_SIZE]  T_IO  out, or null
+//   new_rate                   the same shape  T_IO  out with MAKES_NEW_RATE, else null
+//   factors                    [rows, heads]  fp32  out with MAKES_FACTORS, else null
 //
 // v_first, v_gate, v0 and new_v are null without HAS_V_FIRST, where v stays as it is; r, r_k and bonus without HAS_BONUS.
 // The bonus is that of the new k and v. What the next row needs is on its way while one is made, where a thread has
@@ -34,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
     const T_IO* __restrict__ v_first, const T_V_GATE* __restrict__ v_gate, const T_K_K* __restrict__ k_k,
     const T_K_A* __restrict__ k_a, const T_A0* __restrict__ a0, const T_V0* __restrict__ v0,
     const T_IO* __restrict__ r, const T_R_K* __restrict__ r_k, T_IO* __restrict__ new_k, T_IO* __restrict__ new_v,
-    T_IO* __restrict__ a, T_IO* __restrict__ b, T_IO* __restrict__ bonus, i64 rows, i64 heads, i64 block_rows) {
+    T_IO* __restrict__ a, T_IO* __restrict__ b, T_IO* __restrict__ bonus, T_IO* __restrict__ new_rate,
+    float* __restrict__ factors, i64 rows, i64 heads, i64 block_rows) {
     const i64 own = own_head(), head = min(own, heads - 1), of_row = head * HEAD_SIZE;
     const bool is_there = own < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
@@ -73,7 +78,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
         sum_over_head(sums, [&](int n, int i) {
             const float own = held.key[n].at(i);
             kk[n][i] = own * scale[n].at(i);
-            share[n][i] = sigmoid(HAS_A0 ? held.rates[n].at(i) + rates_start[n].at(i) : held.rates[n].at(i));
+            const float raw = HAS_A0 ? held.rates[n].at(i) + rates_start[n].at(i) : held.rates[n].at(i);
+            share[n][i] = RATE_IS_GIVEN ? raw : sigmoid(raw);
             keys[n][i] = own * (1.0f + (share[n][i] - 1.0f) * slope[n].at(i));
             sums[0] += kk[n][i] * kk[n][i];
             if constexpr (HAS_BONUS) sums[1] += held.receptance[n].at(i) * keys[n][i] * bonus_share[n].at(i);
@@ -90,5 +96,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
         write_pieces(b, start, is_there, [&](int n, int i) { return kk[n][i] * factor * share[n][i]; });
         if constexpr (HAS_BONUS)
             write_pieces(bonus, start, is_there, [&](int n, int i) { return sums[1] * values[n][i]; });
+        if constexpr (MAKES_NEW_RATE) write_pieces(new_rate, start, is_there, [&](int n, int i) { return share[n][i]; });
+        if constexpr (MAKES_FACTORS) write_of_head(factors, row, head, heads, is_there, factor);
     }
 }

@@ -1,11 +1,13 @@
-// Gradients of layer_prepare_keys. With rate the sigmoid, u = k k_k, f = 1 / max(|u|, 1e-12) and kk = f u, per token and
-// head:
+// Gradients of layer_prepare_keys. With rate after the sigmoid, u = k k_k, f = 1 / max(|u|, 1e-12) and kk = f u, per
+// token and head:
 //
 //     dkk = rate grad_b - grad_a;   du = f (dkk - kk (kk . dkk)), or f dkk where |u| < 1e-12
 //     dk = grad_new_k (1 + (rate - 1) k_a) + du k_k;    dk_k = du k;    dk_a = grad_new_k k (rate - 1)
 //     drate = (grad_new_k k k_a + grad_b kk) rate (1 - rate);           da0 = drate
 //     dv = grad_new_v (1 - share);    dv_first = grad_new_v share
 //     dv_gate = grad_new_v (v_first - v) share (1 - share);             dv0 = dv_gate
+//
+// where drate ends before rate (1 - rate) with RATE_IS_GIVEN.
 //
 // With HAS_BONUS, s = sum_j r_j new_k_j r_k_j and ds the sum over the head of grad_bonus new_v, before all of these
 //
@@ -69,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
         const auto apart = [&](int n, int i) { return value_first[n].at(i) - value[n].at(i); };
         sum_over_head(sums, [&](int n, int i) {
             u[n][i] = key[n].at(i) * scale[n].at(i);
-            share[n][i] = sigmoid(HAS_A0 ? rates[n].at(i) + rates_start[n].at(i) : rates[n].at(i));
+            const float raw = HAS_A0 ? rates[n].at(i) + rates_start[n].at(i) : rates[n].at(i);
+            share[n][i] = RATE_IS_GIVEN ? raw : sigmoid(raw);
             du[n][i] = share[n][i] * g_b[n].at(i) - g_a[n].at(i);  // dkk
             sums[0] += u[n][i] * u[n][i], sums[1] += u[n][i] * du[n][i];
             if constexpr (HAS_V_FIRST)
@@ -105,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_p
         float of_rate[ITEMS][VECTOR];
         for_elements([&](int n, int i) {
             const float rest = share[n][i] - 1.0f, g = of_key(n, i) * key[n].at(i);
-            of_rate[n][i] = (g * slope[n].at(i) + g_b[n].at(i) * (u[n][i] * factor)) * share[n][i] * -rest;
+            of_rate[n][i] = g * slope[n].at(i) + g_b[n].at(i) * (u[n][i] * factor);
+            if constexpr (!RATE_IS_GIVEN) of_rate[n][i] = of_rate[n][i] * share[n][i] * -rest;
             du[n][i] = factor * du[n][i] - along * u[n][i];
             dk_k.add(n, i, du[n][i] * key[n].at(i)), dk_a.add(n, i, g * rest);
             if constexpr (HAS_A0) da0.add(n, i, of_rate[n][i]);

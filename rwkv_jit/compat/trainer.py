@@ -1,8 +1,8 @@
 """The fused ops of RWKV-LM's trainer of RWKV-7, beside its recurrence: they return tensors, and record nothing.
 
 Rows are [B, T, C], parameters have C elements in any shape, and all have one dtype: 16 bits, float32, or float64 on a
-CPU. What a forward makes for its backward alone is right, but no backward here reads it where a kernel makes it again
-in registers.
+CPU. Forwards ask a layer's kernels for what they return, and nothing else is written. What a forward makes for its
+backward alone is right, but no backward here reads it where a kernel makes it again in registers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from rwkv_jit import tensors
 from rwkv_jit.inference import arguments
-from rwkv_jit.layers import functions, registry
+from rwkv_jit.layers import calls, functions, registry
 from rwkv_jit.layers.gradient_steps import RESULTS
 from rwkv_jit.layers.steps import OPS, SHIFTS
 
-_EPS_OF_KEYS, _EPS_OF_HEADS = 1e-12, 64e-5
+_EPS_OF_HEADS = 64e-5
 _L2_WRAP, _IGNORED = 1e-4, -100
 _PARAMETERS = {
     "x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "k_k", "k_a", "r_k", "weight", "bias", "a0", "v0",
@@ -132,9 +132,15 @@ def _mix_gradients(grads: Sequence[Tensor], x: Tensor, parameters: Sequence[Tens
 
 @_alone
 def rate_forward(a0: Tensor, a12: Tensor) -> Tensor:
-    """Return sigmoid(a0 + a12): how much the state learns of a token."""
+    """Return sigmoid(a0 + a12): how much the state learns of a token.
+
+    `prepare_keys` makes it on its way, whatever the keys are.
+    """
     _check(a12=a12, a0=a0)
-    return (a12 + _wide(a0).reshape(-1)).sigmoid_().to(a12.dtype)
+    heads, start = _any_heads(a12), a0.reshape(-1)
+    inputs = {"k": heads, "v": heads, "rate": heads, "k_k": start, "k_a": start, "a0": start}
+    (rate,) = calls.call_for(["new_rate"], "prepare_keys", inputs, ("sigmoid",))
+    return rate.view(a12.shape)
 
 
 @_alone
@@ -150,19 +156,15 @@ def rate_backward(grad_out: Tensor, a0: Tensor, a12: Tensor) -> list[Tensor]:
     inputs = {
         "k": ones, "v": ones, "rate": heads, "k_k": torch.zeros_like(rows), "k_a": rows, "a0": a0.reshape(-1),
     }  # fmt: skip
-    return _shaped(_gradients("prepare_keys", grads, inputs, ("a0", "rate")), [a0, a12])
+    return _shaped(_gradients("prepare_keys", grads, inputs, ("a0", "rate"), kinds=("sigmoid",)), [a0, a12])
 
 
 @_alone
 def value_forward(v: Tensor, v_first: Tensor, v0: Tensor, v12: Tensor) -> Tensor:
-    """Return v + (v_first - v) sigmoid(v0 + v12): the value of a layer with a part of the first one's.
-
-    `prepare_keys` returns it beside keys, which nobody asks for here.
-    """
+    """Return v + (v_first - v) sigmoid(v0 + v12): the value of a layer with a part of the first one's."""
     _check(v=v, v_first=v_first, v12=v12, v0=v0)
-    heads, start = _any_heads(v), v0.reshape(-1)
-    made = functions.prepare_keys(heads, heads, v12, start, start, v_first=v_first, v_gate=v12, v0=start)
-    return made[1].reshape(v.shape)
+    (value,) = calls.call_for(["new_v"], "prepare_keys", _value_inputs(v, v_first, v0, v12), ("sigmoid",))
+    return value.view(v.shape)
 
 
 @_alone
@@ -182,13 +184,19 @@ def value_backward_in_rows(grad_out: Tensor, v: Tensor, v_first: Tensor, v0: Ten
 def _value_gradients(
     grad_out: Tensor, v: Tensor, v_first: Tensor, v0: Tensor, v12: Tensor, wanted: Sequence[str]
 ) -> list[Tensor]:
-    heads, start = _any_heads(v), v0.reshape(-1)
-    grads = dict.fromkeys(("new_k", "new_v", "a", "b"), grad_out.reshape(heads.shape))
-    inputs = {
-        "k": heads, "v": heads, "rate": v12, "k_k": start, "k_a": start, "v_first": v_first, "v_gate": v12, "v0": start,
-    }  # fmt: skip
+    inputs = _value_inputs(v, v_first, v0, v12)
+    grads = dict.fromkeys(("new_k", "new_v", "a", "b"), grad_out.reshape(inputs["v"].shape))
     shapes = {"v": v, "v_first": v_first, "v0": v0, "v_gate": v12}
-    return _shaped(_gradients("prepare_keys", grads, inputs, wanted), [shapes[x] for x in wanted])
+    made = _gradients("prepare_keys", grads, inputs, wanted, kinds=("sigmoid",))
+    return _shaped(made, [shapes[x] for x in wanted])
+
+
+def _value_inputs(v: Tensor, v_first: Tensor, v0: Tensor, v12: Tensor) -> dict[str, Tensor]:
+    """Return inputs of `prepare_keys` for its value alone: keys and rates are any, and these are near by."""
+    heads, start = _any_heads(v), v0.reshape(-1)
+    return {
+        "k": heads, "v": heads, "rate": v12, "v_first": v_first, "v_gate": v12, "k_k": start, "k_a": start, "v0": start,
+    }  # fmt: skip
 
 
 def _any_heads(x: Tensor) -> Tensor:
@@ -199,17 +207,11 @@ def _any_heads(x: Tensor) -> Tensor:
 
 @_alone
 def keys_forward(k: Tensor, k_k: Tensor, a: Tensor, k_a: Tensor, head_size: int) -> list[Tensor]:
-    """Return k (1 + (a - 1) k_a), -kk, kk a and f, where kk = f k k_k has length 1 in every head.
-
-    This is plain torch, as the kernel of `prepare_keys` takes no rate but through a sigmoid.
-    """
+    """Return k (1 + (a - 1) k_a), -kk, kk a and f, where kk = f k k_k has length 1 in every head."""
     _check_keys(head_size, k=k, k_k=k_k, a=a, k_a=k_a)
-    scaled = (k * _wide(k_k).reshape(-1)).unflatten(-1, (-1, head_size))
-    factor = torch.linalg.vector_norm(scaled, dim=-1).clamp_min(_EPS_OF_KEYS).reciprocal()
-    removed = torch.empty_like(k)
-    torch.mul(scaled, -factor.unsqueeze(-1), out=removed.view(scaled.shape))
-    learned = torch.addcmul(k.new_zeros(()), removed, a, value=-1)
-    return [torch.lerp(k, k * a, k_a.reshape(-1)), removed, learned, factor]
+    inputs = _keys_inputs(k, k_k, a, k_a, head_size)
+    *made, factor = calls.call_for(["new_k", "a", "b", "factors"], "prepare_keys", inputs, ("identity",))
+    return [*_shaped(made, [k] * 3), factor]
 
 
 @_alone
@@ -217,27 +219,20 @@ def keys_backward(
     grad_new_k: Tensor, grad_neg_kk: Tensor, grad_kka: Tensor, k: Tensor, k_k: Tensor, a: Tensor, k_a: Tensor,
     inv_d: Tensor, head_size: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of k, k_k, a and k_a.
-
-    Let g, n and l be the gradients of the three results. `prepare_keys` takes no rate but through a sigmoid, so its is
-    1/2 here, that of 0. Of g, n and l it makes a quarter of the gradient of a, which does not go by a. Of g (1 - a),
-    n - l a and 2 k_a it makes dk - g a, dk_k and half of dk_a.
-    """
+    """Return the gradients of k, k_k, a and k_a."""
     _check_keys(
         head_size, k=k, k_k=k_k, a=a, k_a=k_a, grad_new_k=grad_new_k, grad_neg_kk=grad_neg_kk, grad_kka=grad_kka
     )
-    arrays = [x.unflatten(-1, (-1, head_size)) for x in (grad_new_k, grad_neg_kk, grad_kka, k, a)]
-    g, of_removed, of_learned, keys, rates = arrays
-    zeros, scale, slope = torch.zeros_like(keys), k_k.reshape(-1), k_a.reshape(-1)
-    given = {"k": keys, "v": keys, "rate": zeros, "k_k": scale, "k_a": slope}
-    (of_rate,) = _gradients("prepare_keys", {"new_k": g, "a": of_removed, "b": of_learned}, given, ("rate",))
-    grads = {
-        "new_k": torch.addcmul(g, g, rates, value=-1), "b": zeros,
-        "a": torch.addcmul(of_removed, of_learned, rates, value=-1),
-    }  # fmt: skip
-    of_k, of_scale, of_slope = _gradients("prepare_keys", grads, {**given, "k_a": 2 * slope}, ("k", "k_k", "k_a"))
-    made = [of_k.addcmul_(g, rates), of_scale, of_rate.mul_(4), of_slope.mul_(2)]
+    inputs = _keys_inputs(k, k_k, a, k_a, head_size)
+    named = {"new_k": grad_new_k, "a": grad_neg_kk, "b": grad_kka}
+    grads = {name: x.unflatten(-1, (-1, head_size)) for name, x in named.items()}
+    made = _gradients("prepare_keys", grads, inputs, ("k", "k_k", "rate", "k_a"), kinds=("identity",))
     return _shaped(made, [k, k_k, a, k_a])
+
+
+def _keys_inputs(k: Tensor, k_k: Tensor, a: Tensor, k_a: Tensor, head_size: int) -> dict[str, Tensor]:
+    heads = k.unflatten(-1, (-1, head_size))
+    return {"k": heads, "v": heads, "rate": a, "k_k": k_k.reshape(-1), "k_a": k_a.reshape(-1)}
 
 
 def _check_keys(head_size: int, **arrays: Tensor) -> None:
@@ -253,10 +248,8 @@ def out_forward(
 ) -> list[Tensor]:
     """Return the norm of the heads with the bonus behind the gate, and the means and factors of the norm."""
     _check_out(x=x, r=r, k=k, v=v, r_k=r_k, weight=weight, bias=bias, g=g)
-    heads = x.unflatten(-1, r_k.shape)
-    out = functions.gated_norm(heads, g, weight.reshape(-1), bias.reshape(-1), r, k, v, r_k, eps=_EPS_OF_HEADS)
-    variance, mean = torch.var_mean(_wide(heads), -1, correction=0)
-    return [out, mean, variance.add_(_EPS_OF_HEADS).rsqrt_()]
+    inputs = _out_inputs(x, r, k, v, r_k, weight, bias, g)
+    return calls.call_for(["out", "means", "factors"], "gated_norm", inputs, (_EPS_OF_HEADS, "identity", "layer"))
 
 
 @_alone
@@ -265,13 +258,19 @@ def out_backward(
     mean: Tensor, rstd: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of x, r, k, v, r_k, weight, bias and g."""
-    inputs = {"r": r, "k": k, "v": v, "r_k": r_k, "weight": weight, "bias": bias, "g": g}
-    _check_out(x=x, **inputs, grad_xg=grad_xg)
-    given = {
-        **inputs, "y": x.unflatten(-1, r_k.shape), "weight": weight.reshape(-1), "bias": bias.reshape(-1),
+    _check_out(x=x, r=r, k=k, v=v, r_k=r_k, weight=weight, bias=bias, g=g, grad_xg=grad_xg)
+    inputs, grads = _out_inputs(x, r, k, v, r_k, weight, bias, g), {"out": grad_xg}
+    made = _gradients("gated_norm", grads, inputs, list(inputs), _EPS_OF_HEADS, ("identity", "layer"))
+    return _shaped(made, [x, r, k, v, r_k, weight, bias, g])
+
+
+def _out_inputs(
+    x: Tensor, r: Tensor, k: Tensor, v: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor, g: Tensor
+) -> dict[str, Tensor]:
+    return {
+        "y": x.unflatten(-1, r_k.shape), "r": r, "k": k, "v": v, "r_k": r_k, "weight": weight.reshape(-1),
+        "bias": bias.reshape(-1), "g": g,
     }  # fmt: skip
-    made = _gradients("gated_norm", {"out": grad_xg}, given, ("y", *inputs), _EPS_OF_HEADS, ("identity", "layer"))
-    return _shaped(made, [x, *inputs.values()])
 
 
 def _check_out(**arrays: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rwkv_jit.derived import arguments
+from rwkv_jit.derived import arguments, head_decays
 from rwkv_jit.derived.operands import of_delta_rule
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.ops.wkv7 import wkv7
@@ -216,6 +216,9 @@ def gated_delta_rule(
     given = q, k, v, g, beta
     call = arguments.sequences(OPS["gated_delta_rule"], given, initial_state, cu_seqlens, options)
     q, k, v, g, beta = call.inputs
+    made = head_decays.of_delta_rule(call, output_final_state, A_log, dt_bias, qk_norm, beta_map)
+    if made is not None:
+        return made
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
     return call.run(wkv7, operands, output_final_state)
 
@@ -304,6 +307,9 @@ def delta_rule(
     given = q, k, v, beta
     call = arguments.sequences(OPS["delta_rule"], given, initial_state, cu_seqlens, options)
     q, k, v, beta = call.inputs
+    made = head_decays.of_delta_rule(call, output_final_state, None, None, qk_norm, beta_map)
+    if made is not None:
+        return made
     operands = of_delta_rule(q, k, v, None, beta, qk_norm=qk_norm, beta_map=beta_map)
     return call.run(wkv7, operands, output_final_state)
 

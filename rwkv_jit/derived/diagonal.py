@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rwkv_jit.derived import arguments
-from rwkv_jit.derived.table import OPS
+from rwkv_jit.derived import arguments, head_decays
+from rwkv_jit.derived.table import OPS, Core
 from rwkv_jit.ops import checks
 from rwkv_jit.ops.gla import gla
 
@@ -97,7 +97,11 @@ def simple_gla(
     """
     g = of_tokens(g, v)
     call = arguments.sequences(OPS["simple_gla"], (q, k, v, g), initial_state, cu_seqlens, options)
-    return call.run(gla, for_heads(*call.inputs), output_final_state)
+    q, k, v, g = call.inputs
+    length = head_decays.chunk_len(call, q, v)
+    if length is not None:
+        return head_decays.run(Core(False, has_rate=False), (q, k, v, g), call, length, output_final_state)
+    return call.run(gla, for_heads(q, k, v, g), output_final_state)
 
 
 def hgrn2(
@@ -268,8 +272,15 @@ def ssd(
     """
     call = arguments.sequences(OPS["ssd"], (x, dt, B, C), initial_state, cu_seqlens, options)
     x, dt, B, C = call.inputs
-    operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
-    y, state = call.run(gla, operands, output_final_state)
+    steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
+    length = head_decays.chunk_len(call, C, x, steps, decays, D)
+    if length is None:
+        y, state = call.run(gla, of_states(x, steps, decays, B, C), output_final_state)
+    else:
+        own = () if D is None else (own_shares(D, x).float().expand(x.shape[-2:]).contiguous(),)
+        given = C, B, x, decays, steps, *own
+        y, state = head_decays.run(Core(False, has_own=bool(own)), given, call, length, output_final_state)
+        D = None
     return behind(y, x, D, z), state
 
 
@@ -294,10 +305,8 @@ def with_keys(q: Tensor, g: Tensor, v: Tensor) -> list[Tensor]:
     return [q, -torch.expm1(g).to(q.dtype), v, g]
 
 
-def of_states(
-    x: Tensor, dt: Tensor, A: Any, B: Tensor, C: Tensor, dt_bias: Any, dt_softplus: Any, dt_limit: Any
-) -> list[Tensor]:
-    """Return what `gla` takes, of a state space."""
+def steps_of(x: Tensor, dt: Tensor, A: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any) -> tuple[Tensor, Tensor]:
+    """Return the steps of a state space and its log-decays, in float32 at least."""
     heads = x.shape[-2]
     rates = arguments.check_fixed("A", A, [(heads,)], x)
     step = dt.to(torch.promote_types(dt.dtype, torch.float32))
@@ -308,8 +317,12 @@ def of_states(
     least, most = _limit(dt_limit)
     if (least, most) != (0.0, math.inf) or not dt_softplus:
         step = step.clamp(least, most)
-    values = (x * step.unsqueeze(-1)).to(x.dtype)
-    return for_heads(C, B, values, step * rates)
+    return step, step * rates
+
+
+def of_states(x: Tensor, steps: Tensor, decays: Tensor, B: Tensor, C: Tensor) -> list[Tensor]:
+    """Return what `gla` takes, of a state space."""
+    return for_heads(C, B, (x * steps.unsqueeze(-1)).to(x.dtype), decays)
 
 
 def _limit(dt_limit: Any) -> tuple[float, float]:
@@ -320,13 +333,17 @@ def _limit(dt_limit: Any) -> tuple[float, float]:
     return float(dt_limit[0]), float(dt_limit[1])
 
 
+def own_shares(D: Any, x: Tensor) -> Tensor:
+    """Return how much of each value of a head its output has itself, [H, V or 1]."""
+    heads, size = x.shape[-2:]
+    return arguments.check_fixed("D", D, [(heads,), (heads, size)], x).view(heads, -1)
+
+
 def behind(y: Tensor, x: Tensor, D: Any, z: Any) -> Tensor:
     """Return outputs with what they have of the input itself, behind their gate."""
     made = y
     if D is not None:
-        heads, size = x.shape[-2:]
-        own = arguments.check_fixed("D", D, [(heads,), (heads, size)], x)
-        made = made + x * own.view(heads, -1)
+        made = made + x * own_shares(D, x)
     if z is not None:
         made = made * F.silu(arguments.check_fixed("z", z, [tuple(x.shape)], x))
     return made.to(y.dtype)

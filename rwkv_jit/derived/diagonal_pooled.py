@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rwkv_jit.derived import arguments
-from rwkv_jit.derived.diagonal import behind, for_heads, of_states, of_tokens, with_keys
+from rwkv_jit.derived.diagonal import behind, for_heads, of_states, of_tokens, steps_of, with_keys
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.inference.update import gla_update
@@ -171,7 +171,8 @@ def ssd_update(
     """
     call = arguments.pooled(OPS["ssd"], "ssd_update", (x, dt, B, C), UpdateOptions, options)
     x, dt, B, C = call.inputs
-    operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
+    steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
+    operands = of_states(x, steps, decays, B, C)
     return behind(call.run(gla_update, state, operands), x, D, z)
 
 
@@ -331,5 +332,6 @@ def ssd_varlen(
     """
     call = arguments.pooled(OPS["ssd"], "ssd_varlen", (x, dt, B, C), VarlenOptions, options)
     x, dt, B, C = call.inputs
-    operands = of_states(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
+    steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
+    operands = of_states(x, steps, decays, B, C)
     return behind(call.run(gla_varlen, state, operands), x, D, z)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
-from rwkv_jit.layers.steps import MOST_VALUE_HEADS, RATE_MAPS
+from rwkv_jit.layers.steps import BETA_MAPS, MOST_VALUE_HEADS
 from rwkv_jit.ops import checks
 
 
@@ -24,7 +24,7 @@ def of_delta_rule(
     TypeError, ValueError
         Naming the argument, what was expected and what came.
     """
-    checks.check_name("beta_map", beta_map, RATE_MAPS)
+    checks.check_name("beta_map", beta_map, BETA_MAPS)
     if a_log is None:
         for name, x in (("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if x is not None:

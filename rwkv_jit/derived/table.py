@@ -5,7 +5,12 @@ Key heads, G, are those of q and k; H are those of v, and a multiple of them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 from rwkv_jit.problem import Op
+
+if TYPE_CHECKING:
+    from rwkv_jit.template import Parameter
 
 _QUERY_KEY, _VALUE, _CHANNELS, _HEADS = "BTGK", "BTHV", "BTHK", "BTH"
 _LOGARITHMS = ("log",)  # decays have no map to choose; those of channels may have a bound, which is a hint
@@ -41,5 +46,47 @@ OPS = {
         Op(
             "ssd", dict(x=_VALUE, dt=_HEADS, B=_QUERY_KEY, C=_QUERY_KEY), state="HVK", decay="none", wide=("dt",),
         ),
+    )
+}  # fmt: skip
+
+
+class Core(NamedTuple):
+    """What kernels of their own know of ops with one decay for a head."""
+
+    has_delta: bool
+    has_decay: bool = True
+    has_rate: bool = True
+    has_norm: bool = False
+    has_own: bool = False  # an output has a part of its value itself
+
+    @property
+    def op(self) -> Op:
+        """Return it as an op."""
+        return _CORES[self]
+
+
+def _core(core: Core) -> Op:
+    gates = {"w": _HEADS} if core.has_decay else {}
+    rates = {"beta": _HEADS} if core.has_rate else {}
+    absent: dict[str, Parameter] = {} if core.has_decay else {"T_W": "fp32"}
+    absent |= {} if core.has_rate else {"T_BETA": "fp32"}
+    own = {"own": "HV"} if core.has_own else {}
+    return Op(
+        "_".join(["head_decay", *(name for name, has_it in core._asdict().items() if has_it)]),
+        {"r": _QUERY_KEY, "k": _QUERY_KEY, "v": _VALUE, **gates, **rates, **own}, "head_decay", "head_decay",
+        ("q", "k", "v", *(["g"] if gates else []), *rates, *own), "HKV", decay="log" if core.has_decay else "none",
+        decays=_LOGARITHMS, scale=None, wide=(*gates, *rates),
+        constants={
+            "HAS_DELTA": core.has_delta, "HAS_RATE": core.has_rate, "HAS_NORM": core.has_norm,
+            "HAS_OWN": core.has_own, **absent
+        },
+    )  # fmt: skip
+
+
+_CORES = {
+    core: _core(core)
+    for core in (
+        *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
+        Core(False, has_rate=False), Core(False), Core(False, has_own=True),
     )
 }  # fmt: skip

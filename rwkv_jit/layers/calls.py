@@ -26,11 +26,14 @@ _BESIDE = {
 }  # fmt: skip
 _MIXED = tuple(f"mixed{m}" for m in range(MOST_MIXES))
 _WRITTEN = {
-    "shift_mix": ("shift", "mixed", "residual"), "prepare_keys": ("new_k", "new_v", "a", "b", "bonus"),
-    "delta_operands": ("r", "w", "new_k", "a", "b"),
-    "gated_norm": ("out",), "activate": ("y",), "gated": ("y",), "token_shift": _MIXED,
+    "shift_mix": ("shift", "mixed", "residual"),
+    "prepare_keys": ("new_k", "new_v", "a", "b", "bonus", "new_rate", "factors"),
+    "delta_operands": ("r", "w", "new_k", "a", "b"), "gated_norm": ("out", "means", "factors"), "activate": ("y",),
+    "gated": ("y",), "token_shift": _MIXED,
     "norm_shift": ("residual", *_MIXED, "last", "stats"),
 }  # fmt: skip
+# The ops whose calls may name the results that they want, and how many kinds stand before these names.
+_CHOICES = {"prepare_keys": 1, "gated_norm": 2}
 
 
 # ---- a call ------------------------------------------------------------------------------------------------------
@@ -104,6 +107,12 @@ def call(
     return known.run(arrays)
 
 
+def call_for(asked: Sequence[str], name: str, inputs: Mapping[str, Any], options: tuple[Any, ...]) -> list[Tensor]:
+    """Run a call for some of its results, which it names in the order of what it writes; it has no gradient."""
+    arrays = [inputs.get(x) for x in OPS[name].inputs]
+    return call(name, arrays, [None] * len(_WRITTEN[name]), (*options, *asked))
+
+
 def _checked_call(
     name: str, inputs: Sequence[Any], written: Sequence[Any], options: tuple[Any, ...], asked: Any,
     record: Callable[[Call], Run] | None,
@@ -128,7 +137,7 @@ def _checked_call(
     if record is not None and not _is_in_place(call):
         results = registry.find(f"{name}_fwd")(*call.inputs, call.eps, call.kinds, True)
         several = results if isinstance(results, (tuple, list)) else (results,)
-        return [x for x, place in zip(several, _WRITTEN[name], strict=True) if place in call.made]
+        return [x for x, place in zip(several, _WRITTEN[name], strict=False) if place in call.made]
     new = {x: call.new(x) for x in call.made}
     if call.lead.numel():
         places = zip(_WRITTEN[name], call.written, strict=True)
@@ -193,7 +202,8 @@ def checked(name: str, inputs: Sequence[Any], eps: float, kinds: Sequence[str]) 
     """Return the call that a torch op has been given."""
     one = kinds[0] if len(kinds) == 1 else tuple(kinds)
     options: dict[str, tuple[Any, ...]] = {
-        "gated_norm": (eps, *kinds), "delta_operands": (eps, *kinds), "activate": (one, False), "gated": tuple(kinds),
+        "prepare_keys": tuple(kinds), "gated_norm": (eps, *kinds), "delta_operands": (eps, *kinds),
+        "activate": (one, False), "gated": tuple(kinds),
         "norm_shift": (eps, getattr(torch, kinds[0], None) if kinds else None),
     }  # fmt: skip
     return _CHECKS[name](inputs, [None] * len(_WRITTEN[name]), *options.get(name, ()))
@@ -252,7 +262,7 @@ def _check_shift_mix(inputs: Sequence[Any], written: Sequence[Any], null_index: 
     return Call("shift_mix", given, [shift, out, None], made, x, null_index, float(eps))
 
 
-def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
+def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any], rate_map: Any, *asked: str) -> Call:
     given = _as_tensors("prepare_keys", inputs)
     named = dict(zip(OPS["prepare_keys"].inputs, given, strict=True))
     k = _check_heads("prepare_keys", "k", named, ("v", "rate", "k_k", "k_a"))
@@ -264,12 +274,17 @@ def _check_prepare_keys(inputs: Sequence[Any], written: Sequence[Any]) -> Call:
     if (named["r"] is None) != (named["r_k"] is None):
         missing, other = ("r", "r_k") if named["r"] is None else ("r_k", "r")
         raise ValueError(f"{missing}: expected a tensor beside {other}, got None")
-    absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None}
-    made = {x: tuple(k.shape) for x in _WRITTEN["prepare_keys"] if not absent.get(x)}
-    return Call("prepare_keys", given, written, made, k)
+    checks.check_name("rate_map", rate_map, steps.RATE_MAPS)
+    absent = {"new_v": named["v_first"] is None, "bonus": named["r"] is None, "new_rate": True, "factors": True}
+    shapes = {**dict.fromkeys(_WRITTEN["prepare_keys"], tuple(k.shape)), "factors": tuple(k.shape[:-1])}
+    made = {x: shapes[x] for x in asked or shapes if asked or not absent.get(x)}
+    dtypes = {"factors": torch.promote_types(k.dtype, torch.float32)}
+    return Call("prepare_keys", given, written, made, k, kinds=(rate_map, *asked), dtypes=dtypes)
 
 
-def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any) -> Call:
+def _check_gated_norm(
+    inputs: Sequence[Any], written: Sequence[Any], eps: float, gate: Any, norm: Any, *asked: str
+) -> Call:
     given = _as_tensors("gated_norm", inputs)
     named = dict(zip(OPS["gated_norm"].inputs, given, strict=True))
     y = _check_heads("gated_norm", "y", named, ("y", "g", "weight"))
@@ -283,8 +298,11 @@ def _check_gated_norm(inputs: Sequence[Any], written: Sequence[Any], eps: float,
     checks.check_name("norm", norm, NORMS)
     shape = (*y.shape[:-2], y.shape[-2] * y.shape[-1])
     out = None if written[0] is None else arguments.out(written[0], shape, y)
-    made = {} if out is not None else {"out": shape}
-    return Call("gated_norm", given, [out], made, y, eps=float(eps), kinds=(gate, norm))
+    shapes = {"out": shape, **dict.fromkeys(("means", "factors"), tuple(y.shape[:-1]))}
+    made = {} if out is not None else {x: shapes[x] for x in asked or ("out",)}
+    dtypes = dict.fromkeys(("means", "factors"), torch.promote_types(y.dtype, torch.float32))
+    kinds = (gate, norm, *asked)
+    return Call("gated_norm", given, [out, None, None], made, y, eps=float(eps), kinds=kinds, dtypes=dtypes)
 
 
 def _check_delta_operands(
@@ -487,7 +505,7 @@ def _described(call: Call, alignment: int) -> tuple[Schedule, Given]:
     if call.name == "activate":
         return steps.activate(given, call.kinds, call.in_place), given
     if call.name == "prepare_keys":
-        return steps.prepare_keys(given), given
+        return steps.prepare_keys(given, *call.kinds), given
     if call.name == "delta_operands":
         return steps.delta_operands(given, call.eps, call.kinds), given
     if call.name == "gated":
@@ -496,8 +514,7 @@ def _described(call: Call, alignment: int) -> tuple[Schedule, Given]:
         return steps.token_shift(given, texts_of(call.lead, call.inputs[-1])), given
     if call.name == "norm_shift":
         return steps.norm_shift(given, texts_of(call.lead, call.inputs[-1]), call.eps), given
-    gate, norm = call.kinds
-    return steps.gated_norm(given, call.eps, gate, norm), given
+    return steps.gated_norm(given, call.eps, *call.kinds), given
 
 
 def given_of(name: str, inputs: Sequence[Tensor | None], parts: int = 1) -> Given:
@@ -565,6 +582,8 @@ def layer_step_run(
     named = dict(zip(OPS[name].inputs, inputs, strict=False))
     absent = {"residual": named.get("add") is None, "new_v": named.get("v_first") is None}
     absent["bonus"] = named.get("r") is None
+    if asked := kinds[_CHOICES.get(name, len(kinds)) :]:
+        absent = {place: place not in asked for place in _WRITTEN[name]}
     rest = iter(written)
     targets = [None if absent.get(place) or in_place else next(rest, None) for place in _WRITTEN[name]]
     call = Call(name, list(inputs), targets, {}, lead, null_index, eps, tuple(kinds), in_place)

@@ -129,10 +129,11 @@ def prepare_keys(
     v0: Any = None,
     r: Any = None,
     r_k: Any = None,
+    rate_map: str = "sigmoid",
 ) -> tuple[Tensor, ...]:
     r"""Make k, v, a and b of `wkv7` and `wkv7_update` from an RWKV-7 layer's keys, values and gates; and the bonus.
 
-        kk = k k_k / |k k_k|;   rate <- sigmoid(rate + a0);   a = -kk;   b = kk rate
+        kk = k k_k / |k k_k|;   rate <- f(rate + a0);   a = -kk;   b = kk rate
         k <- k (1 + (rate - 1) k_a);   v <- v + (v_first - v) sigmoid(v_gate + v0)
         bonus = (sum_j r_j k_j r_k_j) v
 
@@ -145,7 +146,8 @@ def prepare_keys(
     v : torch.Tensor, shape of k or (..., H * N), dtype of k
         Value.
     rate : torch.Tensor, shape of k or (..., H * N), dtype of k or float32
-        What the low-rank matrices make of the in-context learning rate, before a0 and the sigmoid.
+        What the low-rank matrices make of the in-context learning rate, before a0 and the sigmoid; or with
+        `rate_map="identity"` the rate itself.
     k_k, k_a : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32
         Factor of the removal key, and how much the rate is in the key.
     a0 : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
@@ -161,6 +163,8 @@ def prepare_keys(
         r, k, v and r_k: those of k and v come from one kernel, and need not be added up.
     r_k : torch.Tensor, shape (H, N) or (H * N,), dtype of k or float32, optional
         How much of each channel is in the bonus; goes with `r`.
+    rate_map : {"sigmoid", "identity"}, default "sigmoid"
+        f: 1 / (1 + e^-x), or x itself, for rates that have been through a sigmoid, or may be anything.
 
     Returns
     -------
@@ -198,7 +202,7 @@ def prepare_keys(
     torch.Size([5, 4, 64])
     """
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
-    made = calls.call("prepare_keys", inputs, (None,) * 5, (), record)
+    made = calls.call("prepare_keys", inputs, (None,) * 7, (rate_map,), record)
     return tuple(made) if v_first is not None else (made[0], v, *made[1:])
 
 
@@ -277,7 +281,8 @@ def gated_norm(
     >>> rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, r_k).shape
     torch.Size([3, 256])
     """
-    made = calls.call("gated_norm", (y, g, weight, bias, r, k, v, r_k, bonus), (out,), (eps, gate, norm), record)
+    inputs, written = (y, g, weight, bias, r, k, v, r_k, bonus), (out, None, None)
+    made = calls.call("gated_norm", inputs, written, (eps, gate, norm), record)
     return made[0] if out is None else out
 
 

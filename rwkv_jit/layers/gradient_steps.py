@@ -78,7 +78,7 @@ def _prepare_keys(given: Given, options: Options) -> Schedule:
     if "r_k" in given.types:
         blocks = 4 if "v_first" in given.types else 5
     summed = ("k_k", "k_a", "a0", "v0", "r_k")
-    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given), summed, {}, blocks)
+    return _of_heads("prepare_keys", "k", given, steps.keys_parameters(given, *options.kinds), summed, {}, blocks)
 
 
 def _gated_norm(given: Given, options: Options) -> Schedule:

@@ -53,18 +53,24 @@ def shift_mix(inputs: Sequence[Any], written: Sequence[Tensor], null_index: int,
 
 
 def prepare_keys(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
-    """Return k, v where there is a first one, a and b, and the bonus where there is r."""
+    """Return k, v where there is a first one, a and b, and the bonus where there is r; or what is asked for by name."""
     k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k = inputs
+    rate_map, *asked = kinds
     shape, heads = k.shape, k.shape[-2:]
-    k, rate = _wide(k), torch.sigmoid(_plus(_wide(rate).reshape(shape), a0))
-    kk = F.normalize(k * _wide(k_k).reshape(heads), dim=-1, eps=1e-12)
-    made, v = [k * (1 + (rate - 1) * _wide(k_a).reshape(heads))], _wide(v).reshape(shape)
+    k, rate = _wide(k), _GATES[rate_map](_plus(_wide(rate).reshape(shape), a0))
+    scaled = k * _wide(k_k).reshape(heads)
+    kk = F.normalize(scaled, dim=-1, eps=1e-12)
+    made, v = {"new_k": k * (1 + (rate - 1) * _wide(k_a).reshape(heads))}, _wide(v).reshape(shape)
     if v_first is not None:
         share = torch.sigmoid(_plus(_wide(v_gate).reshape(shape), v0))
         v = v + (_wide(v_first).reshape(shape) - v) * share
-        made.append(v)
-    made += [-kk, kk * rate]
-    return made if r is None else [*made, _bonus(r, made[0], v, r_k)]
+        made["new_v"] = v
+    made |= {"a": -kk, "b": kk * rate}
+    if r is not None:
+        made["bonus"] = _bonus(r, made["new_k"], v, r_k)
+    if asked:
+        made |= {"new_rate": rate, "factors": 1 / torch.linalg.vector_norm(scaled, dim=-1).clamp_min(1e-12)}
+    return [made[x] for x in asked or made]
 
 
 def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
@@ -82,7 +88,7 @@ def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> l
     def of_channels(x: Tensor, of: str) -> Tensor:
         return _wide(x) if of == "channel" else _wide(x).unsqueeze(-1)
 
-    key, rate = of_value_heads(k), _RATES[rate_map](of_channels(beta, rate_of))
+    key, rate = of_value_heads(k), RATES[rate_map](of_channels(beta, rate_of))
     made = [] if q is None else [of_value_heads(q).to(dtype)]
     factor: Any = 1.0
     if gate != "none":
@@ -105,10 +111,10 @@ def _bonus(r: Tensor, k: Tensor, v: Tensor, r_k: Tensor) -> Tensor:
 
 
 def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
-    """Return the norm of the heads behind its gate."""
+    """Return the norm of the heads behind its gate; or what is asked for by name."""
     wide: list[Any] = [None if x is None else _wide(x) for x in inputs]
     y, g, weight, bias, r, k, v, r_k, bonus = wide
-    gate, norm = kinds
+    gate, norm, *asked = kinds
     heads = y.shape[-2:]
     z = F.layer_norm(y, heads[1:], eps=eps) if norm == "layer" else F.rms_norm(y, heads[1:], eps=eps)
     z = z * weight.reshape(heads)
@@ -118,7 +124,12 @@ def gated_norm(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[
         bonus = _bonus(r, k.reshape(y.shape), v.reshape(y.shape), r_k)
     if bonus is not None:
         z = z + bonus.reshape(y.shape)
-    return [(z * _GATES[gate](g.reshape(y.shape))).flatten(-2)]
+    made = {"out": (z * _GATES[gate](g.reshape(y.shape))).flatten(-2)}
+    if asked:
+        mean = y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0])
+        variance = (y - mean.unsqueeze(-1)).square().mean(-1)
+        made |= {"means": mean, "factors": torch.rsqrt(variance + eps)}
+    return [made[x] for x in asked or made]
 
 
 def gated(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> list[Tensor]:
@@ -194,7 +205,7 @@ def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> T
 
 
 _NORM_EPS = 1e-6
-_RATES: dict[str, Callable[[Tensor], Tensor]] = {
+RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x, "sigmoid": torch.sigmoid, "twice_sigmoid": lambda x: 2 * torch.sigmoid(x),
 }  # fmt: skip
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,7 +17,7 @@ def _rounded(made: Sequence[Tensor], like: Tensor) -> list[Tensor]:
 def prepare_keys_ref(
     k: Tensor, v: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor, a0: Tensor | None = None,
     v_first: Tensor | None = None, v_gate: Tensor | None = None, v0: Tensor | None = None, r: Tensor | None = None,
-    r_k: Tensor | None = None,
+    r_k: Tensor | None = None, rate_map: str = "sigmoid",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Make k, v, a and b in plain torch; see `rwkv_jit.prepare_keys` for the equations.
 
@@ -37,6 +37,8 @@ def prepare_keys_ref(
         Receptance, for the bonus.
     r_k : torch.Tensor, shape (H, N) or (H * N,), optional
         How much of each channel is in the bonus; goes with `r`.
+    rate_map : {"sigmoid", "identity"}, default "sigmoid"
+        What `rate` goes through.
 
     Returns
     -------
@@ -46,7 +48,7 @@ def prepare_keys_ref(
         Where r is given.
     """
     inputs = k, v, rate, v_first, v_gate, k_k, k_a, a0, v0, r, r_k
-    made = _rounded(plain.prepare_keys(inputs, 0.0, ()), k)
+    made = _rounded(plain.prepare_keys(inputs, 0.0, (rate_map,)), k)
     return tuple(made) if v_first is not None else (made[0], v, *made[1:])
 
 

@@ -34,7 +34,8 @@ KINDS = ("identity", "tanh", "sigmoid", "relu_squared")  # by the numbers that t
 GATES = ("identity", "sigmoid", "silu")  # as KINDS
 NORMS = ("layer", "rms")
 LOG_DECAYS = ("none", "log", "softplus", "bounded")  # as KINDS
-RATE_MAPS = ("identity", "sigmoid", "twice_sigmoid")  # as KINDS
+BETA_MAPS = ("identity", "sigmoid", "twice_sigmoid")  # as KINDS
+RATE_MAPS = ("sigmoid", "identity")
 MOST_PARTS = 31  # whose kinds a number of 64 bits says
 MOST_MIXES = 6
 _HEAD = "NHK"
@@ -148,16 +149,17 @@ def shift_mix(given: Given, sequences: Sequences, eps: float) -> Schedule:
     return _schedule("shift_mix", given, vector, parameters, (given.rows, 1, 1), bind)
 
 
-def prepare_keys(given: Given) -> Schedule:
-    """Return the launch of `prepare_keys`."""
+def prepare_keys(given: Given, rate_map: str, *asked: str) -> Schedule:
+    """Return the launch of `prepare_keys`; `asked` are the results of a call that names them."""
     blocks = (12, 8, 6)[("v_first" in given.types) + ("r_k" in given.types)]
-    return _of_heads("prepare_keys", "k", given, keys_parameters(given), {}, blocks)
+    more = keys_parameters(given, rate_map) | _asked_for(asked, ("new_rate", "factors"))
+    return _of_heads("prepare_keys", "k", given, more, {}, blocks)
 
 
-def keys_parameters(given: Given) -> dict[str, Parameter]:
+def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
     """Return the parameters that tell what makes keys apart."""
     flags = {f"HAS_{x.upper()}": x in given.types for x in ("v_first", "a0", "v0")}
-    flags["HAS_BONUS"] = "r_k" in given.types
+    flags |= {"HAS_BONUS": "r_k" in given.types, "RATE_IS_GIVEN": rate_map == "identity"}
     return {**flags, **types_of(given, ("rate", "v_gate", "k_k", "k_a", "a0", "v0", "r_k"))}
 
 
@@ -174,7 +176,7 @@ def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]
     heads, _, value_heads = given.sizes
     return {
         "GROUP": value_heads // heads, "GATE": LOG_DECAYS.index(gate), "G_PER_CHANNEL": gate_of == "channel",
-        "BETA_MAP": RATE_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
+        "BETA_MAP": BETA_MAPS.index(rate_map), "BETA_PER_CHANNEL": rate_of == "channel", "HAS_NORM": norm == "l2",
         "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
         "HAS_W": makes_decays(gate, gate_of), **types_of(given, ("beta", "g", "A_log", "dt_bias")),
     }  # fmt: skip
@@ -185,10 +187,11 @@ def makes_decays(gate: str, gate_of: str) -> bool:
     return gate in ("softplus", "bounded") or (gate == "log" and gate_of == "head")
 
 
-def gated_norm(given: Given, eps: float, gate: str, norm: str) -> Schedule:
-    """Return the launch of `gated_norm`."""
+def gated_norm(given: Given, eps: float, gate: str, norm: str, *asked: str) -> Schedule:
+    """Return the launch of `gated_norm`; `asked` are the results of a call that names them."""
     blocks = 10 if "r_k" in given.types else 16
-    return _of_heads("gated_norm", "y", given, gated_norm_parameters(given, gate, norm), {"eps": eps}, blocks)
+    more = gated_norm_parameters(given, gate, norm) | _asked_for(asked, ("means", "factors"))
+    return _of_heads("gated_norm", "y", given, more, {"eps": eps}, blocks)
 
 
 def gated_norm_parameters(given: Given, gate: str, norm: str) -> dict[str, Parameter]:
@@ -339,6 +342,11 @@ def vector_of(size: int, given: Given, *written: str) -> int:
         return fits and all(min(_ACCESS_BYTES, vector * each) <= given.alignment for each in sizes)
 
     return next((vector for vector in (8, 4, 2) if is_possible(vector)), 1)
+
+
+def _asked_for(asked: Sequence[str], names: Sequence[str]) -> dict[str, Parameter]:
+    """Return the parameters that tell which of these a call makes: what is made for nobody who does not ask."""
+    return {f"MAKES_{name.upper()}": name in asked for name in names}
 
 
 def types_of(given: Given, names: Sequence[str]) -> dict[str, Parameter]:

@@ -15,7 +15,10 @@ from rwkv_jit.schedule import Result
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = layer_steps.OPS
-KINDS = {"gated_norm": ("identity", "layer"), "gated": ("silu",), "activate": ("tanh", "sigmoid")}
+KINDS = {
+    "prepare_keys": ("sigmoid",), "gated_norm": ("identity", "layer"), "gated": ("silu",),
+    "activate": ("tanh", "sigmoid"),
+}  # fmt: skip
 ROWS = 6
 
 
@@ -42,7 +45,7 @@ def request(
         given = given._replace(types=given.types | {"shift": shift})
         made = layer_steps.shift_mix(given, texts, 1e-5)
     elif name == "prepare_keys":
-        made = layer_steps.prepare_keys(given)
+        made = layer_steps.prepare_keys(given, *kinds)
     elif name == "gated_norm":
         made = layer_steps.gated_norm(given, 64e-5, *kinds)
     elif name == "gated":
@@ -105,7 +108,8 @@ WAYS = [
     ("token_shift", ("first",), 6, ()), ("prepare_keys", ("v_first", "v_gate", "v0"), 6, ()),
     ("prepare_keys", (), 6, ()), ("prepare_keys", ("r", "r_k"), 6, ()), ("gated_norm", ("bonus",), 6, ()),
     ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), 6, ()), ("gated_norm", ("r", "k", "v", "r_k"), 6, ()),
-    ("gated", (), 6, ()), ("activate", (), 6, ()),
+    ("prepare_keys", ("v_first", "v_gate", "v0", "a0", "r", "r_k"), 6, ("identity",)),
+    ("prepare_keys", (), 6, ("identity",)), ("gated", (), 6, ()), ("activate", (), 6, ()),
     ("gated_norm", ("r", "k", "v", "r_k", "bonus"), 6, ("silu", "layer")),
     ("gated_norm", ("r", "k", "v", "r_k", "bonus", "bias"), 6, ("sigmoid", "rms")),
     ("norm_shift", ("add", "first"), 6, ()), ("norm_shift", (), 1, ()), ("norm_shift", ("first",), 5, ()),
@@ -123,6 +127,28 @@ def test_gradients_compile_without_spills_everywhere(arch, way, types):
         assert made.spill_bytes <= (48 if name == "norm_shift" else 0)
     if name not in ("gated", "activate"):
         assert kernel.get(request(name, **more)).spill_bytes == 0
+
+
+# Calls that name their results: what they lack, and their kinds with the names.
+ASKED = [
+    ("prepare_keys", ("v_first", "v_gate", "v0", "a0", "r", "r_k"), ("identity", "new_k", "a", "b", "factors")),
+    ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), ("sigmoid", "new_rate")),
+    ("gated_norm", ("bonus",), ("identity", "layer", "out", "means", "factors")),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "way", "types"), by_turns(ARCHS, ASKED, (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")))
+)
+def test_results_that_calls_name_compile_without_spills_everywhere(arch, way, types):
+    (name, without, kinds), (io, parameters) = way, types
+    for size in (64, 7, 100, 999):
+        more = {"arch": arch, "io": io, "parameters": parameters, "without": without, "kinds": kinds}
+        made = request(name, 32 * size, 32, **more)
+        assert kernel.get(made).spill_bytes == 0
+        usual = request(name, 32 * size, 32, **more | {"kinds": kinds[: len(KINDS[name])]})
+        flags = {x: made.parameters[x] for x in made.parameters if made.parameters[x] != usual.parameters[x]}
+        assert flags == {f"MAKES_{x.upper()}": True for x in kinds if x in ("new_rate", "means", "factors")}
 
 
 @pytest.mark.parametrize("channels", [768, 2560, 4096, 8192])

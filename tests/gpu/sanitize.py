@@ -17,6 +17,7 @@ import rwkv_jit
 from bench import history
 from rwkv_jit import launch, signatures, template
 from rwkv_jit.algorithms import delta_large
+from rwkv_jit.layers import calls
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -109,6 +110,11 @@ def layer(rows, heads, head_size, dtype=BF16, texts=None):
     rwkv_jit.prepare_keys(k, v, rate, weight, bias)
     k, v, _, _ = rwkv_jit.prepare_keys(k, v, rate, weight, bias, a0=bias, v_first=r, v_gate=g, v0=weight)
     rwkv_jit.gated_norm(y, g, weight, bias, r, k, v, bias)
+    given = {"k": k, "v": v, "rate": rate, "k_k": weight, "k_a": bias}
+    calls.call_for(["new_k", "a", "b", "factors"], "prepare_keys", given, ("identity",))
+    calls.call_for(["new_rate"], "prepare_keys", given, ("sigmoid",))
+    given = {"y": y, "g": g, "weight": weight}
+    calls.call_for(["out", "means", "factors"], "gated_norm", given, (64e-5, "identity", "layer"))
     rwkv_jit.activate(mixed, ("tanh", "sigmoid", "relu_squared", "identity", "tanh", "identity"), out=mixed)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import rwkv_jit
+from rwkv_jit.layers import calls
 from rwkv_jit.layers import steps as layer_steps
 
 DTYPES = comparing.DTYPES
@@ -265,6 +266,32 @@ def test_keys_and_values(op, size, without, kind, guarded_memory):
         for x, want in zip(made, plain_layer.prepare_keys(**given), strict=True):
             check(x, want)
         assert (made[1] is given["v"]) == ("v_first" in without)
+
+
+@with_kinds("size", SIZES)
+def test_results_that_a_call_names(op, size, kind, guarded_memory):
+    """They are those of a call that makes all, and nothing else is written."""
+    for lead, heads in (((5,), 3), ((2, 3), 1), ((70,), 17)):
+        given = make_keys(kind, size, lead, heads)
+        for rate_map in layer_steps.RATE_MAPS:
+            k, v, a, b = rwkv_jit.prepare_keys(**given, rate_map=rate_map)
+            check(k, plain_layer.prepare_keys(**given, rate_map=rate_map)[0])
+            (found,) = calls.call_for(["new_v"], "prepare_keys", given, (rate_map,))
+            assert torch.equal(found, v)
+            *found, factor = calls.call_for(["new_k", "a", "b", "factors"], "prepare_keys", given, (rate_map,))
+            for x, want in zip(found, (k, a, b), strict=True):
+                check(x, want)
+            scaled = given["k"].double() * given["k_k"].double().view(heads, size)
+            check(factor, 1 / scaled.norm(dim=-1))
+            (rate,) = calls.call_for(["new_rate"], "prepare_keys", given, (rate_map,))
+            raw = given["rate"].double() + given["a0"].double()
+            check(rate.view(raw.shape), raw.sigmoid() if rate_map == "sigmoid" else raw)
+        given = make_norm(kind, size, lead, heads)
+        out, mean, factor = calls.call_for(["out", "means", "factors"], "gated_norm", given, (0.1, "identity", "layer"))
+        check(out, rwkv_jit.gated_norm(**given, eps=0.1))
+        y = given["y"].double()
+        check(mean, y.mean(-1))
+        check(factor, (y.var(-1, correction=0) + 0.1).rsqrt())
 
 
 def test_keys_of_zero_have_no_direction(op):

@@ -9,12 +9,13 @@ from torch.nn import functional as F
 from torch.utils import cpp_extension
 
 from rwkv_jit import compat
+from rwkv_jit.layers.steps import OPS
 
 MIX, KEYS, OUT = "rwkv7_tmix_mix6_bf16_v5", "rwkv7_tmix_kk_pre_bf16_v5", "rwkv7_tmix_lnx_rkvres_xg_bf16_v1"
 RATE, VALUE, CHANNELS = "rwkv7_tmix_a_gate_bf16", "rwkv7_tmix_vres_gate_bf16_v3", "rwkv7_cmix_bf16_v5"
 VALUE_IN_ROWS = "rwkv7_tmix_vres_gate_bf16_v1"
 NAMESPACES = (MIX, KEYS, OUT, RATE, VALUE, VALUE_IN_ROWS, CHANNELS)
-SIZES = [(2, 7, 3, 5), (1, 1, 2, 16), (3, 4, 1, 6)]  # B, T, H, N
+SIZES = [(2, 7, 3, 5), (1, 1, 2, 16), (3, 4, 1, 6), (2, 3, 5, 64)]  # B, T, H, N
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -130,8 +131,9 @@ def test_values_and_gradients(name, sizes, dtype):
 
 
 @DTYPES
-def test_what_forwards_make_for_backwards(dtype):
-    batch, tokens, heads, size = sizes = SIZES[0]
+@pytest.mark.parametrize("sizes", SIZES[::3], ids=str)
+def test_what_forwards_make_for_backwards(sizes, dtype):
+    batch, tokens, heads, size = sizes
     for name in (KEYS, OUT, CHANNELS):
         load(name)
     (k, k_k, *rest), _, _, _ = inputs_of(KEYS, sizes, dtype)
@@ -176,6 +178,39 @@ def test_rates_may_be_anything():
     grads, results = [rows(*inputs[0].shape) for _ in range(3)], ops.forward(*inputs, size)
     want, of = exact(formula, inputs, grads, (size,))
     near([*results[:3], *ops.backward(*grads, *inputs, results[3], size)], [*want, *of])
+
+
+# What the kernel of a forward writes, and that of a backward, in the order in which ops return it.
+LAUNCHES = {
+    KEYS: ("prepare_keys", "new_k a b factors", "dk dk_k_rows drate dk_a_rows"),
+    RATE: ("prepare_keys", "new_rate", "da0_rows drate"),
+    VALUE: ("prepare_keys", "new_v", "dv dv_first dv0_rows dv_gate"),
+    OUT: ("gated_norm", "out means factors", "dy dr dk dv dr_k_rows dweight_rows dbias_rows dg"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_kernel_writes_what_ops_return_and_nothing_else(name, on_gpu):
+    load(name)
+    ops, (op, makes, gradients) = getattr(torch.ops, name), LAUNCHES[name]
+    inputs, numbers, _, count = inputs_of(name, SIZES[3], torch.bfloat16)
+    for _ in range(2):
+        results = listed(ops.forward(*inputs, *numbers))
+        (launch,) = on_gpu.take()
+        made = {x: address for x, address in launch.addresses.items() if address}
+        assert launch.template == f"layer_{op}"
+        assert [made.pop(x) for x in makes.split()] == [x.data_ptr() for x in results]
+        assert made.keys() <= set(OPS[op].inputs)
+
+        found = ops.backward(*[torch.ones_like(x) for x in results[:count]], *kept(name, inputs, results), *numbers)
+        launch, *sums = on_gpu.take()
+        made = {x: address for x, address in launch.addresses.items() if address}
+        assert launch.template == f"layer_{op}_backward"
+        several = {x: made.pop(x) for x in gradients.split()}
+        for x, grad in zip(several, found, strict=True):
+            assert x.endswith("_rows") or several[x] == grad.data_ptr()
+        assert {x for x in made if not x.startswith("grad_")} <= set(OPS[op].inputs)
+        assert [x.template for x in sums] == ["sum_rows"] * gradients.count("_rows")
 
 
 @pytest.mark.parametrize("name", NAMESPACES)

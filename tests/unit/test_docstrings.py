@@ -187,7 +187,8 @@ SIGNATURES = {
     "timex": "w, k, eps=0.0, backend='auto'",
     "shift_mix": "x, weight, bias, mixes, shift, *, add=None, state_indices=None, cu_seqlens=None, "
     "has_initial_state=None, null_index=-1, num_active=None, eps=1e-05, out=None",
-    "prepare_keys": "k, v, rate, k_k, k_a, *, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None",
+    "prepare_keys": "k, v, rate, k_k, k_a, *, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None, "
+    "rate_map='sigmoid'",
     "gated_norm": "y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, *, bonus=None, gate='identity', "
     "norm='layer', eps=0.00064, out=None",
     "activate": "x, kinds, *, out=None",
@@ -195,7 +196,8 @@ SIGNATURES = {
     "token_shift": "x, mixes, amounts=None, first=None, cu_seqlens=None",
     "norm_shift": "x, weight, bias, mixes, *, add=None, first=None, cu_seqlens=None, eps=1e-05, dtype=None",
     "norm_shift_ref": "x, weight, bias, mixes, add=None, first=None, cu_seqlens=None, eps=1e-05, dtype=None",
-    "prepare_keys_ref": "k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None",
+    "prepare_keys_ref": "k, v, rate, k_k, k_a, a0=None, v_first=None, v_gate=None, v0=None, r=None, r_k=None, "
+    "rate_map='sigmoid'",
     "gated_norm_ref": "y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, bonus=None, gate='identity', "
     "norm='layer', eps=0.00064",
     "activate_ref": "x, kinds",

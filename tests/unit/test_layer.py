@@ -17,6 +17,7 @@ import rwkv_jit
 from rwkv_jit import ahead, kernel, signatures, template
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference.arguments import INDEX_TYPES
+from rwkv_jit.layers import calls, registry
 from rwkv_jit.layers import steps as layer_steps
 from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.problem import BYTES
@@ -167,6 +168,38 @@ def test_keys_and_values(dtype, first):
         for x, want in zip(made, plain_layer.prepare_keys(**arguments), strict=True):
             check(x, want)
         assert (made[1] is arguments["v"]) != first
+
+
+@DTYPE
+@pytest.mark.parametrize("rate_map", layer_steps.RATE_MAPS)
+def test_results_that_a_call_names(dtype, rate_map):
+    given = make_keys(dtype) | {"r": torch.randn(B, H, N).to(dtype), "r_k": torch.randn(H, N).to(dtype)}
+    k, v, a, b, bonus = plain_layer.prepare_keys(**given, rate_map=rate_map)
+    rate = (given["rate"].double() + given["a0"].double()).view(k.shape)
+    rate = torch.sigmoid(rate) if rate_map == "sigmoid" else rate
+    factor = 1 / (given["k"].double() * given["k_k"].double().view(H, N)).norm(dim=-1)
+    every = {"new_k": k, "new_v": v, "a": a, "b": b, "bonus": bonus, "new_rate": rate, "factors": factor}
+    for asked in (["new_rate"], ["new_v"], ["new_k", "a", "b", "factors"], [*every]):
+        made = calls.call_for(asked, "prepare_keys", given, (rate_map,))
+        for name, x in zip(asked, made, strict=True):
+            check(x, every[name])
+            assert x.dtype == (torch.promote_types(dtype, torch.float32) if name == "factors" else dtype)
+    with pytest.raises(RuntimeError, match="prepare_keys: is for inference and has no gradient"):
+        calls.call_for(["a"], "prepare_keys", given | {"k": given["k"].requires_grad_()}, (rate_map,))
+
+
+@DTYPE
+@pytest.mark.parametrize("norm", layer_steps.NORMS)
+def test_statistics_of_heads(dtype, norm):
+    given = make_norm(dtype)
+    y = given["y"].double()
+    mean = y.mean(-1) if norm == "layer" else torch.zeros_like(y[..., 0])
+    factor = ((y - mean.unsqueeze(-1)).square().mean(-1) + 0.1).rsqrt()
+    want = [plain_layer.gated_norm(**given, eps=0.1, norm=norm), mean, factor]
+    made = calls.call_for(["out", "means", "factors"], "gated_norm", given, (0.1, "identity", norm))
+    for x, y in zip(made, want, strict=True):
+        check(x, y)
+    assert [x.dtype for x in made] == [dtype, *[torch.promote_types(dtype, torch.float32)] * 2]
 
 
 def test_keys_of_zero_have_no_direction():
@@ -409,8 +442,33 @@ def test_what_is_not_given_is_null(on_gpu):
     assert rwkv_jit.prepare_keys(**keys)[1] is keys["v"]
     (launch,) = on_gpu.take()
     assert {n for n, x in launch.addresses.items() if not x} == {
-        "v_first", "v_gate", "a0", "v0", "new_v", "r", "r_k", "bonus",
+        "v_first", "v_gate", "a0", "v0", "new_v", "r", "r_k", "bonus", "new_rate", "factors",
     }  # fmt: skip
+
+
+# Results that calls name, and eps and the kinds before these.
+ASKED = [
+    ("prepare_keys", (), ("sigmoid",), ("new_v",)), ("prepare_keys", (), ("sigmoid",), ("new_rate",)),
+    ("prepare_keys", (), ("identity",), ("new_k", "a", "b", "factors")),
+    ("gated_norm", (64e-5,), ("identity", "layer"), ("out", "means", "factors")),
+    ("gated_norm", (0.1,), ("silu", "rms"), ("factors",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "eps", "kinds", "asked"), ASKED)
+def test_what_a_call_names_is_written_alone(on_gpu, name, eps, kinds, asked):
+    """In the first call, in one that is known, and by the torch op, which compilers call."""
+    given = make_keys() if name == "prepare_keys" else make_norm()
+    several = [calls.call_for(asked, name, given, (*eps, *kinds)) for _ in range(2)]
+    several.append([torch.empty_like(x) for x in several[0]])
+    inputs = [given.get(x) for x in layer_steps.OPS[name].inputs]
+    registry.find("layer_step")(name, inputs, several[2], -1, *(eps or (0.0,)), [*kinds, *asked])
+    for launch, made in zip(on_gpu.take(), several, strict=True):
+        written = {x: address for x, address in launch.addresses.items() if address and x not in given}
+        assert written == {x: y.data_ptr() for x, y in zip(asked, made, strict=True)}
+        flags = {x: own for x, own in launch.parameters.items() if x.startswith("MAKES_")}
+        assert len(flags) == 2
+        assert flags == {x: x.removeprefix("MAKES_").lower() in asked for x in flags}
 
 
 def test_nothing_is_launched_for_nothing(on_gpu):

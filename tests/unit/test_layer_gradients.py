@@ -83,6 +83,7 @@ def test_torch_ops_are_what_torch_expects(name, how):
     kinds = [case.options["gate"], case.options["norm"]] if name == "gated_norm" else case.options.get("kinds", [])
     kinds = [case.options["gate"]] if name == "gated" else list(kinds)
     kinds = ["float32"] if name == "norm_shift" else kinds
+    kinds = [case.options.get("rate_map", "sigmoid")] if name == "prepare_keys" else kinds
     given = (*inputs, 64e-5, kinds, True)
     torch.library.opcheck(getattr(torch.ops.rwkv_jit, f"{name}_fwd").default, given)
     results = getattr(torch.ops.rwkv_jit, f"{name}_fwd")(*given)
@@ -254,6 +255,7 @@ FAULTS = [
     ("prepare_keys", "a0 bonus", ValueError, "r: expected a tensor beside r_k, got None", {"r": None}),
     ("prepare_keys", "a0 bonus", ValueError, "r_k: expected a tensor beside r, got None", {"r_k": None}),
     ("prepare_keys", "a0 bonus", ValueError, r"r_k: expected shape \[2, 4\] or \[8\]", {"r_k": ZEROS(4)}),
+    ("prepare_keys", "", ValueError, "rate_map: expected", {"rate_map": "tanh"}),
     ("gated_norm", "", ValueError, "r: r, k, v and r_k make the bonus together", {"k": ZEROS(7, 2, 4)}),
     ("gated_norm", "", ValueError, "gate: expected", {"gate": "relu"}),
     ("gated_norm", "", ValueError, "norm: expected", {"norm": "batch"}),

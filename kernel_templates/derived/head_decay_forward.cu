@@ -1,0 +1,252 @@
+// Recurrences with one decay for a head, forward, a chunk of CHUNK_LEN tokens after another on the tensor cores
+// (head_decay_chunk.cuh has the formulas).
+//
+//   q k      [batch, tokens, heads / GROUP, K]  T_IO  in     v, y  [batch, tokens, heads, V]  T_IO  in, out
+//   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; the log-decay and the rate, each null where there is none
+//   own      [heads, V]  fp32  in: how much of its value an output has itself, or null
+//   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
+//
+// Grid (sequences, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
+// transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
+// The factors and token matrices of the next chunk are made beside a chunk's products, and the rows of the one after
+// that are on their way.
+#include "head_decay_chunk.cuh"
+
+static_assert(ROWS % 32 == 0, "a block has value rows in steps of 32");
+constexpr int ROW_PITCH = ROWS + 8;
+constexpr int TILES = ceil_div(ROWS / 16, WARPS);
+constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
+constexpr int STAGES = 3;
+
+struct Stage {
+    KeyTile q, k;
+    T_IO v[CHUNK_LEN][ROW_PITCH];  // later Y
+};
+struct __align__(16) TokenWork {
+    Solver solver;
+    TokenTile m;  // M; above its diagonal (-L)_10
+    TokenFactors factors;
+};
+struct Smem {
+    Stage stages[STAGES];
+    TokenWork work[2];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+// A block of M or of -L.
+template <bool IS_OUTPUT> __device__ inline void write_pairs(TokenWork& work, const Stage& stage, int p, int q) {
+    const auto left = tile_of(IS_OUTPUT ? stage.q : stage.k), right = tile_of(stage.k);
+    Accumulator sums[2][2] = {};  // of even and of odd channels, so that products wait less for each other
+#pragma unroll 4
+    for (int c = 0; c < CHANNELS / 16; ++c)
+        multiply_add(sums[c % 2], load_left(left, 16 * p, 16 * c), load_right_transposed(right, 16 * q, 16 * c));
+    Accumulator sum[2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
+    scale_pairs(sum, work.factors, IS_OUTPUT ? work.factors.of_q : work.factors.of_k, p, q);
+    if constexpr (IS_OUTPUT) {
+        if (q == p) keep_lower(sum, 0);
+        store_block(tile_of(work.m), 16 * p, 16 * q, to_fragment(sum[0], sum[1]));
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = -sum[i / 4][i % 4];
+        if (q == p) write_lower(work.solver, p, sum);
+        else store_block(tile_of(work.m), 0, 16, to_fragment(sum[0], sum[1]));
+    }
+}
+// Those of M and of -L, shared between the warps, of which the last one has the least.
+__device__ inline void write_all_pairs(TokenWork& work, const Stage& stage) {
+    constexpr int PAIRS = BLOCKS * (BLOCKS + 1) / 2;
+    for (int task = warp_id(); task < (HAS_DELTA ? 2 : 1) * PAIRS; task += WARPS) {
+        const int number = task % PAIRS, p = number > 0, q = number > 1;
+        if (task < PAIRS) write_pairs<true>(work, stage, p, q);
+        else if constexpr (HAS_DELTA) write_pairs<false>(work, stage, p, q);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_forward(
+    const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
+    const T_BETA* __restrict__ beta, const float* __restrict__ own, const T_STATE* __restrict__ initial_state,
+    const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state, Strides r_strides, Strides k_strides, Strides v_strides,
+    Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, float scale) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
+    extern __shared__ __align__(16) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const i64 sequence = blockIdx.x, head = blockIdx.y, key_head = head / GROUP;
+    const Span span = sequence_span(cu_seqlens, sequence, tokens);
+    const int chunks = static_cast<int>((span.length + CHUNK_LEN - 1) / CHUNK_LEN);
+    const int last_steps = static_cast<int>(span.length - i64(chunks - 1) * CHUNK_LEN);
+    const int block_value = blockIdx.z * ROWS, column = warp_id() * WARP_ROWS;  // of the block's
+    const int first_value = block_value + column;
+    const int width = VALUE_SIZE % ROWS == 0 && WARPS * WARP_ROWS == ROWS
+                          ? WARP_ROWS
+                          : max(min(min(WARP_ROWS, ROWS - column), VALUE_SIZE - first_value), 0);
+    const bool has_values = WARPS * WARP_ROWS == ROWS || column < ROWS;
+
+    const auto start = [&](Strides s, i64 own_head) {
+        return span.batch * s.batch + span.begin * s.token + own_head * s.head;
+    };
+    const i64 y_stride = heads * VALUE_SIZE;
+    y += (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
+    const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
+    if constexpr (HAS_RATE) beta += start(beta_strides, head);
+    if constexpr (HAS_DECAY) w += start(w_strides, head);
+
+    using KeyCursor = RowCursor<T_IO, HEAD_SIZE, CHUNK_LEN, HEAD_SIZE, KEY_PITCH, NUM_THREADS>;
+    KeyCursor from_q(r + start(r_strides, key_head), r_strides.token, threadIdx.x);
+    KeyCursor from_k(k + start(k_strides, key_head), k_strides.token, threadIdx.x);
+    RowCursor<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32> from_v(
+        v + start(v_strides, head) + first_value, v_strides.token, lane_id());
+    const auto steps_of = [&](int chunk) { return chunk + 1 < chunks ? CHUNK_LEN : chunk < chunks ? last_steps : 0; };
+    const auto copy_chunk = [&](int chunk) {
+        const int present = steps_of(chunk);
+        if (present > 0) {
+            Stage& stage = smem.stages[chunk % STAGES];
+            from_q.copy(stage.q[0], present, HEAD_SIZE, threadIdx.x);
+            from_k.copy(stage.k[0], present, HEAD_SIZE, threadIdx.x);
+            from_v.copy(&stage.v[0][column], present, width, lane_id());
+        }
+        commit_copies();
+    };
+    const auto load_gates = [&](Gates& gates, int chunk) {
+        const i64 token = i64(chunk) * CHUNK_LEN;
+        gates.load(w + token * w_strides.token, w_strides.token, beta + token * beta_strides.token, beta_strides.token,
+                   steps_of(chunk));
+    };
+
+    clear<NUM_THREADS>(smem);  // padding stays zero
+    __syncthreads();
+    copy_chunk(0), copy_chunk(1);
+    Gates gates;
+    load_gates(gates, 0);
+    StateRows state[TILES];
+    read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
+    float of_own[TILES][2];  // of the lane's rows
+    if constexpr (HAS_OWN)
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                of_own[i][j] = own[head * VALUE_SIZE + min(first_value + 16 * i + group() + 8 * j, VALUE_SIZE - 1)];
+    const auto solve = [&](TokenWork& work) {
+        if constexpr (HAS_DELTA)
+            if (warp_id() == WARPS - 1) solve_lower(work.solver, load_left(tile_of(work.m), 0, 16));
+    };
+    wait_for_copies<1>();
+    __syncthreads();  // the first chunk's rows are there
+    write_factors(smem.work[0].factors, smem.stages[0].q, smem.stages[0].k, gates, scale);
+    load_gates(gates, 1);
+    __syncthreads();  // its factors are there
+    write_all_pairs(smem.work[0], smem.stages[0]);
+    __syncthreads();  // its pairs are there
+    solve(smem.work[0]);
+
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        Stage& stage = smem.stages[chunk % STAGES];
+        const Stage& next_stage = smem.stages[(chunk + 1) % STAGES];
+        const TokenWork& work = smem.work[chunk % 2];
+        TokenWork& next_work = smem.work[(chunk + 1) % 2];
+        wait_for_copies<0>();
+        __syncthreads();  // the matrices and the next chunk's rows are there, and nobody reads those before any more
+        copy_chunk(chunk + 2);
+        write_factors(next_work.factors, next_stage.q, next_stage.k, gates, scale);
+        load_gates(gates, chunk + 2);
+
+        // X <- K S_0^T   Y <- Q S_0^T
+        const auto tile_q = tile_of(stage.q), tile_k = tile_of(stage.k);
+        const auto values = tile_of(stage.v);
+        const auto m = tile_of(work.m);
+        Accumulator out[TILES][CHUNK_LEN / 8] = {}, u[TILES][CHUNK_LEN / 8] = {};
+        if (has_values) {
+#pragma unroll
+            for (int c = 0; c < CHANNELS / 16; ++c) {
+                Fragment start_rows[TILES];
+#pragma unroll
+                for (int i = 0; i < TILES; ++i) start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
+                if constexpr (HAS_DELTA)
+                    add_columns(16 * c, full(u, tile_k, start_rows), full(out, tile_q, start_rows));
+                else add_columns(16 * c, full(out, tile_q, start_rows));
+            }
+        }
+        __syncthreads();  // the next chunk's factors are there
+        write_all_pairs(next_work, next_stage);
+        Fragment u_rows[TILES][BLOCKS], written[TILES][BLOCKS];
+        if (has_values) {
+            // U <- V - e^c X   Y <- e^c Y
+            Fragment v_rows[TILES][BLOCKS];
+            load_rows(v_rows, values, column);
+#pragma unroll
+            for (int n = 0; n < CHUNK_LEN / 8; ++n) {
+                const int token = 8 * n + 2 * quad_lane();
+                const float2 of_x = pair_of(work.factors.grown_k, token), of_y = pair_of(work.factors.grown_q, token);
+#pragma unroll
+                for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const unsigned word = v_rows[i][n / 2].at[n % 2 * 2 + j];
+                        u[i][n][2 * j] = low_of(word) - of_x.x * u[i][n][2 * j];
+                        u[i][n][2 * j + 1] = high_of(word) - of_x.y * u[i][n][2 * j + 1];
+                        out[i][n][2 * j] *= of_y.x, out[i][n][2 * j + 1] *= of_y.y;
+                        if constexpr (HAS_OWN) {
+                            out[i][n][2 * j] += of_own[i][j] * low_of(word);
+                            out[i][n][2 * j + 1] += of_own[i][j] * high_of(word);
+                        }
+                    }
+            }
+            // U <- Tm U, and as the state takes it.
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                TokenFragments rows;
+#pragma unroll
+                for (int q = 0; q < BLOCKS; ++q)
+                    rows[q] = HAS_DELTA ? to_fragment(u[i][2 * q], u[i][2 * q + 1]) : v_rows[i][q];
+#pragma unroll
+                for (int p = 0; p < BLOCKS; ++p) {
+                    Accumulator solved[2] = {};
+                    if constexpr (HAS_DELTA) {
+#pragma unroll
+                        for (int q = 0; q <= p; ++q)
+                            multiply_add(solved, rows[q], load_triangle<false>(tile_of(work.solver.tm), p, q));
+                        u_rows[i][p] = to_fragment(solved[0], solved[1]);
+                    } else {
+                        u_rows[i][p] = rows[p];
+                        for (int n = 0; n < 2; ++n)
+                            for (int j = 0; j < 4; ++j) solved[n][j] = u[i][2 * p + n][j];
+                    }
+#pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+                        const float2 factor = pair_of(work.factors.written, 16 * p + 8 * n + 2 * quad_lane());
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) solved[n][2 * j] *= factor.x, solved[n][2 * j + 1] *= factor.y;
+                    }
+                    written[i][p] = to_fragment(solved[0], solved[1]);
+                }
+            }
+            add_triangles(lower(out, m, u_rows));  // Y <- Y + M U
+            store_sums(values, column, out);
+        }
+        if constexpr (HAS_DELTA) {
+            __syncthreads();  // the next chunk's pairs are there
+            if (chunk + 1 < chunks) solve(next_work);
+        }
+        if (!has_values) continue;
+        if constexpr (HAS_DECAY) {
+            const float end = work.factors.end;
+#pragma unroll
+            for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                for (int n = 0; n < CHANNELS / 8; ++n)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) state[i][n][j] *= end;
+        }
+        if (chunk + 1 < chunks || final_state != nullptr) add_outer(state, outer(written, tile_k));
+        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
+            y, y_stride, &stage.v[0][column], steps_of(chunk), width, lane_id());
+        y += CHUNK_LEN * y_stride;
+    }
+    wait_for_copies<0>();
+    if (final_state != nullptr && has_values)
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            write_state<STATE_LAYOUT>(final_state + state_offset, state[i], first_value + 16 * i);
+}
