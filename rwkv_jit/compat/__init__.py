@@ -78,31 +78,43 @@ def _module_of(name: str) -> str:
 
 _MODULES = {name: f"{__name__}.{_module_of(name)}" for name in __all__ if name not in ("install", "uninstall")}
 is_installed = False
+# Files of transformers with layers of KDA, the gated delta rule or Mamba-2.
+MODELS = tuple(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in (
+        "bailing_hybrid", "bamba", "falcon_h1", "glm5_next", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h",
+        "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zamba2",
+    )
+)  # fmt: skip
 # Modules of others, and who takes over there as soon as they are imported.
 _ROOMS = {
     "torch.utils.cpp_extension": "rwkv_jit.compat.loading",
     "transformers.models.rwkv.modeling_rwkv": "rwkv_jit.compat.hf_rwkv4",
+    **dict.fromkeys(MODELS, "rwkv_jit.compat.hf_models"),
 }
 _awaited: set[str] = set()
 
 
 def install() -> None:
-    """Answer for the extensions of RWKV projects and for the kernel of transformers' RWKV-4 from now on.
+    """Answer for the extensions of RWKV projects and for functions of transformers' models from now on.
 
     A program calls it before it imports a module that says ``from torch.utils.cpp_extension import load``. A second
     call does nothing. What is known stands in `rwkv_jit.compat.extensions.NAMES`; other names are compiled as ever.
     Where the package rwkv-fla is not installed, its `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7`
     are here.
+
+    Of transformers RWKV-4 finds its kernel here. The models of `rwkv_jit.compat.MODELS`, whose layers are KDA, the
+    gated delta rule or Mamba-2, run on these ops without FLA and mamba_ssm, and with them too.
     """
     global is_installed
     is_installed = True
     alias.add()
-    for name, room in _ROOMS.items():
-        if room in sys.modules:
-            sys.modules[room].take_over()
+    for name in _ROOMS:
+        if name in sys.modules:
+            _take_over(name)
         elif name not in _awaited:
             _awaited.add(name)
-            after.imported(name, room)
+            after.imported(name, _take_over)
 
 
 def uninstall() -> None:
@@ -110,9 +122,16 @@ def uninstall() -> None:
     global is_installed
     is_installed = False
     alias.remove()
-    for room in (*_ROOMS.values(), "rwkv_jit.compat.hf"):
+    for room in (*dict.fromkeys(_ROOMS.values()), "rwkv_jit.compat.hf", "rwkv_jit.compat.megatron"):
         if room in sys.modules:
             sys.modules[room].give_back()
+
+
+def _take_over(name: str) -> None:
+    """Take over in a module of others that is there now."""
+    _awaited.discard(name)
+    if is_installed:
+        import_module(_ROOMS[name]).take_over()
 
 
 def __getattr__(name: str) -> Any:

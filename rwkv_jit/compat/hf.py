@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rwkv_jit.compat import hf_models
 from rwkv_jit.compat.replacing import Replacements
 from rwkv_jit.errors import brief
 from rwkv_jit.ops.wkv5 import wkv5
@@ -138,24 +139,28 @@ def _mix(op: Any, rows: list[Tensor], w: Tensor, u: Tensor, state: Tensor | None
 
 def find(name: str) -> Callable[..., Any]:
     """Return our function of this name."""
+    if name in hf_models.FUNCTIONS:
+        return hf_models.find(name)
     return getattr(import_module(FUNCTIONS[name]), name)  # type: ignore[no-any-return]
 
 
 def patch(target: ModuleType | nn.Module) -> list[str]:
-    """Let models of the Hub that bring their own code call our functions.
+    """Let models of transformers, and those of the Hub that bring their own code, call our functions.
 
-    The names are `rwkv5_linear_attention`, `rwkv6_linear_attention` and `rwkv7_recurrent`.
-    `rwkv_jit.compat.uninstall` takes them away again.
+    The names are `rwkv5_linear_attention`, `rwkv6_linear_attention` and `rwkv7_recurrent`, and those of models with
+    KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. Behind these stays what was there,
+    for calls that the kernels cannot do. `rwkv_jit.compat.uninstall` takes them away again.
 
     Parameters
     ----------
     target : module or torch.nn.Module
-        A module of Python that has such a function, or a model: then the modules that its parts are written in.
+        A module of Python that has such a function, or a model: then the modules that its parts are written in, and
+        parts that have such a function themselves.
 
     Returns
     -------
     list of str
-        What our functions stand for now, with the names of the modules.
+        What our functions stand for now, with the names of the modules or parts.
 
     Raises
     ------
@@ -169,6 +174,11 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     >>> model = AutoModelForCausalLM.from_pretrained("RWKV/v6-Finch-1B6-HF", trust_remote_code=True)
     >>> rwkv_jit.compat.hf.patch(model)
     ['transformers_modules.RWKV.v6-Finch-1B6-HF.modeling_rwkv6.rwkv6_linear_attention']
+    >>> model = AutoModelForCausalLM.from_pretrained("moonshotai/Kimi-Linear-48B-A3B-Instruct")
+    >>> for name in rwkv_jit.compat.hf.patch(model):
+    ...     print(name)
+    transformers.models.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention
+    transformers.models.kimi_linear.modeling_kimi_linear.recurrent_kimi_delta_attention
     """
     if isinstance(target, nn.Module):
         names = dict.fromkeys(type(part).__module__ for part in target.modules())
@@ -178,9 +188,6 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     else:
         raise TypeError(f"target: expected a module of Python or a torch.nn.Module, got {brief(target)}")
     found = {(module, name): find(name) for module in modules for name in FUNCTIONS if name in vars(module)}
-    if not found:
-        listed = ", ".join(module.__name__ for module in modules)
-        raise ValueError(f"target: expected a module with {' or '.join(FUNCTIONS)}, got {listed}")
     for (module, name), ours in found.items():
         theirs, wanted = (list(inspect.signature(x).parameters) for x in (getattr(module, name), ours))
         if theirs != wanted:
@@ -189,15 +196,22 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
             )
     for (module, name), ours in found.items():
         _patches.put(module, name, ours)
-    return [f"{module.__name__}.{name}" for module, name in found]
+    layers = hf_models.layers_of(target) if isinstance(target, nn.Module) else []
+    owners: list[tuple[str, Any]] = [*((module.__name__, module) for module in modules), *layers]
+    replaced = [f"{module.__name__}.{name}" for module, name in found] + hf_models.put_into(owners)
+    if not replaced:
+        known = " or ".join((*FUNCTIONS, *hf_models.FUNCTIONS))
+        raise ValueError(f"target: expected a module with {known}, got {', '.join(x.__name__ for x in modules)}")
+    return replaced
 
 
 def kernel_mapping() -> dict[str, dict[str, Any]]:
     """Return what Hugging Face's `kernels` needs to put our functions into layers.
 
     It is for functions and modules under ``kernels.use_kernel_forward_from_hub(name)``. The name is one of those that
-    `patch` knows, and the arguments are those of our function. For a ``KernelConfig(..., use_local_kernel=True)`` of
-    transformers the path of the repository is `rwkv_jit.compat.hf.KERNELS`.
+    `patch` knows, as `kernels` says it (`chunk_gated_delta_rule`), and the arguments are those of our function. For a
+    ``KernelConfig(..., use_local_kernel=True)`` of transformers the path of the repository is
+    `rwkv_jit.compat.hf.KERNELS`.
 
     Returns
     -------
@@ -221,5 +235,5 @@ def kernel_mapping() -> dict[str, dict[str, Any]]:
         raise ImportError("layers for Hugging Face's kernels need it: pip install kernels") from error
     return {
         name: {device: LocalLayerRepository(KERNELS, layer_name=name) for device in ("cuda", "cpu")}
-        for name in FUNCTIONS
+        for name in (*FUNCTIONS, *hf_models.FUNCTIONS)
     }

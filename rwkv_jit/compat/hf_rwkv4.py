@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from rwkv_jit import compat
 from rwkv_jit.compat import buffers, channels
 from rwkv_jit.compat.replacing import Replacements
 from rwkv_jit.ops.wkv4 import wkv4
@@ -60,6 +59,3 @@ def take_over() -> None:
 
 
 give_back = _replaced.undo
-
-if compat.is_installed:
-    take_over()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from rwkv_jit import compat
 from rwkv_jit.compat import extensions
 from rwkv_jit.errors import RwkvJitError
 
@@ -60,7 +59,3 @@ def give_back() -> None:
         library._destroy()
         for op in extensions.ops_of(namespace):
             getattr(torch.ops, namespace).__dict__.pop(op, None)  # torch keeps what it has found once
-
-
-if compat.is_installed:
-    take_over()

@@ -11,7 +11,18 @@ autotuner.Autotuner.__init__ = lambda self, fn, names, configs, *more, **named: 
 )
 pytest.importorskip("fla")
 
-from fla.layers import GatedLinearAttention, LinearAttention, RWKV6Attention, RWKV7Attention  # noqa: E402
+from fla.layers import (  # noqa: E402
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    MultiScaleRetention,
+    RWKV6Attention,
+    RWKV7Attention,
+)
+from fla.layers.simple_gla import SimpleGatedLinearAttention  # noqa: E402
 from test_compat_fla import (  # noqa: E402, F401
     asked,
     installed,
@@ -27,6 +38,19 @@ from test_compat_fla import (  # noqa: E402, F401
     test_rwkv6,
     test_rwkv7,
     test_time_mixing,
+)
+from test_fla_family import (  # noqa: E402, F401
+    call,
+    test_against_functions_of_fla,
+    test_decays_of_the_recurrent_function,
+    test_delta_rule,
+    test_fixed_decays,
+    test_gated_delta_rule,
+    test_gates_of_fla,
+    test_gdn2,
+    test_kda,
+    test_packed_sequences_and_what_changes_nothing,
+    test_simple_gla,
 )
 
 from rwkv_jit.compat import fla as ours  # noqa: E402
@@ -56,6 +80,17 @@ def run(layer, x, dy):
         (RWKV6Attention, {"num_heads": 2}),
         (GatedLinearAttention, {"num_heads": 2}),
         (LinearAttention, {"num_heads": 2}),
+        (KimiDeltaAttention, {"head_dim": 64, "num_heads": 2}),
+        (
+            KimiDeltaAttention,
+            {"head_dim": 64, "num_heads": 1, "num_v_heads": 2, "safe_gate": True, "lower_bound": -5.0},
+        ),
+        (GatedDeltaNet, {"head_dim": 64, "num_heads": 2}),
+        (GatedDeltaNet, {"head_dim": 64, "num_heads": 1, "num_v_heads": 2, "allow_neg_eigval": True}),
+        (GatedDeltaNet2, {"head_dim": 64, "num_heads": 2}),
+        (DeltaNet, {"num_heads": 2}),
+        (SimpleGatedLinearAttention, {"num_heads": 2}),
+        (MultiScaleRetention, {"num_heads": 2}),
     ],
 )
 @pytest.mark.usefixtures("installed")

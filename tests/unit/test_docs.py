@@ -13,6 +13,8 @@ import torch
 import rwkv_jit
 import rwkv_jit.compat.fla
 import rwkv_jit.compat.hf
+import rwkv_jit.compat.mamba
+import rwkv_jit.compat.megatron
 from rwkv_jit import cli, env
 from rwkv_jit.algorithms import recurrent
 from rwkv_jit.derived import table as derived
@@ -91,6 +93,8 @@ def test_api_page_has_every_public_name():
     modules |= {"compat.install", "compat.uninstall"}
     modules |= {f"compat.fla.{name}" for name in rwkv_jit.compat.fla.__all__}
     modules |= {f"compat.hf.{name}" for name in rwkv_jit.compat.hf.__all__}
+    modules |= {f"compat.mamba.{name}" for name in rwkv_jit.compat.mamba.__all__}
+    modules |= {f"compat.megatron.{name}" for name in rwkv_jit.compat.megatron.__all__}
     assert set(listed) == modules | {"custom.OwnKernel", "kernel.Kernel"}
     assert set(rwkv_jit._MODULES) == set(rwkv_jit.__all__)
 

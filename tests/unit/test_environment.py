@@ -473,11 +473,11 @@ parallel
 ahead_requests
 ahead bench.cases
 bench.measure
-bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing
-bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
+bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing compat.falling_back
+bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind compat.mamba
 compat.fla.functions compat.autoload
-compat compat.counts compat.fla.layers
-compat.fla.patches profiling tune demo
+compat compat.counts compat.fla.layers compat.fla.family
+compat.fla.patches compat.megatron compat.hf_models profiling tune demo
 compat.channels compat.delta compat.diagonal compat.hf compat.trainer doctor
 compat.extensions compat.hf_kernels.layers commands
 compat.hf_kernels compat.hf_rwkv4

@@ -1,6 +1,6 @@
 """FLA's functions, layers and models on these kernels: `install` and nothing else.
 
-`functions` has FLA's functions with FLA's arguments, also for programs without FLA.
+`functions` and `family` have FLA's functions with FLA's arguments, also for programs without FLA.
 """
 
 from __future__ import annotations
@@ -28,6 +28,24 @@ FUNCTIONS = {
     "fla.ops.linear_attn.fused_chunk": ("fused_chunk_linear_attn",),
     "fla.ops.linear_attn.fused_recurrent": ("fused_recurrent_linear_attn",),
     "fla.modules.token_shift": ("token_shift",),
+    "fla.ops.kda.chunk": ("chunk_kda",),
+    "fla.ops.kda.fused_recurrent": ("fused_recurrent_kda",),
+    "fla.ops.gated_delta_rule.chunk": ("chunk_gated_delta_rule",),
+    "fla.ops.gated_delta_rule.fused_recurrent": ("fused_recurrent_gated_delta_rule",),
+    "fla.ops.delta_rule.chunk": ("chunk_delta_rule",),
+    "fla.ops.delta_rule.fused_recurrent": ("fused_recurrent_delta_rule",),
+    "fla.ops.gdn2.chunk": ("chunk_gdn2",),
+    "fla.ops.gdn2.fused_recurrent": ("fused_recurrent_gdn2",),
+    "fla.ops.simple_gla.chunk": ("chunk_simple_gla",),
+    "fla.ops.simple_gla.fused_chunk": ("fused_chunk_simple_gla",),
+    "fla.ops.simple_gla.fused_recurrent": ("fused_recurrent_simple_gla",),
+    "fla.ops.simple_gla.parallel": ("parallel_simple_gla",),
+    "fla.ops.retention.chunk": ("chunk_retention",),
+    "fla.ops.retention.fused_chunk": ("fused_chunk_retention",),
+    "fla.ops.retention.fused_recurrent": ("fused_recurrent_retention",),
+    "fla.ops.retention.parallel": ("parallel_retention",),
+    "fla.ops.lightning_attn.chunk": ("chunk_lightning_attn",),
+    "fla.ops.lightning_attn.fused_recurrent": ("fused_recurrent_lightning_attn",),
 }
 LAYERS = {
     "fla.layers.rwkv7": ("RWKV7Attention",),

@@ -51,7 +51,8 @@ def refuse(*rows: Tensor, **unsupported: Any) -> None:
         raise UnsupportedConfigError(f"{' beside '.join(dtypes)} is not supported")
 
 
-def _scale(scale: float | None, k: Tensor) -> float:
+def scale_of(scale: float | None, k: Tensor) -> float:
+    """Return the scale of a call, K^(-1/2) where none is given."""
     return k.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -106,7 +107,7 @@ def chunk_dplr_delta_rule(
     """
     refuse(q, k, v, a, b, cp_context=cp_context)
     return wkv7(
-        q, gk, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), decay="log",
+        q, gk, k, v, a, b, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k), decay="log",
         decay_bound=lower_bound, state_layout="kv",
     )  # fmt: skip
 
@@ -163,7 +164,7 @@ def chunk_rwkv6(
     """Run RWKV-6 time mixing as `wkv6` does; w is the logarithm of the decay, and scale K^(-1/2) by default."""
     refuse(r, k, v)
     return wkv6(
-        r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), decay="log",
+        r, k, v, w, u, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k), decay="log",
         state_layout="kv",
     )  # fmt: skip
 
@@ -186,7 +187,7 @@ def chunk_gla(
     """Run gated linear attention as `gla` does; states are [V, K] with `state_v_first`."""
     refuse(q, k, v)
     return gla(
-        q, k, v, g, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k),
+        q, k, v, g, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k),
         state_layout="vk" if state_v_first else "kv",
     )  # fmt: skip
 
@@ -202,7 +203,7 @@ def fused_recurrent_gla(
         return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
     layout = "vk" if state_v_first else "kv"
     return linear_attention(
-        q, k, v, initial_state, output_final_state, cu_seqlens, scale=_scale(scale, k), state_layout=layout
+        q, k, v, initial_state, output_final_state, cu_seqlens, scale=scale_of(scale, k), state_layout=layout
     )
 
 
@@ -224,7 +225,7 @@ def chunk_linear_attn(
         z = q.new_zeros(texts, heads, head_size, dtype=state.dtype) if z is None else z.squeeze(1).to(state.dtype)
         initial_state = state, z
     o, final = linear_attention(
-        q, k, v, initial_state, output_final_state, cu_seqlens, normalize, scale=_scale(scale, k), state_layout="kv"
+        q, k, v, initial_state, output_final_state, cu_seqlens, normalize, scale=scale_of(scale, k), state_layout="kv"
     )
     return o, (final[0], final[1].unsqueeze(1)) if normalize and final is not None else final
 

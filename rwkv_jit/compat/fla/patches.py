@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
@@ -14,11 +13,21 @@ from typing import Any
 import torch
 
 from rwkv_jit.compat import fla
-from rwkv_jit.compat.fla import functions, layers
+from rwkv_jit.compat.falling_back import with_fallback
+from rwkv_jit.compat.fla import family, functions, layers
 from rwkv_jit.errors import UnsupportedConfigError
 
 _log = logging.getLogger("rwkv_jit")
-_OURS, _DISPATCHED = "rwkv_jit", "chunk_dplr_delta_rule"
+_OURS = "rwkv_jit"
+# What FLA's registry dispatches as a whole: the name of its operation, None where the function itself has an entry.
+_DISPATCHED = {
+    "chunk_dplr_delta_rule": "generalized_delta_rule.dplr",
+    "chunk_gated_delta_rule": "gated_delta_rule",
+    "chunk_kda": None,
+    "fused_chunk_simple_gla": None,
+    "fused_recurrent_simple_gla": None,
+    "parallel_simple_gla": None,
+}
 _calls: dict[str, Counter[str]] = defaultdict(Counter)
 _replaced: dict[Any, Any] = {}  # FLA's own function by ours
 _forwards: dict[Any, Any] = {}  # FLA's own, by the class
@@ -33,15 +42,15 @@ def apply(names: Sequence[str]) -> None:
             original = getattr(module, function, None)
             if original is None or original in _replaced:
                 continue
-            if function == _DISPATCHED and _register(original):
+            if function in _DISPATCHED and _register(function, original):
                 continue
-            made = _with_fallback(function, original, getattr(functions, function))
+            made = with_fallback(function, _ours(function), original, _note)
             _replaced[made], ours[id(original)] = original, made
         for layer in fla.LAYERS.get(name, ()):
             kind = getattr(module, layer, None)
             if kind is not None and kind not in _forwards:
                 _forwards[kind] = kind.forward
-                kind.forward = _with_fallback(layer, kind.forward, getattr(layers, layer).forward)
+                kind.forward = with_fallback(layer, getattr(layers, layer).forward, kind.forward, _note)
     _exchange(ours)
 
 
@@ -59,28 +68,13 @@ def counted() -> dict[str, dict[str, int]]:
     return {name: dict(calls) for name, calls in _calls.items()}
 
 
-def _note(name: str, who: str) -> None:
+def _note(name: str, error: UnsupportedConfigError | None) -> None:
     if torch.compiler.is_compiling():
         return
+    who = _OURS if error is None else f"FLA: {error}"
     _calls[name][who] += 1
     if _calls[name][who] == 1:
         _log.info("FLA's %s: %s", name, who)
-
-
-def _with_fallback(name: str, original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs ours, and FLA's own code where ours cannot do what is asked."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        try:
-            result = ours(*arguments, **options)
-        except UnsupportedConfigError as error:
-            _note(name, f"FLA: {error}")
-            return original(*arguments, **options)
-        _note(name, _OURS)
-        return result
-
-    # Not what stands in its dict: there torch keeps that FLA wants it out of compiled code.
-    return functools.update_wrapper(call, original, updated=())
 
 
 def _exchange(new: Mapping[int, Any]) -> None:
@@ -94,22 +88,26 @@ def _exchange(new: Mapping[int, Any]) -> None:
                     setattr(module, name, new[id(value)])
 
 
-def _register(original: Callable[..., Any]) -> bool:
-    """Enter the delta rule in FLA's registry, and return whether this FLA has one."""
+def _register(name: str, original: Callable[..., Any]) -> bool:
+    """Enter a function in FLA's registry, and return whether this FLA has one that is in use."""
     try:
-        from fla.backends import BaseBackend, register
-    except ImportError:
+        from fla import backends
+
+        class Backend(backends.BaseBackend):  # type: ignore[misc]
+            backend_type, priority = _OURS, 1
+
+            def is_enabled(self) -> bool:
+                return fla.is_installed
+
+        setattr(Backend, name, staticmethod(with_fallback(name, _ours(name), inspect.unwrap(original), _note)))
+        if getattr(backends, "_DISPATCH_DISABLED", False):
+            return False
+        backends.register(_DISPATCHED[name] or original)(Backend)
+    except (ImportError, KeyError):  # there is no registry, or none of this function
         return False
-    run = _with_fallback(_DISPATCHED, inspect.unwrap(original), functions.chunk_dplr_delta_rule)
-
-    @register("generalized_delta_rule.dplr")
-    class Backend(BaseBackend):  # type: ignore[misc]
-        backend_type, priority = _OURS, 1
-
-        def is_enabled(self) -> bool:
-            return fla.is_installed
-
-        def chunk_dplr_delta_rule(self, *arguments: Any, **options: Any) -> Any:
-            return run(*arguments, **options)
-
     return True
+
+
+def _ours(name: str) -> Callable[..., Any]:
+    """Return our function of this name."""
+    return getattr(functions if hasattr(functions, name) else family, name)  # type: ignore[no-any-return]

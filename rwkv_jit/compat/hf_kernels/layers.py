@@ -7,17 +7,24 @@ from typing import Any
 
 from torch import nn
 
-from rwkv_jit.compat import hf
+from rwkv_jit.compat import hf, hf_models
+from rwkv_jit.errors import UnsupportedConfigError
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """Return the layer of a function."""
-    if name not in hf.FUNCTIONS:
+    """Return the layer of a function. What the kernels cannot do goes to the forward that it takes the place of."""
+    if name not in (*hf.FUNCTIONS, *hf_models.FUNCTIONS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function = hf.find(name)
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        return function(*inputs, **named)
+        try:
+            return function(*inputs, **named)
+        except UnsupportedConfigError:
+            theirs: Any = type(self).forward
+            if theirs is forward:
+                raise
+            return theirs(self, *inputs, **named)
 
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.Signature([own, *inspect.signature(function).parameters.values()])

@@ -1,0 +1,402 @@
+"""FLA's functions of the delta rules and of decays for heads, with its arguments, on the ops of this family.
+
+Options that change nothing here are taken and not read: `safe_gate`, `chunk_size`, `disable_recompute`,
+`cu_seqlens_cpu`, `chunk_indices`, `max_num_seqs` and whatever else FLA itself would not read. States are [K, V], or
+[V, K] with `state_v_first`, and what comes back is float32 as there. `scale=None` is K^(-1/2).
+
+Each raises `UnsupportedConfigError` where the kernels cannot do what is asked, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit.compat.fla.functions import Result, refuse, scale_of
+from rwkv_jit.derived.delta import delta_rule, gated_delta_rule, gated_delta_rule2, kda
+from rwkv_jit.derived.diagonal import simple_gla
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.ops.linear_attention import linear_attention
+
+# ---- delta rules -------------------------------------------------------------------------------------------------
+
+
+def chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context: Any = None, use_graph: bool = False,
+    max_num_seqs: int | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    r"""Run Kimi Delta Attention as `kda` does.
+
+        S <- diag(e^g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = scale S^T q
+
+    H is the key heads, HV the value heads, a multiple of H.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, H, K)
+        Query and key.
+    v : torch.Tensor, shape (B, T, HV, V)
+        Value.
+    g : torch.Tensor, shape (B, T, HV, K)
+        Logarithm of the decay, or what it is made of.
+    beta : torch.Tensor, shape (B, T, HV)
+        Rate of writing, or its logit.
+    scale : float, optional
+        Of o; K^(-1/2) by default.
+    initial_state : torch.Tensor, shape (N, HV, K, V), optional
+        State before the first token.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    use_qk_l2norm_in_kernel : bool, default False
+        Whether q and k are divided by sqrt(|x|^2 + 1e-6) first.
+    use_gate_in_kernel : bool, default False
+        Whether the log-decay is -exp(A_log) softplus(g + dt_bias), with `lower_bound` lower_bound sigmoid(exp(A_log)
+        (g + dt_bias)).
+    use_beta_sigmoid_in_kernel, allow_neg_eigval : bool, default False
+        Whether the rate is the sigmoid of beta; and twice that.
+    lower_bound : float, optional
+        See `use_gate_in_kernel`; A_log may be None with it. Where g is the log-decay and `safe_gate` is given, its
+        least value.
+    state_v_first : bool, default False
+        Whether states are [V, K].
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Where packed sequences begin and end; B is 1 then.
+    A_log : torch.Tensor, shape (HV,), optional
+        See `use_gate_in_kernel`; else not read.
+    dt_bias : torch.Tensor, shape (HV * K,), optional
+        See `use_gate_in_kernel`; else not read.
+    return_intermediate_states, cp_context
+        Must be False and None.
+    safe_gate, disable_recompute, cu_seqlens_cpu, max_num_seqs, **more
+        Change nothing else here: any decay is right, and chunks are chosen by the sizes.
+    use_graph : bool, default False
+        Must be False with `cu_seqlens`: graphs of packed sequences whose number changes are FLA's own.
+
+    Returns
+    -------
+    o : torch.Tensor, shape (B, T, HV, V)
+    final_state : torch.Tensor, shape (N, HV, K, V), float32, or None
+
+    Raises
+    ------
+    UnsupportedConfigError
+        Something is asked for that must not be, or dtypes or sizes are beyond the kernels.
+    TypeError, ValueError
+        As `kda`; A_log is missing, or `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`.
+    """
+    refuse(
+        q, k, v, return_intermediate_states=return_intermediate_states, cp_context=cp_context,
+        use_graph=use_graph and cu_seqlens is not None,
+    )  # fmt: skip
+    _check_small(q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+    return kda(
+        q, k, v, g, beta, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=_layout(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
+        beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
+    )  # fmt: skip
+
+
+def fused_recurrent_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, lower_bound: float | None = None,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run `chunk_kda`; beta is one number for each head."""
+    return chunk_kda(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound=lower_bound,
+        state_v_first=_layout(state_v_first, more) == "vk", cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
+
+
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
+    cp_context: Any = None, *, use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run the gated delta rule as `gated_delta_rule` does: `chunk_kda` with g of (B, T, HV) and dt_bias of (HV,)."""
+    refuse(q, k, v, cp_context=cp_context)
+    _check_small(q, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+    return gated_delta_rule(
+        q, k, v, g, beta, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=_layout(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
+        beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval), **_gate(use_gate_in_kernel, A_log, dt_bias),
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
+    beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run `chunk_gated_delta_rule`, with gk for decays of channels, without decays where neither is given.
+
+    beta is 1 by default, and one number for each head. `gv` must be None, and gk too with `use_gate_in_kernel`.
+    """
+    refuse(gv=gv, gk=gk if use_gate_in_kernel else None)
+    if g is None and use_gate_in_kernel:
+        raise ValueError("g: expected a tensor with use_gate_in_kernel, got None")
+    if beta is None:
+        beta = v.new_ones(v.shape[:-1])
+    state_v_first = _layout(state_v_first, more) == "vk"
+    rest: dict[str, Any] = {
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens,
+    }  # fmt: skip
+    state = initial_state, output_final_state
+    if gk is not None:
+        decay = gk if g is None else gk + g.unsqueeze(-1)
+        return chunk_kda(q, k, v, decay, beta, scale, *state, use_qk_l2norm_in_kernel, **rest)
+    if g is None:
+        return _delta_rule(q, k, v, beta, scale, *state, use_qk_l2norm_in_kernel, **rest)
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, *state, use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
+        dt_bias=dt_bias, **rest,
+    )  # fmt: skip
+
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run the delta rule as `delta_rule` does, float32 too."""
+    refuse(head_first=more.get("head_first"))
+    return _delta_rule(
+        q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens
+    )
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_delta_rule`; beta is 1 by default, and one number for each head."""
+    return chunk_delta_rule(
+        q, k, v, v.new_ones(v.shape[:-1]) if beta is None else beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens,
+    )  # fmt: skip
+
+
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None, initial_state: Tensor | None,
+    output_final_state: bool, use_qk_l2norm_in_kernel: bool, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    refuse(q, k, v)
+    _check_small(q, beta=beta)
+    return delta_rule(
+        q, k, v, beta, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout="vk" if state_v_first else "kv", qk_norm=use_qk_l2norm_in_kernel,
+        beta_map=_beta_map(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+    )  # fmt: skip
+
+
+def chunk_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cp_context: Any = None, *,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run the gated delta rule by channels as `gated_delta_rule2` does: b erases, w writes, the rest as `chunk_kda`."""
+    refuse(q, k, v, w, return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    _check_small(q, g=g, b=b, A_log=A_log, dt_bias=dt_bias)
+    return gated_delta_rule2(
+        q, k, v, g, b, w, _state(initial_state), output_final_state, cu_seqlens, scale=scale_of(scale, k),
+        state_layout=_layout(state_v_first, more), qk_norm=use_qk_l2norm_in_kernel,
+        **_gate(use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate, v),
+    )  # fmt: skip
+
+
+def fused_recurrent_gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run `chunk_gdn2`."""
+    return chunk_gdn2(
+        q, k, v, g, b, w, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        cu_seqlens, lower_bound=lower_bound, state_v_first=_layout(state_v_first, more) == "vk", A_log=A_log,
+        dt_bias=dt_bias,
+    )  # fmt: skip
+
+
+# ---- decays for heads --------------------------------------------------------------------------------------------
+
+
+def chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run linear attention with decays for heads as `simple_gla` does.
+
+        S <- e^g S + k v^T;   o = scale S^T q
+
+    g is (B, T, H), or `g_gamma` (H,) for all tokens; without either it is `linear_attention`. Both must not be given.
+    """
+    refuse(q, k, v, g_gamma=g_gamma if g is not None else None)
+    decay = g_gamma if g is None else g
+    rest = _state(initial_state), output_final_state, cu_seqlens
+    layout = _layout(state_v_first, more)
+    if decay is None:
+        return linear_attention(q, k, v, *rest, scale=scale_of(scale, k), state_layout=layout)
+    _check_small(q, g=decay)
+    return simple_gla(q, k, v, decay, *rest, scale=scale_of(scale, k), state_layout=layout)
+
+
+def fused_chunk_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_simple_gla`."""
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    reverse: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run `chunk_simple_gla`; `reverse` must be False."""
+    refuse(reverse=reverse)
+    return chunk_simple_gla(
+        q, k, v, g, g_gamma, scale, initial_state, output_final_state, _layout(state_v_first, more) == "vk", cu_seqlens
+    )
+
+
+def parallel_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, scale: float | None = None,
+    output_attentions: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_simple_gla` from no state; `output_attentions` must be False, and the second result is None."""
+    refuse(output_attentions=output_attentions)
+    return chunk_simple_gla(q, k, v, g, scale=scale, cu_seqlens=cu_seqlens)
+
+
+def chunk_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run retention: `chunk_simple_gla` whose decay of head h is 1 - 2^(-5 - h)."""
+    refuse(head_first=more.get("head_first"))
+    return fused_recurrent_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_chunk_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_retention`."""
+    return chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, reverse: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, **more: Any,
+) -> Result:  # fmt: skip
+    """Run `chunk_retention`; `reverse` must be False."""
+    refuse(reverse=reverse)
+    g = torch.log1p(-(2.0 ** (-5.0 - torch.arange(q.shape[2], dtype=torch.float, device=q.device))))
+    return chunk_simple_gla(
+        q, k, v, None, g, scale, initial_state, output_final_state, _layout(state_v_first, more) == "vk", cu_seqlens
+    )
+
+
+def parallel_retention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, output_attentions: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_retention` from no state; `output_attentions` must be False, and the second result is None."""
+    refuse(output_attentions=output_attentions)
+    return chunk_retention(q, k, v, scale, cu_seqlens=cu_seqlens)
+
+
+def chunk_lightning_attn(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    **more: Any,
+) -> Result:  # fmt: skip
+    """Run lightning attention: `chunk_simple_gla` whose g of head h of H is -8 h / H (1 - layer_idx / num_layers)."""
+    refuse(head_first=more.get("head_first"))
+    heads = q.shape[2]
+    g = -(8 / heads * (1 - layer_idx / num_layers)) * torch.arange(heads, dtype=torch.float, device=q.device)
+    return chunk_simple_gla(q, k, v, None, g, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens)
+
+
+def fused_recurrent_lightning_attn(
+    q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Run `chunk_lightning_attn`; `reverse` must be False."""
+    refuse(reverse=reverse)
+    return chunk_lightning_attn(q, k, v, layer_idx, num_layers, scale, initial_state, output_final_state, cu_seqlens)
+
+
+# ---- what the arguments mean -------------------------------------------------------------------------------------
+
+
+def _layout(state_v_first: bool, more: Mapping[str, Any]) -> str:
+    """Return the layout of states, which `more` may have by its older name."""
+    refuse(head_first=more.get("head_first"))
+    return "vk" if more.get("transpose_state_layout", state_v_first) else "kv"
+
+
+def _beta_map(is_logit: bool, allow_neg_eigval: bool) -> str:
+    """Return what makes rates of beta."""
+    if allow_neg_eigval and not is_logit:
+        raise ValueError("allow_neg_eigval: goes with use_beta_sigmoid_in_kernel, got it alone")
+    return "twice_sigmoid" if allow_neg_eigval else "sigmoid" if is_logit else "identity"
+
+
+def _gate(
+    is_raw: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None,
+    safe_gate: bool = False, v: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the options of the gate; v says how many heads there are where A_log is none."""
+    if not is_raw:
+        return {"decay_bound": lower_bound} if safe_gate and lower_bound is not None else {}
+    if A_log is None and lower_bound is not None and v is not None:
+        A_log = v.new_zeros(v.shape[2], dtype=torch.promote_types(v.dtype, torch.float32))
+    if A_log is None:
+        raise ValueError("A_log: expected a tensor with use_gate_in_kernel, got None")
+    return {"A_log": A_log, "dt_bias": dt_bias} | ({} if lower_bound is None else {"lower_bound": lower_bound})
+
+
+def _state(given: Tensor | None) -> Tensor | None:
+    """Return a state that final ones have the dtype of: float32, as FLA's are."""
+    return given.float() if isinstance(given, Tensor) and given.dtype.itemsize < 4 else given
+
+
+def _check_small(q: Tensor, **given: Tensor | None) -> None:
+    """Refuse what the kernels take of q's dtype or of float32 alone, and a beta of each value."""
+    for name, x in given.items():
+        if x is None:
+            continue
+        if x.dtype not in (q.dtype, torch.float32) and not torch.is_autocast_enabled(q.device.type):
+            raise UnsupportedConfigError(f"{name} of {x.dtype} beside {q.dtype} is not supported")
+        if name == "beta" and x.dim() == q.dim():
+            raise UnsupportedConfigError("a beta of each value is not supported")

@@ -1,0 +1,96 @@
+"""Models of transformers whose layers are KDA, the gated delta rule or Mamba-2: their functions on these ops.
+
+A file of such a model has its functions as globals, which fall back to slow code where FLA or mamba_ssm is missing.
+Older files give them to each layer. Both are found by their names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from rwkv_jit import compat
+from rwkv_jit.compat.falling_back import with_fallback
+from rwkv_jit.compat.replacing import Replacements
+
+
+class Function(NamedTuple):
+    """A function of such models."""
+
+    module: str  # of ours
+    called: tuple[str, ...]  # what files of models, and layers, call it
+    arguments: str  # those that files of models have, beside any others by name
+
+
+_DELTA = "query key value g beta initial_state output_final_state use_qk_l2norm_in_kernel"
+_CHUNKED = _DELTA.replace("beta ", "beta chunk_size ")
+_FAMILY, _MAMBA = "rwkv_jit.compat.fla.family", "rwkv_jit.compat.mamba"
+# By the names that `kernels` knows them by.
+FUNCTIONS = {
+    "chunk_gated_delta_rule": Function(_FAMILY, ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"), _CHUNKED),
+    "fused_recurrent_gated_delta_rule": Function(
+        _FAMILY,
+        ("torch_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule", "recurrent_gated_delta_rule"),
+        _DELTA,
+    ),
+    "chunk_kda": Function(_FAMILY, ("chunk_kimi_delta_attention", "chunk_kda"), _CHUNKED),
+    "fused_recurrent_kda": Function(_FAMILY, ("recurrent_kimi_delta_attention", "fused_recurrent_kda"), _DELTA),
+    "mamba_chunk_scan_combined": Function(
+        _MAMBA,
+        ("mamba2_chunk_scan", "mamba_chunk_scan_combined"),
+        "hidden_states dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states",
+    ),
+    "selective_state_update": Function(
+        _MAMBA,
+        ("mamba2_selective_state_update", "selective_state_update"),
+        "state hidden_states dt A B C D dt_bias dt_softplus z",
+    ),
+}
+_NAMES = {called: name for name, function in FUNCTIONS.items() for called in function.called}
+_patches = Replacements()
+give_back = _patches.undo
+
+
+@functools.cache
+def find(name: str) -> Callable[..., Any]:
+    """Return our function of this name, with the arguments of transformers: what ours does not know is not read."""
+    ours = getattr(import_module(FUNCTIONS[name].module), name)
+    known = frozenset(inspect.signature(ours).parameters)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return ours(*arguments, **{option: x for option, x in options.items() if option in known})
+
+    kind = inspect.Parameter
+    names = [kind(x, kind.POSITIONAL_OR_KEYWORD) for x in FUNCTIONS[name].arguments.split()]
+    call.__signature__ = inspect.Signature([*names, kind("kwargs", kind.VAR_KEYWORD)])  # type: ignore[attr-defined]
+    call.__name__ = name
+    return call
+
+
+def put_into(owners: Iterable[tuple[str, Any]]) -> list[str]:
+    """Put ours into modules and layers, by their names, with their own behind it; return what stands for ours now."""
+    found = []
+    for where, owner in owners:
+        for called in _NAMES:
+            theirs = vars(owner).get(called)
+            if callable(theirs) and not isinstance(theirs, type):
+                found.append(f"{where}.{called}")
+                if not _patches.has(owner, called):
+                    _patches.put(owner, called, with_fallback(found[-1], find(_NAMES[called]), theirs))
+    return found
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the parts of a model with their names."""
+    return [(name or type(part).__name__, part) for name, part in model.named_modules()]
+
+
+def take_over() -> None:
+    """Put ours into the files of models that have been imported."""
+    put_into((name, sys.modules[name]) for name in compat.MODELS if name in sys.modules)

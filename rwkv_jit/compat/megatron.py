@@ -1,0 +1,139 @@
+"""Megatron-core's gated delta rules on these ops: the function that its layers call, and what puts it there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rwkv_jit.compat.falling_back import with_fallback
+from rwkv_jit.compat.fla import family
+from rwkv_jit.compat.replacing import Replacements
+from rwkv_jit.errors import brief
+
+__all__ = ["gated_delta_rule", "patch"]
+
+_NAME = "gated_delta_rule"
+_patches = Replacements()
+give_back = _patches.undo
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A gated delta rule as Megatron-core's `GatedDeltaRuleInterface` has it, of each of its variants.
+
+        S <- diag(e^g) S;   u = beta (v - S^T k);   S <- S + k u^T;   o = scale S^T q
+
+    per head, with S [K, V]. Which variant it is the tensors say: `GatedDeltaNet` has a g for each head,
+    `KimiDeltaAttention` one for each channel, and `GatedDeltaNet2` b and w among the keywords: u = w v - S^T (b k).
+    B is the batch, T the tokens, H the key heads, HV the value heads, K and V the head sizes of keys and values, N the
+    number of sequences: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor, shape (B, T, H, K), float16, bfloat16 or float32
+        Query and key.
+    v : torch.Tensor, shape (B, T, HV, V), dtype of q
+        Value. Value head h has key head h // (HV // H).
+    g : torch.Tensor, shape (B, T, HV) or (B, T, HV, K), dtype of q or float32
+        Logarithm of the decay, or with `use_gate_in_kernel` what it is made of.
+    beta : torch.Tensor, shape (B, T, HV), dtype of q or float32
+        Rate of writing; None where b and w are given.
+    scale : float, optional
+        Of o; K^(-1/2) by default.
+    initial_state : torch.Tensor, shape (N, HV, K, V), optional
+        State before the first token; zeros by default.
+    output_final_state : bool, default False
+        Whether to return the state after the last token.
+    use_qk_l2norm_in_kernel : bool, default False
+        Whether q and k are divided by sqrt(|x|^2 + 1e-6) first.
+    cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+        Where packed sequences begin and end; B is 1 then.
+    **kwargs
+        b, (B, T, HV, K), and w, (B, T, HV, V); use_gate_in_kernel, A_log, dt_bias, lower_bound, safe_gate and others,
+        as FLA's functions take them.
+
+    Returns
+    -------
+    o : torch.Tensor, shape (B, T, HV, V), dtype of v
+    final_state : torch.Tensor, shape (N, HV, K, V), float32, or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. Nothing has been launched.
+    UnsupportedConfigError
+        `cp_context` is given, or dtypes or sizes are beyond the kernels.
+
+    Examples
+    --------
+    >>> class Provider(TESpecProvider):  # of newer trees, where providers choose kernels
+    ...     def gated_delta_rule(self, variant, deterministic=False):
+    ...         return rwkv_jit.compat.megatron.gated_delta_rule
+    """
+    options: dict[str, Any] = {
+        "scale": scale, "initial_state": initial_state, "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens, **kwargs,
+    }  # fmt: skip
+    gates = [name for name in ("b", "w") if options.get(name) is not None]
+    if gates:
+        if len(gates) == 1:
+            missing = "w" if gates == ["b"] else "b"
+            raise ValueError(f"{missing}: expected a tensor beside {gates[0]}, got None")
+        return family.chunk_gdn2(q, k, v, g, **options)
+    if beta is None:
+        raise ValueError("beta: expected a tensor, or b and w in its place, got None")
+    of_channels = isinstance(g, Tensor) and g.dim() == v.dim()
+    return (family.chunk_kda if of_channels else family.chunk_gated_delta_rule)(q, k, v, g, beta, **options)
+
+
+def patch(target: nn.Module) -> list[str]:
+    """Let the layers of a model of Megatron-core run our gated delta rules.
+
+    Each layer that has a function `gated_delta_rule` is given ours, with its own behind it for what the kernels cannot
+    do: chunks of a sequence on several ranks (`cp_context`). `rwkv_jit.compat.uninstall` takes them away again.
+
+    Parameters
+    ----------
+    target : torch.nn.Module
+        A model, or a part of one.
+
+    Returns
+    -------
+    list of str
+        The names of the layers.
+
+    Raises
+    ------
+    TypeError
+        It is no module.
+    ValueError
+        There is no such layer in it.
+
+    Examples
+    --------
+    >>> rwkv_jit.compat.megatron.patch(model)
+    ['decoder.layers.0.self_attention', 'decoder.layers.1.self_attention', 'decoder.layers.2.self_attention']
+    """
+    if not isinstance(target, nn.Module):
+        raise TypeError(f"target: expected a torch.nn.Module, got {brief(target)}")
+    layers = {name: layer for name, layer in target.named_modules() if callable(vars(layer).get(_NAME))}
+    if not layers:
+        raise ValueError(f"target: expected a model with layers that have {_NAME}, got {type(target).__name__}")
+    for layer in layers.values():
+        theirs = vars(layer)[_NAME]
+        if not _patches.has(layer, _NAME):
+            _patches.put(layer, _NAME, with_fallback(_NAME, gated_delta_rule, theirs))
+    return list(layers)

@@ -1,0 +1,467 @@
+"""FLA's functions of the delta rules and of decays for heads on these ops: against float64, and against FLA's own."""
+
+import inspect
+import sys
+import warnings
+from importlib import import_module
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import rwkv_jit
+from rwkv_jit.compat import fla as ours
+from rwkv_jit.compat.fla import family
+from rwkv_jit.errors import UnsupportedConfigError
+
+B, T, H, HV, K, V = 2, 13, 2, 4, 8, 6
+KDA, GDN = ("chunk_kda", "fused_recurrent_kda"), ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+DELTA, GDN2 = ("chunk_delta_rule", "fused_recurrent_delta_rule"), ("chunk_gdn2", "fused_recurrent_gdn2")
+SIMPLE = ("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla")
+RETENTION = ("chunk_retention", "fused_chunk_retention", "fused_recurrent_retention", "parallel_retention")
+LIGHTNING = ("chunk_lightning_attn", "fused_recurrent_lightning_attn")
+
+
+def rows(*shape):
+    return torch.randn(*shape, dtype=torch.float64) / 2
+
+
+def same(found, want, limit=1e-5):
+    for x, y in zip(found, want, strict=True):
+        assert x.shape == y.shape
+        assert (x.double() - y.double()).norm() <= limit * y.double().norm()
+
+
+def check(found, want, leaves, exact, limit=1e-5):
+    """Results and gradients are the same."""
+    found, want = [[x for x in result if x is not None] for result in (found, want)]
+    same(found, want, limit)
+    grads = [torch.randn_like(x) for x in found]
+    of = torch.autograd.grad(want, exact, [x.to(y.dtype) for x, y in zip(grads, want, strict=True)])
+    same(torch.autograd.grad(found, leaves, grads), of, limit)
+
+
+def normed(x):
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+RATES = {
+    "identity": ({}, lambda x: x),
+    "sigmoid": ({"use_beta_sigmoid_in_kernel": True}, torch.sigmoid),
+    "twice": ({"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}, lambda x: 2 * torch.sigmoid(x)),
+}
+GATES = ("log", "softplus", "softplus without bias", "bounded", "bounded without A")
+
+
+def gated(g, A_log, dt_bias, kind, of_channels):
+    """FLA's options of a gate, and the log-decays that they ask for."""
+    A, bias = (A_log[:, None], dt_bias.view(HV, K)) if of_channels else (A_log, dt_bias)
+    if kind == "log":
+        return {}, g
+    options = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+    if kind == "softplus without bias":
+        return options | {"dt_bias": None}, -A.exp() * F.softplus(g)
+    if kind == "softplus":
+        return options, -A.exp() * F.softplus(g + bias)
+    options |= {"lower_bound": -5.0}
+    if kind == "bounded":
+        return options, -5 * torch.sigmoid(A.exp() * (g + bias))
+    return options | {"A_log": None}, -5 * torch.sigmoid(g + bias)
+
+
+@pytest.fixture(params=["alone", "state", "values first", "half state"])
+def call(request):
+    """Options of a call, and those of the reference."""
+    if request.param == "alone":
+        return {}, {}
+    shape = (B, HV, V, K) if request.param == "values first" else (B, HV, K, V)
+    state = rows(*shape).to(torch.float16 if request.param == "half state" else torch.float32)
+    ref = {"initial_state": state.double(), "output_final_state": True}
+    given = {"initial_state": state, "output_final_state": True}
+    if request.param == "values first":
+        return given | {"state_v_first": True, "scale": 0.3}, ref | {"state_layout": "vk", "scale": 0.3}
+    return given, ref
+
+
+def fitting(function, call):
+    """The same of those options alone that a function of FLA has."""
+    given, ref = (dict(options) for options in call)
+    names = set(inspect.signature(function).parameters)
+    if given.keys() - names - {"state_v_first"}:
+        return [{name: x for name, x in options.items() if name == "scale"} for options in call]
+    if "state_v_first" in given.keys() - names:
+        del given["state_v_first"], ref["state_layout"]
+        given["initial_state"], ref["initial_state"] = (x["initial_state"].mT for x in (given, ref))
+    return given, ref
+
+
+def two(*tensors):
+    """Float32 leaves, and float64 ones of the same values."""
+    leaves = [x.float().requires_grad_() for x in tensors]
+    return leaves, [x.detach().double().requires_grad_() for x in leaves]
+
+
+def used(result, leaves):
+    """The leaves that have gradients."""
+    given = torch.autograd.grad([x for x in result if x is not None], leaves, allow_unused=True, retain_graph=True,
+                                grad_outputs=[torch.ones_like(x) for x in result if x is not None])  # fmt: skip
+    return [i for i, x in enumerate(given) if x is not None]
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("name", KDA)
+def test_kda(name, kind, rate, call):
+    inputs = rows(B, T, H, K), rows(B, T, H, K), rows(B, T, HV, V), -rows(B, T, HV, K).abs(), rows(B, T, HV)
+    leaves, exact = two(*inputs, rows(HV), rows(HV * K))
+    options, want = run_both(name, rwkv_jit.kda_ref, exact, leaves, kind, rate, call, of_channels=True)
+    found = getattr(family, name)(*leaves[:5], **options)
+    compare(found, want, leaves, exact)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("kind", GATES[:3])
+@pytest.mark.parametrize("name", GDN)
+def test_gated_delta_rule(name, kind, rate, call):
+    inputs = rows(B, T, H, K), rows(B, T, H, K), rows(B, T, HV, V), -rows(B, T, HV).abs(), rows(B, T, HV)
+    leaves, exact = two(*inputs, rows(HV), rows(HV))
+    options, want = run_both(name, rwkv_jit.gated_delta_rule_ref, exact, leaves, kind, rate, call, of_channels=False)
+    q, k, v, g, beta = leaves[:5]
+    found = getattr(family, name)(q, k, v, g=g, beta=beta, **options)
+    compare(found, want, leaves, exact)
+
+
+def run_both(name, reference, exact, leaves, kind, rate, call, of_channels):
+    """The options of a call with a norm, a gate and a rate, and what these ask for."""
+    q, k, v, g, beta, *gate = exact
+    options, of_rate = RATES[rate]
+    options = call[0] | options | gated(leaves[3], *leaves[5:], kind, of_channels)[0]
+    is_normed = kind != "log"
+    q, k = (normed(q), normed(k)) if is_normed else (q, k)
+    want = reference(q, k, v, gated(g, *gate, kind, of_channels)[1], of_rate(beta), **call[1])
+    return options | {"use_qk_l2norm_in_kernel": is_normed}, want
+
+
+def compare(found, want, leaves, exact):
+    for x in found[1:]:
+        assert x is None or x.dtype == torch.float32
+    wanted = used(want, exact)
+    assert wanted == used(found, leaves)
+    check(found, want, [leaves[i] for i in wanted], [exact[i] for i in wanted])
+
+
+@pytest.mark.parametrize("name", DELTA)
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_delta_rule(name, is_normed, call):
+    call = fitting(getattr(family, name), call)
+    leaves, exact = two(rows(B, T, H, K), rows(B, T, H, K), rows(B, T, HV, V), torch.rand(B, T, HV))
+    q, k, v, beta = exact
+    norm = normed if is_normed else lambda x: x
+    want = rwkv_jit.delta_rule_ref(norm(q), norm(k), v, beta, **call[1])
+    compare(getattr(family, name)(*leaves, use_qk_l2norm_in_kernel=is_normed, **call[0]), want, leaves, exact)
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("name", GDN2)
+def test_gdn2(name, kind, call):
+    inputs = rows(B, T, H, K), rows(B, T, H, K), rows(B, T, HV, V), -rows(B, T, HV, K).abs()
+    leaves, exact = two(*inputs, torch.rand(B, T, HV, K), torch.rand(B, T, HV, V), rows(HV), rows(HV * K))
+    q, k, v, g, b, w, *gate = exact
+    options, _ = gated(leaves[3], *leaves[6:], kind, of_channels=True)
+    want = rwkv_jit.gated_delta_rule2_ref(
+        normed(q), normed(k), v, gated(g, *gate, kind, of_channels=True)[1], b, w, **call[1]
+    )
+    found = getattr(family, name)(*leaves[:6], use_qk_l2norm_in_kernel=True, **options, **call[0])
+    compare(found, want, leaves, exact)
+
+
+@pytest.mark.parametrize("decays", ["of heads", "of channels", "of both", "none"])
+def test_decays_of_the_recurrent_function(decays, call):
+    leaves, exact = two(
+        rows(B, T, H, K), rows(B, T, H, K), rows(B, T, HV, V), -torch.rand(B, T, HV), -torch.rand(B, T, HV, K)
+    )
+    q, k, v, g, gk = exact
+    options = {"g": leaves[3], "gk": leaves[4]}
+    if decays == "of heads":
+        decay, options["gk"] = g[..., None].expand(gk.shape), None
+    elif decays == "of channels":
+        decay, options["g"] = gk, None
+    elif decays == "of both":
+        decay = gk + g[..., None]
+    else:
+        decay, options = torch.zeros_like(gk), {}
+    want = rwkv_jit.kda_ref(q, k, v, decay, torch.ones_like(g), **call[1])  # beta is 1
+    compare(family.fused_recurrent_gated_delta_rule(*leaves[:3], **options, **call[0]), want, leaves, exact)
+
+
+@pytest.mark.parametrize("decays", ["of tokens", "fixed", "none"])
+@pytest.mark.parametrize("name", SIMPLE)
+def test_simple_gla(name, decays, call):
+    function = getattr(family, name)
+    given = {"of tokens": ("g", -torch.rand(B, T, HV)), "fixed": ("g_gamma", -torch.rand(HV))}.get(decays)
+    if given and given[0] not in inspect.signature(function).parameters:
+        given = None  # without decays then
+    call = fitting(function, call)
+    leaves, exact = two(rows(B, T, HV, K), rows(B, T, HV, K), rows(B, T, HV, V), *([given[1]] if given else []))
+    options = {given[0]: leaves[3]} if given else {}
+    g = exact[3] if given else torch.zeros(HV, dtype=torch.float64)
+    want = rwkv_jit.simple_gla_ref(*exact[:3], g, **call[1])
+    compare(function(*leaves[:3], **options, **call[0]), want, leaves, exact)
+
+
+@pytest.mark.parametrize("name", [*RETENTION, *LIGHTNING])
+def test_fixed_decays(name, call):
+    function = getattr(family, name)
+    call = fitting(function, call)
+    heads = torch.arange(HV, dtype=torch.float64)
+    g, options = (1 - 2 ** (-5 - heads)).log(), {}
+    if name in LIGHTNING:
+        g, options = -(8 / HV * (1 - 3 / 7)) * heads, {"layer_idx": 3, "num_layers": 7}
+    leaves, exact = two(rows(B, T, HV, K), rows(B, T, HV, K), rows(B, T, HV, V))
+    want = rwkv_jit.simple_gla_ref(*exact, g, **call[1])
+    compare(function(*leaves, **options, **call[0]), want, leaves, exact)
+
+
+def test_packed_sequences_and_what_changes_nothing():
+    bounds = torch.tensor([0, 5, 5, 2 * T])
+    q, k, v, g, beta = (rows(1, 2 * T, *n).float() for n in ((H, K), (H, K), (HV, V), (HV, K), (HV,)))
+    g, state = -g.abs(), rows(3, HV, K, V).float()
+    packed = {"initial_state": state, "output_final_state": True, "cu_seqlens": bounds}
+    want = rwkv_jit.kda_ref(q, k, v, g, beta, **packed)
+    more = {"cu_seqlens_cpu": bounds, "chunk_size": 32, "disable_recompute": True, "max_num_seqs": 3, "layer_idx": 2}
+    more |= {"safe_gate": True, "lower_bound": -5.0}
+    same(family.chunk_kda(q, k, v, g, beta, **packed, **more), want)
+    want = rwkv_jit.gated_delta_rule_ref(q, k, v, g[..., 0], beta, **packed)
+    more = {"cu_seqlens_cpu": bounds, "chunk_size": 16, "chunk_indices": torch.zeros(3, 2, dtype=torch.long)}
+    same(family.chunk_gated_delta_rule(q, k, v, g[..., 0], beta, **packed, **more), want)
+
+
+def test_the_older_name_of_values_first():
+    inputs = [rows(B, T, HV, n).float() for n in (K, K, V)]
+    for function, more in (
+        (family.chunk_kda, (-torch.rand(B, T, HV, K), torch.rand(B, T, HV))),
+        (family.fused_recurrent_kda, (-torch.rand(B, T, HV, K), torch.rand(B, T, HV))),
+        (family.fused_recurrent_gated_delta_rule, ()),
+        (family.fused_recurrent_retention, ()),
+    ):
+        options = {"output_final_state": True, "transpose_state_layout": True}
+        assert function(*inputs, *more, **options)[1].shape == (B, HV, V, K)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("chunk_kda", "return_intermediate_states"), ("chunk_kda", "cp_context"),
+        ("chunk_gated_delta_rule", "cp_context"), ("fused_recurrent_gated_delta_rule", "gv"),
+        ("chunk_gdn2", "return_intermediate_states"), ("chunk_gdn2", "cp_context"),
+        ("fused_recurrent_simple_gla", "reverse"), ("fused_recurrent_retention", "reverse"),
+        ("fused_recurrent_lightning_attn", "reverse"), ("parallel_simple_gla", "output_attentions"),
+        ("parallel_retention", "output_attentions"), ("chunk_delta_rule", "head_first"),
+        ("chunk_lightning_attn", "head_first"), ("chunk_retention", "head_first"),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_cannot_do(name, option):
+    function = getattr(family, name)
+    needed = [x for x in inspect.signature(function).parameters.values() if x.default is x.empty]
+    tensors = [torch.zeros(1, 3, 2, 4) for x in needed if x.kind == x.POSITIONAL_OR_KEYWORD]
+    with pytest.raises(UnsupportedConfigError, match=f"{option} is not supported"):
+        function(*tensors, **{option: True})
+
+
+def test_graphs_of_packed_sequences_are_left_to_fla():
+    q, g, beta = torch.randn(1, 4, 2, 8), -torch.rand(1, 4, 2, 8), torch.rand(1, 4, 2)
+    with pytest.raises(UnsupportedConfigError, match="use_graph is not supported"):
+        family.chunk_kda(q, q, q, g, beta, use_graph=True, cu_seqlens=torch.tensor([0, 4]))
+    same(family.chunk_kda(q, q, q, g, beta, use_graph=True)[:1], rwkv_jit.kda_ref(q, q, q, g, beta)[:1])
+
+
+def test_what_fla_may_take_and_the_kernels_do_not():
+    q, g, beta = torch.randn(1, 4, 2, 8), -torch.rand(1, 4, 2, 8), torch.rand(1, 4, 2)
+    with pytest.raises(UnsupportedConfigError, match=r"g of torch\.bfloat16 beside torch\.float32 is not supported"):
+        family.chunk_kda(q, q, q, g.bfloat16(), beta)
+    with pytest.raises(UnsupportedConfigError, match="a beta of each value is not supported"):
+        family.fused_recurrent_kda(q, q, q, g, torch.rand(1, 4, 2, 8))
+    with pytest.raises(UnsupportedConfigError, match=r"torch\.bfloat16 beside torch\.float32 is not supported"):
+        family.chunk_gated_delta_rule(q, q, q.bfloat16(), g[..., 0], beta)
+    with pytest.raises(UnsupportedConfigError, match="gk is not supported"):
+        family.fused_recurrent_gated_delta_rule(q, q, q, g[..., 0], gk=g, use_gate_in_kernel=True)
+    with pytest.raises(UnsupportedConfigError, match="g_gamma is not supported"):
+        family.chunk_simple_gla(q, q, q, g[..., 0], torch.zeros(2))
+    half = q.bfloat16()
+    y, state = family.chunk_kda(half, half, half, g, beta.bfloat16(), output_final_state=True)
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_bad_input_is_named():
+    q, g, beta = torch.randn(1, 4, 2, 8), -torch.rand(1, 4, 2, 8), torch.rand(1, 4, 2)
+    with pytest.raises(ValueError, match="A_log: expected a tensor with use_gate_in_kernel, got None"):
+        family.chunk_kda(q, q, q, g, beta, use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match="allow_neg_eigval: goes with use_beta_sigmoid_in_kernel, got it alone"):
+        family.fused_recurrent_kda(q, q, q, g, beta, allow_neg_eigval=True)
+    with pytest.raises(ValueError, match="g: expected a tensor with use_gate_in_kernel, got None"):
+        family.fused_recurrent_gated_delta_rule(q, q, q, use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match=r"g: expected shape .*, got \[1, 4, 3\]"):
+        family.chunk_gated_delta_rule(q, q, q, torch.zeros(1, 4, 3), beta)
+    with pytest.raises(ValueError, match=r"beta: expected shape .*, got \[1, 4\]"):
+        family.chunk_delta_rule(q, q, q, torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="initial_state: expected shape"):
+        family.chunk_retention(q, q, q, initial_state=torch.zeros(1, 3, 8, 8))
+
+
+# ---- with FLA ----------------------------------------------------------------------------------------------------
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it says that there is no GPU
+    pytest.importorskip("fla", exc_type=ImportError)
+    import fla.layers
+from rwkv_jit.compat.fla import patches  # noqa: E402
+
+NAIVE = {
+    "chunk_kda": ("kda.naive", "naive_recurrent_kda"),
+    "chunk_gated_delta_rule": ("gated_delta_rule.naive", "naive_recurrent_gated_delta_rule"),
+    "chunk_delta_rule": ("delta_rule.naive", "delta_rule_recurrence"),
+    "chunk_gdn2": ("gdn2.naive", "naive_recurrent_gdn2"),
+    "chunk_simple_gla": ("simple_gla.naive", "naive_recurrent_simple_gla"),
+}
+MODULES = [(name, module) for module, names in ours.FUNCTIONS.items() for name in names if hasattr(family, name)]
+
+
+@pytest.fixture
+def installed():
+    ours.install()
+    patches._calls.clear()
+    yield
+    ours.uninstall()
+
+
+def theirs(module, name):
+    return getattr(import_module(f"fla.ops.{module}"), name)
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_against_functions_of_fla(name):
+    """FLA's functions in plain torch compute in float32."""
+    q, k, v = (rows(B, T, HV, n) for n in (K, K, V))
+    decay, beta, write = -torch.rand(B, T, HV, K), torch.rand(B, T, HV), torch.rand(B, T, HV, V)
+    inputs = {
+        "chunk_kda": (q, k, v, decay, beta), "chunk_gated_delta_rule": (q, k, v, beta, decay[..., 0]),
+        "chunk_delta_rule": (q, k, v, beta), "chunk_gdn2": (q, k, v, decay, decay.exp(), write),
+        "chunk_simple_gla": (q, k, v, decay[..., 0]),
+    }[name]  # fmt: skip
+    leaves, exact = (list(map(torch.Tensor.requires_grad_, (x.float() for x in inputs))) for _ in range(2))
+    state = rows(B, HV, K, V).float()
+    order = [0, 1, 2, 4, 3] if name == "chunk_gated_delta_rule" else range(len(leaves))
+    found = getattr(family, name)(*(leaves[i] for i in order), initial_state=state, output_final_state=True)
+    given, options = exact, {"initial_state": state, "output_final_state": True}
+    if name == "chunk_delta_rule":  # heads first
+        given = [x.transpose(1, 2) for x in exact]
+    want = theirs(*NAIVE[name])(*given, **options)
+    if name == "chunk_delta_rule":
+        want = want[0].transpose(1, 2), want[1]
+    check(found, want, leaves, exact, 2e-5)
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_gates_of_fla(is_bounded):
+    g, A_log, dt_bias = rows(B, T, HV, K).float(), rows(HV).float(), rows(HV * K).float()
+    name, options = ("naive_kda_lowerbound_gate", {"lower_bound": -3.0}) if is_bounded else ("naive_kda_gate", {})
+    made = theirs("kda.gate", name)(g, A_log, dt_bias, **options)
+    q, k, v, beta = *(rows(B, T, HV, n).float() for n in (K, K, V)), torch.rand(B, T, HV)
+    want = theirs("kda.naive", "naive_recurrent_kda")(q, k, v, made, beta)
+    found = family.chunk_kda(
+        q, k, v, g, beta, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, safe_gate=is_bounded, **options
+    )
+    same(found[:1], want[:1])
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES)
+def test_the_arguments_are_those_of_fla(name, module):
+    function = import_module(module).__dict__[name]
+    theirs, own = (inspect.signature(inspect.unwrap(x)).parameters for x in (function, getattr(family, name)))
+    positional = [x for x in theirs if theirs[x].kind == theirs[x].POSITIONAL_OR_KEYWORD]
+    assert list(own)[: len(positional)] == positional
+    assert [own[x].default for x in positional] == [theirs[x].default for x in positional]
+    assert ("kwargs" in theirs) == ("more" in own)
+
+
+def test_every_function_is_ours(installed):
+    for name, module in MODULES:
+        function = getattr(sys.modules[module], name)
+        assert function in patches._replaced or name in patches._DISPATCHED
+    assert fla.layers.kda.fused_recurrent_kda in patches._replaced
+    assert fla.layers.delta_net.chunk_delta_rule in patches._replaced
+
+
+def test_fla_s_registry_runs_ours(installed):
+    q, k, v = (rows(B, T, HV, n).float() for n in (K, K, V))
+    g, beta = -torch.rand(B, T, HV, K), torch.rand(B, T, HV)
+    same(theirs("kda", "chunk_kda")(q, k, v, g, beta)[:1], rwkv_jit.kda_ref(q, k, v, g, beta)[:1])
+    heads = g[..., 0]
+    found = theirs("gated_delta_rule", "chunk_gdn")(q, k, v, g=heads, beta=beta)
+    same(found[:1], rwkv_jit.gated_delta_rule_ref(q, k, v, heads, beta)[:1])
+    want = rwkv_jit.simple_gla_ref(q, k, v, heads)
+    for name in ("fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla"):
+        same(theirs("simple_gla", name)(q, k, v, heads)[:1], want[:1])
+        assert name in patches._DISPATCHED
+    assert all(who == {"rwkv_jit": 1} for who in ours.report().values())
+    assert set(ours.report()) == set(patches._DISPATCHED) - {"chunk_dplr_delta_rule"}
+    ours.uninstall()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - Triton's, on a CPU
+        theirs("kda", "chunk_kda")(q, k, v, g, beta)
+
+
+# ---- its layers --------------------------------------------------------------------------------------------------
+
+
+class Norm(torch.nn.Module):
+    """What stands for the norms of FLA's layers, which need a GPU."""
+
+    def forward(self, x, gate=None):
+        x = F.rms_norm(x, x.shape[-1:])
+        return x if gate is None else x * torch.sigmoid(gate)
+
+
+class Rotary(torch.nn.Module):
+    """What stands for FLA's rotary embedding, which needs a GPU: none."""
+
+    def forward(self, q, k, **_):
+        return q, k
+
+
+LAYERS = [
+    ("kda.KimiDeltaAttention", {"head_dim": 8, "num_heads": 2, "num_v_heads": 4, "use_short_conv": False}),
+    ("gated_deltanet.GatedDeltaNet", {"head_dim": 8, "num_heads": 2, "num_v_heads": 4, "use_short_conv": False}),
+    ("delta_net.DeltaNet", {"num_heads": 3, "use_short_conv": False}),
+    ("gdn2.GatedDeltaNet2", {"head_dim": 8, "num_heads": 3, "use_short_conv": False}),
+    ("simple_gla.SimpleGatedLinearAttention", {"num_heads": 3, "use_short_conv": False}),
+    ("multiscale_retention.MultiScaleRetention", {"num_heads": 3}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:ShortConvolution is crucial")
+@pytest.mark.parametrize(("name", "options"), LAYERS)
+def test_layers_train_and_decode(installed, name, options):
+    """A layer in parts is the whole, by other functions where gradients are wanted than where not."""
+    from fla.models.utils import Cache
+
+    layer = getattr(import_module(f"fla.layers.{name.split('.')[0]}"), name.split(".")[1])(
+        hidden_size=24, layer_idx=0, **options
+    )
+    for norm in {"o_norm", "g_norm", "g_norm_swish_gate"} & set(dict(layer.named_children())):
+        setattr(layer, norm, Norm())
+    if hasattr(layer, "rotary"):
+        layer.rotary = Rotary()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    x = torch.randn(2, T, 24)
+    want = layer(x)[0]
+    grads = torch.autograd.grad(want.square().sum(), list(layer.parameters()))
+    assert all(x.isfinite().all() and x.any() for x in grads)
+    layer.eval()
+    cache = Cache()
+    with torch.no_grad():
+        found = [layer(part, past_key_values=cache, use_cache=True)[0] for part in x.split([1, 6, 6], 1)]
+    same([torch.cat(found, 1)], [want.detach()], 1e-4)
+    assert len(ours.report()) >= 1
+    assert all(set(who) == {"rwkv_jit"} for who in ours.report().values())

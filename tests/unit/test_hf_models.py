@@ -1,0 +1,348 @@
+"""Models of transformers with KDA, the gated delta rule or Mamba-2 on these ops, beside transformers' own code."""
+
+import gc
+import importlib
+import inspect
+import logging
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import rwkv_jit
+from rwkv_jit import compat
+from rwkv_jit.compat import hf, hf_models
+from rwkv_jit.errors import UnsupportedConfigError
+
+transformers = pytest.importorskip("transformers")
+
+WORDS, T = 61, 11
+MODEL = dict(
+    vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=128,
+)  # fmt: skip
+LINEAR = dict(layer_types=["linear_attention", "full_attention"])
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6, head_dim=8
+)
+EXPERTS = dict(num_experts=4, moe_intermediate_size=16)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=4)
+KIMI = dict(
+    linear_num_heads=2, linear_head_dim=8, num_experts_per_token=2, kv_lora_rank=8, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=8, num_key_value_heads=4,
+)  # fmt: skip
+MODELS = {
+    "qwen3_next": (
+        "Qwen3Next",
+        MODEL | DELTA | LINEAR | EXPERTS | dict(num_experts_per_tok=2, shared_expert_intermediate_size=16),
+    ),
+    "qwen3_5": ("Qwen3_5", MODEL | DELTA | LINEAR),
+    "olmo_hybrid": ("OlmoHybrid", MODEL | DELTA | LINEAR),
+    "kimi_linear": ("KimiLinear", MODEL | LINEAR | EXPERTS | KIMI),
+    "mamba2": (
+        "Mamba2",
+        dict(vocab_size=WORDS, hidden_size=24, num_hidden_layers=2, state_size=8, num_heads=6, head_dim=8, n_groups=2,
+             chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=None),
+    ),
+    "bamba": ("Bamba", MODEL | MAMBA | {"attn_layer_indices": [1]}),
+    "nemotron_h": (
+        "NemotronH",
+        MODEL | dict(mamba_num_heads=8, mamba_head_dim=8, n_groups=2, ssm_state_size=8, chunk_size=4, head_dim=8,
+                     layers_block_type=["mamba", "attention"]),
+    ),
+    "falcon_h1": ("FalconH1", MODEL | MAMBA | {"mamba_d_ssm": 64}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        MODEL | MAMBA | dict(layer_types=["mamba", "attention"], num_local_experts=2, num_experts_per_tok=1,
+                             shared_intermediate_size=16),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    compat.uninstall()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_fla():
+    """The files of models as they are where FLA is not installed: it is looked for when they are imported."""
+    there = {name: sys.modules.pop(name, None) for name in compat.MODELS}
+    kept = {name: x for name, x in sys.modules.items() if name.split(".")[0] == "fla"}
+    for name in kept:
+        del sys.modules[name]
+    sys.modules["fla"] = None
+    yield
+    del sys.modules["fla"]
+    sys.modules.update(kept)
+    for name, module in there.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def file_of(name):
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def model_of(name, **more):
+    """A random model in which all that is learned counts."""
+    kind, options = MODELS[name]
+    configs = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    config = getattr(configs, f"{kind}TextConfig", None) or getattr(configs, f"{kind}Config")
+    torch.manual_seed(7)
+    model = getattr(file_of(name), f"{kind}ForCausalLM")(config(**options, **more))
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(torch.randn_like(x) * 0.1)
+    return model
+
+
+def words(*shape):
+    return torch.randint(2, WORDS, shape)
+
+
+def run(model, text, mask=None):
+    """Logits and gradients of training, and what is generated."""
+    out = model.train()(text, attention_mask=mask, labels=text)
+    grads = torch.autograd.grad(out.loss, list(model.parameters()), allow_unused=True)
+    generated = model.eval().generate(text, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    return [out.logits.detach(), *(x for x in grads if x is not None)], generated.tolist()
+
+
+def counted(monkeypatch):
+    """The names of ours that run from now on."""
+    calls, find = [], hf_models.find
+
+    def counting(name):
+        function = find(name)
+
+        def call(*arguments, **options):
+            result = function(*arguments, **options)
+            calls.append(name)
+            return result
+
+        return call
+
+    monkeypatch.setattr(hf_models, "find", counting)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "padded"), [*((x, False) for x in MODELS), ("qwen3_next", True), ("mamba2", True)])
+def test_models_train_and_generate_the_same(monkeypatch, name, padded):
+    model, text = model_of(name), words(2, T)
+    mask = torch.ones_like(text)
+    if padded:
+        mask[0, :3] = 0
+    want, chosen = run(model, text, mask)
+    calls = counted(monkeypatch)
+    names = hf.patch(model)
+    assert all(x.startswith(f"{file_of(name).__name__}.") for x in names)
+    assert len(names) == 2
+    found, generated = run(model, text, mask)
+    assert {f"{file_of(name).__name__}.{x}" for n in set(calls) for x in hf_models.FUNCTIONS[n].called} >= set(names)
+    assert generated == chosen
+    for x, y in zip(found, want, strict=True):
+        assert (x - y).norm() <= 1e-3 * y.norm() + 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2"])
+def test_sixteen_bits(name):
+    model, text = model_of(name), words(2, T)
+    exact = model(text).logits.detach()
+    model.to(torch.bfloat16)
+    theirs = model(text).logits.detach().float()
+    hf.patch(model)
+    found = model(text).logits
+    limit = 0.03 * exact.norm() + 2 * (theirs - exact).norm()  # their own rounding comes on top
+    assert (found - exact).norm() <= limit
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2"])
+def test_parts_with_a_cache_are_the_whole(name):
+    model, text = model_of(name).eval(), words(2, T)
+    hf.patch(model)
+    with torch.no_grad():
+        want, cache, found = model(text).logits, None, []
+        for part in text.split([5, 1, 5], 1):
+            key = "cache_params" if name == "mamba2" else "past_key_values"
+            out = model(part, **{key: cache}, use_cache=True)
+            cache = out[key]
+            found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-3, atol=1e-4)
+
+
+def test_decoding_that_wants_gradients_stays_theirs(caplog):
+    """Through a state that changes in place there are none."""
+    model, text = model_of("mamba2").eval(), words(1, 5)
+    hf.patch(model)
+    cache = model(text, use_cache=True).cache_params
+    with caplog.at_level(logging.INFO, "rwkv_jit"):
+        model(words(1, 1), cache_params=cache, use_cache=True)
+    assert "a gradient through states that change in place is not supported" in caplog.text
+
+
+def test_patch_of_a_file_and_back():
+    module = file_of("qwen3_next")
+    theirs = module.torch_chunk_gated_delta_rule
+    for _ in range(2):
+        names = hf.patch(module)
+        assert module.torch_chunk_gated_delta_rule.__wrapped__ is theirs
+    assert names == [f"{module.__name__}.torch_{x}_gated_delta_rule" for x in ("chunk", "recurrent")]
+    compat.uninstall()
+    assert module.torch_chunk_gated_delta_rule is theirs
+
+
+class Older(nn.Module):
+    """A layer that has its functions itself, as in older versions."""
+
+    def __init__(self):
+        super().__init__()
+        self.chunk_gated_delta_rule = self.recurrent_gated_delta_rule = theirs
+
+    def forward(self, q, k, v, g, beta):
+        return self.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False)[0]
+
+
+def theirs(*arguments, **options):
+    return ("theirs",)
+
+
+def test_layers_that_have_the_functions_themselves():
+    model = nn.Sequential(nn.Identity(), Older())
+    assert hf.patch(model) == ["1.chunk_gated_delta_rule", "1.recurrent_gated_delta_rule"]
+    q, k, v, g, beta = *torch.randn(3, 2, T, 2, 8), -torch.rand(2, T, 2), torch.rand(2, T, 2)
+    torch.testing.assert_close(model[1](q, k, v, g, beta), rwkv_jit.gated_delta_rule_ref(q, k, v, g, beta)[0])
+    layer, gone = model[1], weakref.ref(model[1])
+    compat.uninstall()
+    assert layer.chunk_gated_delta_rule is theirs
+    hf.patch(layer)
+    del model, layer
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_the_kernels_cannot_do_stays_theirs():
+    module = types.ModuleType("transformers_modules.mamba")
+    module.selective_state_update = theirs
+    hf.patch(module)
+    x = torch.randn(2, 6)
+    assert module.selective_state_update(torch.zeros(2, 6, 8), x, x, torch.zeros(6, 8), x, x) == ("theirs",)
+    module.selective_state_update = None  # where the package is missing
+    with pytest.raises(ValueError, match=r"target: expected a module with .* or chunk_kda or .*, got transformers_m"):
+        hf.patch(module)
+
+
+# ---- install -----------------------------------------------------------------------------------------------------
+
+ORDERS = """
+import sys
+from rwkv_jit import compat
+if "without" in sys.argv:
+    sys.modules["fla"] = None
+if "before" in sys.argv:
+    compat.install()
+    assert not {"torch", "transformers"} & set(sys.modules)
+import transformers.models.qwen3_next.modeling_qwen3_next as qwen
+import transformers.models.mamba2.modeling_mamba2 as mamba
+def is_ours(function):
+    return getattr(function, "__code__", is_ours.__code__).co_filename.endswith("falling_back.py")
+def ours():
+    (answer,) = {
+        is_ours(x)
+        for x in (qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule, mamba.mamba2_chunk_scan)
+    }
+    return answer
+if "after" in sys.argv:
+    assert not ours()
+    compat.install()
+assert ours()
+compat.install()
+compat.uninstall()
+assert not ours()
+import transformers.models.kimi_linear.modeling_kimi_linear as kimi
+assert not is_ours(kimi.chunk_kimi_delta_attention)
+compat.install()
+assert ours()
+assert is_ours(kimi.chunk_kimi_delta_attention)
+import torch
+q, g, beta = torch.randn(1, 5, 2, 8), -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
+import rwkv_jit
+found = qwen.torch_chunk_gated_delta_rule(q, q, q, g=g, beta=beta, cu_seqlens=None, output_attentions=True)[0]
+torch.testing.assert_close(found, rwkv_jit.gated_delta_rule_ref(q, q, q, g, beta)[0])
+"""
+
+
+@pytest.mark.parametrize("when", [["before"], ["after"], ["before", "without"], ["after", "without"]], ids=" ".join)
+def test_install_in_every_order(child, when):
+    child(ORDERS, *when)
+
+
+def test_every_file_of_transformers_that_there_is_is_known():
+    """Those that look for these functions, but for Mamba-1."""
+    from pathlib import Path
+
+    known = set(compat.MODELS)
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        asks = any(f'fallback("{name}"' in text for name in hf_models.FUNCTIONS if name != "selective_state_update")
+        assert asks == (f"transformers.models.{path.parent.name}.{path.stem}" in known)
+
+
+# ---- layers for kernels ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2"])
+def test_kernels_puts_ours_into_models(name):
+    """The arguments of our layers are those of transformers' functions, or `kernels` would refuse them."""
+    kernels = pytest.importorskip("kernels")
+    functions = {
+        x: f for x, f in vars(file_of(name)).items() if getattr(f, "kernel_layer_name", None) in hf_models.FUNCTIONS
+    }
+    for function in functions.values():
+        wanted = inspect.signature(type(function).forward).parameters.values()
+        layer = getattr(importlib.import_module("rwkv_jit.compat.hf_kernels").layers, function.kernel_layer_name)
+        assert [(x.name, x.kind) for x in inspect.signature(layer.forward).parameters.values()] == [
+            (x.name, x.kind) for x in wanted
+        ]
+    assert len(functions) == 2
+    model, text = model_of(name), words(2, T)
+    want, chosen = run(model, text)
+    kept = {x: f.__dict__.get("forward") for x, f in functions.items()}
+    with kernels.use_kernel_mapping(hf.kernel_mapping(), inherit_mapping=False):
+        model.set_use_kernels(True)
+    try:
+        for function in functions.values():
+            assert function.forward.__module__ == "rwkv_jit.compat.hf_kernels.layers"
+        found, generated = run(model, text)
+    finally:
+        for x, f in functions.items():
+            f.__dict__.pop("forward", None) if kept[x] is None else f.__dict__.update(forward=kept[x])
+    assert generated == chosen
+    for x, y in zip(found, want, strict=True):
+        assert (x - y).norm() <= 1e-3 * y.norm() + 1e-6
+
+
+def test_a_layer_gives_back_what_the_kernels_cannot_do():
+    kernels = pytest.importorskip("kernels")
+    arguments = hf_models.FUNCTIONS["selective_state_update"].arguments
+
+    def original(*given, **named):
+        return "theirs"
+
+    original.__signature__ = inspect.signature(eval(f"lambda {arguments.replace(' ', ', ')}, **kwargs: None"))
+    function = kernels.use_kernel_forward_from_hub("selective_state_update")(original)
+    model = kernels.use_kernelized_func(function)(type("Layer", (nn.Identity,), {}))()
+    with kernels.use_kernel_mapping(hf.kernel_mapping(), inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
+    x = torch.randn(2, 6)
+    given = torch.zeros(2, 6, 8), x, x, torch.zeros(6, 8), x, x
+    assert function(*given) == "theirs"
+    alone = importlib.import_module("rwkv_jit.compat.hf_kernels").layers.selective_state_update()
+    with pytest.raises(UnsupportedConfigError, match="states of 3 dimensions"):
+        alone(*given)
