@@ -26,7 +26,7 @@ DECAYS = [(-1.0, -0.01), (-0.001, 0.0), (-80.0, 0.0), (-2000.0, -1000.0)]
 @pytest.fixture(autouse=True)
 def any_heads(monkeypatch):
     """Few heads go there too."""
-    monkeypatch.setattr(head_decays, "_LEAST_BLOCKS", 0)
+    monkeypatch.setattr(head_decays, "LEAST_BLOCKS", 0)
 
 
 def own(launched):
