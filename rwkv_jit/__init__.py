@@ -74,6 +74,8 @@ _MODULES = {
     "norm_shift_ref": "rwkv_jit.layers.reference",
     "prepare_keys_ref": "rwkv_jit.layers.reference",
     "token_shift_ref": "rwkv_jit.layers.reference",
+    "causal_conv1d": "rwkv_jit.layers.convolution",
+    "causal_conv1d_update": "rwkv_jit.layers.convolution",
     "cross_entropy": "rwkv_jit.layers.loss",
     "linear_cross_entropy": "rwkv_jit.layers.loss",
     "gla_ref": "rwkv_jit.reference",
@@ -149,6 +151,8 @@ __all__ = [
     "activate_ref",
     "add_hook",
     "cache_info",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "clear_cache",
     "compile_async",
     "cross_entropy",
@@ -315,6 +319,7 @@ if TYPE_CHECKING:
         wkv7_varlen,
     )
     from rwkv_jit.inference.wkv4 import wkv4_update
+    from rwkv_jit.layers.convolution import causal_conv1d, causal_conv1d_update
     from rwkv_jit.layers.functions import activate, gated, gated_norm, norm_shift, prepare_keys, shift_mix, token_shift
     from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
     from rwkv_jit.layers.reference import (

@@ -18,6 +18,7 @@ from rwkv_jit import after
 from rwkv_jit.compat import alias
 
 if TYPE_CHECKING:
+    from rwkv_jit.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
     from rwkv_jit.compat.flash_rwkv import rwkv5_cuda_linear_attention, rwkv6_cuda_linear_attention
     from rwkv_jit.compat.functions import (
         RUN_CUDA,
@@ -62,7 +63,7 @@ __all__ = [
     "attn_backstepping_longhead_wrap", "attn_backstepping_smallhead", "attn_backstepping_smallhead_wrap",
     "attn_chunked_cuda", "attn_chunked_cuda_varlen", "attn_chunked_cuda_wrap", "attn_triton_bighead",
     "attn_triton_bighead_bf16", "attn_triton_bighead_fp16", "attn_triton_bighead_fp32", "attn_triton_bighead_wrap",
-    "install", "load_backstepping_longhead", "load_backstepping_smallhead", "load_chunked_cuda",
+    "causal_conv1d_fn", "causal_conv1d_update", "install", "load_backstepping_longhead", "load_backstepping_smallhead", "load_chunked_cuda",
     "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention", "rwkv7_recurrent",
     "uninstall",
 ]  # fmt: skip
@@ -71,6 +72,8 @@ __all__ = [
 def _module_of(name: str) -> str:
     if name.startswith(("attn_", "load_")):
         return "wind"
+    if name.startswith("causal_conv1d_"):
+        return "causal_conv1d"
     return (
         "flash_rwkv" if name.endswith("_linear_attention") else "rwkv7_hf" if name == "rwkv7_recurrent" else "functions"
     )

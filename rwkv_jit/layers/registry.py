@@ -57,6 +57,20 @@ _OPS = {
         "(Tensor grad, Tensor of_hidden, Tensor of_weight, Tensor of_bias) -> (Tensor, Tensor, Tensor)",
         "rwkv_jit.layers.loss", has_gradient=True,
     ),
+    "causal_conv1d_fwd": Entry(
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, str activation) -> Tensor",
+        "rwkv_jit.layers.convolution", has_gradient=True,
+    ),
+    "causal_conv1d_bwd": Entry(
+        "(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, "
+        "str activation, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+        "rwkv_jit.layers.convolution", has_gradient=True,
+    ),
+    "causal_conv1d_update": Entry(
+        "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? state_indices, Tensor? num_active, "
+        "Tensor(b!) y, int null_index, str activation) -> ()",
+        "rwkv_jit.layers.convolution",
+    ),
 }  # fmt: skip
 # The inputs of the ops that have gradients, those in brackets optional, and their results. In the place of one that a
 # call does not have, an op returns an empty tensor: torch.func knows no lists of what has gradients.

@@ -455,12 +455,12 @@ parallel.recurrences
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
 inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps derived.steps
 layers.loss_steps
-inference.arguments layers.gradient_steps layers.reference layers.placed
+inference.arguments layers.gradient_steps layers.reference layers.placed layers.convolution_steps
 inference.replay_steps inference.states
 inference.ring inference.pool derived.arguments
 inference.calls
 inference.plainly inference.flops
-inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
+inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops layers.convolution
 inference.replay_calls layers.gradients derived.head_decays
 layers.functions derived.operands derived.diagonal
 parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled

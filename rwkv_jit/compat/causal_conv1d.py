@@ -1,0 +1,190 @@
+"""Functions with the names and arguments of the package causal-conv1d, of which Mamba-2 and others import them.
+
+B is the batch, C the channels, T the tokens, W the width. Channels stand before tokens, as in the package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv_jit import tensors
+from rwkv_jit.errors import UnsupportedConfigError
+from rwkv_jit.inference import arguments
+from rwkv_jit.layers import convolution
+from rwkv_jit.layers.convolution_steps import MOST_STATE_LEN
+from rwkv_jit.ops import checks
+
+
+def causal_conv1d_fn(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    seq_idx: Any = None,
+    initial_states: Any = None,
+    return_final_states: bool = False,
+    final_states_out: Any = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return a causal convolution of each channel, as `rwkv_jit.causal_conv1d`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, C, T)
+        What is convolved. Channels that are neighbours in memory are read in place, others copied.
+    weight : torch.Tensor, shape (C, W), W from 2 to 8
+        The taps, that of the token itself last.
+    bias : torch.Tensor, shape (C,), optional
+        Is added before the activation.
+    seq_idx : torch.Tensor, shape (B, T), int32, optional
+        The number of each token's text, whose tokens are neighbours. Where it is negative, y is zeros. `cu_seqlens` of
+        `rwkv_jit.causal_conv1d` says the same with less work.
+    initial_states : torch.Tensor, shape (B, C, W - 1), dtype of x, optional
+        The tokens before the first.
+    return_final_states : bool, default False
+        Also return the last tokens.
+    final_states_out : torch.Tensor, shape (B, C, W - 1), dtype of x, optional
+        Where these are written.
+    activation : {None, "silu", "swish"}, default None
+        What the sum goes through; "swish" is "silu".
+
+    Returns
+    -------
+    out : torch.Tensor, shape (B, C, T), dtype of x
+        With the channels as neighbours in memory, whatever x has.
+    final_states : torch.Tensor, shape (B, C, W - 1), dtype of x
+        With `return_final_states` alone. Gradients go through both, to x, weight, bias and initial_states.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+    UnsupportedConfigError
+        `seq_idx` with initial states or final ones.
+    """
+    x = _channels_of(x, (3,))
+    weight, bias = _taps(x, weight, bias)
+    chosen = _activation(activation)
+    if seq_idx is not None:
+        if initial_states is not None or return_final_states:
+            other = "initial_states" if initial_states is not None else "return_final_states"
+            raise UnsupportedConfigError(f"seq_idx: goes without {other}; give rwkv_jit.causal_conv1d cu_seqlens")
+        return _of_texts(x, weight, bias, seq_idx, chosen)
+    y, state = convolution.causal_conv1d(
+        x.transpose(1, 2), weight, bias, initial_state=initial_states, output_final_state=return_final_states,
+        activation=chosen,
+    )  # fmt: skip
+    if state is None:
+        return y.transpose(1, 2)
+    if final_states_out is not None:
+        target = tensors.from_any("final_states_out", final_states_out, in_place=True)
+        arguments.check_shape("final_states_out", target, tuple(state.shape))
+        arguments.check_dtype("final_states_out", target, (x.dtype,), x)
+        target.copy_(state)
+        state = final_states_out
+    return y.transpose(1, 2), state
+
+
+def causal_conv1d_update(
+    x: Any,
+    conv_state: Any,
+    weight: Any,
+    bias: Any = None,
+    activation: str | None = None,
+    cache_seqlens: Any = None,
+    conv_state_indices: Any = None,
+) -> Tensor:
+    """Return a causal convolution of the next tokens and move its states on, as `rwkv_jit.causal_conv1d_update`.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, C) or (B, C, T)
+        What is convolved.
+    conv_state : torch.Tensor, shape (B, C, L) or (slots, C, L), L from W - 1 to 16
+        The last tokens before these, the last one last, and then those behind them.
+    weight : torch.Tensor, shape (C, W), W from 2 to 8
+        The taps, that of the token itself last.
+    bias : torch.Tensor, shape (C,), optional
+        Is added before the activation.
+    activation : {None, "silu", "swish"}, default None
+        What the sum goes through; "swish" is "silu".
+    cache_seqlens : None
+        Where states are rings. There are none.
+    conv_state_indices : torch.Tensor, shape (B,), int32, optional
+        The slot of each row. One below 0 is none: its row gets zeros.
+
+    Returns
+    -------
+    out : torch.Tensor, shape and dtype of x
+        Nothing is recorded for gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came. The states are as they were.
+    UnsupportedConfigError
+        `cache_seqlens` is given, or states keep more than 16 tokens.
+    """
+    x = _channels_of(x, (2, 3))
+    weight, bias = _taps(x, weight, bias)
+    chosen = _activation(activation)
+    conv_state = tensors.from_any("conv_state", conv_state, in_place=True)
+    if cache_seqlens is not None:
+        raise UnsupportedConfigError("cache_seqlens: expected None, as states are no rings; their last token is last")
+    if conv_state.dim() == 3 and conv_state.shape[2] > MOST_STATE_LEN:
+        raise UnsupportedConfigError(f"conv_state: keeps up to {MOST_STATE_LEN} tokens, got {conv_state.shape[2]}")
+    indices = arguments.indices("conv_state_indices", conv_state_indices, x.shape[0], x)
+    rows = x if x.dim() == 2 else x.transpose(1, 2)
+    with torch.no_grad():
+        y = convolution.causal_conv1d_update(
+            rows, conv_state, weight, bias, activation=chosen, state_indices=indices
+        )  # fmt: skip
+        if indices is not None:
+            y.masked_fill_((indices < 0).view(-1, *[1] * (y.dim() - 1)), 0)
+    return y if x.dim() == 2 else y.transpose(1, 2)
+
+
+def _channels_of(x: Any, dims: tuple[int, ...]) -> Tensor:
+    """Return x, whose second dimension is that of the channels."""
+    x = tensors.from_any("x", x)
+    if x.dim() not in dims:
+        legal = " or ".join(["[batch, channels]"] * (2 in dims) + ["[batch, channels, tokens]"])
+        raise ValueError(f"x: expected shape {legal}, got {list(x.shape)}")
+    return x
+
+
+def _taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
+    """Return taps in a dtype that goes with that of x; the package takes any two."""
+    given = [tensors.from_any("weight", weight), None if bias is None else tensors.from_any("bias", bias)]
+    several = [
+        y.float() if y is not None and y.dtype in tensors.STORAGE and y.dtype != x.dtype else y for y in given
+    ]  # fmt: skip
+    return several[0], several[1]  # type: ignore[return-value]
+
+
+def _activation(activation: Any) -> str | None:
+    if activation is None:
+        return None
+    checks.check_name("activation", activation, ("silu", "swish"))
+    return "silu"
+
+
+def _of_texts(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Any, activation: str | None) -> Tensor:
+    """Return y of texts that stand one behind another in each row."""
+    batch, channels, tokens = x.shape
+    seq_idx = tensors.from_any("seq_idx", seq_idx)
+    arguments.check_shape("seq_idx", seq_idx, (batch, tokens))
+    arguments.check_dtype("seq_idx", seq_idx, arguments.INDEX_TYPES, x)
+    if not x.numel():
+        return torch.empty_like(x)
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    # As many bounds as there could be, so that nobody has to know how many there are: the last texts have no tokens.
+    places = torch.arange(batch * tokens + 1, device=x.device)
+    bounds = torch.where(torch.cat([begins.flatten(), begins.new_zeros(1)]), places, batch * tokens).sort().values
+    rows = x.transpose(1, 2).reshape(1, batch * tokens, channels)
+    y, _ = convolution.causal_conv1d(rows, weight, bias, cu_seqlens=bounds, activation=activation)
+    y = y.view(batch, tokens, channels).masked_fill((seq_idx < 0).unsqueeze(2), 0)
+    return y.transpose(1, 2)
