@@ -242,6 +242,13 @@ def test_what_the_kernels_cannot_do_stays_theirs():
         hf.patch(module)
 
 
+def test_options_that_ours_do_not_know_are_not_read():
+    """Models hand on what they were given."""
+    x, dt, A, b = torch.randn(2, T, 4, 6), torch.rand(2, T, 4), -torch.rand(4), torch.randn(2, T, 2, 8)
+    found = hf_models.find("mamba_chunk_scan_combined")(x, dt, A, b, b, chunk_size=4, use_cache=False, logits_to_keep=0)
+    torch.testing.assert_close(found, rwkv_jit.ssd_ref(x, dt, A, b, b)[0])
+
+
 # ---- install -----------------------------------------------------------------------------------------------------
 
 ORDERS = """
