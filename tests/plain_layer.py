@@ -62,6 +62,36 @@ def prepare_keys(
     return k, v, -kk, kk * rate, (of_token(r) * k * of_layer(r_k)).sum(-1, keepdim=True) * v
 
 
+def delta_operands(k, beta, q=None, g=None, A_log=None, dt_bias=None, *, kinds, lower_bound):
+    """r, w, k, a and b of `wkv7`; of r and w what there is to make."""
+    gate, gate_of, rate_map, rate_of, norm = kinds
+    heads = beta.shape[k.dim() - 2]
+
+    def of_value_heads(x):
+        x = x.double()
+        x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() if norm == "l2" else x
+        return torch.stack([x[..., head * x.shape[-2] // heads, :] for head in range(heads)], -2)
+
+    def each(x, of):
+        return x.double() if of == "channel" else x.double()[..., None].expand(*x.shape, k.shape[-1])
+
+    key, rate = of_value_heads(k), each(beta, rate_of)
+    if rate_map != "identity":
+        rate = {"sigmoid": 1, "twice_sigmoid": 2}[rate_map] / (1 + torch.exp(-rate))
+    w, made = torch.zeros_like(key), [] if q is None else [of_value_heads(q)]
+    if gate != "none":
+        w = each(g, gate_of)
+        if dt_bias is not None:
+            w = w + each(dt_bias.reshape(heads, -1)[:, 0] if gate_of == "head" else dt_bias, gate_of)
+        if gate != "log":
+            speed = torch.exp(A_log.double())[:, None]
+            w = lower_bound / (1 + torch.exp(-speed * w)) if gate == "bounded" else -speed * torch.log(1 + torch.exp(w))
+        if gate_of == "head" or gate != "log":
+            made.append(w)
+    erased, written = (rate * key, key) if rate_of == "channel" else (key, rate * key)
+    return (*made, written, torch.exp(w) * erased, -written)
+
+
 def gated_norm(
     y, g, weight, bias=None, r=None, k=None, v=None, r_k=None, eps=64e-5, gate="identity", norm="layer", bonus=None
 ):

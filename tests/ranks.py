@@ -160,6 +160,45 @@ def _keys_and_bonus(k, v, rate, k_k, k_a, r, r_k):
     return rwkv_jit.prepare_keys(k, v, rate, k_k, k_a, r=r, r_k=r_k)
 
 
+def of_derived(device, world):
+    """The ops made of wkv7 and gla, of DTensors with two key heads and four value heads."""
+    mesh = init_device_mesh(device, (world,))
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(*shape):
+        return torch.randn(B, T, *shape, generator=generator).to(device), (0, 2)
+
+    def heads(*shape):
+        return torch.randn(shape, generator=generator).to(device), (None, 0)
+
+    def kda(q, k, v, g, beta, A_log, dt_bias):
+        gates = {"A_log": A_log, "dt_bias": dt_bias, "qk_norm": True, "beta_map": "sigmoid"}
+        return rwkv_jit.kda(q, k, v, g, beta, **gates)[0]
+
+    def gated_delta_rule(q, k, v, g, beta, A_log):
+        return rwkv_jit.gated_delta_rule(q, k, v, g, beta, A_log=A_log, qk_norm=True)[0]
+
+    def delta_rule(q, k, v, beta):
+        return rwkv_jit.delta_rule(q, k, v, beta, qk_norm=True)[0]
+
+    def simple_gla(q, k, v, g):
+        return rwkv_jit.simple_gla(q, k, v, -g.exp())[0]
+
+    def ssd(x, dt, A, B, C, D, z, dt_bias):
+        return rwkv_jit.ssd(x, dt, -A.exp(), B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=True)[0]
+
+    keys, values = [rows(2, 8), rows(2, 8)], rows(4, 8)
+    for function, given in (
+        (kda, [*keys, values, rows(4, 8), rows(4), heads(4), heads(4, 8)]),
+        (gated_delta_rule, [*keys, values, rows(4), rows(4), heads(4)]),
+        (delta_rule, [*keys, values, rows(4)]),
+        (simple_gla, [*keys, values, rows(4)]),
+        (ssd, [values, rows(4), heads(4), *keys, heads(4), rows(4, 8), heads(4)]),
+    ):
+        for role in (None, 0, 1):
+            check_placed(function, mesh, given, role)
+
+
 def check_placed(op, mesh, given, role):
     """Compare a call of DTensors, which are whole, or cut along one of two dimensions, with one of plain tensors."""
     alone = [x if isinstance(x, str) else x[0].clone().requires_grad_(x[0].is_floating_point()) for x in given]

@@ -23,6 +23,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_d
     const i64 own = own_head(), head = min(own, heads - 1);
     const bool is_there = own < heads;
     const i64 begin = i64(blockIdx.x) * block_rows, end = min(begin + block_rows, rows);
+    let_next_launch_begin();
+    k = after_previous_launch(k);
+    q = written_meanwhile(q), beta = written_meanwhile(beta), g = written_meanwhile(g);
+    A_log = written_meanwhile(A_log), dt_bias = written_meanwhile(dt_bias);
 
 #pragma unroll 1
     for (i64 row = begin; row < end; ++row) {

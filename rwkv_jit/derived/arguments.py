@@ -45,6 +45,7 @@ def sequences(
         Naming the argument, what was expected and what came.
     """
     if lower_bound is not None:
+        check_bound(lower_bound)
         options = {"decay_bound": lower_bound, **options}
     tail = complete(op, options, arrays[0])
     if sharding.any_distributed((*arrays, initial_state, cu_seqlens)):  # whose parts the op below checks
@@ -66,8 +67,12 @@ class Pooled(NamedTuple):
         return op(state, *operands, **self.options)
 
 
-def pooled(op: Op, name: str, arrays: Sequence[Any], legal: type, options: Mapping[str, Any]) -> Pooled:
+def pooled(
+    op: Op, name: str, arrays: Sequence[Any], legal: type, options: Mapping[str, Any], parameters: Sequence[Any] = ()
+) -> Pooled:
     """Check the inputs of a call over a pool, of rows of one or several tokens; `legal` has the options.
+
+    `parameters` are tensors beside the inputs, which cannot have gradients either.
 
     Raises
     ------
@@ -75,7 +80,7 @@ def pooled(op: Op, name: str, arrays: Sequence[Any], legal: type, options: Mappi
         Naming the argument, what was expected and what came.
     """
     arguments.check_names(name, options, list(legal.__annotations__))
-    arguments.refuse_gradients(op, name, arrays)
+    arguments.refuse_gradients(op, name, (*arrays, *parameters))
     inputs = torch_op.under_autocast(op, arrays) or checks.as_tensors(op, arrays)
     lead = inputs[op.lead]
     has_batch = lead.dim() == len(op.inputs[op.names[op.lead]])
@@ -92,6 +97,13 @@ def of_value_heads(x: Tensor, heads: int) -> Tensor:
     if x.shape[-2] == 1:
         return x.expand(*x.shape[:-2], heads, x.shape[-1])
     return x.repeat_interleave(heads // x.shape[-2], -2)
+
+
+def check_bound(lower_bound: Any) -> None:
+    """Check the least log-decay that a gate makes."""
+    checks.check_number("lower_bound", lower_bound)
+    if lower_bound >= 0:
+        raise ValueError(f"lower_bound: expected a negative number, got {lower_bound!r}")
 
 
 def check_fixed(name: str, x: Any, shapes: Sequence[tuple[int, ...]], like: Tensor) -> Tensor:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from rwkv_jit.ops.options import CallOptions, DecayOptions
 
 
-# ---- sequences ---------------------------------------------------------------------------------------------------
-
-
 def kda(
     q: Any,
     k: Any,
@@ -51,9 +48,9 @@ def kda(
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value. Value head h has key head h // (H // G).
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
-        Logarithm of the decay of each channel, or with A_log what it is made of.
+        Log-decay of each channel; raw with A_log.
     beta : torch.Tensor, shape (B, T, H), dtype of q or float32
-        Rate of writing.
+        Rate of erasing and writing, behind `beta_map`.
     initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the vk layout the last two sizes are (V, K).
@@ -62,18 +59,19 @@ def kda(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
-        With it g is what the log-decay is made of: -exp(A_log) softplus(g + dt_bias).
+        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
     dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
-        Is added to g; goes with A_log.
+        Is added to the raw g; goes with A_log.
     lower_bound : float, optional
-        The log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)), with A_log alone.
+        Below 0, and goes with A_log: the log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)) then. It is the
+        `decay_bound` too, where none is given.
     qk_norm : bool, default False
-        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
     beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        What the rate is made by of beta.
+        The map from beta to the rate; "twice_sigmoid" is 2 sigmoid(beta).
     **options
-        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
-        chunk_len, num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log".
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
+        num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log" alone.
 
     Returns
     -------
@@ -152,9 +150,9 @@ def gated_delta_rule(
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value. Value head h has key head h // (H // G).
     g : torch.Tensor, shape (B, T, H), dtype of q or float32
-        Logarithm of the decay of each head, or with A_log what it is made of.
+        Log-decay of each head; raw with A_log.
     beta : torch.Tensor, shape (B, T, H), dtype of q or float32
-        Rate of writing.
+        Rate of erasing and writing, behind `beta_map`.
     initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the vk layout the last two sizes are (V, K).
@@ -163,16 +161,16 @@ def gated_delta_rule(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
-        With it g is what the log-decay is made of: -exp(A_log) softplus(g + dt_bias).
+        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
     dt_bias : torch.Tensor, shape (H,), dtype of q or float32, optional
-        Is added to g; goes with A_log.
+        Is added to the raw g; goes with A_log.
     qk_norm : bool, default False
-        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
     beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        What the rate is made by of beta.
+        The map from beta to the rate; "twice_sigmoid" is 2 sigmoid(beta).
     **options
-        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
-        backend. By default scale is K^-0.5 and state_layout "kv".
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
@@ -250,7 +248,7 @@ def delta_rule(
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value. Value head h has key head h // (H // G).
     beta : torch.Tensor, shape (B, T, H), dtype of q or float32
-        Rate of writing.
+        Rate of erasing and writing, behind `beta_map`.
     initial_state : torch.Tensor, shape (N, H, K, V) or (H, K, V), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the vk layout the last two sizes are (V, K).
@@ -259,12 +257,12 @@ def delta_rule(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     qk_norm : bool, default False
-        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
     beta_map : {"identity", "sigmoid", "twice_sigmoid"}, default "identity"
-        What the rate is made by of beta.
+        The map from beta to the rate; "twice_sigmoid" is 2 sigmoid(beta).
     **options
-        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
-        backend. By default scale is K^-0.5 and state_layout "kv".
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
@@ -345,7 +343,7 @@ def gated_delta_rule2(
     v : torch.Tensor, shape (B, T, H, V), dtype of q
         Value. Value head h has key head h // (H // G).
     g : torch.Tensor, shape (B, T, H, K), dtype of q or float32
-        Logarithm of the decay of each channel, or with A_log what it is made of.
+        Log-decay of each channel; raw with A_log.
     beta : torch.Tensor, shape (B, T, H, K), dtype of q or float32
         How much of each channel of the key is erased.
     write_gate : torch.Tensor, shape (B, T, H, V), dtype of q
@@ -358,16 +356,17 @@ def gated_delta_rule2(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     A_log : torch.Tensor, shape (H,), dtype of q or float32, optional
-        With it g is what the log-decay is made of: -exp(A_log) softplus(g + dt_bias).
+        With it g is raw: the log-decay is -exp(A_log) softplus(g + dt_bias).
     dt_bias : torch.Tensor, shape (H, K) or (H * K,), dtype of q or float32, optional
-        Is added to g; goes with A_log.
+        Is added to the raw g; goes with A_log.
     lower_bound : float, optional
-        The log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)), with A_log alone.
+        Below 0, and goes with A_log: the log-decay is lower_bound sigmoid(exp(A_log) (g + dt_bias)) then. It is the
+        `decay_bound` too, where none is given.
     qk_norm : bool, default False
-        Whether q and k are divided by sqrt(|x|^2 + 1e-6), per head, first.
+        Whether q and k are first divided by sqrt(|x|^2 + 1e-6), per head.
     **options
-        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
-        chunk_len, num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log".
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
+        num_threads, backend. By default scale is K^-0.5 and state_layout "kv"; decay is "log" alone.
 
     Returns
     -------

@@ -44,7 +44,8 @@ def kda_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `kda` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -79,7 +80,8 @@ def kda_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["kda"], "kda_update", given, UpdateOptions, options)
+    op, fixed = OPS["kda"], (A_log, dt_bias)
+    call = arguments.pooled(op, "kda_update", given, UpdateOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
     return call.run(wkv7_update, state, operands)
@@ -108,7 +110,8 @@ def gated_delta_rule_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -139,7 +142,8 @@ def gated_delta_rule_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["gated_delta_rule"], "gated_delta_rule_update", given, UpdateOptions, options)
+    op, fixed = OPS["gated_delta_rule"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule_update", given, UpdateOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
     return call.run(wkv7_update, state, operands)
@@ -165,7 +169,8 @@ def delta_rule_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `delta_rule` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -224,7 +229,8 @@ def gated_delta_rule2_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule2` takes them.
     v, write_gate : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -256,7 +262,8 @@ def gated_delta_rule2_update(
     torch.Size([3, 4, 64])
     """
     given = q, k, v, g, beta, write_gate
-    call = arguments.pooled(OPS["gated_delta_rule2"], "gated_delta_rule2_update", given, UpdateOptions, options)
+    op, fixed = OPS["gated_delta_rule2"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule2_update", given, UpdateOptions, options, fixed)
     q, k, v, g, beta, write_gate = call.inputs
     operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
     return call.run(wkv7_update, state, operands)
@@ -289,7 +296,8 @@ def kda_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `kda` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -325,7 +333,8 @@ def kda_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["kda"], "kda_varlen", given, VarlenOptions, options)
+    op, fixed = OPS["kda"], (A_log, dt_bias)
+    call = arguments.pooled(op, "kda_varlen", given, VarlenOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, lower_bound, qk_norm, beta_map)
     return call.run(wkv7_varlen, state, operands)
@@ -354,7 +363,8 @@ def gated_delta_rule_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -386,7 +396,8 @@ def gated_delta_rule_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta
-    call = arguments.pooled(OPS["gated_delta_rule"], "gated_delta_rule_varlen", given, VarlenOptions, options)
+    op, fixed = OPS["gated_delta_rule"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule_varlen", given, VarlenOptions, options, fixed)
     q, k, v, g, beta = call.inputs
     operands = of_delta_rule(q, k, v, g, beta, A_log, dt_bias, None, qk_norm, beta_map)
     return call.run(wkv7_varlen, state, operands)
@@ -412,7 +423,8 @@ def delta_rule_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `delta_rule` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -472,7 +484,8 @@ def gated_delta_rule2_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `gated_delta_rule2` takes them.
     v, write_gate : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -505,7 +518,8 @@ def gated_delta_rule2_varlen(
     torch.Size([102, 4, 64])
     """
     given = q, k, v, g, beta, write_gate
-    call = arguments.pooled(OPS["gated_delta_rule2"], "gated_delta_rule2_varlen", given, VarlenOptions, options)
+    op, fixed = OPS["gated_delta_rule2"], (A_log, dt_bias)
+    call = arguments.pooled(op, "gated_delta_rule2_varlen", given, VarlenOptions, options, fixed)
     q, k, v, g, beta, write_gate = call.inputs
     operands = of_delta_rule(q, k, v * write_gate, g, beta, A_log, dt_bias, lower_bound, qk_norm)
     return call.run(wkv7_varlen, state, operands)

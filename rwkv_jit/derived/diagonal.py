@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rwkv_jit import tensors
 from rwkv_jit.derived import arguments, head_decays
 from rwkv_jit.derived.table import OPS, Core
 from rwkv_jit.ops import checks
@@ -56,8 +57,8 @@ def simple_gla(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     **options
-        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
-        backend. By default scale is K^-0.5 and state_layout "kv".
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is K^-0.5 and state_layout "kv".
 
     Returns
     -------
@@ -136,8 +137,8 @@ def hgrn2(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     **options
-        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval,
-        chunk_len, num_threads, backend. By default scale is 1, decay "log" and state_layout "kv".
+        By name, as `DecayOptions` says: scale, decay, decay_bound, state_layout, checkpoint_interval, chunk_len,
+        num_threads, backend. By default scale is 1 and state_layout "kv"; decay is "log" alone.
 
     Returns
     -------
@@ -197,21 +198,23 @@ def ssd(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The state space of Mamba-2 over sequences, with gradients to every input and to the initial state.
 
-        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
-    per head, with S [V, K]. B is the batch, T the tokens, G the groups, H the heads, K and V the head sizes of keys
-    and values, N the number of sequences: B, or one less than the length of `cu_seqlens`.
+    per head, with S [V, K]; without D and z their parts are left out. B is the batch, T the tokens, G the groups, H the
+    heads, K and V the head sizes of keys and values, N the number of sequences: B, or one less than the length of
+    `cu_seqlens`.
 
     Parameters
     ----------
     x : torch.Tensor, shape (B, T, H, V), float16, bfloat16 or float32
         Input. Any strides; where the last one is not 1, a copy is made.
     dt : torch.Tensor, shape (B, T, H), dtype of x or float32
-        Step, or what it is made of.
+        Step; raw with `dt_bias` and `dt_softplus`.
     A : torch.Tensor, shape (H,), dtype of x or float32
-        Rate, which is negative.
+        Log-decay of a step of 1, which is negative.
     B, C : torch.Tensor, shape (B, T, G, K), dtype of x
-        What the state takes an input by, and what outputs read the state by. Head h has those of group h // (H // G).
+        Key by which an input is written, and query by which the state is read. Head h has those of group
+        h // (H // G).
     initial_state : torch.Tensor, shape (N, H, V, K) or (H, V, K), optional
         State before the first token, float16, bfloat16 or float32; zeros by default. Without N the same for every
         sequence. In the kv layout the last two sizes are (K, V).
@@ -220,22 +223,22 @@ def ssd(
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Sequences packed along T with B = 1: sequence i is the tokens cu_seqlens[i] to cu_seqlens[i + 1].
     D : torch.Tensor, shape (H,) or (H, V), dtype of x or float32, optional
-        How much of the input y has itself.
+        How much of the input is added to y.
     z : torch.Tensor, shape and dtype of x, optional
         y is multiplied by silu(z).
     dt_bias : torch.Tensor, shape (H,), dtype of x or float32, optional
-        Is added to dt.
+        Is added to the raw dt.
     dt_softplus : bool, default False
-        Whether the step is the softplus of that.
+        Whether the step is the softplus of that sum.
     dt_limit : pair of float, default (0.0, inf)
-        The step is brought between these at last.
+        The least and the largest step: others are clamped to these.
     **options
-        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads,
-        backend. By default scale is 1 and state_layout "vk".
+        By name, as `CallOptions` says: scale, state_layout, checkpoint_interval, chunk_len, num_threads, backend. By
+        default scale is 1 and state_layout "vk".
 
     Returns
     -------
-    y : torch.Tensor, shape (B, T, H, V), dtype of v
+    y : torch.Tensor, shape and dtype of x
     final_state : torch.Tensor, shape (N, H, V, K) or (N, H, K, V), or None
         Dtype of `initial_state`, float32 without one.
 
@@ -251,8 +254,8 @@ def ssd(
 
     Notes
     -----
-    Steps are made first, in float32, and the inputs times the step, in the dtype of x. `gla` does the rest: its
-    notes say what precision is kept, and which kernels run when. Any decay is right.
+    Steps are made first, in float32, and the inputs times the step, in the dtype of x; D and z come last. `gla` does
+    the rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.
@@ -272,16 +275,17 @@ def ssd(
     """
     call = arguments.sequences(OPS["ssd"], (x, dt, B, C), initial_state, cu_seqlens, options)
     x, dt, B, C = call.inputs
+    own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
-    length = head_decays.chunk_len(call, C, x, steps, decays, D)
+    length = head_decays.chunk_len(call, C, x, steps, decays, own)
     if length is None:
         y, state = call.run(gla, of_states(x, steps, decays, B, C), output_final_state)
     else:
-        own = () if D is None else (own_shares(D, x).float().expand(x.shape[-2:]).contiguous(),)
-        given = C, B, x, decays, steps, *own
-        y, state = head_decays.run(Core(False, has_own=bool(own)), given, call, length, output_final_state)
-        D = None
-    return behind(y, x, D, z), state
+        shares = () if own is None else (own.float().view(x.shape[-2], -1).expand(x.shape[-2:]).contiguous(),)
+        core, given = Core(False, has_own=bool(shares)), (C, B, x, decays, steps, *shares)
+        y, state = head_decays.run(core, given, call, length, output_final_state)
+        own = None
+    return behind(y, x, own, gate), state
 
 
 # ---- operands ----------------------------------------------------------------------------------------------------
@@ -289,8 +293,8 @@ def ssd(
 
 def of_tokens(g: Any, v: Any) -> Any:
     """Return decays of heads for each token, where they are fixed; what is wrong with them the checks say."""
-    is_fixed = getattr(g, "ndim", 0) == 1 and getattr(v, "ndim", 0) > 2
-    return g.expand(v.shape[:-1]) if is_fixed and g.shape[0] == v.shape[-2] else g
+    is_fixed = getattr(g, "ndim", 0) == 1 and getattr(v, "ndim", 0) > 2 and g.shape[0] == v.shape[-2]
+    return tensors.from_any("g", g).expand(v.shape[:-1]) if is_fixed else g
 
 
 def for_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
@@ -333,17 +337,14 @@ def _limit(dt_limit: Any) -> tuple[float, float]:
     return float(dt_limit[0]), float(dt_limit[1])
 
 
-def own_shares(D: Any, x: Tensor) -> Tensor:
-    """Return how much of each value of a head its output has itself, [H, V or 1]."""
+def check_behind(x: Tensor, D: Any, z: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return D and z as tensors, those that are there."""
     heads, size = x.shape[-2:]
-    return arguments.check_fixed("D", D, [(heads,), (heads, size)], x).view(heads, -1)
+    own = None if D is None else arguments.check_fixed("D", D, [(heads,), (heads, size)], x)
+    return own, None if z is None else arguments.check_fixed("z", z, [tuple(x.shape)], x)
 
 
-def behind(y: Tensor, x: Tensor, D: Any, z: Any) -> Tensor:
+def behind(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """Return outputs with what they have of the input itself, behind their gate."""
-    made = y
-    if D is not None:
-        made = made + x * own_shares(D, x)
-    if z is not None:
-        made = made * F.silu(arguments.check_fixed("z", z, [tuple(x.shape)], x))
-    return made.to(y.dtype)
+    made = y if D is None else y + x * D.view(x.shape[-2], -1)
+    return (made if z is None else made * F.silu(z)).to(y.dtype)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rwkv_jit.derived import arguments
-from rwkv_jit.derived.diagonal import behind, for_heads, of_states, of_tokens, steps_of, with_keys
+from rwkv_jit.derived.diagonal import (
+    behind,
+    check_behind,
+    for_heads,
+    of_states,
+    of_tokens,
+    steps_of,
+    with_keys,
+)
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.inference.update import gla_update
@@ -38,7 +46,8 @@ def simple_gla_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (B, G, K) or (B, T, G, K), float16, bfloat16 or float32
         As `simple_gla` takes them.
     v : torch.Tensor, shape (B, H, V) or (B, T, H, V), dtype of q
@@ -84,7 +93,7 @@ def hgrn2_update(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
     q : torch.Tensor, shape (B, H, K) or (B, T, H, K), float16, bfloat16 or float32
         As `hgrn2` takes it.
     g : torch.Tensor, shape (B, H, K) or (B, T, H, K), dtype of q or float32
@@ -129,14 +138,14 @@ def ssd_update(
 ) -> Tensor:
     r"""The state space of Mamba-2 of one or a few tokens, which changes states of a pool in place: for decoding.
 
-        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
     per row and head, token by token, with S [V, K].
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default state_layout is "vk".
+        As `PoolOptions` and `UpdateOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
     x : torch.Tensor, shape (B, H, V) or (B, T, H, V), float16, bfloat16 or float32
         As `ssd` takes it.
     dt : torch.Tensor, shape (B, H) or (B, T, H), dtype of x or float32
@@ -169,11 +178,14 @@ def ssd_update(
     >>> rwkv_jit.ssd_update(pool, x, dt, A, B, C).shape
     torch.Size([3, 4, 64])
     """
-    call = arguments.pooled(OPS["ssd"], "ssd_update", (x, dt, B, C), UpdateOptions, options)
+    call = arguments.pooled(OPS["ssd"], "ssd_update", (x, dt, B, C), UpdateOptions, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
+    own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
     operands = of_states(x, steps, decays, B, C)
-    return behind(call.run(gla_update, state, operands), x, D, z)
+    y = call.run(gla_update, state, operands)
+    made = behind(y, x, own, gate)
+    return made if "out" not in options or made is y else y.copy_(made)
 
 
 # ---- sequences of any lengths -------------------------------------------------------------------------------------
@@ -196,7 +208,8 @@ def simple_gla_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is K^-0.5 and state_layout
+        "kv".
     q, k : torch.Tensor, shape (T, G, K) or (1, T, G, K), float16, bfloat16 or float32
         As `simple_gla` takes them.
     v : torch.Tensor, shape (T, H, V) or (1, T, H, V), dtype of q
@@ -243,7 +256,7 @@ def hgrn2_varlen(
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "kv".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "kv".
     q : torch.Tensor, shape (T, H, K) or (1, T, H, K), float16, bfloat16 or float32
         As `hgrn2` takes it.
     g : torch.Tensor, shape (T, H, K) or (1, T, H, K), dtype of q or float32
@@ -289,14 +302,14 @@ def ssd_varlen(
 ) -> Tensor:
     r"""The state space of Mamba-2 of sequences of any lengths, which changes states of a pool in place.
 
-        S <- e^(dt A) S + dt x B^T;   y = S C + D x
+        S <- e^(dt A) S + dt x B^T;   y = (S C + D x) silu(z)
 
     per sequence and head, token by token, with S [V, K].
 
     Parameters
     ----------
     state, **options
-        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default state_layout is "vk".
+        As `PoolOptions` and `VarlenOptions` say, errors and precision too. By default scale is 1 and state_layout "vk".
     x : torch.Tensor, shape (T, H, V) or (1, T, H, V), float16, bfloat16 or float32
         As `ssd` takes it.
     dt : torch.Tensor, shape (T, H) or (1, T, H), dtype of x or float32
@@ -330,8 +343,11 @@ def ssd_varlen(
     >>> rwkv_jit.ssd_varlen(pool, x, dt, A, B, C, cu_seqlens=bounds).shape
     torch.Size([102, 4, 64])
     """
-    call = arguments.pooled(OPS["ssd"], "ssd_varlen", (x, dt, B, C), VarlenOptions, options)
+    call = arguments.pooled(OPS["ssd"], "ssd_varlen", (x, dt, B, C), VarlenOptions, options, (A, D, z, dt_bias))
     x, dt, B, C = call.inputs
+    own, gate = check_behind(x, D, z)
     steps, decays = steps_of(x, dt, A, dt_bias, dt_softplus, dt_limit)
     operands = of_states(x, steps, decays, B, C)
-    return behind(call.run(gla_varlen, state, operands), x, D, z)
+    y = call.run(gla_varlen, state, operands)
+    made = behind(y, x, own, gate)
+    return made if "out" not in options or made is y else y.copy_(made)

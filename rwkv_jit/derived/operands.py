@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rwkv_jit.derived import arguments
 from rwkv_jit.layers import calls
 from rwkv_jit.layers.gradients import record
 from rwkv_jit.layers.steps import BETA_MAPS, MOST_VALUE_HEADS
@@ -30,9 +31,7 @@ def of_delta_rule(
             if x is not None:
                 raise ValueError(f"{name}: goes with A_log, got it alone")
     if lower_bound is not None:
-        checks.check_number("lower_bound", lower_bound)
-        if lower_bound >= 0:
-            raise ValueError(f"lower_bound: expected a negative number, got {lower_bound!r}")
+        arguments.check_bound(lower_bound)
     gate = "none" if g is None else "log" if a_log is None else "softplus" if lower_bound is None else "bounded"
     kinds = (
         gate, _of(g, k), beta_map, _of(beta, k), "l2" if checks.check_flag("qk_norm", qk_norm) else "none",

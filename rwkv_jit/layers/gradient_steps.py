@@ -101,7 +101,7 @@ def _of_heads(
 
 def _delta_operands(given: Given, options: Options) -> Schedule:
     parameters, given = steps.delta_parameters(given, options.kinds), given._replace(sizes=given.sizes[:2])
-    blocks = _DELTA_BLOCKS if int(parameters["GROUP"]) < steps.MOST_VALUE_HEADS else _FEW_DELTA_BLOCKS
+    blocks = _FEW_DELTA_BLOCKS if steps.has_much(parameters) else _DELTA_BLOCKS
     bind = {"lower_bound": options.eps}
     return _of_heads("delta_operands", "k", given, parameters, ("A_log", "dt_bias"), bind, blocks)
 

@@ -18,7 +18,8 @@ def run(
     name: str, named: Mapping[str, Any], options: Sequence[Any], call: Callable[[Sequence[Any]], list[Tensor]]
 ) -> list[Tensor]:
     """Return the results of a call, which `call` makes of what a rank has of its inputs."""
-    lead, mixes = next(iter(named)), named.get("mixes")
+    # Results of `delta_operands` have as many heads as beta.
+    lead, mixes = "beta" if name == "delta_operands" else next(iter(named)), named.get("mixes")
     if not isinstance(named[lead], Tensor):
         raise TypeError(f"{lead}: expected a DTensor like another argument, got {type(named[lead]).__name__}")
     roles = _roles(name, named, options)
@@ -30,7 +31,7 @@ def run(
 
     count = {
         "norm_shift": 3 + (mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1),
-        "delta_operands": 3 + (named.get("q") is not None) + (makes_decays(*options[1:3]) if options else 0),
+        "delta_operands": 3 + (named.get("q") is not None) + (name == "delta_operands" and makes_decays(*options[1:3])),
         "prepare_keys": 3 + sum(named.get(own) is not None for own in ("v_first", "r")),
         "token_shift": mixes.shape[0] if isinstance(mixes, Tensor) and mixes.dim() else 1,
     }.get(name, 1)

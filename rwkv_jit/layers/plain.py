@@ -99,7 +99,7 @@ def delta_operands(inputs: Sequence[Any], eps: float, kinds: Sequence[str]) -> l
             speed = _wide(a_log).exp().unsqueeze(-1)
             w = eps * torch.sigmoid(speed * w) if gate == "bounded" else -speed * F.softplus(w)
         if gate_of == "head" or a_log is not None:
-            made.append(w.expand(key.shape))
+            made.append(w.expand(key.shape).contiguous())
         factor = w.exp()
     erased, written = (key * factor * rate, key) if rate_of == "channel" else (key * factor, key * rate)
     return [*made, written.to(dtype), erased.to(dtype), -written.to(dtype)]

@@ -166,7 +166,7 @@ def keys_parameters(given: Given, rate_map: str) -> dict[str, Parameter]:
 def delta_operands(given: Given, lower_bound: float, kinds: Sequence[str]) -> Schedule:
     """Return the launch of `delta_operands`."""
     parameters, given = delta_parameters(given, kinds), given._replace(sizes=given.sizes[:2])
-    blocks = _DELTA_BLOCKS if int(parameters["GROUP"]) < MOST_VALUE_HEADS else _FEW_DELTA_BLOCKS
+    blocks = _FEW_DELTA_BLOCKS if has_much(parameters) else _DELTA_BLOCKS
     return _of_heads("delta_operands", "k", given, parameters, {"lower_bound": lower_bound}, blocks)
 
 
@@ -180,6 +180,11 @@ def delta_parameters(given: Given, kinds: Sequence[str]) -> dict[str, Parameter]
         "HAS_Q": "q" in given.types, "HAS_DT_BIAS": "dt_bias" in given.types,
         "HAS_W": makes_decays(gate, gate_of), **types_of(given, ("beta", "g", "A_log", "dt_bias")),
     }  # fmt: skip
+
+
+def has_much(parameters: Mapping[str, Parameter]) -> bool:
+    """Return whether a thread of `delta_operands` has so much of several value heads that blocks must be few."""
+    return int(parameters["GROUP"]) > (1 if parameters["BETA_PER_CHANNEL"] else 2)
 
 
 def makes_decays(gate: str, gate_of: str) -> bool:

@@ -63,11 +63,12 @@ def forward(
     return record
 
 
-def backward(op: Any, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def backward(op: Any, name: str, reference: str = "") -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return what records a backward op, and how a backward runs it: a second derivative is an error, no wrong zero."""
 
     def refuse() -> RuntimeError:
-        return RuntimeError(f"{name} has no second derivative; differentiate {name}_ref twice instead")
+        instead = reference or f"{name}_ref"
+        return RuntimeError(f"{name} has no second derivative; differentiate {instead} twice instead")
 
     class Gradient(_SingleLevelFunction):
         @staticmethod

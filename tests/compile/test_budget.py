@@ -15,6 +15,9 @@ from bench import history
 from rwkv_jit import identity, kernel
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference import steps
+from rwkv_jit.layers import gradient_steps
+from rwkv_jit.layers import steps as layer_steps
+from rwkv_jit.schedule import Result
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -120,7 +123,30 @@ UPDATES = {
     for layout in ("vk", "kv")
     for state_type, batch in (("fp32", 1), ("fp32", 256), ("bf16", 256))
 }  # fmt: skip
-FLAGSHIPS = [*(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *HISTORY, *UPDATES]
+# Operands of the delta rules as models have them: the value heads of a key head, whose gates are of channels or heads.
+OPERANDS = {
+    f"{op}_operands_{way}": (way, group, gate_of)
+    for op, group, gate_of in (("kda", 1, "channel"), ("gated_delta_rule", 2, "head"))
+    for way in WAYS
+}  # fmt: skip
+FLAGSHIPS = [
+    *(f"{kind}_{way}" for kind in KINDS for way in WAYS), *OTHERS, *HALVES, *PARTS, *HISTORY, *UPDATES, *OPERANDS,
+]  # fmt: skip
+
+
+def operands(way, group, gate_of):
+    """Return the kernel that makes operands of 16 bits of gates that have parameters, or their gradients."""
+    types = {"k": "bf16", "q": "bf16", "beta": "bf16", "g": "bf16", "A_log": "fp32", "dt_bias": "fp32"}
+    given = layer_steps.Given(Gpu("sm_90"), types, 4096, (16, 128, 16 * group))
+    kinds = "softplus", gate_of, "sigmoid", "head", "l2"
+    if way == "forward":
+        made = layer_steps.delta_operands(given, 0.0, kinds)
+    else:
+        grads = {**{f"grad_{x}": "bf16" for x in ("r", "new_k", "a", "b")}, "grad_w": "fp32"}
+        results = {f"d{x}": Result((1,), storage) for x, storage in types.items()}
+        given, options = given._replace(types=types | grads, results=results), gradient_steps.Options(kinds=kinds)
+        made = gradient_steps.backward("delta_operands", given, options, [*types])
+    return kernel.get(made.requests(given.gpu)[0])
 
 
 def used(name):
@@ -134,6 +160,8 @@ def used(name):
         direction, template, given = OTHERS[PARTS[name]]
         request = requests(direction, given)[template]
         made = kernel.get(request._replace(parameters={**request.parameters, "RESULTS": False}))
+    elif name in OPERANDS:
+        made = operands(*OPERANDS[name])
     elif name in UPDATES:
         (request,) = steps.schedule(UPDATES[name], steps.Pool(1, 0)).requests(UPDATES[name].gpu)
         made = kernel.get(request)

@@ -15,9 +15,10 @@ from rwkv_jit.schedule import Result
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 OPS = layer_steps.OPS
+OF_KDA = "softplus", "channel", "sigmoid", "head", "l2"
 KINDS = {
     "prepare_keys": ("sigmoid",), "gated_norm": ("identity", "layer"), "gated": ("silu",),
-    "activate": ("tanh", "sigmoid"),
+    "activate": ("tanh", "sigmoid"), "delta_operands": OF_KDA,
 }  # fmt: skip
 ROWS = 6
 
@@ -28,14 +29,22 @@ def given_for(name, channels, heads, arch, io, parameters, mixes, without, align
     types = {x: parameters if x in op.wide else io for x in op.inputs if x not in without}
     sizes = {"NHK": (heads, head_size), "HK": (heads, head_size), "N": (channels,)}.get(next(iter(op.inputs.values())))
     sizes = sizes or ((channels,) if name == "activate" else (channels, mixes))
+    if name == "delta_operands":  # the mixes are the value heads of a key head
+        sizes = heads, head_size, mixes * heads
     rows = 2 if name == "activate" else 1 if name == "gated" else ROWS
     return Given(Gpu(arch), types, rows, sizes, alignment)
+
+
+def value_heads_of(mixes):
+    """Return how many value heads a key head has, which tests give as mixes."""
+    return min(mixes, layer_steps.MOST_VALUE_HEADS)
 
 
 def request(
     name, channels=2048, heads=32, *, arch="sm_90", io="bf16", parameters="bf16", shift="bf16", mixes=6, tokens=1,
     bound_bytes=0, without=(), alignment=16, kinds=(), mixed=None,
 ):  # fmt: skip
+    mixes = value_heads_of(mixes) if name == "delta_operands" else mixes
     given, kinds = (
         given_for(name, channels, heads, arch, io, parameters, mixes, without, alignment),
         kinds or KINDS.get(name),
@@ -46,6 +55,8 @@ def request(
         made = layer_steps.shift_mix(given, texts, 1e-5)
     elif name == "prepare_keys":
         made = layer_steps.prepare_keys(given, *kinds)
+    elif name == "delta_operands":
+        made = layer_steps.delta_operands(given, -5.0, kinds)
     elif name == "gated_norm":
         made = layer_steps.gated_norm(given, 64e-5, *kinds)
     elif name == "gated":
@@ -67,12 +78,15 @@ def backward(
 ):  # fmt: skip
     """The launches of a backward that makes all gradients."""
     without = (*without, "add")  # whose gradient is that of x
+    mixes = value_heads_of(mixes) if name == "delta_operands" else mixes
     given = given_for(name, channels, heads, arch, io, parameters, mixes, without, 16)
     sizes = {"N": ROWS, "T": ROWS, "H": heads, "K": channels // heads, "C": channels, "G": mixes, "S": 3}
     results = {
         f"d{x}": Result(tuple(sizes[dim] for dim in OPS[name].inputs[x]), storage) for x, storage in given.types.items()
     }
     grads = {f"grad_{x}": mixed or io for x in gradient_steps.RESULTS[name]} | dict.fromkeys(["grad_residual"], io)
+    if name == "delta_operands":
+        grads["grad_w"] = "fp32"
     texts = Sequences(ROWS // tokens, tokens, bound_bytes)
     options = gradient_steps.Options(64e-5, kinds or KINDS.get(name, ()), texts)
     given = given._replace(types=given.types | grads, results=results)
@@ -110,6 +124,13 @@ WAYS = [
     ("prepare_keys", ("v_first", "v_gate", "v0", "r", "r_k"), 6, ()), ("gated_norm", ("r", "k", "v", "r_k"), 6, ()),
     ("prepare_keys", ("v_first", "v_gate", "v0", "a0", "r", "r_k"), 6, ("identity",)),
     ("prepare_keys", (), 6, ("identity",)), ("gated", (), 6, ()), ("activate", (), 6, ()),
+    ("delta_operands", (), 1, OF_KDA), ("delta_operands", (), 2, OF_KDA),
+    ("delta_operands", (), 1, ("bounded", "channel", "twice_sigmoid", "head", "none")),
+    ("delta_operands", ("A_log", "dt_bias", "q"), 1, ("log", "channel", "identity", "head", "none")),
+    ("delta_operands", ("A_log", "dt_bias"), 4, ("log", "head", "identity", "head", "l2")),
+    ("delta_operands", (), 4, ("softplus", "head", "sigmoid", "head", "l2")),
+    ("delta_operands", ("g", "A_log", "dt_bias"), 2, ("none", "head", "identity", "head", "l2")),
+    ("delta_operands", (), 2, ("softplus", "channel", "identity", "channel", "l2")),
     ("gated_norm", ("r", "k", "v", "r_k", "bonus"), 6, ("silu", "layer")),
     ("gated_norm", ("r", "k", "v", "r_k", "bonus", "bias"), 6, ("sigmoid", "rms")),
     ("norm_shift", ("add", "first"), 6, ()), ("norm_shift", (), 1, ()), ("norm_shift", ("first",), 5, ()),
@@ -124,7 +145,7 @@ def test_gradients_compile_without_spills_everywhere(arch, way, types):
     more = {"arch": arch, "io": io, "parameters": parameters, "mixes": mixes, "without": without, "kinds": kinds}
     for bound_bytes in (0, 8) if name in layer_steps.SHIFTS else (0,):
         made = kernel.get(gradients(name, bound_bytes=bound_bytes, **more))
-        assert made.spill_bytes <= (48 if name == "norm_shift" else 0)
+        assert made.spill_bytes <= {"norm_shift": 48, "delta_operands": 16}.get(name, 0)
     if name not in ("gated", "activate"):
         assert kernel.get(request(name, **more)).spill_bytes == 0
 
@@ -196,6 +217,7 @@ def test_any_sizes_types_and_addresses(size):
         ("shift_mix", {"CHANNELS": 2052}, "a row consists of whole accesses"),
         ("gated_norm", {"HEAD_SIZE": 60}, "a head consists of whole accesses"),
         ("prepare_keys", {"LANES": 12}, "heads do not cross warps"),
+        ("delta_operands", {"HEAD_SIZE": 60}, "a head consists of whole accesses"),
     ],
 )
 def test_rules(name, change, rule):

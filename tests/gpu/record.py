@@ -11,7 +11,7 @@ RECORD = Path(__file__).with_name("record.json")
 OWED = Path(__file__).with_name("owed.json")
 # The ops, and how the names of their templates begin. Inference, layers and parallel are as three more, each with a
 # room, and the first two with a folder of templates. Of the modules of inference wkv4 needs all, as its update stands
-# there, and layers some. The modules of nn are made of layers.
+# there, and layers some. The modules of nn are made of layers, and the derived ops of their kernels and the ops'.
 INFERENCE, LAYERS, PARALLEL = "inference", "layers", "parallel"
 STEMS = {
     "timex": ("timex",), "wkv4": ("wkv4",), "wkv5": ("gla",), "wkv6": ("gla",), "wkv7": ("wkv7",), "gla": ("gla",),
@@ -91,7 +91,7 @@ def modules(op: str) -> list[str]:
     of_others = set().union(*(own_modules(other) for other in OPS if other != op))
     own = _in_room(INFERENCE) if op in (INFERENCE, "wkv4") else set()
     if op == LAYERS:
-        own = _in_room(LAYERS) | _in_room("nn") | FOR_LAYERS
+        own = _in_room(LAYERS) | _in_room("nn") | _in_room("derived") | FOR_LAYERS
     if op == PARALLEL:
         own = _in_room(PARALLEL)
     return sorted({*LAUNCHING, *_in_rooms(), *own} - of_others - {*PLAIN})

@@ -24,7 +24,7 @@ def check(dtype, *cases):
 
 
 def test_ops_of_layers_and_bad_input(op):
-    check("float32", "of_layers", "bad_input")
+    check("float32", "of_layers", "of_derived", "bad_input")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

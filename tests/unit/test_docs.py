@@ -17,6 +17,7 @@ import rwkv_jit.compat.mamba
 import rwkv_jit.compat.megatron
 from rwkv_jit import cli, env
 from rwkv_jit.algorithms import recurrent
+from rwkv_jit.derived import table as derived
 from rwkv_jit.ops.table import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,13 +103,13 @@ def test_api_page_has_every_public_name():
 def test_defaults_in_the_tables_are_those_of_the_ops(page):
     lines = re.findall(r"^\| `(\w+)\(([^)]*?)(?:, \.\.\.)?\)`.*\| (.*) \|$", read(page), re.MULTILINE)
     found = {name: (inputs.split(", "), re.findall(r"`(\w+)`|\b(1|K\^\(-1/2\))", said)) for name, inputs, said in lines}
-    for op in ("wkv5", "wkv6", "wkv7", "gla", "linear_attention"):
-        parameters = inspect.signature(getattr(rwkv_jit, op)).parameters
-        inputs, said = found[op]
+    for name in ("wkv5", "wkv6", "wkv7", "gla", "linear_attention", *derived.OPS):
+        op, parameters = (OPS | derived.OPS)[name], inspect.signature(getattr(rwkv_jit, name)).parameters
+        inputs, said = found[name]
         assert inputs == list(parameters)[: len(inputs)]
         said = [word or number for word, number in said]
-        decay = [OPS[op].decay] if OPS[op].decay != "none" else []
-        assert said == [*decay, OPS[op].state_layout, "K^(-1/2)" if OPS[op].scale is None else "1"]
+        decay = [op.decay] if name in OPS and op.decay != "none" else []
+        assert said == [*decay, op.state_layout, "K^(-1/2)" if op.scale is None else "1"]
 
 
 def test_variables_are_those_there_are():

@@ -10,6 +10,7 @@ import torch
 
 import rwkv_jit
 from rwkv_jit import errors, nn, parallel
+from rwkv_jit.derived import table as derived
 from rwkv_jit.inference import options as pooled
 from rwkv_jit.ops import table
 from rwkv_jit.ops.options import CallOptions, DecayOptions, complete
@@ -18,10 +19,12 @@ FUNCTIONS = [name for name in rwkv_jit.__all__ if inspect.isfunction(getattr(rwk
 OPS = ["wkv5", "wkv6", "wkv7", "gla", "linear_attention"]
 WITHOUT_HEADS = ["timex", "wkv4", "wkv4_update"]  # their arguments are their own
 UPDATES = [f"{op}_{kind}" for kind in ("update", "varlen", "replay", "verify") for op in OPS]
+DERIVED = [*derived.OPS]
+DERIVED_POOLED = [f"{op}_{kind}" for kind in ("update", "varlen") for op in DERIVED]
 COMMITTING = ["replay_commit", "replay_flush"]
 DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift", "norm_shift"]
 LAYER = ["shift_mix", *DIFFERENTIABLE, "cross_entropy", "linear_cross_entropy"]
-REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE)]
+REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE, *DERIVED)]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
 SETTING = ["set_bfloat16_precision", "set_batch_invariant"]
@@ -33,10 +36,14 @@ OPTIONS = {
 OF_FLA = {"scale": None, "decay": "log", "state_layout": "kv"}  # conventions of the others are those of RWKV
 
 
+WITHOUT_DECAYS = ("linear_attention", "gated_delta_rule", "delta_rule", "simple_gla", "ssd")
+
+
 def options(op):
     """The options by name, and their defaults."""
-    every = OPTIONS | (OF_FLA if op in ("gla", "linear_attention") else {})
-    return {name: x for name, x in every.items() if op != "linear_attention" or "decay" not in name}
+    of_fla = op != "ssd" and op in ("gla", "linear_attention", *DERIVED)
+    every = OPTIONS | (OF_FLA if of_fla else {}) | ({"scale": 1.0} if op == "hgrn2" else {})
+    return {name: x for name, x in every.items() if op not in WITHOUT_DECAYS or "decay" not in name}
 
 
 def parameters(name):
@@ -65,7 +72,8 @@ def types_of(name):
 
 def test_the_public_functions_are_known():
     assert sorted(FUNCTIONS) == sorted([
-        *OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *REFERENCES, *COMPILING, *ASKING, *SETTING, *COMMITTING, "add_hook",
+        *OPS, *WITHOUT_HEADS, *UPDATES, *DERIVED, *DERIVED_POOLED, *LAYER, *REFERENCES, *COMPILING, *ASKING, *SETTING,
+        *COMMITTING, "add_hook",
     ])  # fmt: skip
 
 
@@ -74,11 +82,12 @@ def test_docstring_has_a_first_sentence_and_the_sections_that_apply(name):
     wanted = {"Raises", "Examples"} if name in (*SETTING, *COMMITTING) else {"Returns"}
     if parameters(name):
         wanted.add("Parameters")
-    if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *COMPILING):
+    recurrences = *OPS, *WITHOUT_HEADS, *UPDATES, *DERIVED, *DERIVED_POOLED
+    if name in (*recurrences, *LAYER, *COMPILING):
         wanted |= {"Raises", "Examples"}
-    if name in (*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER):
+    if name in (*recurrences, *LAYER):
         wanted |= {"Notes", "References"}
-    if name in (*UPDATES, *COMMITTING, "wkv4_update"):  # which their types have, as the next test says
+    if name in (*UPDATES, *DERIVED_POOLED, *COMMITTING, "wkv4_update"):  # which their types have, as the next test says
         wanted -= {"Raises", "Notes"}
     first, second = (inspect.getdoc(getattr(rwkv_jit, name)) + "\n\n").splitlines()[:2]
     assert (first[-1] in ".:", second) == (True, "")
@@ -94,7 +103,7 @@ def test_docstring_describes_every_parameter_once_and_in_order(name):
     assert [parameter for parameter in listed if parameter in order] == order
 
 
-@pytest.mark.parametrize("name", [*UPDATES, *COMMITTING])
+@pytest.mark.parametrize("name", [*UPDATES, *DERIVED_POOLED, *COMMITTING])
 def test_what_calls_over_a_pool_share_is_said_by_the_types_to_which_they_refer(name):
     """The pool, the ring and every option, errors and precision. What a verify takes is said of its replay."""
     (own,) = re.findall(r"Unpack\[(\w+)\]", str(parameters(name)["options"]))
@@ -144,10 +153,11 @@ def test_compiling_in_the_background_takes_what_compiling_takes():
     assert background.parameters == foreground.parameters
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [*OPS, *DERIVED])
 def test_options_have_the_defaults_that_are_documented(name):
     """Each has a line of its own where all options are said, and the op names those that it has."""
-    tail = complete(table.OPS[name], {}, torch.ones(1, 1, 1, 16))._asdict()
+    op = (table.OPS | derived.OPS)[name]
+    tail = complete(op, {}, torch.ones(1, 1, 1, 16))._asdict()
     assert {option: tail[option] for option in options(name)} == options(name) | (
         {"scale": 0.25} if options(name)["scale"] is None else {}
     )
@@ -161,7 +171,7 @@ def test_options_have_the_defaults_that_are_documented(name):
     (own,) = re.findall(r"^\*\*options\n((?: .*\n)+)", sections(name)["Parameters"], flags=re.MULTILINE)
     assert re.findall(r"\w+", own.partition("says: ")[2].partition(".")[0]) == list(options(name))
     with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'; there are scale, "):
-        complete(table.OPS[name], {"chunk": 1}, None)
+        complete(op, {"chunk": 1}, None)
 
 
 OF_SEQUENCES = "initial_state=None, output_final_state=False, cu_seqlens=None"
@@ -214,19 +224,39 @@ SIGNATURES = {
     "wkv4_ref": "w, u, k, v, initial_state=None, output_final_state=False, decay='raw'",
     "timex_ref": "w, k, eps=0.0",
 }
+# What derived ops take beside the recurrence, of calls over sequences and over a pool alike.
+GATES, OF_KEYS = "A_log=None, dt_bias=None, lower_bound=None", "qk_norm=False, beta_map='identity'"
+OF_STEPS = "D=None, z=None, dt_bias=None, dt_softplus=False, dt_limit=(0.0, inf)"
+for op, inputs, more in (
+    ("kda", "q, k, v, g, beta", f"{GATES}, {OF_KEYS}"),
+    ("gated_delta_rule", "q, k, v, g, beta", f"A_log=None, dt_bias=None, {OF_KEYS}"),
+    ("delta_rule", "q, k, v, beta", OF_KEYS),
+    ("gated_delta_rule2", "q, k, v, g, beta, write_gate", f"{GATES}, qk_norm=False"),
+    ("simple_gla", "q, k, v, g", ""),
+    ("hgrn2", "q, g, v", ""),
+    ("ssd", "x, dt, A, B, C", OF_STEPS),
+):
+    named = f"*, {more}, " if more else ""
+    scale, layout = ("1.0" if op in ("hgrn2", "ssd") else "None"), ("vk" if op == "ssd" else "kv")
+    SIGNATURES |= {
+        op: f"{inputs}, {OF_SEQUENCES}, {named}**options",
+        f"{op}_update": f"state, {inputs}, {named}**options",
+        f"{op}_varlen": f"state, {inputs}, {named}**options",
+        f"{op}_ref": f"{inputs}, {OF_SEQUENCES}, {more + ', ' if more else ''}scale={scale}, state_layout='{layout}'",
+    }
 SIGNATURES |= {
     f"{op}_{kind}": SIGNATURES[f"{op}_update"].replace("state, ", "state, ring, ", 1)
     for op in OPS for kind in ("replay", "verify")
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER, *REFERENCES])
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *DERIVED, *DERIVED_POOLED, *LAYER, *REFERENCES])
 def test_signature(name):
     plain = [x.replace(annotation=inspect.Parameter.empty) for x in parameters(name).values()]
     assert str(inspect.Signature(plain)) == f"({SIGNATURES[name]})"
 
 
-@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *LAYER])
+@pytest.mark.parametrize("name", [*OPS, *WITHOUT_HEADS, *UPDATES, *DERIVED, *DERIVED_POOLED, *LAYER])
 def test_results_in_the_examples_are_right(name, monkeypatch):
     run_example(name)
 

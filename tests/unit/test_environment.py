@@ -427,10 +427,10 @@ def test_counts_of_many_threads_add_up():
 
 # Every module imports from lines above its own alone.
 ORDER = """
-errors after report signatures gpu reference dlpack bench.timing ops algorithms inference
-env template models sass
+errors after report signatures gpu reference dlpack bench.timing ops algorithms inference derived
+env template models sass derived.reference
 stats problem listing cache.files cache.entry
-forks cache.lock cache.owned ops.table
+forks cache.lock cache.owned ops.table derived.table
 cuda cache.claim cache.bundle
 cache.installed
 cache
@@ -457,13 +457,13 @@ inference.registry inference.options inference.varlen_steps layers.registry laye
 layers.loss_steps
 inference.arguments layers.gradient_steps layers.reference layers.placed
 inference.replay_steps inference.states
-inference.ring inference.pool
+inference.ring inference.pool derived.arguments
 inference.calls
 inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
-inference.replay_calls layers.gradients
-layers.functions
-parallel.shifting
+inference.replay_calls layers.gradients derived.diagonal
+layers.functions derived.operands derived.diagonal_pooled
+parallel.shifting derived.delta derived.delta_pooled
 inference.replay nn.parts nn.checkpoints nn.convolution
 nn.mixing nn.attention nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model

@@ -46,6 +46,7 @@ def copied_sources(tmp_path, monkeypatch):
         "rwkv_jit/inference",
         "rwkv_jit/layers",
         "rwkv_jit/nn",
+        "rwkv_jit/derived",
         "rwkv_jit/parallel",
     ):
         (tmp_path / folder).mkdir(parents=True)
@@ -102,6 +103,7 @@ def test_any_other_change_is_seen(copied_sources, path, old, new):
         ("kernel_templates/layers/layer_heads.cuh", {"layers"}),
         ("rwkv_jit/layers/steps.py", {"layers"}),
         ("rwkv_jit/nn/rwkv7.py", {"layers"}),
+        ("rwkv_jit/derived/delta.py", {"layers"}),
         ("rwkv_jit/parallel/exchange.py", {"parallel"}),
         ("rwkv_jit/inference/arguments.py", {"wkv4", "inference", "layers"}),
         ("kernel_templates/wkv4/wkv4_update.cu", {"wkv4"}),

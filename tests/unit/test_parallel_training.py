@@ -19,7 +19,7 @@ def start(*command):
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (2, ["of_layers", "bad_input", "of_copies", "of_shards", "of_heads", "of_families", "of_parts",
+        (2, ["of_layers", "of_derived", "bad_input", "of_copies", "of_shards", "of_heads", "of_families", "of_parts",
              "resumes_copies", "resumes_shards"]),
         (4, ["of_heads", "of_heads_and_shards", "of_parts", "resumes_heads_and_shards", "resumes_parts"]),
     ],

@@ -1,0 +1,242 @@
+"""Calls of the ops that are made of wkv7 and gla, and the same token by token, as the equations are written."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+import rwkv_jit
+from rwkv_jit.derived.table import OPS
+
+# How calls are made: what an op has beside its inputs, by words.
+WAYS = {
+    "kda": ("", "norm twice_sigmoid", "raw bias sigmoid norm", "bounded flat bias norm", "raw"),
+    "gated_delta_rule": ("", "norm", "raw bias sigmoid norm", "raw twice_sigmoid"),
+    "delta_rule": ("", "norm sigmoid", "twice_sigmoid"),
+    "gated_delta_rule2": ("norm", "raw bias", "bounded bias norm"),
+    "simple_gla": ("", "fixed"),
+    "hgrn2": ("",),
+    "ssd": ("", "D z bias softplus", "wide z limit", "bias D softplus limit"),
+}  # fmt: skip
+ALL = [(op, how) for op, several in WAYS.items() for how in several]
+DELTA = ("kda", "gated_delta_rule", "delta_rule", "gated_delta_rule2")
+USUAL = (-1.0, -0.01)  # log-decays
+WIDE = ("g", "beta", "dt", "A", "A_log", "dt_bias", "D")  # what may be float32 beside inputs of 16 bits
+LIMIT = (0.1, 0.7)  # of steps
+
+
+class Case(NamedTuple):
+    """A call: its inputs in their order, its parameters and options by name, and the state that it begins with."""
+
+    op: str
+    inputs: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    options: dict[str, Any]
+    state: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None = None
+
+    @property
+    def tensors(self):
+        """All that may have a gradient."""
+        return {**self.inputs, **self.parameters, **({} if self.state is None else {"initial_state": self.state})}
+
+    def replaced(self, tensors):
+        """The same call of other tensors."""
+        return self._replace(
+            inputs={name: tensors[name] for name in self.inputs},
+            parameters={name: tensors[name] for name in self.parameters}, state=tensors.get("initial_state"),
+        )  # fmt: skip
+
+    def run(self, function=None, **options):
+        """y and the final state."""
+        function = function or getattr(rwkv_jit, self.op)
+        given = self.state, True, self.cu_seqlens
+        return function(*self.inputs.values(), *given, **self.parameters, **self.options, **options)
+
+    def reference(self):
+        """The call in float64, of a reference."""
+        return self.replaced({name: x.detach().double() for name, x in self.tensors.items()})
+
+    def part(self, index):
+        """The inputs and the parameters of some tokens, or of some rows."""
+        streamed = [name for name, dims in OPS[self.op].inputs.items() if "T" in dims]
+        streamed = [x for x in streamed if x != "g" or self.inputs["g"].dim() > 1]
+        inputs = {name: x[index] if name in streamed else x for name, x in self.inputs.items()}
+        more = {name: x[index] if name == "z" else x for name, x in self.parameters.items()}
+        return self._replace(inputs=inputs, parameters=more)
+
+
+def make(
+    op, how="", sizes=(2, 13, 2, 4, 6, 5), dtype=torch.float64, wide=None, state_type=None, decays=USUAL, bounds=None,
+    device="cpu", layout=None, has_state=True,
+):  # fmt: skip
+    """Return a call; `sizes` are B, T, the heads of keys and of values, K and V; `wide` the dtype of gates and rates."""
+    batch, tokens, key_heads, heads, head_size, value_size = sizes
+    wide, words = wide or dtype, how.split()
+    if op == "hgrn2":
+        key_heads = heads
+    lead = (batch, tokens)
+
+    def random(*shape):
+        return torch.randn(shape, device=device)
+
+    def share(*shape):
+        return torch.rand(shape, device=device)
+
+    def log_decays(*shape):
+        low, high = decays
+        return low + (high - low) * share(*shape)
+
+    key, value = (*lead, key_heads, head_size), (*lead, heads, value_size)
+    channels, scalars = (*lead, heads, head_size), (*lead, heads)
+    # Keys whose norm is about 1 leave states bounded.
+    q, k = random(*key), random(*key) * (1 if "norm" in words else head_size**-0.5)
+    of_g = channels if op in ("kda", "gated_delta_rule2", "hgrn2") else scalars
+    is_raw = "raw" in words or "bounded" in words
+    g = random(*of_g) if is_raw else log_decays(*((heads,) if "fixed" in words else of_g))
+    beta = share(*(channels if op == "gated_delta_rule2" else scalars))
+    beta = random(*scalars) if "sigmoid" in how else beta
+    if op == "ssd":
+        steps = random(*scalars) if "softplus" in words else share(*scalars)
+        inputs = {"x": random(*value), "dt": steps, "A": log_decays(heads), "B": k, "C": q}
+    else:
+        made = {"q": q, "k": k, "v": random(*value), "g": g, "beta": beta, "write_gate": share(*value)}
+        inputs = {name: made[name] for name in OPS[op].inputs}
+    parameters, options = {}, {}
+    if is_raw:
+        parameters["A_log"] = random(heads) / 2
+    if "bias" in words:
+        of_bias = (heads,) if op in ("ssd", "gated_delta_rule") else (heads, head_size)
+        parameters["dt_bias"] = random(math.prod(of_bias)) if "flat" in words else random(*of_bias)
+    if "D" in words or "wide" in words:
+        parameters["D"] = random(heads, value_size) if "wide" in words else random(heads)
+    if "z" in words:
+        parameters["z"] = random(*value)
+    if "bounded" in words:
+        options["lower_bound"] = -5.0
+    if "norm" in words:
+        options["qk_norm"] = True
+    if "sigmoid" in how:
+        options["beta_map"] = "twice_sigmoid" if "twice_sigmoid" in words else "sigmoid"
+    if "softplus" in words:
+        options["dt_softplus"] = True
+    if "limit" in words:
+        options["dt_limit"] = LIMIT
+    if layout:
+        options["state_layout"] = layout
+    sequences = batch if bounds is None else len(bounds) - 1
+    of_state = (heads, head_size, value_size)
+    if (layout or OPS[op].state_layout) == "vk":
+        of_state = heads, value_size, head_size
+    state = random(sequences, *of_state).to(state_type or dtype) if has_state else None
+    bounds = None if bounds is None else torch.tensor(bounds, device=device)
+    inputs, parameters = (
+        {name: x.to(wide if name in WIDE else dtype) for name, x in several.items()} for several in (inputs, parameters)
+    )
+    return Case(op, inputs, parameters, options, state, bounds)
+
+
+def differentiate(case, function=None, weights=None, **options):
+    """y and the final state, the gradients by name, and the weights of the results."""
+    leaves = {name: x.detach().requires_grad_() for name, x in case.tensors.items()}
+    y, final = case.replaced(leaves).run(function, **options)
+    if weights is None:
+        weights = torch.randn_like(y), torch.randn_like(final)
+    of_results = [weight.to(x.dtype) for weight, x in zip(weights, (y, final), strict=True)]
+    found = torch.autograd.grad(
+        [y, final], [*leaves.values()], of_results, allow_unused=True, materialize_grads=True
+    )  # fmt: skip
+    return (y.detach(), final.detach()), dict(zip(leaves, found, strict=True)), of_results
+
+
+def exactly(case, weights):
+    """Results and gradients of the reference in float64."""
+    return differentiate(case.reference(), getattr(rwkv_jit, f"{case.op}_ref"), weights)[:2]
+
+
+# ---- one token and one head after another ------------------------------------------------------------------------
+
+
+def by_hand(case):
+    """y and the final state, with states [V, K] of one head of one sequence at a time."""
+    given = {name: x.double() for name, x in (case.inputs | case.parameters).items()}
+    options = {"lower_bound": None, "qk_norm": False, "beta_map": "identity", "dt_limit": (0.0, math.inf)}
+    options |= case.options
+    values = given["x" if case.op == "ssd" else "v"]
+    batch, tokens, heads, _ = values.shape
+    is_vk = case.options.get("state_layout", OPS[case.op].state_layout) == "vk"
+    states = case.state.double() if is_vk else case.state.double().mT
+    bounds = case.cu_seqlens
+    spans = [(row, 0, tokens) for row in range(batch)]
+    if bounds is not None:
+        spans = [(0, int(begin), int(end)) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    y, finals = torch.zeros_like(values), torch.empty_like(states)
+    step = _STEPS.get(case.op, _delta)
+    for sequence, (row, begin, end) in enumerate(spans):
+        for head in range(heads):
+            state = states[sequence, head]
+            for token in range(begin, end):
+                state, y[row, token, head] = step(case.op, given, options, state, (row, token), head)
+            finals[sequence, head] = state
+    return y, finals if is_vk else finals.mT
+
+
+def _of_key(x, at, head, heads):
+    return x[at][head * x.shape[2] // heads]
+
+
+def _delta(op, given, options, state, at, head):
+    heads, size = given["v"].shape[2], given["k"].shape[3]
+    q, k = (_of_key(given[name], at, head, heads) for name in "qk")
+    if options["qk_norm"]:
+        q, k = (x / math.sqrt(float(x @ x) + 1e-6) for x in (q, k))
+    g = given["g"][at][head] if "g" in given else torch.zeros(())
+    if "A_log" in given:
+        if "dt_bias" in given:
+            g = g + given["dt_bias"].reshape(heads, *g.shape)[head]
+        speed = given["A_log"][head].exp()
+        if options["lower_bound"] is None:
+            g = -speed * torch.log1p(g.exp())
+        else:
+            g = options["lower_bound"] / (1 + torch.exp(-speed * g))
+    beta, v = given["beta"][at][head], given["v"][at][head]
+    if options["beta_map"] != "identity":
+        beta = {"sigmoid": 1, "twice_sigmoid": 2}[options["beta_map"]] / (1 + torch.exp(-beta))
+    state = state * g.exp().expand(size)
+    u = given["write_gate"][at][head] * v - state @ (beta * k) if op.endswith("2") else beta * (v - state @ k)
+    state = state + torch.outer(u, k)
+    return state, state @ q * size**-0.5
+
+
+def _simple(op, given, options, state, at, head):
+    heads, size = given["v"].shape[2], given["k"].shape[3]
+    q, k = (_of_key(given[name], at, head, heads) for name in "qk")
+    g = given["g"][head] if given["g"].dim() == 1 else given["g"][at][head]
+    state = state * g.exp() + torch.outer(given["v"][at][head], k)
+    return state, state @ q * size**-0.5
+
+
+def _hgrn2(op, given, options, state, at, head):
+    g = given["g"][at][head]
+    state = state * g.exp() + torch.outer(given["v"][at][head], 1 - g.exp())
+    return state, state @ given["q"][at][head]
+
+
+def _ssd(op, given, options, state, at, head):
+    x, heads = given["x"][at][head], given["x"].shape[2]
+    keys, queries = (_of_key(given[name], at, head, heads) for name in "BC")
+    step = given["dt"][at][head] + (given["dt_bias"][head] if "dt_bias" in given else 0)
+    step = torch.log1p(step.exp()) if options.get("dt_softplus") else step
+    least, most = options["dt_limit"]
+    step = step.clamp(least, most)
+    state = state * (step * given["A"][head]).exp() + torch.outer(step * x, keys)
+    y = state @ queries
+    if "D" in given:
+        y = y + given["D"][head] * x
+    if "z" in given:
+        z = given["z"][at][head]
+        y = y * z / (1 + torch.exp(-z))
+    return state, y
+
+
+_STEPS = {"simple_gla": _simple, "hgrn2": _hgrn2, "ssd": _ssd}

@@ -1,0 +1,446 @@
+"""The ops made of wkv7 and gla, on CPU tensors: values, gradients, decoding, what torch does with them, and faults."""
+
+import derived_cases
+import pytest
+import torch
+from derived_cases import DELTA, WAYS, differentiate, exactly, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import rwkv_jit
+from rwkv_jit.derived.table import OPS
+
+CASES = pytest.mark.parametrize(("op", "how"), derived_cases.ALL)
+EACH = pytest.mark.parametrize(("op", "how"), [(op, several[-1]) for op, several in WAYS.items()])
+DTYPES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DECAYS = ((-1e-4, -1e-4), (0.0, 0.0), (-1.0, -0.01), (-50.0, -50.0), (-50.0, 0.0))
+
+
+def is_close(found, want, limit, what=""):
+    assert found.shape == want.shape, what
+    found, want = found.double(), want.double()
+    assert bool(found.isfinite().all()), what
+    # Beside what is next to nothing, as a gradient is where a decay of e^-50 stands before it.
+    assert float((found - want).norm()) <= limit * float(want.norm()) + limit * 1e-6, what
+
+
+def check(case, limit):
+    """Compare results and all gradients with those of the reference in float64."""
+    results, grads, weights = differentiate(case)
+    want, want_grads = exactly(case, weights)
+    lead = next(iter(case.inputs.values()))
+    assert [x.dtype for x in results] == [lead.dtype, lead.dtype if case.state is None else case.state.dtype]
+    for found, x, what in zip(results, want, ("y", "state"), strict=True):
+        is_close(found, x, limit, what)
+    for name, grad in grads.items():
+        assert (grad.dtype, grad.shape) == (case.tensors[name].dtype, case.tensors[name].shape)
+        is_close(grad, want_grads[name], limit, name)
+
+
+# ---- values and gradients ----------------------------------------------------------------------------------------
+
+
+@CASES
+@pytest.mark.parametrize("bounds", [None, [0, 0, 3, 3, 9, 9]], ids=["batch", "packed"])
+@pytest.mark.parametrize("layout", ["kv", "vk"])
+def test_references_are_the_equations(op, how, bounds, layout):
+    case = make(op, how, (2 if bounds is None else 1, 9, 2, 4, 5, 3), bounds=bounds, layout=layout)
+    found = case.run(getattr(rwkv_jit, f"{op}_ref"))
+    for x, want, what in zip(found, derived_cases.by_hand(case), ("y", "state"), strict=True):
+        is_close(x, want, 1e-12, what)
+
+
+@CASES
+def test_gradients_are_those_of_finite_differences(op, how):
+    case = make(op, how, (1, 4, 1, 2, 3, 2))
+    names = list(case.tensors)
+
+    def results(*given):
+        return case.replaced(dict(zip(names, given, strict=True))).run()
+
+    assert torch.autograd.gradcheck(results, [x.requires_grad_() for x in case.tensors.values()])
+
+
+@CASES
+@settings(deadline=None, max_examples=12)
+@given(
+    batch=st.integers(1, 2), tokens=st.sampled_from([0, 1, 3, 37]), key_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 3, 5, 8]), head_size=st.integers(1, 9), value_size=st.integers(1, 7),
+    decays=st.sampled_from(DECAYS), layout=st.sampled_from(["kv", "vk"]), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_values_and_gradients(
+    op, how, batch, tokens, key_heads, group, head_size, value_size, decays, layout, seed
+):  # fmt: skip
+    torch.manual_seed(seed)
+    sizes = batch, tokens, key_heads, key_heads * group, head_size, value_size
+    check(make(op, how, sizes, decays=decays, layout=layout), 1e-9)
+
+
+@CASES
+@settings(deadline=None, max_examples=8)
+@given(
+    ends=st.lists(st.integers(0, 37), min_size=0, max_size=5), group=st.sampled_from([1, 2, 8]),
+    decays=st.sampled_from(DECAYS), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_packed_sequences(op, how, ends, group, decays, seed):
+    torch.manual_seed(seed)
+    check(make(op, how, (1, 37, 1, group, 5, 4), decays=decays, bounds=[0, *sorted(ends), 37]), 1e-9)
+
+
+@CASES
+@pytest.mark.parametrize(("dtype", "wide"), [
+    (torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+])  # fmt: skip
+@pytest.mark.parametrize("state_type", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(op, how, dtype, wide, state_type):
+    limit = max(DTYPES[dtype], DTYPES[state_type])
+    check(make(op, how, (2, 21, 2, 4, 8, 6), dtype, wide, state_type), limit)
+
+
+@CASES
+def test_without_a_state_it_begins_with_zeros_and_ends_in_float32(op, how):
+    case = make(op, how, dtype=torch.bfloat16, has_state=False)
+    y, final = case.run()
+    want, want_final = case._replace(state=torch.zeros_like(final)).run()
+    assert final.dtype == torch.float32
+    assert torch.equal(y, want)
+    assert torch.equal(final, want_final)
+    assert getattr(rwkv_jit, op)(*case.inputs.values(), **case.parameters, **case.options)[1] is None
+
+
+@CASES
+def test_one_state_for_all_sequences(op, how):
+    case = make(op, how)
+    one = case._replace(state=case.state[0])
+    results, grads, weights = differentiate(one)
+    want, each, _ = differentiate(case._replace(state=case.state[:1].expand_as(case.state)), weights=weights)
+    for x, y in zip(results, want, strict=True):
+        is_close(x, y, 1e-12)
+    is_close(grads["initial_state"], each["initial_state"].sum(0), 1e-12)
+
+
+@CASES
+def test_parts_with_the_state_between_them_are_one_call(op, how):
+    case = make(op, how, (2, 37, 1, 2, 6, 5))
+    y, final = case.run()
+    parts, state = [], case.state
+    for begin, end in ((0, 1), (1, 20), (20, 20), (20, 37)):
+        own, state = case.part((slice(None), slice(begin, end)))._replace(state=state).run()
+        parts.append(own)
+    is_close(torch.cat(parts, 1), y, 1e-12)
+    is_close(state, final, 1e-12)
+
+
+@EACH
+def test_scale_is_a_factor_of_what_the_state_says(op, how):
+    case = make(op, how)._replace(parameters={}) if op == "ssd" else make(op, how)
+    usual = 1.0 if op in ("hgrn2", "ssd") else 6**-0.5
+    is_close(case.run(scale=3.0)[0], case.run()[0] * 3 / usual, 1e-12)
+    want = case.run(getattr(rwkv_jit, f"{op}_ref"), scale=3.0)[0]
+    is_close(case.run(scale=3.0)[0], want, 1e-12)
+
+
+def test_ops_that_are_others_with_a_part_of_their_inputs():
+    case = make("kda", "norm")
+    q, k, v, g, beta = case.inputs.values()
+    y, _ = case.run()
+    whole, _ = rwkv_jit.gated_delta_rule2(
+        q, k, v, g, beta[..., None].expand_as(g), beta[..., None].expand_as(v), case.state, qk_norm=True
+    )
+    of_half, _ = rwkv_jit.kda(q, k, v, g, beta, case.state, qk_norm=True, beta_map="identity", decay_bound=-1.0)
+    assert torch.equal(of_half, y)
+    raw = torch.log(beta / (1 - beta))
+    by_map, _ = rwkv_jit.kda(q, k, v, g, raw, case.state, qk_norm=True, beta_map="sigmoid")
+    is_close(by_map, rwkv_jit.kda(q, k, v, g, beta, case.state, qk_norm=True)[0], 1e-12)
+    is_close(whole, by_map, 1e-12)
+
+
+def test_arrays_of_other_libraries():
+    for op, how in (("kda", "raw bias norm"), ("simple_gla", "fixed"), ("ssd", "D z bias softplus")):
+        case = make(op, how, dtype=torch.float32)
+        arrays = case.replaced({name: x.numpy() for name, x in case.tensors.items()})
+        assert torch.equal(arrays.run()[0], case.run()[0])
+
+
+# ---- over a pool -------------------------------------------------------------------------------------------------
+
+
+def pooled(case, kind, pool, **options):
+    function = getattr(rwkv_jit, f"{case.op}_{kind}")
+    with torch.no_grad():
+        return function(pool, *case.inputs.values(), **case.parameters, **case.options, **options)
+
+
+@CASES
+@pytest.mark.parametrize("state_type", [torch.float64, torch.float32])
+def test_updates_token_by_token_are_the_op(op, how, state_type):
+    case = make(op, how, state_type=state_type)
+    y, final = case.run()
+    limit = 1e-10 if state_type == torch.float64 else 1e-5
+    pool, slots = torch.randn(5, *case.state.shape[1:]).to(state_type), torch.tensor([3, 1])
+    before = pool.clone()
+    pool[slots] = case.state
+    for token in range(y.shape[1]):
+        own = pooled(case.part((slice(None), token)), "update", pool, state_indices=slots)
+        is_close(own, y[:, token], limit)
+    is_close(pool[slots], final, limit)
+    assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
+
+
+@CASES
+def test_updates_of_several_tokens_are_the_op(op, how):
+    case = make(op, how)
+    y, final = case.run()
+    pool, out = case.state.clone(), torch.full_like(y, float("nan"))
+    found = pooled(case, "update", pool, out=out)
+    assert found is out
+    is_close(found, y, 1e-10)
+    is_close(pool, final, 1e-10)
+
+
+@CASES
+def test_sequences_of_any_lengths_are_the_op(op, how):
+    case = make(op, how, (1, 23, 2, 4, 6, 5), bounds=[0, 1, 1, 3, 23])
+    y, final = case.run()
+    flat = case.part(0)
+    pool, slots = torch.randn(6, *case.state.shape[1:], dtype=torch.float64), torch.tensor([5, 0, 2, 3])
+    pool[slots] = case.state
+    begun = torch.tensor([True, False, True, False])
+    again = pool.clone()
+    options = {"cu_seqlens": case.cu_seqlens, "state_indices": slots}
+    is_close(pooled(flat, "varlen", pool, **options), y[0], 1e-10)
+    is_close(pool[slots], final, 1e-10)
+    out = torch.full_like(y, float("nan"))
+    found = pooled(case, "varlen", again, **options, has_initial_state=begun, out=out)
+    zeros = torch.where(begun[:, None, None, None], case.state, torch.zeros(()))
+    want, want_final = case._replace(state=zeros).run()
+    assert found is out
+    is_close(found, want, 1e-10)
+    is_close(again[slots[2:]], want_final[2:], 1e-10)
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["update", "varlen"])
+def test_bfloat16_over_a_pool_of_another_dtype(op, how, kind):
+    case = make(op, how, (1, 9, 1, 2, 8, 6), torch.bfloat16, torch.float32, torch.float32)
+    want, want_final = case.reference().run(getattr(rwkv_jit, f"{op}_ref"))
+    pool = case.state.clone()
+    options = {"cu_seqlens": torch.tensor([0, 9])} if kind == "varlen" else {}
+    found = pooled(case, kind, pool, **options)
+    assert found.dtype == torch.bfloat16
+    is_close(found, want, 3e-2)
+    is_close(pool, want_final, 3e-2)
+
+
+@CASES
+@pytest.mark.parametrize("kind", ["update", "varlen"])
+def test_over_a_pool_nothing_has_a_gradient(op, how, kind):
+    """Nor have parameters, which the op below does not see."""
+    case = make(op, how, (1, 3, 1, 2, 4, 3))
+    options = {"cu_seqlens": torch.tensor([0, 3])} if kind == "varlen" else {}
+    for name in [*case.inputs, *case.parameters]:
+        wanting = case.replaced({n: x.detach().requires_grad_(n == name) for n, x in case.tensors.items()})
+        pool, function = case.state.clone(), getattr(rwkv_jit, f"{op}_{kind}")
+        with pytest.raises(RuntimeError, match=rf"^{op}_{kind}: changes the states in place and has no gradient; use"):
+            function(pool, *wanting.inputs.values(), **wanting.parameters, **case.options, **options)
+        assert torch.equal(pool, case.state)
+
+
+# ---- what torch does with them -----------------------------------------------------------------------------------
+
+
+@EACH
+def test_autocast_casts_as_the_ops_below_do(op, how):
+    case = make(op, how, dtype=torch.float32)
+    narrow = {
+        name: x if name in (*derived_cases.WIDE, "initial_state", "z") else x.bfloat16()
+        for name, x in case.tensors.items()
+    }
+    want, want_final = case.replaced(narrow).run()
+    with torch.autocast("cpu", torch.bfloat16):
+        (y, final), grads, _ = differentiate(case)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, want)
+    assert torch.equal(final, want_final)
+    assert {grad.dtype for grad in grads.values()} == {torch.float32}
+
+
+@CASES
+def test_compiled_calls_of_any_length(op, how):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(getattr(rwkv_jit, op), fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for tokens in (11, 12, 19):
+        case = make(op, how, (2, tokens, 2, 4, 6, 5))
+        results, grads, weights = differentiate(case)
+        own, own_grads, _ = differentiate(case, compiled, weights)
+        for x, y in zip([*own, *own_grads.values()], [*results, *grads.values()], strict=True):
+            is_close(x, y, 1e-12)
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[0]
+
+
+@CASES
+def test_torch_func_grad(op, how):
+    case = make(op, how)
+    names = list(case.tensors)
+    _, grads, weights = differentiate(case)
+
+    def total(*given):
+        results = case.replaced(dict(zip(names, given, strict=True))).run()
+        return sum((x * weight).sum() for x, weight in zip(results, weights, strict=True))
+
+    found = torch.func.grad(total, argnums=tuple(range(len(names))))(*case.tensors.values())
+    for name, grad in zip(names, found, strict=True):
+        is_close(grad, grads[name], 1e-12, name)
+
+
+@EACH
+def test_vmap_over_inputs(op, how):
+    case = make(op, how)
+    streamed = [name for name in OPS[op].inputs if case.inputs[name].dim() > 1]
+    streamed += [name for name in ("z",) if name in case.parameters]
+    several = [make(op, how) for _ in range(3)]
+    mapped = {name: torch.stack([(x.inputs | x.parameters)[name] for x in several]) for name in streamed}
+
+    def y_of(own):
+        return case.replaced(case.tensors | own).run()[0]
+
+    found = torch.vmap(y_of)(mapped)
+    for i, y in enumerate(found):
+        is_close(y, y_of({name: x[i] for name, x in mapped.items()}), 1e-12)
+
+
+@EACH
+def test_checkpointing_repeats_the_call(op, how):
+    case = make(op, how)
+    _, want, weights = differentiate(case)
+
+    def again(*given, **options):
+        return torch.utils.checkpoint.checkpoint(getattr(rwkv_jit, op), *given, use_reentrant=False, **options)
+
+    _, found, _ = differentiate(case, again, weights)
+    for name, grad in want.items():
+        assert torch.equal(found[name], grad)
+
+
+@pytest.mark.parametrize("op", ["kda", "simple_gla", "ssd"])
+def test_second_derivatives_are_refused(op):
+    case = make(op)
+    leaves = {name: x.requires_grad_() for name, x in case.tensors.items()}
+    y, _ = case.replaced(leaves).run()
+    first = next(iter(leaves.values()))
+    (grad,) = torch.autograd.grad(y.square().sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative; differentiate .*_ref.* twice instead"):
+        grad.sum().backward()
+
+
+# ---- faults ------------------------------------------------------------------------------------------------------
+
+ZEROS = torch.zeros
+OF_SIZES = (2, 13, 2, 4, 6, 5)
+FAULTS = [
+    ("kda", "", ValueError, r"q: expected 4 dimensions", {"q": ZEROS(2, 13)}),
+    ("kda", "", TypeError, "q: expected torch.float16 or", {"q": ZEROS(2, 13, 2, 6).int()}),
+    ("kda", "", ValueError, r"k: expected shape \[2, 13, 2, 6\] like q, got", {"k": ZEROS(2, 13, 4, 6)}),
+    ("kda", "", ValueError, r"v: expected shape", {"v": ZEROS(2, 12, 4, 5)}),
+    ("kda", "", ValueError, r"q: expected key heads that divide the 3 heads, got 2",
+     {"v": ZEROS(2, 13, 3, 5), "g": ZEROS(2, 13, 3, 6), "beta": ZEROS(2, 13, 3)}),
+    ("kda", "", ValueError, r"g: expected shape \[2, 13, 4, 6\] like q, got", {"g": ZEROS(2, 13, 2, 6)}),
+    ("kda", "", TypeError, "g: expected torch.float32 like q, got torch.float16", {"g": ZEROS(2, 13, 4, 6).half()}),
+    ("kda", "", ValueError, "g: expected 4 dimensions|g: expected shape", {"g": ZEROS(2, 13, 4)}),
+    ("kda", "", ValueError, r"beta: expected shape \[2, 13, 4\]", {"beta": ZEROS(2, 13, 4, 6)}),
+    ("kda", "", ValueError, "beta_map: expected one of identity, sigmoid, twice_sigmoid", {"beta_map": "tanh"}),
+    ("kda", "", ValueError, "dt_bias: goes with A_log, got it alone", {"dt_bias": ZEROS(4, 6)}),
+    ("kda", "", ValueError, "lower_bound: goes with A_log, got it alone", {"lower_bound": -5.0}),
+    ("kda", "raw", ValueError, "lower_bound: expected a negative number, got 5.0", {"lower_bound": 5.0}),
+    ("kda", "raw", ValueError, "lower_bound: expected a negative number, got 0", {"lower_bound": 0}),
+    ("kda", "raw", ValueError, "lower_bound: expected a finite number", {"lower_bound": "low"}),
+    ("kda", "raw", ValueError, r"A_log: expected shape \[4\], got \[2\]", {"A_log": ZEROS(2)}),
+    ("kda", "raw", TypeError, "A_log: expected torch.float32", {"A_log": ZEROS(4).half()}),
+    ("kda", "raw", ValueError, r"dt_bias: expected shape \[4, 6\] or \[24\], got \[4\]", {"dt_bias": ZEROS(4)}),
+    ("kda", "", ValueError, "initial_state: expected shape", {"initial_state": ZEROS(2, 4, 5, 6)}),
+    ("kda", "", TypeError, "initial_state: expected", {"initial_state": ZEROS(2, 4, 6, 5).int()}),
+    ("kda", "", ValueError, "cu_seqlens: expected a batch of 1", {"cu_seqlens": torch.tensor([0, 13])}),
+    ("kda", "", TypeError, "cu_seqlens: expected torch.int32", {"cu_seqlens": ZEROS(3)}),
+    ("kda", "", ValueError, "decay: expected one of log, got 'raw'", {"decay": "raw"}),
+    ("kda", "", ValueError, "decay_bound: expected a negative number", {"decay_bound": 1.0}),
+    ("kda", "", ValueError, "state_layout: expected one of", {"state_layout": "hk"}),
+    ("kda", "", TypeError, r"kda\(\) got an unexpected keyword argument 'chunk'", {"chunk": 1}),
+    ("gated_delta_rule", "", ValueError, r"g: expected shape \[2, 13, 4\]", {"g": ZEROS(2, 13, 4, 6)}),
+    ("gated_delta_rule", "raw", ValueError, r"dt_bias: expected shape \[4\]", {"dt_bias": ZEROS(4, 6)}),
+    ("gated_delta_rule", "", TypeError, "unexpected keyword argument 'decay_bound'", {"decay_bound": -1.0}),
+    ("delta_rule", "", ValueError, r"beta: expected shape \[2, 13, 4\]", {"beta": ZEROS(2, 13, 2)}),
+    ("delta_rule", "", ValueError, "beta_map: expected one of", {"beta_map": None}),
+    ("gated_delta_rule2", "norm", ValueError, r"beta: expected shape \[2, 13, 4, 6\]", {"beta": ZEROS(2, 13, 4, 5)}),
+    ("gated_delta_rule2", "norm", ValueError, r"write_gate: expected shape \[2, 13, 4, 5\]",
+     {"write_gate": ZEROS(2, 13, 4, 6)}),
+    ("gated_delta_rule2", "norm", TypeError, "write_gate: expected torch.float32",
+     {"write_gate": ZEROS(2, 13, 4, 5).half()}),
+    ("simple_gla", "", ValueError, r"g: expected .*dimensions|g: expected shape", {"g": ZEROS(3)}),
+    ("simple_gla", "", ValueError, r"g: expected shape \[2, 13, 4\]", {"g": ZEROS(2, 13, 2)}),
+    ("hgrn2", "", ValueError, r"v: expected shape", {"v": ZEROS(2, 13, 2, 5)}),
+    ("ssd", "", ValueError, r"A: expected shape \[4\], got \[2\]", {"A": ZEROS(2)}),
+    ("ssd", "", TypeError, "A: expected torch.float32", {"A": ZEROS(4).half()}),
+    ("ssd", "", ValueError, r"dt: expected shape \[2, 13, 4\]", {"dt": ZEROS(2, 13, 2)}),
+    ("ssd", "", ValueError, r"C: expected shape \[2, 13, 2, 6\]", {"C": ZEROS(2, 13, 1, 6)}),
+    ("ssd", "", ValueError, r"D: expected shape \[4\] or \[4, 5\], got \[4, 6\]", {"D": ZEROS(4, 6)}),
+    ("ssd", "", TypeError, "D: expected torch.float32", {"D": ZEROS(4).double()}),
+    ("ssd", "", ValueError, r"z: expected shape \[2, 13, 4, 5\], got", {"z": ZEROS(2, 13, 20)}),
+    ("ssd", "", ValueError, r"dt_bias: expected shape \[4\]", {"dt_bias": ZEROS(4, 5)}),
+    ("ssd", "", ValueError, "dt_limit: expected a pair of numbers that does not fall", {"dt_limit": (1.0, 0.5)}),
+    ("ssd", "", ValueError, "dt_limit: expected a pair", {"dt_limit": 0.5}),
+    ("ssd", "", ValueError, "dt_limit: expected a pair", {"dt_limit": (0.0, float("nan"))}),
+    ("ssd", "", ValueError, "initial_state: expected shape", {"initial_state": ZEROS(2, 4, 6, 5)}),
+]  # fmt: skip
+OF_SEQUENCES_ALONE = ("initial_state", "cu_seqlens", "decay", "decay_bound", "chunk")
+
+
+@pytest.mark.parametrize(("op", "how", "error", "match", "change"), FAULTS)
+def test_faults(op, how, error, match, change, monkeypatch):
+    """Each names its argument, before anything has run: over a pool too, whose states are as they were."""
+    case = make(op, how, OF_SIZES, torch.float32)
+    ran = []
+    for below in ("wkv7", "gla"):
+        module = f"rwkv_jit.derived.{'delta' if below == 'wkv7' else 'diagonal'}"
+        monkeypatch.setattr(f"{module}.{below}", lambda *_, **__: ran.append(1))
+    named = {**case.inputs, "initial_state": case.state, **case.parameters, **case.options, **change}
+    with pytest.raises(error, match=f"^(?:{match})" if "unexpected" not in match else match):
+        getattr(rwkv_jit, op)(**named)
+    assert ran == []
+    if not change.keys() & {*OF_SEQUENCES_ALONE}:
+        pool = case.state.clone()
+        del named["initial_state"]
+        with torch.no_grad(), pytest.raises(error, match=match):
+            getattr(rwkv_jit, f"{op}_update")(pool, **named)
+        assert torch.equal(pool, case.state)
+
+
+@pytest.mark.parametrize("op", list(WAYS))
+def test_faults_of_a_pool(op):
+    case = make(op, WAYS[op][-1], dtype=torch.float32)
+    for error, match, options in (
+        (ValueError, "state_indices: expected shape", {"state_indices": torch.tensor([0])}),
+        (ValueError, "out: expected shape", {"out": ZEROS(3)}),
+        (TypeError, f"{op}_update.. got an unexpected keyword argument 'decay'", {"decay": "log"}),
+        (ValueError, "scale: expected a finite number", {"scale": "large"}),
+        (ValueError, "state_layout: expected one of", {"state_layout": "hk"}),
+    ):
+        pool = case.state.clone()
+        with pytest.raises(error, match=match):
+            pooled(case, "update", pool, **options)
+        assert torch.equal(pool, case.state)
+    with pytest.raises(ValueError, match="state: expected shape"):
+        pooled(case, "update", case.state[:, :, :-1])
+
+
+@pytest.mark.parametrize("op", DELTA)
+def test_a_flag_may_be_anything_that_is_true_or_false(op):
+    case = make(op, "norm")
+    want = case.run()[0]
+    assert torch.equal(case._replace(options={**case.options, "qk_norm": 1}).run()[0], want)
+    assert torch.equal(case._replace(options={**case.options, "qk_norm": torch.tensor(True)}).run()[0], want)
+    with pytest.raises(TypeError, match="qk_norm: expected True or False"):
+        case._replace(options={**case.options, "qk_norm": ZEROS(2)}).run()
