@@ -70,7 +70,7 @@ def make(
     op, how="", sizes=(2, 13, 2, 4, 6, 5), dtype=torch.float64, wide=None, state_type=None, decays=USUAL, bounds=None,
     device="cpu", layout=None, has_state=True,
 ):  # fmt: skip
-    """Return a call; `sizes` are B, T, the heads of keys and of values, K and V; `wide` the dtype of gates and rates."""
+    """Return a call; `sizes` are B, T, key heads, value heads, K and V; `wide` is the dtype of gates and rates."""
     batch, tokens, key_heads, heads, head_size, value_size = sizes
     wide, words = wide or dtype, how.split()
     if op == "hgrn2":

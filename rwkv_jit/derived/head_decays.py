@@ -20,7 +20,7 @@ from rwkv_jit.plan import Plan
 from rwkv_jit.rule import LEAST_TOKENS
 from rwkv_jit.signatures import BySignature
 
-_LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
+LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
 
 _plans: BySignature[Plan] = BySignature()
 
@@ -45,7 +45,7 @@ def chunk_len(call: Sequences, q: Tensor, v: Tensor, *parameters: Any) -> int | 
     if batch * tokens < LEAST_TOKENS * sequences or heads > MOST_HEADS:
         return None
     device = v.device.index
-    if sequences * heads < _LEAST_BLOCKS * tensors.multiprocessors(device) and not is_batch_invariant:
+    if sequences * heads < LEAST_BLOCKS * tensors.multiprocessors(device) and not is_batch_invariant:
         return None
     op, gpu = Core(True).op, tensors.gpu(device)
     case = Case(op, storage, q.shape[-1], value_size, tokens, op.decay, None, tail.chunk_len, training=False)

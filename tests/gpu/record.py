@@ -101,7 +101,7 @@ def templates(op: str) -> list[str]:
     """The kernels of an op, and those that all ops take."""
     folder = ROOT / "kernel_templates"
     found = [path for stem in STEMS[op] for path in folder.rglob(f"{stem}_*.cu")]
-    for name in ("shared", op) if op in (INFERENCE, LAYERS) else ("shared",):
+    for name in {INFERENCE: ("shared", INFERENCE), LAYERS: ("shared", LAYERS, "derived")}.get(op, ("shared",)):
         found += (folder / name).glob("*.cu")
     return sorted(path.name for path in found)
 

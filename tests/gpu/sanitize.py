@@ -10,6 +10,7 @@ import sys
 from functools import partial
 
 import comparing
+import derived_cases
 import layer_cases
 import torch
 
@@ -17,6 +18,7 @@ import rwkv_jit
 from bench import history
 from rwkv_jit import launch, signatures, template
 from rwkv_jit.algorithms import delta_large
+from rwkv_jit.derived import head_decays as of_own
 from rwkv_jit.layers import calls
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,6 +128,15 @@ def gradients(name, how, sizes, dtype=BF16):
         case.run(case.tensors)
 
 
+def head_decays(name, how, sizes, bounds=None, dtype=BF16, **options):
+    """A call with one decay for a head and without gradients, of few heads."""
+    case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, device="cuda")
+    usual, of_own.LEAST_BLOCKS = of_own.LEAST_BLOCKS, 0
+    with torch.no_grad():
+        case.run(**options)
+    of_own.LEAST_BLOCKS = usual
+
+
 def loss(classes, dtype=BF16, **options):
     """Of rows that begin anywhere, one of which does not count, from logits and by chunks."""
     hidden, head = (torch.randn(n, 32, device="cuda", dtype=dtype, requires_grad=True) for n in (5, classes))
@@ -143,6 +154,11 @@ def history_of(name, shape, dtype):
 
 GATED = ("wkv5", "wkv6", "gla", "linear_attention")
 CALLS = [
+    partial(head_decays, "gated_delta_rule", "norm", (2, 100, 1, 2, 128, 128)),
+    partial(head_decays, "gated_delta_rule", "", (1, 100, 1, 3, 40, 24), [0, 0, 1, 50, 100], torch.float16),
+    partial(head_decays, "delta_rule", "norm", (80, 40, 1, 2, 64, 64), chunk_len=16),
+    partial(head_decays, "simple_gla", "", (1, 33, 2, 2, 33, 65)),
+    partial(head_decays, "ssd", "D softplus", (1, 70, 1, 4, 128, 64)),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),

@@ -453,7 +453,7 @@ ops.wide_keys parallel.exchange parallel.two_phases
 parallel.parts
 parallel.recurrences
 ops.gla ops.linear_attention ops.timex ops.wkv4 ops.wkv5 ops.wkv6 ops.wkv7 inference.rounding inference.steps
-inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps
+inference.registry inference.options inference.varlen_steps layers.registry layers.plain layers.steps derived.steps
 layers.loss_steps
 inference.arguments layers.gradient_steps layers.reference layers.placed
 inference.replay_steps inference.states
@@ -461,9 +461,9 @@ inference.ring inference.pool derived.arguments
 inference.calls
 inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops
-inference.replay_calls layers.gradients derived.diagonal
-layers.functions derived.operands derived.diagonal_pooled
-parallel.shifting derived.delta derived.delta_pooled
+inference.replay_calls layers.gradients derived.head_decays
+layers.functions derived.operands derived.diagonal
+parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
 inference.replay nn.parts nn.checkpoints nn.convolution
 nn.mixing nn.attention nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
