@@ -2,8 +2,8 @@
 
 After `install`, `torch.utils.cpp_extension.load` of a known name compiles nothing. It defines the ops that the
 extension would, with the same names and arguments, and returns a module of them. RWKV-4 of transformers finds its
-kernel here too, and the module `rwkvfla` is there where the package is not. Neither torch nor transformers is imported
-for it.
+kernel here too, its models with KDA, the gated delta rule or Mamba-2 their functions, and the module `rwkvfla` is there
+where the package is not. Neither torch nor transformers is imported for it.
 
 Functions of RWKV projects have their names and arguments here. Each loads its module when it is used.
 """

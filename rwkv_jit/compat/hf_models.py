@@ -60,13 +60,13 @@ give_back = _patches.undo
 @functools.cache
 def find(name: str) -> Callable[..., Any]:
     """Return our function of this name, with the arguments of transformers: what ours does not know is not read."""
-    ours = getattr(import_module(FUNCTIONS[name].module), name)
-    known = frozenset(inspect.signature(ours).parameters)
+    ours, kind = getattr(import_module(FUNCTIONS[name].module), name), inspect.Parameter
+    known = inspect.signature(ours).parameters
+    reads_any = any(x.kind == kind.VAR_KEYWORD for x in known.values())
 
     def call(*arguments: Any, **options: Any) -> Any:
-        return ours(*arguments, **{option: x for option, x in options.items() if option in known})
+        return ours(*arguments, **{option: x for option, x in options.items() if reads_any or option in known})
 
-    kind = inspect.Parameter
     names = [kind(x, kind.POSITIONAL_OR_KEYWORD) for x in FUNCTIONS[name].arguments.split()]
     call.__signature__ = inspect.Signature([*names, kind("kwargs", kind.VAR_KEYWORD)])  # type: ignore[attr-defined]
     call.__name__ = name

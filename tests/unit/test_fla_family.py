@@ -410,6 +410,15 @@ def test_fla_s_registry_runs_ours(installed):
         theirs("kda", "chunk_kda")(q, k, v, g, beta)
 
 
+def test_functions_are_ours_where_the_registry_is_turned_off(child, monkeypatch):
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    code = "from rwkv_jit.compat import fla as ours; ours.install(); import fla.ops.kda, fla.ops.gated_delta_rule\n"
+    code += "from rwkv_jit.compat.fla import patches\n"
+    code += "assert fla.ops.kda.chunk_kda in patches._replaced\n"
+    code += "assert fla.ops.gated_delta_rule.chunk_gdn in patches._replaced"
+    child(code)
+
+
 # ---- its layers --------------------------------------------------------------------------------------------------
 
 

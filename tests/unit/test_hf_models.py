@@ -152,13 +152,15 @@ def test_models_train_and_generate_the_same(monkeypatch, name, padded):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2"])
-def test_sixteen_bits(name):
+def test_sixteen_bits(monkeypatch, name):
     model, text = model_of(name), words(2, T)
     exact = model(text).logits.detach()
     model.to(torch.bfloat16)
     theirs = model(text).logits.detach().float()
+    calls = counted(monkeypatch)
     hf.patch(model)
     found = model(text).logits
+    assert calls
     limit = 0.03 * exact.norm() + 2 * (theirs - exact).norm()  # their own rounding comes on top
     assert (found - exact).norm() <= limit
 
@@ -218,6 +220,8 @@ def test_layers_that_have_the_functions_themselves():
     assert hf.patch(model) == ["1.chunk_gated_delta_rule", "1.recurrent_gated_delta_rule"]
     q, k, v, g, beta = *torch.randn(3, 2, T, 2, 8), -torch.rand(2, T, 2), torch.rand(2, T, 2)
     torch.testing.assert_close(model[1](q, k, v, g, beta), rwkv_jit.gated_delta_rule_ref(q, k, v, g, beta)[0])
+    v_first = {"output_final_state": True, "transpose_state_layout": True, "cache_position": 3}
+    assert model[1].chunk_gated_delta_rule(q, k, v[..., :5], g, beta, **v_first)[1].shape == (2, 2, 5, 8)
     layer, gone = model[1], weakref.ref(model[1])
     compat.uninstall()
     assert layer.chunk_gated_delta_rule is theirs
@@ -236,6 +240,13 @@ def test_what_the_kernels_cannot_do_stays_theirs():
     module.selective_state_update = None  # where the package is missing
     with pytest.raises(ValueError, match=r"target: expected a module with .* or chunk_kda or .*, got transformers_m"):
         hf.patch(module)
+
+
+def test_options_that_ours_do_not_know_are_not_read():
+    """Models hand on what they were given."""
+    x, dt, A, b = torch.randn(2, T, 4, 6), torch.rand(2, T, 4), -torch.rand(4), torch.randn(2, T, 2, 8)
+    found = hf_models.find("mamba_chunk_scan_combined")(x, dt, A, b, b, chunk_size=4, use_cache=False, logits_to_keep=0)
+    torch.testing.assert_close(found, rwkv_jit.ssd_ref(x, dt, A, b, b)[0])
 
 
 # ---- install -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Models of transformers, and functions of mamba_ssm, on these kernels, beside transformers' code in plain torch."""
+"""Models of transformers and functions of mamba_ssm on these kernels, beside transformers' own code in plain torch."""
 
 import pytest
 import torch
