@@ -6,8 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _MODULES = {
+    "GatedDeltaNet": "rwkv_jit.nn.delta",
     "GatedLinearAttention": "rwkv_jit.nn.attention",
+    "KimiDeltaAttention": "rwkv_jit.nn.delta",
     "LinearAttention": "rwkv_jit.nn.attention",
+    "Mamba2": "rwkv_jit.nn.mamba2",
     "RWKV4ChannelMix": "rwkv_jit.nn.rwkv4",
     "RWKV4TimeMix": "rwkv_jit.nn.rwkv4",
     "RWKV5": "rwkv_jit.nn.model",
@@ -31,8 +34,11 @@ __all__ = [
     "RWKV5",
     "RWKV6",
     "RWKV7",
+    "GatedDeltaNet",
     "GatedLinearAttention",
+    "KimiDeltaAttention",
     "LinearAttention",
+    "Mamba2",
     "RWKV4ChannelMix",
     "RWKV4TimeMix",
     "RWKV5Block",
@@ -53,6 +59,8 @@ __all__ = [
 if TYPE_CHECKING:
     from rwkv_jit.nn.attention import GatedLinearAttention, LinearAttention
     from rwkv_jit.nn.convolution import TimeX
+    from rwkv_jit.nn.delta import GatedDeltaNet, KimiDeltaAttention
+    from rwkv_jit.nn.mamba2 import Mamba2
     from rwkv_jit.nn.model import RWKV5, RWKV6, RWKV7
     from rwkv_jit.nn.rwkv4 import RWKV4ChannelMix, RWKV4TimeMix
     from rwkv_jit.nn.rwkv5 import RWKV5Block, RWKV5ChannelMix, RWKV5State, RWKV5TimeMix

@@ -1,7 +1,8 @@
-"""What modules share: checks of sizes, files of states, how matrices begin, last tokens, and what autocast does."""
+"""What modules share: checks of sizes, files of states, how matrices begin, last tokens, short convolutions, autocast."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rwkv_jit import tensors
-from rwkv_jit.inference.arguments import count
+from rwkv_jit.inference.arguments import check_shape, count
+from rwkv_jit.layers.convolution import causal_conv1d
+from rwkv_jit.layers.convolution_steps import LEAST_WIDTH, MOST_WIDTH
 
 _State = TypeVar("_State", bound=type)
 
@@ -53,6 +56,68 @@ def dtype_under_autocast(x: Tensor) -> torch.dtype:
     """Return the dtype in which a layer takes what is normed of a residual: that of autocast, but for float64."""
     dtype = tensors.autocast_dtype(x)
     return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
+
+
+# ---- short convolutions before recurrences -----------------------------------------------------------------------
+
+
+def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[str, Any]) -> nn.Conv1d:
+    """Return the taps of channels, by the names and shapes of torch's module. `convolve` does the work."""
+    if not LEAST_WIDTH <= count("conv_width", conv_width) <= MOST_WIDTH:
+        raise ValueError(f"conv_width: expected {LEAST_WIDTH} to {MOST_WIDTH}, got {conv_width}")
+    return nn.Conv1d(channels, channels, conv_width, groups=channels, bias=bias, **place)
+
+
+def convolve(
+    x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return silu of convolved tokens, and the last tokens of each text. Some channels have these taps, others those."""
+    several = [each.weight.squeeze(1) for each in taps]
+    weight = several[0] if len(several) == 1 else torch.cat(several)
+    before = None if before is None else before.to(x.dtype)
+    y, last = causal_conv1d(
+        x, weight, taps[0].bias, initial_state=before, output_final_state=True, cu_seqlens=cu_seqlens,
+        activation="silu",
+    )  # fmt: skip
+    assert last is not None
+    return y, last
+
+
+def check_tokens(x: Any, width: int) -> Tensor:
+    """Return what a layer reads, once its shape is checked."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"x: expected shape [batch, tokens, {width}], got {list(x.shape)}")
+    return x
+
+
+def check_both_states(
+    state: Any, x: Tensor, cu_seqlens: Tensor | None, of_taps: tuple[int, ...], of_text: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the last tokens and the recurrence's state of each text, once their shapes are checked."""
+    if state is None:
+        return None, None
+    if not (isinstance(state, (tuple, list)) and len(state) == 2 and all(isinstance(each, Tensor) for each in state)):
+        raise TypeError(f"state: expected two torch.Tensor, got {type(state).__name__}")
+    texts = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    for i, (each, shape) in enumerate(zip(state, (of_taps, of_text), strict=True)):
+        check_shape(f"state[{i}]", each, (texts, *shape))
+    return state[0], state[1]
+
+
+def fill_steps(dt_bias: Tensor) -> None:
+    """Fill what softplus makes steps of, so that these lie between 0.001 and 0.1, evenly by their logarithm."""
+    least, most = math.log(0.001), math.log(0.1)
+    steps = torch.exp(least + (most - least) * torch.rand(dt_bias.shape, device=dt_bias.device))
+    with torch.no_grad():
+        dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
+def fill_rates(A_log: Tensor, least: float) -> None:
+    """Fill the logarithms of rates between a least one and 16."""
+    with torch.no_grad():
+        A_log.copy_(torch.empty(A_log.shape, device=A_log.device).uniform_(least, 16).log())
 
 
 # ---- parts of sequences, of which other processes have the others ------------------------------------------------

@@ -465,7 +465,7 @@ inference.replay_calls layers.gradients derived.head_decays
 layers.functions derived.operands derived.diagonal
 parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
 inference.replay nn.parts nn.checkpoints nn.convolution
-nn.mixing nn.attention nn.rwkv7
+nn.mixing nn.attention nn.delta nn.mamba2 nn.rwkv7
 nn.rwkv4 nn.rwkv5 nn.rwkv6 nn.language_model
 nn.model
 nn parallel.tensor ahead_layers

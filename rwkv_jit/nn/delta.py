@@ -1,0 +1,358 @@
+"""Kimi Delta Attention, and gated delta net."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rwkv_jit.derived.delta import gated_delta_rule, kda
+from rwkv_jit.inference.arguments import count
+from rwkv_jit.layers.functions import gated_norm
+from rwkv_jit.nn import parts
+
+
+class _DeltaNet(nn.Module):
+    """Sizes, and what both have of their heads."""
+
+    def __init__(
+        self, width: int, key_heads: int, value_heads: int, key_size: int, value_size: int, conv_width: int
+    ):  # fmt: skip
+        sizes = {"width": width, "key_heads": key_heads, "value_heads": value_heads}
+        for name, size in {**sizes, "key_size": key_size, "value_size": value_size}.items():
+            count(name, size, 1)
+        if value_heads % key_heads:
+            raise ValueError(f"value_heads: expected a multiple of key_heads {key_heads}, got {value_heads}")
+        super().__init__()
+        self.width, self.conv_width = width, conv_width
+        self.key_heads, self.value_heads, self.key_size, self.value_size = key_heads, value_heads, key_size, value_size
+        self.key_width, self.value_width = key_heads * key_size, value_heads * value_size
+
+    def _states(
+        self, state: Any, x: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """Return the parts of a state."""
+        of_taps = 2 * self.key_width + self.value_width, self.conv_width - 1
+        of_text = self.value_heads, self.key_size, self.value_size
+        return parts.check_both_states(state, x, cu_seqlens, of_taps, of_text)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by their heads."""
+        q, k, v = mixed.split([self.key_width, self.key_width, self.value_width], -1)
+        q, k = (each.unflatten(-1, (self.key_heads, self.key_size)) for each in (q, k))
+        return q, k, v.unflatten(-1, (self.value_heads, self.value_size))
+
+    def _normed(self, y: Tensor, gate: Tensor, norm: nn.RMSNorm, kind: str) -> Tensor:
+        """Return what is behind the norm of each head and the gate, [B, T, H V]."""
+        weight, eps = norm.weight.expand(y.shape[2:]), norm.eps
+        assert eps is not None
+        return gated_norm(y, gate, weight, gate=kind, norm="rms", eps=eps)
+
+    def extra_repr(self) -> str:
+        """Return what the module was made of, for its repr."""
+        return (
+            f"{self.width}, key_heads={self.key_heads}, value_heads={self.value_heads}, key_size={self.key_size}, "
+            f"value_size={self.value_size}, conv_width={self.conv_width}"
+        )
+
+
+class KimiDeltaAttention(_DeltaNet):
+    r"""Kimi Delta Attention: a short convolution, the delta rule with a decay of each channel, a norm and a gate.
+
+        q, k, v = silu(conv(q_proj(x))), silu(conv(k_proj(x))), silu(conv(v_proj(x)))
+        y = o_proj(norm(kda(q, k, v, f_proj(x), b_proj(x))) sigmoid(g_proj(x)))
+
+    with the recurrence of `kda`, where g is -exp(A_log) softplus(f_proj(x) + dt_bias), beta is sigmoid(b_proj(x)) and q
+    and k are divided by their lengths. The norm is the root mean square of a head. B is the batch, T the tokens, C the
+    width, G the key heads, H the value heads, K and V the head sizes of keys and values, W the width of the
+    convolution, N the texts: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    key_heads : int, default 16
+        G.
+    value_heads : int, optional
+        H, a multiple of G, which is the default.
+    key_size : int, default 128
+        K.
+    value_size : int, optional
+        V; K by default.
+    conv_width : int, default 4
+        W, from 2 to 8.
+    lower_bound : float, optional
+        Below 0: the log-decay is lower_bound sigmoid(exp(A_log) (f_proj(x) + dt_bias)) then.
+    allow_neg_eigval : bool, default False
+        Whether beta is 2 sigmoid(b_proj(x)).
+    eps : float, default 1e-5
+        Of the norm.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    q_proj, k_proj : torch.nn.Linear, weight (G K, C)
+        Make queries and keys.
+    v_proj : torch.nn.Linear, weight (H V, C)
+        Makes values.
+    q_conv1d, k_conv1d, v_conv1d : torch.nn.Conv1d, weight (G K, 1, W) for two, and (H V, 1, W)
+        The taps of each channel, that of the token itself last.
+    f_proj : torch.nn.Sequential of two torch.nn.Linear, weights (V, C) and (H K, V)
+        Makes the decay.
+    b_proj : torch.nn.Linear, weight (H, C)
+        Makes beta.
+    A_log : torch.nn.Parameter, shape (H,)
+        Logarithm of how fast a head decays.
+    dt_bias : torch.nn.Parameter, shape (H K,)
+        Is added to what f_proj makes.
+    g_proj : torch.nn.Sequential of two torch.nn.Linear, weights (V, C) and (H V, V), bias (H V,)
+        Makes the gate; the first one has no bias.
+    o_norm : torch.nn.RMSNorm, weight (V,)
+        The norm, whose weight is the same for all heads.
+    o_proj : torch.nn.Linear, weight (C, H V)
+        Makes what is added to the residual.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    Notes
+    -----
+    Names, shapes and initial values are those of FLA's layer of this name. A_log and dt_bias may be float32 beside
+    other parameters of 16 bits.
+
+    References
+    ----------
+    Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, arXiv:2510.26692.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.KimiDeltaAttention(96, key_heads=2, key_size=32, device="cuda")
+    >>> x = torch.randn(2, 10, 96, device="cuda")
+    >>> y, state = layer(x[:, :7])
+    >>> rest, state = layer(x[:, 7:], state)
+    >>> rest.shape, [each.shape for each in state]
+    (torch.Size([2, 3, 96]), [torch.Size([2, 192, 3]), torch.Size([2, 2, 32, 32])])
+    """
+
+    def __init__(
+        self, width: int, key_heads: int = 16, value_heads: int | None = None, key_size: int = 128,
+        value_size: int | None = None, *, conv_width: int = 4, lower_bound: float | None = None,
+        allow_neg_eigval: bool = False, eps: float = 1e-5, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        value_heads = key_heads if value_heads is None else value_heads
+        value_size = key_size if value_size is None else value_size
+        super().__init__(width, key_heads, value_heads, key_size, value_size, conv_width)
+        if lower_bound is not None and not lower_bound < 0:
+            raise ValueError(f"lower_bound: expected a number below 0, got {lower_bound!r}")
+        self.lower_bound, self.allow_neg_eigval = lower_bound, allow_neg_eigval
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        keys, values = self.key_width, self.value_width
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(width, size, bias=False, **place) for size in (keys, keys, values)
+        )
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            parts.short_convolution(size, conv_width, False, place) for size in (keys, keys, values)
+        )
+        self.f_proj = nn.Sequential(
+            nn.Linear(width, value_size, bias=False, **place),
+            nn.Linear(value_size, value_heads * key_size, bias=False, **place),
+        )
+        self.b_proj = nn.Linear(width, value_heads, bias=False, **place)
+        self.A_log = nn.Parameter(torch.empty(value_heads, **place))
+        self.dt_bias = nn.Parameter(torch.empty(value_heads * key_size, **place))
+        self.g_proj = nn.Sequential(
+            nn.Linear(width, value_size, bias=False, **place), nn.Linear(value_size, values, **place)
+        )
+        self.o_norm = nn.RMSNorm(value_size, eps=eps, **place)
+        self.o_proj = nn.Linear(values, width, bias=False, **place)
+        self._fill()
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
+                module.reset_parameters()
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        parts.fill_steps(self.dt_bias)
+        if self.lower_bound is None:
+            parts.fill_rates(self.A_log, 1)
+        else:
+            self.A_log.zero_()
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mix the tokens of each text.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
+            What the call for the part before returned; zeros by default. Gradients reach both.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : tuple of two torch.Tensor
+            The last tokens that the convolution reads, of queries, keys and values, and the state of `kda`. It is not
+            detached.
+        """
+        x = parts.under_autocast(parts.check_tokens(x, self.width))
+        before, state_before = self._states(state, x, cu_seqlens)
+        made = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        mixed, last = parts.convolve(made, (self.q_conv1d, self.k_conv1d, self.v_conv1d), before, cu_seqlens)
+        g = self.f_proj(x).unflatten(-1, (self.value_heads, self.key_size))
+        y, final = kda(
+            *self._heads(mixed), g, self.b_proj(x), state_before, True, cu_seqlens, A_log=self.A_log,
+            dt_bias=self.dt_bias, lower_bound=self.lower_bound, qk_norm=True,
+            beta_map="twice_sigmoid" if self.allow_neg_eigval else "sigmoid",
+        )  # fmt: skip
+        assert final is not None
+        return self.o_proj(self._normed(y, self.g_proj(x), self.o_norm, "sigmoid")), (last, final)
+
+
+class GatedDeltaNet(_DeltaNet):
+    r"""Gated delta net: a short convolution, the delta rule with a decay of each head, a norm and a gate.
+
+        q, k, v, z = in_proj_qkvz(x);   b, a = in_proj_ba(x);   q, k, v = silu(conv1d([q, k, v]))
+        y = out_proj(norm(gated_delta_rule(q, k, v, a, b)) silu(z))
+
+    with the recurrence of `gated_delta_rule`, where g is -exp(A_log) softplus(a + dt_bias), beta is sigmoid(b) and q
+    and k are divided by their lengths. The norm is the root mean square of a head. B is the batch, T the tokens, C the
+    width, G the key heads, H the value heads, K and V the head sizes of keys and values, W the width of the
+    convolution, N the texts: B, or one less than the length of `cu_seqlens`.
+
+    Parameters
+    ----------
+    width : int
+        C.
+    key_heads : int, default 16
+        G.
+    value_heads : int, default 32
+        H, a multiple of G.
+    key_size, value_size : int, default 128
+        K and V.
+    conv_width : int, default 4
+        W, from 2 to 8.
+    eps : float, default 1e-6
+        Of the norm.
+    device, dtype : optional
+        Of the parameters.
+
+    Attributes
+    ----------
+    in_proj_qkvz : torch.nn.Linear, weight (2 G K + 2 H V, C)
+        Makes for one key head after the other its query and key, then the values and the gates of its H / G value heads.
+    in_proj_ba : torch.nn.Linear, weight (2 H, C)
+        Makes for one key head after the other b and a of its value heads.
+    conv1d : torch.nn.Conv1d, weight (2 G K + H V, 1, W)
+        The taps of all queries, all keys and all values, that of the token itself last.
+    dt_bias : torch.nn.Parameter, shape (H,)
+        Is added to a.
+    A_log : torch.nn.Parameter, shape (H,)
+        Logarithm of how fast a head decays.
+    norm : torch.nn.RMSNorm, weight (V,)
+        The norm, whose weight is the same for all heads.
+    out_proj : torch.nn.Linear, weight (C, H V)
+        Makes what is added to the residual.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument does not fit: its name, what was expected and what came.
+
+    Notes
+    -----
+    Names, shapes, initial values and defaults are those of Qwen3-Next. A_log and dt_bias may be float32 beside other
+    parameters of 16 bits.
+
+    References
+    ----------
+    Yang et al., Gated Delta Networks: Improving Mamba2 with Delta Rule, arXiv:2412.06464.
+
+    Examples
+    --------
+    >>> layer = rwkv_jit.nn.GatedDeltaNet(96, 2, 4, 32, 32, device="cuda")
+    >>> x = torch.randn(2, 10, 96, device="cuda")
+    >>> y, state = layer(x[:, :7])
+    >>> rest, state = layer(x[:, 7:], state)
+    >>> rest.shape, [each.shape for each in state]
+    (torch.Size([2, 3, 96]), [torch.Size([2, 256, 3]), torch.Size([2, 4, 32, 32])])
+    """
+
+    def __init__(
+        self, width: int, key_heads: int = 16, value_heads: int = 32, key_size: int = 128, value_size: int = 128, *,
+        conv_width: int = 4, eps: float = 1e-6, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(width, key_heads, value_heads, key_size, value_size, conv_width)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        keys, values = self.key_width, self.value_width
+        self.conv1d = parts.short_convolution(2 * keys + values, conv_width, False, place)
+        self.in_proj_qkvz = nn.Linear(width, 2 * (keys + values), bias=False, **place)
+        self.in_proj_ba = nn.Linear(width, 2 * value_heads, bias=False, **place)
+        self.dt_bias = nn.Parameter(torch.empty(value_heads, **place))
+        self.A_log = nn.Parameter(torch.empty(value_heads, **place))
+        self.norm = nn.RMSNorm(value_size, eps=eps, **place)
+        self.out_proj = nn.Linear(values, width, bias=False, **place)
+        self._fill()
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to their initial values."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.RMSNorm)):
+                module.reset_parameters()
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        self.dt_bias.fill_(1)
+        parts.fill_rates(self.A_log, 0.01)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Mix the tokens of each text.
+
+        Parameters
+        ----------
+        x : torch.Tensor, shape (B, T, C)
+            The normed residual.
+        state : tuple of two torch.Tensor, shape (N, 2 G K + H V, W - 1) and (N, H, K, V), optional
+            What the call for the part before returned; zeros by default. Gradients reach both.
+        cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
+            Where each of N packed texts begins, and where the last one ends; B is 1 then.
+
+        Returns
+        -------
+        y : torch.Tensor, shape of x
+            What is added to the residual.
+        state : tuple of two torch.Tensor
+            The last tokens that the convolution reads, and the state of `gated_delta_rule`. It is not detached.
+        """
+        x = parts.under_autocast(parts.check_tokens(x, self.width))
+        before, state_before = self._states(state, x, cu_seqlens)
+        shared = self.value_heads // self.key_heads
+        sizes = [self.key_size, self.key_size, shared * self.value_size, shared * self.value_size]
+        *made, z = self.in_proj_qkvz(x).unflatten(-1, (self.key_heads, sum(sizes))).split(sizes, -1)
+        b, a = self.in_proj_ba(x).unflatten(-1, (self.key_heads, 2 * shared)).split([shared, shared], -1)
+        mixed = torch.cat([each.flatten(2) for each in made], -1)
+        mixed, last = parts.convolve(mixed, (self.conv1d,), before, cu_seqlens)
+        y, final = gated_delta_rule(
+            *self._heads(mixed), a.flatten(2), b.flatten(2), state_before, True, cu_seqlens, A_log=self.A_log,
+            dt_bias=self.dt_bias, qk_norm=True, beta_map="sigmoid",
+        )  # fmt: skip
+        assert final is not None
+        return self.out_proj(self._normed(y, z.flatten(2), self.norm, "silu")), (last, final)

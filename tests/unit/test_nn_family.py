@@ -1,0 +1,340 @@
+"""Kimi Delta Attention, gated delta net and Mamba-2 as modules, beside transformers' own and beside equations."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import rwkv_jit
+from rwkv_jit import nn
+
+WIDTH, TOKENS = 24, 9
+DOUBLE = {"dtype": torch.float64}
+# Sizes that are no powers of 2, and more value heads than key heads.
+MAKERS = {
+    "KimiDeltaAttention": lambda **place: nn.KimiDeltaAttention(WIDTH, 2, 6, 7, 5, conv_width=3, **place),
+    "GatedDeltaNet": lambda **place: nn.GatedDeltaNet(WIDTH, 2, 6, 7, 5, **place),
+    "Mamba2": lambda **place: nn.Mamba2(WIDTH, 6, 5, 7, 2, **place),
+}
+EVERY = pytest.mark.parametrize("name", MAKERS)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def stir(module):
+    """Move all parameters from initial values in which another one would not show."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape).to(parameter))
+    return module
+
+
+def make(name, **place):
+    return stir(MAKERS[name](**place))
+
+
+def tokens(*lead, **place):
+    return torch.randn(*lead, WIDTH, **place)
+
+
+def close(found, want, limit=1e-12):
+    assert found.shape == want.shape
+    assert found.dtype == want.dtype
+    assert (found.double() - want.double()).abs().max() <= limit * (1 + want.double().abs().max())
+
+
+def gradients(function, module, inputs, weights):
+    """Return what a function makes, and gradients of the module's parameters and of its inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    made = function(*inputs)
+    loss = sum((y * weight).sum() for y, weight in zip(made, weights, strict=False))
+    return made, torch.autograd.grad(loss, [*module.parameters(), *inputs])
+
+
+# ---- beside the modules of transformers --------------------------------------------------------------------------
+
+
+def of_transformers(name):
+    """A module of transformers, and ours of its sizes."""
+    if name == "GatedDeltaNet":
+        modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        config = modeling.Qwen3NextConfig(
+            hidden_size=WIDTH, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=7,
+            linear_value_head_dim=5, linear_conv_kernel_dim=4, num_hidden_layers=1, layer_types=["linear_attention"],
+        )  # fmt: skip
+        return modeling.Qwen3NextGatedDeltaNet(config, 0), MAKERS[name]()
+    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    config = modeling.Mamba2Config(
+        hidden_size=15, num_heads=6, head_dim=5, state_size=7, n_groups=2, num_hidden_layers=1, chunk_size=4,
+        time_step_limit=(0.05, 1.5),
+    )  # fmt: skip
+    return modeling.Mamba2Mixer(config, 0), nn.Mamba2(15, 6, 5, 7, 2, norm_groups=1, dt_limit=(0.05, 1.5))
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "Mamba2"])
+def test_is_the_module_of_transformers(name):
+    theirs, ours = of_transformers(name)
+    stir(theirs).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, TOKENS, ours.width)
+    weights = [torch.randn(x.shape)]
+    # By name: our order of parameters need not be theirs.
+    names = [own for own, _ in theirs.named_parameters()]
+    assert {*names} == {own for own, _ in ours.named_parameters()}
+    (want,), of_theirs = gradients(lambda x: [theirs(x)], theirs, [x], weights)
+    (found, _), of_ours = gradients(ours, ours, [x], weights)
+    close(found, want, 1e-5)
+    by_name = dict(zip([own for own, _ in ours.named_parameters()], of_ours[:-1], strict=True))
+    for own, grad in zip(names, of_theirs[:-1], strict=True):
+        assert grad.abs().max() > 0, own
+        close(by_name[own], grad, 1e-4)
+    close(of_ours[-1], of_theirs[-1], 1e-4)
+
+
+# ---- beside equations --------------------------------------------------------------------------------------------
+
+
+def convolved(x, before, conv):
+    """Silu of channels convolved with those before, by torch's own convolution."""
+    seen = torch.cat([before, x.transpose(1, 2)], -1)
+    return F.silu(F.conv1d(seen, conv.weight, conv.bias, groups=conv.groups)).transpose(1, 2), seen[..., x.shape[1] :]
+
+
+def rms(x, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def kimi(m, x, before, state):
+    heads, keys, values = m.value_heads, m.key_size, m.value_size
+    befores = before.split([m.key_width, m.key_width, m.value_width], 1)
+    (q, k, v), lasts = zip(
+        *(
+            convolved(getattr(m, f"{own}_proj")(x), each, getattr(m, f"{own}_conv1d"))
+            for own, each in zip("qkv", befores, strict=True)
+        ),
+        strict=True,
+    )
+    q, k = (each.unflatten(-1, (m.key_heads, keys)) for each in (q, k))
+    raw = (m.f_proj(x) + m.dt_bias).unflatten(-1, (heads, keys))
+    rate = m.A_log.exp().view(heads, 1)
+    g = -rate * F.softplus(raw) if m.lower_bound is None else m.lower_bound * torch.sigmoid(rate * raw)
+    beta = m.b_proj(x).sigmoid() * (2 if m.allow_neg_eigval else 1)
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    y, final = rwkv_jit.kda_ref(q, k, v.unflatten(-1, (heads, values)), g, beta, state, True)
+    y = rms(y, m.o_norm.eps) * m.o_norm.weight * m.g_proj(x).unflatten(-1, (heads, values)).sigmoid()
+    return m.o_proj(y.flatten(2)), torch.cat(lasts, 1), final
+
+
+def mamba(m, x, before, state):
+    inner = m.heads * m.head_size
+    z, mixed, dt = m.in_proj(x).split([inner, m.conv1d.weight.shape[0], m.heads], -1)
+    mixed, last = convolved(mixed, before, m.conv1d)
+    values, B, C = mixed.split([inner, *[m.groups * m.state_size] * 2], -1)
+    B, C = (each.unflatten(-1, (m.groups, m.state_size)) for each in (B, C))
+    steps = F.softplus(dt + m.dt_bias)
+    values = values.unflatten(-1, (m.heads, m.head_size))
+    y, final = rwkv_jit.ssd_ref(values, steps, -m.A_log.exp(), B, C, state, True, D=m.D)
+    y = rms((y.flatten(2) * F.silu(z)).unflatten(-1, (m.norm_groups, -1)), m.norm.eps)
+    return m.out_proj(y.flatten(2) * m.norm.weight), last, final
+
+
+CASES = {
+    "kimi": (lambda: make("KimiDeltaAttention", **DOUBLE), kimi),
+    "kimi, options": (
+        lambda: stir(nn.KimiDeltaAttention(WIDTH, 3, key_size=4, lower_bound=-5.0, allow_neg_eigval=True, **DOUBLE)),
+        kimi,
+    ),
+    "mamba": (lambda: make("Mamba2", **DOUBLE), mamba),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_its_equations(case):
+    maker, equations = CASES[case]
+    module = maker()
+    state = module(tokens(2, 5, **DOUBLE))[1]
+    inputs = [tokens(2, TOKENS, **DOUBLE), *state]
+    weights = [torch.randn_like(each) for each in inputs]
+    want, of_equations = gradients(lambda *given: equations(module, *given), module, inputs, weights)
+    found, of_module = gradients(
+        lambda x, *both: (lambda y, after: [y, *after])(*module(x, both)), module, inputs, weights
+    )
+    for one, other in zip([*found, *of_module], [*want, *of_equations], strict=True):
+        assert other.abs().max() > 0
+        close(one, other, 1e-10)
+
+
+# ---- published names ---------------------------------------------------------------------------------------------
+
+
+def test_has_the_parameters_of_flas_layer():
+    found = {name: tuple(x.shape) for name, x in MAKERS["KimiDeltaAttention"]().state_dict().items()}
+    assert found == {
+        "q_proj.weight": (14, WIDTH), "k_proj.weight": (14, WIDTH), "v_proj.weight": (30, WIDTH),
+        "q_conv1d.weight": (14, 1, 3), "k_conv1d.weight": (14, 1, 3), "v_conv1d.weight": (30, 1, 3),
+        "f_proj.0.weight": (5, WIDTH), "f_proj.1.weight": (42, 5), "b_proj.weight": (6, WIDTH), "A_log": (6,),
+        "dt_bias": (42,), "g_proj.0.weight": (5, WIDTH), "g_proj.1.weight": (30, 5), "g_proj.1.bias": (30,),
+        "o_norm.weight": (5,), "o_proj.weight": (WIDTH, 30),
+    }  # fmt: skip
+
+
+@EVERY
+def test_begins_in_the_ranges_published(name):
+    module = MAKERS[name]()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(7)
+    module.reset_parameters()
+    steps, rates = F.softplus(module.dt_bias), module.A_log.exp()
+    if name == "GatedDeltaNet":
+        assert (module.dt_bias == 1).all()
+    else:
+        assert 0.00099 < steps.min() < steps.max() < 0.101
+    assert (0 if name == "GatedDeltaNet" else 1) <= rates.min() < rates.max() <= 16.001
+    for own, parameter in module.named_parameters():
+        assert parameter.isfinite().all(), own
+        assert not (parameter == 7).any(), own
+
+
+# ---- cut, packed, and one by one ---------------------------------------------------------------------------------
+
+
+def run(module, x, state=None, cu_seqlens=None):
+    y, after = module(x, state, cu_seqlens)
+    return [y, *after]
+
+
+@EVERY
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_text_may_be_cut_anywhere(name, dtype, limit):
+    module, x = make(name, dtype=dtype), tokens(2, 7, dtype=dtype)
+    want = run(module, x)
+    for cut in range(8):
+        begun, state = module(x[:, :cut])
+        y, *after = run(module, x[:, cut:], state)
+        for one, other in zip([torch.cat([begun, y], 1), *after], want, strict=True):
+            close(one, other, limit)
+
+
+@EVERY
+def test_token_by_token_is_the_same(name):
+    module, state, outputs = make(name, **DOUBLE), None, []
+    x = tokens(2, 6, **DOUBLE)
+    for token in x.split(1, 1):
+        y, state = module(token, state)
+        outputs.append(y)
+    for one, other in zip([torch.cat(outputs, 1), *state], run(module, x), strict=True):
+        close(one, other)
+
+
+@EVERY
+def test_gradients_go_through_cuts(name):
+    module, x = make(name, **DOUBLE), tokens(2, 7, **DOUBLE)
+    weights = [torch.randn_like(x)]
+
+    def cut(x):
+        begun, state = module(x[:, :2])
+        return [torch.cat([begun, module(x[:, 2:], state)[0]], 1)]
+
+    _, found = gradients(cut, module, [x], weights)
+    _, want = gradients(module, module, [x], weights)
+    for one, other in zip(found, want, strict=True):
+        close(one, other, 1e-11)
+
+
+@EVERY
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_packed_texts_are_as_one_by_one(name, index_dtype):
+    module, x, bounds = make(name, **DOUBLE), tokens(1, TOKENS, **DOUBLE), (0, 0, 2, 3, 9, 9)
+    inside = module(tokens(5, 4, **DOUBLE))[1]
+    for state in (None, inside):
+        y, *after = run(module, x, state, torch.tensor(bounds, dtype=index_dtype))
+        for text, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            own = None if state is None else tuple(each[text : text + 1] for each in state)
+            found = y[:, begin:end], *(each[text : text + 1] for each in after)
+            for one, other in zip(found, run(module, x[:, begin:end], own), strict=True):
+                if other.numel():
+                    close(one, other)
+
+
+# ---- dtypes ------------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("wide", [False, True], ids=["all bfloat16", "decays float32"])
+def test_bfloat16(name, wide):
+    module = make(name, dtype=torch.bfloat16)
+    if wide:
+        for own in {"A_log", "dt_bias", "D"} & {*dict(module.named_parameters())}:
+            getattr(module, own).data = getattr(module, own).data.float()
+    exact = copy.deepcopy(module).double()
+    x = tokens(2, TOKENS, dtype=torch.bfloat16)
+    y, (last, state) = module(x)
+    want, _ = exact(x.double())
+    assert (y.dtype, last.dtype, state.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (y.double() - want).norm() < 0.03 * want.norm()
+    y.sum().backward()
+    for own, parameter in module.named_parameters():
+        assert parameter.grad.dtype == parameter.dtype, own
+        assert parameter.grad.isfinite().all(), own
+
+
+@EVERY
+def test_autocast(name):
+    module, x = make(name), tokens(2, TOKENS)
+    want, _ = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = module(x[:, :4])
+        rest, _ = module(x[:, 4:], state)
+    assert y.dtype == torch.bfloat16
+    assert (torch.cat([y, rest], 1) - want).norm() < 0.03 * want.norm()
+    rest.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in module.parameters())
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("maker", "message"),
+    [
+        (lambda: nn.KimiDeltaAttention(0), "width: "),
+        (lambda: nn.KimiDeltaAttention(8, 2, 3), "value_heads: expected a multiple of key_heads 2, got 3"),
+        (lambda: nn.KimiDeltaAttention(8, 2, lower_bound=0.5), "lower_bound: expected a number below 0, got 0.5"),
+        (lambda: nn.GatedDeltaNet(8, 2, 4, conv_width=1), "conv_width: expected 2 to 8, got 1"),
+        (lambda: nn.GatedDeltaNet(8, 2, 4, 0), "key_size: "),
+        (lambda: nn.Mamba2(8, head_size=5), r"head_size: expected a divisor of 2 \* width 16, got 5"),
+        (lambda: nn.Mamba2(8, 3, groups=2), "groups: expected a divisor of heads 3, got 2"),
+        (lambda: nn.Mamba2(8, 2, 4, norm_groups=3), r"norm_groups: expected a divisor of heads \* head_size 8, got 3"),
+        (lambda: nn.Mamba2(8, 2, 4, state_size=0), "state_size: "),
+    ],
+)
+def test_sizes_that_do_not_fit(maker, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        maker()
+
+
+@EVERY
+def test_input_that_does_not_fit(name):
+    module = make(name)
+    x = tokens(2, 3)
+    last, state = module(x)[1]
+    with pytest.raises(ValueError, match=r"^x: expected shape \[batch, tokens, 24\], got \[2, 24\]"):
+        module(x[:, 0])
+    with pytest.raises(ValueError, match=r"^x: expected shape \[batch, tokens, 24\], got \[2, 3, 5\]"):
+        module(x[..., :5])
+    with pytest.raises(TypeError, match="^x: expected a torch.Tensor, got list"):
+        module([1])
+    with pytest.raises(TypeError, match="^state: expected two torch.Tensor, got Tensor"):
+        module(x, state)
+    with pytest.raises(ValueError, match=r"^state\[0\]: "):
+        module(x, (last[:1], state))
+    with pytest.raises(ValueError, match=r"^state\[1\]: "):
+        module(x, (last, state[:, :-1]))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        module(x, None, torch.tensor([0, 2, 3]))
