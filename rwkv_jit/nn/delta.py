@@ -254,7 +254,7 @@ class GatedDeltaNet(_DeltaNet):
     Attributes
     ----------
     in_proj_qkvz : torch.nn.Linear, weight (2 G K + 2 H V, C)
-        Makes for one key head after the other its query and key, then the values and the gates of its H / G value heads.
+        Makes for one key head after the other its query and key, then values and gates of its H / G value heads.
     in_proj_ba : torch.nn.Linear, weight (2 H, C)
         Makes for one key head after the other b and a of its value heads.
     conv1d : torch.nn.Conv1d, weight (2 G K + H V, 1, W)

@@ -121,7 +121,7 @@ class Mamba2(nn.Module):
     def reset_parameters(self) -> None:
         """Set all parameters to their initial values."""
         for module in (self.in_proj, self.conv1d, self.norm, self.out_proj):
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
         self._fill()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What modules share: checks of sizes, files of states, how matrices begin, last tokens, short convolutions, autocast."""
+"""What modules share: checks, files of states, how parameters begin, last tokens, short convolutions, and autocast."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def short_convolution(channels: int, conv_width: int, bias: bool, place: dict[st
 def convolve(
     x: Tensor, taps: Sequence[nn.Conv1d], before: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return silu of convolved tokens, and the last tokens of each text. Some channels have these taps, others those."""
+    """Return silu of convolved tokens, and the last tokens of each text. The taps are of some channels after others."""
     several = [each.weight.squeeze(1) for each in taps]
     weight = several[0] if len(several) == 1 else torch.cat(several)
     before = None if before is None else before.to(x.dtype)

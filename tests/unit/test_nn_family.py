@@ -59,7 +59,14 @@ def gradients(function, module, inputs, weights):
 # ---- beside the modules of transformers --------------------------------------------------------------------------
 
 
-def of_transformers(name):
+def in_torch(monkeypatch, modeling, *functions):
+    """Have a file of transformers take its own code in torch, whatever packages with kernels there are."""
+    for own in functions:
+        function = getattr(modeling, own)
+        monkeypatch.setattr(modeling, own, getattr(function, "__wrapped__", function))
+
+
+def of_transformers(name, monkeypatch):
     """A module of transformers, and ours of its sizes."""
     if name == "GatedDeltaNet":
         modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
@@ -67,18 +74,20 @@ def of_transformers(name):
             hidden_size=WIDTH, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=7,
             linear_value_head_dim=5, linear_conv_kernel_dim=4, num_hidden_layers=1, layer_types=["linear_attention"],
         )  # fmt: skip
+        in_torch(monkeypatch, modeling, "torch_chunk_gated_delta_rule", "causal_conv1d_fn")
         return modeling.Qwen3NextGatedDeltaNet(config, 0), MAKERS[name]()
     modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
     config = modeling.Mamba2Config(
         hidden_size=15, num_heads=6, head_dim=5, state_size=7, n_groups=2, num_hidden_layers=1, chunk_size=4,
         time_step_limit=(0.05, 1.5),
     )  # fmt: skip
+    in_torch(monkeypatch, modeling, "mamba2_chunk_scan", "causal_conv1d_fn")
     return modeling.Mamba2Mixer(config, 0), nn.Mamba2(15, 6, 5, 7, 2, norm_groups=1, dt_limit=(0.05, 1.5))
 
 
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "Mamba2"])
-def test_is_the_module_of_transformers(name):
-    theirs, ours = of_transformers(name)
+def test_is_the_module_of_transformers(monkeypatch, name):
+    theirs, ours = of_transformers(name, monkeypatch)
     stir(theirs).eval()
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, TOKENS, ours.width)
