@@ -1,4 +1,4 @@
-"""Models of transformers with KDA, the gated delta rule or Mamba-2 on these ops, beside transformers' own code."""
+"""Models of transformers with short convolutions, KDA, the gated delta rule or Mamba-2, beside their own code."""
 
 import gc
 import importlib
@@ -143,7 +143,7 @@ def test_models_train_and_generate_the_same(monkeypatch, name, padded):
     calls = counted(monkeypatch)
     names = hf.patch(model)
     assert all(x.startswith(f"{file_of(name).__name__}.") for x in names)
-    assert len(names) == 2
+    assert len(names) == 4
     found, generated = run(model, text, mask)
     assert {f"{file_of(name).__name__}.{x}" for n in set(calls) for x in hf_models.FUNCTIONS[n].called} >= set(names)
     assert generated == chosen
@@ -189,13 +189,32 @@ def test_decoding_that_wants_gradients_stays_theirs(caplog):
     assert "a gradient through states that change in place is not supported" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_models_that_have_short_convolutions_alone(monkeypatch, name):
+    sizes = {"lfm2": MODEL | {"layer_types": ["conv", "full_attention"]}}.get(
+        name, dict(vocab_size=WORDS, hidden_size=24, num_hidden_layers=2, state_size=8, pad_token_id=0, bos_token_id=1,
+                   eos_token_id=None)
+    )  # fmt: skip
+    monkeypatch.setitem(MODELS, name, (name.capitalize(), sizes))
+    model, text = model_of(name), words(2, T)
+    want, chosen = run(model, text)
+    calls = counted(monkeypatch)
+    assert hf.patch(model) == [f"{file_of(name).__name__}.causal_conv1d_{x}" for x in ("fn", "update")]
+    found, generated = run(model, text)
+    assert set(calls) == {"causal_conv1d_fn", "causal_conv1d_update"}
+    assert generated == chosen
+    for x, y in zip(found, want, strict=True):
+        assert (x - y).norm() <= 1e-3 * y.norm() + 1e-6
+
+
 def test_patch_of_a_file_and_back():
     module = file_of("qwen3_next")
     theirs = module.torch_chunk_gated_delta_rule
     for _ in range(2):
         names = hf.patch(module)
         assert module.torch_chunk_gated_delta_rule.__wrapped__ is theirs
-    assert names == [f"{module.__name__}.torch_{x}_gated_delta_rule" for x in ("chunk", "recurrent")]
+    called = "torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule causal_conv1d_fn causal_conv1d_update"
+    assert names == [f"{module.__name__}.{x}" for x in called.split()]
     compat.uninstall()
     assert module.torch_chunk_gated_delta_rule is theirs
 
@@ -295,13 +314,12 @@ def test_install_in_every_order(child, when):
 
 
 def test_every_file_of_transformers_that_there_is_is_known():
-    """Those that look for these functions, but for Mamba-1."""
     from pathlib import Path
 
     known = set(compat.MODELS)
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         text = path.read_text(encoding="utf-8")
-        asks = any(f'fallback("{name}"' in text for name in hf_models.FUNCTIONS if name != "selective_state_update")
+        asks = any(f'fallback("{name}"' in text for name in hf_models.FUNCTIONS)
         assert asks == (f"transformers.models.{path.parent.name}.{path.stem}" in known)
 
 
@@ -321,7 +339,7 @@ def test_kernels_puts_ours_into_models(name):
         assert [(x.name, x.kind) for x in inspect.signature(layer.forward).parameters.values()] == [
             (x.name, x.kind) for x in wanted
         ]
-    assert len(functions) == 2
+    assert len(functions) == 4
     model, text = model_of(name), words(2, T)
     want, chosen = run(model, text)
     kept = {x: f.__dict__.get("forward") for x, f in functions.items()}
@@ -346,7 +364,7 @@ def test_a_layer_gives_back_what_the_kernels_cannot_do():
     def original(*given, **named):
         return "theirs"
 
-    original.__signature__ = inspect.signature(eval(f"lambda {arguments.replace(' ', ', ')}, **kwargs: None"))
+    original.__signature__ = inspect.signature(eval(f"lambda {arguments.replace(' ', ', ')}: None"))
     function = kernels.use_kernel_forward_from_hub("selective_state_update")(original)
     model = kernels.use_kernelized_func(function)(type("Layer", (nn.Identity,), {}))()
     with kernels.use_kernel_mapping(hf.kernel_mapping(), inherit_mapping=False):
