@@ -179,6 +179,21 @@ def test_parts_with_a_cache_are_the_whole(name):
     torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "GatedDeltaNet"), ("mamba2", "Mixer"), ("bamba", "Mixer")])
+def test_packed_texts_are_texts_alone(name, kind):
+    """Which transformers' own code in plain torch refuses."""
+    model = model_of(name).eval()
+    (layer, *_) = (x for x in model.modules() if type(x).__name__.endswith(kind))
+    x = torch.randn(1, T, model.config.hidden_size)
+    bounds = torch.tensor([0, 4, T], dtype=torch.int32)
+    packed = {"seq_idx": torch.tensor([[0] * 4 + [1] * (T - 4)], dtype=torch.int32), "cu_seq_lens_q": bounds}
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        layer(x, **packed)
+    hf.patch(model)
+    want = torch.cat([layer(x[:, :4]), layer(x[:, 4:])], 1)
+    assert (layer(x, **packed) - want).norm() <= 1e-4 * want.norm()
+
+
 def test_decoding_that_wants_gradients_stays_theirs(caplog):
     """Through a state that changes in place there are none."""
     model, text = model_of("mamba2").eval(), words(1, 5)
@@ -186,7 +201,9 @@ def test_decoding_that_wants_gradients_stays_theirs(caplog):
     cache = model(text, use_cache=True).cache_params
     with caplog.at_level(logging.INFO, "rwkv_jit"):
         model(words(1, 1), cache_params=cache, use_cache=True)
-    assert "a gradient through states that change in place is not supported" in caplog.text
+    said = "stays as it was: a gradient through states that change in place is not supported"
+    for called in ("mamba2_selective_state_update", "causal_conv1d_update"):
+        assert f"{file_of('mamba2').__name__}.{called} {said}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])
