@@ -474,7 +474,7 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing
-bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
+bench.layers compat.causal_conv1d compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
 compat.fla.functions compat.autoload
 compat compat.counts compat.fla.layers
 compat.fla.patches profiling tune demo
