@@ -47,7 +47,7 @@ def causal_conv1d_fn(
         Also return the last tokens.
     final_states_out : torch.Tensor, shape (B, C, W - 1), dtype of x, optional
         Where these are written.
-    activation : {None, "silu", "swish"}, default None
+    activation : {"silu", "swish"}, optional
         What the sum goes through; "swish" is "silu".
 
     Returns
@@ -108,7 +108,7 @@ def causal_conv1d_update(
         The taps, that of the token itself last.
     bias : torch.Tensor, shape (C,), optional
         Is added before the activation.
-    activation : {None, "silu", "swish"}, default None
+    activation : {"silu", "swish"}, optional
         What the sum goes through; "swish" is "silu".
     cache_seqlens : None
         Where states are rings. There are none.

@@ -61,7 +61,7 @@ def causal_conv1d(
         Also return the last tokens of each text.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Where each of N packed texts begins, and where the last one ends; B is 1 then.
-    activation : {None, "silu"}, default None
+    activation : {"silu"}, optional
         What the sum goes through.
 
     Returns
@@ -155,7 +155,7 @@ def causal_conv1d_update(
         As in `causal_conv1d`.
     bias : torch.Tensor, shape (C,), dtype of x or float32, optional
         As in `causal_conv1d`.
-    activation : {None, "silu"}, default None
+    activation : {"silu"}, optional
         What the sum goes through.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
