@@ -14,7 +14,7 @@
 // A thread has the taps and a window of tokens in registers, with AHEAD tokens under way.
 #include "layer_convolution_texts.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_convolution(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_convolution(
     const T_IO* __restrict__ x, const T_WEIGHT* __restrict__ weight, const T_BIAS* __restrict__ bias,
     const T_IO* __restrict__ initial_state, const Bound* __restrict__ cu_seqlens, T_IO* __restrict__ y,
     RowStrides x_strides, i64 tokens, i64 texts, i64 runs, i64 run_len) {

@@ -63,9 +63,9 @@ __all__ = [
     "attn_backstepping_longhead_wrap", "attn_backstepping_smallhead", "attn_backstepping_smallhead_wrap",
     "attn_chunked_cuda", "attn_chunked_cuda_varlen", "attn_chunked_cuda_wrap", "attn_triton_bighead",
     "attn_triton_bighead_bf16", "attn_triton_bighead_fp16", "attn_triton_bighead_fp32", "attn_triton_bighead_wrap",
-    "causal_conv1d_fn", "causal_conv1d_update", "install", "load_backstepping_longhead", "load_backstepping_smallhead", "load_chunked_cuda",
-    "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention", "rwkv7_recurrent",
-    "uninstall",
+    "causal_conv1d_fn", "causal_conv1d_update", "install", "load_backstepping_longhead", "load_backstepping_smallhead",
+    "load_chunked_cuda", "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention",
+    "rwkv7_recurrent", "uninstall",
 ]  # fmt: skip
 
 

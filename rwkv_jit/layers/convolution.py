@@ -61,7 +61,7 @@ def causal_conv1d(
         Also return the last tokens of each text.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Where each of N packed texts begins, and where the last one ends; B is 1 then.
-    activation : {None, "silu"}, default None
+    activation : {"silu"}, optional
         What the sum goes through.
 
     Returns
@@ -84,7 +84,7 @@ def causal_conv1d(
     Notes
     -----
     Arithmetic is float32 whatever the dtype is, under autocast too, and nothing is rounded but the results. A text may
-    be cut into calls anywhere: the parts have the bits of the whole.
+    be cut into calls anywhere.
 
     x, weight, bias and initial_state have gradients, and final_state passes them on. The backward keeps these inputs
     and nothing else, and makes the sum again. The gradients of weight and bias are sums over tokens in float32, of
@@ -155,7 +155,7 @@ def causal_conv1d_update(
         As in `causal_conv1d`.
     bias : torch.Tensor, shape (C,), dtype of x or float32, optional
         As in `causal_conv1d`.
-    activation : {None, "silu"}, default None
+    activation : {"silu"}, optional
         What the sum goes through.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
@@ -182,8 +182,8 @@ def causal_conv1d_update(
 
     Notes
     -----
-    Arithmetic is that of `causal_conv1d`, and in its dtype y has the same bits. Tokens are rounded as the pool has them
-    before the next one takes them, so that it does not matter where a text is cut into calls.
+    Arithmetic is that of `causal_conv1d`. Tokens are rounded as the pool has them before the next one takes them, so
+    that it does not matter where a text is cut into calls.
 
     On the CPU, and on a GPU with RWKVJIT_CHECK=1, a slot past the pool, or one for two rows, is an error. Else it is as
     one at `null_index`, and rows that share a slot leave it with the tokens of one of them. DTensors are refused.
@@ -473,10 +473,9 @@ def causal_conv1d_bwd_run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of the inputs, as far as they are wanted."""
     inputs = x, weight, bias, initial_state
-    made = dict(zip(_INPUTS, _gradients_like(inputs, wanted), strict=True))
     names = tuple(name for name, is_wanted in zip(_INPUTS, wanted, strict=True) if is_wanted)
     if not x.numel():
-        return tuple(y.zero_() for y in made.values())
+        return tuple(y.zero_() for y in _gradients_like(inputs, wanted))
     if x.is_cuda:
         named = {**dict(zip(_INPUTS, inputs, strict=True)), "cu_seqlens": cu_seqlens, "grad_y": grad}
         several = _plan("backward", named, activation, names).run([*named.values()])
@@ -488,7 +487,8 @@ def causal_conv1d_bwd_run(
             ]
             y = _in_plain_torch(*(*leaves, cu_seqlens, activation))
             several = recording.gradients([y], [grad], [y for y in leaves if y is not None and y.requires_grad])
-    return tuple((made | dict(zip(names, several, strict=True))).values())
+    made = dict(zip(names, several, strict=True))
+    return tuple(made[name] if name in made else x.new_empty(0) for name in _INPUTS)
 
 
 def causal_conv1d_bwd_fake(
