@@ -313,7 +313,10 @@ def _plan_of_update(named: Mapping[str, Tensor | None], null_index: int, activat
     assert y is not None
     slots = pool.shape[0]
     stride = pool.stride(0) if slots > 1 else 0
-    address = 16 | pool.data_ptr() | y.data_ptr() | stride * pool.element_size()
+    address = 16 | stride * pool.element_size()
+    for name in ("x", "weight", "bias", "conv_state", "y"):  # inputs too: a plan that copies these would copy the pool
+        x = named[name]
+        address |= 0 if x is None else x.data_ptr()
     alignment = address & -address
     key = "update", alignment, null_index, activation, tensors.signature([*named.values()])
     plan = _plans.get(key)
@@ -349,7 +352,7 @@ def causal_conv1d_fwd_run(
     """Return y."""
     if not x.numel():
         return causal_conv1d_fwd_fake(x)
-    given: tuple[Any, ...] = x, weight, bias, initial_state, cu_seqlens
+    given = x, weight, bias, initial_state, cu_seqlens
     if x.is_cuda:
         named = dict(zip((*_INPUTS, "cu_seqlens"), given, strict=True))
         return _plan("forward", named, activation).run(given)[0]
@@ -357,7 +360,7 @@ def causal_conv1d_fwd_run(
     if cu_seqlens is not None:
         tensors.packing(cu_seqlens, x.shape[1])  # a compiled call has not looked at it yet
     with tensors.exactly(x), torch.no_grad():
-        return plain.causal_conv1d(*given, activation)
+        return plain.causal_conv1d(x, weight, bias, initial_state, cu_seqlens, activation)
 
 
 def causal_conv1d_fwd_fake(x: Tensor, *_: Any) -> Tensor:
@@ -382,10 +385,9 @@ def _forward() -> Callable[..., Any]:
         return *(x if is_wanted else None for x, is_wanted in zip(made, wanted, strict=True)), None, None, None
 
     def plainly(*arguments: Any) -> Any:
-        *given, activation, _ = arguments
-        if given[0].is_cuda:
+        if arguments[0].is_cuda:
             recording.refuse_forward_mode("causal_conv1d")
-        return plain.causal_conv1d(*given, activation)
+        return plain.causal_conv1d(*arguments[:-1])
 
     return recording.forward(registry.find("causal_conv1d_fwd"), setup, backward, plainly)
 

@@ -493,6 +493,21 @@ def test_the_update_gets_the_pool(on_gpu):
             assert launch.overlaps
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_the_pool_is_changed_in_place_whatever_lies_at_an_odd_address(on_gpu, name):
+    """A slot has a gap behind it, so that a copy of the pool would be one that nobody sees."""
+    memory = torch.zeros(2 * SLOTS, C, W - 1)
+    arguments = make_update() | {"conv_state": memory[::2]}
+    rwkv_jit.causal_conv1d_update(**arguments)
+    x = arguments[name]
+    arguments[name] = torch.zeros(x.numel() + 1)[1:].view(x.shape)
+    rwkv_jit.causal_conv1d_update(**arguments)
+    first, second = on_gpu.take()
+    assert (first.parameters["VECTOR"], second.parameters["VECTOR"]) == (4, 1)
+    assert second.named["conv_state"] == memory.data_ptr()
+    assert second.named[name] == arguments[name].data_ptr()
+
+
 def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):
     arguments, slots = make_update(), torch.tensor([5, 9, 0])
     rwkv_jit.causal_conv1d_update(**arguments, state_indices=slots)
