@@ -15,7 +15,7 @@ import rwkv_jit
 from rwkv_jit import listing, signatures, template
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference.arguments import INDEX_TYPES
-from rwkv_jit.layers import convolution_steps
+from rwkv_jit.layers import convolution, convolution_steps
 from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.problem import BYTES
 from rwkv_jit.schedule import Result
@@ -380,6 +380,13 @@ FAULTS = [
 def test_a_fault_names_the_argument(change, kind, message):
     with pytest.raises(kind, match=message):
         rwkv_jit.causal_conv1d(**(make() | change))
+
+
+def test_dtensors_are_refused(monkeypatch):
+    monkeypatch.setattr(convolution.sharding, "any_distributed", lambda arrays: None not in arrays)
+    for name, arguments in (("causal_conv1d", make()), ("causal_conv1d_update", make_update())):
+        with pytest.raises(TypeError, match=f"{name} takes no DTensors; pass to_local"):
+            getattr(rwkv_jit, name)(**arguments)
 
 
 def test_bounds_are_looked_at():
