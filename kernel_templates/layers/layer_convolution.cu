@@ -7,10 +7,10 @@
 //   x              [batch, tokens, CHANNELS]  T_IO  in, neighbouring channels
 //   weight, bias   [CHANNELS, WIDTH], [CHANNELS]  T_WEIGHT, T_BIAS  in; bias with HAS_BIAS, else null
 //   initial_state  [texts, CHANNELS, WIDTH - 1]  T_IO  in with HAS_STATE, else null
-//   cu_seqlens     [texts + 1]  int32 or int64  in where PACKED: where texts begin and end; else each is a row of the batch
+//   cu_seqlens     [texts + 1]  int32 or int64  in where PACKED: where texts begin and end; else each is a row of x
 //   y              [batch, tokens, CHANNELS]  T_IO  out
 //
-// Grid (batch runs, channels / (VECTOR NUM_THREADS)): a block has run_len tokens, and reads the WIDTH - 1 before them too.
+// Grid (batch runs, channels / (VECTOR NUM_THREADS)): a block has run_len tokens, and reads WIDTH - 1 before them too.
 // A thread has the taps and a window of tokens in registers, with AHEAD tokens under way.
 #include "layer_convolution_texts.cuh"
 

@@ -5,7 +5,7 @@ A token has the same result in any batch. The gradients of weight and bias are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -81,7 +81,7 @@ def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[s
 
 def update(given: Given, rows: Sequences, state_len: int, channels_last: bool, activation: str) -> Schedule:
     """Return the launch of an update: the pool is bound to its first slot."""
-    vector = _vector(given, _MOST_TAPS, state_len + 1, "conv_state")
+    vector = _vector(given, _MOST_TAPS, state_len + 1, given.types)
     parameters, slices = _cut(given, vector, _UPDATE_THREADS, activation)
     parameters |= {
         "STATE_LEN": state_len, "CHANNELS_LAST": channels_last, "INDEX_BYTES": rows.index_bytes,
@@ -95,10 +95,10 @@ def update(given: Given, rows: Sequences, state_len: int, channels_last: bool, a
     return Schedule((step,), vectors=_vectors("update", given, parameters))
 
 
-def _vector(given: Given, most: int, columns: int = 0, *written: str) -> int:
+def _vector(given: Given, most: int, columns: int = 0, accessed: Iterable[str] = ("x",)) -> int:
     """Return how many channels a thread has: those of an access, or fewer where registers have more for each."""
     channels, width = given.sizes
-    vector = steps.vector_of(channels, given, "x", *written)
+    vector = steps.vector_of(channels, given, *accessed)
     while vector > 1 and vector * max(width, columns) > max(most, width):
         vector //= 2
     return vector

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,7 @@ import rwkv_jit
 from rwkv_jit import listing, signatures, template
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.inference.arguments import INDEX_TYPES
-from rwkv_jit.layers import convolution_steps
+from rwkv_jit.layers import convolution, convolution_steps
 from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.problem import BYTES
 from rwkv_jit.schedule import Result
@@ -252,7 +251,7 @@ def test_torch_accepts_the_ops(packed):
     for has_bias, has_state, activation in ((True, True, "silu"), (False, False, "identity")):
         arguments = make((1, 5, C), texts=3 if packed else 1, bias=has_bias, state=has_state)
         given = [arguments.get(n) for n in ("x", "weight", "bias", "initial_state")]
-        torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*given, bounds, activation))
+        torch.library.opcheck(OPS.causal_conv1d_fwd.default, (*given, bounds, activation, True))
         plain = [None if x is None else x.detach() for x in given]
         wanted = [x is not None for x in given]
         grad = torch.randn(1, 5, C)
@@ -314,16 +313,40 @@ def test_each_gradient_alone_is_the_same():
         assert torch.equal(torch.autograd.grad(y, alone[name], weights)[0], want)
 
 
-def test_derivatives_that_there_are_not():
+@pytest.mark.parametrize("packed", [False, True])
+def test_derivatives_of_other_kinds(packed):
+    """By torch.func, in forward mode and of the reference twice; a second one of the op is an error."""
+    options = {"activation": "silu"} | ({"cu_seqlens": torch.tensor([0, 1, 1, T])} if packed else {})
+    shape, texts = (1 if packed else B, T, C), 3 if packed else B
+    arguments = make(shape, dtype=torch.float64, texts=texts)
+    plain = [x.detach() for x in arguments.values()]
+
+    def of(function):
+        return lambda *given: function(*given[:3], initial_state=given[3], **options)[0]
+
+    loss = of(rwkv_jit.causal_conv1d), of(rwkv_jit.causal_conv1d_ref)
+    assert torch.equal(loss[0](*plain), loss[1](*plain))
+    y = loss[0](*arguments.values())
+    wanted = torch.autograd.grad(y.square().sum(), [*arguments.values()], create_graph=True)
+    found = torch.func.grad(lambda *given: loss[0](*given).square().sum(), (0, 1, 2, 3))(*plain)
+    tangents = [torch.randn_like(x) for x in plain]
+    _, along = torch.func.jvp(lambda *given: loss[0](*given).square().sum(), tuple(plain), tuple(tangents))
+    for x, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, want)
+    torch.testing.assert_close(along, sum((x * own).sum() for x, own in zip(wanted, tangents, strict=True)))
+    with pytest.raises(RuntimeError, match="causal_conv1d has no second derivative; differentiate causal_conv1d_ref"):
+        wanted[0].sum().backward()
+    torch.autograd.gradgradcheck(loss[1], [*arguments.values()], atol=1e-4, nondet_tol=0.0, fast_mode=True)
+
+
+def test_reference_has_final_states():
     arguments = make()
-    y, _ = rwkv_jit.causal_conv1d(**arguments)
-    (dx,) = torch.autograd.grad(y.square().sum(), arguments["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="causal_conv1d has no second derivative; differentiate torch.nn.functional"):
-        dx.sum().backward()
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(arguments["x"].detach(), torch.ones(B, T, C))
-        with pytest.raises(RuntimeError, match="causal_conv1d has no forward-mode derivative"):
-            rwkv_jit.causal_conv1d(**(arguments | {"x": x}))
+    for x, want in zip(
+        rwkv_jit.causal_conv1d_ref(**arguments, output_final_state=True),
+        rwkv_jit.causal_conv1d(**arguments, output_final_state=True), strict=True,
+    ):  # fmt: skip
+        assert torch.equal(x, want)
+    assert rwkv_jit.causal_conv1d_ref(**arguments)[1] is None
 
 
 def test_tensors_without_memory():
@@ -359,11 +382,27 @@ def test_a_fault_names_the_argument(change, kind, message):
         rwkv_jit.causal_conv1d(**(make() | change))
 
 
+def test_dtensors_are_refused(monkeypatch):
+    monkeypatch.setattr(convolution.sharding, "any_distributed", lambda arrays: None not in arrays)
+    for name, arguments in (("causal_conv1d", make()), ("causal_conv1d_update", make_update())):
+        with pytest.raises(TypeError, match=f"{name} takes no DTensors; pass to_local"):
+            getattr(rwkv_jit, name)(**arguments)
+
+
 def test_bounds_are_looked_at():
     arguments = make((1, 5, C), state=False)
     for bounds in ([0, 4], [1, 5], [0, 3, 2, 5]):
         with pytest.raises(ValueError, match="cu_seqlens: expected values rising from 0 to 5"):
             rwkv_jit.causal_conv1d(**arguments, cu_seqlens=torch.tensor(bounds))
+
+
+def test_a_compiled_call_checks_bounds_when_it_runs():
+    torch._dynamo.reset()
+    arguments = make((1, 5, C), state=False)
+    compiled = torch.compile(rwkv_jit.causal_conv1d, fullgraph=True, backend="aot_eager")
+    compiled(**arguments, cu_seqlens=torch.tensor([0, 2, 5]))
+    with pytest.raises(ValueError, match="cu_seqlens: expected values rising from 0 to 5"):
+        compiled(**arguments, cu_seqlens=torch.tensor([0, 6, 5]))
 
 
 POOL = torch.ones(SLOTS, C, W - 1)
@@ -459,6 +498,21 @@ def test_the_update_gets_the_pool(on_gpu):
             assert (launch.parameters["STATE_LEN"], launch.parameters["CHANNELS_LAST"]) == (W, is_last)
             assert launch.grid == (B, 1, 1)
             assert launch.overlaps
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_the_pool_is_changed_in_place_whatever_lies_at_an_odd_address(on_gpu, name):
+    """A slot has a gap behind it, so that a copy of the pool would be one that nobody sees."""
+    memory = torch.zeros(2 * SLOTS, C, W - 1)
+    arguments = make_update() | {"conv_state": memory[::2]}
+    rwkv_jit.causal_conv1d_update(**arguments)
+    x = arguments[name]
+    arguments[name] = torch.zeros(x.numel() + 1)[1:].view(x.shape)
+    rwkv_jit.causal_conv1d_update(**arguments)
+    first, second = on_gpu.take()
+    assert (first.parameters["VECTOR"], second.parameters["VECTOR"]) == (4, 1)
+    assert second.named["conv_state"] == memory.data_ptr()
+    assert second.named[name] == arguments[name].data_ptr()
 
 
 def test_slots_on_a_gpu_are_looked_at_when_asked(on_gpu, monkeypatch):

@@ -25,7 +25,7 @@ COMMITTING = ["replay_commit", "replay_flush"]
 DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift", "norm_shift"]
 CONVOLUTIONS = ["causal_conv1d", "causal_conv1d_update"]
 LAYER = ["shift_mix", *DIFFERENTIABLE, "cross_entropy", "linear_cross_entropy", *CONVOLUTIONS]
-REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE, *DERIVED)]
+REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE, "causal_conv1d", *DERIVED)]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
 SETTING = ["set_bfloat16_precision", "set_batch_invariant"]
@@ -221,6 +221,8 @@ SIGNATURES = {
     "activation=None",
     "causal_conv1d_update": "x, conv_state, weight, bias=None, *, activation=None, state_indices=None, null_index=-1, "
     "num_active=None, out=None",
+    "causal_conv1d_ref": "x, weight, bias=None, initial_state=None, output_final_state=False, cu_seqlens=None, "
+    "activation=None",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv7_ref": f"r, w, k, v, a, b, {OF_SEQUENCES}, {OF_RWKV}",
