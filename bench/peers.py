@@ -1,4 +1,4 @@
-"""Who else can do a case: FLA, Wind and flash-rwkv, imported where they are called, and torch."""
+"""Who else can do a case: FLA, Wind, flash-rwkv and mamba-ssm, imported where they are called, and torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from rwkv_jit.bench import measure
-from rwkv_jit.bench.cases import UPDATE, Case
+from rwkv_jit.bench.cases import UPDATE, Case, rates_of
 from rwkv_jit.bench.measure import Contestant, Inputs, swapped
 from rwkv_jit.reference import SIGMOID_RATE
 
 
 def peers_of(case: Case) -> list[Contestant]:
     """Return the peers of a case, of the packages that are installed; what they lack shows when they are called."""
-    makers = {"fla": _fla, "wind_rwkv": _wind, "flash_rwkv": _flash_rwkv}
+    makers = {"fla": _fla, "wind_rwkv": _wind, "flash_rwkv": _flash_rwkv, "mamba_ssm": _mamba}
     foreign = [peer for package, make in makers.items() if find_spec(package) is not None for peer in make(case)]
     return [*foreign, *measure.torch_peers(case)]
 
@@ -54,11 +54,16 @@ _LARGEST_BOUNDED = 128
 # and minutes to tune.
 _MOST_STEPS = 1024
 _NOT_NORMALIZED = {"normalize": False}
+_NORMED_KEYS = {"use_qk_l2norm_in_kernel": True}
 # By op: module, and functions with what they are given beside the inputs to compute the same.
 _OF_FLA: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "wkv6": ("rwkv6", {"chunk_rwkv6": {"scale": 1.0}, "fused_recurrent_rwkv6": {"scale": 1.0}}),
     "wkv7": ("rwkv7", {"chunk_rwkv7": {"scale": 1.0}, "fused_recurrent_rwkv7": {"scale": 1.0}}),
     "gla": ("gla", {"chunk_gla": {}, "fused_recurrent_gla": {}}),
+    "kda": ("kda", {"chunk_kda": _NORMED_KEYS}),
+    "gated_delta_rule": ("gated_delta_rule", {"chunk_gated_delta_rule": _NORMED_KEYS}),
+    "delta_rule": ("delta_rule", {"chunk_delta_rule": _NORMED_KEYS}),
+    "simple_gla": ("simple_gla", {"chunk_simple_gla": {}}),
     "linear_attention": (
         "linear_attn",
         {
@@ -168,3 +173,21 @@ def _flash_rwkv(case: Case) -> list[Contestant]:
         return y, final
 
     return [Contestant("flash_rwkv", "rwkv6_cuda_linear_attention", run, is_foreign=True)]
+
+
+# ---- mamba-ssm ---------------------------------------------------------------------------------------------------
+
+_MAMBA_CHUNK = 256  # tokens, as its models have
+
+
+def _mamba(case: Case) -> list[Contestant]:
+    """mamba-ssm computes the state space of Mamba-2 in Triton, with states [B, H, V, K]."""
+    if case.op != "ssd":
+        return []
+
+    def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        x, dt, keys, queries = inputs
+        function = _loaded("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+        return function(x, dt, rates_of(x.shape[2], x.device), keys, queries, _MAMBA_CHUNK), None
+
+    return [Contestant("mamba_ssm", "mamba_chunk_scan_combined", run, is_foreign=True)]

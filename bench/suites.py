@@ -86,8 +86,22 @@ def _studies() -> dict[str, list[Entry]]:
     }  # fmt: skip
 
 
+def _family() -> list[Entry]:
+    """Return the ops that are made of others, in training: at the shapes of models, with fewer heads of keys too."""
+    usual = (8, 4096, 32, 128)
+    grouped = [usual, (8, 4096, 64, 128), (1, 32768, 32, 128)]
+    return [
+        *_entries("family", "kda", [usual, (2, 8192, 64, 128)]),
+        *_entries("family", "gated_delta_rule", grouped, kind="16-keys"),
+        *_entries("family", "delta_rule", [usual]),
+        *_entries("family", "simple_gla", [usual]),
+        *_entries("family", "ssd", [(8, 4096, 32, 128, 64)]),
+    ]
+
+
 STUDIES = _studies()
-SUITES = ("studies", *STUDIES)
+TABLES = {**STUDIES, "family": _family()}
+SUITES = ("studies", *TABLES)
 
 
 def entries_of(names: Sequence[str], ops: Sequence[str] | None = None) -> list[Entry]:
@@ -99,7 +113,7 @@ def entries_of(names: Sequence[str], ops: Sequence[str] | None = None) -> list[E
         Nothing is left.
     """
     tables = dict.fromkeys(table for name in names for table in (STUDIES if name == "studies" else [name]))
-    entries = [entry for table in tables for entry in STUDIES[table] if not ops or entry.case.op in ops]
+    entries = [entry for table in tables for entry in TABLES[table] if not ops or entry.case.op in ops]
     if not entries:
         raise ValueError(f"--op: nothing of {', '.join(ops or ())} is in --suite {' '.join(names)}")
     return entries

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rwkv_jit.bench.cases import KINDS, OPS, UPDATE
+from rwkv_jit.bench.cases import KINDS_OF_SUITES, OPS, UPDATE
 from rwkv_jit.bench.measure import OURS, is_host_bound
 
 Row = Mapping[str, Any]
@@ -26,7 +26,7 @@ def shape_of(row: Row) -> str:
     if len(sizes) == 5:
         *others, keys, values = sizes
         sizes = [*others, keys] if keys == values else [*others, f"K = {keys}", f"V = {values}"]
-    return ", ".join(filter(None, (f"({', '.join(map(str, sizes))})", KINDS[row["inputs"]])))
+    return ", ".join(filter(None, (f"({', '.join(map(str, sizes))})", KINDS_OF_SUITES[row["inputs"]])))
 
 
 def contestant(row: Row) -> str:

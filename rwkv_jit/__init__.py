@@ -69,6 +69,7 @@ _MODULES = {
     "shift_mix": "rwkv_jit.layers.functions",
     "token_shift": "rwkv_jit.layers.functions",
     "activate_ref": "rwkv_jit.layers.reference",
+    "causal_conv1d_ref": "rwkv_jit.layers.reference",
     "gated_ref": "rwkv_jit.layers.reference",
     "gated_norm_ref": "rwkv_jit.layers.reference",
     "norm_shift_ref": "rwkv_jit.layers.reference",
@@ -152,6 +153,7 @@ __all__ = [
     "add_hook",
     "cache_info",
     "causal_conv1d",
+    "causal_conv1d_ref",
     "causal_conv1d_update",
     "clear_cache",
     "compile_async",
@@ -324,6 +326,7 @@ if TYPE_CHECKING:
     from rwkv_jit.layers.loss import cross_entropy, linear_cross_entropy
     from rwkv_jit.layers.reference import (
         activate_ref,
+        causal_conv1d_ref,
         gated_norm_ref,
         gated_ref,
         norm_shift_ref,

@@ -36,8 +36,11 @@ struct Gates {
         if constexpr (HAS_DECAY) g = load_early<Words<T_W, 1>>(of_g + token * g_stride);
     }
     __device__ float rate() const { return !is_there ? 0.0f : HAS_RATE ? beta.at(0) : 1.0f; }
-    // The log-decay, to the base 2.
-    __device__ float decay() const { return is_there ? fmaxf(LOG2_E * g.at(0), LEAST_DECAY_EXPONENT) : 0.0f; }
+    // The log-decay, to the base 2; what is no number stays none.
+    __device__ float decay() const {
+        const float x = LOG2_E * g.at(0);
+        return !is_there ? 0.0f : x < LEAST_DECAY_EXPONENT ? LEAST_DECAY_EXPONENT : x;
+    }
 };
 // The sum of a value over the lanes up to each.
 __device__ inline float sum_up(float x) {

@@ -7,14 +7,14 @@
 //   x              [batch, tokens, CHANNELS]  T_IO  in, neighbouring channels
 //   weight, bias   [CHANNELS, WIDTH], [CHANNELS]  T_WEIGHT, T_BIAS  in; bias with HAS_BIAS, else null
 //   initial_state  [texts, CHANNELS, WIDTH - 1]  T_IO  in with HAS_STATE, else null
-//   cu_seqlens     [texts + 1]  int32 or int64  in where PACKED: where texts begin and end; else each is a row of the batch
+//   cu_seqlens     [texts + 1]  int32 or int64  in where PACKED: where texts begin and end; else each is a row of x
 //   y              [batch, tokens, CHANNELS]  T_IO  out
 //
-// Grid (batch runs, channels / (VECTOR NUM_THREADS)): a block has run_len tokens, and reads the WIDTH - 1 before them too.
+// Grid (batch runs, channels / (VECTOR NUM_THREADS)): a block has run_len tokens, and reads WIDTH - 1 before them too.
 // A thread has the taps and a window of tokens in registers, with AHEAD tokens under way.
 #include "layer_convolution_texts.cuh"
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS) layer_convolution(
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) layer_convolution(
     const T_IO* __restrict__ x, const T_WEIGHT* __restrict__ weight, const T_BIAS* __restrict__ bias,
     const T_IO* __restrict__ initial_state, const Bound* __restrict__ cu_seqlens, T_IO* __restrict__ y,
     RowStrides x_strides, i64 tokens, i64 texts, i64 runs, i64 run_len) {

@@ -32,9 +32,9 @@ struct Tokens {
     // A token that is before a text: one of the state, from 0 to BEFORE - 1, or zeros.
     __device__ void load_before(float (&target)[VECTOR], const Text& text, i64 place) const {
         const bool is_there = HAS_STATE && text.number >= 0;
-        const T_IO* const own = initial_state + (text.number * CHANNELS + channel) * BEFORE + place;
+        const i64 own = (text.number * CHANNELS + channel) * BEFORE + place;
 #pragma unroll
-        for (int e = 0; e < VECTOR; ++e) target[e] = is_there ? to_float(own[e * BEFORE]) : 0.0f;
+        for (int e = 0; e < VECTOR; ++e) target[e] = is_there ? to_float(initial_state[own + e * BEFORE]) : 0.0f;
     }
     // All of a window but its first place, which is that of a token. The text may begin within the window.
     __device__ void fill(float (&window)[WIDTH][VECTOR], const Text& text, i64 first) const {

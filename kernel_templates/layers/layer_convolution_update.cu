@@ -8,8 +8,8 @@
 //   num_active     [1]  int  in or null: how many rows there are; others get zeros, and their slots stay as they are
 //   y              [rows, tokens, CHANNELS]  T_IO  out
 //
-// A row whose slot is at or below `null_index`, or past the pool, begins with zeros and keeps nothing. Tokens are rounded as
-// the pool has them before the next one takes them, so that it does not matter where a text is cut.
+// A row whose slot is at or below `null_index`, or past the pool, begins with zeros and keeps nothing. Tokens are
+// rounded as the pool has them before the next one takes them, so that it does not matter where a text is cut.
 //
 // Grid (rows, channels / (VECTOR NUM_THREADS)). A thread alone reads and writes the state of its channels.
 #include "layer_convolution.cuh"

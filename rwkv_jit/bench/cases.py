@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 import rwkv_jit
 from rwkv_jit import reference
+from rwkv_jit.derived import table as derived
 from rwkv_jit.ops import table
+from rwkv_jit.problem import Op
 
 
 def _with_state(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -26,8 +30,13 @@ OPS: dict[str, Callable[..., Any]] = {
 REFERENCES: dict[str, Callable[..., Any]] = {
     **{op: getattr(reference, f"{op}_ref") for op in table.OPS}, "timex": _with_state(reference.timex_ref),
 }  # fmt: skip
+# What is made of these is measured by suites alone: what the models do first is a part of the call. Which op runs it.
+DERIVED = {"kda": "wkv7", "gated_delta_rule": "wkv7", "delta_rule": "wkv7", "simple_gla": "gla", "ssd": "gla"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OPTIONS = {"wkv7": {"decay": "sigmoid"}}  # as in the models, where that is not the default
+# As in the models, where that is not the default.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "wkv7": {"decay": "sigmoid"}, **dict.fromkeys(("kda", "gated_delta_rule", "delta_rule"), {"qk_norm": True}),
+}  # fmt: skip
 UPDATE = "update"
 PHASES = ("forward", "backward", "forward+backward", "decode", "prefill", UPDATE)
 WITH_STATES = ("decode", "prefill")
@@ -40,10 +49,12 @@ KINDS = {
     "bf16-states": "bfloat16 states", "kv-states": "states [K, V]", "vk-states": "states [V, K]",
     "bf16-kv-states": "bfloat16 states [K, V]", "bf16-vk-states": "bfloat16 states [V, K]",
 }  # fmt: skip
+KINDS_OF_SUITES = {**KINDS, "16-keys": "16 key heads"}
 _WITH_HEADS = tuple(name for name, op in table.OPS.items() if op.has_heads)
 _WITH_DECAYS = tuple(name for name in _WITH_HEADS if table.OPS[name].decay != "none")
 _WITH_LAYOUT = {x: tuple(name for name in _WITH_HEADS if table.OPS[name].state_layout == x) for x in ("vk", "kv")}
 _OPS_OF_KINDS = {
+    "16-keys": tuple(op for op in DERIVED if op != "ssd"),
     "strong": _WITH_DECAYS, "one-strong": _WITH_DECAYS, "packed": _WITH_HEADS, "bf16-states": _WITH_HEADS,
     "kv-states": _WITH_LAYOUT["vk"], "bf16-kv-states": _WITH_LAYOUT["vk"],
     "vk-states": _WITH_LAYOUT["kv"], "bf16-vk-states": _WITH_LAYOUT["kv"],
@@ -96,14 +107,19 @@ class Case(NamedTuple):
     @property
     def state_layout(self) -> str:
         """The order of the last two dimensions of a state of an op that has heads."""
-        return next((layout for layout in ("vk", "kv") if layout in self.kind), table.OPS[self.op].state_layout)
+        return next((layout for layout in ("vk", "kv") if layout in self.kind), op_of(self.op).state_layout)
 
     @property
     def options(self) -> dict[str, Any]:
         """What calls of the op and of its reference are given beside the inputs."""
-        decay = {name: self.decay for name in OPTIONS.get(self.op, {})}
-        is_usual = self.state_layout == table.OPS[self.op].state_layout
-        return decay if is_usual else {**decay, "state_layout": self.state_layout}
+        own = {name: self.decay if name == "decay" else x for name, x in OPTIONS.get(self.op, {}).items()}
+        is_usual = self.state_layout == op_of(self.op).state_layout
+        return own if is_usual else {**own, "state_layout": self.state_layout}
+
+    @property
+    def key_heads(self) -> int:
+        """The heads of keys, of which one of a state space is for all."""
+        return 16 if self.kind == "16-keys" else 1 if self.op == "ssd" else self.shape[2]
 
     def check(self) -> Case:
         """Return the case itself. Raises ValueError where the op has no such phase, or no such inputs."""
@@ -114,6 +130,8 @@ class Case(NamedTuple):
             raise ValueError(f"--inputs: {self.op} has none that are {self.kind}")
         if self.kind.endswith("states") and self.phase != UPDATE:
             raise ValueError(f"--inputs: {self.kind} are those of an update, and not of {self.phase}")
+        if self.shape[2] % self.key_heads:
+            raise ValueError(f"--inputs: {self.kind} are for a multiple of as many heads, and not for {self.shape[2]}")
         if self.kind == "packed" and (self.shape[0] != 1 or self.shape[1] < _PACKED or self.phase == "decode"):
             raise ValueError(f"--inputs: packed ones are a batch of 1 with {_PACKED} or more tokens, and no decode")
         return self
@@ -142,14 +160,45 @@ class Given(NamedTuple):
         return self.state[:most] if self.slots is None else self.state[self.slots[:most]]
 
 
+def op_of(name: str) -> Op:
+    """Return what an op is."""
+    return table.OPS.get(name) or derived.OPS[name]
+
+
+def function_of(op: str) -> Callable[..., Any]:
+    """Return an op, as it answers here."""
+    return OPS[op] if op in OPS else _derived(op, getattr(rwkv_jit, op))
+
+
+def reference_of(op: str) -> Callable[..., Any]:
+    """Return the reference of an op, as it answers here."""
+    return REFERENCES[op] if op in OPS else _derived(op, getattr(rwkv_jit, f"{op}_ref"))
+
+
+def _derived(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the inputs that have tokens alone."""
+
+    def of_states(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:
+        return function(x, dt, rates_of(x.shape[2], x.device), B, C, **options)
+
+    return of_states if op == "ssd" else function
+
+
+@cache
+def rates_of(heads: int, device: torch.device) -> Tensor:
+    """Return A of a state space as models begin with, which is the same for all."""
+    return -torch.linspace(1, 16, heads, device=device)
+
+
 def ops_of(kind: str) -> Sequence[str]:
     """Return the ops that have inputs of a kind."""
-    return _OPS_OF_KINDS.get(kind, tuple(OPS))
+    return _OPS_OF_KINDS.get(kind, (*OPS, *DERIVED))
 
 
 def phases_of(op: str) -> Sequence[str]:
     """Return the phases that an op has."""
     without = {"timex": (*WITH_STATES, UPDATE), "wkv4": (UPDATE,)}.get(op, ())
+    without = (*WITH_STATES, UPDATE) if op in DERIVED else without
     return tuple(phase for phase in PHASES if phase not in without)
 
 
@@ -194,12 +243,12 @@ def shape_of(op: str, text: str, phase: str = "forward") -> tuple[int, int, int,
 
 def decay_of(op: str) -> str:
     """Return how w is read in the models of an op; "none" where it has no such w."""
-    return str(OPTIONS.get(op, {}).get("decay", table.OPS[op].decay if table.OPS[op].has_heads else "none"))
+    return str(OPTIONS.get(op, {}).get("decay", op_of(op).decay if op_of(op).has_heads else "none"))
 
 
 def names_of(op: str) -> tuple[str, ...]:
     """Return the names of an op's inputs, in its order."""
-    return table.OPS[op].public_names
+    return op_of(op).public_names
 
 
 def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str = "cuda") -> list[Tensor]:
@@ -235,10 +284,32 @@ def make_inputs(op: str, shape: Sequence[int], dtype: torch.dtype, device: str =
     return [x.to(dtype).requires_grad_() for x in made]
 
 
+def _inputs_of_derived(case: Case, device: str) -> list[Tensor]:
+    """Return inputs like a model's of an op that is made of others; log-decays and steps of heads are float32."""
+    batch, tokens, heads, head_size, value_size = case.shape
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(batch, tokens, *sizes, device=device)
+
+    keys = case.key_heads, head_size
+    made = {
+        "q": random(*keys), "k": random(*keys), "B": random(*keys), "C": random(*keys), "v": random(heads, value_size),
+        "x": random(heads, value_size), "beta": torch.sigmoid(random(heads)), "dt": torch.exp(random(heads) - 4),
+        "g": -softplus(random(heads, head_size) - 0.6 if case.op == "kda" else random(heads) - 2),
+    }  # fmt: skip
+    if case.op == "simple_gla":  # which has no norm of them
+        made |= {name: made[name] * 0.5 for name in "qk"}
+    wide = () if case.op == "kda" else ("g", "dt")
+    return [made[name].to(torch.float32 if name in wide else case.dtype).requires_grad_() for name in names_of(case.op)]
+
+
 def given_for(case: Case, device: str = "cuda") -> Given:
     """Return what a call of a case is given."""
-    inputs = make_inputs(case.op, case.shape, case.dtype, device)
     names = names_of(case.op)
+    if case.op in DERIVED:
+        inputs = _inputs_of_derived(case, device)
+        return Given(inputs, torch.randn_like(inputs[names.index("x" if case.op == "ssd" else "v")].detach()))
+    inputs = make_inputs(case.op, case.shape, case.dtype, device)
     index = next((names.index(name) for name in ("w", "g") if name in names), None)
     if index is not None and "strong" in case.kind:
         inputs[index] = _strong(case, inputs[index].detach()).requires_grad_()
@@ -311,16 +382,17 @@ def least_bytes(case: Case) -> int:
     The backward reads the inputs again, as the gradient of y comes after the whole forward. What a kernel keeps between
     the passes, or between its own parts, is not counted: an algorithm could do without it. Nor are slots.
     """
-    op, item = table.OPS[case.op], case.dtype.itemsize
+    op, item = op_of(case.op), case.dtype.itemsize
     batch, _, heads, head_size, value_size = case.shape
     channels = heads * head_size
-    sizes = {**dict(zip("BTHKV", case.shape, strict=True)), "C": channels}
+    sizes = {**dict(zip("BTHKV", case.shape, strict=True)), "C": channels, "G": case.key_heads}
+    wide = {"w"} if case.wide_decay else set() if case.op == "kda" or case.op not in DERIVED else {"g", "dt"}
 
     def elements(dims: str) -> int:
         return math.prod(sizes[dim] for dim in dims)
 
     inputs = sum(
-        elements(dims) * (4 if case.wide_decay and name == "w" else item) for name, dims in op.inputs.items()
+        elements(dims) * (4 if name in wide else item) for name, dims in op.inputs.items()
     )  # fmt: skip
     output = item * elements(op.output)
     sequences = _PACKED if case.kind == "packed" else batch

@@ -15,7 +15,7 @@ from rwkv_jit import modes, rule, tensors
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.wkv4 import backend_of as backend_of_wkv4
 from rwkv_jit.bench import cases, timing
-from rwkv_jit.bench.cases import OPS, REFERENCES, UPDATE, UPDATES, Case, Given, ends_of
+from rwkv_jit.bench.cases import DERIVED, UPDATE, UPDATES, Case, Given, ends_of, function_of, op_of, reference_of
 from rwkv_jit.errors import UnsupportedConfigError
 from rwkv_jit.ops import table
 from rwkv_jit.ops import timex as timex_module
@@ -70,7 +70,7 @@ class Contestant(NamedTuple):
 
 def backends_of(op: str, phase: str = "forward") -> list[str]:
     """Return the backends that calls of an op can ask for, "auto" first, which alone updates have."""
-    return ["auto"] if phase == UPDATE else [name for name in table.OPS[op].backends if name != "reference"]
+    return ["auto"] if phase == UPDATE else [name for name in op_of(op).backends if name != "reference"]
 
 
 def backend_of(case: Case, asked: str) -> str:
@@ -94,9 +94,10 @@ def backend_of(case: Case, asked: str) -> str:
     (narrow, is_batch_invariant), storage = modes.current(), tensors.STORAGE[case.dtype]
     ends = ends_of(case)
     sequences = batch if ends is None else len(ends) - 1
+    decay = "log" if case.op in DERIVED else case.decay
     looked_at = parts.Case(
-        table.OPS[case.op], "fp16" if storage in narrow else storage, head_size, value_size,
-        tokens * batch // sequences, case.decay, None, None, training=case.has_gradients, blocks=sequences * heads,
+        op_of(DERIVED.get(case.op, case.op)), "fp16" if storage in narrow else storage, head_size, value_size,
+        tokens * batch // sequences, decay, None, None, training=case.has_gradients, blocks=sequences * heads,
         is_packed=ends is not None, multiprocessors=lambda: tensors.multiprocessors(device),
         longest=tensors.longest(ends, tokens),
     )  # fmt: skip
@@ -129,7 +130,7 @@ def our_call(case: Case, asked: str, backend: str) -> Contestant:
         if asked != "auto":
             raise ValueError(f"--backend: expected auto for an update, got {asked}")
         return Contestant(OURS, backend, _our_update(case), takes_pools=True)
-    function = partial(OPS[case.op], backend=asked, **case.options)
+    function = partial(function_of(case.op), backend=asked, **case.options)
 
     def run(inputs: Inputs, state: Tensor | None, more: Mapping[str, Any]) -> tuple[Tensor, Any]:
         y, final = function(*inputs, **({} if state is None else {"initial_state": state}), **more)
@@ -413,7 +414,7 @@ def beginning(case: Case, name: str, x: Tensor, tokens: int) -> Tensor:
     """
     if case.op == "timex":  # the last column of w is that of the token itself
         return x[:, -tokens:] if name in ("w", "dw") else x[:1, :, :tokens]
-    if name.removeprefix("d") in table.OPS[case.op].fixed:
+    if name.removeprefix("d") in op_of(case.op).fixed:
         return x
     return x[:MOST_ROWS] if case.phase == UPDATE else x[:1, :tokens]
 
@@ -431,7 +432,7 @@ def _exact(case: Case, given: Given, tokens: int) -> Results:
         more["output_final_state"] = True
     if given.cu_seqlens is not None:
         more["cu_seqlens"] = given.cu_seqlens.clamp(max=tokens).unique()
-    y, final = REFERENCES[case.op](*exact, **more, **case.options)
+    y, final = reference_of(case.op)(*exact, **more, **case.options)
     results = _with_gradients(case, y, exact, beginning(case, "y", given.dy, tokens).double())
     return {**results, "state": final.detach()} if case.phase == UPDATE else results
 

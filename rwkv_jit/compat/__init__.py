@@ -2,8 +2,8 @@
 
 After `install`, `torch.utils.cpp_extension.load` of a known name compiles nothing. It defines the ops that the
 extension would, with the same names and arguments, and returns a module of them. RWKV-4 of transformers finds its
-kernel here too, its models with KDA, the gated delta rule or Mamba-2 their functions, and the module `rwkvfla` is there
-where the package is not. Neither torch nor transformers is imported for it.
+kernel here too, its models with short convolutions, KDA, the gated delta rule or Mamba-2 their functions, and the
+module `rwkvfla` is there where the package is not. Neither torch nor transformers is imported for it.
 
 Functions of RWKV projects have their names and arguments here. Each loads its module when it is used.
 """
@@ -63,9 +63,9 @@ __all__ = [
     "attn_backstepping_longhead_wrap", "attn_backstepping_smallhead", "attn_backstepping_smallhead_wrap",
     "attn_chunked_cuda", "attn_chunked_cuda_varlen", "attn_chunked_cuda_wrap", "attn_triton_bighead",
     "attn_triton_bighead_bf16", "attn_triton_bighead_fp16", "attn_triton_bighead_fp32", "attn_triton_bighead_wrap",
-    "causal_conv1d_fn", "causal_conv1d_update", "install", "load_backstepping_longhead", "load_backstepping_smallhead", "load_chunked_cuda",
-    "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention", "rwkv7_recurrent",
-    "uninstall",
+    "causal_conv1d_fn", "causal_conv1d_update", "install", "load_backstepping_longhead", "load_backstepping_smallhead",
+    "load_chunked_cuda", "load_chunked_cuda_varlen", "rwkv5_cuda_linear_attention", "rwkv6_cuda_linear_attention",
+    "rwkv7_recurrent", "uninstall",
 ]  # fmt: skip
 
 
@@ -81,12 +81,13 @@ def _module_of(name: str) -> str:
 
 _MODULES = {name: f"{__name__}.{_module_of(name)}" for name in __all__ if name not in ("install", "uninstall")}
 is_installed = False
-# Files of transformers with layers of KDA, the gated delta rule or Mamba-2.
+# Files of transformers with short convolutions, KDA, the gated delta rule or Mamba-2.
 MODELS = tuple(
     f"transformers.models.{name}.modeling_{name}"
     for name in (
-        "bailing_hybrid", "bamba", "falcon_h1", "glm5_next", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h",
-        "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zamba2",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+        "qwen3_next", "qwen4_exp", "zamba", "zamba2",
     )
 )  # fmt: skip
 # Modules of others, and who takes over there as soon as they are imported.
@@ -106,8 +107,8 @@ def install() -> None:
     Where the package rwkv-fla is not installed, its `rwkvfla.ops.rwkv6.chunk_rwkv6` and `rwkvfla.ops.rwkv7.chunk_rwkv7`
     are here.
 
-    Of transformers RWKV-4 finds its kernel here. The models of `rwkv_jit.compat.MODELS`, whose layers are KDA, the
-    gated delta rule or Mamba-2, run on these ops without FLA and mamba_ssm, and with them too.
+    Of transformers RWKV-4 finds its kernel here. The models of `rwkv_jit.compat.MODELS`, with short convolutions, KDA,
+    the gated delta rule or Mamba-2, run on these ops without FLA, mamba_ssm and causal-conv1d, and with them too.
     """
     global is_installed
     is_installed = True

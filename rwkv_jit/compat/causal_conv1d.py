@@ -47,7 +47,7 @@ def causal_conv1d_fn(
         Also return the last tokens.
     final_states_out : torch.Tensor, shape (B, C, W - 1), dtype of x, optional
         Where these are written.
-    activation : {None, "silu", "swish"}, default None
+    activation : {"silu", "swish"}, optional
         What the sum goes through; "swish" is "silu".
 
     Returns
@@ -108,7 +108,7 @@ def causal_conv1d_update(
         The taps, that of the token itself last.
     bias : torch.Tensor, shape (C,), optional
         Is added before the activation.
-    activation : {None, "silu", "swish"}, default None
+    activation : {"silu", "swish"}, optional
         What the sum goes through; "swish" is "silu".
     cache_seqlens : None
         Where states are rings. There are none.
@@ -146,9 +146,9 @@ def causal_conv1d_update(
     return y if x.dim() == 2 else y.transpose(1, 2)
 
 
-def _channels_of(x: Any, dims: tuple[int, ...]) -> Tensor:
+def _channels_of(given: Any, dims: tuple[int, ...]) -> Tensor:
     """Return x, whose second dimension is that of the channels."""
-    x = tensors.from_any("x", x)
+    x = tensors.from_any("x", given)
     if x.dim() not in dims:
         legal = " or ".join(["[batch, channels]"] * (2 in dims) + ["[batch, channels, tokens]"])
         raise ValueError(f"x: expected shape {legal}, got {list(x.shape)}")
@@ -186,5 +186,4 @@ def _of_texts(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Any, acti
     bounds = torch.where(torch.cat([begins.flatten(), begins.new_zeros(1)]), places, batch * tokens).sort().values
     rows = x.transpose(1, 2).reshape(1, batch * tokens, channels)
     y, _ = convolution.causal_conv1d(rows, weight, bias, cu_seqlens=bounds, activation=activation)
-    y = y.view(batch, tokens, channels).masked_fill((seq_idx < 0).unsqueeze(2), 0)
-    return y.transpose(1, 2)
+    return y.view(batch, tokens, channels).masked_fill((seq_idx < 0).unsqueeze(2), 0).transpose(1, 2)

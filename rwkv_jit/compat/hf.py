@@ -148,8 +148,8 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     """Let models of transformers, and those of the Hub that bring their own code, call our functions.
 
     The names are `rwkv5_linear_attention`, `rwkv6_linear_attention` and `rwkv7_recurrent`, and those of models with
-    KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. Behind these stays what was there,
-    for calls that the kernels cannot do. `rwkv_jit.compat.uninstall` takes them away again.
+    short convolutions, KDA, the gated delta rule or Mamba-2: `torch_chunk_gated_delta_rule` and others. Behind these
+    stays what was there, for calls that the kernels cannot do. `rwkv_jit.compat.uninstall` takes them away again.
 
     Parameters
     ----------
@@ -179,6 +179,8 @@ def patch(target: ModuleType | nn.Module) -> list[str]:
     ...     print(name)
     transformers.models.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention
     transformers.models.kimi_linear.modeling_kimi_linear.recurrent_kimi_delta_attention
+    transformers.models.kimi_linear.modeling_kimi_linear.causal_conv1d_fn
+    transformers.models.kimi_linear.modeling_kimi_linear.causal_conv1d_update
     """
     if isinstance(target, nn.Module):
         names = dict.fromkeys(type(part).__module__ for part in target.modules())

@@ -1,7 +1,7 @@
-"""Models of transformers whose layers are KDA, the gated delta rule or Mamba-2: their functions on these ops.
+"""Models of transformers with short convolutions, KDA, the gated delta rule or Mamba-2: their functions on these ops.
 
-A file of such a model has its functions as globals, which fall back to slow code where FLA or mamba_ssm is missing.
-Older files give them to each layer. Both are found by their names.
+A file of such a model has its functions as globals, which fall back to slow code where FLA, mamba_ssm or causal-conv1d
+is missing. Older files give them to each layer. Both are found by their names.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from rwkv_jit import compat
 from rwkv_jit.compat.falling_back import with_fallback
 from rwkv_jit.compat.replacing import Replacements
+from rwkv_jit.errors import UnsupportedConfigError
 
 
 class Function(NamedTuple):
@@ -25,12 +27,13 @@ class Function(NamedTuple):
 
     module: str  # of ours
     called: tuple[str, ...]  # what files of models, and layers, call it
-    arguments: str  # those that files of models have, beside any others by name
+    arguments: str  # those that files of models have
+    has_gradients: bool = True
 
 
-_DELTA = "query key value g beta initial_state output_final_state use_qk_l2norm_in_kernel"
+_DELTA = "query key value g beta initial_state output_final_state use_qk_l2norm_in_kernel **kwargs"
 _CHUNKED = _DELTA.replace("beta ", "beta chunk_size ")
-_FAMILY, _MAMBA = "rwkv_jit.compat.fla.family", "rwkv_jit.compat.mamba"
+_FAMILY, _MAMBA, _CONVOLUTION = (f"rwkv_jit.compat.{name}" for name in ("fla.family", "mamba", "causal_conv1d"))
 # By the names that `kernels` knows them by.
 FUNCTIONS = {
     "chunk_gated_delta_rule": Function(_FAMILY, ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"), _CHUNKED),
@@ -44,12 +47,16 @@ FUNCTIONS = {
     "mamba_chunk_scan_combined": Function(
         _MAMBA,
         ("mamba2_chunk_scan", "mamba_chunk_scan_combined"),
-        "hidden_states dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states",
+        "hidden_states dt A B C chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states **kwargs",
     ),
     "selective_state_update": Function(
         _MAMBA,
         ("mamba2_selective_state_update", "selective_state_update"),
-        "state hidden_states dt A B C D dt_bias dt_softplus z",
+        "state hidden_states dt A B C D dt_bias dt_softplus z **kwargs",
+    ),
+    "causal_conv1d_fn": Function(_CONVOLUTION, ("causal_conv1d_fn",), "hidden_states weight bias activation **kwargs"),
+    "causal_conv1d_update": Function(
+        _CONVOLUTION, ("causal_conv1d_update",), "hidden_states conv_state weight bias activation", has_gradients=False
     ),
 }
 _NAMES = {called: name for name, function in FUNCTIONS.items() for called in function.called}
@@ -60,17 +67,25 @@ give_back = _patches.undo
 @functools.cache
 def find(name: str) -> Callable[..., Any]:
     """Return our function of this name, with the arguments of transformers: what ours does not know is not read."""
-    ours, kind = getattr(import_module(FUNCTIONS[name].module), name), inspect.Parameter
+    entry, kind = FUNCTIONS[name], inspect.Parameter
+    ours = getattr(import_module(entry.module), name)
     known = inspect.signature(ours).parameters
     reads_any = any(x.kind == kind.VAR_KEYWORD for x in known.values())
 
     def call(*arguments: Any, **options: Any) -> Any:
+        if not entry.has_gradients and _wants_gradients((*arguments, *options.values())):
+            raise UnsupportedConfigError("a gradient through states that change in place is not supported")
         return ours(*arguments, **{option: x for option, x in options.items() if reads_any or option in known})
 
-    names = [kind(x, kind.POSITIONAL_OR_KEYWORD) for x in FUNCTIONS[name].arguments.split()]
-    call.__signature__ = inspect.Signature([*names, kind("kwargs", kind.VAR_KEYWORD)])  # type: ignore[attr-defined]
+    named = (x.removeprefix("**") for x in entry.arguments.split())
+    kinds = (kind.VAR_KEYWORD if x.startswith("**") else kind.POSITIONAL_OR_KEYWORD for x in entry.arguments.split())
+    call.__signature__ = inspect.Signature(list(map(kind, named, kinds)))  # type: ignore[attr-defined]
     call.__name__ = name
     return call
+
+
+def _wants_gradients(given: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
 
 def put_into(owners: Iterable[tuple[str, Any]]) -> list[str]:

@@ -81,6 +81,9 @@ def simple_gla(
     Decays pass to the kernels for all channels of a head, and keys for all heads that share them. `gla` does the
     rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
 
+    Calls without gradients, with 16 bits, head sizes up to 128 and heads that are not few, run one kernel of their own,
+    which makes no operands and takes any decay. Its results differ from those of calls with gradients by rounding.
+
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; g may stay float32. CPU tensors run plain torch, with one notice.
 
@@ -256,6 +259,9 @@ def ssd(
     -----
     Steps are made first, in float32, and the inputs times the step, in the dtype of x; D and z come last. `gla` does
     the rest: its notes say what precision is kept, and which kernels run when. Any decay is right.
+
+    Calls without gradients, with 16 bits, head sizes up to 128 and heads that are not few, run one kernel of their own,
+    which makes no operands and takes any decay. Its results differ from those of calls with gradients by rounding.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `gla` casts them; dt may stay float32. CPU tensors run plain torch, with one notice.

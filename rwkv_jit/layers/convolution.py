@@ -1,19 +1,18 @@
-"""The short causal convolution before recurrences: public functions, checks, torch ops, and the same in plain torch."""
+"""The short causal convolution before recurrences: public functions, checks and torch ops."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import functional as F
 
 from rwkv_jit import tensors
 from rwkv_jit.inference import arguments
 from rwkv_jit.inference.calls import one_slot
-from rwkv_jit.layers import convolution_steps, registry
+from rwkv_jit.layers import convolution_steps, plain, registry
 from rwkv_jit.layers.convolution_steps import LEAST_WIDTH, MOST_STATE_LEN, MOST_WIDTH
 from rwkv_jit.layers.steps import Given, Sequences
 from rwkv_jit.ops import checks, recording, sharding, torch_op
@@ -61,7 +60,7 @@ def causal_conv1d(
         Also return the last tokens of each text.
     cu_seqlens : torch.Tensor, shape (N + 1,), int32 or int64, optional
         Where each of N packed texts begins, and where the last one ends; B is 1 then.
-    activation : {None, "silu"}, default None
+    activation : {"silu"}, optional
         What the sum goes through.
 
     Returns
@@ -75,7 +74,7 @@ def causal_conv1d(
     TypeError, ValueError
         An argument does not fit: its name, what was expected and what came. Nothing has been launched.
     RuntimeError
-        A derivative in forward mode, or a second one, is wanted.
+        A second derivative is wanted, or on a GPU one in forward mode: `causal_conv1d_ref` has these.
     RwkvJitError
         The first call of its kind is inside the capture of a CUDA graph, where nothing can be compiled.
     NvrtcNotFoundError
@@ -84,7 +83,7 @@ def causal_conv1d(
     Notes
     -----
     Arithmetic is float32 whatever the dtype is, under autocast too, and nothing is rounded but the results. A text may
-    be cut into calls anywhere: the parts have the bits of the whole.
+    be cut into calls anywhere.
 
     x, weight, bias and initial_state have gradients, and final_state passes them on. The backward keeps these inputs
     and nothing else, and makes the sum again. The gradients of weight and bias are sums over tokens in float32, of
@@ -105,7 +104,7 @@ def causal_conv1d(
     (torch.Size([2, 5, 256]), torch.Size([2, 256, 3]))
     """
     name = "causal_conv1d"
-    _refuse_others(name, (x, weight, bias, initial_state, cu_seqlens))
+    _refuse_distributed(name, (x, weight, bias, initial_state, cu_seqlens))
     x = tensors.from_any("x", x)
     if x.dim() != 3 or not x.shape[-1]:
         raise ValueError(f"x: expected shape [batch, tokens, channels], got {list(x.shape)}")
@@ -123,8 +122,8 @@ def causal_conv1d(
         initial_state = tensors.from_any("initial_state", initial_state)
         arguments.check_shape("initial_state", initial_state, (texts, channels, width - 1))
         arguments.check_dtype("initial_state", initial_state, (x.dtype,), x)
-    y = registry.find("causal_conv1d_fwd")(x, weight, bias, initial_state, cu_seqlens, chosen)
-    return y, _final_state(x, initial_state, cu_seqlens, width - 1) if wants_state else None
+    y = registry.find("causal_conv1d_fwd")(x, weight, bias, initial_state, cu_seqlens, chosen, True)
+    return y, plain.last_windows(x, initial_state, cu_seqlens, width - 1) if wants_state else None
 
 
 def causal_conv1d_update(
@@ -155,7 +154,7 @@ def causal_conv1d_update(
         As in `causal_conv1d`.
     bias : torch.Tensor, shape (C,), dtype of x or float32, optional
         As in `causal_conv1d`.
-    activation : {None, "silu"}, default None
+    activation : {"silu"}, optional
         What the sum goes through.
     state_indices : torch.Tensor, shape (B,), int32 or int64, optional
         The slot of each row. Without it row i has slot i.
@@ -182,8 +181,8 @@ def causal_conv1d_update(
 
     Notes
     -----
-    Arithmetic is that of `causal_conv1d`, and in its dtype y has the same bits. Tokens are rounded as the pool has them
-    before the next one takes them, so that it does not matter where a text is cut into calls.
+    Arithmetic is that of `causal_conv1d`. Tokens are rounded as the pool has them before the next one takes them, so
+    that it does not matter where a text is cut into calls.
 
     On the CPU, and on a GPU with RWKVJIT_CHECK=1, a slot past the pool, or one for two rows, is an error. Else it is as
     one at `null_index`, and rows that share a slot leave it with the tokens of one of them. DTensors are refused.
@@ -202,7 +201,7 @@ def causal_conv1d_update(
     (torch.Size([2, 256]), True)
     """
     name = "causal_conv1d_update"
-    _refuse_others(name, (x, conv_state, weight, bias, state_indices, num_active, out))
+    _refuse_distributed(name, (x, conv_state, weight, bias, state_indices, num_active, out))
     x = tensors.from_any("x", x)
     if x.dim() not in (2, 3) or not x.shape[-1]:
         raise ValueError(f"x: expected shape [rows, channels] or [rows, tokens, channels], got {list(x.shape)}")
@@ -233,17 +232,9 @@ def causal_conv1d_update(
 # ---- checks ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_others(name: str, arrays: Sequence[Any]) -> None:
-    """Refuse DTensors, and tangents, which torch would drop without a word."""
+def _refuse_distributed(name: str, arrays: Sequence[Any]) -> None:
     if sharding.any_distributed([x for x in arrays if x is not None]):
         raise TypeError(f"{name} takes no DTensors; pass to_local() of each")
-    if not torch.compiler.is_compiling() and tensors.has_dual_level():
-        given = (x for x in arrays if isinstance(x, Tensor))
-        if any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-            raise RuntimeError(
-                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors); "
-                "take torch.nn.functional.conv1d"
-            )
 
 
 def _check_taps(x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Tensor | None]:
@@ -288,88 +279,6 @@ def _has_channels_last(pool: Tensor) -> bool:
     return pool.shape[0] > 0 and not pool[0].is_contiguous() and pool[0].t().is_contiguous()
 
 
-# ---- what is left of a text --------------------------------------------------------------------------------------
-
-
-def _final_state(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, count: int) -> Tensor:
-    """Return the last `count` tokens of each text, in memory of their own; gradients go through torch's ops."""
-    tokens = x.shape[1]
-    if cu_seqlens is None:
-        if tokens >= count:
-            return x[:, tokens - count :].transpose(1, 2).clone(memory_format=torch.contiguous_format)
-        before = x.new_zeros(x.shape[0], x.shape[2], count) if initial_state is None else initial_state
-        return torch.cat([before[..., tokens:], x.transpose(1, 2)], -1)
-    begins, ends = cu_seqlens[:-1, None].to(torch.int64), cu_seqlens[1:, None].to(torch.int64)
-    before = x.new_zeros(len(ends), x.shape[2], count) if initial_state is None else initial_state
-    if not tokens:
-        return before.clone(memory_format=torch.contiguous_format)
-    order = torch.arange(count, device=x.device)
-    places = ends - count + order
-    own = x[0, places.clamp_min(0)].transpose(1, 2)
-    # Of a text that is shorter the tokens before it move up.
-    earlier = (order + ends - begins).clamp_max(count - 1).unsqueeze(1).expand_as(before)
-    is_own = (places >= begins).unsqueeze(1)
-    return torch.where(is_own, own, before.gather(2, earlier)).contiguous()
-
-
-# ---- plain torch -------------------------------------------------------------------------------------------------
-
-
-def _in_plain_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    activation: str,
-) -> Tensor:  # fmt: skip
-    """Return y, which plain torch can differentiate."""
-    if cu_seqlens is not None:
-        bounds = tensors.packing(cu_seqlens, x.shape[1]).tolist()
-        texts = [
-            _in_plain_torch(
-                x[:, begin:end], weight, bias, None if initial_state is None else initial_state[n : n + 1], None,
-                activation,
-            )
-            for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
-            if begin < end
-        ]  # fmt: skip
-        return torch.cat(texts, 1)
-    own, width = x.to(torch.promote_types(x.dtype, torch.float32)), weight.shape[1]
-    if initial_state is None:
-        seen = F.pad(own, (0, 0, width - 1, 0))
-    else:
-        seen = torch.cat([initial_state.transpose(1, 2).to(own.dtype), own], 1)
-    return _opened(_convolved(own, seen, weight, bias), activation).to(x.dtype)
-
-
-def _convolved(own: Tensor, seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the sums of tokens, which see W - 1 others and those before them."""
-    *earlier, last = weight.to(own.dtype).unbind(1)
-    z = torch.zeros_like(last) if bias is None else bias.to(own.dtype)
-    for j, taps in enumerate(earlier):
-        z = z + taps * seen[:, j : j + own.shape[1]]
-    return z + last * own
-
-
-def _opened(z: Tensor, activation: str) -> Tensor:
-    return F.silu(z) if activation == "silu" else z
-
-
-def _update_in_plain_torch(
-    x: Tensor, pool: Tensor, weight: Tensor, bias: Tensor | None, indices: Tensor | None, active: Tensor | None,
-    y: Tensor, null_index: int, activation: str,
-) -> None:  # fmt: skip
-    rows = x.shape[0] if active is None else min(max(int(active), 0), x.shape[0])
-    y[rows:] = 0
-    slots = torch.arange(rows) if indices is None else indices[:rows].to(torch.int64)
-    is_null = torch.zeros_like(slots, dtype=torch.bool) if indices is None else slots <= null_index
-    is_kept = ~is_null & (slots >= 0) & (slots < pool.shape[0])
-    own, count = x[:rows].to(torch.promote_types(x.dtype, torch.float32)), pool.shape[2]
-    before = pool.new_zeros(rows, *pool.shape[1:])
-    before[is_kept] = pool[slots[is_kept]]
-    kept = torch.cat([before, own.transpose(1, 2).to(pool.dtype)], -1)
-    seen = kept.transpose(1, 2)[:, count - weight.shape[1] + 1 :].to(own.dtype)
-    y[:rows] = _opened(_convolved(own, seen, weight, bias), activation)
-    pool[slots[is_kept]] = kept[is_kept][..., -count:]
-
-
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 _plans: BySignature[Plan] = BySignature()
@@ -404,7 +313,10 @@ def _plan_of_update(named: Mapping[str, Tensor | None], null_index: int, activat
     assert y is not None
     slots = pool.shape[0]
     stride = pool.stride(0) if slots > 1 else 0
-    address = 16 | pool.data_ptr() | y.data_ptr() | stride * pool.element_size()
+    address = 16 | stride * pool.element_size()
+    for name in ("x", "weight", "bias", "conv_state", "y"):  # inputs too: a plan that copies these would copy the pool
+        x = named[name]
+        address |= 0 if x is None else x.data_ptr()
     alignment = address & -address
     key = "update", alignment, null_index, activation, tensors.signature([*named.values()])
     plan = _plans.get(key)
@@ -435,7 +347,7 @@ def _given(named: Mapping[str, Tensor | None], names: Sequence[str] | Mapping[st
 
 def causal_conv1d_fwd_run(
     x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    activation: str,
+    activation: str, save: bool,
 ) -> Tensor:  # fmt: skip
     """Return y."""
     if not x.numel():
@@ -445,8 +357,10 @@ def causal_conv1d_fwd_run(
         named = dict(zip((*_INPUTS, "cu_seqlens"), given, strict=True))
         return _plan("forward", named, activation).run(given)[0]
     torch_op.say_reference("causal_conv1d", x)
+    if cu_seqlens is not None:
+        tensors.packing(cu_seqlens, x.shape[1])  # a compiled call has not looked at it yet
     with tensors.exactly(x), torch.no_grad():
-        return _in_plain_torch(*given, activation)
+        return plain.causal_conv1d(x, weight, bias, initial_state, cu_seqlens, activation)
 
 
 def causal_conv1d_fwd_fake(x: Tensor, *_: Any) -> Tensor:
@@ -454,17 +368,28 @@ def causal_conv1d_fwd_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def causal_conv1d_fwd_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the inputs."""
-    *given, ctx.activation = inputs
-    ctx.save_for_backward(*given)
+def causal_conv1d_fwd_record(keys: Any, *arguments: Any) -> Any:
+    """Run the forward, and record it where a gradient is wanted."""
+    return _forward()(keys, *arguments)
 
 
-def causal_conv1d_fwd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of the inputs."""
-    wanted = list(ctx.needs_input_grad[: len(_INPUTS)])
-    made = registry.find("causal_conv1d_bwd")(grad, *ctx.saved_tensors, ctx.activation, wanted)
-    return *(x if is_wanted else None for x, is_wanted in zip(made, wanted, strict=True)), None, None
+@cache
+def _forward() -> Callable[..., Any]:
+    def setup(ctx: Any, arguments: Sequence[Any], _: dict[str, Any], y: Any) -> None:
+        *given, ctx.activation, _save = arguments
+        ctx.save_for_backward(*given)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        wanted = list(ctx.needs_input_grad[2 : 2 + len(_INPUTS)])  # of a Function with two inputs before these
+        made = _backward()[1](grad, *ctx.saved_tensors, ctx.activation, wanted)
+        return *(x if is_wanted else None for x, is_wanted in zip(made, wanted, strict=True)), None, None, None
+
+    def plainly(*arguments: Any) -> Any:
+        if arguments[0].is_cuda:
+            recording.refuse_forward_mode("causal_conv1d")
+        return plain.causal_conv1d(*arguments[:-1])
+
+    return recording.forward(registry.find("causal_conv1d_fwd"), setup, backward, plainly)
 
 
 def causal_conv1d_bwd_run(
@@ -473,22 +398,22 @@ def causal_conv1d_bwd_run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of the inputs, as far as they are wanted."""
     inputs = x, weight, bias, initial_state
-    made = dict(zip(_INPUTS, _gradients_like(inputs, wanted), strict=True))
     names = tuple(name for name, is_wanted in zip(_INPUTS, wanted, strict=True) if is_wanted)
     if not x.numel():
-        return tuple(y.zero_() for y in made.values())
+        return tuple(y.zero_() for y in _gradients_like(inputs, wanted))
     if x.is_cuda:
         named = {**dict(zip(_INPUTS, inputs, strict=True)), "cu_seqlens": cu_seqlens, "grad_y": grad}
         several = _plan("backward", named, activation, names).run([*named.values()])
     else:
         with recording.plain_torch(), tensors.exactly(x):
-            leaves: list[Any] = [
-                None if y is None else y.detach().requires_grad_(is_wanted)
-                for y, is_wanted in zip(inputs, wanted, strict=True)
-            ]
-            y = _in_plain_torch(*(*leaves, cu_seqlens, activation))
-            several = recording.gradients([y], [grad], [y for y in leaves if y is not None and y.requires_grad])
-    return tuple((made | dict(zip(names, several, strict=True))).values())
+            leaves: dict[str, Any] = {
+                name: None if y is None else y.detach().requires_grad_(name in names)
+                for name, y in zip(_INPUTS, inputs, strict=True)
+            }
+            y = plain.causal_conv1d(**leaves, cu_seqlens=cu_seqlens, activation=activation)
+            several = recording.gradients([y], [grad], [leaves[name] for name in names])
+    made = dict(zip(names, several, strict=True))
+    return tuple(made[name] if name in made else x.new_empty(0) for name in _INPUTS)
 
 
 def causal_conv1d_bwd_fake(
@@ -509,13 +434,14 @@ def _gradients_like(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> 
     )
 
 
-def causal_conv1d_bwd_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep nothing."""
+def causal_conv1d_bwd_record(keys: Any, *arguments: Any) -> Any:
+    """Run the backward; a second derivative is an error."""
+    return _backward()[0](keys, *arguments)
 
 
-def causal_conv1d_bwd_backward(ctx: Any, *_: Any) -> None:
-    """Refuse a second derivative."""
-    raise RuntimeError("causal_conv1d has no second derivative; differentiate torch.nn.functional.conv1d twice")
+@cache
+def _backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return recording.backward(registry.find("causal_conv1d_bwd"), "causal_conv1d")
 
 
 def causal_conv1d_update_run(
@@ -532,7 +458,7 @@ def causal_conv1d_update_run(
         return
     torch_op.say_reference("causal_conv1d_update", x)
     with tensors.exactly(x), torch.no_grad():
-        _update_in_plain_torch(
+        plain.causal_conv1d_update(
             x, conv_state, weight, bias, state_indices, num_active, y, null_index, activation
         )  # fmt: skip
 

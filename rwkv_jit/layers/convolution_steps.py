@@ -5,7 +5,7 @@ A token has the same result in any batch. The gradients of weight and bias are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -21,11 +21,12 @@ _HALF_ACCESS_BYTES = 8  # where sums take registers too
 _MOST_TAPS, _MOST_SUMS = 32, 16  # of a thread
 _NUM_THREADS = 128
 _UPDATE_THREADS = 64
-_MANY_THREADS, _FEW_THREADS = 512, 384  # of a multiprocessor in the backward: each has 128 registers, or 168
+_MANY_THREADS, _FEW_THREADS = 512, 384  # of a multiprocessor, for texts: each has 128 registers, or 168
 _USUAL_WIDTH = 4  # up to which 128 are enough where texts have no state
 # Of a run: so many tokens that those read before it do not weigh, unless blocks are few.
 _MOST_RUN, _LEAST_RUN, _MANY_BLOCKS = 32, 8, 1024
 _LEAST_BACKWARD_RUN = 16
+_MOST_BLOCKS = 16  # of a multiprocessor, of the smallest GPUs
 LEAST_WIDTH, MOST_WIDTH, MOST_STATE_LEN = 2, 8, 16
 _INPUTS = {"x": "BTC", "weight": "CW", "bias": "C"}
 _WIDE = ("weight", "bias")
@@ -44,10 +45,11 @@ def problem(direction: str, given: Given) -> Problem:
 def forward(given: Given, texts: Sequences, activation: str) -> Schedule:
     """Return the launch of whole texts; with packed ones `tokens` is that of all together."""
     parameters, slices = _cut(given, _vector(given, _MOST_TAPS), _NUM_THREADS, activation)
+    parameters |= _of_texts(given, texts, parameters)
     most = max(given.rows * slices // _MANY_BLOCKS, _LEAST_RUN)
     grid, bind = _runs(given, texts, min(most, _MOST_RUN), slices)
     name = "layer_convolution"
-    step = Step(name, name, {**parameters, **_of_texts(given, texts)}, grid, bind, overlaps=_overlaps(given))
+    step = Step(name, name, parameters, grid, bind, overlaps=_overlaps(given))
     return Schedule((step,), given.results, vectors=_vectors("forward", given, parameters))
 
 
@@ -58,8 +60,7 @@ def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[s
     """
     most = _HALF_ACCESS_BYTES // BYTES[given.types["x"]]
     parameters, slices = _cut(given, min(_vector(given, _MOST_SUMS), most), _NUM_THREADS, activation)
-    has_room = given.sizes[1] <= _USUAL_WIDTH and "initial_state" not in given.types
-    parameters["BLOCKS_PER_SM"] = (_MANY_THREADS if has_room else _FEW_THREADS) // int(parameters["NUM_THREADS"])
+    parameters |= _of_texts(given, texts, parameters)
     run_len = steps.rows_of_block(given, parameters, slices, _LEAST_BACKWARD_RUN)
     grid, bind = _runs(given, texts, run_len, slices)
     channels, width = given.sizes
@@ -71,10 +72,7 @@ def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[s
             sums.append(parts.sum_rows(places[x], f"d{x}", 1, grid[0], columns, given.results[f"d{x}"].dtype))
     absent = {place: None for x, place in places.items() if x not in given.types}
     name = "layer_convolution_backward"
-    step = Step(
-        name, name, {**parameters, **_of_texts(given, texts)}, grid, {**absent, **bind},
-        optional=tuple(places.values()),
-    )  # fmt: skip
+    step = Step(name, name, parameters, grid, {**absent, **bind}, optional=tuple(places.values()))
     vectors = _vectors("backward", given, parameters)
     schedule = Schedule((step, *sums), given.results, scratch=scratch, vectors=vectors)
     unwanted = [result for result in given.results if result.removeprefix("d") not in wanted]
@@ -83,7 +81,7 @@ def backward(given: Given, texts: Sequences, activation: str, wanted: Sequence[s
 
 def update(given: Given, rows: Sequences, state_len: int, channels_last: bool, activation: str) -> Schedule:
     """Return the launch of an update: the pool is bound to its first slot."""
-    vector = _vector(given, _MOST_TAPS, state_len + 1, "conv_state")
+    vector = _vector(given, _MOST_TAPS, state_len + 1, given.types)
     parameters, slices = _cut(given, vector, _UPDATE_THREADS, activation)
     parameters |= {
         "STATE_LEN": state_len, "CHANNELS_LAST": channels_last, "INDEX_BYTES": rows.index_bytes,
@@ -97,10 +95,10 @@ def update(given: Given, rows: Sequences, state_len: int, channels_last: bool, a
     return Schedule((step,), vectors=_vectors("update", given, parameters))
 
 
-def _vector(given: Given, most: int, columns: int = 0, *written: str) -> int:
+def _vector(given: Given, most: int, columns: int = 0, accessed: Iterable[str] = ("x",)) -> int:
     """Return how many channels a thread has: those of an access, or fewer where registers have more for each."""
     channels, width = given.sizes
-    vector = steps.vector_of(channels, given, "x", *written)
+    vector = steps.vector_of(channels, given, *accessed)
     while vector > 1 and vector * max(width, columns) > max(most, width):
         vector //= 2
     return vector
@@ -118,10 +116,13 @@ def _cut(given: Given, vector: int, most_threads: int, activation: str) -> tuple
     return parameters, ceil(channels / (vector * threads))
 
 
-def _of_texts(given: Given, texts: Sequences) -> dict[str, Parameter]:
+def _of_texts(given: Given, texts: Sequences, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return what kernels of whole texts are made for beside that."""
+    has_state = "initial_state" in given.types
+    threads = _FEW_THREADS if has_state or given.sizes[1] > _USUAL_WIDTH else _MANY_THREADS
     return {
-        "HAS_STATE": "initial_state" in given.types, "PACKED": texts.bound_bytes > 0,
-        "BOUND_BYTES": texts.bound_bytes or 4,
+        "HAS_STATE": has_state, "PACKED": texts.bound_bytes > 0, "BOUND_BYTES": texts.bound_bytes or 4,
+        "BLOCKS_PER_SM": min(threads // int(parameters["NUM_THREADS"]), _MOST_BLOCKS),
     }  # fmt: skip
 
 

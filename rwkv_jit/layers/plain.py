@@ -204,6 +204,80 @@ def last_tokens(x: Tensor, first: Tensor | None, cu_seqlens: Tensor | None) -> T
     return torch.where((bounds[1:] > bounds[:-1]).unsqueeze(1), last, before)
 
 
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """Return what a causal convolution makes of texts, in the dtype of x."""
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        texts = [
+            causal_conv1d(
+                x[:, begin:end], weight, bias, None if initial_state is None else initial_state[n : n + 1], None,
+                activation,
+            )
+            for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+            if begin < end
+        ]  # fmt: skip
+        return torch.cat(texts, 1)
+    own, width = _wide(x), weight.shape[1]
+    if initial_state is None:
+        seen = F.pad(own, (0, 0, width - 1, 0))
+    else:
+        seen = torch.cat([initial_state.transpose(1, 2).to(own.dtype), own], 1)
+    return _GATES[activation](_convolved(own, seen, weight, bias)).to(x.dtype)
+
+
+def _convolved(own: Tensor, seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the sums of tokens [B, T, C], which see W - 1 before the first of them too."""
+    *earlier, last = weight.to(own.dtype).unbind(1)
+    z = torch.zeros_like(last) if bias is None else bias.to(own.dtype)
+    for j, taps in enumerate(earlier):
+        z = z + taps * seen[:, j : j + own.shape[1]]
+    return z + last * own
+
+
+def last_windows(x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, count: int) -> Tensor:
+    """Return the last `count` tokens of each text as [N, C, count], in memory of their own.
+
+    Of a text that has fewer, tokens before it stand first.
+    """
+    tokens = x.shape[1]
+    if cu_seqlens is None:
+        if tokens >= count:
+            return x[:, tokens - count :].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        before = x.new_zeros(x.shape[0], x.shape[2], count) if initial_state is None else initial_state
+        return torch.cat([before[..., tokens:], x.transpose(1, 2)], -1)
+    begins, ends = cu_seqlens[:-1, None].to(torch.int64), cu_seqlens[1:, None].to(torch.int64)
+    before = x.new_zeros(len(ends), x.shape[2], count) if initial_state is None else initial_state
+    if not tokens:
+        return before.clone(memory_format=torch.contiguous_format)
+    order = torch.arange(count, device=x.device)
+    places = ends - count + order
+    own = x[0, places.clamp_min(0)].transpose(1, 2)
+    earlier = (order + ends - begins).clamp_max(count - 1).unsqueeze(1).expand_as(before)
+    return torch.where((places >= begins).unsqueeze(1), own, before.gather(2, earlier)).contiguous()
+
+
+def causal_conv1d_update(
+    x: Tensor, pool: Tensor, weight: Tensor, bias: Tensor | None, state_indices: Tensor | None,
+    num_active: Tensor | None, y: Tensor, null_index: int, activation: str,
+) -> None:  # fmt: skip
+    """Run `causal_conv1d_update`, which writes to the pool and to y."""
+    rows = x.shape[0] if num_active is None else min(max(int(num_active), 0), x.shape[0])
+    y[rows:] = 0
+    slots = torch.arange(rows) if state_indices is None else state_indices[:rows].to(torch.int64)
+    is_null = torch.zeros_like(slots, dtype=torch.bool) if state_indices is None else slots <= null_index
+    is_kept = ~is_null & (slots >= 0) & (slots < pool.shape[0])
+    own, count = _wide(x[:rows]), pool.shape[2]
+    before = pool.new_zeros(rows, *pool.shape[1:])
+    before[is_kept] = pool[slots[is_kept]]
+    kept = torch.cat([before, own.transpose(1, 2).to(pool.dtype)], -1)
+    seen = kept.transpose(1, 2)[:, count - weight.shape[1] + 1 :].to(own.dtype)
+    y[:rows] = _GATES[activation](_convolved(own, seen, weight, bias))
+    pool[slots[is_kept]] = kept[is_kept][..., -count:]
+
+
 _NORM_EPS = 1e-6
 RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x, "sigmoid": torch.sigmoid, "twice_sigmoid": lambda x: 2 * torch.sigmoid(x),

@@ -187,3 +187,38 @@ def norm_shift_ref(
     kinds = (str(dtype or x.dtype).removeprefix("torch."),)
     residual, *mixed, last, _ = plain.norm_shift((x, add, weight, bias, mixes, first, cu_seqlens), eps, kinds)
     return residual, tuple(mixed), last
+
+
+def causal_conv1d_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None, activation: str | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Convolve every channel with a few tokens before in plain torch; see `rwkv_jit.causal_conv1d` for the equation.
+
+    Arithmetic is float64 for float64 inputs and float32 otherwise.
+
+    Parameters
+    ----------
+    x : torch.Tensor, shape (B, T, C)
+        As in the op, float64 too.
+    weight : torch.Tensor, shape (C, W)
+        The taps, that of the token itself last.
+    bias : torch.Tensor, shape (C,), optional
+        Is added before the activation.
+    initial_state : torch.Tensor, shape (N, C, W - 1), optional
+        The tokens before the first of each text.
+    output_final_state : bool, default False
+        Also return the last tokens of each text.
+    cu_seqlens : torch.Tensor, shape (N + 1,), optional
+        Bounds of texts packed along T with B = 1.
+    activation : {"silu"}, optional
+        What the sum goes through.
+
+    Returns
+    -------
+    y : torch.Tensor, shape and dtype of x
+    final_state : torch.Tensor, shape (N, C, W - 1), or None
+    """
+    y = plain.causal_conv1d(x, weight, bias, initial_state, cu_seqlens, activation or "identity")
+    count = weight.shape[1] - 1
+    return y, plain.last_windows(x, initial_state, cu_seqlens, count) if output_final_state else None

@@ -58,13 +58,14 @@ _OPS = {
         "rwkv_jit.layers.loss", has_gradient=True,
     ),
     "causal_conv1d_fwd": Entry(
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, str activation) -> Tensor",
-        "rwkv_jit.layers.convolution", has_gradient=True,
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, str activation, bool save) "
+        "-> Tensor",
+        "rwkv_jit.layers.convolution",
     ),
     "causal_conv1d_bwd": Entry(
         "(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, "
         "str activation, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
-        "rwkv_jit.layers.convolution", has_gradient=True,
+        "rwkv_jit.layers.convolution",
     ),
     "causal_conv1d_update": Entry(
         "(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? state_indices, Tensor? num_active, "

@@ -45,6 +45,7 @@ def requests_of(op, arch):
 def layer_requests(arch):
     """Return kernels of a layer's small work in training, and of the loss, one of each template."""
     import test_layer
+    import test_layer_convolution
     import test_layer_loss
 
     from rwkv_jit.gpu import Gpu
@@ -56,7 +57,8 @@ def layer_requests(arch):
     ]
     wide = test_layer.backward("norm_shift", 4096, arch=arch).requests(Gpu(arch))
     losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
-    return [*forwards, *backwards, *wide, *losses]
+    convolutions = [test_layer_convolution.request(way, arch) for way in test_layer_convolution.DIRECTIONS]
+    return [*forwards, *backwards, *wide, *losses, *convolutions]
 
 
 def read(request):

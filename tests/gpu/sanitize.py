@@ -146,6 +146,21 @@ def loss(classes, dtype=BF16, **options):
     rwkv_jit.linear_cross_entropy(hidden, head, targets.to(torch.int32), chunk_rows=3, **options).backward()
 
 
+def convolution(batch, tokens, channels, width, dtype=BF16, texts=None, channels_last=False):
+    """Of texts in both directions from a state, and of a token of each row, one of which has no slot."""
+    x, weight = torch.randn(batch, tokens, channels, device="cuda"), torch.randn(channels, width, device="cuda")
+    state = torch.randn(len(texts) - 1 if texts else batch, channels, width - 1, device="cuda")
+    leaves = [y.to(dtype).requires_grad_() for y in (x, weight, weight[:, 0], state)]
+    packed = {"cu_seqlens": torch.tensor(texts, device="cuda")} if texts else {}
+    y, _ = rwkv_jit.causal_conv1d(*leaves[:3], initial_state=leaves[3], activation="silu", **packed)
+    torch.autograd.grad(y, leaves, torch.randn_like(y))
+    pool = torch.zeros(batch + 3, width, channels, device="cuda", dtype=dtype).transpose(1, 2)
+    slots = torch.arange(batch, device="cuda", dtype=torch.int32) - 1
+    with torch.no_grad():
+        pool = pool if channels_last else pool.contiguous()
+        rwkv_jit.causal_conv1d_update(leaves[0], pool, *leaves[1:3], state_indices=slots)
+
+
 def history_of(name, shape, dtype):
     for _, form in history.prepare(name, history.HISTORIES[name].make_inputs(shape, dtype)):
         if isinstance(form, history.Form):
@@ -216,6 +231,13 @@ CALLS = [
     partial(layer, 9, 32, 64, texts=(4, 4, 5, 9)),
     *(partial(loss, classes, dtype=dtype) for classes in (3, 1001, 4096) for dtype in (BF16, FP32)),
     partial(loss, 9999, l2_wrap=1e-4),
+    *(
+        partial(convolution, 2, 37, channels, width, dtype, channels_last=channels == 33)
+        for channels in (33, 264)
+        for width in (2, 4, 8)
+        for dtype in (BF16, FP32)
+    ),
+    partial(convolution, 1, 37, 264, 4, texts=(0, 0, 2, 20, 20, 37)),
     partial(history_of, "wkv5", (1, 54, 2, 64), torch.float16),
     partial(history_of, "timex", (9, 200, 1, 2), FP32),
 ]

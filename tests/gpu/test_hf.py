@@ -13,7 +13,9 @@ from test_compat_mamba import (  # noqa: E402, F401
 )
 from test_hf_models import (  # noqa: E402, F401
     restored,
+    test_models_that_have_short_convolutions_alone,
     test_models_train_and_generate_the_same,
+    test_packed_texts_are_texts_alone,
     test_parts_with_a_cache_are_the_whole,
     test_sixteen_bits,
     without_fla,

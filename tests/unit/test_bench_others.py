@@ -14,6 +14,7 @@ import pytest
 import torch
 from filelock import FileLock, Timeout
 
+import rwkv_jit
 from bench import ROOT, peers, processes, record, service, suites
 from bench.__main__ import main
 from rwkv_jit import bench, machine, reference
@@ -83,6 +84,65 @@ def test_peers_of_fla_get_what_they_ask_for(op, index, names, monkeypatch):
     bounds = [call for call in calls if "lower_bound" in call]
     assert bool(bounds) == (op == "wkv7")
     assert any("disable_recompute" in call for call in calls) == (op == "wkv7")
+
+
+def refer_to(op, names):
+    """A stand-in for another library's function: our reference, with what the library calls the norm of keys."""
+
+    def run(*inputs, use_qk_l2norm_in_kernel=False, initial_state=None, **more):
+        names.append(op)
+        normed = {"qk_norm": True} if use_qk_l2norm_in_kernel else {}
+        if op == "ssd":
+            return rwkv_jit.ssd_ref(*inputs[:5])[0]
+        return getattr(rwkv_jit, f"{op}_ref")(*inputs, initial_state, **normed, **more)
+
+    return run
+
+
+@pytest.mark.parametrize(("op", "kind"), [
+    ("kda", "usual"), ("gated_delta_rule", "16-keys"), ("delta_rule", "usual"), ("simple_gla", "usual"),
+    ("ssd", "usual"),
+])  # fmt: skip
+def test_peers_of_ops_made_of_others_compute_the_same(op, kind, monkeypatch):
+    asked, called = [], []
+    monkeypatch.setattr(peers, "_loaded", lambda *names: asked.append(names) or refer_to(op, called))
+    case = Case(op, (2, 20, 32, 4, 3), torch.float32, "forward+backward", kind=kind).check()
+    (peer,) = peers._mamba(case) if op == "ssd" else peers._fla(case)
+    (error,) = errors_of(case, [peer])
+    assert 0 < error < 4e-6
+    assert called
+    module, name = asked[0]
+    if op == "ssd":
+        assert (peer.who, module, name) == (
+            "mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined",
+        )  # fmt: skip
+    else:
+        assert (peer.who, module, name) == ("fla", f"fla.ops.{op}", f"chunk_{op}")
+    assert peers._mamba(case._replace(op="kda")) == []
+
+
+@pytest.mark.parametrize("entry", suites.entries_of(["family"]), ids=lambda entry: f"{entry.case}")
+def test_the_suite_of_ops_made_of_others_is_measured_as_others_are(entry):
+    """On small shapes; the float64 reference judges them, and what they read and write is counted by their inputs."""
+    case = entry.case._replace(shape=(1, 16, 32, 8, 4))
+    given = cases.given_for(case, "cpu")
+    read = sum(x.nbytes for x in given.inputs)
+    both = 2 * given.dy.nbytes + 3 * read
+    assert cases.least_bytes(case) == (read + given.dy.nbytes if case.phase == "forward" else both)
+    (row,) = measure.rows_of_cpu(Entry("family", case, ("auto",)))
+    assert 0 < row["error"] < 1e-2
+    heads = next(x.shape[2] for name, x in zip(cases.names_of(case.op), given.inputs, strict=True) if name in "kB")
+    assert heads == {"gated_delta_rule": 16, "ssd": 1}.get(case.op, 32)
+    for phase in ("decode", "update"):
+        with pytest.raises(ValueError, match=f"--phase: expected one of forward, backward, .* for {case.op}"):
+            case._replace(phase=phase).check()
+
+
+def test_kinds_of_suites_are_for_ops_that_have_them():
+    with pytest.raises(ValueError, match="--inputs: wkv7 has none that are 16-keys"):
+        small("wkv7", kind="16-keys").check()
+    with pytest.raises(ValueError, match="--inputs: 16-keys are for a multiple of as many heads, and not for 24"):
+        Case("kda", (1, 2, 24, 4, 4), torch.float32, kind="16-keys").check()
 
 
 @pytest.mark.parametrize(("head_size", "kind"), [(128, "usual"), (129, "usual"), (128, "strong")])
@@ -423,6 +483,7 @@ def test_all_suites_are_recorded_and_nothing_else():
     recorded = {
         (row["suite"], row["op"], tuple(row["shape"]), row["phase"], row["inputs"])
         for row in record.read(record.FILE)["rows"]
+        if row["suite"] != "family"  # which is recorded by itself
     }
     assert recorded == everything
     assert len(everything) == 78

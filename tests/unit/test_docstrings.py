@@ -23,8 +23,9 @@ DERIVED = [*derived.OPS]
 DERIVED_POOLED = [f"{op}_{kind}" for kind in ("update", "varlen") for op in DERIVED]
 COMMITTING = ["replay_commit", "replay_flush"]
 DIFFERENTIABLE = ["prepare_keys", "gated_norm", "activate", "gated", "token_shift", "norm_shift"]
-LAYER = ["shift_mix", *DIFFERENTIABLE, "cross_entropy", "linear_cross_entropy"]
-REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE, *DERIVED)]
+CONVOLUTIONS = ["causal_conv1d", "causal_conv1d_update"]
+LAYER = ["shift_mix", *DIFFERENTIABLE, "cross_entropy", "linear_cross_entropy", *CONVOLUTIONS]
+REFERENCES = [f"{op}_ref" for op in (*OPS, "timex", "wkv4", *DIFFERENTIABLE, "causal_conv1d", *DERIVED)]
 COMPILING = ["specialize", "compile_async", "warm"]
 ASKING = ["is_available", "env_report", "cache_info", "clear_cache", "get_bfloat16_precision", "is_batch_invariant"]
 SETTING = ["set_bfloat16_precision", "set_batch_invariant"]
@@ -216,6 +217,12 @@ SIGNATURES = {
     "cross_entropy": "logits, targets, *, l2_wrap=0.0, ignore_index=-100, reduction='mean'",
     "linear_cross_entropy": "hidden, weight, targets, *, bias=None, l2_wrap=0.0, ignore_index=-100, reduction='mean', "
     "chunk_rows=None",
+    "causal_conv1d": "x, weight, bias=None, *, initial_state=None, output_final_state=False, cu_seqlens=None, "
+    "activation=None",
+    "causal_conv1d_update": "x, conv_state, weight, bias=None, *, activation=None, state_indices=None, null_index=-1, "
+    "num_active=None, out=None",
+    "causal_conv1d_ref": "x, weight, bias=None, initial_state=None, output_final_state=False, cu_seqlens=None, "
+    "activation=None",
     "wkv5_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv6_ref": f"r, k, v, w, u, {OF_SEQUENCES}, {OF_RWKV}",
     "wkv7_ref": f"r, w, k, v, a, b, {OF_SEQUENCES}, {OF_RWKV}",

@@ -474,7 +474,8 @@ ahead_requests
 ahead bench.cases
 bench.measure
 bench compat.alias compat.buffers compat.rows compat.scripts compat.fla compat.replacing compat.falling_back
-bench.layers compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind compat.mamba
+bench.layers compat.causal_conv1d compat.flash_rwkv compat.functions compat.rwkv7_hf compat.rwkvfla compat.wind
+compat.mamba
 compat.fla.functions compat.autoload
 compat compat.counts compat.fla.layers compat.fla.family
 compat.fla.patches compat.megatron compat.hf_models profiling tune demo

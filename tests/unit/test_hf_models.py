@@ -1,4 +1,4 @@
-"""Models of transformers with KDA, the gated delta rule or Mamba-2 on these ops, beside transformers' own code."""
+"""Models of transformers with short convolutions, KDA, the gated delta rule or Mamba-2, beside their own code."""
 
 import gc
 import importlib
@@ -143,7 +143,7 @@ def test_models_train_and_generate_the_same(monkeypatch, name, padded):
     calls = counted(monkeypatch)
     names = hf.patch(model)
     assert all(x.startswith(f"{file_of(name).__name__}.") for x in names)
-    assert len(names) == 2
+    assert len(names) == 4
     found, generated = run(model, text, mask)
     assert {f"{file_of(name).__name__}.{x}" for n in set(calls) for x in hf_models.FUNCTIONS[n].called} >= set(names)
     assert generated == chosen
@@ -179,6 +179,21 @@ def test_parts_with_a_cache_are_the_whole(name):
     torch.testing.assert_close(torch.cat(found, 1), want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "GatedDeltaNet"), ("mamba2", "Mixer"), ("bamba", "Mixer")])
+def test_packed_texts_are_texts_alone(name, kind):
+    """Which transformers' own code in plain torch refuses."""
+    model = model_of(name).eval()
+    (layer, *_) = (x for x in model.modules() if type(x).__name__.endswith(kind))
+    x = torch.randn(1, T, model.config.hidden_size)
+    bounds = torch.tensor([0, 4, T], dtype=torch.int32)
+    packed = {"seq_idx": torch.tensor([[0] * 4 + [1] * (T - 4)], dtype=torch.int32), "cu_seq_lens_q": bounds}
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        layer(x, **packed)
+    hf.patch(model)
+    want = torch.cat([layer(x[:, :4]), layer(x[:, 4:])], 1)
+    assert (layer(x, **packed) - want).norm() <= 1e-4 * want.norm()
+
+
 def test_decoding_that_wants_gradients_stays_theirs(caplog):
     """Through a state that changes in place there are none."""
     model, text = model_of("mamba2").eval(), words(1, 5)
@@ -186,7 +201,27 @@ def test_decoding_that_wants_gradients_stays_theirs(caplog):
     cache = model(text, use_cache=True).cache_params
     with caplog.at_level(logging.INFO, "rwkv_jit"):
         model(words(1, 1), cache_params=cache, use_cache=True)
-    assert "a gradient through states that change in place is not supported" in caplog.text
+    said = "stays as it was: a gradient through states that change in place is not supported"
+    for called in ("mamba2_selective_state_update", "causal_conv1d_update"):
+        assert f"{file_of('mamba2').__name__}.{called} {said}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_models_that_have_short_convolutions_alone(monkeypatch, name):
+    sizes = {"lfm2": MODEL | {"layer_types": ["conv", "full_attention"]}}.get(
+        name, dict(vocab_size=WORDS, hidden_size=24, num_hidden_layers=2, state_size=8, pad_token_id=0, bos_token_id=1,
+                   eos_token_id=None)
+    )  # fmt: skip
+    monkeypatch.setitem(MODELS, name, (name.capitalize(), sizes))
+    model, text = model_of(name), words(2, T)
+    want, chosen = run(model, text)
+    calls = counted(monkeypatch)
+    assert hf.patch(model) == [f"{file_of(name).__name__}.causal_conv1d_{x}" for x in ("fn", "update")]
+    found, generated = run(model, text)
+    assert set(calls) == {"causal_conv1d_fn", "causal_conv1d_update"}
+    assert generated == chosen
+    for x, y in zip(found, want, strict=True):
+        assert (x - y).norm() <= 1e-3 * y.norm() + 1e-6
 
 
 def test_patch_of_a_file_and_back():
@@ -195,7 +230,8 @@ def test_patch_of_a_file_and_back():
     for _ in range(2):
         names = hf.patch(module)
         assert module.torch_chunk_gated_delta_rule.__wrapped__ is theirs
-    assert names == [f"{module.__name__}.torch_{x}_gated_delta_rule" for x in ("chunk", "recurrent")]
+    called = "torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule causal_conv1d_fn causal_conv1d_update"
+    assert names == [f"{module.__name__}.{x}" for x in called.split()]
     compat.uninstall()
     assert module.torch_chunk_gated_delta_rule is theirs
 
@@ -295,13 +331,12 @@ def test_install_in_every_order(child, when):
 
 
 def test_every_file_of_transformers_that_there_is_is_known():
-    """Those that look for these functions, but for Mamba-1."""
     from pathlib import Path
 
     known = set(compat.MODELS)
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         text = path.read_text(encoding="utf-8")
-        asks = any(f'fallback("{name}"' in text for name in hf_models.FUNCTIONS if name != "selective_state_update")
+        asks = any(f'fallback("{name}"' in text for name in hf_models.FUNCTIONS)
         assert asks == (f"transformers.models.{path.parent.name}.{path.stem}" in known)
 
 
@@ -321,7 +356,7 @@ def test_kernels_puts_ours_into_models(name):
         assert [(x.name, x.kind) for x in inspect.signature(layer.forward).parameters.values()] == [
             (x.name, x.kind) for x in wanted
         ]
-    assert len(functions) == 2
+    assert len(functions) == 4
     model, text = model_of(name), words(2, T)
     want, chosen = run(model, text)
     kept = {x: f.__dict__.get("forward") for x, f in functions.items()}
@@ -346,7 +381,7 @@ def test_a_layer_gives_back_what_the_kernels_cannot_do():
     def original(*given, **named):
         return "theirs"
 
-    original.__signature__ = inspect.signature(eval(f"lambda {arguments.replace(' ', ', ')}, **kwargs: None"))
+    original.__signature__ = inspect.signature(eval(f"lambda {arguments.replace(' ', ', ')}: None"))
     function = kernels.use_kernel_forward_from_hub("selective_state_update")(original)
     model = kernels.use_kernelized_func(function)(type("Layer", (nn.Identity,), {}))()
     with kernels.use_kernel_mapping(hf.kernel_mapping(), inherit_mapping=False):
