@@ -1,7 +1,9 @@
 """Kimi Delta Attention, gated delta net and Mamba-2 as modules, beside transformers' own and beside equations."""
 
 import copy
+import importlib
 import itertools
+import sys
 
 import pytest
 import torch
@@ -59,29 +61,30 @@ def gradients(function, module, inputs, weights):
 # ---- beside the modules of transformers --------------------------------------------------------------------------
 
 
-def in_torch(monkeypatch, modeling, *functions):
-    """Have a file of transformers take its own code in torch, whatever packages with kernels there are."""
-    for own in functions:
-        function = getattr(modeling, own)
-        monkeypatch.setattr(modeling, own, getattr(function, "__wrapped__", function))
+def in_torch(monkeypatch, name):
+    """A file of transformers as it is without packages of kernels: it looks for these when it is imported."""
+    pytest.importorskip("transformers")
+    file = f"transformers.models.{name}.modeling_{name}"
+    for own in ("fla", "mamba_ssm", "causal_conv1d", file):
+        monkeypatch.setitem(sys.modules, own, None)
+    del sys.modules[file]
+    return importlib.import_module(file)
 
 
 def of_transformers(name, monkeypatch):
     """A module of transformers, and ours of its sizes."""
     if name == "GatedDeltaNet":
-        modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+        modeling = in_torch(monkeypatch, "qwen3_next")
         config = modeling.Qwen3NextConfig(
             hidden_size=WIDTH, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=7,
             linear_value_head_dim=5, linear_conv_kernel_dim=4, num_hidden_layers=1, layer_types=["linear_attention"],
         )  # fmt: skip
-        in_torch(monkeypatch, modeling, "torch_chunk_gated_delta_rule", "causal_conv1d_fn")
         return modeling.Qwen3NextGatedDeltaNet(config, 0), MAKERS[name]()
-    modeling = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    modeling = in_torch(monkeypatch, "mamba2")
     config = modeling.Mamba2Config(
         hidden_size=15, num_heads=6, head_dim=5, state_size=7, n_groups=2, num_hidden_layers=1, chunk_size=4,
         time_step_limit=(0.05, 1.5),
     )  # fmt: skip
-    in_torch(monkeypatch, modeling, "mamba2_chunk_scan", "causal_conv1d_fn")
     return modeling.Mamba2Mixer(config, 0), nn.Mamba2(15, 6, 5, 7, 2, norm_groups=1, dt_limit=(0.05, 1.5))
 
 
