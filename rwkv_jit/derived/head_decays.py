@@ -36,9 +36,11 @@ def chunk_len(call: Sequences, q: Tensor, v: Tensor, *parameters: Any) -> int | 
         return None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return None
+    if tail.backend != "auto" or tail.num_threads is not None:
+        return None
     narrow, is_batch_invariant = modes.current()
     storage = tensors.STORAGE[v.dtype]
-    if tail.backend != "auto" or tail.num_threads is not None or storage in narrow:
+    if storage in narrow:
         return None
     batch, tokens, heads, value_size = v.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
