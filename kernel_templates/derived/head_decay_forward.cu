@@ -12,7 +12,7 @@
 // that are on their way.
 #include "head_decay_chunk.cuh"
 
-static_assert(ROWS % 32 == 0, "a block has value rows in steps of 32");
+static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
 constexpr int ROW_PITCH = ROWS + 8;
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp

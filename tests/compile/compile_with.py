@@ -43,22 +43,28 @@ def requests_of(op, arch):
 
 
 def layer_requests(arch):
-    """Return kernels of a layer's small work in training, and of the loss, one of each template."""
+    """Return kernels of a layer's small work in training, of the loss and of derived ops, one of each template."""
+    import test_head_decays
     import test_layer
     import test_layer_convolution
     import test_layer_loss
 
+    from rwkv_jit.derived import steps
+    from rwkv_jit.derived.table import Core
     from rwkv_jit.gpu import Gpu
 
-    forwards = [test_layer.request(name, arch=arch) for name in ("gated", "token_shift", "norm_shift")]
+    forwards = [
+        test_layer.request(name, arch=arch) for name in ("gated", "token_shift", "norm_shift", "delta_operands")
+    ]
     backwards = [
         test_layer.gradients(name, arch=arch)
-        for name in ("token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate")
+        for name in ("token_shift", "norm_shift", "prepare_keys", "gated_norm", "activate", "delta_operands")
     ]
     wide = test_layer.backward("norm_shift", 4096, arch=arch).requests(Gpu(arch))
     losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
     convolutions = [test_layer_convolution.request(way, arch) for way in test_layer_convolution.DIRECTIONS]
-    return [*forwards, *backwards, *wide, *losses, *convolutions]
+    head_decays = steps.forward(test_head_decays.problem(Core(True), arch)).requests(Gpu(arch))
+    return [*forwards, *backwards, *wide, *losses, *convolutions, *head_decays]
 
 
 def read(request):

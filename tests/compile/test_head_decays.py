@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused():
     (step,) = steps.forward(given).launches
     for changed, message in (
         ({"CHUNK_LEN": 64}, "chunk_len must be 16 or 32"), ({"SHARED_BYTES": 1024}, "shared_bytes is what"),
-        ({"ROWS": 48}, "value rows in steps of 32"),
+        ({"ROWS": 48}, "rows must be a multiple of 32"),
     ):  # fmt: skip
         wrong = step._replace(parameters={**step.parameters, **changed})
         with pytest.raises(UnsupportedConfigError, match=message):
