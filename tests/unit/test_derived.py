@@ -266,7 +266,7 @@ def test_autocast_casts_as_the_ops_below_do(op, how):
     assert {grad.dtype for grad in grads.values()} == {torch.float32}
 
 
-@CASES
+@EACH
 def test_compiled_calls_of_any_length(op, how):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
