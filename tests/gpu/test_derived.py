@@ -13,9 +13,11 @@ CASES = pytest.mark.parametrize(("name", "how"), derived_cases.ALL)
 EACH = pytest.mark.parametrize(("name", "how"), [(op, several[-1]) for op, several in derived_cases.WAYS.items()])
 # Operands are rounded to the dtype of the inputs, and so are the gradients of operands.
 LIMITS = {"fp32": 2e-5, "fp16": 3e-3, "bf16": 1.5e-2}
-# Over all tokens, of both signs: little may be left of few numbers, so that float32 alone says whether they are right.
-OF_SUMS = {"fp32": 2e-4, "fp16": 4e-2, "bf16": 0.3}
-SUMMED = ("A", "A_log", "D", "dt_bias")
+OF_SUMS = {"fp32": 2e-4, "fp16": 1.2e-2, "bf16": 8e-2}  # over all tokens, of both signs
+# The gradient of A is one number a head: its error on CPU tensors of bfloat16, over 25 seeds, is 3e-3 in the middle and
+# 2e-2 at most, by how much of the sum is left.
+OF_A = {"fp32": 2e-4, "fp16": 4e-2, "bf16": 0.3}
+SUMMED = ("A_log", "dt_bias")
 KINDS = [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")]
 SIZES = [
     (2, 150, 2, 4, 64, 64), (1, 70, 1, 3, 40, 24), (2, 33, 1, 2, 128, 128), (1, 65, 1, 8, 64, 64),
@@ -41,7 +43,8 @@ def check(case, kind, function=None):
         assert comparing.relative(found, x) < limit, what
     for own, grad in grads.items():
         assert (grad.dtype, grad.shape) == (case.tensors[own].dtype, case.tensors[own].shape)
-        assert comparing.relative(grad, want_grads[own]) < (OF_SUMS[kind[0]] if is_summed(case, own) else limit), own
+        allowed = OF_A[kind[0]] if own == "A" else OF_SUMS[kind[0]] if is_summed(case, own) else limit
+        assert comparing.relative(grad, want_grads[own]) < allowed, own
 
 
 @CASES
