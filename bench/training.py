@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -298,6 +299,7 @@ def _one_rank(rank: int, ranks: int, sizes: Sizes, device: str, runs: int, folde
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
+    os._exit(0)  # torch keeps the mesh, so threads of the group outlive it and may abort an interpreter that ends
 
 
 def _sharded(way: Sharding, sizes: Sizes, device: str) -> Made:
