@@ -27,6 +27,20 @@ def problem(
     return given._replace(**changes)
 
 
+def head_decays(
+    core, arch="sm_90", sizes=(128, 128), chunk_len=32, io="bf16", heads=32, layout="kv", state="fp32", **changes
+):  # fmt: skip
+    """Return the problem of a call with one decay for a head or none, in kernels of its own; of two states."""
+    op, (head_size, value_size) = core.op, sizes
+    types = {name: "fp32" if name in ("w", "own") else io for name in op.inputs}
+    given = Problem(
+        op, Gpu(arch, multiprocessors=132), types, 8, 4096, heads, head_size, value_size, 8, heads // 2, decay=op.decay,
+        state_type=state, state_layout=layout, backend="chunked", chunk_len=chunk_len, has_initial_state=True,
+        has_final_state=True,
+    )  # fmt: skip
+    return given._replace(**changes)
+
+
 def is_by_halves(template, parameters):
     """Return whether a kernel takes what has left its frame, as another launch of the same template does not."""
     return bool(parameters.get("BY_HALVES")) or template.endswith("by_halves")

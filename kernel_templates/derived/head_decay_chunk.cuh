@@ -9,9 +9,11 @@
 // token and its end: no factor is above 1 unless a decay is. Operands are the rows of q, k and v as they come; norms,
 // rates and decays are factors of tokens, in float32.
 //
-// Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE, HAS_NORM.
+// Needs HEAD_SIZE, VALUE_SIZE, CHUNK_LEN, NUM_THREADS, T_IO, T_W, T_BETA, DECAY, HAS_DELTA, HAS_RATE, HAS_NORM,
+// AS_MATRICES.
 #pragma once
 #include "chunk.cuh"
+#include "head_decay_factors.cuh"
 
 static_assert(sizeof(T_IO) == 2, "the chunked kernels take float16 and bfloat16");
 static_assert(CHUNK_LEN == 16 || CHUNK_LEN == 32, "chunk_len must be 16 or 32");
@@ -52,21 +54,7 @@ __device__ inline float sum_up(float x) {
     return x;
 }
 
-// What multiplies tokens, by token.
-struct TokenFactors {
-    float decay[CHUNK_LEN];      // c, to the base 2
-    float of_q[CHUNK_LEN];       // scale over the norm of q
-    float of_k[CHUNK_LEN];       // 1 over the norm of k
-    float rate[CHUNK_LEN];       // beta over the norm of k
-    float grown_q[CHUNK_LEN];    // of_q e^c
-    float grown_k[CHUNK_LEN];    // of_k e^c
-    float written[CHUNK_LEN];    // rate e^(D - c)
-    float end;                   // e^D
-};
-__device__ inline float2 pair_of(const float (&factors)[CHUNK_LEN], int token) {
-    return *reinterpret_cast<const float2*>(&factors[token]);
-}
-
+using TokenFactors = FactorsOf<CHUNK_LEN>;
 // By all warps, eight tokens at a time, from the chunk's rows and the gates of its lanes' tokens: two lanes share a row.
 __device__ inline void write_factors(TokenFactors& factors, const KeyTile& q, const KeyTile& k, const Gates& gates,
                                      float scale) {
@@ -102,6 +90,7 @@ __device__ inline void write_factors(TokenFactors& factors, const KeyTile& q, co
             factors.rate[token] = rate * factor, factors.written[token] = rate * factor * shrunk;
         } else if (lane_id() < 16) {
             factors.of_q[token] = scale * factor, factors.grown_q[token] = scale * factor * grown;
+            factors.norm_of_q[token] = factor;
         }
     }
     if (threadIdx.x == 0) factors.end = exp2_fast(end);
@@ -112,6 +101,23 @@ union Solver {
     TokenTile tm;
     float lower[BLOCKS][16][20];
 };
+
+// What the forward keeps of them.
+struct KeptMatrices { TokenTile tm, m; };
+
+// How much of its value an output has itself, of the lane's rows from `row` on.
+template <int TILES> __device__ inline void read_own(float (&of_own)[TILES][2], const float* own, int row) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) of_own[i][j] = own[min(row + 16 * i + group() + 8 * j, VALUE_SIZE - 1)];
+}
+
+// A block of a state, as what makes the gradients of keys reads it.
+__device__ inline void keep_state(Checkpoint* state, int row, int c, const Fragment& f) {
+    if constexpr (AS_MATRICES) write_matrices(state, row, c, f);
+    else write_checkpoint(state, row, c, f);
+}
 
 // Where `solve_lower` reads a diagonal block of -L from.
 __device__ inline void write_lower(Solver& solver, int p, Accumulator (&sum)[2]) {

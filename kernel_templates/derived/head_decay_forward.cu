@@ -5,11 +5,15 @@
 //   g, beta  [batch, tokens, heads]  T_W, T_BETA  in; the log-decay and the rate, each null where there is none
 //   own      [heads, V]  fp32  in: how much of its value an output has itself, or null
 //   initial_state, final_state  [sequences, heads, V, K] or, in the kv layout, [.., K, V]  T_STATE  in, out or null
+//   with KEPT_LEN, for the backward, else null and 0:
+//   states             [slots of KEPT_LEN tokens, heads]  out: S at the start of each
+//   matrices, factors  [slots of CHUNK_LEN tokens, heads]  out: Tm and M; what multiplies tokens
+//   kept_u             [batch, tokens, heads, V]  T_IO  out, with HAS_DELTA: U
 //
-// Grid (sequences, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 for the whole sequence and works with
-// transposes, [value, token], so that what one product gives is the next one's left operand as it lies in registers.
-// The factors and token matrices of the next chunk are made beside a chunk's products, and the rows of the one after
-// that are on their way.
+// Grid (sequences, heads, blocks of ROWS value rows). A warp holds 16 TILES value rows of S in fp32 for the whole
+// sequence and works with transposes, [value, token], so that what one product gives is the next one's left operand as
+// it lies in registers. The factors and token matrices of the next chunk are made beside a chunk's products, and the
+// rows of the one after that are on their way.
 #include "head_decay_chunk.cuh"
 
 static_assert(ROWS % 32 == 0, "rows must be a multiple of 32");
@@ -17,6 +21,7 @@ constexpr int ROW_PITCH = ROWS + 8;
 constexpr int TILES = ceil_div(ROWS / 16, WARPS);
 constexpr int WARP_ROWS = 16 * TILES;  // value rows of a warp
 constexpr int STAGES = 3;
+constexpr int KEPT_CHUNKS = max_of(KEPT_LEN / CHUNK_LEN, 1);
 
 struct Stage {
     KeyTile q, k;
@@ -32,6 +37,12 @@ struct Smem {
     TokenWork work[2];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+// What lies together to memory, by all threads.
+template <typename T> __device__ inline void keep(T& target, const T& source) {
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(T) / 16); i += NUM_THREADS)
+        reinterpret_cast<uint4*>(&target)[i] = reinterpret_cast<const uint4*>(&source)[i];
+}
 
 // A block of M or of -L.
 template <bool IS_OUTPUT> __device__ inline void write_pairs(TokenWork& work, const Stage& stage, int p, int q) {
@@ -67,8 +78,10 @@ __device__ inline void write_all_pairs(TokenWork& work, const Stage& stage) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_forward(
     const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ v, const T_W* __restrict__ w,
     const T_BETA* __restrict__ beta, const float* __restrict__ own, const T_STATE* __restrict__ initial_state,
-    const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state, Strides r_strides, Strides k_strides, Strides v_strides,
-    Strides w_strides, Strides beta_strides, i64 tokens, i64 heads, float scale) {
+    const i64* __restrict__ cu_seqlens, T_IO* __restrict__ y, T_STATE* __restrict__ final_state,
+    Checkpoint* __restrict__ states, KeptMatrices* __restrict__ matrices, TokenFactors* __restrict__ factors,
+    T_IO* __restrict__ kept_u, Strides r_strides, Strides k_strides, Strides v_strides, Strides w_strides,
+    Strides beta_strides, i64 tokens, i64 heads, float scale) {
     __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
@@ -87,7 +100,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         return span.batch * s.batch + span.begin * s.token + own_head * s.head;
     };
     const i64 y_stride = heads * VALUE_SIZE;
-    y += (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
+    const i64 y_start = (span.batch * tokens + span.begin) * y_stride + head * VALUE_SIZE + first_value;
+    y += y_start;
+    if constexpr (KEPT_LEN > 0) {
+        kept_u += y_start;
+        states += first_checkpoint(cu_seqlens, sequence, span, KEPT_LEN) * heads + head;
+        const i64 first_chunk = first_checkpoint(cu_seqlens, sequence, span, CHUNK_LEN) * heads + head;
+        matrices += first_chunk, factors += first_chunk;
+    }
     const i64 state_offset = (sequence * heads + head) * (VALUE_SIZE * HEAD_SIZE);
     if constexpr (HAS_RATE) beta += start(beta_strides, head);
     if constexpr (HAS_DECAY) w += start(w_strides, head);
@@ -108,6 +128,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         }
         commit_copies();
     };
+    const auto write_values = [&](T_IO* rows, const Stage& stage, int chunk) {
+        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
+            rows, y_stride, &stage.v[0][column], steps_of(chunk), width, lane_id());
+    };
     const auto load_gates = [&](Gates& gates, int chunk) {
         const i64 token = i64(chunk) * CHUNK_LEN;
         gates.load(w + token * w_strides.token, w_strides.token, beta + token * beta_strides.token, beta_strides.token,
@@ -121,13 +145,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
     load_gates(gates, 0);
     StateRows state[TILES];
     read_state<STATE_LAYOUT>(state, initial_state ? initial_state + state_offset : nullptr, first_value);
-    float of_own[TILES][2];  // of the lane's rows
-    if constexpr (HAS_OWN)
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                of_own[i][j] = own[head * VALUE_SIZE + min(first_value + 16 * i + group() + 8 * j, VALUE_SIZE - 1)];
+    float of_own[TILES][2];
+    if constexpr (HAS_OWN) read_own(of_own, own + head * VALUE_SIZE, first_value);
     const auto solve = [&](TokenWork& work) {
         if constexpr (HAS_DELTA)
             if (warp_id() == WARPS - 1) solve_lower(work.solver, load_left(tile_of(work.m), 0, 16));
@@ -151,6 +170,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
         copy_chunk(chunk + 2);
         write_factors(next_work.factors, next_stage.q, next_stage.k, gates, scale);
         load_gates(gates, chunk + 2);
+        if constexpr (KEPT_LEN > 0)
+            if (blockIdx.z == 0) {
+                if constexpr (HAS_DELTA) keep(matrices->tm, work.solver.tm);
+                keep(matrices->m, work.m), keep(*factors, work.factors);
+                matrices += heads, factors += heads;
+            }
 
         // X <- K S_0^T   Y <- Q S_0^T
         const auto tile_q = tile_of(stage.q), tile_k = tile_of(stage.k);
@@ -162,12 +187,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
             for (int c = 0; c < CHANNELS / 16; ++c) {
                 Fragment start_rows[TILES];
 #pragma unroll
-                for (int i = 0; i < TILES; ++i) start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
+                for (int i = 0; i < TILES; ++i) {
+                    start_rows[i] = to_fragment(state[i][2 * c], state[i][2 * c + 1]);
+                    if constexpr (KEPT_LEN > 0)
+                        if (chunk % KEPT_CHUNKS == 0)
+                            keep_state(states, first_value + 16 * i, c, start_rows[i]);
+                }
                 if constexpr (HAS_DELTA)
                     add_columns(16 * c, full(u, tile_k, start_rows), full(out, tile_q, start_rows));
                 else add_columns(16 * c, full(out, tile_q, start_rows));
             }
         }
+        if constexpr (KEPT_LEN > 0)
+            if (chunk % KEPT_CHUNKS == 0) states += heads;
         __syncthreads();  // the next chunk's factors are there
         write_all_pairs(next_work, next_stage);
         Fragment u_rows[TILES][BLOCKS], written[TILES][BLOCKS];
@@ -222,6 +254,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     written[i][p] = to_fragment(solved[0], solved[1]);
                 }
             }
+            if constexpr (KEPT_LEN > 0 && HAS_DELTA) {
+#pragma unroll
+                for (int i = 0; i < TILES; ++i)
+#pragma unroll
+                    for (int p = 0; p < BLOCKS; ++p)
+                        store_block_transposed(values, 16 * p, column + 16 * i, u_rows[i][p]);
+                __syncwarp();
+                write_values(kept_u, stage, chunk);
+                kept_u += CHUNK_LEN * y_stride;
+                __syncwarp();
+            }
             add_triangles(lower(out, m, u_rows));  // Y <- Y + M U
             store_sums(values, column, out);
         }
@@ -240,8 +283,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_de
                     for (int j = 0; j < 4; ++j) state[i][n][j] *= end;
         }
         if (chunk + 1 < chunks || final_state != nullptr) add_outer(state, outer(written, tile_k));
-        write_rows_at_once<T_IO, VALUE_SIZE, CHUNK_LEN, WARP_ROWS, ROW_PITCH, 32>(
-            y, y_stride, &stage.v[0][column], steps_of(chunk), width, lane_id());
+        write_values(y, stage, chunk);
         y += CHUNK_LEN * y_stride;
     }
     wait_for_copies<0>();

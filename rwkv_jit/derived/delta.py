@@ -195,8 +195,9 @@ def gated_delta_rule(
     that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
     for each token and value head 3 K numbers of the dtype of q, and K of float32.
 
-    Calls without gradients, with 16 bits, head sizes up to 128 and heads that are not few, run one kernel of their own,
-    which makes no operands and takes any decay. Its results differ from those of calls with gradients by rounding.
+    Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
+    which make no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
+    each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.
@@ -290,8 +291,9 @@ def delta_rule(
     that are made are float32. Any decay is right. Beside what `wkv7` keeps between the passes there are its inputs:
     for each token and value head 3 K numbers of the dtype of q, and K more.
 
-    Calls without gradients, with 16 bits, head sizes up to 128 and heads that are not few, run one kernel of their own,
-    which makes no operands and takes any decay. Its results differ from those of calls with gradients by rounding.
+    Calls with 16 bits, head sizes up to 128 and heads that are not few run kernels of their own in both directions,
+    which make no operands and take any decay. Between the passes these keep, beside inputs, y and the final state, for
+    each token and value head V numbers of the dtype of v, K V / 64 more, and about 200 bytes.
 
     Results are the same bit for bit from run to run. A second derivative is an error. Under `torch.autocast` inputs
     are cast as `wkv7` casts them; g and beta may stay float32. CPU tensors run plain torch, with one notice.

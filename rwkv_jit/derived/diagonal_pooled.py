@@ -11,12 +11,12 @@ from rwkv_jit.derived import arguments
 from rwkv_jit.derived.diagonal import (
     behind,
     check_behind,
-    for_heads,
     of_states,
     of_tokens,
     steps_of,
     with_keys,
 )
+from rwkv_jit.derived.operands import for_heads
 from rwkv_jit.derived.table import OPS
 from rwkv_jit.inference.options import UpdateOptions, VarlenOptions
 from rwkv_jit.inference.update import gla_update

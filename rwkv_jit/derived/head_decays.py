@@ -1,9 +1,9 @@
-"""Ops with one decay for a head, or with none, in a kernel of their own: calls without gradients, of many heads."""
+"""Ops with one decay for a head, or with none, in kernels of their own: calls of many heads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,30 +11,37 @@ from torch.nn import functional as F
 
 from rwkv_jit import modes, tensors
 from rwkv_jit.algorithms.parts import MOST_HEADS, Case
-from rwkv_jit.derived import arguments, steps
+from rwkv_jit.derived import arguments, operands, steps
 from rwkv_jit.derived.arguments import Result, Sequences
 from rwkv_jit.derived.table import Core
 from rwkv_jit.layers import plain
 from rwkv_jit.ops import checks, torch_op
+from rwkv_jit.ops.gla import gla
+from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plan import Plan
+from rwkv_jit.problem import Problem
 from rwkv_jit.rule import LEAST_TOKENS
 from rwkv_jit.signatures import BySignature
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
+_MOST_BACKWARDS = 16  # of a call: they differ in the strides of the gradients of its results
 
-_plans: BySignature[Plan] = BySignature()
+
+class Way(NamedTuple):
+    """How a call runs here."""
+
+    chunk_len: int
+    training: bool  # gradients are wanted
 
 
-def chunk_len(call: Sequences, q: Tensor, v: Tensor, *parameters: Any) -> int | None:
-    """Return the tokens of a chunk of a call that has been checked; None where it is for other kernels.
+def way(call: Sequences, q: Tensor, v: Tensor, has_delta: bool, *parameters: Any) -> Way | None:
+    """Return how a call that has been checked runs; None where it is for other kernels.
 
     `parameters` are those that are no inputs of the call, and may want a gradient.
     """
     state, cu_seqlens, tail = call.initial_state, call.cu_seqlens, call.tail
     given = (*call.inputs, state, cu_seqlens, *parameters)
     if not (v.is_cuda and v.numel() and tensors.is_eager() and tensors.are_plain(given)):
-        return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return None
     if tail.backend != "auto" or tail.num_threads is not None:
         return None
@@ -49,15 +56,111 @@ def chunk_len(call: Sequences, q: Tensor, v: Tensor, *parameters: Any) -> int | 
     device = v.device.index
     if sequences * heads < LEAST_BLOCKS * tensors.multiprocessors(device) and not is_batch_invariant:
         return None
-    op, gpu = Core(True).op, tensors.gpu(device)
-    case = Case(op, storage, q.shape[-1], value_size, tokens, op.decay, None, tail.chunk_len, training=False)
+    training = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    op, gpu = Core(has_delta).op, tensors.gpu(device)
+    case = Case(op, storage, q.shape[-1], value_size, tokens, op.decay, None, tail.chunk_len, training=training)
     if steps.why_not(case, lambda: gpu) is not None:
         return None
-    return tail.chunk_len or steps.default_chunk_len(case, gpu)
+    return Way(tail.chunk_len or steps.default_chunk_len(case, gpu), training)
 
 
-def run(core: Core, arrays: Sequence[Tensor], call: Sequences, length: int, output_final_state: bool) -> Result:
-    """Run a call in chunks of this length; `arrays` are the inputs of the core."""
+class _Known:
+    """A call whose forward is prepared, and from its first backward on that too."""
+
+    def __init__(self, core: Core, problem: Problem, call: Sequences, given: Sequence[Tensor | None]):
+        self.core, self.problem, self.call = core, problem, call._replace(inputs=[], initial_state=None)
+        self.names = *problem.op.names, "initial_state", "cu_seqlens"
+        self.forward = Plan(steps.forward(problem), problem, dict(zip(self.names, given, strict=True)))
+        self._backwards: dict[Any, Plan] = {}
+
+    def differentiate(
+        self, given: Sequence[Tensor | None], dy: Tensor | None, grad_final_state: Tensor | None, kept: Tensor
+    ) -> list[Tensor]:
+        """Return the gradients of the inputs, and of an initial state."""
+        if dy is None:
+            like = given[2]  # which has the shape of y
+            assert like is not None
+            dy = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        arrays = [*given, dy, grad_final_state, kept]
+        signature = tensors.signature(arrays)
+        plan = self._backwards.get(signature)
+        if plan is None:
+            if len(self._backwards) >= _MOST_BACKWARDS:
+                self._backwards.clear()
+            named = dict(zip((*self.names, "dy", "grad_final_state", "saved"), arrays, strict=True))
+            problem = self.problem._replace(has_final_state=grad_final_state is not None)
+            plan = self._backwards[signature] = Plan(steps.backward(problem), problem, named, steps.kept(problem))
+        return plan.run(arrays)
+
+    def differentiate_elsewhere(
+        self, given: Sequence[Tensor | None], dy: Tensor | None, grad_final_state: Tensor | None
+    ) -> list[Tensor | None]:
+        """Do the same by the ops of all calls, which transforms, modes and graphs of a backward know.
+
+        The forward runs again there. Of what wants no gradient there is None.
+        """
+        is_recorded = torch.is_grad_enabled()
+        *arrays, state, cu_seqlens = given
+        call = self.call._replace(initial_state=state, cu_seqlens=cu_seqlens)
+        with torch.enable_grad():
+            op, taken = _of_other_kernels(self.core, arrays)  # type: ignore[arg-type]
+            results = call.run(op, taken, grad_final_state is not None)
+            pairs = [(x, grad) for x, grad in zip(results, (dy, grad_final_state), strict=True) if grad is not None]
+            wanted = [x for x in (*arrays, state) if x is not None and x.requires_grad]
+            grads = torch.autograd.grad(
+                [x for x, _ in pairs if x is not None], wanted, [grad for _, grad in pairs], create_graph=is_recorded,
+                allow_unused=True,
+            )  # fmt: skip
+        several = iter(grads)
+        return [next(several) if x is not None and x.requires_grad else None for x in (*arrays, state)]
+
+
+def _of_other_kernels(core: Core, arrays: Sequence[Tensor]) -> tuple[Callable[..., Result], Sequence[Tensor]]:
+    """Return the op that runs a core elsewhere, and what it takes."""
+    q, k, v, *gates = arrays
+    if core.has_own:
+        own = gates.pop()
+
+        def with_own(*taken: Tensor, **options: Any) -> Result:
+            y, state = gla(*taken, **options)  # type: ignore[arg-type]
+            return (y + v * own).to(y.dtype), state
+
+        return with_own, _of_other_kernels(core._replace(has_own=False), [q, k, v, *gates])[1]
+    if core.has_delta:
+        g = gates[0] if core.has_decay else None
+        return wkv7, operands.of_delta_rule(q, k, v, g, gates[-1], qk_norm=core.has_norm)
+    if core.has_rate:
+        v = (v * gates[-1].unsqueeze(-1)).to(v.dtype)
+    return gla, operands.for_heads(q, k, v, gates[0])
+
+
+class _Recorded(torch.autograd.Function):
+    """A call with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, known: _Known, *given: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y, *finals, kept = known.forward.run(given)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, kept)
+        ctx.known = known
+        return y, finals[0] if finals else None
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, grad_final_state: Tensor | None) -> tuple[Any, ...]:
+        *given, kept = ctx.saved_tensors
+        is_direct = not torch.is_grad_enabled() and tensors.is_eager()
+        if is_direct and tensors.PLAIN.issuperset(map(type, (dy, grad_final_state, *given))):
+            grads: Sequence[Any] = ctx.known.differentiate(given, dy, grad_final_state, kept)
+        else:
+            grads = ctx.known.differentiate_elsewhere(given, dy, grad_final_state)
+        return None, *grads, *[None] * (len(given) - len(grads))
+
+
+_calls: BySignature[_Known] = BySignature()
+
+
+def run(core: Core, arrays: Sequence[Tensor], call: Sequences, way: Way, output_final_state: bool) -> Result:
+    """Run a call in this way; `arrays` are the inputs of the core."""
     op, v, tail = core.op, arrays[2], call.tail
     state, bounds = call.initial_state, call.cu_seqlens
     if bounds is not None:
@@ -66,18 +169,19 @@ def run(core: Core, arrays: Sequence[Tensor], call: Sequences, length: int, outp
         state = state.expand(v.shape[0] if bounds is None else bounds.shape[0] - 1, *state.shape)
     given = [*arrays, state, bounds]
     is_batch_invariant = modes.is_batch_invariant()
-    key = core, is_batch_invariant, tail.scale, tail.state_layout, length, output_final_state, tensors.signature(given)
-    plan = _plans.get(key)
-    if plan is None:
+    key = core, is_batch_invariant, tail.scale, tail.state_layout, way, output_final_state, tensors.signature(given)
+    known = _calls.get(key)
+    if known is None:
         options = torch_op.Options(
-            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, length, None, "chunked",
+            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, way.chunk_len, None, "chunked",
             is_batch_invariant=is_batch_invariant,
         )  # fmt: skip
         gpu = tensors.gpu(v.device.index)
-        problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, False, gpu)
-        named = dict(zip((*op.names, "initial_state", "cu_seqlens"), given, strict=True))
-        plan = _plans.keep(key, Plan(steps.forward(problem), problem, named))
-    y, *finals = plan.run(given)
+        problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, way.training, gpu)
+        known = _calls.keep(key, _Known(core, problem, call, given))
+    if way.training:
+        return _Recorded.apply(known, *given)  # type: ignore[no-any-return, no-untyped-call]
+    y, *finals = known.forward.run(given)
     return y, finals[0] if output_final_state else None
 
 
@@ -93,8 +197,8 @@ def of_delta_rule(
         None if x is None else arguments.check_fixed(name, x, [(heads,)], v)
         for name, x in (("A_log", a_log), ("dt_bias", dt_bias))
     ]
-    length = chunk_len(call, q, v, *parameters)
-    if length is None:
+    how = way(call, q, v, True, *parameters)
+    if how is None:
         return None
     speed, bias = parameters
     if speed is not None:
@@ -103,4 +207,4 @@ def of_delta_rule(
     if beta_map != "identity":
         gates[-1] = plain.RATES[beta_map](gates[-1].float())
     core = Core(True, has_decay=len(gates) > 1, has_norm=checks.check_flag("qk_norm", qk_norm))
-    return run(core, (q, k, v, *gates), call, length, output_final_state)
+    return run(core, (q, k, v, *gates), call, how, output_final_state)

@@ -1,4 +1,4 @@
-"""What `wkv7` takes for the delta rules: one kernel makes it of queries, keys, gates and rates."""
+"""What `wkv7` takes for the delta rules, which one kernel makes, and `gla` for decays of heads."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def of_delta_rule(
     else:
         w = next(made) if a_log is not None or kinds[1] == "head" else g
     return r, w, next(made), v, *made
+
+
+def for_heads(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+    """Return what `gla` takes, of decays for each head."""
+    heads = v.shape[-2]
+    keys = arguments.of_value_heads(k, heads)
+    return [arguments.of_value_heads(q, heads), keys, v, g.unsqueeze(-1).expand(keys.shape)]
 
 
 def _of(x: Tensor | None, k: Tensor) -> str:

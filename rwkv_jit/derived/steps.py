@@ -5,17 +5,20 @@ Key heads may be fewer than value heads. Nothing leaves a range whatever the dec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rwkv_jit.algorithms import parts
 from rwkv_jit.algorithms.parts import LARGEST_HEAD, Case, Obstacle, padded
 from rwkv_jit.gpu import Gpu
 from rwkv_jit.problem import Problem
-from rwkv_jit.schedule import Schedule, Step
+from rwkv_jit.schedule import Extent, Schedule, Step, Zero, aligned
 from rwkv_jit.template import Parameter
 
 CHUNK_LENS: tuple[int, ...] = (32, 16)
+KEPT_LENS = (64, 32)  # tokens that gradients of keys are made for at a time
 _LEAST_ROWS = 32  # of a block
+_GROUP_THREADS = 256  # of the blocks that make the gradients of keys by warp groups
 _THREADS = 256  # that registers shall leave room for on a multiprocessor
 
 
@@ -26,23 +29,53 @@ def why_not(case: Case, gpu: Callable[[], Gpu]) -> Obstacle | None:
         return obstacle
     there = gpu()
     chunk_len = case.chunk_len or default_chunk_len(case, there)
-    return parts.shared_obstacle(
-        case, there, chunk_len, shared_bytes(case.head_size, padded(case.value_size), chunk_len)
-    )
+    return parts.shared_obstacle(case, there, chunk_len, most_shared_bytes(case, chunk_len))
 
 
 def shared_bytes(head_size: int, rows: int, chunk_len: int) -> int:
     """Return the size of the forward's Smem, of a block of value rows. Rows of tiles are 8 elements longer."""
     key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows, chunk_len))
     solver = max(token_tile, chunk_len // 16 * 4 * 16 * 20)
-    work = solver + token_tile + 4 * (7 * chunk_len + 1)
-    return 3 * (2 * key_tile + value_tile) + 2 * (-(-work // 16) * 16)
+    return 3 * (2 * key_tile + value_tile) + 2 * (solver + token_tile + factor_bytes(chunk_len))
+
+
+def backward_bytes(head_size: int, rows: int, chunk_len: int) -> int:
+    """Return the size of the Smem of the backward from chunk to chunk, of a block of value rows."""
+    key_tile, value_tile, token_tile = (2 * chunk_len * (width + 8) for width in (padded(head_size), rows, chunk_len))
+    return 3 * (2 * key_tile + value_tile + 2 * token_tile + factor_bytes(chunk_len))
+
+
+def key_gradient_bytes(head_size: int, value_size: int, chunk_len: int, threads: int, has_delta: bool) -> int:
+    """Return the size of the Smem of the kernel that makes the gradients of keys."""
+    key_tile, value_tile, token_tile = (
+        2 * chunk_len * (padded(width) + 8) for width in (head_size, value_size, chunk_len)
+    )
+    sides, warps = 1 + has_delta, threads // 32
+    floats = (5 + 3 * warps // 2 + 2 * sides * chunk_len // 16 + 2) * chunk_len + warps
+    size: int = aligned(2 * key_tile + (1 + sides) * value_tile + sides * token_tile + 4 * floats)
+    return size
+
+
+def most_shared_bytes(case: Case, chunk_len: int) -> int:
+    """Return what the largest of a call's kernels takes."""
+    sizes = case.head_size, padded(case.value_size)
+    most = shared_bytes(*sizes, chunk_len)
+    if case.training:
+        threads, has_delta = key_threads(case.head_size), bool(case.op.constants["HAS_DELTA"])
+        keys = key_gradient_bytes(case.head_size, case.value_size, KEPT_LENS[-1], threads, has_delta)
+        most = max(most, backward_bytes(*sizes, chunk_len), keys)
+    return most
+
+
+def factor_bytes(chunk_len: int) -> int:
+    """Return the size of what multiplies the tokens of a chunk."""
+    size: int = aligned(4 * (8 * chunk_len + 1))
+    return size
 
 
 def default_chunk_len(case: Case, gpu: Gpu) -> int:
     """Return the longest chunk that fits."""
-    sizes = case.head_size, padded(case.value_size)
-    fitting = [each for each in CHUNK_LENS if shared_bytes(*sizes, each) <= gpu.shared_limit]
+    fitting = [each for each in CHUNK_LENS if most_shared_bytes(case, each) <= gpu.shared_limit]
     return fitting[0] if fitting else CHUNK_LENS[-1]
 
 
@@ -55,20 +88,117 @@ def rows_of_block(value_size: int, blocks: int, multiprocessors: int | None) -> 
     return rows
 
 
-def forward(p: Problem) -> Schedule:
-    """Return the forward: a block for each sequence, value head and part of its rows."""
+def kept_len(head_size: int, value_size: int, has_delta: bool, gpu: Gpu) -> int:
+    """Return for how many tokens at a time there are gradients of keys, with a state kept of each: what fits."""
+    threads = key_threads(head_size)
+    sizes = {each: key_gradient_bytes(head_size, value_size, each, threads, has_delta) for each in KEPT_LENS}
+    fitting = [each for each, size in sizes.items() if size <= gpu.shared_limit]
+    return fitting[0] if fitting else KEPT_LENS[-1]
+
+
+def takes_warp_groups(head_size: int, value_size: int, gpu: Gpu) -> bool:
+    """Return whether four warps multiply together for the gradients of keys."""
+    return gpu.has_warp_groups and {head_size, value_size} <= {64, 128}
+
+
+def group_bytes(head_size: int, value_size: int, chunk_len: int, has_delta: bool, has_own: bool) -> int:
+    """Return the size of the Smem of the kernel that makes the gradients of keys by warp groups; a multiple of 1 KB."""
+    tile, sides, length = 2 * 64 * 64, 1 + has_delta, 64
+    ring = 2 * ((1 + sides) * tile + 2 * 2 * 64 * head_size)
+    keys, factors = 2 * 2 * 2 * length * head_size, 2 * (length // chunk_len) * factor_bytes(chunk_len)
+    warps = _GROUP_THREADS // 32
+    rest = 4 * ((14 + sides) * length + warps + warps * (value_size if has_own else 1)) + 2 * 64 + 2 * 8
+    size = ring + keys + sides * tile + factors + rest
+    return -(-size // 1024) * 1024
+
+
+def key_threads(head_size: int) -> int:
+    """Return the threads of a block that makes the gradients of keys: two warps for each 16 channels, of four."""
+    return 64 * min(4, padded(head_size) // 16)
+
+
+def _kept_len(p: Problem) -> int:
+    return kept_len(p.K, p.V, bool(p.op.constants["HAS_DELTA"]), p.gpu)
+
+
+def kept(p: Problem) -> dict[str, Any]:
+    """Return what the forward keeps: states, matrices and factors of tokens, and with a delta what it wrote."""
+    chunks = p.slots(p.chunk_len) * p.H
+    sizes = {
+        "states": 2 * p.slots(_kept_len(p)) * p.H * padded(p.V) * padded(p.K),
+        "matrices": chunks * 2 * 2 * p.chunk_len * (p.chunk_len + 8),
+        "factors": chunks * factor_bytes(p.chunk_len),
+    }
+    return sizes | ({"kept_u": aligned(2 * p.B * p.T * p.H * p.V)} if p.op.constants["HAS_DELTA"] else {})
+
+
+def _of_heads(p: Problem, shared_bytes_of: Callable[[int, int, int], int]) -> tuple[dict[str, Parameter], Extent]:
+    """Return the geometry of a launch with a block for each sequence, value head and part of its rows."""
     rows = rows_of_block(p.V, p.N * p.H, p.multiprocessors)
     threads = max(rows, 128 if p.K > 64 else 64)
-    shared = shared_bytes(p.K, rows, p.chunk_len)
+    shared = shared_bytes_of(p.K, rows, p.chunk_len)
     parameters: dict[str, Parameter] = {
         "HEAD_SIZE": p.K, "VALUE_SIZE": p.V, "ROWS": rows, "CHUNK_LEN": p.chunk_len, "NUM_THREADS": threads,
         "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, _THREADS, shared), "SHARED_BYTES": shared,
-        "GROUP": p.H // p.G, **parts.types(p),
+        "GROUP": p.H // p.G, "KEPT_LEN": _kept_len(p) if p.training else 0,
+        "AS_MATRICES": p.training and takes_warp_groups(p.K, p.V, p.gpu), **parts.types(p),
     }  # fmt: skip
+    return parameters, (*parts.sequences_and_heads(p), -(-p.V // rows))
+
+
+def forward(p: Problem) -> Schedule:
+    """Return the forward."""
+    parameters, grid = _of_heads(p, shared_bytes)
     absent = {name: None for name in ("w", "beta", "own") if name not in p.op.inputs}
-    name, grid = "head_decay_forward", (*parts.sequences_and_heads(p), -(-p.V // rows))
+    left = kept(p) if p.training else {}
+    absent |= {name: None for name in ("states", "matrices", "factors", "kept_u") if name not in left}
+    name = "head_decay_forward"
     step = Step(name, name, parameters, grid, {**parts.given(p), **absent})
-    return Schedule((step,), parts.forward_results(p), vectors=vectors(p))
+    return Schedule((step,), parts.forward_results(p), left, vectors=vectors(p))
+
+
+def backward(p: Problem) -> Schedule:
+    """Return the backward: from chunk to chunk, then what chunks have for themselves."""
+    parameters, grid = _of_heads(p, backward_bytes)
+    given = {**parts.given(p), **{f"d{name}": None for name in ("w", "beta") if name not in p.op.inputs}}
+    if not p.has_final_state:
+        given["grad_final_state"] = None
+    length, width, has_own = _kept_len(p), p.H * p.V, "own" in p.op.inputs
+    slots = p.slots(length)
+    given |= {} if has_own else {"own": None, "own_chunks": None}
+    name = "head_decay_backward"
+    steps: list[Step | Zero] = [Step(name, name, parameters, grid, given), _key_gradients(p, parameters, given, length)]
+    scratch = {"slopes": 2 * slots * p.H * padded(p.V) * padded(p.K)}
+    if has_own:
+        scratch["own_chunks"] = 4 * slots * width
+        steps += [parts.sum_rows("own_chunks", "down", 1, slots, width, p.types["own"])]
+        if p.is_packed:  # slots may belong to no chunk
+            steps.insert(0, Zero("own_chunks"))
+    return Schedule(tuple(steps), parts.backward_results(p), scratch=scratch, vectors=vectors(p))
+
+
+def _key_gradients(
+    p: Problem, parameters: Mapping[str, Parameter], given: Mapping[str, Any], chunk_len: int
+) -> Step:  # fmt: skip
+    """Return the launch that makes the gradients of keys, for chunks of this length."""
+    name, slots, has_delta = "head_decay_key_gradients", p.slots(chunk_len), bool(p.op.constants["HAS_DELTA"])
+    template, grid, threads, arch = name, (slots, p.G, 1), key_threads(p.K), None
+    most_threads, shared = 2 * threads, key_gradient_bytes(p.K, p.V, chunk_len, threads, has_delta)
+    by_groups = takes_warp_groups(p.K, p.V, p.gpu)
+    if by_groups:
+        template, grid, arch = "head_decay_group_key_gradients", (slots * p.G, 1, 1), "sm_90a"
+        threads = most_threads = _GROUP_THREADS
+        shared = group_bytes(p.K, p.V, p.chunk_len, has_delta, "own" in p.op.inputs)
+    own: dict[str, Parameter] = {
+        "CHUNK_LEN": chunk_len, "PART_LEN": p.chunk_len, "NUM_THREADS": threads, "SHARED_BYTES": shared,
+        "BLOCKS_PER_SM": p.gpu.resident_blocks(threads, most_threads, shared),
+    }  # fmt: skip
+    left_out = ("ROWS", "KEPT_LEN", "AS_MATRICES", "T_STATE", "STATE_LAYOUT")
+    own = {name: value for name, value in parameters.items() if name not in left_out} | own
+    of_u: dict[str, Any] = {"u": "v", "dv": None}
+    if has_delta:
+        of_u = {"u": "kept_u", "u_strides": (p.T * p.H * p.V, p.H * p.V, p.V)}
+    return Step(template, name, own, grid, {**given, **of_u, "slots": slots}, arch, is_resident=by_groups)
 
 
 def vectors(p: Problem) -> dict[str, int]:

@@ -43,14 +43,11 @@ def requests_of(op, arch):
 
 
 def layer_requests(arch):
-    """Return kernels of a layer's small work in training, of the loss and of derived ops, one of each template."""
-    import test_head_decays
+    """Return kernels of a layer's small work in training, of the loss and of convolutions, one of each template."""
     import test_layer
     import test_layer_convolution
     import test_layer_loss
 
-    from rwkv_jit.derived import steps
-    from rwkv_jit.derived.table import Core
     from rwkv_jit.gpu import Gpu
 
     forwards = [
@@ -63,8 +60,18 @@ def layer_requests(arch):
     wide = test_layer.backward("norm_shift", 4096, arch=arch).requests(Gpu(arch))
     losses = [test_layer_loss.request(direction, arch) for direction in test_layer_loss.DIRECTIONS]
     convolutions = [test_layer_convolution.request(way, arch) for way in test_layer_convolution.DIRECTIONS]
-    head_decays = steps.forward(test_head_decays.problem(Core(True), arch)).requests(Gpu(arch))
-    return [*forwards, *backwards, *wide, *losses, *convolutions, *head_decays]
+    return [*forwards, *backwards, *wide, *losses, *convolutions]
+
+
+def derived_requests(arch):
+    """Return the kernels of a derived op in training."""
+    import problems
+
+    from rwkv_jit.derived import steps
+    from rwkv_jit.derived.table import Core
+
+    given = problems.head_decays(Core(True), arch, training=True)
+    return [*steps.forward(given).requests(given.gpu), *steps.backward(given).requests(given.gpu)]
 
 
 def read(request):
@@ -94,7 +101,8 @@ def main(folder, version):
         first, *others = requests_of(op, "sm_80")
         registers[op] = kernel.get(first).registers
         one_each |= {request.template.name: request for request in (*others, *requests_of(op, "sm_90"))}
-    one_each |= {request.template.name: request for request in layer_requests("sm_80")}
+    more = *layer_requests("sm_80"), *derived_requests("sm_80"), *derived_requests("sm_90")
+    one_each |= {request.template.name: request for request in more}
     for request in one_each.values():
         read(request)
     print(json.dumps({"nvrtc": identity.version(), "registers": registers, "read": sorted(one_each)}))

@@ -1,74 +1,166 @@
-"""The kernel of ops with one decay for a head, for every architecture that has tensor cores, at odd sizes too."""
+"""The kernels of ops with one decay for a head, for every architecture that has tensor cores, at odd sizes too."""
 
+import dataclasses
 import itertools
+import math
+import re
 
 import pytest
-from problems import by_turns
+from problems import by_turns, head_decays
 
-from rwkv_jit import kernel
+from rwkv_jit import kernel, template
 from rwkv_jit.derived import steps
 from rwkv_jit.derived.table import Core
 from rwkv_jit.errors import UnsupportedConfigError
-from rwkv_jit.gpu import Gpu
-from rwkv_jit.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-CORES = [
+TRAINED = [
     *(Core(True, has_decay, has_norm=has_norm) for has_decay in (True, False) for has_norm in (True, False)),
-    Core(False, has_rate=False), Core(False), Core(False, has_own=True),
+    Core(False, has_rate=False), Core(False),
 ]  # fmt: skip
+CORES = [*TRAINED, Core(False, has_own=True)]
 SIZES = [(128, 128), (128, 64), (64, 64), (40, 24), (16, 32), (33, 65), (100, 96)]
-WAYS = list(itertools.product(CORES, (32, 16), ("bf16", "fp16")))
-MOST_SPILLED = 128  # bytes of a thread, where the state fills half of its registers
+TYPES = list(itertools.product((32, 16), ("bf16", "fp16")))
+# All pairs, and neighbours differ in both.
+WAYS = [(CORES[i % len(CORES)], *TYPES[i % len(TYPES)]) for i in range(len(CORES) * len(TYPES))]
+# Bytes of a thread, where a state fills half of its registers; in training by the kernel.
+MOST_SPILLED = 128
+MOST_IN_TRAINING = {"head_decay_forward": 192, "head_decay_backward": 128, "head_decay_key_gradients": 1600}
 
 
-def problem(core, arch="sm_90", sizes=(128, 128), chunk_len=32, io="bf16", heads=32, layout="kv", state="fp32"):
-    op = core.op
-    types = {name: "fp32" if name in ("w", "own") else io for name in op.inputs}
-    head_size, value_size = sizes
-    return Problem(
-        op, Gpu(arch, multiprocessors=132), types, 8, 4096, heads, head_size, value_size, 8, heads // 2, decay=op.decay,
-        state_type=state, state_layout=layout, backend="chunked", chunk_len=chunk_len, has_initial_state=True,
-        has_final_state=True,
-    )  # fmt: skip
+def steps_of(given):
+    """The launches of a call by their kernels: with gradients those of both directions."""
+    schedules = [steps.forward(given), *([steps.backward(given)] if given.training else [])]
+    return {step.entry: step for schedule in schedules for step in schedule.launches}
 
 
-def compiled(given):
-    (request,) = steps.forward(given).requests(given.gpu)
-    (resources,) = kernel.get(request).resources.values()
-    return resources
+def spills(given):
+    """Compile a call's kernels; the bytes that each spills."""
+    made = {entry: kernel.get(step.request(given.gpu)) for entry, step in steps_of(given).items()}
+    assert all([*each.resources] == [entry] for entry, each in made.items())
+    return {entry: each.spill_bytes for entry, each in made.items()}
 
 
 @pytest.mark.parametrize(("core", "arch"), by_turns(CORES, ARCHS), ids=str)
 def test_usual_sizes(core, arch):
-    made = compiled(problem(core, arch))
-    assert made.spill_bytes <= MOST_SPILLED
+    (spilled,) = spills(head_decays(core, arch)).values()
+    assert spilled <= MOST_SPILLED
 
 
-@pytest.mark.parametrize(("sizes", "way"), by_turns(SIZES, WAYS), ids=str)
-def test_odd_sizes(sizes, way):
+@pytest.mark.parametrize(("core", "arch"), by_turns(TRAINED, ARCHS), ids=str)
+def test_usual_sizes_in_training(core, arch):
+    spilled = spills(head_decays(core, arch, training=True))
+    assert spilled.keys() == MOST_IN_TRAINING.keys()
+    assert all(spilled[entry] <= most for entry, most in MOST_IN_TRAINING.items()), spilled
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize(("training", "sizes", "way"), by_turns((False, True), SIZES, WAYS), ids=str)
+def test_odd_sizes(training, sizes, way):
     core, chunk_len, io = way
     layout, state = ("vk", "bf16") if io == "fp16" else ("kv", "fp32")
-    compiled(problem(core, sizes=sizes, chunk_len=chunk_len, io=io, heads=2, layout=layout, state=state))
+    training = training and not core.has_own  # which calls with gradients add themselves
+    spills(head_decays(core, "sm_90", sizes, chunk_len, io, 2, layout, state, training=training))
 
 
 def test_few_heads_have_blocks_of_fewer_rows():
-    (many,), (few,) = (steps.forward(problem(Core(True), heads=heads)).launches for heads in (32, 2))
-    assert (many.grid, many.parameters["ROWS"]) == ((8, 32, 1), 128)
-    assert (few.grid, few.parameters["ROWS"]) == ((8, 2, 4), 32)
-    (whole,) = steps.forward(problem(Core(True), heads=2)._replace(is_batch_invariant=True)).launches
-    assert whole.parameters["ROWS"] == 128
+    for training in (False, True):
+        many, few, whole = (
+            steps_of(head_decays(Core(True), heads=heads, training=training, is_batch_invariant=is_invariant))
+            for heads, is_invariant in ((32, False), (2, False), (2, True))
+        )
+        for entry in ("head_decay_forward", *(["head_decay_backward"] if training else [])):
+            assert (many[entry].grid, many[entry].parameters["ROWS"]) == ((8, 32, 1), 128)
+            assert (few[entry].grid, few[entry].parameters["ROWS"]) == ((8, 2, 4), 32)
+            assert (whole[entry].grid, whole[entry].parameters["ROWS"]) == ((8, 2, 1), 128)
 
 
-def test_what_does_not_fit_is_refused():
-    given = problem(Core(True))
-    (step,) = steps.forward(given).launches
-    for changed, message in (
-        ({"CHUNK_LEN": 64}, "chunk_len must be 16 or 32"), ({"SHARED_BYTES": 1024}, "shared_bytes is what"),
-        ({"ROWS": 48}, "rows must be a multiple of 32"),
-    ):  # fmt: skip
-        wrong = step._replace(parameters={**step.parameters, **changed})
-        with pytest.raises(UnsupportedConfigError, match=message):
-            kernel.get(wrong.request(given.gpu))
+# The tokens that gradients of keys are made for at a time: of heads of 64 and of 128, with a delta and without.
+LENGTHS = {
+    "sm_80": (64, 64, 64, 64), "sm_86": (64, 32, 64, 64), "sm_90": (64, 64, 64, 64), "sm_100": (64, 64, 64, 64),
+    "sm_120": (64, 32, 64, 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", LENGTHS)
+@pytest.mark.parametrize("chunk_len", [32, 16])
+def test_gradients_of_keys_are_of_as_many_tokens_as_fit(arch, chunk_len):
+    cases = itertools.product((True, False), (64, 128))
+    for (has_delta, size), length in zip(cases, LENGTHS[arch], strict=True):
+        given = head_decays(Core(has_delta), arch, (size, size), chunk_len, training=True)
+        launches = steps_of(given)
+        assert all(step.parameters["SHARED_BYTES"] <= given.gpu.shared_limit for step in launches.values())
+        forward, backward, of_keys = launches.values()
+        assert forward.parameters["KEPT_LEN"] == backward.parameters["KEPT_LEN"] == length
+        assert (of_keys.parameters["CHUNK_LEN"], of_keys.parameters["PART_LEN"]) == (length, chunk_len)
+        assert math.prod(of_keys.grid) == 8 * 4096 // length * 16
+
+
+@pytest.mark.usefixtures("checked_only")
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("core", [Core(True), Core(False)], ids=str)
+@pytest.mark.parametrize("chunk_len", [32, 16])
+def test_what_lies_between_kernels_has_the_sizes_that_they_say(arch, core, chunk_len):
+    for sizes in ((128, 128), (33, 65)):
+        given = head_decays(core, arch, sizes, chunk_len, training=True)
+        launches = steps_of(given)
+        length = launches["head_decay_key_gradients"].parameters["CHUNK_LEN"]
+        lengths = {"states": length, "slopes": length, "matrices": chunk_len, "factors": chunk_len}
+        buffers = {**steps.kept(given), **steps.backward(given).scratch}
+        for step in launches.values():
+            source, checks = step.source(), []
+            for argument in step.arguments():
+                if argument.name in lengths:
+                    size, rest = divmod(buffers[argument.name], given.slots(lengths[argument.name]) * given.H)
+                    assert rest == 0
+                    checks.append(f'static_assert(sizeof({argument.type[:-1]}) == {size}, "{argument.name}");')
+            assert len(checks) == 3
+            checked = dataclasses.replace(source, body="\n".join([source.body, *checks]))
+            kernel.get(step._replace(template=checked).request(given.gpu))
+
+
+OF_CHUNKS = {
+    "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
+    "chunk_len must be 16 or 32": {"CHUNK_LEN": 64},
+    "num_threads must be a multiple of 32 from 64 to 512": {"NUM_THREADS": 544},
+}
+OF_ROWS = {
+    "rows must be a multiple of 32": {"ROWS": 48},
+    "shared_bytes is what the geometry says": {"SHARED_BYTES": 1024},
+}
+# By the template, with an architecture that takes it.
+RULES = {
+    ("head_decay_forward", "sm_80"): OF_CHUNKS | OF_ROWS,
+    ("head_decay_backward", "sm_80"): OF_CHUNKS | OF_ROWS,
+    ("head_decay_key_gradients", "sm_80"): {
+        "the chunked kernels take float16 and bfloat16": {"T_IO": "fp32"},
+        "chunk_len must be 32 or 64": {"CHUNK_LEN": 16},
+        "shared_bytes is what the geometry says": {"SHARED_BYTES": 1024},
+    },
+    ("head_decay_group_key_gradients", "sm_90"): {
+        "head sizes in steps of 64": {"HEAD_SIZE": 40},
+        "chunk_len must be 64": {"CHUNK_LEN": 32},
+        "num_threads must be 256": {"NUM_THREADS": 128},
+        "shared_bytes is what the geometry says": {"SHARED_BYTES": 1024},
+    },
+}
+BROKEN = [(*of, rule, change) for of, rules in RULES.items() for rule, change in rules.items()]
+
+
+@pytest.mark.parametrize(("name", "arch", "rule", "change"), BROKEN, ids=str)
+def test_what_does_not_fit_is_refused(name, arch, rule, change):
+    given = head_decays(Core(True), arch, training=True)
+    (step,) = (step for step in steps_of(given).values() if step.template == name)
+    wrong = step._replace(parameters={**step.parameters, **change})
+    with pytest.raises(UnsupportedConfigError, match=f"^{name}: {rule}; got "):
+        kernel.get(wrong.request(given.gpu))
+
+
+def test_every_rule_is_provoked_above():
+    assert {name for name, _ in RULES} == {name for name in template.names() if name.startswith("head_decay")}
+    for (name, _), rules in RULES.items():
+        source = template.library(name)
+        own = [source.body, *(text for header, text in source.headers if header.startswith("head_decay"))]
+        assert set(re.findall(r'static_assert\([^;]*?"([^"]*)"\)', "".join(own))) == set(rules)

@@ -129,9 +129,10 @@ def gradients(name, how, sizes, dtype=BF16):
 
 
 def head_decays(name, how, sizes, bounds=None, dtype=BF16, **options):
-    """A call with one decay for a head and without gradients, of few heads."""
+    """A call with one decay for a head, of few heads: with every gradient from a state, and one without gradients."""
     case = derived_cases.make(name, how, sizes, dtype, FP32, FP32, bounds=bounds, device="cuda")
     usual, of_own.LEAST_BLOCKS = of_own.LEAST_BLOCKS, 0
+    derived_cases.differentiate(case, **options)
     with torch.no_grad():
         case.run(**options)
     of_own.LEAST_BLOCKS = usual
@@ -174,6 +175,8 @@ CALLS = [
     partial(head_decays, "delta_rule", "norm", (80, 40, 1, 2, 64, 64), chunk_len=16),
     partial(head_decays, "simple_gla", "", (1, 33, 2, 2, 33, 65)),
     partial(head_decays, "ssd", "D softplus", (1, 70, 1, 4, 128, 64)),
+    partial(head_decays, "ssd", "", (1, 130, 2, 2, 64, 128), [0, 0, 1, 66, 130, 130], chunk_len=16),
+    partial(head_decays, "gated_delta_rule", "", (1, 70, 1, 2, 128, 64), chunk_len=16),
     *(partial(op, name, 2, 33, 2, 40, backend="recurrent", dtype=FP32) for name in (*GATED, "wkv7")),
     *(partial(op, name, 1, 70, 2, 64, packed=True, backend="recurrent") for name in ("wkv6", "wkv7")),
     *(partial(op, name, 2, 70, 3, size) for name in (*GATED, "wkv7") for size in (40, 64, 128)),

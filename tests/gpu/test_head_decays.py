@@ -1,15 +1,16 @@
-"""Ops with one decay for a head without gradients, in their own kernel, against float64; and which calls it is for."""
+"""Ops with one decay for a head, in kernels of their own, against float64; and which calls these are for."""
 
 import comparing
 import derived_cases
 import pytest
 import torch
+from derived_cases import differentiate, exactly, limit_of
+from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
 from rwkv_jit.derived import head_decays
 
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
-KERNEL = "head_decay_forward"
 # Keys that are not normed make errors grow.
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NAMES = ("gated_delta_rule", "delta_rule", "simple_gla", "ssd")
@@ -29,9 +30,15 @@ def any_heads(monkeypatch):
     monkeypatch.setattr(head_decays, "LEAST_BLOCKS", 0)
 
 
-def own(launched):
-    """How often the kernel was launched."""
-    return sum(seen.name == KERNEL for seen in launched)
+def own(launched, kind="forward"):
+    """How often a kernel of these ops was launched, of those that have several forms any."""
+    return sum(seen.name.startswith("head_decay_") and seen.name.endswith(kind) for seen in launched)
+
+
+def own_backwards(launched):
+    """How often gradients were made by kernels of these ops, each of which launches two."""
+    assert own(launched, "_backward") == own(launched, "_key_gradients")
+    return own(launched, "_backward")
 
 
 def check(case, **options):
@@ -135,10 +142,11 @@ def test_other_calls_go_to_other_kernels(op, launched):
     case = derived_cases.make(
         "gated_delta_rule", "norm", (2, 40, 2, 4, 64, 64), torch.bfloat16, torch.float32, torch.float32, device="cuda"
     )  # fmt: skip
-    derived_cases.differentiate(case)  # gradients
+    differentiate(case, backend="recurrent")
+    differentiate(case, num_threads=128)
     with torch.no_grad():
         case.run(backend="recurrent")
-        case.reference().run(backend="reference")  # float64, which no kernel takes
+        case.run(backend="reference")
         case.run(num_threads=128)
         case.reference().replaced({n: x.float() for n, x in case.tensors.items()}).run()
         short = case.part((slice(None), slice(0, 3)))
@@ -148,10 +156,12 @@ def test_other_calls_go_to_other_kernels(op, launched):
             device="cuda",
         )  # fmt: skip
         large.run()
-    assert own(launched) == 0
+    assert own(launched) == own_backwards(launched) == 0
     with torch.no_grad():
         case.run()
-    assert own(launched) == 1
+    assert (own(launched), own_backwards(launched)) == (1, 0)
+    differentiate(case)
+    assert (own(launched), own_backwards(launched)) == (2, 1)
 
 
 def test_few_heads_go_in_segments(op, monkeypatch):
@@ -159,9 +169,319 @@ def test_few_heads_go_in_segments(op, monkeypatch):
     case = derived_cases.make(
         "simple_gla", "", (1, 64, 1, 1, 64, 64), torch.bfloat16, torch.float32, torch.float32, device="cuda"
     )  # fmt: skip
-    call = head_decays.chunk_len
+    call, found = head_decays.way, []
+    monkeypatch.setattr(head_decays, "way", lambda *given: found.append(call(*given)))
     with torch.no_grad():
-        found = []
-        monkeypatch.setattr(head_decays, "chunk_len", lambda *given: found.append(call(*given)))
         case.run()
-    assert found == [None]
+    differentiate(case)
+    assert found == [None] * 2
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+EACH = pytest.mark.parametrize("name", NAMES)
+KINDS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+# Of three heads at least, as parameters of heads have one gradient each, and some may cancel.
+TRAINED_SIZES = [
+    (2, 200, 2, 4, 128, 128), (1, 130, 1, 3, 40, 24), (2, 70, 4, 4, 64, 64), (1, 70, 1, 4, 33, 65),
+    (3, 40, 2, 6, 16, 32), (1, 133, 2, 6, 128, 64),
+]  # fmt: skip
+BOUNDS = [0, 0, 1, 40, 105, 105, 130, 130]
+
+
+def make(name, how, sizes, dtype=torch.bfloat16, wide=torch.float32, state_type=torch.float32, **more):
+    return derived_cases.make(name, how, sizes, dtype, wide, state_type, device="cuda", **more)
+
+
+def check_gradients(case, kind, of=(0, 1), **options):
+    """Compare results and gradients of all tensors of a call with the reference; return the gradients of both."""
+    results, grads, weights = differentiate(case, None, None, of, **options)
+    want, want_grads = exactly(case, weights, of)
+    for found, x in zip(results, want, strict=True):
+        assert comparing.relative(found, x) < derived_cases.LIMITS[kind]
+    for own_name, grad in grads.items():
+        assert (grad.dtype, grad.shape) == (case.tensors[own_name].dtype, case.tensors[own_name].shape)
+        assert comparing.relative(grad, want_grads[own_name]) < limit_of(case, own_name, kind), own_name
+    return grads, want_grads
+
+
+def are_equal(found, want):
+    return all(torch.equal(x, want[own_name]) for own_name, x in found.items())
+
+
+@CASES
+@pytest.mark.parametrize("sizes", TRAINED_SIZES, ids=str)
+def test_gradients(op, name, how, sizes, launched, guarded_memory):
+    for dtype, kind in KINDS.items():
+        check_gradients(make(name, how, sizes, dtype), kind)
+    assert own(launched) == own_backwards(launched) == len(KINDS)
+
+
+@CASES
+@pytest.mark.parametrize("chunk_len", [16, 32])
+def test_gradients_with_gates_of_16_bits(op, name, how, chunk_len, launched, guarded_memory):
+    check_gradients(make(name, how, (2, 85, 2, 4, 64, 64), wide=torch.bfloat16), "bf16", chunk_len=chunk_len)
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@EACH
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("state_type", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_packed_sequences_and_states(op, name, layout, state_type, launched, guarded_memory):
+    for sizes in ((1, 130, 1, 3, 64, 96), (1, 130, 3, 3, 33, 24)):
+        case = make(name, "", sizes, state_type=state_type, bounds=BOUNDS, layout=layout)
+        check_gradients(case, "bf16")
+        check_gradients(case, "bf16", chunk_len=16)
+    assert own(launched) == own_backwards(launched) == 4
+
+
+@EACH
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_gradients_with_decays_of_any_strength(op, name, chunk_len, dtype, launched, guarded_memory):
+    for decays in ((-20.0, 0.0), (0.0, 0.0)):
+        case = make(name, "", (2, 150, 2, 4, 64, 64), dtype, decays=decays)
+        check_gradients(case, KINDS[dtype], chunk_len=chunk_len)
+    assert own(launched) == own_backwards(launched) == 2
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "simple_gla", "ssd"])
+@pytest.mark.parametrize("chunk_len", [16, 32])
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_gradients_where_some_tokens_forget_all(op, name, chunk_len, dtype, launched, guarded_memory):
+    """The first of a chunk, the last, those of one and others between them; of a state space those of one head."""
+    case = make(name, "", (2, 150, 2, 4, 64, 64), dtype)
+    if name == "ssd":
+        case.inputs["A"][1] = -400.0
+    else:
+        g = case.inputs["g"]
+        g[:, 5::7], g[:, [15, 31, 32, 63, 64, 127, 149]], g[:, 70:72] = -200.0, -120.0, -30.0
+        g[1, 0] = -200.0  # in the other row the initial state has gradients
+    check_gradients(case, KINDS[dtype], chunk_len=chunk_len)
+    assert own_backwards(launched) == 1
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "simple_gla"])
+def test_gradients_where_all_tokens_forget_all(op, name, launched, guarded_memory):
+    """The gradient of a decay is next to nothing there: so is what is found, beside what it is a difference of."""
+    case = make(name, "", (2, 150, 2, 4, 64, 64), decays=(-200.0, -100.0))
+    results, grads, weights = differentiate(case)
+    want, want_grads = exactly(case, weights)
+    of_g, of_state = grads.pop("g").double(), grads.pop("initial_state")
+    assert float(of_state.norm()) < 1e-30
+    parts = (case.inputs["q"].double() * want_grads["q"]).sum(-1)
+    assert float((of_g - want_grads["g"]).norm()) < derived_cases.LIMITS["bf16"] * float(parts.norm())
+    for found, x in (*zip(results, want, strict=True), *((grad, want_grads[n]) for n, grad in grads.items())):
+        assert comparing.relative(found, x) < derived_cases.LIMITS["bf16"]
+    assert own_backwards(launched) == 1
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "delta_rule"])
+@pytest.mark.parametrize("how", ["", "norm"])
+@pytest.mark.parametrize("dtype", KINDS, ids=KINDS.get)
+def test_gradients_of_rates_of_nothing_and_of_all(op, name, how, dtype, launched, guarded_memory):
+    case = make(name, how, (2, 100, 2, 4, 64, 64), dtype)
+    beta = case.inputs["beta"]
+    beta[:, ::3], beta[:, 1::3], beta[:, 32:50] = 0.0, 1.0, 0.0
+    grads, want = check_gradients(case, KINDS[dtype])
+    for value in (0.0, 1.0):
+        found, x = (several["beta"][beta == value] for several in (grads, want))
+        assert comparing.relative(found, x) < limit_of(case, "beta", KINDS[dtype])
+    assert own_backwards(launched) == 1
+
+
+@CASES
+@pytest.mark.parametrize("of", [(0,), (1,)], ids=["y", "state"])
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "packed"])
+def test_gradients_of_one_result(op, name, how, of, bounds, launched, guarded_memory):
+    check_gradients(make(name, how, (1, 130, 2, 4, 64, 64), bounds=bounds), "bf16", of)
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@EACH
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "packed"])
+def test_gradients_without_states(op, name, bounds, launched, guarded_memory):
+    case = make(name, "", (1, 130, 2, 4, 64, 64), bounds=bounds, has_state=False)
+    check_gradients(case, "bf16")
+
+    def without_final(*given, **options):
+        y, final = getattr(rwkv_jit, name)(*given[:-2], False, given[-1], **options)
+        assert final is None
+        return y, y.new_zeros(())
+
+    (y, _), want, weights = differentiate(case, of=(0,))
+    (again, _), found, _ = differentiate(case, without_final, (weights[0], torch.zeros(())), (0,))
+    assert torch.equal(y, again)
+    assert are_equal(found, want)
+    assert own(launched) == own_backwards(launched) == 3
+
+
+@EACH
+def test_gradient_of_one_state_for_all_sequences(op, name, launched):
+    case = make(name, "", (3, 70, 2, 4, 64, 64))
+    alike = case._replace(state=case.state[0])
+    _, want, weights = differentiate(alike._replace(state=alike.state.expand(3, -1, -1, -1)))
+    _, found, _ = differentiate(alike, weights=weights)
+    assert comparing.relative(found.pop("initial_state"), want["initial_state"].sum(0)) < 1e-6
+    assert are_equal(found, want)
+    assert own_backwards(launched) == 2
+
+
+@CASES
+def test_gradients_of_one_tensor_are_those_of_all(op, name, how, launched):
+    case = make(name, how, (2, 70, 2, 4, 64, 64))
+    _, _, weights = differentiate(case)
+    _, want = exactly(case, weights)
+    for own_name, x in case.tensors.items():
+        leaf = x.detach().requires_grad_()
+        y, final = case.replaced(case.tensors | {own_name: leaf}).run()
+        results = {x: weight for x, weight in zip((y, final), weights, strict=True) if x.requires_grad}
+        (grad,) = torch.autograd.grad([*results], leaf, [*results.values()])
+        assert comparing.relative(grad, want[own_name]) < limit_of(case, own_name, "bf16"), own_name
+    assert own(launched) == 1 + len(case.tensors)
+
+
+@EACH
+@pytest.mark.parametrize("how", [*comparing.STRIDES, "of a sum", "the same in every row"])
+def test_gradients_of_results_with_any_strides(op, name, how, launched):
+    case = make(name, "", (2, 70, 2, 4, 64, 64))
+    _, _, (dy, last) = differentiate(case)
+    if how == "of a sum":
+        moved = dy[:1, :1, :1, :1].expand_as(dy)
+    elif how == "the same in every row":
+        moved = dy[:1].expand_as(dy)
+    else:
+        moved = comparing.strided(dy, how)
+    of_state = last.mT.contiguous().mT
+    _, want, _ = differentiate(case, weights=(moved.contiguous(), last))
+    _, found, _ = differentiate(case, weights=(moved, of_state))
+    assert are_equal(found, want)
+    assert own_backwards(launched) == 3
+
+
+@EACH
+def test_gradients_are_the_same_from_run_to_run(op, name, launched):
+    case = make(name, "", (2, 1500, 2, 4, 64, 64))
+    results, grads, weights = differentiate(case)
+    for _ in range(3):
+        again, others, _ = differentiate(case, weights=weights)
+        assert all(torch.equal(x, y) for x, y in zip(results, again, strict=True))
+        assert are_equal(others, grads)
+    assert own_backwards(launched) == 4
+
+
+@EACH
+@pytest.mark.parametrize("sizes", [(1, 250, 2, 4, 64, 64), (1, 250, 1, 2, 128, 128)], ids=str)
+def test_gradients_whatever_the_batch(op, name, sizes, launched):
+    """Alone, packed and among others a sequence has the same results and gradients, where that is asked for."""
+    bounds = [0, 64, 65, 130, 250]
+    packed = make(name, "", sizes, bounds=bounds)
+    shared = [own_name for own_name, x in packed.inputs.items() if x.dim() < 3]  # by all tokens
+    rwkv_jit.set_batch_invariant(True)
+    try:
+        results, grads, (dy, last) = differentiate(packed)
+        for place, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if end - begin < 4:
+                continue  # too few tokens for these kernels, alone
+            tokens, row = (slice(0, 1), slice(begin, end)), slice(place, place + 1)
+            alone = packed.part(tokens)._replace(state=packed.state[row], cu_seqlens=None)
+            rows = {n: x if n in shared else torch.cat([x, x.flip(1)]) for n, x in alone.tensors.items()}
+            for case in (alone, alone.replaced(rows)):
+                weights = [torch.cat([x] * len(case.state)) for x in (dy[tokens], last[row])]
+                found, own_grads, _ = differentiate(case, weights=weights)
+                assert torch.equal(found[0][:1], results[0][tokens])
+                assert torch.equal(found[1][:1], results[1][row])
+                for own_name, grad in own_grads.items():
+                    index = row if own_name == "initial_state" else tokens
+                    assert own_name in shared or torch.equal(grad[:1], grads[own_name][index]), own_name
+    finally:
+        rwkv_jit.set_batch_invariant(False)
+    assert own_backwards(launched) == 7
+
+
+@EACH
+def test_rows_in_blocks_change_no_gradient(op, name, launched):
+    case = make(name, "", (2, 100, 1, 2, 128, 128))
+    _, shared, weights = differentiate(case)
+    rwkv_jit.set_batch_invariant(True)
+    try:
+        _, whole, _ = differentiate(case, weights=weights)
+    finally:
+        rwkv_jit.set_batch_invariant(False)
+    assert are_equal(shared, whole)
+    assert own_backwards(launched) == 2
+
+
+@EACH
+def test_second_derivatives_are_refused(op, name, launched):
+    case = make(name, "", (2, 40, 2, 4, 64, 64))
+    leaves = {own_name: x.requires_grad_() for own_name, x in case.tensors.items()}
+    for map_of_y in (torch.clone, torch.square):
+        y, _ = case.replaced(leaves).run()
+        first = next(iter(leaves.values()))
+        (grad,) = torch.autograd.grad(map_of_y(y.float()).sum(), first, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            (grad.float().sum() + first.float().sum()).backward()
+    assert own(launched) == 2
+
+
+@EACH
+def test_several_gradients_at_once_are_those_one_by_one(op, name, launched):
+    case = make(name, "", (2, 40, 2, 4, 64, 64))
+    leaves = {own_name: x.requires_grad_() for own_name, x in case.tensors.items()}
+    y, final = case.replaced(leaves).run()
+    several = [torch.randn(3, *x.shape, dtype=x.dtype, device="cuda") for x in (y, final)]
+    found = torch.autograd.grad((y, final), [*leaves.values()], several, retain_graph=True, is_grads_batched=True)
+    for i in range(3):
+        want = torch.autograd.grad((y, final), [*leaves.values()], [x[i] for x in several], retain_graph=True)
+        for x, wanted in zip(found, want, strict=True):
+            assert comparing.relative(x[i], wanted) < 2 * LIMITS[y.dtype]
+    assert own_backwards(launched) == 3
+
+
+@CASES
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_repeats_the_call(op, name, how, use_reentrant, launched):
+    case = make(name, how, (2, 70, 2, 4, 64, 64))
+    _, want, weights = differentiate(case)
+    leaves = {own_name: x.detach().requires_grad_() for own_name, x in case.tensors.items()}
+
+    def call(*given):
+        return case.replaced(dict(zip(leaves, given, strict=True))).run()
+
+    results = checkpoint(call, *leaves.values(), use_reentrant=use_reentrant)
+    torch.autograd.backward(results, weights)
+    assert are_equal({own_name: x.grad for own_name, x in leaves.items()}, want)
+    assert own_backwards(launched) == 2
+
+
+@CASES
+def test_gradients_under_autocast(op, name, how, launched):
+    case = make(name, how, (2, 70, 2, 4, 64, 64), torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        check_gradients(case, "bf16")
+    assert own(launched) == own_backwards(launched) == 1
+
+
+@CASES
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "packed"])
+def test_a_graph_of_both_directions(op, name, how, bounds, launched):
+    case, other = (make(name, how, (1, 130, 2, 4, 64, 64), bounds=bounds) for _ in range(2))
+    leaves = {own_name: x.detach().requires_grad_() for own_name, x in case.tensors.items()}
+    _, _, weights = differentiate(case)
+
+    def step():
+        y, final = case.replaced(leaves).run()
+        return y, *torch.autograd.grad([y, final], [*leaves.values()], weights)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    with torch.no_grad():
+        for own_name, x in leaves.items():
+            x.copy_(other.tensors[own_name])
+    graph.replay()
+    for x, y in zip(made, step(), strict=True):
+        assert torch.equal(x, y)
+    assert own_backwards(launched) == 4

@@ -1,0 +1,38 @@
+// What multiplies the tokens of a chunk of LENGTH, by token: the forward makes it, and keeps it for the backward.
+#pragma once
+#include "mma.cuh"
+
+template <int LENGTH> struct __align__(16) FactorsOf {
+    float decay[LENGTH];      // c, to the base 2
+    float of_q[LENGTH];       // scale over the norm of q
+    float of_k[LENGTH];       // 1 over the norm of k
+    float rate[LENGTH];       // beta over the norm of k
+    float grown_q[LENGTH];    // of_q e^c
+    float grown_k[LENGTH];    // of_k e^c
+    float written[LENGTH];    // rate e^(D - c)
+    float norm_of_q[LENGTH];  // 1 over the norm of q
+    float end;                // e^D
+};
+template <int LENGTH> __device__ inline float2 pair_of(const float (&factors)[LENGTH], int token) {
+    return *reinterpret_cast<const float2*>(&factors[token]);
+}
+
+// The sum over lanes FIRST, 2 FIRST .. up to COUNT apart, and that of a warp's lanes from each on.
+template <int FIRST, int COUNT> __device__ inline float sum_of_lanes(float x) {
+#pragma unroll
+    for (int delta = FIRST; delta < COUNT; delta *= 2) x += __shfl_xor_sync(0xffffffffu, x, delta);
+    return x;
+}
+__device__ inline float sum_from(float x) {
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const float other = __shfl_down_sync(0xffffffffu, x, delta);
+        if (lane_id() + delta < 32) x += other;
+    }
+    return x;
+}
+__device__ inline float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}

@@ -1,0 +1,549 @@
+// Recurrences with one decay for a head, backward, what chunks have for themselves, as head_decay_key_gradients.cu does
+// it (arguments and formulas are there), with the products of four warps at once: for head sizes of 64 and 128 on
+// sm_90a. `states` and `slopes` are matrices of 8 x 8, as these products read them.
+//
+// A block takes one chunk and key head after another, and the value heads of each in turn, 64 values of a head at a
+// time: as much again is on its way. The first group of warps makes P, N and dQ, the second dK.
+#include "bulk_copy.cuh"
+#include "chunk.cuh"
+#include "head_decay_factors.cuh"
+#include "slots.cuh"
+#include "wgmma.cuh"
+
+static_assert(HEAD_SIZE % TILE_COLUMNS == 0 && VALUE_SIZE % TILE_COLUMNS == 0, "head sizes in steps of 64");
+static_assert(CHUNK_LEN == 64, "chunk_len must be 64");
+static_assert(NUM_THREADS == 256, "num_threads must be 256");
+constexpr int PIECE = TILE_COLUMNS, PIECES = VALUE_SIZE / PIECE;
+constexpr int SLABS = HEAD_SIZE / TILE_COLUMNS;
+constexpr int SIDES = HAS_DELTA ? 2 : 1;  // what is read, and what is erased
+constexpr int PARTS = CHUNK_LEN / PART_LEN;
+using PartFactors = FactorsOf<PART_LEN>;
+using StatePiece = unsigned[PIECE / 8][CHANNELS / 8][32];
+using KeySlabs = Slab<CHUNK_LEN>[SLABS];
+
+struct Stage {
+    Slab<CHUNK_LEN> u, left[SIDES];  // U; dY and dV
+    StatePiece state, slope;
+};
+// A chunk and key head.
+struct Task {
+    i64 q, k, u, dy, row;       // where its first token lies in the inputs, of the first head, and in rows of outputs
+    i64 first_part;             // of factors
+    int slot, key_head, steps;  // no steps: there is none left
+};
+struct __align__(1024) Smem {
+    Stage ring[2];
+    KeySlabs q[2], k[2];  // later dq and dk
+    Slab<CHUNK_LEN> pairs[SIDES];  // P and N
+    PartFactors parts[2][PARTS];
+    float decay[CHUNK_LEN];  // c, to the base 2
+    float of_q[CHUNK_LEN], of_k[CHUNK_LEN], beta[CHUNK_LEN], norm_of_q[CHUNK_LEN];
+    // Of pairs' factors, to the base 2: c with the logarithms of of_q and of of_k, and c less that of of_k.
+    float left_exponents[SIDES][CHUNK_LEN], right_exponents[CHUNK_LEN];
+    float of_query[CHUNK_LEN];                      // q . dQ
+    float of_rows[CHUNK_LEN];                       // what pairs add to x ..
+    float of_columns[4][CHUNK_LEN];                 // .. and to y, a part for each warp
+    float of_states[2][CHUNK_LEN];                  // what states give to x and y
+    float ends[WARPS];                              // of the gradient of D
+    float of_own[WARPS][HAS_OWN ? VALUE_SIZE : 1];  // of what outputs have of values, over eight tokens each
+    Task tasks[2];                                  // of the keys
+    CopyBarrier arrived[2];                         // the states of a stage
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "shared_bytes is what the geometry says");
+
+// Places in shared memory as products take them: a constant from one base.
+struct Descriptors {
+    const unsigned char* shared;
+    unsigned base;
+    __device__ explicit Descriptors(const unsigned char* shared)
+        : shared(shared), base(shared_address(shared) >> 4 & 0x3fffu) {}
+    __device__ unsigned from(const void* place) const {
+        return base + static_cast<unsigned>(static_cast<const unsigned char*>(place) - shared) / 16;
+    }
+    __device__ unsigned long long rows(const Slab<CHUNK_LEN>& slab, int row, int column) const {
+        return 0x4000004000010000ull + (from(&slab) + (128 * row + 2 * column) / 16);
+    }
+    __device__ unsigned long long matrices(const StatePiece& state, int row, int slab) const {
+        constexpr unsigned long long STEPS = 128ull / 16 << 32 | sizeof(state[0]) / 16 << 16;
+        return STEPS + from(&state[row / 8][slab * TILE_COLUMNS / 8]);
+    }
+};
+
+// Of [token, channel], of which a warp has 16 tokens and a lane two rows, eight apart.
+using Sums = Accumulator[CHANNELS / 8];
+
+// The lane's words of a row of an operand: columns 8 n + 2 quad_lane() on.
+struct RowWords {
+    unsigned start;
+    __device__ RowWords(const KeySlabs& keys, int row)
+        : start(shared_address(&keys[0].units[row][row % 8]) + 4 * quad_lane()) {}
+    __device__ unsigned place(int n) const { return (start ^ n % 8 * 16) + n / 8 * sizeof(Slab<CHUNK_LEN>); }
+    __device__ unsigned load(int n) const {
+        unsigned word;
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(place(n)));
+        return word;
+    }
+    __device__ void store(int n, unsigned word) const {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(place(n)), "r"(word) : "memory");
+    }
+};
+
+// Sums += rows times a factor each, from `row` on; the dots are the lane's share of their products with rows of an
+// operand, times a factor each.
+template <typename Factor, typename DotFactor>
+__device__ inline void add_rows(Sums& sums, const Sums& rows, float (&dots)[2], KeySlabs& keys, int row, Factor factor,
+                                DotFactor dot_factor) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = row + 8 * half;
+        const float f = factor(own);
+        const RowWords words(keys, own);
+        float parts[2] = {};
+#pragma unroll
+        for (int n = 0; n < CHANNELS / 8; ++n) {
+            const unsigned word = words.load(n);
+            const float *const x = &rows[n][2 * half];
+            parts[0] += low_of(word) * x[0], parts[1] += high_of(word) * x[1];
+            sums[n][2 * half] += f * x[0], sums[n][2 * half + 1] += f * x[1];
+        }
+        dots[half] = dot_factor(own) * (parts[0] + parts[1]);
+    }
+}
+
+// The factors of a chunk's tokens, of which there are `steps`, from those of the parts that it consists of.
+__device__ inline void read_factors(Smem& smem, const PartFactors (&parts)[PARTS], int steps) {
+    if (threadIdx.x >= CHUNK_LEN) return;
+    const int token = threadIdx.x, part = token / PART_LEN, at = token % PART_LEN;
+    const bool exists = token < steps;
+    float decay = 0.0f;  // over the parts before
+    if constexpr (HAS_DECAY) {
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i)
+            if (i < part && i * PART_LEN < steps) decay += parts[i].decay[PART_LEN - 1];
+        if (part * PART_LEN < steps) decay += parts[part].decay[at];
+    }
+    const float of_k = exists ? parts[part].of_k[at] : 0.0f;
+    smem.decay[token] = decay, smem.of_q[token] = exists ? parts[part].of_q[at] : 0.0f, smem.of_k[token] = of_k;
+    smem.beta[token] = !exists ? 0.0f : HAS_RATE ? parts[part].rate[at] / of_k : 1.0f;
+    smem.norm_of_q[token] = exists ? parts[part].norm_of_q[at] : 0.0f;
+    // A token that is not there has a factor of 0.
+    smem.left_exponents[0][token] = decay + log2_fast(fabsf(smem.of_q[token]));
+    if constexpr (HAS_DELTA) smem.left_exponents[SIDES - 1][token] = decay + log2_fast(of_k);
+    smem.right_exponents[token] = decay - log2_fast(of_k);
+}
+
+// Of sums by lane of columns 8 n + 2 quad_lane() + i: for all lanes of the same columns, those that the lane ends up
+// with. Each exchange halves what it keeps.
+__device__ inline float2 sum_columns(float (&x)[CHUNK_LEN / 8][2]) {
+#pragma unroll
+    for (int delta = 16, kept = CHUNK_LEN / 16; delta >= 4; delta /= 2, kept /= 2) {
+        const bool is_upper = lane_id() & delta;
+#pragma unroll
+        for (int n = 0; n < kept; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float other = is_upper ? x[n][i] : x[n + kept][i];
+                x[n][i] = (is_upper ? x[n + kept][i] : x[n][i]) + __shfl_xor_sync(0xffffffffu, other, delta);
+            }
+    }
+    return {x[0][0], x[0][1]};
+}
+
+// A thread's share of the products of two states, element by element.
+__device__ inline void add_products(float& sum, const StatePiece& state, const StatePiece& slope) {
+#pragma unroll
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(StatePiece) / 16); i += NUM_THREADS) {
+        const uint4 x = reinterpret_cast<const uint4*>(&state)[i], y = reinterpret_cast<const uint4*>(&slope)[i];
+        const unsigned xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            sum += low_of(xs[j]) * low_of(ys[j]);
+            sum += high_of(xs[j]) * high_of(ys[j]);
+        }
+    }
+}
+
+// A pair of columns of a row.
+__device__ inline unsigned word_in(const Slab<CHUNK_LEN>& slab, int row, int pair) {
+    return reinterpret_cast<const unsigned*>(&slab.units[row][pair / 4 ^ row % 8])[pair % 4];
+}
+
+// A block's tasks, one after another.
+struct Tasks {
+    const i64* cu_seqlens;
+    i64 slots, key_heads, sequences, tokens;
+    Strides of_q, of_k, of_u, of_dy;
+    unsigned number = blockIdx.x;
+
+    __device__ Task next() {
+        for (; number < slots * key_heads; number += gridDim.x) {
+            const unsigned slot = number / static_cast<unsigned>(key_heads);
+            const Chunk chunk = chunk_of(cu_seqlens, slot, sequences, tokens);
+            if (chunk.steps == 0) continue;
+            const int key_head = number - slot * static_cast<unsigned>(key_heads);
+            number += gridDim.x;
+            const i64 first_part = first_checkpoint(cu_seqlens, chunk.sequence, chunk.span, PART_LEN);
+            const i64 batch = chunk.span.batch, token = chunk.span.begin + chunk.token;
+            const auto start = [&](Strides s) { return batch * s.batch + token * s.token; };
+            return {start(of_q) + key_head * of_q.head, start(of_k) + key_head * of_k.head, start(of_u), start(of_dy),
+                    batch * tokens + token, first_part + chunk.token / PART_LEN, static_cast<int>(slot), key_head,
+                    chunk.steps};
+        }
+        return {};
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) head_decay_key_gradients(
+    const T_IO* __restrict__ r, const T_IO* __restrict__ k, const T_IO* __restrict__ u, const T_IO* __restrict__ dy,
+    const T_IO* __restrict__ dv, const i64* __restrict__ cu_seqlens, const Checkpoint* __restrict__ states,
+    const Checkpoint* __restrict__ slopes, const PartFactors* __restrict__ factors, T_IO* __restrict__ dr,
+    T_IO* __restrict__ dk, T_W* __restrict__ dw, T_BETA* __restrict__ dbeta, float* __restrict__ own_chunks,
+    Strides r_strides, Strides k_strides, Strides u_strides, Strides dy_strides, i64 sequences, i64 tokens, i64 heads, i64 slots) {
+    __builtin_assume(threadIdx.x < NUM_THREADS);  // so that even shares need no test
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+    const int warp = warp_id(), first_row = warp % 4 * 16;
+    const bool makes_keys = warp >= 4;
+    const i64 key_heads = heads / GROUP;
+    const Descriptors at(shared_bytes);
+
+    // Sixteen bytes of a row of 64 elements, and of the 32nd row behind it.
+    const auto copy_rows = [&](Slab<CHUNK_LEN>& slab, const T_IO* source, i64 stride, int steps) {
+        constexpr int ROW_STEP = NUM_THREADS / 8;
+        const int own = threadIdx.x / 8, unit = threadIdx.x % 8;
+        const unsigned target = shared_address(&slab.units[own][unit ^ own % 8]);
+        source += own * static_cast<int>(stride) + 8 * unit;
+#pragma unroll
+        for (int i = 0; i < CHUNK_LEN / ROW_STEP; ++i)
+            copy_async<16>(target + i * (ROW_STEP * 128), source + i * (ROW_STEP * stride), own + i * ROW_STEP < steps);
+    };
+    const auto copy_piece = [&](const Task& from, int member, int keys, int turn, int piece, int to) {
+        Stage& stage = smem.ring[to];
+        const i64 head = from.key_head * GROUP + member, state = from.slot * heads + head;
+        if (threadIdx.x == 0) {
+            const int parts = piece == 0 ? (from.steps + PART_LEN - 1) / PART_LEN : 0;
+            const auto copy = [&](void* target, const void* source, int bytes) {
+                copy_bulk<1>(target, source, bytes, smem.arrived[to]);
+            };
+            constexpr int BYTES = sizeof(StatePiece);
+            expect_bytes(smem.arrived[to], 2 * BYTES + parts * static_cast<int>(sizeof(PartFactors)));
+            copy(stage.state, reinterpret_cast<const char*>(states + state) + piece * BYTES, BYTES);
+            copy(stage.slope, reinterpret_cast<const char*>(slopes + state) + piece * BYTES, BYTES);
+            for (int part = 0; part < parts; ++part)
+                copy(&smem.parts[turn][part], factors + (from.first_part + part) * heads + head, sizeof(PartFactors));
+        }
+        const int column = piece * PIECE;
+        copy_rows(stage.u, u + (from.u + head * u_strides.head + column), u_strides.token, from.steps);
+        copy_rows(stage.left[0], dy + (from.dy + head * dy_strides.head + column), dy_strides.token, from.steps);
+        if constexpr (HAS_DELTA)
+            copy_rows(stage.left[1], dv + ((from.row * heads + head) * VALUE_SIZE + column), heads * VALUE_SIZE,
+                      from.steps);
+        if (piece == 0 && member == 0)
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab) {
+                const int first = slab * TILE_COLUMNS;
+                copy_rows(smem.q[keys][slab], r + (from.q + first), r_strides.token, from.steps);
+                copy_rows(smem.k[keys][slab], k + (from.k + first), k_strides.token, from.steps);
+            }
+    };
+    if (threadIdx.x == 0) begin_barrier(smem.arrived[0], 1), begin_barrier(smem.arrived[1], 1), publish_barriers();
+    __syncthreads();
+
+    // Of the value head at hand, and of the one whose rows are on their way: which it is of its key head's, and which
+    // of two places are those of its factors and keys.
+    int member = 0, turn = 0, keys = 0, next_member = 0, next_turn = 0, next_keys = 0;
+    Tasks tasks = {cu_seqlens, slots, key_heads, sequences, tokens, r_strides, k_strides, u_strides, dy_strides};
+    {
+        const Task first = tasks.next();
+        if (first.steps == 0) return;
+        if (threadIdx.x == 0) smem.tasks[0] = first;
+        for (int piece = 0; piece < PIECES; ++piece) copy_piece(first, 0, 0, 0, piece, piece), commit_copies();
+    }
+    int parity = 0;
+    const int row = first_row + group();
+    Sums sum = {};          // dQ by the first group, dK by the second
+    float squares[2] = {};  // q . dQ and k . dK of the lane's rows, of all value heads so far
+    for (;;) {
+        KeySlabs &q_rows = smem.q[keys], &k_rows = smem.k[keys];
+        // By the first group A, and P and N; by the second B and C.
+        Sums of_state = {};
+        Accumulator second[max_of(CHANNELS, SIDES * CHUNK_LEN) / 8] = {};
+        Sums& of_slope = reinterpret_cast<Sums&>(second);
+        auto& pairs = reinterpret_cast<Accumulator(&)[SIDES][CHUNK_LEN / 8]>(second);
+        float product = 0.0f;  // S_0 . E
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int at_hand = PIECES == 2 ? piece : turn;
+            // As much is on its way as lies between a piece and the same one of the next value head.
+            const auto copy_next = [&](int to) {
+                const bool is_new = piece == 0 && ++next_member == GROUP;
+                if (piece == 0) next_turn ^= 1;
+                if (is_new) next_member = 0, next_keys ^= 1;
+                const Task next = is_new ? tasks.next() : smem.tasks[next_keys];
+                if (is_new && threadIdx.x == 0) smem.tasks[next_keys] = next;
+                if (next.steps > 0) copy_piece(next, next_member, next_keys, next_turn, piece, to);
+                commit_copies();
+            };
+            wait_for_copies<PIECES - 1>();
+            publish_writes();
+            wait_for(smem.arrived[at_hand], parity);
+            __syncthreads();  // the piece is there, and nobody reads the last one any more
+            const Stage& stage = smem.ring[at_hand];
+            if constexpr (PIECES == 1) copy_next(at_hand ^ 1);
+            if (piece == 0) read_factors(smem, smem.parts[turn], smem.tasks[keys].steps);
+
+            begin_products();
+            if (!makes_keys) {
+#pragma unroll
+                for (int c = 0; c < PIECE; c += 16) {
+                    const auto of_u = at.rows(stage.u, 0, c), of_dy = at.rows(stage.left[0], 0, c);
+                    multiply_group<64, Read::rows, Read::rows>(pairs[0], of_dy, of_u);
+                    if constexpr (HAS_DELTA)
+                        multiply_group<64, Read::rows, Read::rows>(pairs[SIDES - 1],
+                                                                   at.rows(stage.left[SIDES - 1], 0, c), of_u);
+#pragma unroll
+                    for (int slab = 0; slab < SLABS; ++slab)
+                        multiply_group<64, Read::rows, Read::columns>(&of_state[8 * slab], of_dy,
+                                                                      at.matrices(stage.state, c, slab));
+                }
+            } else {
+#pragma unroll
+                for (int c = 0; c < PIECE; c += 16)
+#pragma unroll
+                    for (int slab = 0; slab < SLABS; ++slab) {
+                        if constexpr (HAS_DELTA)
+                            multiply_group<64, Read::rows, Read::columns>(&of_state[8 * slab],
+                                                                          at.rows(stage.left[SIDES - 1], 0, c),
+                                                                          at.matrices(stage.state, c, slab));
+                        multiply_group<64, Read::rows, Read::columns>(&of_slope[8 * slab],
+                                                                      at.rows(stage.u, 0, c),
+                                                                      at.matrices(stage.slope, c, slab));
+                    }
+            }
+            end_batch();
+            if constexpr (HAS_DECAY) add_products(product, stage.state, stage.slope);
+            if constexpr (HAS_OWN) {
+                float2 sums = {};
+#pragma unroll
+                for (int token = 8 * warp; token < 8 * warp + 8; ++token) {
+                    const unsigned x = word_in(stage.u, token, lane_id()), y = word_in(stage.left[0], token, lane_id());
+                    sums.x += low_of(x) * low_of(y), sums.y += high_of(x) * high_of(y);
+                }
+                *reinterpret_cast<float2*>(&smem.of_own[warp][piece * PIECE + 2 * lane_id()]) = sums;
+            }
+            wait_for_batches<0>();
+            hold(of_state), hold(second);
+            if constexpr (PIECES == 2) {
+                __syncthreads();  // nobody reads the piece any more
+                copy_next(at_hand);
+            }
+        }
+        if (PIECES == 2 || turn == 1) parity ^= 1;
+        if constexpr (PIECES == 1) __syncthreads();  // the factors are there
+
+        if constexpr (HAS_OWN)
+            if (threadIdx.x < VALUE_SIZE) {
+                float sum_of_own = 0.0f;
+#pragma unroll
+                for (int n = 0; n < WARPS; ++n) sum_of_own += smem.of_own[n][threadIdx.x];
+                const Task& here = smem.tasks[keys];
+                const i64 head = here.slot * heads + here.key_head * GROUP + member;
+                own_chunks[head * VALUE_SIZE + threadIdx.x] = sum_of_own;
+            }
+        const float end = smem.decay[CHUNK_LEN - 1];
+        const auto grown = [&](int token) { return HAS_DECAY ? exp2_fast(smem.decay[token]) : 1.0f; };
+        const auto beta = [&](int token) { return HAS_RATE ? smem.beta[token] : 1.0f; };
+        const auto write = [&](float (&target)[CHUNK_LEN], const float (&of_lane)[2]) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float x = sum_of_lanes<1, 4>(of_lane[half]);
+                if (quad_lane() == 0) target[row + 8 * half] = x;
+            }
+        };
+        float of_end = exp2_fast(end) * product;
+        if (!makes_keys) {
+            // Where registers allow, Q K^T while A is added and K K^T while P is made.
+            constexpr bool IS_EARLY = GROUP == 1;
+            Accumulator products[SIDES][CHUNK_LEN / 8];
+            const auto multiply_keys = [&](KeySlabs& left, Accumulator* product) {
+                begin_products();
+#pragma unroll
+                for (int c = 0; c < CHANNELS; c += 16)
+                    multiply_group<64, Read::rows, Read::rows>(
+                        c == 0, product, at.rows(left[c / TILE_COLUMNS], 0, c % TILE_COLUMNS),
+                        at.rows(k_rows[c / TILE_COLUMNS], 0, c % TILE_COLUMNS));
+                end_batch();
+            };
+            float dots[2];
+            const auto of_query = [&](int token) { return smem.of_q[token] * grown(token); };
+            if constexpr (IS_EARLY) multiply_keys(q_rows, products[0]);
+            add_rows(sum, of_state, dots, q_rows, row, of_query, of_query);
+            float of_column[CHUNK_LEN / 8][2] = {};
+#pragma unroll
+            for (int side = 0; side < SIDES; ++side) {
+                if constexpr (!IS_EARLY) multiply_keys(side == 0 ? q_rows : k_rows, products[side]);
+                wait_for_batches<0>();
+                hold(products[side]);
+                if (IS_EARLY && side + 1 < SIDES) multiply_keys(k_rows, products[SIDES - 1]);
+                const float sign = side == 0 ? copysignf(1.0f, smem.of_q[0]) : -1.0f;
+                float exponents[2], of_row[2] = {};
+#pragma unroll
+                for (int half = 0; half < 2; ++half) exponents[half] = smem.left_exponents[side][row + 8 * half];
+#pragma unroll
+                for (int n = 0; n < CHUNK_LEN / 8; ++n) {
+                    const int column = 8 * n + 2 * quad_lane();
+                    const float2 to = pair_of(smem.right_exponents, column), rate = pair_of(smem.beta, column);
+                    const float rates[2] = {HAS_RATE ? sign * rate.x : sign, HAS_RATE ? sign * rate.y : sign};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const bool exists = row + j / 2 * 8 - column - j % 2 >= side;  // on or below the diagonal
+                        const float factor = exp2_fast(exponents[j / 2] - (j % 2 ? to.y : to.x));
+                        const float pair = exists ? factor * pairs[side][n][j] : 0.0f,
+                                    term = pair * products[side][n][j];
+                        pairs[side][n][j] = rates[j % 2] * pair;
+                        of_row[j / 2] += rates[j % 2] * term, of_column[n][j % 2] += sign * term;
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < CHUNK_LEN / 8; n += 2)
+                    store_block(tile_of(smem.pairs[side]), first_row, 8 * n,
+                                to_fragment(pairs[side][n], pairs[side][n + 1]));
+                if constexpr (HAS_DECAY || HAS_NORM || HAS_RATE) {
+                    if (side > 0) write(smem.of_rows, of_row);
+                    else
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) dots[half] += of_row[half];
+                }
+            }
+            if constexpr (HAS_DECAY || HAS_NORM || HAS_RATE) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) squares[half] += sum_of_lanes<1, 4>(dots[half]);
+                write(smem.of_query, dots);
+                const int column = (lane_id() & 16) * 2 + (lane_id() & 8) * 2 + (lane_id() & 4) * 2 + 2 * quad_lane();
+                *reinterpret_cast<float2*>(&smem.of_columns[warp][column]) = sum_columns(of_column);
+            }
+        } else {
+            if constexpr (HAS_DELTA) {
+                float dots[2];
+                const auto of_erased = [&](int token) { return -smem.of_k[token] * grown(token); };
+                add_rows(sum, of_state, dots, k_rows, row, of_erased, of_erased);
+                write(smem.of_states[0], dots);
+            }
+            float dots[2];
+            const auto of_written = [&](int token) {
+                return smem.of_k[token] * (HAS_DECAY ? exp2_fast(end - smem.decay[token]) : 1.0f);
+            };
+            add_rows(sum, of_slope, dots, k_rows, row, [&](int token) { return beta(token) * of_written(token); },
+                     of_written);
+            write(smem.of_states[1], dots);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) of_end += beta(row + 8 * half) * dots[half];
+        }
+        if constexpr (HAS_DECAY) {
+            of_end = sum_of_lanes<1, 32>(of_end);
+            if (lane_id() == 0) smem.ends[warp] = of_end;
+        }
+        publish_writes();
+        __syncthreads();  // P, N and the dots are there
+
+        // dQ += P K   dK += P^T Q + N^T K + N K
+        begin_products();
+        if (!makes_keys) {
+#pragma unroll
+            for (int c = 0; c < CHUNK_LEN; c += 16)
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab)
+                    multiply_group<64, Read::rows, Read::columns>(&sum[8 * slab], at.rows(smem.pairs[0], 0, c),
+                                                                  at.rows(k_rows[slab], c, 0));
+        } else {
+#pragma unroll
+            for (int c = 0; c < CHUNK_LEN; c += 16)
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab) {
+                    multiply_group<64, Read::columns, Read::columns>(&sum[8 * slab], at.rows(smem.pairs[0], c, 0),
+                                                                     at.rows(q_rows[slab], c, 0));
+                    if constexpr (HAS_DELTA) {
+                        const auto of_k = at.rows(k_rows[slab], c, 0);
+                        const auto& n = smem.pairs[SIDES - 1];
+                        multiply_group<64, Read::columns, Read::columns>(&sum[8 * slab], at.rows(n, c, 0), of_k);
+                        multiply_group<64, Read::rows, Read::columns>(&sum[8 * slab], at.rows(n, 0, c), of_k);
+                    }
+                }
+        }
+        end_batch();
+        const Task& here = smem.tasks[keys];
+        const i64 first_token = here.row;
+        const auto written = [&](int token) {  // y
+            float y = smem.of_states[1][token];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) y += smem.of_columns[n][token];
+            return y;
+        };
+        const auto erased = [&](int token) {  // x
+            return HAS_DELTA ? smem.of_states[0][token] + smem.of_rows[token] : 0.0f;
+        };
+        if ((HAS_DECAY || HAS_RATE) && warp == 0) {
+            float behind = 0.0f;  // dc of the tokens behind, and the gradient of D
+            if constexpr (HAS_DECAY)
+                for (int n = 0; n < WARPS; ++n) behind += smem.ends[n];
+#pragma unroll
+            for (int first = CHUNK_LEN - 32; first >= 0; first -= 32) {
+                const int token = first + lane_id();
+                const float y = written(token);
+                const bool exists = token < here.steps;
+                const i64 at = (first_token + token) * heads + here.key_head * GROUP + member;
+                if constexpr (HAS_RATE)
+                    if (exists) dbeta[at] = from_float<T_BETA>(y);
+                if constexpr (HAS_DECAY) {
+                    const float sum = sum_from(smem.of_query[token] + erased(token) - beta(token) * y) + behind;
+                    behind = __shfl_sync(0xffffffffu, sum, 0);
+                    if (exists) dw[at] = from_float<T_W>(sum);
+                }
+            }
+        }
+        if (HAS_NORM && makes_keys)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                squares[half] += erased(row + 8 * half) + beta(row + 8 * half) * written(row + 8 * half);
+        wait_for_batches<0>();
+        hold(sum);
+        turn ^= 1;
+        if (++member < GROUP) continue;
+
+        __syncthreads();  // nobody reads the keys any more
+        KeySlabs& rows = makes_keys ? k_rows : q_rows;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int own = row + 8 * half;
+            const float norm = makes_keys ? smem.of_k[own] : smem.norm_of_q[own], f = norm * norm * squares[half];
+            const RowWords words(rows, own);
+#pragma unroll
+            for (int n = 0; n < CHANNELS / 8; ++n) {
+                float2 x = {sum[n][2 * half], sum[n][2 * half + 1]};
+                if constexpr (HAS_NORM) {
+                    const unsigned word = words.load(n);
+                    x.x -= f * low_of(word), x.y -= f * high_of(word);
+                }
+                words.store(n, pack(x.x, x.y));
+                sum[n][2 * half] = sum[n][2 * half + 1] = 0.0f;
+            }
+            squares[half] = 0.0f;
+        }
+        __syncwarp();
+        const int steps = here.steps;
+        const unsigned stride = static_cast<unsigned>(key_heads) * HEAD_SIZE;
+        T_IO* const target = (makes_keys ? dk : dr) + (first_token * key_heads + here.key_head) * HEAD_SIZE;
+        constexpr int UNITS = HEAD_SIZE / 8, STEP = 32 / UNITS;
+        const int first = first_row + lane_id() / UNITS, unit = lane_id() % UNITS;
+        uint4 held[16 / STEP];
+#pragma unroll
+        for (int i = 0; i < 16 / STEP; ++i)
+            held[i] = rows[unit / 8].units[first + i * STEP][unit % 8 ^ (first + i * STEP) % 8];
+#pragma unroll
+        for (int i = 0; i < 16 / STEP; ++i)
+            if (first + i * STEP < steps) write_global(target + (first + i * STEP) * stride + 8 * unit, held[i]);
+        member = 0, keys ^= 1;
+        if (smem.tasks[keys].steps == 0) break;
+    }
+    wait_for_copies<0>();
+}
