@@ -100,9 +100,10 @@ class _Known:
         The forward runs again there. Of what wants no gradient there is None.
         """
         is_recorded = torch.is_grad_enabled()
-        *arrays, state, cu_seqlens = given
-        call = self.call._replace(initial_state=state, cu_seqlens=cu_seqlens)
         with torch.enable_grad():
+            # One input may be made of another: as views no gradient passes from the one to the other here.
+            *arrays, state, cu_seqlens = [x if x is None else x.view_as(x) for x in given]
+            call = self.call._replace(initial_state=state, cu_seqlens=cu_seqlens)
             op, taken = _of_other_kernels(self.core, arrays)  # type: ignore[arg-type]
             results = call.run(op, taken, grad_final_state is not None)
             pairs = [(x, grad) for x, grad in zip(results, (dy, grad_final_state), strict=True) if grad is not None]

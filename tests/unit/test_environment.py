@@ -461,8 +461,10 @@ inference.ring inference.pool derived.arguments
 inference.calls
 inference.plainly inference.flops
 inference.update inference.varlen inference.wkv4 layers.calls layers.loss layers.flops layers.convolution
-inference.replay_calls layers.gradients derived.head_decays
-layers.functions derived.operands derived.diagonal
+inference.replay_calls layers.gradients
+layers.functions derived.operands
+derived.head_decays
+derived.diagonal
 parallel.shifting derived.delta derived.delta_pooled derived.diagonal_pooled
 inference.replay nn.parts nn.checkpoints nn.convolution
 nn.mixing nn.attention nn.delta nn.mamba2 nn.rwkv7
