@@ -1,5 +1,7 @@
 """Ops with one decay for a head in kernels of their own: who takes what, of calls and of schedules."""
 
+from types import SimpleNamespace
+
 import derived_cases
 import pytest
 import torch
@@ -212,3 +214,40 @@ def test_few_heads_are_trained_in_other_kernels(on_gpu):
     for batch, is_here in ((6, False), (7, True)):  # of 132 multiprocessors a fifth
         differentiate(make("simple_gla", sizes=(batch, 70, 2, 4, 64, 64)))
         assert any(x.entry.startswith("head_decay") for x in on_gpu.take()) == is_here
+
+
+@pytest.mark.parametrize(("name", "how"), [*CASES, ("ssd", "D softplus")])
+def test_transforms_and_graphs_of_a_backward_find_the_same_gradients_elsewhere(monkeypatch, name, how):
+    """By the ops of all calls, without gradients that pass from one input of the kernels to another."""
+    case = make(name, how, (2, 20, 2, 4, 16, 8), torch.float64)
+    leaves = {own: x.detach().requires_grad_() for own, x in case.tensors.items()}
+    given = case.replaced(leaves)
+    y, final = given.run()
+    weights = [torch.randn_like(x) for x in (y, final)]
+    want = torch.autograd.grad([y, final], [*leaves.values()], weights)
+
+    class Elsewhere(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, known, *arrays):
+            ctx.save_for_backward(*arrays)
+            ctx.known = known
+            return tuple(x.detach().clone() for x in known.results)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return None, *calls._Known.differentiate_elsewhere(ctx.known, ctx.saved_tensors, *grads), None
+
+    def run(core, arrays, call, way, output_final_state):
+        known = SimpleNamespace(core=core, call=call._replace(inputs=[], initial_state=None))
+        op, taken = calls._of_other_kernels(core, arrays)
+        with torch.no_grad():
+            known.results = call.run(op, taken, output_final_state)
+        return Elsewhere.apply(known, *arrays, call.initial_state, call.cu_seqlens)
+
+    monkeypatch.setattr(calls, "run", run)
+    monkeypatch.setattr(calls, "way", lambda *_: calls.Way(32, True))
+    results = given.run()
+    assert [torch.allclose(a, b) for a, b in zip(results, (y, final), strict=True)] == [True] * 2
+    found = torch.autograd.grad(results, [*leaves.values()], weights)
+    for own, a, b in zip(leaves, found, want, strict=True):
+        assert torch.allclose(a, b), own
