@@ -21,7 +21,7 @@ from rwkv_jit.ops.wkv7 import wkv7
 from rwkv_jit.plan import Plan
 from rwkv_jit.problem import Problem
 from rwkv_jit.rule import LEAST_TOKENS
-from rwkv_jit.signatures import BySignature
+from rwkv_jit.signatures import BySignature, forget_with
 
 LEAST_BLOCKS = 1 / 5  # heads of all sequences for a multiprocessor: fewer leave it idle, and go in segments elsewhere
 _MOST_BACKWARDS = 16  # of a call: they differ in the strides of the gradients of its results
@@ -68,10 +68,16 @@ class _Known:
     """A call whose forward is prepared, and from its first backward on that too."""
 
     def __init__(self, core: Core, problem: Problem, call: Sequences, given: Sequence[Tensor | None]):
-        self.core, self.problem, self.call = core, problem, call._replace(inputs=[], initial_state=None)
+        self.core, self.problem = core, problem
+        self.call = call._replace(inputs=[], initial_state=None, cu_seqlens=None)
         self.names = *problem.op.names, "initial_state", "cu_seqlens"
         self.forward = Plan(steps.forward(problem), problem, dict(zip(self.names, given, strict=True)))
         self._backwards: dict[Any, Plan] = {}
+        forget_with(self)
+
+    def forget(self) -> None:
+        """Drop the prepared backwards; a graph may hold this call after a fork."""
+        self._backwards.clear()
 
     def differentiate(
         self, given: Sequence[Tensor | None], dy: Tensor | None, grad_final_state: Tensor | None, kept: Tensor
@@ -160,8 +166,8 @@ class _Recorded(torch.autograd.Function):
 _calls: BySignature[_Known] = BySignature()
 
 
-def run(core: Core, arrays: Sequence[Tensor], call: Sequences, way: Way, output_final_state: bool) -> Result:
-    """Run a call in this way; `arrays` are the inputs of the core."""
+def run(core: Core, arrays: Sequence[Tensor], call: Sequences, how: Way, output_final_state: bool) -> Result:
+    """Run a call as `way` says; `arrays` are the inputs of the core."""
     op, v, tail = core.op, arrays[2], call.tail
     state, bounds = call.initial_state, call.cu_seqlens
     if bounds is not None:
@@ -170,17 +176,17 @@ def run(core: Core, arrays: Sequence[Tensor], call: Sequences, way: Way, output_
         state = state.expand(v.shape[0] if bounds is None else bounds.shape[0] - 1, *state.shape)
     given = [*arrays, state, bounds]
     is_batch_invariant = modes.is_batch_invariant()
-    key = core, is_batch_invariant, tail.scale, tail.state_layout, way, output_final_state, tensors.signature(given)
+    key = core, is_batch_invariant, tail, how, output_final_state, tensors.signature(given)
     known = _calls.get(key)
     if known is None:
         options = torch_op.Options(
-            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, way.chunk_len, None, "chunked",
+            tail.scale, op.decay, tail.state_layout, tail.checkpoint_interval, how.chunk_len, None, "chunked",
             is_batch_invariant=is_batch_invariant,
         )  # fmt: skip
         gpu = tensors.gpu(v.device.index)
-        problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, way.training, gpu)
+        problem = torch_op.problem_of(op, arrays, state, bounds, options, output_final_state, how.training, gpu)
         known = _calls.keep(key, _Known(core, problem, call, given))
-    if way.training:
+    if how.training:
         return _Recorded.apply(known, *given)  # type: ignore[no-any-return, no-untyped-call]
     y, *finals = known.forward.run(given)
     return y, finals[0] if output_final_state else None
