@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rwkv_jit.ops import recording
 
@@ -66,24 +67,82 @@ def run(op: Any, inputs: Sequence[Tensor], state: Tensor | None = None, **option
         return with_final(op, inputs, state, **options)
 
 
+def fill_recorded(
+    op: Any, inputs: Sequence[Tensor], state: Tensor | None, scratch: Tensor, y: Tensor, last: Tensor | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Fill y, and the final state where its tensor is given, of a call whose backward is given the same scratch.
+
+    Where an input wants a gradient, what the op keeps for it stays as long as there is the scratch.
+    """
+    results: tuple[Tensor, Tensor | None]
+    if not any(x.requires_grad for x in (*inputs, state) if x is not None):
+        results = run(op, inputs, state, **options)
+    else:  # the caller may write to its state before the backward, to which it does not pass it
+        initial = None if state is None else state.detach().clone()
+        recorded = _Recorded(op, inputs, initial, last is not None, options)
+        _recorded[scratch] = recorded
+        results = recorded.results
+    for buffer, result in zip((y, last), results, strict=True):
+        if buffer is not None and result is not None:
+            fill(buffer, result.detach())
+    if scratch in _recorded:
+        _recorded[scratch].drop_values()
+
+
+class _Recorded:
+    """A call of an op with gradients, until its backward."""
+
+    def __init__(
+        self, op: Any, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool, options: Mapping[str, Any]
+    ):
+        with recording.plain_torch():
+            given = (*inputs, *([] if state is None else [state]))
+            self.leaves = [x.detach().requires_grad_() for x in given]
+            self.count = len(inputs)
+            y, final = op(
+                *self.leaves[: self.count],
+                initial_state=None if state is None else self.leaves[self.count],
+                output_final_state=has_final,
+                **options,
+            )
+        self.results: tuple[Tensor, Tensor | None] = y, final
+
+    def drop_values(self) -> None:
+        """Leave the memory of the results, which a kernel's backward does not read."""
+        for x in self.results:
+            if x is not None and x.is_cuda:
+                x.untyped_storage().resize_(0)
+
+    def is_of(self, inputs: Sequence[Tensor], state: Tensor | None, has_final: bool) -> bool:
+        """Return whether it is the call of these, of which a state may be a copy."""
+        alike = (x.data_ptr() == y.data_ptr() and x.shape == y.shape for x, y in zip(self.leaves, inputs))  # noqa: B905
+        is_whole = len(self.leaves) == len(inputs) + (state is not None)
+        return is_whole and has_final <= (self.results[1] is not None) and all(alike)
+
+    def differentiate(self, dy: Tensor, grad_final: Tensor | None) -> list[Tensor]:
+        """Return the gradients of the inputs and of a state, once."""
+        pairs = [(x, grad) for x, grad in zip(self.results, (dy, grad_final), strict=True) if grad is not None]
+        results = [x for x, _ in pairs if x is not None]
+        grads = [grad.reshape(x.shape).to(x.dtype) for x, grad in pairs if x is not None]
+        with recording.plain_torch():
+            return list(torch.autograd.grad(results, self.leaves, grads))
+
+
+# By the scratch that a caller passes to a forward and to its backward.
+_recorded: Any = WeakTensorKeyDictionary()
+
+
 def gradients(
     op: Any, inputs: Sequence[Tensor], state: Tensor | None, dy: Tensor, grad_final: Tensor | None = None,
-    **options: Any,
+    scratch: Tensor | None = None, **options: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients of the inputs, and of the state where there is one.
 
-    The forward runs again: the caller's scratch has the sizes of another algorithm.
+    The forward runs again, unless it has recorded what the backward needs under the same scratch: of this the content
+    is nobody's, as it has the sizes of another algorithm.
     """
-    with recording.plain_torch():
-        leaves = [x.detach().requires_grad_() for x in (*inputs, *([] if state is None else [state]))]
-        count = len(inputs)
-        y, final = op(
-            *leaves[:count],
-            initial_state=None if state is None else leaves[count],
-            output_final_state=grad_final is not None,
-            **options,
-        )
-        results, grads = [y], [dy.reshape(y.shape).to(y.dtype)]
-        if grad_final is not None:
-            results, grads = [y, final], [*grads, grad_final.reshape(final.shape).to(final.dtype)]
-        return list(torch.autograd.grad(results, leaves, grads))
+    recorded = None if scratch is None else _recorded.pop(scratch, None)
+    if recorded is None or not recorded.is_of(inputs, state, grad_final is not None):
+        recorded = _Recorded(op, inputs, state, grad_final is not None, options)
+    return recorded.differentiate(dy, grad_final)

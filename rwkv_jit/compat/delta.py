@@ -14,7 +14,7 @@ def clampw_forward(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, y: Tensor, s: Tensor, sa: Tensor
 ) -> None:
     """Fill y. The scratch s and sa stays as it is."""
-    _fill_y(y, (r, w, k, v, a, b), "sigmoid")
+    buffers.fill_recorded(wkv7, (r, w, k, v, a, b), None, s, y, decay="sigmoid")
 
 
 def clampw_backward(
@@ -22,14 +22,14 @@ def clampw_backward(
     *grads: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients of r, w, k, v, a and b."""
-    _fill_gradients(grads, (r, w, k, v, a, b), None, dy, None, "sigmoid")
+    _fill_gradients(grads, (r, w, k, v, a, b), None, s, dy, None, "sigmoid")
 
 
 def backstepping_forward(
     w: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, y: Tensor, s: Tensor, sa: Tensor
 ) -> None:
     """Fill y. Here z and a are what other extensions call a and b."""
-    _fill_y(y, (q, w, k, v, z, a), "raw")
+    buffers.fill_recorded(wkv7, (q, w, k, v, z, a), None, s, y, decay="raw")
 
 
 def backstepping_backward(
@@ -37,19 +37,16 @@ def backstepping_backward(
     dq: Tensor, *others: Tensor,
 ) -> None:  # fmt: skip
     """Fill the gradients of w, q, k, v, z and a."""
-    _fill_gradients((dq, dw, *others), (q, w, k, v, z, a), None, dy, None, "raw")
-
-
-def _fill_y(y: Tensor, inputs: tuple[Tensor, ...], decay: str) -> None:
-    buffers.fill(y, buffers.run(wkv7, inputs, decay=decay)[0])
+    _fill_gradients((dq, dw, *others), (q, w, k, v, z, a), None, s, dy, None, "raw")
 
 
 def _fill_gradients(
-    into: tuple[Tensor, ...], inputs: tuple[Tensor, ...], s0: Tensor | None, dy: Tensor, dlast: Tensor | None,
-    decay: str,
+    into: tuple[Tensor, ...], inputs: tuple[Tensor, ...], s0: Tensor | None, s: Tensor, dy: Tensor,
+    dlast: Tensor | None, decay: str,
 ) -> None:  # fmt: skip
     """Fill the gradients of the inputs, and of the initial state last where there is one."""
-    for buffer, grad in zip(into, buffers.gradients(wkv7, inputs, s0, dy, dlast, decay=decay), strict=True):
+    grads = buffers.gradients(wkv7, inputs, s0, dy, dlast, s, decay=decay)
+    for buffer, grad in zip(into, grads, strict=True):
         buffers.fill(buffer, grad)
 
 
@@ -60,9 +57,9 @@ def state_forward(
     s0: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, y: Tensor, s: Tensor, sa: Tensor
 ) -> None:
     """Fill y, and keep the state for the backward, which is not given it, at the begin of s."""
-    result = buffers.run(wkv7, (r, w, k, v, a, b), s0, decay="sigmoid")[0]
-    buffers.kept(s, s0.numel()).copy_(s0.reshape(-1))
-    buffers.fill(y, result)
+    place = buffers.kept(s, s0.numel())
+    buffers.fill_recorded(wkv7, (r, w, k, v, a, b), s0, s, y, decay="sigmoid")
+    place.copy_(s0.detach().reshape(-1))
 
 
 def state_backward(
@@ -71,7 +68,7 @@ def state_backward(
 ) -> None:  # fmt: skip
     """Fill the gradients, that of the state first."""
     s0 = buffers.kept(s, ds0.numel()).view(ds0.shape)
-    _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, dy, None, "sigmoid")
+    _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, s, dy, None, "sigmoid")
 
 
 def passing_forward(
@@ -79,10 +76,9 @@ def passing_forward(
     sa: Tensor,
 ) -> None:  # fmt: skip
     """Fill y and the state behind the last token."""
-    result, final = buffers.run(wkv7, (r, w, k, v, a, b), s0, decay="sigmoid")
-    buffers.kept(s, s0.numel()).copy_(s0.reshape(-1))
-    buffers.fill(y, result)
-    buffers.fill(last, final)
+    place = buffers.kept(s, s0.numel())
+    buffers.fill_recorded(wkv7, (r, w, k, v, a, b), s0, s, y, last, decay="sigmoid")
+    place.copy_(s0.detach().reshape(-1))
 
 
 def passing_backward(
@@ -91,7 +87,7 @@ def passing_backward(
 ) -> None:  # fmt: skip
     """Fill the gradients of a call whose last state is used."""
     s0 = buffers.kept(s, ds0.numel()).view(ds0.shape)
-    _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, dy, dlast, "sigmoid")
+    _fill_gradients((*grads, ds0), (r, w, k, v, a, b), s0, s, dy, dlast, "sigmoid")
 
 
 # ---- forward alone -----------------------------------------------------------------------------------------------

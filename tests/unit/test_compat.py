@@ -1,5 +1,6 @@
 """Extensions of RWKV projects without a compiler: each op that they define, against float64, and who answers for it."""
 
+import gc
 import math
 import subprocess
 import sys
@@ -7,10 +8,11 @@ import sys
 import pytest
 import torch
 from torch.utils import cpp_extension
+from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
 from rwkv_jit import cli, compat
-from rwkv_jit.compat import counts, extensions, loading
+from rwkv_jit.compat import buffers, counts, delta, extensions, loading
 from rwkv_jit.errors import RwkvJitError
 
 B, T, H, N = 2, 19, 3, 8
@@ -94,8 +96,9 @@ def test_backstepping(dtype):
     check([y, dq, dw, dk, dv, dz, da], [want, *of], dtype)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("passes", [False, True])
-def test_clampw_from_a_state(passes):
+def test_clampw_from_a_state(passes, is_recorded):
     name = "rwkv7_statepassing_clampw" if passes else "rwkv7_state_clampw"
     load(name)
     inputs, s0, dy, dlast = (
@@ -104,8 +107,14 @@ def test_clampw_from_a_state(passes):
     y, last, ds0, *grads = empty((B, T, H, N), (B, H, N, N), (B, H, N, N), *[(B, T, H, N)] * 6)
     s, sa = scratch()
     ops = getattr(torch.ops, name)
-    ops.forward(s0, *inputs, *([y, last] if passes else [y]), s, sa)
-    ops.backward(*inputs, *([dy, dlast] if passes else [dy]), s, sa, ds0, *grads)
+    given = [x.detach().requires_grad_(is_recorded) for x in inputs]
+    state = s0.clone()
+    with torch.no_grad():
+        ops.forward(state, *given, *([y, last] if passes else [y]), s, sa)
+        assert len(buffers._recorded) == is_recorded
+        state.zero_()
+        ops.backward(*given, *([dy, dlast] if passes else [dy]), s, sa, ds0, *grads)
+    assert not buffers._recorded
 
     def call(s0, *inputs):
         return rwkv_jit.wkv7_ref(*inputs, initial_state=s0, output_final_state=True, decay="sigmoid")
@@ -114,6 +123,85 @@ def test_clampw_from_a_state(passes):
     check([y, ds0, *grads], [want, *of], torch.float32)
     if passes:
         check([last], [final], torch.float32)
+
+
+class Clampw(torch.autograd.Function):
+    """As RWKV-LM calls its extension."""
+
+    @staticmethod
+    def forward(ctx, scratch, *inputs):
+        y = torch.empty_like(inputs[3])
+        s, sa = empty((B, H, 2, N, N), (B, T, H, N)) if scratch is None else scratch
+        torch.ops.rwkv7_clampw.forward(*inputs, y, s, sa)
+        ctx.save_for_backward(*inputs, s, sa)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        *inputs, s, sa = ctx.saved_tensors
+        grads = empty(*(x.shape for x in inputs))
+        torch.ops.rwkv7_clampw.backward(*inputs, dy, s, sa, *grads)
+        return None, *grads
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The calls of wkv7 below the extension."""
+    load("rwkv7_clampw")
+    seen = []
+
+    def counted(*given, **options):
+        seen.append(given)
+        return rwkv_jit.wkv7(*given, **options)
+
+    monkeypatch.setattr(delta, "wkv7", counted)
+    return seen
+
+
+def test_a_backward_takes_what_the_forward_has_recorded(forwards):
+    several = [[x.requires_grad_() for x in delta_inputs(torch.float32)] for _ in range(2)]
+    results = [Clampw.apply(None, *inputs) for inputs in several]
+    for inputs, y in reversed([*zip(several, results, strict=True)]):
+        dy = torch.randn_like(y)
+        _, _, want = exact(rwkv_jit.wkv7_ref, inputs, dy, decay="sigmoid")
+        check(torch.autograd.grad(y, inputs, dy, retain_graph=True), want, torch.float32)
+    assert len(forwards) == 2
+    assert not buffers._recorded
+    check(torch.autograd.grad(y, inputs, dy), want, torch.float32)  # once more: of a call it has no more
+    assert len(forwards) == 3
+
+
+def test_scratch_that_several_calls_share_is_of_the_last_one(forwards):
+    scratch = empty((B, H, 2, N, N), (B, T, H, N))
+    first, second = ([x.requires_grad_() for x in delta_inputs(torch.float32)] for _ in range(2))
+    y = Clampw.apply(scratch, *first)
+    Clampw.apply(scratch, *second)
+    dy = torch.randn_like(y)
+    check(torch.autograd.grad(y, first, dy), exact(rwkv_jit.wkv7_ref, first, dy, decay="sigmoid")[2], torch.float32)
+    assert len(forwards) == 3
+
+
+def test_what_nobody_differentiates_is_not_kept(forwards):
+    inputs = delta_inputs(torch.float32)
+    Clampw.apply(None, *inputs)
+    assert not buffers._recorded
+    y = Clampw.apply(None, *(x.requires_grad_() for x in inputs))
+    assert len(buffers._recorded) == 1
+    del y
+    gc.collect()
+    assert not buffers._recorded
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_record_the_call_that_is_repeated(forwards, use_reentrant):
+    inputs = [x.requires_grad_() for x in delta_inputs(torch.float32)]
+    y = checkpoint(lambda *given: Clampw.apply(None, *(2 * x for x in given)) * 1, *inputs, use_reentrant=use_reentrant)
+    y.sum().backward()
+    doubled = [2 * x.detach() for x in inputs]
+    want = exact(rwkv_jit.wkv7_ref, doubled, torch.ones_like(y), decay="sigmoid")[2]
+    check([x.grad for x in inputs], [2 * x for x in want], torch.float32)
+    assert len(forwards) == 2
+    assert not buffers._recorded
 
 
 def test_state_that_the_scratch_cannot_hold():
