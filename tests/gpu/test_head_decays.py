@@ -8,7 +8,8 @@ from derived_cases import differentiate, exactly, limit_of
 from torch.utils.checkpoint import checkpoint
 
 import rwkv_jit
-from rwkv_jit.derived import head_decays
+from rwkv_jit import signatures
+from rwkv_jit.derived import head_decays, steps
 
 pytestmark = pytest.mark.parametrize("op", ["layers"])  # the section of the record
 # Keys that are not normed make errors grow.
@@ -215,6 +216,20 @@ def test_gradients(op, name, how, sizes, launched, guarded_memory):
     for dtype, kind in KINDS.items():
         check_gradients(make(name, how, sizes, dtype), kind)
     assert own(launched) == own_backwards(launched) == len(KINDS)
+
+
+@EACH
+@pytest.mark.parametrize("kept_lens", [(64, 32), (32,)], ids=str)
+def test_gradients_by_the_kernels_of_other_architectures(op, name, kept_lens, launched, guarded_memory, monkeypatch):
+    """By products of single warps, and with the shorter chunks of those with less shared memory."""
+    monkeypatch.setattr(steps, "takes_warp_groups", lambda *_: False)
+    monkeypatch.setattr(steps, "KEPT_LENS", kept_lens)
+    monkeypatch.setattr(head_decays, "_calls", signatures.BySignature())
+    for sizes in ((2, 130, 2, 4, 128, 128), (1, 150, 1, 2, 64, 128), (1, 70, 2, 2, 128, 64)):
+        for bounds in (None, [0, 0, 1, 66, sizes[1]]) if sizes[0] == 1 else (None,):
+            check_gradients(make(name, "", sizes, bounds=bounds), "bf16")
+    assert own_backwards(launched) == 5
+    assert not any("_group_" in seen.name for seen in launched)
 
 
 @CASES
