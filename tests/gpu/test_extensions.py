@@ -3,8 +3,11 @@
 import pytest
 import torch
 from test_compat import (  # noqa: F401
+    forwards,
     installed,
+    test_a_backward_takes_what_the_forward_has_recorded,
     test_backstepping,
+    test_checkpoints_record_the_call_that_is_repeated,
     test_clampw,
     test_clampw_from_a_state,
     test_flags_are_ignored_and_a_second_head_size_is_right,
@@ -16,8 +19,10 @@ from test_compat import (  # noqa: F401
     test_rwkv6_from_a_state,
     test_rwkv7_from_no_state,
     test_rwkv7_in_place,
+    test_scratch_that_several_calls_share_is_of_the_last_one,
     test_scripts_of_torch_find_the_ops,
     test_timex,
+    test_what_nobody_differentiates_is_not_kept,
 )
 from test_compat_packages import checkpoint, generate
 
